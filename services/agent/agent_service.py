@@ -15,11 +15,12 @@ from relaxd.replica.replica_context import ReplicaContext
 from relaxd.replica.stage_replica import StageReplica
 from relaxd.roles import AGENT, ROLES
 from relaxd.v1.coordinator_pb2 import Assignment
-from services.agent.conversation import Conversations
+from services.agent.conversation import Conversations, EnvironmentConversations
 from services.agent.engines import RunEngines
 from services.agent.environments import Environments
 from services.agent.evaluation_conversations import EvaluationConversations
 from services.agent.group_conversations import GroupConversations
+from services.agent.model_turns import PolicyModel
 
 
 class AgentService(StageReplica):
@@ -54,13 +55,13 @@ class AgentService(StageReplica):
         if tokenizer.template is None:
             raise DataError("model.chat_template", "is not set, and the model has none, which conversations need")
         self._engines = engines = RunEngines(self._context, self._run_id)
-        form = reply_format(tokenizer.template)
+        model = PolicyModel(config, tokenizer, reply_format(tokenizer.template), engines)
 
         async def start(agent: AgentConfig, setting: str) -> Conversations:
             environments = Environments(agent, setting)
             self._environments.append(environments)
             await environments.start()
-            self._conversations.append(Conversations(config, tokenizer, form, engines, environments))
+            self._conversations.append(EnvironmentConversations(model, environments))
             return self._conversations[-1]
 
         of_run = await start(config.agent, "agent.environment")

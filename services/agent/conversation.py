@@ -1,44 +1,29 @@
 """A conversation of the model with the environment: a sample of a group."""
 
-import asyncio
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 from opentelemetry.trace import Span
 
 from relaxd import telemetry
-from relaxd.config import RunConfig
 from relaxd.data.examples import Example, Message
-from relaxd.data.tokenizer import LONG_TEXT, PromptTokenizer
 from relaxd.envs.client import EnvironmentFailed
 from relaxd.envs.environment import Reply, Sample
-from relaxd.envs.replies import ReplyFormat, read_reply
 from relaxd.envs.reply_formats import ParsedReply
 from relaxd.envs.token_history import CannotContinue, TokenHistory
 from relaxd.models import DataError
-from relaxd.seeds import seed_of
-from relaxd.v1.sample_pb2 import SamplingParams
-from services.agent.engines import EngineSession, OutOfTime, RunEngines, WantedWeights
+from services.agent.engines import EngineSession, OutOfTime, WantedWeights
 from services.agent.environments import Environments
-
-Encoded = TypeVar("Encoded")
+from services.agent.model_turns import BadPrompt, ModelMessage, ModelTurns, PolicyModel, span_attributes, tool_names
 
 MAX_INFO = 64
-"""Maximum number of names of the environment's own numbers that a conversation keeps."""
-
-
-class BadPrompt(Exception):
-    """A conversation can't begin with a prompt, or can't go on by the chat template. The message says why."""
-
-
-class PromptTooLong(BadPrompt):
-    """With what the environment adds, a prompt is longer than data.max_prompt_tokens."""
+"""Maximum number of names of an environment's own numbers that a conversation keeps."""
 
 
 @dataclass
@@ -89,11 +74,20 @@ class Conversation:
     info: dict[str, float] = field(default_factory=dict)
     """The environment's own numbers; the last one of each name."""
     environment_seconds: float = 0.0
+
     outside_seconds: float = 0.0
     """Time in which no engine was asked for a message."""
     tool_calls: int = 0
     tool_errors: int = 0
     """Calls that name no tool, and messages with a call that can't be read."""
+
+    def add_reply(self, message: ModelMessage, tools: Collection[str]) -> None:
+        """Add a message of the model, which may call the tools of these names."""
+        self.count_calls(message.parsed, tools)
+        self.text = message.text
+        calls = {"tool_calls": message.parsed.message["tool_calls"]} if message.parsed.calls else {}
+        self.messages.append({"role": "assistant", "content": message.text, **calls})
+        self.turns += 1
 
     def count_calls(self, reply: ParsedReply, tools: Collection[str]) -> None:
         """Count the tool calls of a message. Without tools the environment reads calls by itself, by any name."""
@@ -102,25 +96,49 @@ class Conversation:
         self.tool_errors += len(unknown) + bool(reply.problem)
 
 
-class Conversations:
+@dataclass(frozen=True)
+class ConversationStart:
+    """The beginning of a conversation."""
+
+    engine: EngineSession
+    """Its requests of engines; has its name."""
+    example: Example
+    """The prompt."""
+    group_seed: int
+    """Seed of the environment or of the program."""
+    sample_seed: int
+    """Seed of the model's messages."""
+    seconds: Callable[[], float]
+    """Returns the time that is left."""
+
+    async def turns(
+        self, model: PolicyModel, example: Example, tools: Sequence[Mapping[str, Any]], opened: Sequence[Message]
+    ) -> ModelTurns:
+        """Return the model's turns after a prompt. Raises as `ModelTurns.begin` does.
+
+        Args:
+            model: the model.
+            example: the prompt, or what stands in its place.
+            tools: schemas of the tools that the model may call.
+            opened: messages that follow the prompt's.
+        """
+        return await ModelTurns.begin(
+            model, self.engine, example, tools, opened=opened, seed=self.sample_seed, seconds=self.seconds
+        )
+
+    @property
+    def sample(self) -> Sample:
+        """The sample as environments and programs get it."""
+        return Sample(self.example.messages, self.example.answer, self.example.metadata, self.group_seed)
+
+
+class Conversations(ABC):
     """Holds conversations of one run."""
 
-    def __init__(
-        self,
-        config: RunConfig,
-        tokenizer: PromptTokenizer,
-        form: ReplyFormat | None,
-        engines: RunEngines,
-        environments: Environments,
-    ) -> None:
-        """`form` is that of the chat template's tool calls."""
-        self._config = config
-        self._tokenizer = tokenizer
-        self._form = form
-        self._engines = engines
-        self._environments = environments
+    def __init__(self, model: PolicyModel) -> None:
+        self._model = model
         self.calls = 0
-        """A counter of calls of the environment, which shows that the replica isn't stuck."""
+        """A counter that shows that the replica isn't stuck."""
 
     async def hold(
         self,
@@ -137,7 +155,7 @@ class Conversations:
             name: id of the session, unique among those of the run.
             example: the prompt.
             published: the prompt's token ids on the board.
-            group_seed: seed of the environment.
+            group_seed: seed of the environment or of the program.
             sample_seed: seed of the model's messages.
             wanted: weights that its engines must serve; None means any.
 
@@ -147,15 +165,13 @@ class Conversations:
         """
         result = Conversation()
         engine, begun = EngineSession(name, wanted), time.monotonic()
-        limit = self._config.agent.conversation_seconds
+        limit = self._model.config.agent.conversation_seconds
 
         def seconds() -> float:
             return limit - (time.monotonic() - begun - engine.waited_seconds)
 
         try:
-            await self._converse(
-                result, engine, example, group_seed=group_seed, sample_seed=sample_seed, seconds=seconds
-            )
+            await self._converse(result, ConversationStart(engine, example, group_seed, sample_seed, seconds))
         except OutOfTime:
             result.finish = "timeout"
         except EnvironmentFailed as error:
@@ -164,10 +180,29 @@ class Conversations:
             raise BadPrompt(str(error)) from error
         finally:
             result.outside_seconds = time.monotonic() - begun - engine.asked_seconds
-            self._environments.close_session(name)
+            self._end(name)
         if result.history is not None:
             result.tokens, result.history = ConversationTokens.of(result.history, published), None
         return result
+
+    @abstractmethod
+    async def _converse(self, result: Conversation, start: ConversationStart) -> None:
+        """Hold the conversation, and keep in `result` what happens."""
+
+    @abstractmethod
+    def _end(self, name: str) -> None:
+        """Release what a conversation held; nobody waits for it."""
+
+
+class EnvironmentConversations(Conversations):
+    """Holds conversations with an environment."""
+
+    def __init__(self, model: PolicyModel, environments: Environments) -> None:
+        super().__init__(model)
+        self._environments = environments
+
+    def _end(self, name: str) -> None:
+        self._environments.close_session(name)
 
     @contextmanager
     def _timed(self, result: Conversation, call: str, session: str) -> Iterator[Span]:
@@ -180,101 +215,38 @@ class Conversations:
             result.environment_seconds += time.monotonic() - begun
             self.calls += 1
 
-    async def _converse(
-        self,
-        result: Conversation,
-        engine: EngineSession,
-        example: Example,
-        *,
-        group_seed: int,
-        sample_seed: int,
-        seconds: Callable[[], float],
-    ) -> None:
-        agent = self._config.agent
-        sample = Sample(example.messages, example.answer, example.metadata, group_seed)
-        with self._timed(result, "open", engine.name):
-            opened = await self._environments.open(engine.name, sample)
-        tools = [*example.tools, *opened.tools]
-        names = [str(dict(tool.get("function", tool)).get("name")) for tool in tools]
-        if tools and self._form is None:
-            raise BadPrompt(
-                f"there are tools ({', '.join(names)}), but the chat template has no form of tool calls that relaxd "
-                "reads (docs/conversations.md): set model.chat_template to one that has"
-            )
-        history = await _in_thread_if_long(
-            opened.messages, partial(TokenHistory, self._tokenizer, example, tools, opened=opened.messages)
-        )
-        result.history = history
-        if len(history.prompt_tokens) > self._config.data.max_prompt_tokens:
-            raise PromptTooLong(
-                f"with the environment's tools and messages the prompt has {len(history.prompt_tokens)} tokens: "
-                f"data.max_prompt_tokens is {self._config.data.max_prompt_tokens}"
-            )
+    async def _converse(self, result: Conversation, start: ConversationStart) -> None:
+        name, seconds = start.engine.name, start.seconds
+        with self._timed(result, "open", name):
+            opened = await self._environments.open(name, start.sample)
+        tools = [*start.example.tools, *opened.tools]
+        names = tool_names(tools)
+        turns = await start.turns(self._model, start.example, tools, opened.messages)
+        result.history = turns.history
         result.messages += opened.messages
-        budget = example.sampling.get("max_new_tokens") or self._config.rollout.max_new_tokens
         while not result.finish:
-            room = budget - len(history.tokens)
-            if room < 1:
+            if turns.room < 1:
                 result.finish = "budget"
                 return
-            most = min(room, agent.turn_tokens or room)
-            sampling = sampling_of(self._config, example.sampling, most, seed_of(sample_seed, result.turns))
-            with telemetry.part_span("turn", span_attributes(engine.name, result.turns + 1)) as span:
-                reply = await self._engines.generate(engine, history.context, sampling, seconds)
-                span.set_attribute("relaxd.tokens", len(reply.tokens))
-            in_thinking, first = history.opens_thinking, result.tool_calls + 1
-            parsed = read_reply(
-                self._tokenizer, reply.tokens, self._form, tools, in_thinking=in_thinking, first_call=first
-            )
-            result.count_calls(parsed, names)
-            history.add_reply(reply.tokens, reply.logprobs, reply.versions, parsed.message, stopped=not reply.cut)
-            result.text = reply.text
-            calls = {"tool_calls": parsed.message["tool_calls"]} if parsed.calls else {}
-            result.messages.append({"role": "assistant", "content": reply.text, **calls})
-            result.turns += 1
-            said = Reply(parsed.text, parsed.calls, parsed.problem, "length" if reply.cut else "stop")
-            with self._timed(result, "step", engine.name) as span:
-                step = await self._environments.step(engine.name, result.turns, said)
+            message = await turns.write()
+            result.add_reply(message, names)
+            parsed = message.parsed
+            said = Reply(parsed.text, parsed.calls, parsed.problem, "length" if message.cut_by else "stop")
+            with self._timed(result, "step", name) as span:
+                step = await self._environments.step(name, result.turns, said)
                 span.set_attribute("relaxd.reward", step.reward)
             result.reward += step.reward
             result.info |= dict(list(step.info.items())[:MAX_INFO])
             result.messages += step.messages
             if step.done:
                 result.finish = "env_done"
-            elif reply.cut:
-                result.finish = "length" if most < room else "budget"
-            elif result.turns >= agent.max_turns:
+            elif message.cut_by:
+                result.finish = message.cut_by
+            elif result.turns >= self._model.config.agent.max_turns:
                 result.finish = "turns"
             elif not step.messages:
                 result.finish = "stop"
             elif seconds() <= 0:
                 raise OutOfTime
             else:
-                await _in_thread_if_long(step.messages, partial(history.add_messages, step.messages))
-
-
-async def _in_thread_if_long(messages: Sequence[Message], encode: Callable[[], Encoded]) -> Encoded:
-    """Encode messages of the environment, long ones in a thread, beside which other conversations go on."""
-    if sum(len(str(message.get("content"))) for message in messages) < LONG_TEXT:
-        return encode()
-    return await asyncio.to_thread(encode)
-
-
-def span_attributes(session: str, turn: int) -> dict[str, str | int]:
-    """Return the attributes of a turn's spans; turn 0 is the opening."""
-    return {"relaxd.session_id": session, "relaxd.turn": turn}
-
-
-def sampling_of(config: RunConfig, own: Mapping[str, Any], most: int, seed: int) -> SamplingParams:
-    """Return the sampling parameters of a message.
-
-    Args:
-        config: the run.
-        own: parameters of the prompt's source, by name.
-        most: its maximum length in tokens.
-        seed: its seed.
-    """
-    names = ("temperature", "top_p", "top_k", "stop", "stop_token_ids", "min_new_tokens")
-    values = {name: own.get(name, getattr(config.rollout, name)) for name in names}
-    values["min_new_tokens"] = min(values["min_new_tokens"], most)
-    return SamplingParams(**values, max_new_tokens=most, seed=seed)
+                await turns.add_messages(step.messages)

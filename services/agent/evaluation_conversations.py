@@ -18,9 +18,10 @@ from relaxd.seeds import seed_of
 from relaxd.v1.agent_pb2 import ConverseResponse
 from relaxd.v1.reward_pb2 import EnvironmentOutcome
 from relaxd.v1.sample_pb2 import FinishReason, SamplingParams
-from services.agent.conversation import BadPrompt, Conversation, Conversations
+from services.agent.conversation import Conversation, Conversations
 from services.agent.engines import RefusedPrompt, WantedWeights
 from services.agent.group_conversations import hold_with_retries
+from services.agent.model_turns import BadPrompt
 
 
 class EvaluationConversations:

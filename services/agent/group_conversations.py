@@ -30,8 +30,9 @@ from relaxd.config import AgentConfig, RunConfig
 from relaxd.data.examples import Example
 from relaxd.seeds import seed_of
 from relaxd.waiting import Backoff, waiting
-from services.agent.conversation import BadPrompt, Conversation, Conversations, PromptTooLong
+from services.agent.conversation import Conversation, Conversations
 from services.agent.engines import RefusedPrompt, RunEngines
+from services.agent.model_turns import BadPrompt, PromptTooLong
 
 RETRY_PAUSE = Backoff(first_seconds=0.5, max_seconds=10.0)
 """Pauses before failed conversations are held again (agent.on_failure = "retry")."""

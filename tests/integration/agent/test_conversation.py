@@ -11,8 +11,9 @@ from relaxd.data.tokenizer import PromptTokenizer
 from relaxd.envs.replies import reply_format
 from relaxd.envs.reply_formats import ParsedReply
 from relaxd.envs.tool_calls import ToolCall
-from services.agent.conversation import BadPrompt, Conversation, Conversations
+from services.agent.conversation import Conversation, EnvironmentConversations
 from services.agent.environments import Environments
+from services.agent.model_turns import BadPrompt, PolicyModel
 from tests.kit.models import make_tiny_model
 
 
@@ -31,7 +32,8 @@ async def test_tools_need_a_chat_template_with_tool_calls(tmp_path: Path) -> Non
     assert tokenizer.template is not None
     environments = Environments(config.agent)
     no_engine: Any = cast(Any, None)  # none is asked
-    conversations = Conversations(config, tokenizer, reply_format(tokenizer.template), no_engine, environments)
+    model = PolicyModel(config, tokenizer, reply_format(tokenizer.template), no_engine)
+    conversations = EnvironmentConversations(model, environments)
     try:
         with pytest.raises(BadPrompt, match=r"there are tools \(calculator\), but the chat template has no form"):
             await conversations.hold("s", Example("1 + 1", "2"), [1], 0, 0)

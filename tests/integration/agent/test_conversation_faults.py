@@ -21,11 +21,12 @@ from relaxd.v1 import environment_pb2_grpc
 from relaxd.v1.sample_pb2 import SamplingParams
 from relaxd.waiting import waits
 from services.agent import group_conversations
-from services.agent.conversation import Conversation, Conversations
+from services.agent.conversation import Conversation, EnvironmentConversations
 from services.agent.engines import EngineSession, RunEngines, WantedWeights
 from services.agent.environments import Environments
 from services.agent.evaluation_conversations import EvaluationConversations
 from services.agent.group_conversations import GroupConversations
+from services.agent.model_turns import PolicyModel
 from tests.integration.agent.scripted_engines import STOP, Act, Fleet, encode
 from tests.kit.models import byte_tokenizer
 from tests.kit.ports import free_port
@@ -57,11 +58,13 @@ def config_of(environment: str, **agent: Any) -> RunConfig:
 
 
 @asynccontextmanager
-async def talks(config: RunConfig, tokenizer: PromptTokenizer, engines: RunEngines) -> AsyncIterator[Conversations]:
+async def talks(
+    config: RunConfig, tokenizer: PromptTokenizer, engines: RunEngines
+) -> AsyncIterator[EnvironmentConversations]:
     environments = Environments(config.agent)
     await environments.start()
     try:
-        yield Conversations(config, tokenizer, None, engines, environments)
+        yield EnvironmentConversations(PolicyModel(config, tokenizer, None, engines), environments)
     finally:
         await environments.close()
 

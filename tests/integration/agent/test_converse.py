@@ -18,10 +18,11 @@ from relaxd.rpc.server import start_server
 from relaxd.v1 import agent_pb2_grpc
 from relaxd.v1.agent_pb2 import ConverseRequest
 from relaxd.v1.sample_pb2 import SamplingParams
-from services.agent.conversation import Conversations
+from services.agent.conversation import EnvironmentConversations
 from services.agent.engines import WantedWeights
 from services.agent.environments import Environments
 from services.agent.evaluation_conversations import EvaluationConversations
+from services.agent.model_turns import PolicyModel
 from services.agent.server import AgentServicer
 from tests.kit.tokenizer import write_tokenizer
 from tests.kit.waiting import eventually
@@ -43,7 +44,8 @@ async def evaluations(tmp_path: Path) -> AsyncIterator[EvaluationConversations]:
     config = RunConfig.model_validate(values)
     environments = Environments(config.agent)
     tokenizer = PromptTokenizer.of_run(config, Path(config.model.path))
-    conversations = Conversations(config, tokenizer, None, cast(Any, None), environments)
+    model = PolicyModel(config, tokenizer, None, cast(Any, None))
+    conversations = EnvironmentConversations(model, environments)
     yield EvaluationConversations(config.agent, {"s": conversations}, asyncio.Semaphore(0))
     await environments.close()
 
