@@ -25,7 +25,7 @@ IMAGES: dict[str, tuple[str, list[str], set[str]]] = {
     "core": ("advantage, and below coordinator, agent, reward and launcher", ["advantage"], set()),
     "reward": ("reward", ["reward"], set()),
     "coordinator": ("coordinator", ["coordinator", "data", "media", "alerts", "trackers"], set()),
-    "agent": ("agent", ["coordinator", "data"], set()),
+    "agent": ("agent", ["coordinator", "data", "agent"], set()),
     "launcher": ("launcher", ["launcher"], set()),
     "torch": ("rollout, and below trainer and cli", ["rollout"], set()),
     "trainer": ("trainer", ["trainer"], set()),
