@@ -43,7 +43,7 @@ MEANINGS: dict[str, str] = {
     "such answers: raise rollout.max_new_tokens",
     DropReason.REWARD_FAILED: "the reward raised, hung or returned no finite number: `relaxd reward test` shows how",
     DropReason.ENVIRONMENT_FAILED: "the environment raised, took longer than agent.call_seconds, or can't begin with "
-    "their prompts: their details and the logs of the agent service say where",
+    "their prompts, or the program (agent.command) failed: their details and the logs of the agent service say where",
     DropReason.TOO_LONG: "answers are longer than the trainer's micro-batch takes (trainer.micro_batch_tokens)",
     DropReason.STALE: "answers were older than board.max_staleness allows: engines are slower than the trainer",
     DropReason.NON_FINITE_GRADIENTS: "their gradients were not finite",

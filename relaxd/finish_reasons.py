@@ -8,8 +8,8 @@ MEANINGS: Mapping[str, str] = {
     "abort": "it was cancelled",
     "budget": "a conversation had used up rollout.max_new_tokens",
     "turns": "a conversation had agent.max_turns messages of the model",
-    "env_done": "the environment ended the conversation",
-    "env_failed": "the environment raised or took too long",
+    "env_done": "the environment ended the conversation, or its program ended with exit code 0",
+    "env_failed": "the environment raised or took too long, or the program failed",
     "timeout": "a conversation took longer than agent.conversation_seconds",
 }
 """Meaning of each reason; the names are those of the FinishReason enum in sample.proto, in lower case."""

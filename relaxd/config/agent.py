@@ -1,5 +1,6 @@
-"""Settings of conversations with an environment."""
+"""Settings of conversations with an environment, or of a program with the model."""
 
+import json
 import re
 from typing import TYPE_CHECKING, Any, Literal, Self
 
@@ -33,12 +34,15 @@ def check_environment(name: str) -> str:
 
 
 class AgentConfig(Section):
-    """Conversations with an environment (docs/agents.md)."""
+    """Conversations with an environment, or led by a program (docs/agents.md)."""
 
     environment: str = ""
     """Environment that the model talks to: a bundled name (docs/environments.md lists them), "file.py:Class",
     "package.module:Class", or "grpc://host:port", a service that speaks relaxd.v1.Environment
-    (protos/relaxd/v1/environment.proto). Empty: each prompt gets one answer."""
+    (protos/relaxd/v1/environment.proto). Empty, without agent.command: each prompt gets one answer."""
+    command: tuple[str, ...] = ()
+    """Program that leads the conversations in place of an environment, with its arguments: each sample starts it once,
+    and it asks the model over HTTP at OPENAI_BASE_URL."""
     settings: dict[str, Any] = Field(default_factory=dict)
     """The environment's own settings: keyword arguments of its class."""
     max_turns: int = Field(default=8, ge=1)
@@ -51,9 +55,10 @@ class AgentConfig(Section):
     conversation_seconds: float = Field(default=1800.0, gt=0)
     """Time for a conversation; the time in which no engine serves doesn't count."""
     on_failure: Literal["drop", "zero", "mask", "retry"] = "drop"
-    """Effect of a failed conversation, whose environment raised or took too long, on its group. drop: the group is
-    dropped. zero: its reward is 0. mask: its reward is 0, and it isn't trained on. retry: it is held again from its
-    beginning up to max_retries times, with growing pauses, then the group is dropped."""
+    """Effect of a failed conversation on its group: its environment raised or took too long, or its program ended with
+    another exit code than 0. drop: the group is dropped. zero: its reward is 0. mask: its reward is 0, and it isn't
+    trained on. retry: it is held again from its beginning up to max_retries times, with growing pauses, then the group
+    is dropped."""
     max_retries: int = Field(default=3, ge=1)
     """With on_failure = "retry": tries after the first one."""
     max_sessions: int = Field(default=256, ge=1)
@@ -63,8 +68,15 @@ class AgentConfig(Section):
 
     @property
     def is_there(self) -> bool:
-        """True if the run's samples are conversations with an environment."""
-        return bool(self.environment)
+        """True if the run's samples are conversations."""
+        return bool(self.environment or self.command)
+
+    @property
+    def shown(self) -> str:
+        """The setting that makes the run's samples conversations, for messages."""
+        if self.command:
+            return f"agent.command is {json.dumps(self.command)}"
+        return f'agent.environment is "{self.environment}"'
 
     @property
     def is_service(self) -> bool:
@@ -78,22 +90,32 @@ class AgentConfig(Section):
 
     @model_validator(mode="after")
     def _is_used(self) -> Self:
-        if not self.environment:
-            reason = "agent.environment is empty: name the environment, or remove it"
+        if self.command:
+            if self.environment:
+                raise ValueError(
+                    f'agent.environment is "{self.environment}", and {self.shown}: a conversation has one of them; '
+                    "remove the other"
+                )
+            if not self.command[0] or any("\0" in word for word in self.command):
+                raise ValueError(f"{self.shown}: it must begin with a program, and no word may have a null character")
+            reason = f"{self.shown}: only environments have it; remove it"
+            refuse_unused(self, "agent", ("settings", "python", "call_seconds"), reason)
+        elif not self.environment:
+            reason = "agent.environment is empty: name the environment (or agent.command), or remove it"
             refuse_unused(self, "agent", type(self).model_fields, reason)
         elif self.is_service and (given := self.changed(("python", "settings"))):
             raise ValueError(
                 f'agent.{given[0]} is set, but agent.environment is "{self.environment}", a service that runs already: '
                 f"remove agent.{given[0]}"
             )
-        elif self.on_failure != "retry":
+        if self.is_there and self.on_failure != "retry":
             reason = f'agent.on_failure is "{self.on_failure}": set "retry"'
             refuse_unused(self, "agent", ("max_retries",), reason)
         return self
 
 
 def conversation_problem(config: "RunConfig") -> str:
-    """Return the reason why a run's samples can't be conversations with an environment; "" if they can."""
+    """Return the reason why a run's samples can't be conversations; "" if they can."""
     engine, most = config.rollout.engine, config.rollout.max_new_tokens
     if config.run.colocate:
         return "run.colocate is true: trainer and engines can't take turns beside conversations yet; set false"
@@ -107,7 +129,7 @@ def conversation_problem(config: "RunConfig") -> str:
             "prompts of their own, in whose place the teacher's can't be put; remove it"
         )
     if not ENGINES[engine].has_model:
-        return f'rollout.engine is "{engine}", which writes no text that an environment could read'
+        return f'rollout.engine is "{engine}", which writes no text that could be answered'
     if config.agent.turn_tokens > most:
         return (
             f"agent.turn_tokens is {config.agent.turn_tokens}: it must be at most rollout.max_new_tokens = {most}, "

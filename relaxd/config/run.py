@@ -190,7 +190,7 @@ class RunConfig(Section):
             )
         if self.agent.is_there:
             return (
-                f'agent.environment is "{self.agent.environment}", and conversations don\'t keep yet what the engine '
+                f"{self.agent.shown}, and conversations don't keep yet what the engine "
                 'finds likeliest: use roles.teacher.placement = "trainer"'
             )
         return ""
@@ -531,13 +531,18 @@ class RunConfig(Section):
     @model_validator(mode="after")
     def _conversations_fit(self) -> Self:
         if self.agent.is_there and (problem := conversation_problem(self)):
-            raise ValueError(f'agent.environment is "{self.agent.environment}", but {problem}')
+            raise ValueError(f"{self.agent.shown}, but {problem}")
         for number, one in enumerate(self.eval.sets):
             setting = "environment" if one.environment else "environment_settings"
             if not self.agent.is_there and getattr(one, setting):
                 raise ValueError(
                     f"eval.sets.{number}.{setting} is set, but agent.environment is empty, so that the run has no "
                     f"conversations: set agent.environment, or remove eval.sets.{number}.{setting}"
+                )
+            if self.agent.command and not one.environment and one.environment_settings is not None:
+                raise ValueError(
+                    f"eval.sets.{number}.environment_settings is set, but {self.agent.shown}, which has none: remove "
+                    f"it, or name an environment in eval.sets.{number}.environment"
                 )
             if self.agent.is_service and not one.environment and one.environment_settings:
                 raise ValueError(

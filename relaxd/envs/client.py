@@ -152,12 +152,17 @@ async def hosted(name: str, settings: Mapping[str, Any], python: str = "") -> As
         await child.stop(grace_seconds=0.5)
 
 
+def inherited_variables() -> dict[str, str]:
+    """Return the environment variables that an environment or a program gets: without relaxd's, which have secrets."""
+    return {name: value for name, value in os.environ.items() if not name.startswith(_OURS)}
+
+
 async def start_host(name: str, settings: Mapping[str, Any], python: str = "") -> Child:
     """Start a process that hosts an environment's class, and wait until it serves. Raises as `hosted` does.
 
     It doesn't get relaxd's own variables of this process's environment, which have secrets.
     """
-    kept = {variable: value for variable, value in os.environ.items() if not variable.startswith(_OURS)}
+    kept = inherited_variables()
     words = [name, json.dumps(dict(settings))]
     child = await Child.start(
         "relaxd.envs.host", words, kept, inherit=False, python=python or None, name="the environment's host"

@@ -118,7 +118,11 @@ def _agent_of(one: EvalSet, runs: AgentConfig) -> AgentConfig:
     """Return the run's settings of conversations with a set's own environment, if it has one."""
     if not one.environment and one.environment_settings is None:
         return runs
-    own = {"environment": one.environment or runs.environment, "settings": one.environment_settings or {}}
+    own = {
+        "environment": one.environment or runs.environment,
+        "command": (),
+        "settings": one.environment_settings or {},
+    }
     return runs.model_copy(update=own)
 
 

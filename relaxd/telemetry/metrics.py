@@ -214,7 +214,7 @@ METRICS: dict[str, Metric] = {
             "step",
             "{message}",
             "Mean number of the model's messages in a conversation. This and the "
-            "next ones only in runs with agent.environment.",
+            "next ones only in runs of conversations.",
         ),
         Metric("turns_max", "step", "{message}", "Largest of them."),
         Metric("tool_calls_mean", "step", "{call}", "Mean number of a conversation's calls of tools."),

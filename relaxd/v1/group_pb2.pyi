@@ -67,7 +67,7 @@ class _DropReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_DropReason
     DROP_REASON_ALL_TRUNCATED: _DropReason.ValueType  # 21
     """All its answers were cut off, and algorithm.mask_truncated gives none of them an advantage."""
     DROP_REASON_ENVIRONMENT_FAILED: _DropReason.ValueType  # 22
-    """The environment of one of its conversations raised or took too long, or can't begin with its prompt."""
+    """In one of its conversations the environment raised or took too long, the program failed, or the prompt can't be used."""
 
 class DropReason(_DropReason, metaclass=_DropReasonEnumTypeWrapper):
     """Why a group was dropped."""
@@ -117,5 +117,5 @@ DROP_REASON_ALGORITHM_FAILED: DropReason.ValueType  # 20
 DROP_REASON_ALL_TRUNCATED: DropReason.ValueType  # 21
 """All its answers were cut off, and algorithm.mask_truncated gives none of them an advantage."""
 DROP_REASON_ENVIRONMENT_FAILED: DropReason.ValueType  # 22
-"""The environment of one of its conversations raised or took too long, or can't begin with its prompt."""
+"""In one of its conversations the environment raised or took too long, the program failed, or the prompt can't be used."""
 Global___DropReason: _TypeAlias = DropReason  # noqa: Y015

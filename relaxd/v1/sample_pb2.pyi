@@ -84,7 +84,7 @@ class _FinishReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_FinishRe
     FINISH_REASON_ENV_DONE: _FinishReason.ValueType  # 6
     """Of a conversation: the environment ended it."""
     FINISH_REASON_ENV_FAILED: _FinishReason.ValueType  # 7
-    """Of a conversation: the environment raised or took too long."""
+    """Of a conversation: the environment raised or took too long, or the program failed."""
     FINISH_REASON_TIMEOUT: _FinishReason.ValueType  # 8
     """Of a conversation: it took longer than agent.conversation_seconds."""
 
@@ -106,7 +106,7 @@ FINISH_REASON_TURNS: FinishReason.ValueType  # 5
 FINISH_REASON_ENV_DONE: FinishReason.ValueType  # 6
 """Of a conversation: the environment ended it."""
 FINISH_REASON_ENV_FAILED: FinishReason.ValueType  # 7
-"""Of a conversation: the environment raised or took too long."""
+"""Of a conversation: the environment raised or took too long, or the program failed."""
 FINISH_REASON_TIMEOUT: FinishReason.ValueType  # 8
 """Of a conversation: it took longer than agent.conversation_seconds."""
 Global___FinishReason: _TypeAlias = FinishReason  # noqa: Y015

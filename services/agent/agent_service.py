@@ -21,6 +21,8 @@ from services.agent.environments import Environments
 from services.agent.evaluation_conversations import EvaluationConversations
 from services.agent.group_conversations import GroupConversations
 from services.agent.model_turns import PolicyModel
+from services.agent.program_conversations import ProgramConversations
+from services.agent.programs import Programs
 
 
 class AgentService(StageReplica):
@@ -33,8 +35,8 @@ class AgentService(StageReplica):
         super().__init__(context)
         self._run_id = ""
         self._engines: RunEngines | None = None
-        self._environments: list[Environments] = []
-        """The run's environment first, then those that only evaluation sets have."""
+        self._others: list[Environments | Programs] = []
+        """The run's environment or program first, then those that only evaluation sets have."""
         self._conversations: list[Conversations] = []
         """Conversations with each of them."""
         self._groups: GroupConversations | None = None
@@ -44,12 +46,12 @@ class AgentService(StageReplica):
     async def start_run(self, config: RunConfig, assignment: Assignment) -> None:
         self._run_id = assignment.run_id
         if not ROLES[AGENT].works_on(self.stage, config):
-            self._detail = "this run has no environment (agent.environment)"
+            self._detail = "this run has no conversations (agent.environment, agent.command)"
             return
         await super().start_run(config, assignment)
 
     async def prepare(self, config: RunConfig) -> tuple[Process, Callable[[], int]]:
-        """Start the environments, so that a wrong name fails the start instead of every group."""
+        """Start the environments, or the endpoint, so that a wrong name fails the start instead of every group."""
         folder = await asyncio.to_thread(resolve_model, config.model.path)
         tokenizer = await asyncio.to_thread(PromptTokenizer.of_run, config, folder)
         if tokenizer.template is None:
@@ -58,10 +60,14 @@ class AgentService(StageReplica):
         model = PolicyModel(config, tokenizer, reply_format(tokenizer.template), engines)
 
         async def start(agent: AgentConfig, setting: str) -> Conversations:
-            environments = Environments(agent, setting)
-            self._environments.append(environments)
-            await environments.start()
-            self._conversations.append(EnvironmentConversations(model, environments))
+            others = Programs(agent) if agent.command else Environments(agent, setting)
+            self._others.append(others)
+            await others.start()
+            self._conversations.append(
+                ProgramConversations(model, others)
+                if isinstance(others, Programs)
+                else EnvironmentConversations(model, others)
+            )
             return self._conversations[-1]
 
         of_run = await start(config.agent, "agent.environment")
@@ -84,16 +90,16 @@ class AgentService(StageReplica):
         return self._board is not None and self._board.begin(delivery, oldest)
 
     async def stop_run(self) -> None:
-        groups, engines, environments = self._groups, self._engines, self._environments
+        groups, engines, others = self._groups, self._engines, self._others
         self._cancel_evaluations()
         self._groups = self._engines = self.evaluations = None
-        self._environments, self._conversations = [], []
+        self._others, self._conversations = [], []
         await super().stop_run()
         if groups is not None:
             groups.cancel()
         if engines is not None:
             await engines.close()
-        for one in environments:
+        for one in others:
             await one.close()
 
     async def drain(self, seconds: float) -> int:
@@ -112,7 +118,7 @@ class AgentService(StageReplica):
             self.evaluations.cancel()
 
     def pieces(self) -> int:
-        """Return the number of messages of engines and of calls of the environment."""
+        """Return a number that rises with messages of engines and with calls and looks at environments and programs."""
         if self._engines is None:
             return 0
         return self._engines.pieces + sum(conversations.calls for conversations in self._conversations)

@@ -2,6 +2,7 @@
 
 import json
 import re
+import sys
 from collections import Counter
 from pathlib import Path
 
@@ -238,3 +239,52 @@ def test_an_environment_that_fails_drops_its_group_with_the_reason(workplace: Wo
     )
     logs = "".join(path.read_text() for path in sorted(Path(folder / "logs").glob("agent*")))
     assert re.search(expected, logs), logs[-2000:]
+
+
+PROGRAM = """
+import json, os, urllib.request
+
+sample, said, messages = json.load(open(os.environ["RELAXD_SAMPLE"])), [], []
+messages = sample["messages"]
+for _ in range(2):
+    body = json.dumps({"model": "policy", "messages": messages}).encode()
+    headers = {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"]}
+    request = urllib.request.Request(os.environ["OPENAI_BASE_URL"] + "/chat/completions", body, headers)
+    answer = json.load(urllib.request.urlopen(request, timeout=60))["choices"][0]["message"]
+    said.append(answer["content"])
+    messages += [answer, {"role": "user", "content": "Really<|im_end|>?"}]
+with open(os.environ["RELAXD_RESULT"], "w") as file:
+    reward = sum(map(len, said)) + sum("".join(said).encode()) / 1e4
+    json.dump({"reward": reward, "info": {"letters": len(said[0])}}, file)
+"""
+
+
+@pytest.mark.night
+@pytest.mark.timeout(600)
+def test_a_program_leads_the_conversations(workplace: Workplace) -> None:
+    program = workplace.folder / "talk.py"
+    program.write_text(PROGRAM)
+    code, output = workplace.relaxd(
+        *("run", "tiny.toml", "--run.steps", "2", "--run-id", "led", "--eval.prompts", "0"),
+        *("--reward.name", "environment", "--agent.command", json.dumps([sys.executable, "talk.py"])),
+        *("--rollout.max_new_tokens", "200", "--agent.turn_tokens", "20"),
+        *("--trainer.checkpoint.keep_step_files", "always"),
+    )
+    assert code == 0, output
+    folder = workplace.folder / "runs" / "led"
+    check_books(read_summary(folder), 2)
+    steps = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    for step in steps:
+        assert step["turns_mean"] == 2
+        assert step["environment/letters"] > 0
+        assert step["environment_reward_mean"] == pytest.approx(step["reward_mean"])
+        assert step.get("finish/env_done/share", 0.0) + step.get("finish/length/share", 0.0) == pytest.approx(1)
+    assert steps[0]["logprob_difference_max"] < 0.01
+    stop, asked = SPECIAL_TOKENS.index("<|im_end|>"), byte_tokenizer().encode("Really", add_special_tokens=False)
+    for columns in read_step_file(step_file_path(folder, 1)).groups.values():
+        assert columns["shares_prompt"].all()
+        observed = columns["tokens"][columns["loss_mask"] == 0].tolist()
+        text = byte_tokenizer().decode(observed)
+        assert text.count("user\nReally<|im_end|>?<|im_end|>\n<|im_start|>assistant\n") == len(columns["lengths"])
+        assert asked[0] in observed
+        assert observed.count(stop) in range(len(columns["lengths"]), 2 * len(columns["lengths"]) + 1)

@@ -110,8 +110,8 @@ def _trial_of_run(words: list[str]) -> _Trial:
     """Return a conversation about the first prompt of a run's data. Raises ConfigError, CliError."""
     path, config = load_words(words)
     agent = config.agent
-    if not agent.is_there:
-        raise CliError(f"{path}: agent.environment is empty, so that the run has no conversations")
+    if not agent.environment:
+        raise CliError(f"{path}: agent.environment is empty, so that the run has no conversations with an environment")
     if problems := environment_problems(config):
         raise ConfigError([Problem(setting, message) for setting, message in problems])
     first = first_prompts(config)[0]

@@ -102,7 +102,7 @@ def obstacle(config: RunConfig) -> str:
     if config.run.colocate:
         return "run.colocate is true: trainer and engines that take turns can't be rehearsed"
     if config.agent.is_there:
-        return "agent.environment is set: conversations can't be rehearsed; leave [agent] out to rehearse the rest"
+        return f"{config.agent.shown}: conversations can't be rehearsed; leave [agent] out to rehearse the rest"
     if "reference" in config.frozen_roles("service"):
         return 'roles.reference.placement is "service": it can\'t be rehearsed; set "trainer" to rehearse the rest'
     if "teacher" in config.frozen_roles():

@@ -54,6 +54,27 @@ def test_settings_that_conversations_do_not_have_are_refused(words: str, problem
     assert 'agent.environment is "calculator"' in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("words", "problem"),
+    [
+        ("agent.environment=calculator", 'agent.environment is "calculator", and agent.command is ["python", "a.py"]'),
+        (
+            "agent.call_seconds=3",
+            'agent.call_seconds is 3.0, but agent.command is ["python", "a.py"]: only environments',
+        ),
+        ("agent.settings={a=1}", 'agent.settings is {"a": 1}, but agent.command is'),
+        ("run.colocate=true board.max_staleness=0", 'agent.command is ["python", "a.py"], but run.colocate is true'),
+        ('agent.command=[""]', "it must begin with a program"),
+    ],
+)
+def test_settings_that_programs_do_not_have_are_refused(words: str, problem: str) -> None:
+    command = 'agent.command=["python","a.py"]'
+    load(f"{command} agent.max_turns=3 agent.turn_tokens=9 agent.conversation_seconds=5")
+    with pytest.raises(ConfigError) as caught:
+        load(f"{command} {words}")
+    assert problem in str(caught.value)
+
+
 def test_settings_of_agents_need_an_environment() -> None:
     with pytest.raises(ConfigError, match=r"agent.max_turns is 3, but agent.environment is empty"):
         load("agent.max_turns=3")

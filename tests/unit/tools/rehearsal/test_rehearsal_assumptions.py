@@ -45,7 +45,7 @@ EXPERTS = "[run]\nsteps = 1\n[rollout]\nengine = 'sglang'\nreturn_routed_experts
     [
         (COLOCATED, "run.colocate is true"),
         (EXPERTS, "rollout.return_routed_experts is true"),
-        ("agent.environment = 'calculator'\n[run]\nsteps = 1", "agent.environment is set"),
+        ("agent.environment = 'calculator'\n[run]\nsteps = 1", 'agent.environment is "calculator"'),
     ],
 )
 def test_what_cant_be_rehearsed_is_said(text: str, problem: str) -> None:

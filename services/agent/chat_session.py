@@ -1,0 +1,141 @@
+"""A conversation that a program leads: its requests continue one history of tokens."""
+
+import asyncio
+import secrets
+import time
+from typing import Any
+
+from relaxd.data.examples import Example, Message
+from services.agent.chat_requests import BadRequest, ChatAnswer, ChatRequest, answer_message, new_messages
+from services.agent.conversation import Conversation, ConversationStart
+from services.agent.model_turns import ModelTurns, PolicyModel, tool_names
+
+
+class ChatSession:
+    """Answers a program's requests, one after the other. Lives in one event loop."""
+
+    def __init__(self, model: PolicyModel, start: ConversationStart, result: Conversation) -> None:
+        """`result` gets the model's messages and the program's."""
+        self.id = secrets.token_urlsafe(12)
+        """Name in the endpoint's address."""
+        self.key = secrets.token_urlsafe(32)
+        """Key that its requests must have."""
+        self.limit = ""
+        """Limit of the run for which a request was refused, by relaxd.finish_reasons; "": none was."""
+        self.cut_by = ""
+        """The same for the last message, if one cut it off."""
+        self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        """Raises why the conversation can't go on, as soon as it can't."""
+        self.generating = False
+        """True while the model writes a message, or waits for an engine."""
+        self.generating_seconds = 0.0
+        """Time that its messages took."""
+        self._model = model
+        self._start = start
+        self._result = result
+        self._turns: ModelTurns | None = None
+        self._known: list[Message] = []
+        """Messages so far, the model's included."""
+        self._tools: list[dict[str, Any]] = []
+        self._one_by_one = asyncio.Lock()
+        self._answers: dict[bytes, asyncio.Task[ChatAnswer]] = {}
+        """Answers, finished or not, by their requests' digests."""
+
+    async def answer(self, request: ChatRequest) -> ChatAnswer:
+        """Answer a request. One that is repeated gets the same answer. Raises BadRequest."""
+        task = self._answers.get(request.digest)
+        if task is None:
+            task = self._answers[request.digest] = asyncio.create_task(self._answer(request), name="answer a program")
+            task.add_done_callback(lambda done: done.cancelled() or done.exception())
+        try:
+            return await asyncio.shield(task)
+        except asyncio.CancelledError:
+            if task.cancelled():
+                raise self._over("its session has ended") from None
+            raise
+
+    def close(self) -> None:
+        """Cancel what is still being answered."""
+        for task in self._answers.values():
+            task.cancel()
+        if not self.failed.cancel() and not self.failed.cancelled():
+            self.failed.exception()  # or else asyncio complains that nobody has asked for it
+
+    async def _answer(self, request: ChatRequest) -> ChatAnswer:
+        async with self._one_by_one:
+            try:
+                return await self._next(request)
+            except BadRequest:
+                raise
+            except Exception as error:  # whoever waits for the conversation handles it
+                if not self.failed.done():
+                    self.failed.set_exception(error)
+                raise self._over(str(error)) from error
+
+    async def _next(self, request: ChatRequest) -> ChatAnswer:
+        turns, new = self._turns, list[Message]()
+        if turns is not None:
+            new = new_messages(self._known, request.messages)
+            if request.tools != self._tools:
+                raise BadRequest(
+                    "tools aren't those of the first request, which are a part of the prompt: send the same ones "
+                    '(with tool_choice = "none" for an answer without a call)',
+                    "tools",
+                    code="history_changed",
+                )
+            most = self._model.config.agent.max_turns
+            if self._result.turns >= most:
+                self.limit = self.limit or "turns"
+                raise BadRequest(f"the model has written {most} messages: agent.max_turns", code="max_turns")
+            if turns.room > 0:
+                await turns.add_messages(new)
+        else:
+            turns, new = await self._begin(request)
+        if turns.room < 1:
+            self.limit = self.limit or "budget"
+            raise BadRequest(
+                "the conversation has used up its tokens: rollout.max_new_tokens",
+                "messages",
+                code="context_length_exceeded",
+            )
+        self._turns, self._result.history = turns, turns.history
+        self.generating, begun = True, time.monotonic()
+        try:
+            message = await turns.write(request.most, request.stop, calls=request.calls)
+        finally:
+            self.generating = False
+            self.generating_seconds += time.monotonic() - begun
+        self._result.messages += new
+        self._result.add_reply(message, tool_names(request.tools))
+        sent = answer_message(message.parsed, message.text)
+        self._known, self._tools = [*request.messages, sent], request.tools
+        self.cut_by = "" if message.cut_by == "asked" else message.cut_by
+        return ChatAnswer(
+            message=sent,
+            thinking=message.parsed.thinking,
+            finish_reason="length" if message.cut_by else "tool_calls" if message.parsed.calls else "stop",
+            prompt_tokens=message.prompt_tokens,
+            completion_tokens=message.tokens,
+            id=f"chatcmpl-{self.id}-{self._result.turns}",
+        )
+
+    async def _begin(self, request: ChatRequest) -> tuple[ModelTurns, list[Message]]:
+        """Begin with a first request; return the turns, and the messages after the prompt.
+
+        If it begins with the sample's messages, these are encoded as on the board. Control tokens in other messages are
+        plain text.
+        """
+        example, opened = self._start.example, request.messages
+        if [_plain(message) for message in example.messages] == opened[: len(example.messages)]:
+            opened = opened[len(example.messages) :]
+        else:
+            example = Example([], sampling=example.sampling, place=example.place)
+        return await self._start.turns(self._model, example, request.tools, opened), opened
+
+    def _over(self, why: str) -> BadRequest:
+        return BadRequest(f"the conversation can't go on: {why}", code="conversation_over")
+
+
+def _plain(message: Message) -> Message:
+    """Return a message of the data as a request has it."""
+    return {**message, "content": message.get("content") or ""}

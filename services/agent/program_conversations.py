@@ -1,0 +1,108 @@
+"""Conversations that programs lead: samples of a group."""
+
+import asyncio
+import os
+import stat
+import time
+from numbers import Real
+from pathlib import Path
+
+from relaxd.envs.client import EnvironmentFailed
+from relaxd.envs.environment import MAX_BYTES, BadEnvironmentError, finite_number
+from relaxd.json_text import parse_json
+from relaxd.sandbox.processes import describe_exit
+from services.agent.chat_session import ChatSession
+from services.agent.conversation import MAX_INFO, Conversation, Conversations, ConversationStart
+from services.agent.engines import OutOfTime
+from services.agent.model_turns import PolicyModel
+from services.agent.programs import Program, Programs
+
+LOOK_SECONDS = 1.0
+"""Interval of looks at a program's limits."""
+
+
+class ProgramConversations(Conversations):
+    """Holds conversations that a program leads."""
+
+    def __init__(self, model: PolicyModel, programs: Programs) -> None:
+        super().__init__(model)
+        self._programs = programs
+
+    def _end(self, name: str) -> None:
+        """Do nothing: the program has been killed."""
+
+    async def _converse(self, result: Conversation, start: ConversationStart) -> None:
+        session = ChatSession(self._model, start, result)
+        sample = {
+            "messages": list(start.sample.messages),
+            "answer": start.sample.answer,
+            "metadata": dict(start.sample.metadata),
+            "seed": start.sample.seed,
+            "tools": start.example.tools,
+        }
+        begun = time.monotonic()
+        try:
+            async with self._programs.run(session, sample) as (program, path):
+                code = await self._wait(program, session, start)
+                output = await program.end()
+                _check_end(code, output, session, result)
+                result.reward, result.info = await asyncio.to_thread(read_result, path)
+        except OSError as error:
+            raise EnvironmentFailed(f"the program can't be started: {error}") from error
+        finally:
+            result.environment_seconds = time.monotonic() - begun - session.generating_seconds
+        result.finish = session.limit or session.cut_by or "env_done"
+
+    async def _wait(self, program: Program, session: ChatSession, start: ConversationStart) -> int:
+        """Return a program's exit code. Raises OutOfTime, and why the conversation can't go on."""
+        session.failed.add_done_callback(lambda _: program.kill())
+        while True:
+            self.calls += 1
+            code = await program.wait(LOOK_SECONDS)  # brief: the next look at the time that is left
+            if session.failed.done():
+                await session.failed
+            if code is not None:
+                return code
+            if not session.generating and start.seconds() <= 0:  # a request that runs has the limit itself
+                raise OutOfTime
+
+
+def _check_end(code: int, output: str, session: ChatSession, result: Conversation) -> None:
+    """Raise EnvironmentFailed if a program has failed. One that a limit of the run stopped may end as it likes."""
+    told = f"; the end of its output:\n{output}" if output else ""
+    if code and not session.limit:
+        raise EnvironmentFailed(f"the program ended with {describe_exit(code)}{told}")
+    if not result.turns:
+        raise EnvironmentFailed(f"the program ended with {describe_exit(code)}, but never asked the model{told}")
+
+
+def read_result(path: Path) -> tuple[float, dict[str, float]]:
+    """Read reward and numbers that a program wrote; without a file 0 and none. Raises EnvironmentFailed."""
+    try:
+        found = parse_json(_read(path) or "{}")
+        if not isinstance(found, dict) or found.keys() - {"reward", "info"}:
+            like = '{"reward": 1.0, "info": {"calls": 2}}'
+            raise BadEnvironmentError(f"{found!r:.200} must be an object like {like}")
+        info = found.get("info", {})
+        if not isinstance(info, dict):
+            raise BadEnvironmentError(f"info = {info!r:.200} must be an object of numbers")
+        numbers = {name: value for name, value in list(info.items())[:MAX_INFO] if isinstance(value, Real)}
+        checked = {name: finite_number(value, f"info[{name!r}] is") for name, value in numbers.items()}
+        return finite_number(found.get("reward", 0.0), "reward is"), checked
+    except (OSError, ValueError) as error:
+        raise EnvironmentFailed(f"the program's result (RELAXD_RESULT) can't be used: {error}") from error
+
+
+def _read(path: Path) -> bytes:
+    """Return a file's content; b"" if there is none. Raises OSError, ValueError: it's no plain file, or too long."""
+    try:
+        file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return b""
+    with open(file, "rb") as opened:
+        if not stat.S_ISREG(os.fstat(file).st_mode):
+            raise ValueError("it isn't a plain file")
+        content = opened.read(MAX_BYTES + 1)
+    if len(content) > MAX_BYTES:
+        raise ValueError(f"it has more than {MAX_BYTES} bytes")
+    return content

@@ -1,0 +1,159 @@
+"""Programs that lead conversations: one process a sample, which asks the model over HTTP."""
+
+import asyncio
+import contextlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any, Self
+
+from relaxd.config import AgentConfig
+from relaxd.envs.client import inherited_variables
+from relaxd.process.child import KILL_SECONDS
+from relaxd.rpc.errors import InvalidArgument
+from relaxd.sandbox import bound_program
+from relaxd.telemetry.printable import escape
+from services.agent.chat_session import ChatSession
+from services.agent.endpoint import Endpoint
+
+TAIL_BYTES = 4000
+"""Number of last bytes of a program's output that are kept."""
+OUTPUT_SECONDS = 1.0
+"""Time for the rest of the output after the end; processes that left the program's group may hold it open."""
+
+
+class Program:
+    """A running program: a process and what it starts, as a process group."""
+
+    def __init__(self, process: asyncio.subprocess.Process, output: "_Output") -> None:
+        self._process = process
+        self._output = output
+        self._killed = False
+
+    @classmethod
+    async def start(cls, command: Sequence[str], environment: Mapping[str, str]) -> Self:
+        """Start a program, which ends with this process at the latest. Raises OSError."""
+        ours, theirs = os.pipe()  # not a pipe of asyncio, which would wait until whatever the program started closes it
+        with open(theirs, "wb", buffering=0) as writing, contextlib.ExitStack() as undo:
+            reading = undo.enter_context(open(ours, "rb", buffering=0))
+            process = await asyncio.create_subprocess_exec(
+                *(sys.executable, "-I", "-S", bound_program.__file__, str(os.getpid()), *command),
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=writing,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+            undo.pop_all()
+        _, output = await asyncio.get_running_loop().connect_read_pipe(_Output, reading)
+        return cls(process, output)
+
+    async def wait(self, seconds: float) -> int | None:
+        """Wait for its end; return its exit code (negative: the signal), or None after `seconds`."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                return await self._process.wait()
+        return None
+
+    def kill(self) -> None:
+        """Kill what is left of its process group."""
+        if not self._killed:
+            self._killed = True
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+
+    async def end(self) -> str:
+        """Kill what is left of its process group; return the end of its output."""
+        self.kill()
+        await self.wait(KILL_SECONDS)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(OUTPUT_SECONDS):
+                await self._output.ended
+        self._output.transport.close()
+        return escape(self._output.tail.decode(errors="replace").strip(), keep="\t\n")
+
+
+class _Output(asyncio.Protocol):
+    """Reads a program's output, and keeps its end."""
+
+    transport: asyncio.BaseTransport
+
+    def __init__(self) -> None:
+        self.tail = b""
+        self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self.transport = transport
+
+    def data_received(self, data: bytes) -> None:
+        self.tail = (self.tail + data)[-TAIL_BYTES:]
+
+    def connection_lost(self, error: Exception | None) -> None:
+        if not self.ended.done():
+            self.ended.set_result(None)
+
+
+class Programs:
+    """Starts a run's program, with a session of the endpoint for each. Lives in one event loop."""
+
+    def __init__(self, config: AgentConfig) -> None:
+        self._command = config.command
+        self.endpoint = Endpoint()
+        """The server that programs ask."""
+
+    async def start(self) -> None:
+        """Start the endpoint. Raises InvalidArgument: there is no such program."""
+        if shutil.which(self._command[0]) is None:
+            raise InvalidArgument(
+                f'agent.command begins with "{self._command[0]}", which is no program that this agent replica can '
+                "execute: give its path, or the name of one in PATH"
+            )
+        await self.endpoint.start()
+
+    async def close(self) -> None:
+        """End the endpoint."""
+        await self.endpoint.close()
+
+    @asynccontextmanager
+    async def run(self, session: ChatSession, sample: Mapping[str, Any]) -> AsyncIterator[tuple[Program, Path]]:
+        """Run the program inside the block; yield it and the path of the result that it may write.
+
+        Args:
+            session: its session.
+            sample: what it is told, as JSON has it.
+        """
+        folder = await asyncio.to_thread(_folder_of, sample)
+        result = folder / "result.json"
+        environment = inherited_variables()
+        direct = ",".join(filter(None, (environment.get("no_proxy") or environment.get("NO_PROXY"), "127.0.0.1")))
+        environment |= {
+            "OPENAI_BASE_URL": self.endpoint.open(session),
+            "OPENAI_API_KEY": session.key,
+            "RELAXD_SAMPLE": str(folder / "sample.json"),
+            "RELAXD_RESULT": str(result),
+            "TMPDIR": str(folder),
+            "no_proxy": direct,
+            "NO_PROXY": direct,
+        }
+        try:
+            program = await Program.start(self._command, environment)
+            try:
+                yield program, result
+            finally:
+                await program.end()
+        finally:
+            self.endpoint.close_session(session)
+            await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
+
+
+def _folder_of(sample: Mapping[str, Any]) -> Path:
+    folder = Path(tempfile.mkdtemp(prefix="relaxd-"))
+    (folder / "sample.json").write_text(json.dumps(sample))
+    return folder

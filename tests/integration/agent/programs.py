@@ -1,0 +1,117 @@
+"""`python programs.py WHAT`: programs of the tests, which a conversation starts."""
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+import urllib.error
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+SAMPLE = json.loads(Path(os.environ["RELAXD_SAMPLE"]).read_text())
+TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": "add",
+            "description": "Adds.",
+            "parameters": {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}}},
+        },
+    }
+]
+
+
+def ask(messages: list[Any], key: str = os.environ["OPENAI_API_KEY"], **more: Any) -> Any:
+    """Ask for a message without the client's package, whose import takes long. Exits with 9 when it is refused."""
+    request = urllib.request.Request(
+        os.environ["OPENAI_BASE_URL"] + "/chat/completions",
+        json.dumps({"model": "any", "messages": messages, **more}).encode(),
+        {"Authorization": f"Bearer {key}"},
+    )
+    try:
+        with urllib.request.urlopen(request, timeout=60) as answer:
+            return json.load(answer)["choices"][0]["message"]
+    except urllib.error.HTTPError as error:
+        print(error.code, error.read().decode())
+        sys.exit(9)
+
+
+async def loop() -> None:
+    """Answer tool calls with the openai package until the model calls none. The first request is sent twice at once."""
+    import openai
+
+    client = openai.AsyncOpenAI(max_retries=0)
+    assert [model.id for model in (await client.models.list()).data] == ["policy"]
+    messages = [*SAMPLE["messages"]]
+    first, again = await asyncio.gather(
+        *(client.chat.completions.create(model="any", messages=messages, tools=TOOLS, temperature=0) for _ in range(2))
+    )
+    assert first == again
+    said = first.choices[0]
+    assert said.finish_reason == "tool_calls"
+    messages.append(said.message.model_dump(exclude_none=True))
+    for call in said.message.tool_calls:
+        total = sum(json.loads(call.function.arguments).values())
+        messages.append({"role": "tool", "tool_call_id": call.id, "content": f"{total}<|im_end|>"})
+    stream = await client.chat.completions.create(
+        model="any", messages=messages, tools=TOOLS, stream=True, stream_options={"include_usage": True}
+    )
+    chunks = [chunk async for chunk in stream]
+    text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
+    assert [chunk.choices[0].finish_reason for chunk in chunks if chunk.choices][-1] == "stop"
+    assert chunks[-1].usage.total_tokens > chunks[-1].usage.completion_tokens > 0
+    reward = float(SAMPLE["answer"] in text)
+    result = {"reward": reward, "info": {"calls": len(said.message.tool_calls), "note": text}}
+    Path(os.environ["RELAXD_RESULT"]).write_text(json.dumps(result))
+
+
+def fail() -> None:
+    """Ask, and fail with much output."""
+    ask(SAMPLE["messages"])
+    print("x" * 1_000_000)
+    sys.exit("no luck")
+
+
+def silent() -> None:
+    """Never ask."""
+    print("nothing to do")
+
+
+def bad_result() -> None:
+    """Ask, and write a result that is none."""
+    ask(SAMPLE["messages"])
+    Path(os.environ["RELAXD_RESULT"]).write_text('{"reward": "good"}')
+
+
+def hang() -> None:
+    """Ask, start a process, say which, and never end."""
+    ask(SAMPLE["messages"])
+    child = subprocess.Popen(["sleep", "3600"])
+    Path(SAMPLE["metadata"]["pid"]).write_text(str(child.pid))
+    signal.pause()
+
+
+def steal() -> None:
+    """Ask with the key of another session."""
+    ask(SAMPLE["messages"], SAMPLE["metadata"]["key"])
+
+
+def change() -> None:
+    """Ask, and then change what was said."""
+    said = ask(SAMPLE["messages"])
+    ask([*SAMPLE["messages"], {**said, "content": "else"}, {"role": "user", "content": "And?"}])
+
+
+def talk() -> None:
+    """Ask again and again, until a limit ends it."""
+    messages = SAMPLE["messages"]
+    while True:
+        messages = [*messages, ask(messages), {"role": "user", "content": "And?"}]
+
+
+if __name__ == "__main__":
+    what = globals()[sys.argv[1]]
+    asyncio.run(what()) if asyncio.iscoroutinefunction(what) else what()

@@ -1,0 +1,193 @@
+"""Conversations that programs lead: real processes and requests, with a scripted engine."""
+
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from relaxd.config import RunConfig
+from relaxd.data.examples import Example
+from relaxd.data.tokenizer import PromptTokenizer
+from relaxd.envs.replies import reply_format
+from relaxd.rpc.errors import InvalidArgument
+from relaxd.sandbox import bound_program
+from services.agent.chat_session import ChatSession
+from services.agent.conversation import Conversation, ConversationStart
+from services.agent.engines import EngineSession, OutOfTime
+from services.agent.model_turns import PolicyModel
+from services.agent.program_conversations import ProgramConversations
+from services.agent.programs import Programs
+from tests.integration.agent.scripted_engines import STOP, Fleet, encode
+from tests.kit.models import byte_tokenizer
+from tests.kit.processes import start_python
+from tests.kit.waiting import wait_until
+
+PROGRAMS = str(Path(__file__).with_name("programs.py"))
+EXAMPLE = Example([{"role": "user", "content": "2 + 3 and 4 + 5?"}], "5 and 9", {"level": 1})
+CALLS = "First both." + "".join(
+    f'\n<tool_call>\n{{"name": "add", "arguments": {{"a": {a}, "b":  {a + 1}}}}}\n</tool_call>' for a in (2, 4)
+)
+TEMPLATE = """\
+{% if tools %}<|im_start|>system
+{% for tool in tools %}{{ tool | tojson }}
+{% endfor %}<|im_end|>
+{% endif %}{% for message in messages %}<|im_start|>{{ message.role }}
+{{ message.content }}{% for call in message.tool_calls or [] %}<tool_call>
+{{ {"name": call.function.name, "arguments": call.function.arguments} | tojson }}
+</tool_call>{% endfor %}<|im_end|>
+{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
+{% endif %}"""
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> PromptTokenizer:
+    folder = tmp_path_factory.mktemp("model")
+    byte_tokenizer().save_pretrained(folder)
+    return PromptTokenizer(folder, TEMPLATE)
+
+
+def config_of(command: Sequence[str], **agent: Any) -> RunConfig:
+    return RunConfig.model_validate(
+        {
+            "run": {"steps": 1},
+            "model": {"path": "none"},
+            "data": {"source": "addition", "max_prompt_tokens": 1000},
+            "reward": {"name": "environment"},
+            "agent": {"command": tuple(command), **agent},
+            "eval": {"prompts": 0},
+        }
+    )
+
+
+@dataclass
+class Held:
+    """What a test holds conversations with."""
+
+    conversations: ProgramConversations
+    programs: Programs
+    model: PolicyModel
+
+    async def hold(self, example: Example = EXAMPLE) -> Conversation:
+        published = self.model.tokenizer.encode([example])[0].tolist()
+        return await self.conversations.hold("s", example, published, 7, 8)
+
+    def start(self, seconds: Callable[[], float], **metadata: Any) -> ConversationStart:
+        example = Example(EXAMPLE.prompt, "", metadata)
+        return ConversationStart(EngineSession("s"), example, 7, 8, seconds)
+
+
+@asynccontextmanager
+async def holding(tokenizer: PromptTokenizer, fleet: Fleet, what: str, **agent: Any) -> AsyncIterator[Held]:
+    assert tokenizer.template is not None
+    config = config_of([sys.executable, PROGRAMS, what], **agent)
+    programs = Programs(config.agent)
+    await programs.start()
+    try:
+        async with fleet.serving() as engines:
+            model = PolicyModel(config, tokenizer, reply_format(tokenizer.template), engines)
+            yield Held(ProgramConversations(model, programs), programs, model)
+    finally:
+        await programs.close()
+
+
+async def test_an_openai_loop_is_trained_on_the_engines_tokens(tokenizer: PromptTokenizer) -> None:
+    fleet = Fleet([CALLS, "They are 5 and 9."], versions=[3])
+    async with holding(tokenizer, fleet, "loop") as held:
+        result = await held.hold()
+    assert result.failure == ""
+    assert (result.finish, result.turns, result.reward, result.info) == ("env_done", 2, 1.0, {"calls": 2.0})
+    first, second = ([*encode(text), STOP] for text in (CALLS, "They are 5 and 9."))
+    before, again = (list(request.prompt_tokens) for request in fleet.requests)
+    observed = again[len(before) + len(first) :]
+    assert again == before + first + observed
+    parts = [(before, 0), (first, 1), (observed, 0), (second, 1)]
+    tokens = result.tokens
+    assert tokens.tokens.tolist() == [token for part, _ in parts for token in part]
+    assert tokens.loss_mask.tolist() == [mask for part, mask in parts for _ in part]
+    assert tokens.logprobs.tolist() == [-float(token) * mask for part, mask in parts for token in part]
+    assert not tokens.shares_prompt  # the program's tools are in its own
+    assert '"name": "add"' in byte_tokenizer().decode(before)
+    turns = "".join(f"<|im_start|>tool\n{answer}<|im_end|><|im_end|>\n" for answer in (5, 9))
+    assert byte_tokenizer().decode(observed) == f"\n{turns}<|im_start|>assistant\n"
+    assert observed.count(STOP) == 2  # those of the turns; the program's are plain text
+    assert [message["role"] for message in result.messages] == ["assistant", "tool", "tool", "assistant"]
+
+
+@pytest.mark.parametrize(
+    ("what", "agent", "failure", "finish", "turns"),
+    [
+        ("fail", {}, "the program ended with exit code 1; the end of its output:\nxxx", "env_failed", 1),
+        ("silent", {}, "exit code 0, but never asked the model; the end of its output:\nnothing", "env_failed", 0),
+        ("bad_result", {}, "(RELAXD_RESULT) can't be used: reward is 'good' (str): it must be", "env_failed", 1),
+        ("change", {}, "messages[1] isn't as it was: from character 0 on its content is", "env_failed", 1),
+        ("talk", {"max_turns": 1}, "", "turns", 1),
+    ],
+    ids=["fails", "never asks", "writes a bad result", "changes history", "reaches a limit"],
+)
+async def test_programs_end(
+    tokenizer: PromptTokenizer, what: str, agent: dict[str, Any], failure: str, finish: str, turns: int
+) -> None:
+    async with holding(tokenizer, Fleet(["5 and 9"], versions=[3]), what, **agent) as held:
+        result = await held.hold()
+    assert failure in result.failure
+    assert (result.finish, result.turns) == (finish, turns)
+    assert len(result.failure) < 5000
+    assert bool(result.failure) == bool(failure)
+    if what == "fail":
+        assert result.failure.endswith("no luck")
+    if turns:
+        assert result.tokens.shares_prompt
+        assert result.tokens.loss_mask.all()
+
+
+async def test_a_key_of_another_session_is_refused(tokenizer: PromptTokenizer) -> None:
+    fleet = Fleet(["5 and 9"], versions=[3])
+    async with holding(tokenizer, fleet, "steal") as held:
+        other = ChatSession(held.model, held.start(lambda: 100.0), Conversation())
+        held.programs.endpoint.open(other)
+        result = await held.hold(Example(EXAMPLE.prompt, "", {"key": other.key}))
+    assert result.failure.startswith("the program ended with exit code 9; the end of its output:\n401 ")
+    assert "invalid_api_key" in result.failure
+    assert not fleet.requests
+
+
+async def test_a_program_that_hangs_ends_with_what_it_started(tokenizer: PromptTokenizer, tmp_path: Path) -> None:
+    pid, result = tmp_path / "pid", Conversation()
+
+    def seconds() -> float:
+        return 0.0 if pid.exists() and pid.read_text() else 100.0
+
+    async with holding(tokenizer, Fleet(["5 and 9"], versions=[3]), "hang") as held:
+        with pytest.raises(OutOfTime):
+            await held.conversations._converse(result, held.start(seconds, pid=str(pid)))
+    assert result.turns == 1  # which is kept
+    child = int(pid.read_text())
+    wait_until(lambda: not psutil.pid_exists(child) or psutil.Process(child).status() == "zombie", "the child's end")
+
+
+async def test_a_command_that_is_not_there_refuses_the_start() -> None:
+    config = config_of(["no-such-program", "x"])
+    with pytest.raises(InvalidArgument, match=r'agent.command begins with "no-such-program", which is no program'):
+        await Programs(config.agent).start()
+
+
+PARENT = """
+import os, subprocess, sys
+command = [sys.executable, "-I", "-S", sys.argv[1], str(os.getpid()), "sleep", "3600"]
+print(subprocess.Popen(command, stdout=subprocess.DEVNULL).pid, flush=True)
+input()
+"""
+
+
+def test_a_program_ends_when_the_service_is_killed() -> None:
+    pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with start_python("-c", PARENT, bound_program.__file__, **pipes) as parent:
+        program = psutil.Process(int(parent.stdout.readline()))
+        parent.kill()
+    wait_until(lambda: not program.is_running() or program.status() == "zombie", "the program's end")
