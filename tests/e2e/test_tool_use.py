@@ -7,16 +7,15 @@ import pytest
 
 from relaxd.cli.preparing.first_steps import example
 from tests.e2e.conftest import Workplace
-from tests.e2e.test_run import check_books, read_summary
 
 STEPS = 40
 
 
 def accuracies(folder: Path) -> tuple[float, float]:
     """Return the accuracy of the first 64 conversations, and that of the last 320."""
-    check_books(read_summary(folder), STEPS)
-    steps = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    rewards = [step["reward_mean"] for step in steps]
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    rewards = [line["reward_mean"] for line in lines if "reward_mean" in line]
+    assert len(rewards) == STEPS
     return rewards[0], sum(rewards[-5:]) / 5
 
 
