@@ -74,7 +74,7 @@ class _Pool:
         self._turn = threading.Semaphore(len(self._free))
 
     def run(self, code: str) -> tuple[str, str]:
-        """Return what a program printed, and why it was stopped; "" if it wasn't. Raises ConfinementError."""
+        """Run a program; return its output and the reason for its stop, or "". Raises ConfinementError."""
         with self._turn:
             sandbox = self._free.pop()
             try:

@@ -40,7 +40,7 @@ class ResolvedSet:
     """Its own reward; None means the run's."""
     right_from: float = 1.0
     agent: AgentConfig | None = None
-    """Settings of its conversations with an environment; None: an answer is one message."""
+    """Settings of its conversations with an environment; None without conversations."""
 
     def prompt_seed(self, index: int) -> int:
         """Return the seed of the answers to a prompt. It depends only on run seed, set and index."""
@@ -48,7 +48,7 @@ class ResolvedSet:
         return int.from_bytes(digest, "little") >> 1
 
     def sampling(self, index: int) -> SamplingParams:
-        """Return how the answers to a prompt are sampled."""
+        """Return the sampling parameters of the answers to a prompt."""
         return SamplingParams(
             max_new_tokens=self.max_new_tokens,
             temperature=self.temperature,

@@ -19,7 +19,7 @@ Grid = tuple[int, int, int]
 
 @dataclass(frozen=True)
 class ImageTokens:
-    """How a model writes images into prompts."""
+    """Tokens by which a model's prompts have images."""
 
     token: int
     """Id of the image token."""

@@ -34,7 +34,7 @@ class MediaItem:
     source: Any
     """The item as the data have it, in one of the forms of `read_source`."""
     place: str
-    """Where it is in its row, for errors: '"images"[0]' or '"prompt"[0].content[1]'."""
+    """Place in its row, for errors: '"images"[0]' or '"prompt"[0].content[1]'."""
 
 
 @dataclass

@@ -294,9 +294,9 @@ def new_messages(known: Sequence[Message], asked: Sequence[Message]) -> list[Mes
 
 
 def _difference(ours: Message, theirs: Message) -> str:
-    """Return how a message differs from the known one; "" if it is the same.
+    """Return the difference between a message and the known one; "" if there is none.
 
-    Of the assistant's, ids of calls, the text without white space around and the arguments' values count.
+    Of the assistant's, calls are compared by id and values, and texts without white space around them.
     """
     if ours["role"] != theirs["role"]:
         return f"its role is {theirs['role']}, and was {ours['role']}"

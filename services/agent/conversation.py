@@ -76,7 +76,7 @@ class Conversation:
     environment_seconds: float = 0.0
 
     outside_seconds: float = 0.0
-    """Time in which no engine was asked for a message."""
+    """Time outside requests to engines."""
     tool_calls: int = 0
     tool_errors: int = 0
     """Calls that name no tool, and messages with a call that can't be read."""

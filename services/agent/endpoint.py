@@ -1,4 +1,4 @@
-"""An HTTP server with OpenAI's chat completions, at an address of its own for each conversation."""
+"""HTTP server of OpenAI's chat completions, with an address for each conversation."""
 
 import json
 import secrets

@@ -82,7 +82,7 @@ class EngineSession:
     engine: str = ""
     """Id of the replica of the last request."""
     asked_seconds: float = 0.0
-    """Time in which engines were asked."""
+    """Time of requests to engines."""
     waited_seconds: float = 0.0
     """The part of it in which no engine served, or all were full."""
 

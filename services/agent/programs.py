@@ -123,11 +123,11 @@ class Programs:
 
     @asynccontextmanager
     async def run(self, session: ChatSession, sample: Mapping[str, Any]) -> AsyncIterator[tuple[Program, Path]]:
-        """Run the program inside the block; yield it and the path of the result that it may write.
+        """Run the program while the context is open; yield it and the path for its result.
 
         Args:
             session: its session.
-            sample: what it is told, as JSON has it.
+            sample: the contents of RELAXD_SAMPLE.
         """
         folder = await asyncio.to_thread(_folder_of, sample)
         result = folder / "result.json"

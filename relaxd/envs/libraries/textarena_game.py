@@ -62,7 +62,7 @@ class TextArenaGame(Environment):
         return Step(None, rewards[self._player], True, {"moves": self._moves, "invalid_move": invalid})
 
     def _observation(self, done: bool) -> tuple[str, bool]:
-        """Return what the model has not seen yet, and whether the game is over."""
+        """Return the observation since the model's last turn, and whether the game is over."""
         while not done:
             player, text = self._game.get_observation()
             if player == self._player or self._opponent is None:

@@ -244,7 +244,7 @@ def _shown(
 
 
 def _shown_conversation(columns: Mapping[str, Any], index: int) -> dict[str, Any]:
-    """Return what is shown of a sample's conversation with an environment."""
+    """Return the columns that samples show of a conversation."""
     return {
         "conversation": [shown_message(message) for message in columns[RESPONSE_MESSAGES][index]],
         "turns": int(columns[TURNS][index]),
