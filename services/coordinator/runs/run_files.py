@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from functools import cache
 from pathlib import Path
 from typing import IO, Any, TextIO
@@ -296,29 +296,27 @@ def held_folder(folder: Path, stack: str, *, beside: Collection[str] = ()) -> It
     with ExitStack() as held:
         try:
             file = held.enter_context((folder / STACK).open("ab+", buffering=0))  # nothing is left to write later
-            _lock(file, stack)
-        except BlockingIOError:
-            if (holder := (folder / STACK).read_text().strip()) not in beside:
-                raise FolderHeld(folder, holder) from None
-            held.enter_context(_locking(file, stack))
+            deadline = time.monotonic() + LOCK_SECONDS
+            while not (is_locked := _lock(file, stack)) and time.monotonic() < deadline:
+                time.sleep(LOCK_SECONDS / 20)  # brief: deadline
+            if not is_locked:
+                if (holder := (folder / STACK).read_text().strip()) not in beside:
+                    raise FolderHeld(folder, holder)
+                held.enter_context(_locking(file, stack))
         except OSError as error:
             _log.info("%s is not locked: %s", folder / STACK, error)
         yield
 
 
-def _lock(file: IO[bytes], stack: str) -> None:
-    """Lock a file and write a stack's identity. Raises BlockingIOError: another has held it for LOCK_SECONDS."""
-    deadline = time.monotonic() + LOCK_SECONDS
-    while True:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            break
-        except BlockingIOError:
-            if time.monotonic() > deadline:
-                raise
-        time.sleep(LOCK_SECONDS / 20)  # brief: deadline
+def _lock(file: IO[bytes], stack: str) -> bool:
+    """Lock a file and write a stack's identity; return False if another process or thread has locked it."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
     file.truncate(0)
     file.write(f"{stack}\n".encode())
+    return True
 
 
 @contextmanager
@@ -327,10 +325,8 @@ def _locking(file: IO[bytes], stack: str) -> Iterator[None]:
     over = threading.Event()
 
     def lock() -> None:
-        while not over.wait(LOCK_AGAIN_SECONDS):  # idle: looks again
-            with suppress(BlockingIOError):
-                _lock(file, stack)
-                over.set()
+        while not over.wait(LOCK_AGAIN_SECONDS) and not _lock(file, stack):  # idle: looks again
+            pass
 
     thread = threading.Thread(target=lock, name="lock the run's folder", daemon=True)
     thread.start()
