@@ -2,7 +2,6 @@
 
 import asyncio
 import secrets
-import time
 from typing import Any
 
 from relaxd.data.examples import Example, Message
@@ -28,8 +27,6 @@ class ChatSession:
         """Raises why the conversation can't go on, as soon as it can't."""
         self.generating = False
         """True while the model writes a message, or waits for an engine."""
-        self.generating_seconds = 0.0
-        """Time that its messages took."""
         self._model = model
         self._start = start
         self._result = result
@@ -99,12 +96,11 @@ class ChatSession:
                 code="context_length_exceeded",
             )
         self._turns, self._result.history = turns, turns.history
-        self.generating, begun = True, time.monotonic()
+        self.generating = True
         try:
             message = await turns.write(request.most, request.stop, calls=request.calls)
         finally:
             self.generating = False
-            self.generating_seconds += time.monotonic() - begun
         self._result.messages += new
         self._result.add_reply(message, tool_names(request.tools))
         sent = answer_message(message.parsed, message.text)

@@ -50,7 +50,7 @@ class ProgramConversations(Conversations):
         except OSError as error:
             raise EnvironmentFailed(f"the program can't be started: {error}") from error
         finally:
-            result.environment_seconds = time.monotonic() - begun - session.generating_seconds
+            result.environment_seconds = time.monotonic() - begun - start.engine.asked_seconds
         result.finish = session.limit or session.cut_by or "env_done"
 
     async def _wait(self, program: Program, session: ChatSession, start: ConversationStart) -> int:
