@@ -60,6 +60,10 @@ def _control_tokens(tokenizer: PromptTokenizer) -> _ControlTokens:
     return _ControlTokens(special, tuple(text for text in plain if len(text) > 1), run, anchor)
 
 
+_DTYPES = {"tokens": np.int32, "loss_mask": np.uint8, "logprobs": np.float32, "versions": np.int64}
+"""Columns of a history, and their types."""
+
+
 @dataclass
 class _Segment:
     """Tokens of one reply or of the messages between two replies, in the columns of `relaxd.board.schema`."""
@@ -145,32 +149,33 @@ class TokenHistory:
         return self.prompt_tokens + self.tokens.tolist()
 
     @property
+    def length(self) -> int:
+        """Number of tokens after the prompt."""
+        return sum(len(one.tokens) for one in self._segments)
+
+    @property
     def tokens(self) -> np.ndarray:
         """Token ids after the prompt, int32."""
-        return self._column("tokens", np.int32)
+        return _joined(self._segments, "tokens")
 
     @property
     def loss_mask(self) -> np.ndarray:
         """1 for tokens that the model wrote, 0 for others, uint8."""
-        return self._column("loss_mask", np.uint8)
+        return _joined(self._segments, "loss_mask")
 
     @property
     def logprobs(self) -> np.ndarray:
         """Log-probs of the model's tokens, float32; 0 for others."""
-        return self._column("logprobs", np.float32)
+        return _joined(self._segments, "logprobs")
 
     @property
     def versions(self) -> np.ndarray:
         """Versions of the weights that wrote the model's tokens, int64; for others, the version before them."""
-        return self._column("versions", np.int64)
+        return _joined(self._segments, "versions")
 
     def to_last_reply(self) -> dict[str, np.ndarray]:
         """Return the columns tokens, loss_mask, logprobs and versions up to the end of the last reply."""
-        dtypes = {"tokens": np.int32, "loss_mask": np.uint8, "logprobs": np.float32, "versions": np.int64}
-        return {name: _joined(self._to_reply, name, dtype) for name, dtype in dtypes.items()}
-
-    def _column(self, name: str, dtype: Any) -> np.ndarray:
-        return _joined(self._segments, name, dtype)
+        return {name: _joined(self._to_reply, name) for name in _DTYPES}
 
     def add_reply(
         self,
@@ -356,8 +361,8 @@ class TokenHistory:
         return tokens
 
 
-def _joined(segments: Sequence[_Segment], name: str, dtype: Any) -> np.ndarray:
-    return np.concatenate([np.empty(0, dtype), *(getattr(one, name) for one in segments)])
+def _joined(segments: Sequence[_Segment], name: str) -> np.ndarray:
+    return np.concatenate([np.empty(0, _DTYPES[name]), *(getattr(one, name) for one in segments)])
 
 
 def _with_arguments(message: Message, as_text: bool) -> Message:

@@ -129,7 +129,7 @@ class ModelTurns:
     @property
     def room(self) -> int:
         """Number of tokens that the conversation may still have."""
-        return self._budget - len(self.history.tokens)
+        return self._budget - self.history.length
 
     async def add_messages(self, messages: Sequence[Message]) -> None:
         """Append what was said to the model's message. Raises CannotContinue."""
