@@ -43,7 +43,7 @@ def _run_program(channel: Channel, job: Mapping[str, Any]) -> None:
         load(job, "__main__")
     except SystemExit:
         pass
-    except BaseException as error:
+    except BaseException as error:  # whatever the program raises, it gets as a traceback
         place = error.__traceback__
         while place is not None and place.tb_frame.f_code.co_filename != PROGRAM:
             place = place.tb_next

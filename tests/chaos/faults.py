@@ -470,7 +470,7 @@ def _named(name: str, act: Callable[..., float], *arguments: object) -> Fault:
 
 
 def critic_faults() -> list[Fault]:
-    """What only happens to a run with the algorithm "critic"."""
+    """Faults of runs with the algorithm "critic"."""
     return [
         _named("kill critic", kill_service, "critic"),
         _named("kill critic rank", kill_child, "critic", CRITIC_RANK, 0),
@@ -483,7 +483,7 @@ def critic_faults() -> list[Fault]:
 
 
 def teacher_engine_faults() -> list[Fault]:
-    """What only happens to a run whose teacher is in an engine."""
+    """Faults of runs whose teacher is in an engine."""
     return [
         _named("kill teacher engine", kill_child, "teacher", TEACHER_ENGINE, 0),
         _named("freeze teacher engine", freeze_child, "teacher", TEACHER_ENGINE),
@@ -493,7 +493,7 @@ def teacher_engine_faults() -> list[Fault]:
 
 
 def agent_faults() -> list[Fault]:
-    """What only happens to a run whose samples are conversations."""
+    """Faults of runs whose samples are conversations."""
     return [
         _named("kill agent", kill_service, "agent"),
         _named("kill both agents", kill_all, "agent"),

@@ -246,7 +246,7 @@ class ChaosStack:
         self.failing_teacher = folder / "failing-teacher"
         """While this file is there, the answers of the teacher's engine are wrong (tests.chaos.teacher_engine)."""
         self.mood = folder / "mood"
-        """What the environment of conversations does wrong, while this file is there (tests.chaos.environment)."""
+        """Fault of the environment of conversations, while this file is there (tests.chaos.environment)."""
 
     def __enter__(self) -> Self:
         try:

@@ -27,7 +27,7 @@ def encode(text: str) -> list[int]:
 
 @dataclass
 class Act:
-    """What an engine does with one request."""
+    """Answer of an engine to one request."""
 
     what: Literal["answer", "die", "drain", "abort", "full", "crash"] = "answer"
     """answer it; die, drain or abort it after some tokens; be full; or fail it (which others don't make good)."""
@@ -84,7 +84,7 @@ class Fleet(coordinator_pb2_grpc.CoordinatorServicer):
         self._replies: dict[tuple[int, ...], list[int]] = {}
         self.engines = [ScriptedEngine(self, f"rollout-{place}", version) for place, version in enumerate(versions)]
         self.acts: list[Act] = []
-        """What becomes of the next requests, whichever engine gets them; those after them are answered."""
+        """Acts for the next requests, whichever engine gets them; those after them are answered."""
         self.asked: list[str] = []
         """Names of the engines that were asked, in order."""
         self.requests: list[rollout_pb2.GenerateRequest] = []

@@ -67,7 +67,7 @@ def config_of(command: Sequence[str], **agent: Any) -> RunConfig:
 
 @dataclass
 class Held:
-    """What a test holds conversations with."""
+    """Conversations of a program, and the model that it asks."""
 
     conversations: ProgramConversations
     programs: Programs

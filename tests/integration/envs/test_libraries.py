@@ -1,4 +1,4 @@
-"""Environments of other libraries, unmodified, each in an interpreter of its own: they exclude each other.
+"""Unmodified environments of other libraries. Each has an interpreter of its own, as their packages conflict.
 
 RELAXD_TEST_GEM_PYTHON and so on name interpreters that have a library and relaxd's own requirements; without one, its
 tests are skipped.
