@@ -140,9 +140,7 @@ def call_metadata(token: str | None, term: int = 0, stack: str | None = None) ->
 class MultiCallable:
     """A multi-callable that fills in what its caller left out."""
 
-    def __init__(
-        self, call: Any, path: str, target: str, deadline_seconds: float | None, metadata: MakeMetadata
-    ) -> None:
+    def __init__(self, call: Any, path: str, target: str, deadline_seconds: float, metadata: MakeMetadata) -> None:
         """`path` is the method's, `target` the channel's; `deadline_seconds` is that of calls without a timeout."""
         self._call, self._deadline_seconds, self._metadata = call, deadline_seconds, metadata
         self._method = RpcMethod(path, target)
@@ -206,28 +204,25 @@ class AsyncChannel(grpc.aio.Channel):
         plain: grpc.aio.Channel,
         metadata: MakeMetadata,
         target: str,
-        deadline_seconds: float | None = DEFAULT_DEADLINE_SECONDS,
-        stream_deadline_seconds: float | None = DEFAULT_STREAM_DEADLINE_SECONDS,
     ) -> None:
-        """`target` is the server, in spans; the deadlines are those of calls without a timeout, None: no deadline."""
+        """`target` is the server, in spans."""
         self._plain, self._metadata, self._target = plain, metadata, target
-        self._deadline_seconds, self._stream_deadline_seconds = deadline_seconds, stream_deadline_seconds
 
     def unary_unary(self, method: str, *arguments: Any, **options: Any) -> Any:
         plain = self._plain.unary_unary(method, *arguments, **options)
-        return MultiCallable(plain, method, self._target, self._deadline_seconds, self._metadata)
+        return MultiCallable(plain, method, self._target, DEFAULT_DEADLINE_SECONDS, self._metadata)
 
     def unary_stream(self, method: str, *arguments: Any, **options: Any) -> Any:
         plain = self._plain.unary_stream(method, *arguments, **options)
-        return MultiCallable(plain, method, self._target, self._stream_deadline_seconds, self._metadata)
+        return MultiCallable(plain, method, self._target, DEFAULT_STREAM_DEADLINE_SECONDS, self._metadata)
 
     def stream_unary(self, method: str, *arguments: Any, **options: Any) -> Any:
         plain = self._plain.stream_unary(method, *arguments, **options)
-        return MultiCallable(plain, method, self._target, self._stream_deadline_seconds, self._metadata)
+        return MultiCallable(plain, method, self._target, DEFAULT_STREAM_DEADLINE_SECONDS, self._metadata)
 
     def stream_stream(self, method: str, *arguments: Any, **options: Any) -> Any:
         plain = self._plain.stream_stream(method, *arguments, **options)
-        return MultiCallable(plain, method, self._target, self._stream_deadline_seconds, self._metadata)
+        return MultiCallable(plain, method, self._target, DEFAULT_STREAM_DEADLINE_SECONDS, self._metadata)
 
     async def __aenter__(self) -> "AsyncChannel":
         return self
