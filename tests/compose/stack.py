@@ -5,6 +5,7 @@ import os
 import re
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -15,6 +16,8 @@ from typing import Any
 from unittest.mock import patch
 
 from relaxd.client.coordinator_client import CoordinatorClient
+from relaxd.local import compose
+from relaxd.local.state_folder import StateFolder
 from relaxd.v1 import coordinator_pb2 as pb
 from tests.kit.ports import free_port
 
@@ -63,6 +66,24 @@ class Stack:
     def compose(self, *words: str, timeout: float = 240) -> str:
         """Run `docker compose WORDS`."""
         return docker("compose", *words, timeout=timeout, environment=self.environment)
+
+    def up_by(self, file: Path) -> None:
+        """Start what a run's configuration needs, by `relaxd up --compose FILE`, and take over its settings."""
+        folder = StateFolder(self.examples.parent / ".relaxd")
+        words = ("up", str(file), "--compose", "--port", str(self.port), "--state", str(folder.path))
+        done = subprocess.run(
+            [sys.executable, "-m", "relaxd.cli", *words],
+            env=os.environ | self.environment | {"PYTHONPATH": str(ROOT), "CI": "1"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=400,
+            check=False,
+        )
+        assert done.returncode == 0, done.stdout
+        state = compose.read(folder)
+        assert state is not None
+        self.settings |= state.settings
 
     def start(self, *words: str) -> "subprocess.Popen[str]":
         """Start `docker compose WORDS` without waiting for it; its output is a pipe."""
@@ -118,12 +139,17 @@ class Stack:
 
 
 @contextmanager
-def running(stack: Stack, settings: Mapping[str, str]) -> Iterator[Stack]:
-    """The project's services up and healthy, with further settings, and calls of this process carrying their token;
-    afterwards nothing of it is left."""
+def running(stack: Stack, settings: Mapping[str, str], file: Path | None = None) -> Iterator[Stack]:
+    """Bring the project's services up, with further settings, and have calls of this process carry their token.
+
+    With `file`, a run's configuration, they are those that it needs. Afterwards nothing of the project is left.
+    """
     stack.settings |= settings
     try:
-        stack.compose("up", "--detach", "--no-build", "--wait", "--wait-timeout", "300", timeout=400)
+        if file is None:
+            stack.compose("up", "--detach", "--no-build", "--wait", "--wait-timeout", "300", timeout=400)
+        else:
+            stack.up_by(file)
         with patch.dict(os.environ, {"RELAXD_TOKEN": stack.token()}):
             yield stack
     except BaseException:

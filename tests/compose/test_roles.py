@@ -1,16 +1,17 @@
-"""A run whose reference, teacher, critic and judge are containers."""
+"""A run whose reference, teacher, critic and judge are containers, which its configuration places."""
 
 import json
 from pathlib import Path
 
 import pytest
 
+from relaxd.config.load_toml import load_file
+from relaxd.config.write_toml import dump
 from tests.compose.stack import Stack, running
 from tests.compose.test_stack import Run
 from tests.kit.waiting import wait_until
 
 pytestmark = pytest.mark.slow
-PROFILES = ("reference", "teacher", "critic", "judge")
 REWARD = """
 from relaxd.rewards import judge
 from tiny_reward import letters
@@ -35,6 +36,7 @@ SETTINGS = {
     "roles.judge.model": "tiny",
     "roles.judge.threads": "1",
     "roles.judge.max_new_tokens": "4",
+    "placement.replicas": "{ reward = 2 }",
 }
 
 
@@ -43,11 +45,16 @@ def test_each_role_does_its_part_in_a_container_of_its_own(stack: Stack, tmp_pat
     asked = stack.examples / "asked_reward.py"
     asked.write_text(REWARD)
     asked.chmod(0o644)
-    with running(stack, {"COMPOSE_PROFILES": ",".join(PROFILES)}):
+    words = [word for name, value in SETTINGS.items() for word in (f"--{name}", value)]
+    placed = stack.examples / "placed.toml"
+    placed.write_text(dump(load_file(stack.examples / "tiny.toml", words)))
+    placed.chmod(0o644)
+    with running(stack, {}, placed):
+        assert len(stack.replicas("reward")) == 2
         stack.compose("cp", str(tmp_path / "tiny"), "coordinator:/models/")
-        words = [word for name, value in SETTINGS.items() for word in (f"--{name}", value)]
-        run = Run(stack, "examples/tiny.toml", "--run-id", "roles", *words)
+        run = Run(stack, "examples/placed.toml", "--run-id", "roles")
         run.reach(1)
+        assert sum(one.status.done_groups > 0 for one in stack.replicas("reward")) == 2
         for role in ("reference", "teacher"):
             wait_until(lambda role=role: stack.replicas(role)[0].status.done_groups > 0, f"groups of the {role}", 60)
         run.finish()
