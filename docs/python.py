@@ -21,7 +21,7 @@ def page() -> str:
     """Return the page."""
     text = PAGE.read_text().partition(MARK)[0] + MARK
     text += f"\nWritten from docstrings, most of them in [`relaxd/api.py`](../relaxd/{Path(api.__file__).name}).\n"
-    for function in (relaxd.configure, relaxd.run, relaxd.open_run, relaxd.log_metric):
+    for function in (relaxd.configure, relaxd.run, relaxd.open_run, relaxd.log_metric, relaxd.notify):
         text += _section(f"relaxd.{function.__name__}", function)
     for shown in (relaxd.Run, relaxd.RunError, ConfigError):
         text += _section(shown.__name__, shown)

@@ -3,10 +3,11 @@
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from relaxd.alerts.user_messages import notify
     from relaxd.api import Run, RunError, configure, open_run, run
     from relaxd.rewards.logged import log_metric
 
-__all__ = ["PROTOCOL_VERSION", "Run", "RunError", "__version__", "configure", "log_metric", "open_run", "run"]
+__all__ = ["PROTOCOL_VERSION", "Run", "RunError", "__version__", "configure", "log_metric", "notify", "open_run", "run"]
 __version__ = "0.1.0"
 
 PROTOCOL_VERSION = 2
@@ -14,13 +15,19 @@ PROTOCOL_VERSION = 2
 
 
 def __getattr__(name: str) -> Any:
-    """Return a name of `relaxd.api`, or `log_metric`. Each is imported when needed: services never need the api."""
+    """Return a name of `relaxd.api`, or what users' code calls. Each is imported when needed: services never need the
+    api.
+    """
     if name not in __all__:
         raise AttributeError(f"module 'relaxd' has no attribute {name!r}")
     if name == "log_metric":
         from relaxd.rewards.logged import log_metric
 
         return log_metric
+    if name == "notify":
+        from relaxd.alerts.user_messages import notify
+
+        return notify
     from relaxd import api
 
     return getattr(api, name)

@@ -11,6 +11,7 @@ from typing import Any
 
 import grpc
 
+from relaxd.alerts.user_messages import Told, ignore
 from relaxd.data.examples import Message
 from relaxd.envs.environment import BadEnvironmentError, Reply, Sample, check_tools, messages_of
 from relaxd.envs.host import REFUSED
@@ -59,11 +60,17 @@ class SessionStep:
 class EnvironmentClient:
     """Calls an environment. Lives in one event loop."""
 
-    def __init__(self, channel: grpc.aio.Channel, call_seconds: float, lease_seconds: float) -> None:
-        """`call_seconds` is the time for each call; a session is forgotten `lease_seconds` after its last one."""
+    def __init__(
+        self, channel: grpc.aio.Channel, call_seconds: float, lease_seconds: float, told: Told = ignore
+    ) -> None:
+        """`call_seconds` is the time for each call; a session is forgotten `lease_seconds` after its last one.
+
+        `told` gets what environments tell people.
+        """
         self._stub = EnvironmentStub(channel)
         self._call_seconds = call_seconds
         self._lease_seconds = lease_seconds
+        self._told = told
 
     async def open(self, session_id: str, sample: Sample) -> OpenedSession:
         """Begin a conversation. Raises EnvironmentFailed."""
@@ -77,6 +84,7 @@ class EnvironmentClient:
             call_seconds=self._call_seconds,
         )
         answer = await self._call(self._stub.OpenSession, request)
+        self._told(answer.user_messages)
         try:
             messages = messages_of(_list("messages_json", answer.messages_json), "OpenSession returned")
             return OpenedSession(messages, check_tools(_list("tools_json", answer.tools_json), "OpenSession returned"))
@@ -97,6 +105,7 @@ class EnvironmentClient:
             finish_reason=reply.finish_reason,
         )
         answer = await self._call(self._stub.Step, request)
+        self._told(answer.user_messages)
         for name, number in (("reward", answer.reward), *answer.info.items()):
             if not math.isfinite(number):
                 raise EnvironmentFailed(f"Step returned {name} = {number}: it must be a finite number")

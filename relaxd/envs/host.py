@@ -10,6 +10,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, TypeVar
 
+from relaxd.alerts.user_messages import take_messages
 from relaxd.envs.environment import BadEnvironmentError, Reply, Sample, check_step, check_tools, messages_of
 from relaxd.envs.loading import load_environment
 from relaxd.envs.sessions import Session, UserCalls
@@ -62,7 +63,9 @@ class EnvironmentHandlers(environment_pb2_grpc.EnvironmentServicer):
                 opened = await self._calls.call("open()", environment.open, sample, seconds=seconds)
             said = _checked(lambda: messages_of(opened, "open() returned"))
             tools = _checked(lambda: check_tools(getattr(environment, "tools", ())))
-            return pb.OpenSessionResponse(messages_json=json.dumps(said), tools_json=json.dumps(tools))
+            return pb.OpenSessionResponse(
+                messages_json=json.dumps(said), tools_json=json.dumps(tools), user_messages=take_messages()
+            )
 
         try:
             return await session.answer(0, open_it)
@@ -87,7 +90,11 @@ class EnvironmentHandlers(environment_pb2_grpc.EnvironmentServicer):
             returned = await self._calls.call("step()", session.environment.step, reply, seconds=session.call_seconds)
             found = _checked(lambda: check_step(returned, calls))
             return pb.StepResponse(
-                messages_json=json.dumps(found.observation), reward=found.reward, done=found.done, info=found.info
+                messages_json=json.dumps(found.observation),
+                reward=found.reward,
+                done=found.done,
+                info=found.info,
+                user_messages=take_messages(),
             )
 
         return await session.answer(request.turn, step)

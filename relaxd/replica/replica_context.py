@@ -9,6 +9,7 @@ from contextlib import asynccontextmanager
 import grpc
 
 from relaxd import telemetry
+from relaxd.alerts.user_messages import RecentMessages
 from relaxd.process.upkeep import stop_signals
 from relaxd.replica.gpus import GpuLeases, visible_gpus
 from relaxd.rpc.client import channel
@@ -77,6 +78,8 @@ class ReplicaContext:
         """Reason of the first `give_up`; empty before."""
         self.failed = asyncio.Event()
         """Set by `give_up`."""
+        self.user_messages = RecentMessages()
+        """What users' code told people."""
         self._loop = asyncio.get_running_loop()
 
     async def take_turn(self, on_wait: Callable[[str], None]) -> None:

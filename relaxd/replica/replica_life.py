@@ -116,6 +116,7 @@ class _Life:
             gpu_uuids=[gpu.uuid for gpu in self.gpus.held],
             progress=own.progress,
             awake=own.awake,
+            user_messages=self.context.user_messages.current(),
         )
 
     def restart(self, replica_id: str, reason: str) -> None:

@@ -61,6 +61,7 @@ class StageReplica(ReplicaService):
             self._done_before += worker.done
         if board is not None:
             await asyncio.to_thread(board.close)
+        self._context.user_messages.clear()
 
     async def pause_run(self) -> None:
         if self._worker is not None:

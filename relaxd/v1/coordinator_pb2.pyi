@@ -132,6 +132,8 @@ class _AlarmKindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_AlarmKind.V
     """A role is rebuilt, or replicas could not be brought back."""
     ALARM_KIND_NOTIFIER: _AlarmKind.ValueType  # 7
     """An address can't be notified."""
+    ALARM_KIND_USER: _AlarmKind.ValueType  # 8
+    """A user's code told people something (relaxd.notify)."""
 
 class AlarmKind(_AlarmKind, metaclass=_AlarmKindEnumTypeWrapper):
     """What an alarm is about."""
@@ -152,6 +154,8 @@ ALARM_KIND_HEALTH: AlarmKind.ValueType  # 6
 """A role is rebuilt, or replicas could not be brought back."""
 ALARM_KIND_NOTIFIER: AlarmKind.ValueType  # 7
 """An address can't be notified."""
+ALARM_KIND_USER: AlarmKind.ValueType  # 8
+"""A user's code told people something (relaxd.notify)."""
 Global___AlarmKind: _TypeAlias = AlarmKind  # noqa: Y015
 
 class _WaitKind:

@@ -76,19 +76,25 @@ class OpenSessionResponse(_message.Message):
 
     MESSAGES_JSON_FIELD_NUMBER: _builtins.int
     TOOLS_JSON_FIELD_NUMBER: _builtins.int
+    USER_MESSAGES_FIELD_NUMBER: _builtins.int
     messages_json: _builtins.str
     """Messages that follow the prompt's, as a JSON list; empty for none."""
     tools_json: _builtins.str
     """Schemas of the tools that the model may call, in OpenAI's form, as a JSON list; empty for none."""
+    @_builtins.property
+    def user_messages(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """What people who watch the run should know: each text is an alarm for some minutes."""
+
     def __init__(
         self,
         *,
         messages_json: _builtins.str = ...,
         tools_json: _builtins.str = ...,
+        user_messages: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["messages_json", b"messages_json", "tools_json", b"tools_json"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["messages_json", b"messages_json", "tools_json", b"tools_json", "user_messages", b"user_messages"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -198,6 +204,7 @@ class StepResponse(_message.Message):
     REWARD_FIELD_NUMBER: _builtins.int
     DONE_FIELD_NUMBER: _builtins.int
     INFO_FIELD_NUMBER: _builtins.int
+    USER_MESSAGES_FIELD_NUMBER: _builtins.int
     messages_json: _builtins.str
     """Messages for the model as a JSON list; empty for none, which ends the conversation."""
     reward: _builtins.float
@@ -208,6 +215,10 @@ class StepResponse(_message.Message):
     def info(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
         """The environment's own numbers; rewards and metrics get the last one of each name."""
 
+    @_builtins.property
+    def user_messages(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """As in OpenSessionResponse."""
+
     def __init__(
         self,
         *,
@@ -215,10 +226,11 @@ class StepResponse(_message.Message):
         reward: _builtins.float = ...,
         done: _builtins.bool = ...,
         info: _abc.Mapping[_builtins.str, _builtins.float] | None = ...,
+        user_messages: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["done", b"done", "info", b"info", "messages_json", b"messages_json", "reward", b"reward"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["done", b"done", "info", b"info", "messages_json", b"messages_json", "reward", b"reward", "user_messages", b"user_messages"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

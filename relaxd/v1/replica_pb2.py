@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from relaxd.v1 import access_pb2 as relaxd_dot_v1_dot_access__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17relaxd/v1/replica.proto\x12\trelaxd.v1\x1a\x16relaxd/v1/access.proto\".\n\rWeightVersion\x12\x0c\n\x04term\x18\x01 \x01(\x03\x12\x0f\n\x07version\x18\x02 \x01(\x03\"\x12\n\x10GetStatusRequest\"\xef\x03\n\rReplicaStatus\x12\x12\n\nreplica_id\x18\x01 \x01(\t\x12\x0c\n\x04role\x18\x02 \x01(\t\x12&\n\x05state\x18\x03 \x01(\x0e\x32\x17.relaxd.v1.ReplicaState\x12\x0e\n\x06run_id\x18\x04 \x01(\t\x12\x0e\n\x06\x64\x65tail\x18\x05 \x01(\t\x12\x13\n\x0bheld_groups\x18\x06 \x01(\x03\x12\x13\n\x0b\x64one_groups\x18\x07 \x01(\x03\x12)\n\x07weights\x18\x08 \x01(\x0b\x32\x18.relaxd.v1.WeightVersion\x12\x16\n\x0euptime_seconds\x18\t \x01(\x01\x12\x17\n\x0fpackage_version\x18\n \x01(\t\x12\x18\n\x10protocol_version\x18\x0b \x01(\x05\x12\x34\n\x06gauges\x18\x0c \x03(\x0b\x32$.relaxd.v1.ReplicaStatus.GaugesEntry\x12\x11\n\tgpu_uuids\x18\r \x03(\t\x12\x10\n\x08progress\x18\x0e \x01(\x03\x12\r\n\x05\x61wake\x18\x0f \x01(\x08\x12$\n\x04wait\x18\x10 \x01(\x0e\x32\x16.relaxd.v1.ReplicaWait\x12\x15\n\rstart_refused\x18\x11 \x01(\x08\x1a-\n\x0bGaugesEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"=\n\x11GetStatusResponse\x12(\n\x06status\x18\x01 \x01(\x0b\x32\x18.relaxd.v1.ReplicaStatus\"\x0e\n\x0c\x44rainRequest\"$\n\rDrainResponse\x12\x13\n\x0bheld_groups\x18\x01 \x01(\x03\" \n\x0bJoinRequest\x12\x11\n\tlaunch_id\x18\x01 \x01(\t\"0\n\x0cJoinResponse\x12\x12\n\nreplica_id\x18\x01 \x01(\t\x12\x0c\n\x04role\x18\x02 \x01(\t\"!\n\x0cLeaveRequest\x12\x11\n\tlaunch_id\x18\x01 \x01(\t\"\x0f\n\rLeaveResponse\"4\n\x0eRestartRequest\x12\x12\n\nreplica_id\x18\x01 \x01(\t\x12\x0e\n\x06reason\x18\x02 \x01(\t\"\x11\n\x0fRestartResponse*\xcf\x01\n\x0cReplicaState\x12\x1d\n\x19REPLICA_STATE_UNSPECIFIED\x10\x00\x12\x16\n\x12REPLICA_STATE_IDLE\x10\x01\x12\x1a\n\x16REPLICA_STATE_STARTING\x10\x02\x12\x17\n\x13REPLICA_STATE_READY\x10\x03\x12\x1a\n\x16REPLICA_STATE_DRAINING\x10\x04\x12\x1d\n\x19REPLICA_STATE_QUARANTINED\x10\x05\x12\x18\n\x14REPLICA_STATE_FAILED\x10\x06*\x8b\x01\n\x0bReplicaWait\x12\x1c\n\x18REPLICA_WAIT_UNSPECIFIED\x10\x00\x12\x15\n\x11REPLICA_WAIT_GPUS\x10\x01\x12\x15\n\x11REPLICA_WAIT_DISK\x10\x02\x12\x18\n\x14REPLICA_WAIT_SERVICE\x10\x03\x12\x16\n\x12REPLICA_WAIT_SCORE\x10\x04\x32\xa4\x03\n\x07Replica\x12\x62\n\tGetStatus\x12\x1b.relaxd.v1.GetStatusRequest\x1a\x1c.relaxd.v1.GetStatusResponse\"\x1a\x90\x02\x01\x8a\x80\x19\x04read\x8a\x80\x19\x0b\x63oordinator\x12K\n\x05\x44rain\x12\x17.relaxd.v1.DrainRequest\x1a\x18.relaxd.v1.DrainResponse\"\x0f\x8a\x80\x19\x0b\x63oordinator\x12H\n\x04Join\x12\x16.relaxd.v1.JoinRequest\x1a\x17.relaxd.v1.JoinResponse\"\x0f\x8a\x80\x19\x0b\x63oordinator\x12K\n\x05Leave\x12\x17.relaxd.v1.LeaveRequest\x1a\x18.relaxd.v1.LeaveResponse\"\x0f\x8a\x80\x19\x0b\x63oordinator\x12Q\n\x07Restart\x12\x19.relaxd.v1.RestartRequest\x1a\x1a.relaxd.v1.RestartResponse\"\x0f\x8a\x80\x19\x0b\x63oordinatorb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17relaxd/v1/replica.proto\x12\trelaxd.v1\x1a\x16relaxd/v1/access.proto\".\n\rWeightVersion\x12\x0c\n\x04term\x18\x01 \x01(\x03\x12\x0f\n\x07version\x18\x02 \x01(\x03\"\x12\n\x10GetStatusRequest\"\x86\x04\n\rReplicaStatus\x12\x12\n\nreplica_id\x18\x01 \x01(\t\x12\x0c\n\x04role\x18\x02 \x01(\t\x12&\n\x05state\x18\x03 \x01(\x0e\x32\x17.relaxd.v1.ReplicaState\x12\x0e\n\x06run_id\x18\x04 \x01(\t\x12\x0e\n\x06\x64\x65tail\x18\x05 \x01(\t\x12\x13\n\x0bheld_groups\x18\x06 \x01(\x03\x12\x13\n\x0b\x64one_groups\x18\x07 \x01(\x03\x12)\n\x07weights\x18\x08 \x01(\x0b\x32\x18.relaxd.v1.WeightVersion\x12\x16\n\x0euptime_seconds\x18\t \x01(\x01\x12\x17\n\x0fpackage_version\x18\n \x01(\t\x12\x18\n\x10protocol_version\x18\x0b \x01(\x05\x12\x34\n\x06gauges\x18\x0c \x03(\x0b\x32$.relaxd.v1.ReplicaStatus.GaugesEntry\x12\x11\n\tgpu_uuids\x18\r \x03(\t\x12\x10\n\x08progress\x18\x0e \x01(\x03\x12\r\n\x05\x61wake\x18\x0f \x01(\x08\x12$\n\x04wait\x18\x10 \x01(\x0e\x32\x16.relaxd.v1.ReplicaWait\x12\x15\n\rstart_refused\x18\x11 \x01(\x08\x12\x15\n\ruser_messages\x18\x12 \x03(\t\x1a-\n\x0bGaugesEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"=\n\x11GetStatusResponse\x12(\n\x06status\x18\x01 \x01(\x0b\x32\x18.relaxd.v1.ReplicaStatus\"\x0e\n\x0c\x44rainRequest\"$\n\rDrainResponse\x12\x13\n\x0bheld_groups\x18\x01 \x01(\x03\" \n\x0bJoinRequest\x12\x11\n\tlaunch_id\x18\x01 \x01(\t\"0\n\x0cJoinResponse\x12\x12\n\nreplica_id\x18\x01 \x01(\t\x12\x0c\n\x04role\x18\x02 \x01(\t\"!\n\x0cLeaveRequest\x12\x11\n\tlaunch_id\x18\x01 \x01(\t\"\x0f\n\rLeaveResponse\"4\n\x0eRestartRequest\x12\x12\n\nreplica_id\x18\x01 \x01(\t\x12\x0e\n\x06reason\x18\x02 \x01(\t\"\x11\n\x0fRestartResponse*\xcf\x01\n\x0cReplicaState\x12\x1d\n\x19REPLICA_STATE_UNSPECIFIED\x10\x00\x12\x16\n\x12REPLICA_STATE_IDLE\x10\x01\x12\x1a\n\x16REPLICA_STATE_STARTING\x10\x02\x12\x17\n\x13REPLICA_STATE_READY\x10\x03\x12\x1a\n\x16REPLICA_STATE_DRAINING\x10\x04\x12\x1d\n\x19REPLICA_STATE_QUARANTINED\x10\x05\x12\x18\n\x14REPLICA_STATE_FAILED\x10\x06*\x8b\x01\n\x0bReplicaWait\x12\x1c\n\x18REPLICA_WAIT_UNSPECIFIED\x10\x00\x12\x15\n\x11REPLICA_WAIT_GPUS\x10\x01\x12\x15\n\x11REPLICA_WAIT_DISK\x10\x02\x12\x18\n\x14REPLICA_WAIT_SERVICE\x10\x03\x12\x16\n\x12REPLICA_WAIT_SCORE\x10\x04\x32\xa4\x03\n\x07Replica\x12\x62\n\tGetStatus\x12\x1b.relaxd.v1.GetStatusRequest\x1a\x1c.relaxd.v1.GetStatusResponse\"\x1a\x90\x02\x01\x8a\x80\x19\x04read\x8a\x80\x19\x0b\x63oordinator\x12K\n\x05\x44rain\x12\x17.relaxd.v1.DrainRequest\x1a\x18.relaxd.v1.DrainResponse\"\x0f\x8a\x80\x19\x0b\x63oordinator\x12H\n\x04Join\x12\x16.relaxd.v1.JoinRequest\x1a\x17.relaxd.v1.JoinResponse\"\x0f\x8a\x80\x19\x0b\x63oordinator\x12K\n\x05Leave\x12\x17.relaxd.v1.LeaveRequest\x1a\x18.relaxd.v1.LeaveResponse\"\x0f\x8a\x80\x19\x0b\x63oordinator\x12Q\n\x07Restart\x12\x19.relaxd.v1.RestartRequest\x1a\x1a.relaxd.v1.RestartResponse\"\x0f\x8a\x80\x19\x0b\x63oordinatorb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -44,36 +44,36 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_REPLICA'].methods_by_name['Leave']._serialized_options = b'\212\200\031\013coordinator'
   _globals['_REPLICA'].methods_by_name['Restart']._loaded_options = None
   _globals['_REPLICA'].methods_by_name['Restart']._serialized_options = b'\212\200\031\013coordinator'
-  _globals['_REPLICASTATE']._serialized_start=955
-  _globals['_REPLICASTATE']._serialized_end=1162
-  _globals['_REPLICAWAIT']._serialized_start=1165
-  _globals['_REPLICAWAIT']._serialized_end=1304
+  _globals['_REPLICASTATE']._serialized_start=978
+  _globals['_REPLICASTATE']._serialized_end=1185
+  _globals['_REPLICAWAIT']._serialized_start=1188
+  _globals['_REPLICAWAIT']._serialized_end=1327
   _globals['_WEIGHTVERSION']._serialized_start=62
   _globals['_WEIGHTVERSION']._serialized_end=108
   _globals['_GETSTATUSREQUEST']._serialized_start=110
   _globals['_GETSTATUSREQUEST']._serialized_end=128
   _globals['_REPLICASTATUS']._serialized_start=131
-  _globals['_REPLICASTATUS']._serialized_end=626
-  _globals['_REPLICASTATUS_GAUGESENTRY']._serialized_start=581
-  _globals['_REPLICASTATUS_GAUGESENTRY']._serialized_end=626
-  _globals['_GETSTATUSRESPONSE']._serialized_start=628
-  _globals['_GETSTATUSRESPONSE']._serialized_end=689
-  _globals['_DRAINREQUEST']._serialized_start=691
-  _globals['_DRAINREQUEST']._serialized_end=705
-  _globals['_DRAINRESPONSE']._serialized_start=707
-  _globals['_DRAINRESPONSE']._serialized_end=743
-  _globals['_JOINREQUEST']._serialized_start=745
-  _globals['_JOINREQUEST']._serialized_end=777
-  _globals['_JOINRESPONSE']._serialized_start=779
-  _globals['_JOINRESPONSE']._serialized_end=827
-  _globals['_LEAVEREQUEST']._serialized_start=829
-  _globals['_LEAVEREQUEST']._serialized_end=862
-  _globals['_LEAVERESPONSE']._serialized_start=864
-  _globals['_LEAVERESPONSE']._serialized_end=879
-  _globals['_RESTARTREQUEST']._serialized_start=881
-  _globals['_RESTARTREQUEST']._serialized_end=933
-  _globals['_RESTARTRESPONSE']._serialized_start=935
-  _globals['_RESTARTRESPONSE']._serialized_end=952
-  _globals['_REPLICA']._serialized_start=1307
-  _globals['_REPLICA']._serialized_end=1727
+  _globals['_REPLICASTATUS']._serialized_end=649
+  _globals['_REPLICASTATUS_GAUGESENTRY']._serialized_start=604
+  _globals['_REPLICASTATUS_GAUGESENTRY']._serialized_end=649
+  _globals['_GETSTATUSRESPONSE']._serialized_start=651
+  _globals['_GETSTATUSRESPONSE']._serialized_end=712
+  _globals['_DRAINREQUEST']._serialized_start=714
+  _globals['_DRAINREQUEST']._serialized_end=728
+  _globals['_DRAINRESPONSE']._serialized_start=730
+  _globals['_DRAINRESPONSE']._serialized_end=766
+  _globals['_JOINREQUEST']._serialized_start=768
+  _globals['_JOINREQUEST']._serialized_end=800
+  _globals['_JOINRESPONSE']._serialized_start=802
+  _globals['_JOINRESPONSE']._serialized_end=850
+  _globals['_LEAVEREQUEST']._serialized_start=852
+  _globals['_LEAVEREQUEST']._serialized_end=885
+  _globals['_LEAVERESPONSE']._serialized_start=887
+  _globals['_LEAVERESPONSE']._serialized_end=902
+  _globals['_RESTARTREQUEST']._serialized_start=904
+  _globals['_RESTARTREQUEST']._serialized_end=956
+  _globals['_RESTARTRESPONSE']._serialized_start=958
+  _globals['_RESTARTRESPONSE']._serialized_end=975
+  _globals['_REPLICA']._serialized_start=1330
+  _globals['_REPLICA']._serialized_end=1750
 # @@protoc_insertion_point(module_scope)

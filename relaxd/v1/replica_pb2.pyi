@@ -177,6 +177,7 @@ class ReplicaStatus(_message.Message):
     AWAKE_FIELD_NUMBER: _builtins.int
     WAIT_FIELD_NUMBER: _builtins.int
     START_REFUSED_FIELD_NUMBER: _builtins.int
+    USER_MESSAGES_FIELD_NUMBER: _builtins.int
     replica_id: _builtins.str
     """Unique name of this process, such as rollout-3f9a."""
     role: _builtins.str
@@ -220,6 +221,10 @@ class ReplicaStatus(_message.Message):
     def gpu_uuids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """UUIDs of the GPUs that it has leased."""
 
+    @_builtins.property
+    def user_messages(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """What its users' code told people in the last minutes (relaxd.notify), each text once."""
+
     def __init__(
         self,
         *,
@@ -240,10 +245,11 @@ class ReplicaStatus(_message.Message):
         awake: _builtins.bool = ...,
         wait: Global___ReplicaWait.ValueType = ...,
         start_refused: _builtins.bool = ...,
+        user_messages: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["weights", b"weights"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["awake", b"awake", "detail", b"detail", "done_groups", b"done_groups", "gauges", b"gauges", "gpu_uuids", b"gpu_uuids", "held_groups", b"held_groups", "package_version", b"package_version", "progress", b"progress", "protocol_version", b"protocol_version", "replica_id", b"replica_id", "role", b"role", "run_id", b"run_id", "start_refused", b"start_refused", "state", b"state", "uptime_seconds", b"uptime_seconds", "wait", b"wait", "weights", b"weights"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["awake", b"awake", "detail", b"detail", "done_groups", b"done_groups", "gauges", b"gauges", "gpu_uuids", b"gpu_uuids", "held_groups", b"held_groups", "package_version", b"package_version", "progress", b"progress", "protocol_version", b"protocol_version", "replica_id", b"replica_id", "role", b"role", "run_id", b"run_id", "start_refused", b"start_refused", "state", b"state", "uptime_seconds", b"uptime_seconds", "user_messages", b"user_messages", "wait", b"wait", "weights", b"weights"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

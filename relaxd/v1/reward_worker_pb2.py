@@ -27,7 +27,7 @@ from relaxd.v1 import judge_pb2 as relaxd_dot_v1_dot_judge__pb2
 from relaxd.v1 import reward_pb2 as relaxd_dot_v1_dot_reward__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1drelaxd/v1/reward_worker.proto\x12\trelaxd.v1\x1a\x16relaxd/v1/access.proto\x1a\x15relaxd/v1/judge.proto\x1a\x16relaxd/v1/reward.proto\"8\n\x11LoadRewardRequest\x12\x0e\n\x06reward\x18\x01 \x01(\t\x12\x13\n\x0b\x63onfig_json\x18\x02 \x01(\t\"\x82\x01\n\x12LoadRewardResponse\x12\r\n\x05\x65rror\x18\x01 \x01(\t\x12\x11\n\ttraceback\x18\x02 \x01(\t\x12\x13\n\x0btakes_group\x18\x03 \x01(\x08\x12\x0e\n\x06\x61waits\x18\x04 \x01(\x08\x12%\n\tenclosure\x18\x05 \x03(\x0b\x32\x12.relaxd.v1.Measure\"4\n\x07Measure\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\n\n\x02\x62y\x18\x02 \x01(\t\x12\x0f\n\x07missing\x18\x03 \x01(\t\"U\n\x13ScoreSamplesRequest\x12(\n\x07request\x18\x01 \x01(\x0b\x32\x17.relaxd.v1.ScoreRequest\x12\x14\n\x0cslow_seconds\x18\x02 \x01(\x01\"8\n\x14ScoreSamplesResponse\x12 \n\x06scores\x18\x01 \x03(\x0b\x32\x10.relaxd.v1.Score\"o\n\x15\x43\x61rryQuestionsRequest\x12\x0e\n\x06number\x18\x01 \x01(\x03\x12%\n\x05reply\x18\x02 \x01(\x0b\x32\x16.relaxd.v1.AskResponse\x12\r\n\x05\x65rror\x18\x03 \x01(\t\x12\x10\n\x08no_judge\x18\x04 \x01(\x08\"Q\n\x16\x43\x61rryQuestionsResponse\x12\x0e\n\x06number\x18\x01 \x01(\x03\x12\'\n\x08question\x18\x02 \x01(\x0b\x32\x15.relaxd.v1.AskRequest2\xa9\x02\n\x0cRewardWorker\x12U\n\nLoadReward\x12\x1c.relaxd.v1.LoadRewardRequest\x1a\x1d.relaxd.v1.LoadRewardResponse\"\n\x8a\x80\x19\x06parent\x12[\n\x0cScoreSamples\x12\x1e.relaxd.v1.ScoreSamplesRequest\x1a\x1f.relaxd.v1.ScoreSamplesResponse\"\n\x8a\x80\x19\x06parent\x12\x65\n\x0e\x43\x61rryQuestions\x12 .relaxd.v1.CarryQuestionsRequest\x1a!.relaxd.v1.CarryQuestionsResponse\"\n\x8a\x80\x19\x06parent(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1drelaxd/v1/reward_worker.proto\x12\trelaxd.v1\x1a\x16relaxd/v1/access.proto\x1a\x15relaxd/v1/judge.proto\x1a\x16relaxd/v1/reward.proto\"8\n\x11LoadRewardRequest\x12\x0e\n\x06reward\x18\x01 \x01(\t\x12\x13\n\x0b\x63onfig_json\x18\x02 \x01(\t\"\x82\x01\n\x12LoadRewardResponse\x12\r\n\x05\x65rror\x18\x01 \x01(\t\x12\x11\n\ttraceback\x18\x02 \x01(\t\x12\x13\n\x0btakes_group\x18\x03 \x01(\x08\x12\x0e\n\x06\x61waits\x18\x04 \x01(\x08\x12%\n\tenclosure\x18\x05 \x03(\x0b\x32\x12.relaxd.v1.Measure\"4\n\x07Measure\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\n\n\x02\x62y\x18\x02 \x01(\t\x12\x0f\n\x07missing\x18\x03 \x01(\t\"U\n\x13ScoreSamplesRequest\x12(\n\x07request\x18\x01 \x01(\x0b\x32\x17.relaxd.v1.ScoreRequest\x12\x14\n\x0cslow_seconds\x18\x02 \x01(\x01\"O\n\x14ScoreSamplesResponse\x12 \n\x06scores\x18\x01 \x03(\x0b\x32\x10.relaxd.v1.Score\x12\x15\n\ruser_messages\x18\x02 \x03(\t\"o\n\x15\x43\x61rryQuestionsRequest\x12\x0e\n\x06number\x18\x01 \x01(\x03\x12%\n\x05reply\x18\x02 \x01(\x0b\x32\x16.relaxd.v1.AskResponse\x12\r\n\x05\x65rror\x18\x03 \x01(\t\x12\x10\n\x08no_judge\x18\x04 \x01(\x08\"Q\n\x16\x43\x61rryQuestionsResponse\x12\x0e\n\x06number\x18\x01 \x01(\x03\x12\'\n\x08question\x18\x02 \x01(\x0b\x32\x15.relaxd.v1.AskRequest2\xa9\x02\n\x0cRewardWorker\x12U\n\nLoadReward\x12\x1c.relaxd.v1.LoadRewardRequest\x1a\x1d.relaxd.v1.LoadRewardResponse\"\n\x8a\x80\x19\x06parent\x12[\n\x0cScoreSamples\x12\x1e.relaxd.v1.ScoreSamplesRequest\x1a\x1f.relaxd.v1.ScoreSamplesResponse\"\n\x8a\x80\x19\x06parent\x12\x65\n\x0e\x43\x61rryQuestions\x12 .relaxd.v1.CarryQuestionsRequest\x1a!.relaxd.v1.CarryQuestionsResponse\"\n\x8a\x80\x19\x06parent(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -49,11 +49,11 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_SCORESAMPLESREQUEST']._serialized_start=360
   _globals['_SCORESAMPLESREQUEST']._serialized_end=445
   _globals['_SCORESAMPLESRESPONSE']._serialized_start=447
-  _globals['_SCORESAMPLESRESPONSE']._serialized_end=503
-  _globals['_CARRYQUESTIONSREQUEST']._serialized_start=505
-  _globals['_CARRYQUESTIONSREQUEST']._serialized_end=616
-  _globals['_CARRYQUESTIONSRESPONSE']._serialized_start=618
-  _globals['_CARRYQUESTIONSRESPONSE']._serialized_end=699
-  _globals['_REWARDWORKER']._serialized_start=702
-  _globals['_REWARDWORKER']._serialized_end=999
+  _globals['_SCORESAMPLESRESPONSE']._serialized_end=526
+  _globals['_CARRYQUESTIONSREQUEST']._serialized_start=528
+  _globals['_CARRYQUESTIONSREQUEST']._serialized_end=639
+  _globals['_CARRYQUESTIONSRESPONSE']._serialized_start=641
+  _globals['_CARRYQUESTIONSRESPONSE']._serialized_end=722
+  _globals['_REWARDWORKER']._serialized_start=725
+  _globals['_REWARDWORKER']._serialized_end=1022
 # @@protoc_insertion_point(module_scope)

@@ -153,18 +153,24 @@ class ScoreSamplesResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     SCORES_FIELD_NUMBER: _builtins.int
+    USER_MESSAGES_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def scores(self) -> _containers.RepeatedCompositeFieldContainer[_reward_pb2.Score]:
         """One per response, in the same order."""
+
+    @_builtins.property
+    def user_messages(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """What rewards told people since the last answer (relaxd.notify)."""
 
     def __init__(
         self,
         *,
         scores: _abc.Iterable[_reward_pb2.Score] | None = ...,
+        user_messages: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["scores", b"scores"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["scores", b"scores", "user_messages", b"user_messages"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

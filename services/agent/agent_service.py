@@ -60,7 +60,8 @@ class AgentService(StageReplica):
         model = PolicyModel(config, tokenizer, reply_format(tokenizer.template), engines)
 
         async def start(agent: AgentConfig, setting: str) -> Conversations:
-            others = Programs(agent) if agent.command else Environments(agent, setting)
+            told = self._context.user_messages.add
+            others = Programs(agent) if agent.command else Environments(agent, setting, told)
             self._others.append(others)
             await others.start()
             self._conversations.append(

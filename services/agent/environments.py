@@ -7,6 +7,7 @@ from typing import Any, TypeVar
 
 import grpc
 
+from relaxd.alerts.user_messages import Told, ignore
 from relaxd.config import AgentConfig
 from relaxd.config.agent import SERVICE
 from relaxd.envs.client import (
@@ -33,10 +34,11 @@ _log = logging.getLogger(__name__)
 class Environments:
     """Calls an environment. A host that has exited, or hangs, is started again. Lives in one event loop."""
 
-    def __init__(self, config: AgentConfig, setting: str = "agent.environment") -> None:
-        """`setting` is what errors call the environment."""
+    def __init__(self, config: AgentConfig, setting: str = "agent.environment", told: Told = ignore) -> None:
+        """`setting` is what errors call the environment; `told` gets what it tells people."""
         self._config = config
         self._setting = setting
+        self._told = told
         self._child: Child | None = None
         self._client: EnvironmentClient | None = None
         self._starting = asyncio.Lock()
@@ -133,4 +135,4 @@ class Environments:
 
     def _client_of(self, to: grpc.aio.Channel) -> EnvironmentClient:
         lease = self._config.conversation_seconds + 2 * self._config.call_seconds
-        return EnvironmentClient(to, self._config.call_seconds, lease)
+        return EnvironmentClient(to, self._config.call_seconds, lease, self._told)

@@ -82,7 +82,8 @@ class RewardService(StageReplica):
         rewards = {REWARD_OF_RUN: config.reward} | {reward_of_set(name): reward for name, reward in of_sets.items()}
         own = {name: part for name, reward in rewards.items() if (part := of_workers(reward)) is not None}
         secret_files = self._settings.secret_files
-        pool = WorkerPool(config.reward.workers, config.reward, self._ask_judge, own, secret_files)
+        told = self._context.user_messages.add
+        pool = WorkerPool(config.reward.workers, config.reward, self._ask_judge, own, secret_files, told)
         self.pool.close()
         self.pool = pool
         self.timeout_seconds = config.reward.timeout_seconds

@@ -8,6 +8,7 @@ import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from relaxd.alerts.user_messages import Told, ignore
 from relaxd.config import RewardConfig
 from relaxd.process.child import Child, ChildError, ChildExited
 from relaxd.rewards import RewardInput, RewardOutput
@@ -140,16 +141,19 @@ class WorkerPool:
         ask: Ask = no_judge,
         others: Mapping[str, RewardConfig] | None = None,
         secret_files: Sequence[str] = (),
+        told: Told = ignore,
     ) -> None:
         """Make a pool of `workers` processes, which start when they are first needed.
 
         `config` is the run's reward. Workers get its variables of this process's environment besides those that every
         worker gets. `ask` asks the judge for them. `others` are further rewards with settings, by the names that `load`
         and `score` get for them. `secret_files` can't be opened in workers.
+        `told` gets what rewards tell people.
 
         Raises MissingVariableError, MissingPathError.
         """
         self._ask = ask
+        self._told = told
         self._config = config or RewardConfig(name="dummy")
         self.enclosure: tuple[Measure, ...] = ()
         """Description of the workers' enclosure; empty until one has loaded a reward or if reward.sandbox = "off"."""
@@ -281,12 +285,13 @@ class WorkerPool:
                     prompt = _shorten(samples[0].prompt)
                     worker.running = Running(prompt, len(samples), slow, worker.stacks, deadline)
                     with worker.questions.during(deadline):
-                        scores = (await stub.ScoreSamples(asked, timeout=None)).scores
+                        answer = await stub.ScoreSamples(asked, timeout=None)
+                self._told(answer.user_messages)
                 outcomes = [
                     Failure(score.error, traceback=score.traceback, no_judge=score.no_judge)
                     if score.error
                     else RewardOutput(score.reward, dict(sorted(score.parts.items())))  # a map has no order of its own
-                    for score in scores
+                    for score in answer.scores
                 ]
             answered = True
             return outcomes

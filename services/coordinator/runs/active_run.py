@@ -113,6 +113,7 @@ class ActiveRun:
             record=lambda: self.record,
             health=lambda: self.health.record,
             held_up=lambda: self.waiting.reason if self.waiting.sentence else None,
+            user_messages=self._user_messages,
             step=lambda: self.step,
             clock=time.time,
         )
@@ -580,6 +581,11 @@ class ActiveRun:
             if self._written is not self.record:
                 await asyncio.to_thread(self._files.write_record, self.record)
                 self._written = self.record
+
+    def _user_messages(self) -> list[str]:
+        """Return what users' code told people in the last minutes."""
+        statuses = [one.status for one in self.context.registry.all() if one.status.user_messages]
+        return [text for one in statuses if one.run_id == self.context.run_id for text in one.user_messages]
 
     def alarms(self) -> list[pb.Alarm]:
         """Return the alarms that go on."""

@@ -24,6 +24,8 @@ DISK_SECONDS = 10.0
 """Interval at which the disk's free space is looked at."""
 SHOWN_REPLICAS = 5
 SHOWN_REASONS = 2
+SHOWN_MESSAGES = 20
+"""Maximum number of texts of users' code that are alarms at once."""
 NO_ALARM = (pb.WAIT_KIND_PAUSED, pb.WAIT_KIND_STOPPING)
 """Waits that people have caused."""
 Key = tuple["pb.AlarmKind.ValueType", str]
@@ -64,6 +66,17 @@ def health_problems(health: HealthRecord) -> dict[Key, str]:
     return found
 
 
+def user_problems(messages: Iterable[str]) -> dict[Key, str]:
+    """Return an alarm for each text that users' code told people, up to a limit."""
+    texts = sorted(set(messages))
+    found: dict[Key, str] = {
+        (pb.ALARM_KIND_USER, text): f"the run's own code says: {text}" for text in texts[:SHOWN_MESSAGES]
+    }
+    if more := len(texts) - len(found):
+        found[pb.ALARM_KIND_USER, ""] = f"{more} further messages of the run's own code are left out"
+    return found
+
+
 class RunAlarms:
     """Keeps the alarms of one run, logs when they begin and end, and tells notifiers. Lives in the event loop."""
 
@@ -75,23 +88,25 @@ class RunAlarms:
         record: Callable[[], RunRecord],
         health: Callable[[], HealthRecord],
         held_up: Callable[[], Reason | None],
+        user_messages: Callable[[], Iterable[str]],
         step: Callable[[], int],
         clock: Callable[[], float],
     ) -> None:
-        """`held_up` returns what holds the run up, `record`, `health` and `step` the run's record, its health and its
-        last step, `clock` the Unix time.
+        """`held_up` returns what holds the run up, `user_messages` what its users' code tells people, `record`,
+        `health` and `step` the run's record, its health and its last step, `clock` the Unix time.
         """
         self._config = config
         self._folder = folder
         self._record = record
         self._health = health
         self._held_up = held_up
+        self._user_messages = user_messages
         self._step = step
         self._clock = clock
         self._gap = GapWatch(config)
         self._rules = [RuleWatch(parse_rule(rule)) for rule in config.alerts.rules]
         self._states: dict[Key, pb.Alarm] = {}
-        """Alarms of the wait, the disk and the health."""
+        """Alarms of the wait, the disk, the health and users' code."""
         self._logged: dict[Key, tuple[float, pb.Alarm]] = {}
         """Alarms whose beginning was logged, and when."""
         self._disk: dict[Key, str] = {}
@@ -130,9 +145,9 @@ class RunAlarms:
         return alarms
 
     def look(self) -> None:
-        """Look at the wait, the disk and the health."""
+        """Look at the wait, the disk, the health and the messages of users' code."""
         problems = wait_problem(self._held_up(), self._clock(), self._config.alerts.wait_seconds)
-        problems |= self._disk | health_problems(self._health())
+        problems |= self._disk | health_problems(self._health()) | user_problems(self._user_messages())
         self._states = {
             key: self._states.get(key) or pb.Alarm(kind=key[0], name=key[1], first_step=self._step(), text=text)
             for key, text in problems.items()

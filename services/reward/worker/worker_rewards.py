@@ -14,6 +14,7 @@ from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import Future
 from typing import Any, cast
 
+from relaxd.alerts.user_messages import take_messages
 from relaxd.config import RewardConfig
 from relaxd.process.child_server import ChildServer, Outbox
 from relaxd.rewards import BadRewardError, RewardOutput, UnknownRewardError
@@ -220,7 +221,7 @@ class Rewards(reward_worker_pb2_grpc.RewardWorkerServicer):
         finally:
             self._judge.slow_seconds = 0.0
             faulthandler.cancel_dump_traceback_later()
-        return pb.ScoreSamplesResponse(scores=map(self._to_proto, outcomes))
+        return pb.ScoreSamplesResponse(scores=map(self._to_proto, outcomes), user_messages=take_messages())
 
     def _to_proto(self, outcome: Outcome) -> reward_pb2.Score:
         if isinstance(outcome, RewardOutput):

@@ -5,6 +5,7 @@ import os
 import time
 from pathlib import Path
 
+import relaxd
 from relaxd.envs.environment import Reply, Sample, Step
 
 
@@ -72,6 +73,17 @@ class Bad:
             case "done":
                 return Step("well", 1.0, done="yes")  # type: ignore[arg-type]
         return "well", 1.0
+
+
+class Telling:
+    """Tells people what it hears."""
+
+    def open(self, sample: Sample) -> None:
+        relaxd.notify("opened")
+
+    async def step(self, reply: Reply) -> Step:
+        relaxd.notify(f"heard {reply.text}")
+        raise RuntimeError("no luck")
 
 
 class BadAsync:

@@ -49,6 +49,18 @@ async def test_sessions_are_apart_and_each_turn_is_answered_once(tmp_path: Path)
         assert notes.read_text().split() == ["open", "open", "one", "end", "two", "close"]
 
 
+async def test_what_an_environment_tells_people_comes_with_its_answers() -> None:
+    told: list[str] = []
+    async with hosted(f"{OWN}Telling", {}) as channel:
+        client = EnvironmentClient(channel, 30.0, 600.0, told.extend)
+        await client.open("a", SAMPLE)
+        assert told == ["opened"]
+        with pytest.raises(EnvironmentFailed, match="no luck"):
+            await client.step("a", 1, Reply("raise"))
+        await client.open("b", SAMPLE)
+    assert sorted(told) == ["heard raise", "opened", "opened"]
+
+
 async def test_a_session_is_closed_when_its_lease_ends(tmp_path: Path) -> None:
     notes = tmp_path / "notes"
     async with client_of("Echo", {"notes": str(notes)}, lease_seconds=0.05) as client:

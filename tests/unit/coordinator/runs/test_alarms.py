@@ -9,7 +9,14 @@ import pytest
 
 from relaxd.config.load_toml import load
 from relaxd.v1 import coordinator_pb2 as pb
-from services.coordinator.runs.alarms import RunAlarms, disk_problem, health_problems, wait_problem
+from services.coordinator.runs.alarms import (
+    SHOWN_MESSAGES,
+    RunAlarms,
+    disk_problem,
+    health_problems,
+    user_problems,
+    wait_problem,
+)
 from services.coordinator.runs.wait_reasons import Reason
 from services.coordinator.state.records import Health, HealthRecord, ReplicaHealth, RoleHealth
 from tests.kit.run_folders import CONFIG
@@ -57,14 +64,22 @@ def test_roles_that_are_rebuilt_and_replicas_that_are_given_up_are_alarms() -> N
     }
 
 
+def test_a_text_of_users_code_is_one_alarm_and_many_are_counted() -> None:
+    assert list(user_problems(["no quota"] * 3).values()) == ["the run's own code says: no quota"]
+    found = user_problems(f"text {number:02}" for number in range(SHOWN_MESSAGES + 2))
+    assert len(found) == SHOWN_MESSAGES + 1
+    assert found[pb.ALARM_KIND_USER, ""] == "2 further messages of the run's own code are left out"
+
+
 def test_the_log_says_when_an_alarm_begins_and_how_long_it_went_on(caplog: pytest.LogCaptureFixture) -> None:
-    now = SimpleNamespace(time=1000.0, reason=Reason(REDIS, "Redis doesn't answer", since=1.0))
+    now = SimpleNamespace(time=1000.0, reason=Reason(REDIS, "Redis doesn't answer", since=1.0), messages=[])
     alarms = RunAlarms(
         load(CONFIG.format(steps=9)),
         Path("/runs/r"),
         record=lambda: cast("Any", SimpleNamespace(run_id="r")),
         health=HealthRecord,
         held_up=lambda: now.reason,
+        user_messages=lambda: now.messages,
         step=lambda: 3,
         clock=lambda: now.time,
     )

@@ -1,0 +1,88 @@
+"""Users' own messages to people: `notify` in their code, and their way to the run's alarms.
+
+A process with users' code keeps them until its next answer takes them to its service, whose heartbeats have those of
+the last minutes.
+"""
+
+import threading
+import time
+from collections.abc import Callable, Iterable
+
+MAX_CHARACTERS = 300
+"""Maximum length of a message; a longer one is cut off."""
+MAX_WAITING = 20
+"""Maximum number of messages that wait in a process for its next answer; further ones are left out."""
+MAX_TOLD = 8
+"""Maximum number of messages of a replica at once; further ones are left out."""
+KEPT_SECONDS = 600.0
+"""Time for which a message stays an alarm after it was last sent."""
+
+Told = Callable[[Iterable[str]], None]
+"""Takes messages of users' code."""
+_lock = threading.Lock()
+_waiting: dict[str, None] = {}
+
+
+def notify(text: str) -> None:
+    """Tell the people who watch the run something, as an alarm: on the screen and where `[alerts]` sends it.
+
+    Call it in rewards and environments, from any thread. A message stays an alarm until it wasn't repeated for ten
+    minutes. Outside of a run nothing happens.
+
+    Args:
+        text: what they should know, at most 300 characters; a longer text is cut off. The same text is one alarm, so
+            leave out what differs each time. A replica has 8 texts at once, further ones are left out.
+
+    Raises:
+        ValueError: it is no text, or empty.
+    """
+    if not isinstance(text, str) or not text.strip():
+        raise ValueError(f"notify: the text is {text!r}: it must be a text that isn't empty")
+    with _lock:
+        if len(_waiting) < MAX_WAITING:
+            _waiting[one_line(text)] = None
+
+
+def take_messages() -> list[str]:
+    """Return the messages since the last call, for an answer to this process's service."""
+    if not _waiting:
+        return []
+    with _lock:
+        taken = list(_waiting)
+        _waiting.clear()
+    return taken
+
+
+def ignore(messages: Iterable[str]) -> None:
+    """Take messages that nobody is to be told."""
+
+
+def one_line(text: str) -> str:
+    """Return a text as one line of at most MAX_CHARACTERS that any encoding takes."""
+    line = " ".join(text.encode(errors="replace").decode().split())
+    return line if len(line) <= MAX_CHARACTERS else f"{line[: MAX_CHARACTERS - 1]}…"
+
+
+class RecentMessages:
+    """Messages of a replica's processes in the last minutes."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._sent: dict[str, float] = {}
+        """Time at which each was last sent."""
+
+    def add(self, messages: Iterable[str]) -> None:
+        """Add messages that were sent now."""
+        for text in map(one_line, messages):
+            if text and (text in self._sent or len(self.current()) < MAX_TOLD):
+                self._sent[text] = self._clock()
+
+    def current(self) -> list[str]:
+        """Return the messages that haven't been sent too long ago."""
+        begin = self._clock() - KEPT_SECONDS
+        self._sent = {text: sent for text, sent in self._sent.items() if sent > begin}
+        return list(self._sent)
+
+    def clear(self) -> None:
+        """Forget all: they were about a run that is over."""
+        self._sent = {}
