@@ -112,7 +112,7 @@ class ChatSession:
             finish_reason="length" if message.cut_by else "tool_calls" if message.parsed.calls else "stop",
             prompt_tokens=message.prompt_tokens,
             completion_tokens=message.tokens,
-            id=f"chatcmpl-{self.id}-{self._result.turns}",
+            id=f"{self.id}-{self._result.turns}",
         )
 
     async def _begin(self, request: ChatRequest) -> tuple[ModelTurns, list[Message]]:

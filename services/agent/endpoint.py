@@ -1,24 +1,31 @@
-"""HTTP server of OpenAI's chat completions, with an address for each conversation."""
+"""HTTP server that programs ask, with an address for each conversation."""
 
-import json
 import secrets
+from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 from aiohttp import web
 
-from services.agent.chat_requests import BadRequest, read_request
+from services.agent.chat_requests import BadRequest
 from services.agent.chat_session import ChatSession
+from services.agent.protocols.anthropic_messages import ANTHROPIC_MESSAGES
+from services.agent.protocols.chat_completions import CHAT_COMPLETIONS
+from services.agent.protocols.protocol import MODEL, Protocol, error_body, read_object
 
+PROTOCOLS: Mapping[str, Protocol] = {
+    "/{session}/v1/chat/completions": CHAT_COMPLETIONS,
+    "/{session}/v1/messages": ANTHROPIC_MESSAGES,
+}
+"""Protocols by the addresses at which they are asked for a message."""
 MAX_BODY = 16 << 20
 """Maximum number of bytes of a request."""
-MODEL = "policy"
-"""Name of the model that the endpoint tells; requests may name any."""
 CLOSE_SECONDS = 1.0
 """Time for open requests when the server ends."""
 
 
 class Endpoint:
-    """Serves chat completions on the loopback interface. Lives in one event loop."""
+    """Serves the protocols on the loopback interface. Lives in one event loop."""
 
     def __init__(self) -> None:
         self._sessions: dict[str, ChatSession] = {}
@@ -28,7 +35,8 @@ class Endpoint:
     async def start(self) -> None:
         """Listen on a free port."""
         app = web.Application(client_max_size=MAX_BODY, middlewares=[_errors])
-        app.router.add_post("/{session}/v1/chat/completions", self._complete)
+        for address, protocol in PROTOCOLS.items():
+            app.router.add_post(address, partial(self._answer, protocol))
         app.router.add_get("/{session}/v1/models", self._models)
         app.router.add_get("/{session}/v1/models/{model}", self._model)
         app.router.add_route("*", "/{rest:.*}", self._nothing)
@@ -39,9 +47,9 @@ class Endpoint:
         self._port = self._runner.addresses[0][1]
 
     def open(self, session: ChatSession) -> str:
-        """Serve a session; return its address, as OPENAI_BASE_URL has it."""
+        """Serve a session; return its address, as ANTHROPIC_BASE_URL has it."""
         self._sessions[session.id] = session
-        return f"http://127.0.0.1:{self._port}/{session.id}/v1"
+        return f"http://127.0.0.1:{self._port}/{session.id}"
 
     def close_session(self, session: ChatSession) -> None:
         """Serve a session no longer."""
@@ -58,26 +66,25 @@ class Endpoint:
         session = self._sessions.get(request.match_info["session"])
         if session is None:
             raise BadRequest("there is no such session, or it has ended", code="no_session", status=404)
-        given = request.headers.get("Authorization", "").removeprefix("Bearer ") or request.headers.get("x-api-key", "")
-        if not secrets.compare_digest(given.encode(errors="replace"), session.key.encode()):
+        bearer = request.headers.get("Authorization", "").removeprefix("Bearer ")
+        given = [key.encode(errors="replace") for key in (bearer, request.headers.get("x-api-key", ""))]
+        if not any(secrets.compare_digest(key, session.key.encode()) for key in given):
             raise BadRequest(
-                "the key isn't this session's: send OPENAI_API_KEY of the same program",
+                "the key isn't this session's: send OPENAI_API_KEY or ANTHROPIC_API_KEY of the same program",
                 code="invalid_api_key",
                 status=401,
             )
         return session
 
-    async def _complete(self, request: web.Request) -> web.StreamResponse:
+    async def _answer(self, protocol: Protocol, request: web.Request) -> web.StreamResponse:
         session = self._session(request)
-        asked = read_request(await request.read())
-        answer = await session.answer(asked)
-        model = asked.model or MODEL
-        if not asked.stream:
-            return web.json_response(answer.completion(model))
+        asked = read_object(await request.read())
+        answer = await session.answer(protocol.read(asked))
+        if asked.get("stream") is not True:
+            return web.json_response(protocol.whole(answer, asked))
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
         await response.prepare(request)
-        events = [json.dumps(event) for event in answer.events(model, asked.include_usage)]
-        await response.write("".join(f"data: {event}\n\n" for event in [*events, "[DONE]"]).encode())
+        await response.write("".join(protocol.events(answer, asked)).encode())
         await response.write_eof()
         return response
 
@@ -91,8 +98,7 @@ class Endpoint:
 
     async def _nothing(self, request: web.Request) -> web.Response:
         raise BadRequest(
-            f"{request.method} {request.path} isn't there: the endpoint has POST /v1/chat/completions and GET "
-            "/v1/models",
+            f"{request.method} {request.path} isn't there: the endpoint has POST {_paths()} and GET /v1/models",
             code="unknown_url",
             status=404,
         )
@@ -102,14 +108,23 @@ def _described(model: str) -> dict[str, Any]:
     return {"id": model, "object": "model", "created": 0, "owned_by": "relaxd"}
 
 
+def _paths() -> str:
+    return ", ".join(address.removeprefix("/{session}") for address in PROTOCOLS)
+
+
 @web.middleware
 async def _errors(request: web.Request, handler: Any) -> web.StreamResponse:
-    """Answer errors in OpenAI's form."""
+    """Answer errors in the protocol's form."""
     try:
         response: web.StreamResponse = await handler(request)
         return response
     except BadRequest as error:
-        return web.json_response(error.body, status=error.status)
+        return _refusal(request, error)
     except web.HTTPRequestEntityTooLarge:
-        too_large = BadRequest(f"the body has more than {MAX_BODY} bytes", status=413)
-        return web.json_response(too_large.body, status=too_large.status)
+        return _refusal(request, BadRequest(f"the body has more than {MAX_BODY} bytes", status=413))
+
+
+def _refusal(request: web.Request, error: BadRequest) -> web.Response:
+    resource = request.match_info.route.resource
+    protocol = PROTOCOLS.get(resource.canonical) if resource else None
+    return web.json_response(protocol.error(error) if protocol else error_body(error), status=error.status)

@@ -133,9 +133,12 @@ class Programs:
         result = folder / "result.json"
         environment = inherited_variables()
         direct = ",".join(filter(None, (environment.get("no_proxy") or environment.get("NO_PROXY"), "127.0.0.1")))
+        address = self.endpoint.open(session)
         environment |= {
-            "OPENAI_BASE_URL": self.endpoint.open(session),
+            "OPENAI_BASE_URL": f"{address}/v1",
             "OPENAI_API_KEY": session.key,
+            "ANTHROPIC_BASE_URL": address,
+            "ANTHROPIC_API_KEY": session.key,
             "RELAXD_SAMPLE": str(folder / "sample.json"),
             "RELAXD_RESULT": str(result),
             "TMPDIR": str(folder),

@@ -29,7 +29,7 @@ def ask(messages: list[Any], key: str = os.environ["OPENAI_API_KEY"], **more: An
     request = urllib.request.Request(
         os.environ["OPENAI_BASE_URL"] + "/chat/completions",
         json.dumps({"model": "any", "messages": messages, **more}).encode(),
-        {"Authorization": f"Bearer {key}"},
+        {"x-api-key": key},
     )
     try:
         with urllib.request.urlopen(request, timeout=60) as answer:
@@ -63,8 +63,50 @@ async def loop() -> None:
     text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
     assert [chunk.choices[0].finish_reason for chunk in chunks if chunk.choices][-1] == "stop"
     assert chunks[-1].usage.total_tokens > chunks[-1].usage.completion_tokens > 0
-    reward = float(SAMPLE["answer"] in text)
-    result = {"reward": reward, "info": {"calls": len(said.message.tool_calls), "note": text}}
+    end(text, len(said.message.tool_calls))
+
+
+async def messages() -> None:
+    """Do the same with the anthropic package. The first request is sent twice at once, once of them streamed."""
+    import anthropic
+    import pytest
+
+    client = anthropic.AsyncAnthropic(max_retries=0)
+    function = TOOLS[0]["function"]
+    asked: dict[str, Any] = {
+        "model": "any",
+        "max_tokens": 1000,
+        "system": "Be brief.",
+        "tools": [{"name": "add", "description": "Adds.", "input_schema": function["parameters"]}],
+        "thinking": {"type": "enabled", "budget_tokens": 1024},
+        "messages": SAMPLE["messages"],
+    }
+
+    async def streamed(**asked: Any) -> Any:
+        async with client.messages.stream(**asked) as stream:
+            return await stream.get_final_message()
+
+    first, again = await asyncio.gather(client.messages.create(**asked), streamed(**asked))
+    assert first.model_dump(exclude_none=True) == again.model_dump(exclude_none=True)
+    assert (first.stop_reason, again.stop_reason) == ("tool_use", "tool_use")
+    assert [block.type for block in first.content] == ["thinking", "text", "tool_use", "tool_use"]
+    uses = [block for block in first.content if block.type == "tool_use"]
+    results = [
+        {"type": "tool_result", "tool_use_id": use.id, "content": f"{sum(use.input.values())}<|im_end|>"}
+        for use in uses
+    ]
+    asked["messages"] = [*asked["messages"], first.to_param(), {"role": "user", "content": results}]
+    last = await streamed(**asked)
+    assert (last.stop_reason, [block.type for block in last.content]) == ("end_turn", ["text"])
+    assert last.usage.input_tokens > last.usage.output_tokens > 0
+    with pytest.raises(anthropic.BadRequestError, match="tool_choice"):
+        await client.messages.create(**asked | {"tool_choice": {"type": "any"}})
+    end(last.content[0].text, len(uses))
+
+
+def end(text: str, calls: int) -> None:
+    """Write the result: 1 for a text that has the answer."""
+    result = {"reward": float(SAMPLE["answer"] in text), "info": {"calls": calls, "note": text}}
     Path(os.environ["RELAXD_RESULT"]).write_text(json.dumps(result))
 
 

@@ -1,0 +1,1 @@
+"""Forms of requests and answers that programs know: each file is one."""

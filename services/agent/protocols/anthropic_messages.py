@@ -1,0 +1,199 @@
+"""Messages in Anthropic's form."""
+
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from relaxd.data.examples import Message
+from services.agent.chat_requests import BadRequest, ChatAnswer, ChatRequest, shown
+from services.agent.protocols.protocol import (
+    Protocol,
+    Supported,
+    call_of,
+    check_supported,
+    model_of,
+    named_events,
+    read_functions,
+    read_list,
+    read_part,
+    read_text,
+    request_of,
+)
+
+ROLES = ("user", "assistant", "system")
+"""Roles of messages."""
+SUPPORTED: Supported = {
+    "output_format": ((), "ask for the format in a message"),
+    "mcp_servers": (([],), "give the model tools"),
+    "container": ((), "the model writes text"),
+    "thread": ((), "send all messages so far"),
+}
+_ERRORS = {401: "authentication_error", 404: "not_found_error", 413: "request_too_large"}
+"""Types of errors by status."""
+_STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
+
+
+def read_request(asked: dict[str, Any]) -> ChatRequest:
+    """Read a request. Raises BadRequest, which names what isn't supported."""
+    check_supported(asked, SUPPORTED)
+    output = asked.get("output_config")
+    if isinstance(output, dict) and output.get("format") is not None:
+        raise BadRequest("output_config.format isn't supported: ask for the format in a message", "output_config")
+    messages: list[Message] = []
+    if system := read_text("system", asked.get("system")):
+        messages.append({"role": "system", "content": system})
+    for index, message in enumerate(read_list(asked, "messages")):
+        messages += _messages(f"messages[{index}]", message)
+    return request_of(
+        asked,
+        messages,
+        _tools(asked.get("tools", [])),
+        calls=_tool_choice(asked.get("tool_choice", {"type": "auto"})) != "none",
+        most=("max_tokens",),
+        stop="stop_sequences",
+    )
+
+
+def _tool_choice(choice: Any) -> str:
+    kind = choice.get("type") if isinstance(choice, dict) else None
+    if kind not in ("auto", "none"):
+        raise BadRequest(f'tool_choice = {shown(choice)} isn\'t supported: use type "auto" or "none"', "tool_choice")
+    if choice.get("disable_parallel_tool_use"):
+        raise BadRequest(
+            "tool_choice.disable_parallel_tool_use = true isn't supported: the model may write several calls",
+            "tool_choice",
+        )
+    return str(kind)
+
+
+def _tools(tools: Any) -> list[dict[str, Any]]:
+    found = []
+    for index, tool in enumerate(tools if isinstance(tools, list) else [tools]):
+        if not isinstance(tool, dict) or tool.get("type") not in (None, "custom"):
+            kind = tool.get("type") if isinstance(tool, dict) else tool
+            raise BadRequest(f"tools[{index}].type = {shown(kind)} isn't supported: use custom ones", f"tools[{index}]")
+        function = {name: tool[name] for name in ("name", "description") if tool.get(name) is not None}
+        found.append({"type": "function", "function": {**function, "parameters": tool.get("input_schema") or {}}})
+    return read_functions(found)
+
+
+def _messages(place: str, message: Any) -> Iterator[Message]:
+    """Yield a message as chat templates get it. Results of tools are messages of their own."""
+    role = message.get("role") if isinstance(message, dict) else None
+    if role not in ROLES:
+        raise BadRequest(f"{place} = {shown(message)} must be a message of one of the roles {', '.join(ROLES)}", place)
+    content = message.get("content")
+    if content is None:
+        raise BadRequest(f"{place}.content is missing", f"{place}.content")
+    blocks = content
+    if not isinstance(content, list):
+        blocks = [{"type": "text", "text": read_text(f"{place}.content", content)}]
+    texts: list[str] = []
+    calls = []
+    for index, block in enumerate(blocks):
+        where = f"{place}.content[{index}]"
+        match (role, block.get("type") if isinstance(block, dict) else None):
+            case "assistant", "thinking" | "redacted_thinking":
+                pass  # the tokens have it
+            case "assistant", "tool_use":
+                calls.append(_call(where, block))
+            case "user", "tool_result":
+                if texts:
+                    yield {"role": role, "content": "".join(texts)}
+                    texts = []
+                yield _result(where, block)
+            case _:
+                texts.append(read_part(where, block))
+    if role == "assistant":
+        yield {"role": role, "content": "".join(texts), **({"tool_calls": calls} if calls else {})}
+    elif texts or not blocks:
+        yield {"role": role, "content": "".join(texts)}
+
+
+def _call(place: str, block: Mapping[str, Any]) -> dict[str, Any]:
+    try:
+        return call_of(block.get("name"), block.get("input"), block.get("id"))
+    except ValueError as error:
+        raise BadRequest(
+            f"{place} = {shown(block)} must have an id, a name, and an input that is an object", place
+        ) from error
+
+
+def _result(place: str, block: Mapping[str, Any]) -> Message:
+    if not isinstance(block.get("tool_use_id"), str):
+        raise BadRequest(f"{place}.tool_use_id is missing: it says which call is answered", place)
+    content = read_text(f"{place}.content", block.get("content"))
+    return {"role": "tool", "content": content, "tool_call_id": block["tool_use_id"]}
+
+
+def _blocks(answer: ChatAnswer, asked: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return the content of an answer. Thinking comes if the request asks for it, as some programs expect none."""
+    calls = answer.message.get("tool_calls", [])
+    wanted = asked.get("thinking")
+    blocks: list[dict[str, Any]] = []
+    if answer.thinking and isinstance(wanted, dict) and wanted.get("type") != "disabled":
+        blocks.append({"type": "thinking", "thinking": answer.thinking, "signature": answer.id})
+    if answer.message["content"] or not calls:
+        blocks.append({"type": "text", "text": answer.message["content"]})
+    for call in calls:
+        function = call["function"]
+        blocks.append({"type": "tool_use", "id": call["id"], "name": function["name"], "input": function["arguments"]})
+    return blocks
+
+
+def message(answer: ChatAnswer, asked: Mapping[str, Any]) -> dict[str, Any]:
+    """Return an answer as a whole."""
+    return {
+        "id": f"msg_{answer.id}",
+        "type": "message",
+        "role": "assistant",
+        "model": model_of(asked),
+        "content": _blocks(answer, asked),
+        "stop_reason": _STOP_REASONS[answer.finish_reason],
+        "stop_sequence": None,
+        "usage": {"input_tokens": answer.prompt_tokens, "output_tokens": answer.completion_tokens},
+    }
+
+
+def events(answer: ChatAnswer, asked: Mapping[str, Any]) -> Iterator[str]:
+    """Yield an answer in pieces."""
+    return named_events(_events(message(answer, asked)))
+
+
+def _events(whole: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    usage, blocks = whole["usage"], whole["content"]
+    begun = {**whole, "content": [], "stop_reason": None, "usage": {**usage, "output_tokens": 0}}
+    yield {"type": "message_start", "message": begun}
+    yield {"type": "ping"}
+    for index, block in enumerate(blocks):
+        match block["type"]:
+            case "thinking":
+                empty = {**block, "thinking": "", "signature": ""}
+                deltas = [
+                    {"type": "thinking_delta", "thinking": block["thinking"]},
+                    {"type": "signature_delta", "signature": block["signature"]},
+                ]
+            case "text":
+                empty, deltas = {**block, "text": ""}, [{"type": "text_delta", "text": block["text"]}]
+            case _:
+                empty = {**block, "input": {}}
+                deltas = [{"type": "input_json_delta", "partial_json": json.dumps(block["input"])}]
+        yield {"type": "content_block_start", "index": index, "content_block": empty}
+        for delta in deltas:
+            yield {"type": "content_block_delta", "index": index, "delta": delta}
+        yield {"type": "content_block_stop", "index": index}
+    yield {
+        "type": "message_delta",
+        "delta": {"stop_reason": whole["stop_reason"], "stop_sequence": None},
+        "usage": usage,
+    }
+    yield {"type": "message_stop"}
+
+
+def error_body(error: BadRequest) -> dict[str, Any]:
+    """Return an error in Anthropic's form."""
+    kind = _ERRORS.get(error.status, "invalid_request_error")
+    return {"type": "error", "error": {"type": kind, "message": str(error)}}
+
+
+ANTHROPIC_MESSAGES = Protocol(read_request, message, events, error_body)

@@ -1,0 +1,143 @@
+"""Chat completions in OpenAI's form."""
+
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from relaxd.data.examples import Message
+from services.agent.chat_requests import BadRequest, ChatAnswer, ChatRequest, shown
+from services.agent.protocols.protocol import (
+    Protocol,
+    Supported,
+    call_of,
+    check_supported,
+    model_of,
+    read_functions,
+    read_list,
+    read_text,
+    request_of,
+)
+
+ROLES: Mapping[str, str] = {
+    "system": "system",
+    "developer": "system",
+    "user": "user",
+    "assistant": "assistant",
+    "tool": "tool",
+}
+"""Roles of messages, and what they are for chat templates."""
+SUPPORTED: Supported = {
+    "n": ((1,), "ask once for each answer"),
+    "tool_choice": (("auto", "none"), 'use "auto" or "none"'),
+    "parallel_tool_calls": ((True,), "the model may write several calls"),
+    "response_format": (({"type": "text"},), "ask for the format in a message"),
+    "logprobs": ((False,), "relaxd keeps the log-probs"),
+    "top_logprobs": ((0,), "relaxd keeps the log-probs"),
+    "logit_bias": (({},), "the run says how the model is sampled"),
+    "functions": (([],), "use tools"),
+    "function_call": (("none",), "use tools and tool_choice"),
+    "modalities": ((["text"],), "the model writes text"),
+    "audio": ((), "the model writes text"),
+    "web_search_options": ((), "give the model a tool"),
+    "return_token_ids": ((False,), "relaxd keeps the token ids"),
+    "return_tokens_as_token_ids": ((False,), "relaxd keeps the token ids"),
+}
+
+
+def read_request(asked: dict[str, Any]) -> ChatRequest:
+    """Read a request. Raises BadRequest, which names what isn't supported."""
+    check_supported(asked, SUPPORTED)
+    messages = [_message(f"messages[{index}]", one) for index, one in enumerate(read_list(asked, "messages"))]
+    return request_of(
+        asked,
+        messages,
+        read_functions(asked.get("tools", [])),
+        calls=asked.get("tool_choice") != "none",
+        most=("max_completion_tokens", "max_tokens"),
+        stop="stop",
+    )
+
+
+def _message(place: str, message: Any) -> Message:
+    if not isinstance(message, dict) or message.get("role") not in ROLES:
+        raise BadRequest(f"{place} = {shown(message)} must be a message of one of the roles {', '.join(ROLES)}", place)
+    role = ROLES[message["role"]]
+    read: Message = {"role": role, "content": read_text(f"{place}.content", message.get("content"))}
+    if role == "assistant" and message.get("tool_calls"):
+        read["tool_calls"] = _calls(place, message["tool_calls"])
+    elif message.get("content") is None and role != "assistant":
+        raise BadRequest(f"{place}.content is missing", f"{place}.content")
+    if role == "tool":
+        read["tool_call_id"] = message.get("tool_call_id")
+        if not isinstance(read["tool_call_id"], str):
+            raise BadRequest(f"{place}.tool_call_id is missing: it says which call is answered", place)
+    if isinstance(message.get("name"), str) and role != "assistant":
+        read["name"] = message["name"]
+    return read
+
+
+def _calls(place: str, calls: Any) -> list[dict[str, Any]]:
+    read = []
+    for index, call in enumerate(calls if isinstance(calls, list) else [calls]):
+        try:
+            function = call["function"]
+            read.append(call_of(function["name"], function["arguments"], call["id"]))
+        except (TypeError, KeyError, ValueError) as error:
+            raise BadRequest(
+                f"{place}.tool_calls[{index}] = {shown(call)} must have an id, and a function with a name and with "
+                "arguments that are an object as JSON text",
+                f"{place}.tool_calls[{index}]",
+            ) from error
+    return read
+
+
+def completion(answer: ChatAnswer, asked: Mapping[str, Any]) -> dict[str, Any]:
+    """Return an answer as a whole."""
+    choice = {"index": 0, "message": _wire(answer), "finish_reason": answer.finish_reason, "logprobs": None}
+    return {**_head("chat.completion", answer, asked), "choices": [choice], "usage": _usage(answer)}
+
+
+def events(answer: ChatAnswer, asked: Mapping[str, Any]) -> Iterator[str]:
+    """Yield an answer in pieces."""
+    delta = _wire(answer)
+    for index, call in enumerate(delta.get("tool_calls", [])):
+        call["index"] = index
+    head, options = _head("chat.completion.chunk", answer, asked), asked.get("stream_options")
+    choices = [
+        [{"index": 0, "delta": piece, "finish_reason": finish, "logprobs": None}]
+        for piece, finish in ((delta, None), ({}, answer.finish_reason))
+    ]
+    chunks = [{**head, "choices": one} for one in choices]
+    if isinstance(options, dict) and options.get("include_usage") is True:
+        chunks.append({**head, "choices": [], "usage": _usage(answer)})
+    yield from (f"data: {json.dumps(chunk)}\n\n" for chunk in chunks)
+    yield "data: [DONE]\n\n"
+
+
+def _head(kind: str, answer: ChatAnswer, asked: Mapping[str, Any]) -> dict[str, Any]:
+    return {"id": f"chatcmpl-{answer.id}", "object": kind, "created": answer.created, "model": model_of(asked)}
+
+
+def _usage(answer: ChatAnswer) -> dict[str, int]:
+    return {
+        "prompt_tokens": answer.prompt_tokens,
+        "completion_tokens": answer.completion_tokens,
+        "total_tokens": answer.prompt_tokens + answer.completion_tokens,
+    }
+
+
+def _wire(answer: ChatAnswer) -> dict[str, Any]:
+    """Return the message in OpenAI's form."""
+    calls = answer.message.get("tool_calls")
+    wire: dict[str, Any] = {"role": "assistant", "content": answer.message["content"] or (None if calls else "")}
+    if answer.thinking:
+        wire["reasoning_content"] = answer.thinking
+    if calls:
+        wire["tool_calls"] = [
+            {**call, "function": {**call["function"], "arguments": json.dumps(call["function"]["arguments"])}}
+            for call in calls
+        ]
+    return wire
+
+
+CHAT_COMPLETIONS = Protocol(read_request, completion, events)

@@ -1,0 +1,167 @@
+"""One protocol of the endpoint, and what all of them read alike."""
+
+import hashlib
+import json
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from relaxd.data.examples import Message
+from relaxd.envs.environment import BadEnvironmentError, check_tools
+from relaxd.json_text import parse_json
+from services.agent.chat_requests import BadRequest, ChatAnswer, ChatRequest, shown
+
+MODEL = "policy"
+"""Name of the model that the endpoint tells; requests may name any."""
+_UNIMPORTANT = ("stream", "stream_options")
+"""Parameters that change only the form of an answer."""
+
+Supported = Mapping[str, tuple[tuple[Any, ...], str]]
+"""Parameters of which only some values are supported, and what to do instead. null always is."""
+
+
+def error_body(error: BadRequest) -> dict[str, Any]:
+    """Return an error in OpenAI's form."""
+    told = {"message": str(error), "type": "invalid_request_error", "param": error.param, "code": error.code}
+    return {"error": told}
+
+
+@dataclass(frozen=True)
+class Protocol:
+    """A form of requests and answers."""
+
+    read: Callable[[dict[str, Any]], ChatRequest]
+    """Reads a request, which has no nulls. Raises BadRequest, which names what isn't supported."""
+    whole: Callable[[ChatAnswer, dict[str, Any]], dict[str, Any]]
+    """Returns an answer to a request."""
+    events: Callable[[ChatAnswer, dict[str, Any]], Iterable[str]]
+    """Returns the same as server-sent events."""
+    error: Callable[[BadRequest], dict[str, Any]] = error_body
+    """Returns the answer to a request that is refused."""
+
+
+def named_events(events: Iterable[dict[str, Any]]) -> Iterator[str]:
+    """Yield server-sent events that have their types as names."""
+    for event in events:
+        yield f"event: {event['type']}\ndata: {json.dumps(event)}\n\n"
+
+
+def model_of(asked: Mapping[str, Any]) -> str:
+    """Return the name that a request has for the model."""
+    return str(asked.get("model") or MODEL)
+
+
+def read_object(body: bytes) -> dict[str, Any]:
+    """Read a request's body; null is the same as nothing. Raises BadRequest."""
+    try:
+        asked = parse_json(body)
+    except ValueError as error:
+        raise BadRequest(f"the body isn't JSON: {error}") from error
+    if not isinstance(asked, dict):
+        raise BadRequest("the body must be an object in JSON")
+    return {name: value for name, value in asked.items() if value is not None}
+
+
+def check_supported(asked: Mapping[str, Any], table: Supported) -> None:
+    """Check parameters. Raises BadRequest: one has a value that isn't supported."""
+    for name, (supported, instead) in table.items():
+        if name in asked and not any(type(one) is type(asked[name]) and one == asked[name] for one in supported):
+            raise BadRequest(f"{name} = {shown(asked[name])} isn't supported: {instead}", name)
+
+
+def request_of(
+    asked: Mapping[str, Any],
+    messages: list[Message],
+    tools: list[dict[str, Any]],
+    *,
+    calls: bool,
+    most: Sequence[str],
+    stop: str = "",
+    place: str = "messages",
+) -> ChatRequest:
+    """Return a request for the next message.
+
+    Args:
+        asked: the request as it came.
+        messages: its messages.
+        tools: schemas of its tools.
+        calls: False if tool calls are to be left in the text.
+        most: names of the parameter for the maximum length; the first one wins.
+        stop: name of the parameter for texts that end the answer, if there is one.
+        place: name of the parameter that has the messages.
+
+    Raises BadRequest.
+    """
+    if not messages:
+        raise BadRequest(f"{place} must have at least one message", place)
+    if messages[-1]["role"] == "assistant":
+        raise BadRequest(f"{place} end with the assistant, whose turn is next: it can't go on in one", place)
+    digested = {name: value for name, value in asked.items() if name not in _UNIMPORTANT}
+    return ChatRequest(
+        messages=messages,
+        tools=tools,
+        calls=calls,
+        most=next((_positive(name, asked[name]) for name in most if name in asked), None),
+        stop=_texts(stop, asked.get(stop, [])),
+        digest=hashlib.sha256(json.dumps(digested, sort_keys=True).encode()).digest(),
+    )
+
+
+def _positive(name: str, value: Any) -> int:
+    if type(value) is not int or value < 1:
+        raise BadRequest(f"{name} = {shown(value)} must be an integer >= 1", name)
+    return value
+
+
+def _texts(name: str, value: Any) -> tuple[str, ...]:
+    found = [value] if isinstance(value, str) else value
+    if not isinstance(found, list) or not all(isinstance(text, str) and text for text in found):
+        raise BadRequest(f"{name} = {shown(value)} must be a text, or a list of texts, that aren't empty", name)
+    return tuple(found)
+
+
+def read_list(asked: Mapping[str, Any], name: str) -> list[Any]:
+    """Return a parameter that is a list with at least one element. Raises BadRequest."""
+    value = asked.get(name)
+    if not isinstance(value, list) or not value:
+        raise BadRequest(f"{name} must be a list with at least one message", name)
+    return value
+
+
+def read_text(place: str, content: Any, types: Collection[str] = ("text",)) -> str:
+    """Return the text of a content, which is a text or a list of parts of these types. Raises BadRequest."""
+    if isinstance(content, list):
+        return "".join(read_part(f"{place}[{index}]", part, types) for index, part in enumerate(content))
+    if not isinstance(content, str | None):
+        raise BadRequest(f"{place} = {shown(content)} must be a text or a list of parts", place)
+    return content or ""
+
+
+def read_part(place: str, part: Any, types: Collection[str] = ("text",)) -> str:
+    """Return the text of a part of one of these types. Raises BadRequest."""
+    if not isinstance(part, dict) or part.get("type") not in types or not isinstance(part.get("text"), str):
+        kinds = " or ".join(types)
+        raise BadRequest(f"{place} = {shown(part)} isn't supported: only parts of type {kinds} are", place)
+    return str(part["text"])
+
+
+def read_functions(tools: Any) -> list[dict[str, Any]]:
+    """Return schemas of functions, in the form of chat completions. Raises BadRequest."""
+    try:
+        found = check_tools(tools, "tools: the request has")
+    except BadEnvironmentError as error:
+        raise BadRequest(str(error), "tools") from error
+    for index, tool in enumerate(found):
+        if tool.get("type") != "function":
+            raise BadRequest(
+                f"tools[{index}].type = {shown(tool.get('type'))} isn't supported: use functions", f"tools[{index}]"
+            )
+    return found
+
+
+def call_of(name: Any, arguments: Any, id_: Any) -> dict[str, Any]:
+    """Return a tool call as chat templates get it; arguments may be JSON text. Raises ValueError: it is none."""
+    read = parse_json(arguments) if isinstance(arguments, str) else arguments
+    if not isinstance(name, str) or not isinstance(read, dict) or not isinstance(id_, str):
+        raise ValueError("a tool call has an id, a name, and arguments that are an object")
+    return {"id": id_, "type": "function", "function": {"name": name, "arguments": read}}

@@ -1,0 +1,121 @@
+"""Chat completions: what is read in them, and what is refused by name."""
+
+import json
+from typing import Any
+
+import pytest
+
+from relaxd.envs.reply_formats import ParsedReply
+from relaxd.envs.tool_calls import ToolCall
+from services.agent.chat_requests import BadRequest, ChatAnswer, answer_message
+from services.agent.protocols.chat_completions import CHAT_COMPLETIONS
+from services.agent.protocols.protocol import read_object
+
+USER = {"role": "user", "content": "Hello"}
+TOOL = {"type": "function", "function": {"name": "add", "parameters": {}}}
+
+
+def call(arguments: str = '{"a":1}', name: str = "call00001") -> dict[str, Any]:
+    return {"id": name, "type": "function", "function": {"name": "add", "arguments": arguments}}
+
+
+def read(**asked: Any) -> Any:
+    return CHAT_COMPLETIONS.read(read_object(json.dumps({"messages": [USER], **asked}).encode()))
+
+
+def test_messages_are_read_as_chat_templates_want_them() -> None:
+    parts = [{"type": "text", "text": "Hel"}, {"type": "text", "text": "lo"}]
+    request = read(
+        messages=[
+            {"role": "developer", "content": "Be brief."},
+            {"role": "user", "content": parts},
+            {"role": "assistant", "content": None, "tool_calls": [call()], "refusal": None},
+            {"role": "tool", "tool_call_id": "call00001", "content": "1"},
+        ],
+        tools=[TOOL],
+        tool_choice="none",
+        temperature=0.3,
+        seed=None,
+        n=1,
+        stop="x",
+        max_tokens=7,
+        response_format={"type": "text"},
+        unknown=True,
+    )
+    assert request.messages == [
+        {"role": "system", "content": "Be brief."},
+        USER,
+        {
+            "role": "assistant",
+            "content": "",
+            "tool_calls": [call() | {"function": {"name": "add", "arguments": {"a": 1}}}],
+        },
+        {"role": "tool", "content": "1", "tool_call_id": "call00001"},
+    ]
+    assert (request.most, request.stop, request.calls, request.tools) == (7, ("x",), False, [TOOL])
+    assert request.digest != read(temperature=0.3).digest
+    assert read(temperature=0.3).digest == read(temperature=0.3, stream=True).digest
+
+
+@pytest.mark.parametrize(
+    ("asked", "param"),
+    [
+        ({"n": 2}, "n"),
+        ({"n": True}, "n"),
+        ({"logprobs": True}, "logprobs"),
+        ({"top_logprobs": 3}, "top_logprobs"),
+        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"tool_choice": {"type": "function", "function": {"name": "add"}}}, "tool_choice"),
+        ({"parallel_tool_calls": False}, "parallel_tool_calls"),
+        ({"logit_bias": {"1": 5}}, "logit_bias"),
+        ({"functions": [{"name": "add"}]}, "functions"),
+        ({"audio": {"voice": "alloy"}}, "audio"),
+        ({"return_token_ids": True}, "return_token_ids"),
+        ({"stop": [""]}, "stop"),
+        ({"max_completion_tokens": 0}, "max_completion_tokens"),
+        ({"tools": [{"type": "custom"}]}, "tools"),
+        ({"tools": [{**TOOL, "type": "custom"}]}, "tools[0]"),
+        ({"messages": []}, "messages"),
+        ({"messages": ["Hello"]}, "messages[0]"),
+        ({"messages": [{"role": "function", "content": "1"}]}, "messages[0]"),
+        ({"messages": [USER, {"role": "user"}]}, "messages[1].content"),
+        ({"messages": [USER, {"role": "tool", "content": "1"}]}, "messages[1]"),
+        ({"messages": [USER, {"role": "assistant", "content": "Hi"}]}, "messages"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
+            "messages[0].content[0]",
+        ),
+        ({"messages": [{"role": "assistant", "tool_calls": [call("{")]}, USER]}, "messages[0].tool_calls[0]"),
+    ],
+)
+def test_what_is_not_supported_is_refused_by_name(asked: dict[str, Any], param: str) -> None:
+    with pytest.raises(BadRequest) as caught:
+        read(**asked)
+    error = CHAT_COMPLETIONS.error(caught.value)["error"]
+    assert (caught.value.status, error["type"], error["param"]) == (400, "invalid_request_error", param)
+    assert param.partition("[")[0].partition(".")[0] in error["message"]
+
+
+@pytest.mark.parametrize("body", [b"", b"[]", b"\xff", b"[" * 100_000])
+def test_a_body_that_is_no_request_is_refused(body: bytes) -> None:
+    with pytest.raises(BadRequest, match="body"):
+        read_object(body)
+
+
+def test_calls_that_cannot_be_read_stay_in_the_text() -> None:
+    broken = ParsedReply("Now", problem="a tool call has no name")
+    assert answer_message(broken, "Now <tool_call>{}</tool_call>")["content"] == "Now <tool_call>{}</tool_call>"
+    some = ParsedReply("Now", "hm", (ToolCall("add", {"a": 1}, id="call00001"),), "a tool call has no name")
+    answer = ChatAnswer(answer_message(some, "Now ..."), some.thinking, "tool_calls", 2, 3, "x", 0)
+    events = "".join(CHAT_COMPLETIONS.events(answer, {"stream_options": {"include_usage": True}})).split("\n\n")
+    assert events[3:] == ["data: [DONE]", ""]
+    first, last, usage = (json.loads(event.removeprefix("data: ")) for event in events[:3])
+    assert first["choices"][0]["delta"] == {
+        "role": "assistant",
+        "content": "Now",
+        "reasoning_content": "hm",
+        "tool_calls": [call('{"a": 1}') | {"index": 0}],
+    }
+    assert last["choices"][0] == {"index": 0, "delta": {}, "finish_reason": "tool_calls", "logprobs": None}
+    assert usage["usage"] == {"prompt_tokens": 2, "completion_tokens": 3, "total_tokens": 5}
