@@ -9,9 +9,9 @@ HEAD = """\
 # Columns
 
 What a group has on the board, in the order in which it comes about, written from
-[`relaxd/board/schema.py`](../relaxd/board/schema.py). P is the number of prompt tokens, Q of the teacher's prompt, n of
-samples, S of sequences, T of tokens of all sequences, one after the other, k of candidates in the place of each token,
-m of those that the student names.
+[`relaxd/board/schema.py`](../relaxd/board/schema.py). B is the number of bytes of media, P of prompt tokens, Q of the
+teacher's prompt, n of samples, S of sequences, T of tokens of all sequences, one after the other, k of candidates in
+the place of each token, m of those that the student names.
 
 A plain answer, or a conversation with one history, is one sequence. A conversation that was branched or compacted is
 several, which are neighbours and share the sample's reward. A sequence with `shares_prompt` 1 continues

@@ -15,10 +15,10 @@ from typing import Literal
 
 import numpy as np
 
-Shape = Literal["", "P", "Q", "n", "S", "T", "T, k", "T, m", "rows, layers, top_k"]
-"""A column's shape, in words: P prompt tokens, Q tokens of the teacher's prompt, n samples, S sequences, T tokens of
-all sequences, one after the other, k candidates for each of them, m of them the student's own; "" for a value that
-belongs to the group."""
+Shape = Literal["", "B", "P", "Q", "n", "S", "T", "T, k", "T, m", "rows, layers, top_k"]
+"""A column's shape, in words: B bytes of media, P prompt tokens, Q tokens of the teacher's prompt, n samples,
+S sequences, T tokens of all sequences, one after the other, k candidates for each of them, m of them the student's own;
+"" for a value that belongs to the group."""
 
 
 @dataclass(frozen=True)
@@ -86,6 +86,11 @@ TEACHER_CANDIDATE_LOGPROBS = "teacher_candidate_logprobs"
 """The column that goes with `CANDIDATES`."""
 TEACHER_PROMPT_TOKENS = "teacher_prompt_tokens"
 """The column that a run has where the teacher's prompts have more than the student's."""
+PROMPT_MEDIA = "prompt_media"
+"""The column that a run has where data.media_keys names a column with images."""
+MEDIA_CONTENTS = "media_contents"
+"""The column that goes with `PROMPT_MEDIA`."""
+OF_MEDIA = (PROMPT_MEDIA, MEDIA_CONTENTS)
 OLD_LOGPROBS = "old_logprobs"
 """The column that the trainer computes before the first of a step's several updates, if the loss reads it, or before
 the only one, if the advantages do."""
@@ -114,6 +119,25 @@ COLUMNS: dict[str, ColumnSpec] = {
             "int32",
             "Q",
             "Token ids of the teacher's prompt, which sequences that share the prompt continue for the teacher.",
+            optional=True,
+        ),
+        ColumnSpec(
+            PROMPT_MEDIA,
+            "publish",
+            "json",
+            "",
+            "The prompt's media in their order, whose tokens prompt_tokens has: [{kind, sha256, grid, bytes}]. grid: "
+            "patches in time, rows and columns; bytes: how many of media_contents are this one's, 0 for one that came "
+            "before in the same prompt.",
+            optional=True,
+        ),
+        ColumnSpec(
+            MEDIA_CONTENTS,
+            "publish",
+            "uint8",
+            "B",
+            "The prompt's media in their normal form (images: PNG), one after the other as prompt_media says "
+            "(relaxd/media/prompt_media.py).",
             optional=True,
         ),
         ColumnSpec("tokens", "rollout", "int32", "T", "Token ids of the sequences, end tokens included."),

@@ -123,6 +123,7 @@ def stages_for(config: RunConfig) -> tuple[Stage, ...]:
     asked |= {schema.CONTINUED} if partial.enabled else set()
     asked |= {schema.OFF_POLICY_TOKENS} if partial.mask_off_policy else set()
     asked |= set(schema.OF_CONVERSATIONS) if config.agent.is_there else set()
+    asked |= set(schema.OF_MEDIA) if config.data.media_keys else set()
     optional = asked & written
     trained = optional if config.trainer.routing_replay == "rollout" else optional - {schema.ROUTED_EXPERTS}
     own = {"advantage": (*needs.advantages, *(FILTER_COLUMNS if config.data.curriculum.filter else ()))}
@@ -136,6 +137,8 @@ def stages_for(config: RunConfig) -> tuple[Stage, ...]:
         own["reward"] = (schema.OFF_POLICY_TOKENS,)  # the model wrote them, too
     if any(source.sampling for source in config.data.sources) or config.agent.is_there:
         own["rollout"] = ("prompt",)  # it says how the answers of its source are sampled, and what environments get
+    if config.data.media_keys:
+        own["rollout"] = (*own.get("rollout", ()), *schema.OF_MEDIA)
     if config.agent.is_there:
         own["reward"] = (schema.RESPONSE_MESSAGES, schema.ENVIRONMENT_REWARD, schema.ENVIRONMENT_INFO)
     return tuple(

@@ -5,6 +5,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+import numpy as np
+
 from relaxd.data.examples import Example
 from relaxd.data.special_tokens import read_object
 from relaxd.data.tokenizer import PromptTokenizer
@@ -20,7 +22,9 @@ from relaxd.media import (
     lay_out,
     measure_image,
     normalise_image,
+    patches,
 )
+from relaxd.media.patches import SCALE
 from relaxd.models import DataError
 
 Read = TypeVar("Read")
@@ -29,6 +33,9 @@ PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
 """Files with the settings of a model's image processor; in the second, which newer models have, under that name."""
 MODEL_TYPES = ("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
 """Models whose layout of images is compared with transformers'."""
+CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
+CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
+"""By what Qwen2VLImageProcessor normalises pixels where its settings don't say."""
 BICUBIC = 3
 """Number of the interpolation in Pillow."""
 
@@ -39,6 +46,15 @@ class VisionModel:
 
     rule: ImageRule
     tokens: ImageTokens
+    mean: tuple[float, ...]
+    """By which pixels are normalised, of each channel, of values from 0 to 1."""
+    std: tuple[float, ...]
+    times: int
+    """Times that a patch is repeated: the frames of a patch of a video."""
+
+    def patches(self, pixels: np.ndarray) -> np.ndarray:
+        """Return the patches of an image in its normal form (`relaxd.media.patches`)."""
+        return patches(pixels, self.rule, self.mean, self.std, self.times)
 
 
 def read_vision(folder: Path, min_tokens: int = 0, max_tokens: int = 0) -> VisionModel:
@@ -70,6 +86,12 @@ def read_vision(folder: Path, min_tokens: int = 0, max_tokens: int = 0) -> Visio
         # The configuration may leave out what its class has by default.
         sizes = (int(vision.get("patch_size") or patch), int(vision.get("spatial_merge_size") or merge))
         token = int(config["image_token_id"])
+        mean, std = (
+            tuple(map(float, processor.get(name) or usual))
+            for name, usual in (("image_mean", CLIP_MEAN), ("image_std", CLIP_STD))
+        )
+        times = int(processor.get("temporal_patch_size") or 2)
+        scale = float(processor.get("rescale_factor") or SCALE)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise DataError("model.path", f"{file} or config.json beside it is damaged: no usable {error}") from error
     if min(patch, merge, least) < 1 or most < least:
@@ -81,6 +103,11 @@ def read_vision(folder: Path, min_tokens: int = 0, max_tokens: int = 0) -> Visio
         )
     if processor.get("resample", BICUBIC) != BICUBIC or processor.get("do_resize") is False:
         raise DataError("model.path", f"{file} resizes otherwise than by bicubic interpolation, which relaxd doesn't")
+    if len(mean) != 3 or len(std) != 3 or min(std) <= 0 or times < 1:
+        raise DataError("model.path", f"{file} is damaged: mean {mean}, std {std}, temporal_patch_size {times}")
+    scaled = (processor.get("do_rescale", True), processor.get("do_normalize", True), abs(scale - SCALE) < 1e-9)
+    if not all(scaled):
+        raise DataError("model.path", f"{file} doesn't divide pixels by 255 and normalise them, as relaxd does")
     area = (patch * merge) ** 2
     least, most = min_tokens * area or least, max_tokens * area or most
     if least > most:
@@ -89,7 +116,7 @@ def read_vision(folder: Path, min_tokens: int = 0, max_tokens: int = 0) -> Visio
             f"is {most / area:g} and data.min_image_tokens {least / area:g} (0 means the model's): the minimum must be "
             "at most the maximum",
         )
-    return VisionModel(ImageRule(patch, merge, least, most), ImageTokens(token, merge))
+    return VisionModel(ImageRule(patch, merge, least, most), ImageTokens(token, merge), mean, std, times)
 
 
 def _processor(folder: Path) -> tuple[dict[str, Any], Path]:

@@ -1,11 +1,14 @@
 """Content of conversations: messages, and what they show and play.
 
 `messages` is for rewards. The rest takes images from data to the model: `placeholders` finds them in prompts, `sources`
-and `images` read and normalise them, and `layout` says where their tokens are.
+and `images` read and normalise them, `layout` says where their tokens are, `prompt_media` stores them with a group,
+and `cache` and `patches` turn them into what the model's tower gets.
 """
 
+from relaxd.media.cache import MediaCache
 from relaxd.media.images import ImageRule, ImageSize, NormalImage, measure_image, normalise_image
 from relaxd.media.layout import Grid, ImageTokens, Layout, expand, lay_out
+from relaxd.media.patches import patches
 from relaxd.media.placeholders import MediaColumn, MediaItem, MediaReader, shown_text
 from relaxd.media.sources import MediaError
 
@@ -15,6 +18,7 @@ __all__ = [
     "ImageSize",
     "ImageTokens",
     "Layout",
+    "MediaCache",
     "MediaColumn",
     "MediaError",
     "MediaItem",
@@ -24,5 +28,6 @@ __all__ = [
     "lay_out",
     "measure_image",
     "normalise_image",
+    "patches",
     "shown_text",
 ]
