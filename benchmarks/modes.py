@@ -18,7 +18,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -29,6 +29,7 @@ from relaxd.client import CliError
 from relaxd.client.coordinator_client import ENDED, CoordinatorClient
 from relaxd.local import stack
 from relaxd.local.state_folder import StateFolder
+from relaxd.local.supervisor import StackPlan
 from relaxd.replica.gpus import visible_gpus
 from relaxd.v1 import coordinator_pb2 as pb
 
@@ -128,13 +129,18 @@ def make_cases(modes: Sequence[str], replicas: Sequence[int], gpus: int, ranks: 
     return cases + [Case(f"async, replicas {count}", 1, count, 1) for count in replicas]
 
 
-def make_config(case: Case, folder: Path, options: argparse.Namespace) -> str:
-    """Return the run's TOML."""
-    sglang = {"cuda_graph_max_bs_decode": options.running, "cuda_graph_backend_prefill": "disabled"}
+def sglang_options(running: int) -> str:
+    """Return the section rollout.sglang, in TOML, for engines that work on at most `running` samples at once."""
+    sglang = {"cuda_graph_max_bs_decode": running, "cuda_graph_backend_prefill": "disabled"}
     kernels = find_spec("sgl_kernel")
     places = (kernels.submodule_search_locations or []) if kernels else []
     if not any(list(Path(place).glob("flash_ops*")) for place in places):  # not SGLang's default
         sglang |= {"attention_backend": "triton", "sampling_backend": "pytorch"}
+    return "\n".join(f"{name} = {json.dumps(value)}" for name, value in sglang.items())
+
+
+def make_config(case: Case, folder: Path, options: argparse.Namespace) -> str:
+    """Return the run's TOML."""
     return CONFIG.format(
         folder=folder,
         colocate=str(case.colocate).lower(),
@@ -146,7 +152,7 @@ def make_config(case: Case, folder: Path, options: argparse.Namespace) -> str:
         running=options.running,
         memory=0 if options.cpu else options.memory_fraction,
         threads=1 if options.cpu else 0,
-        options="" if options.cpu else "\n".join(f"{name} = {json.dumps(value)}" for name, value in sglang.items()),
+        options="" if options.cpu else sglang_options(options.running),
         ranks=case.ranks,
         groups=options.groups,
         micro_batch=max(options.micro_batch, options.longest + 96),
@@ -190,9 +196,12 @@ class UtilisationWatch(threading.Thread):
 
 
 @contextlib.contextmanager
-def services(state: StateFolder, engines: int) -> Iterator[CoordinatorClient]:
-    """Run the stack of one run; print its logs if the run fails."""
-    plan = stack.make_plan(state, port=0, replicas={"rollout": engines}, stop_with_parent=True, grace_seconds=2)
+def services(
+    state: StateFolder, replicas: Mapping[str, int], change: Callable[[StackPlan], None] = lambda plan: None
+) -> Iterator[CoordinatorClient]:
+    """Run the stack of one run, planned otherwise by `change`; print its logs if the run fails."""
+    plan = stack.make_plan(state, port=0, replicas=replicas, stop_with_parent=True, grace_seconds=2)
+    change(plan)
     stack.up(state, plan, lambda text: print(f"  {text}", flush=True))
     try:
         with CoordinatorClient(plan.coordinator) as coordinator:
@@ -211,14 +220,14 @@ def run_case(case: Case, folder: Path, options: argparse.Namespace, deadline: fl
     `folder` has the model; `deadline` is a time.monotonic() value. Raises CliError, TimeoutError.
     """
     begun = time.monotonic()
-    with services(StateFolder(folder / f"state-{case.run_id}"), case.engines) as coordinator:
+    with services(StateFolder(folder / f"state-{case.run_id}"), {"rollout": case.engines}) as coordinator:
         run = coordinator.start_run(make_config(case, folder, options), case.run_id)
         metrics = Path(run.folder) / "metrics.jsonl"
         watch: UtilisationWatch | None = None
         measured_from, said = 0.0, 0.0
         while True:
             time.sleep(0.2)
-            now, lines = time.monotonic(), _read(metrics)
+            now, lines = time.monotonic(), read_steps(metrics)
             if now - said > 15:
                 state = coordinator.run()
                 print(f"  {now - begun:.0f} s: step {len(lines)} {state.reason}", flush=True)
@@ -286,7 +295,7 @@ def summarise(case: Case, lines: Sequence[dict[str, Any]], gpu_idle: Sequence[tu
     }
 
 
-def _read(file: Path) -> list[dict[str, Any]]:
+def read_steps(file: Path) -> list[dict[str, Any]]:
     """Read the trained steps of metrics.jsonl, whose last line may be incomplete."""
     if not file.exists():
         return []
