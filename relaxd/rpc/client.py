@@ -55,7 +55,8 @@ def channel(
     plain = open_channel(
         grpc.aio, address, channel_options(max_message_bytes), TlsFiles.from_environment() if tls is None else tls
     )
-    return AsyncChannel(plain, call_metadata(token, term, stack), address)
+    metadata = call_metadata(token, term, stack)
+    return AsyncChannel(plain, metadata, address, DEFAULT_DEADLINE_SECONDS, DEFAULT_STREAM_DEADLINE_SECONDS)
 
 
 def sync_channel(
@@ -140,7 +141,9 @@ def call_metadata(token: str | None, term: int = 0, stack: str | None = None) ->
 class MultiCallable:
     """A multi-callable that fills in what its caller left out."""
 
-    def __init__(self, call: Any, path: str, target: str, deadline_seconds: float, metadata: MakeMetadata) -> None:
+    def __init__(
+        self, call: Any, path: str, target: str, deadline_seconds: float | None, metadata: MakeMetadata
+    ) -> None:
         """`path` is the method's, `target` the channel's; `deadline_seconds` is that of calls without a timeout."""
         self._call, self._deadline_seconds, self._metadata = call, deadline_seconds, metadata
         self._method = RpcMethod(path, target)
@@ -204,25 +207,28 @@ class AsyncChannel(grpc.aio.Channel):
         plain: grpc.aio.Channel,
         metadata: MakeMetadata,
         target: str,
+        deadline_seconds: float | None,
+        stream_deadline_seconds: float | None,
     ) -> None:
-        """`target` is the server, in spans."""
+        """`target` is the server, in spans; the deadlines are those of calls without a timeout, None: no deadline."""
         self._plain, self._metadata, self._target = plain, metadata, target
+        self._deadline_seconds, self._stream_deadline_seconds = deadline_seconds, stream_deadline_seconds
 
     def unary_unary(self, method: str, *arguments: Any, **options: Any) -> Any:
         plain = self._plain.unary_unary(method, *arguments, **options)
-        return MultiCallable(plain, method, self._target, DEFAULT_DEADLINE_SECONDS, self._metadata)
+        return MultiCallable(plain, method, self._target, self._deadline_seconds, self._metadata)
 
     def unary_stream(self, method: str, *arguments: Any, **options: Any) -> Any:
         plain = self._plain.unary_stream(method, *arguments, **options)
-        return MultiCallable(plain, method, self._target, DEFAULT_STREAM_DEADLINE_SECONDS, self._metadata)
+        return MultiCallable(plain, method, self._target, self._stream_deadline_seconds, self._metadata)
 
     def stream_unary(self, method: str, *arguments: Any, **options: Any) -> Any:
         plain = self._plain.stream_unary(method, *arguments, **options)
-        return MultiCallable(plain, method, self._target, DEFAULT_STREAM_DEADLINE_SECONDS, self._metadata)
+        return MultiCallable(plain, method, self._target, self._stream_deadline_seconds, self._metadata)
 
     def stream_stream(self, method: str, *arguments: Any, **options: Any) -> Any:
         plain = self._plain.stream_stream(method, *arguments, **options)
-        return MultiCallable(plain, method, self._target, DEFAULT_STREAM_DEADLINE_SECONDS, self._metadata)
+        return MultiCallable(plain, method, self._target, self._stream_deadline_seconds, self._metadata)
 
     async def __aenter__(self) -> "AsyncChannel":
         return self
