@@ -1,8 +1,9 @@
 """[trainer]: training, its optimizer and its checkpoints."""
 
+import re
 from typing import Annotated, ClassVar, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
 from relaxd.config.section import Section, refuse_unused
 
@@ -114,6 +115,26 @@ class CheckpointConfig(Section):
     """Abandon a checkpoint that is not on disk after this time; training continues."""
 
 
+PARTS = {
+    "vision": r"^model\.visual\.(?!merger\.|deepstack_merger_list\.)",
+    "projection": r"^model\.visual\.(merger|deepstack_merger_list)\.",
+    "language": r"^(?!model\.visual\.)",
+}
+"""Patterns of Hugging Face's names of a model's parts, by names that stand for them in `freeze` and `train_only`."""
+
+
+def _pattern(text: str) -> str:
+    try:
+        re.compile(PARTS.get(text, text))
+    except re.error as error:
+        raise ValueError(f"{text!r} is no regular expression: {error}") from error
+    return text
+
+
+NamePattern = Annotated[str, Field(min_length=1), AfterValidator(_pattern)]
+"""A regular expression for the names of tensors, or a key of `PARTS`."""
+
+
 class TrainerConfig(Section):
     """Training of the model."""
 
@@ -184,6 +205,12 @@ class TrainerConfig(Section):
     nvidia-cudnn-frontend and an H100 or newer). varlen: torch's variable-length kernel, with FlashAttention 3 if
     installed. auto: cudnn if it works, else varlen; varlen also for prompts so long that it pays to compute their
     queries once for all samples (docs/architecture.md)."""
+    freeze: tuple[NamePattern, ...] = ("vision", "projection")
+    """Tensors that are not trained: regular expressions, found anywhere in Hugging Face's names, or names of parts.
+    vision: the vision tower without its projection. projection: its mergers, which map to the language model. language:
+    the rest. A model of text has only the last one (docs/media.md)."""
+    train_only: tuple[NamePattern, ...] = ()
+    """The only tensors that are trained, given like `freeze`, which then has no effect and must not be set."""
     moe: MoEConfig = MoEConfig()
     """Mixture-of-experts models."""
     routing_replay: Literal["none", "rollout", "trainer"] = "none"
@@ -222,6 +249,12 @@ class TrainerConfig(Section):
         if self.dtype == "float32":
             reason = 'trainer.dtype is "float32", in which logits are computed anyway: remove it, or set "bfloat16"'
             refuse_unused(self, "trainer", ("fp32_lm_head",), reason)
+        return self
+
+    @model_validator(mode="after")
+    def _freezes_or_trains(self) -> Self:
+        if self.train_only:
+            refuse_unused(self, "trainer", ("freeze",), f"trainer.train_only is {list(self.train_only)}: set only one")
         return self
 
     @model_validator(mode="after")
@@ -275,6 +308,17 @@ class TrainerConfig(Section):
                 '"none", or several updates with trainer.mini_batches or trainer.epochs'
             )
         return self
+
+    def trains(self, name: str) -> bool:
+        """Return True if the tensor with this name in Hugging Face's files is trained."""
+        patterns = self.train_only or self.freeze
+        found = any(re.search(PARTS.get(pattern, pattern), name) for pattern in patterns)
+        return found == bool(self.train_only)
+
+    @property
+    def trains_vision(self) -> bool:
+        """True if a vision tower is trained, or its projection alone."""
+        return any(map(self.trains, ("model.visual.blocks.0.attn.qkv.weight", "model.visual.merger.norm.weight")))
 
     @property
     def updates_per_step(self) -> int:

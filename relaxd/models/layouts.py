@@ -226,6 +226,14 @@ def problems(layout: Layout, shape: ModelShape) -> list[tuple[str, str]]:
             fitting = _divisors(divisible, layout.ranks)
             wrong = f"is {size}: it must divide the model's {count} {what}; sizes that do: {fitting}"
             found.append((field, wrong))
+    chunk = len(chunk_layers(shape.layers, layout.pipeline, layout.pipeline_layers, layout.pipeline_chunks)[0][0])
+    if shape.vision is not None and chunk < shape.vision.deepstack and not found:
+        field = "pipeline_chunks" if layout.pipeline_chunks > 1 else "pipeline_parallel"
+        wrong = (
+            f"is {getattr(layout, field.removesuffix('_parallel'))}: the first {chunk} layers are together, but images "
+            f"(DeepStack) need the first {shape.vision.deepstack} to be"
+        )
+        found.append((field, wrong))
     of_stage = shape.layers // layout.pipeline
     if "pipeline_parallel" not in dict(found) and of_stage % layout.pipeline_chunks:
         wrong = (
@@ -277,11 +285,17 @@ class Parameters:
     """Parameters that all data- and context-parallel ranks of the stage share."""
     experts: int
     """Those of its experts, which fewer ranks share."""
+    vision: int = 0
+    """Those of a vision tower, which all ranks of the first stage have whole. By default they aren't trained."""
 
     @property
     def all(self) -> int:
         """All of them."""
-        return self.dense + self.experts
+        return self.dense + self.experts + self.vision
+
+    def trained(self, *, vision: bool) -> "Parameters":
+        """Return those that are trained, with those of the vision tower or without."""
+        return Parameters(self.dense + (self.vision if vision else 0), self.experts)
 
 
 def stage_parameters(shape: ModelShape, layout: Layout, stage: int, *, critic: bool = False) -> Parameters:
@@ -306,7 +320,7 @@ def stage_parameters(shape: ModelShape, layout: Layout, stage: int, *, critic: b
             dense += shape.hidden
         elif not shape.tied or not first:  # the last stage has a copy of a tied embedding
             dense += vocabulary
-    return Parameters(dense, experts)
+    return Parameters(dense, experts, shape.vision.parameters if first and shape.vision is not None else 0)
 
 
 def layer_parameters(shape: ModelShape, layout: Layout) -> tuple[int, int]:
@@ -331,8 +345,13 @@ def model_parameters(shape: ModelShape) -> int:
 
 
 def used_parameters(shape: ModelShape) -> int:
-    """Return the parameters that compute with a token: without idle experts, and the embedding as output layer only."""
-    used = model_parameters(shape) - (0 if shape.tied else shape.vocabulary * shape.hidden)
+    """Return the parameters that compute with a token of text.
+
+    Without idle experts and a vision tower, and the embedding as output layer only.
+    """
+    used = stage_parameters(shape, Layout(1), 0).trained(vision=False).all - (
+        0 if shape.tied else shape.vocabulary * shape.hidden
+    )
     if (experts := shape.experts) is not None:
         used -= shape.layers * 3 * shape.hidden * experts.ffn * (experts.count - experts.per_token)
     return used

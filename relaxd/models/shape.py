@@ -36,8 +36,37 @@ class ExpertShape:
 
 
 @dataclass(frozen=True, kw_only=True)
+class VisionShape:
+    """The vision tower, which each rank of the first pipeline stage has whole."""
+
+    layers: int
+    hidden: int
+    ffn: int
+    heads: int
+    patch_values: int
+    """Numbers of a patch: colours of its pixels, twice."""
+    positions: int
+    """Rows of the table of positions."""
+    merge: int
+    """Number of patches, along each side, that become one token."""
+    deepstack: int
+    """Number of the decoder's first layers that add rows of the tower."""
+    output: int
+    """Width of a row."""
+
+    @property
+    def parameters(self) -> int:
+        """Number of parameters."""
+        hidden, merged = self.hidden, self.hidden * self.merge**2
+        layer = 4 * hidden * hidden + 4 * hidden + 2 * hidden * self.ffn + self.ffn + hidden + 4 * hidden
+        merger = merged * merged + merged + merged * self.output + self.output
+        embeddings = (self.patch_values + 1 + self.positions) * hidden
+        return embeddings + self.layers * layer + merger + 2 * hidden + self.deepstack * (merger + 2 * merged)
+
+
+@dataclass(frozen=True, kw_only=True)
 class ModelShape:
-    """Sizes and switches of a decoder."""
+    """Sizes and switches of a decoder, perhaps with a vision tower."""
 
     model_type: str
     vocabulary: int
@@ -55,6 +84,8 @@ class ModelShape:
     output_bias: bool
     """True if attention's output projection has a bias."""
     experts: ExpertShape | None
+    vision: VisionShape | None = None
+    """Vision tower of a model that sees images."""
 
     @property
     def query(self) -> int:
@@ -85,12 +116,17 @@ class _Family:
     experts: bool = False
     shared: bool = False
     """True if there is a shared expert."""
+    sees: bool = False
+    """True if there is a vision tower, beside whose fields those of the decoder are in `text_config`."""
 
 
 FAMILIES = {
     "llama": _Family(_both_biases),
     "qwen2": _Family(lambda config: {"qkv_bias": True}, kv_heads=32),
     "qwen3": _Family(lambda config: {"qk_norm": True, **_both_biases(config)}, kv_heads=32, head_size=128),
+    "qwen3_vl": _Family(
+        lambda config: {"qk_norm": True, **_both_biases(config)}, kv_heads=32, head_size=128, sees=True
+    ),
     "qwen2_moe": _Family(lambda config: {"qkv_bias": bool(config.get("qkv_bias", True))}, experts=True, shared=True),
     "qwen3_moe": _Family(lambda config: {"qk_norm": True, **_both_biases(config)}, experts=True),
     "mistral": _Family(kv_heads=8),
@@ -98,6 +134,22 @@ FAMILIES = {
     "phi3": _Family(),
 }
 """Families that the trainer knows (docs/models.md), by `model_type`."""
+
+
+VISION_DEFAULTS: Config = {
+    "depth": 27,
+    "hidden_size": 1152,
+    "intermediate_size": 4304,
+    "num_heads": 16,
+    "in_channels": 3,
+    "patch_size": 16,
+    "temporal_patch_size": 2,
+    "num_position_embeddings": 2304,
+    "spatial_merge_size": 2,
+    "deepstack_visual_indexes": (8, 16, 24),
+    "out_hidden_size": 3584,
+}
+"""Defaults of `vision_config` of Qwen3-VL."""
 
 
 def read_shape(folder: Path, setting: str = "model.path") -> ModelShape:
@@ -122,6 +174,16 @@ def read_shape(folder: Path, setting: str = "model.path") -> ModelShape:
     return shape
 
 
+def decoder_config(config: Config) -> Config:
+    """Return the fields of a model's decoder, which for models that see are in `text_config`."""
+    return {**config, **config["text_config"], "model_type": config["model_type"]} if _sees(config) else config
+
+
+def _sees(config: Config) -> bool:
+    family = FAMILIES.get(str(config.get("model_type")))
+    return family is not None and family.sees
+
+
 def _shape(config: Config) -> ModelShape:
     if not isinstance(config, dict):
         raise ValueError(f"it must be a JSON object, not {type(config).__name__}")
@@ -133,6 +195,8 @@ def _shape(config: Config) -> ModelShape:
             "see docs/models.md"
         )
     family = FAMILIES[model_type]
+    vision = _vision(config["vision_config"]) if family.sees else None
+    config = decoder_config(config)
     heads, hidden = _size(config, "num_attention_heads"), _size(config, "hidden_size")
     kv_heads = heads
     if config.get("num_key_value_heads", family.kv_heads):
@@ -149,7 +213,24 @@ def _shape(config: Config) -> ModelShape:
         head_size=_size({"head_dim": head_size}, "head_dim") if head_size else hidden // heads,
         tied=bool(config.get("tie_word_embeddings", False)),
         experts=_experts(config, family) if family.experts else None,
+        vision=vision,
         **{"qk_norm": False, "qkv_bias": False, "output_bias": False, **family.switches(config)},
+    )
+
+
+def _vision(config: Config) -> VisionShape:
+    """Read `vision_config`, which may leave out what has a default in transformers."""
+    config = {**VISION_DEFAULTS, **config}
+    return VisionShape(
+        layers=_size(config, "depth"),
+        hidden=_size(config, "hidden_size"),
+        ffn=_size(config, "intermediate_size"),
+        heads=_size(config, "num_heads"),
+        patch_values=_size(config, "in_channels") * _size(config, "temporal_patch_size") * config["patch_size"] ** 2,
+        positions=_size(config, "num_position_embeddings"),
+        merge=_size(config, "spatial_merge_size"),
+        deepstack=len(config["deepstack_visual_indexes"]),
+        output=_size(config, "out_hidden_size"),
     )
 
 

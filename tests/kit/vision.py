@@ -57,3 +57,58 @@ def encoded(image: Image.Image, kind: str = "PNG", **options: Any) -> bytes:
     file = io.BytesIO()
     image.save(file, kind, **options)
     return file.getvalue()
+
+
+TEXT = {
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 4096,
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 1000.0,
+        "mrope_section": [4, 2, 2],
+        "mrope_interleaved": True,
+    },
+}
+TOWER = {
+    "depth": 3,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_heads": 2,
+    "out_hidden_size": 64,
+    "num_position_embeddings": 64,
+    "deepstack_visual_indexes": [0, 1, 2],
+}
+
+
+def make_vision_model(folder: Path, *, tied: bool = True, seed: int = 1, **text: Any) -> Path:
+    """Write a tiny random Qwen3-VL in float32, with sharp logits and no zeros and ones: mix-ups show."""
+    import torch
+    from transformers import Qwen3VLConfig, Qwen3VLForConditionalGeneration
+
+    folder.mkdir(parents=True, exist_ok=True)
+    write_vision_model(folder)
+    ids = {
+        name: Tokenizer.from_file(str(folder / "tokenizer.json")).token_to_id(token)
+        for name, token in {
+            "image_token_id": "<|image_pad|>",
+            "video_token_id": "<|video_pad|>",
+            "vision_start_token_id": "<|vision_start|>",
+            "vision_end_token_id": "<|vision_end|>",
+        }.items()
+    }
+    size = Tokenizer.from_file(str(folder / "tokenizer.json")).get_vocab_size()
+    torch.manual_seed(seed)
+    config = Qwen3VLConfig(
+        text_config={**TEXT, "vocab_size": size, **text}, vision_config=TOWER, tie_word_embeddings=tied, **ids
+    )
+    model = Qwen3VLForConditionalGeneration(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.1)
+    model.save_pretrained(folder)
+    return folder

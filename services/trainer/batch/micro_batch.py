@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from relaxd.board import COLUMNS
+from services.trainer.batch.prompt_images import PackedImages, PromptImages, pack_images
 from services.trainer.megatron.rank_messages import message
 
 UNROUTED = -1
@@ -39,6 +40,8 @@ class TrainSequence:
     """Number of prompt tokens, which `pack` stores once for neighbours that share them; 0: none to share."""
     experts: NDArray[np.int16] | None = None
     """int16 [L, layers, top_k]: experts that the routers are to use; UNROUTED: what they choose. None: so for all."""
+    images: PromptImages | None = None
+    """Images of the prompt, if it has any."""
 
     @classmethod
     def from_response(
@@ -52,6 +55,7 @@ class TrainSequence:
         logprobs_comparable: NDArray[np.bool_] | bool = True,
         temperature: float = 1.0,
         experts: NDArray[np.integer] | None = None,
+        images: PromptImages | None = None,
     ) -> Self:
         """Make a sequence from columns without the shared prompt, as on the board.
 
@@ -65,6 +69,7 @@ class TrainSequence:
                 engine had the same weights and a cache written by them.
             temperature: sampling temperature, > 0.
             experts: [P + R - 1, layers, top_k]: experts of all tokens but the last, from which nothing is predicted.
+            images: the prompt's images, if it has any.
 
         Raises:
             PackingError: lengths differ, nothing predicts the first trained token, or the temperature isn't positive.
@@ -94,6 +99,7 @@ class TrainSequence:
             temperature=temperature,
             prompt_length=len(prompt),
             experts=None if experts is None else _with_last(experts, len(prompt) + len(response)),
+            images=images,
         )
 
 
@@ -107,8 +113,8 @@ class PackedMicroBatch:
 
     tokens: NDArray[np.int64]
     """int64 [T]."""
-    positions: NDArray[np.int64]
-    """int64 [T]: position of each token in its sequence."""
+    positions: NDArray[np.int64] | NDArray[np.float32]
+    """int64 [T]: position of each token in its sequence. With images float32 [3, T]: by time, row and column."""
     cu_seqlens: NDArray[np.int32]
     """int32 [sequences + 1]: begin of each sequence's tokens, and T."""
     prefixes: NDArray[np.int32]
@@ -127,6 +133,8 @@ class PackedMicroBatch:
     """float32 [T]."""
     experts: NDArray[np.int16] | None = None
     """int16 [T, layers, top_k]; see `TrainSequence`."""
+    images: PackedImages | None = None
+    """The images of its prompts, if it has any."""
 
     @property
     def sequences(self) -> int:
@@ -180,13 +188,19 @@ def pack(sequences: Sequence[TrainSequence], *, share_prompts: bool = True) -> P
         prefixes.append(prefix)
         previous.append(before)
         positions.append(np.arange(prefix[1], len(sequence.tokens), dtype=np.int64))
+    stored = [
+        (start, one.images)
+        for start, one, (_, skipped) in zip(starts, sequences, prefixes, strict=False)
+        if one.images is not None and not skipped
+    ]
+    images = pack_images(stored)
 
     def row(column: Callable[[TrainSequence], NDArray[Any]]) -> NDArray[Any]:
         return np.concatenate([column(one)[skipped:] for one, (_, skipped) in zip(sequences, prefixes, strict=True)])
 
     return PackedMicroBatch(
         tokens=row(lambda one: one.tokens),
-        positions=np.concatenate(positions),
+        positions=np.concatenate(positions) if images is None else _positions_with_images(sequences, prefixes),
         cu_seqlens=np.array(starts, np.int32),
         prefixes=np.array(prefixes, np.int32),
         previous=np.concatenate(previous),
@@ -196,6 +210,7 @@ def pack(sequences: Sequence[TrainSequence], *, share_prompts: bool = True) -> P
         logprobs_comparable=row(lambda one: one.logprobs_comparable),
         temperature=np.repeat(np.array([one.temperature for one in sequences], np.float32), np.diff(starts)),
         experts=None if sequences[0].experts is None else row(lambda one: cast(NDArray[np.int16], one.experts)),
+        images=images,
     )
 
 
@@ -227,9 +242,10 @@ def with_padding(batch: PackedMicroBatch, multiple: int) -> PackedMicroBatch:
         added = np.broadcast_to(np.asarray(by, array.dtype), (missing, *array.shape[1:]))
         return np.concatenate([array, added])
 
+    added = np.arange(missing)
     return PackedMicroBatch(
         tokens=padded(batch.tokens),
-        positions=padded(batch.positions, np.arange(missing)),
+        positions=padded(batch.positions.T, added if batch.images is None else np.stack([added] * 3, 1)).T,
         cu_seqlens=np.append(batch.cu_seqlens, np.int32(length + missing)),
         prefixes=np.concatenate([batch.prefixes, np.zeros((1, 2), np.int32)]),
         previous=padded(batch.previous, [-1, *range(length, length + missing - 1)]),
@@ -239,7 +255,20 @@ def with_padding(batch: PackedMicroBatch, multiple: int) -> PackedMicroBatch:
         logprobs_comparable=padded(batch.logprobs_comparable),
         temperature=padded(batch.temperature, 1.0),
         experts=None if batch.experts is None else padded(batch.experts, UNROUTED),
+        images=batch.images,
     )
+
+
+def _positions_with_images(
+    sequences: Sequence[TrainSequence], prefixes: Sequence[tuple[int, int]]
+) -> NDArray[np.float32]:
+    """Return the positions of packed sequences, some of which have images, float32 [3, T]."""
+    rows = []
+    for sequence, (_, skipped) in zip(sequences, prefixes, strict=True):
+        tokens = len(sequence.tokens)
+        plain = np.tile(np.arange(tokens, dtype=np.float32), (3, 1))
+        rows.append((plain if sequence.images is None else sequence.images.positions_of(tokens))[:, skipped:])
+    return np.concatenate(rows, axis=1)
 
 
 def _with_last(experts: NDArray[np.integer], tokens: int) -> NDArray[np.int16]:
@@ -252,8 +281,15 @@ def _with_last(experts: NDArray[np.integer], tokens: int) -> NDArray[np.int16]:
 
 
 def _same_prompt(first: TrainSequence, second: TrainSequence) -> bool:
+    """Return True if sequences begin with the same prompt: the same tokens, and the same images for them."""
     length = first.prompt_length
-    return length == second.prompt_length and bool((first.tokens[:length] == second.tokens[:length]).all())
+    if length != second.prompt_length or _hashes(first) != _hashes(second):
+        return False
+    return bool((first.tokens[:length] == second.tokens[:length]).all())
+
+
+def _hashes(sequence: TrainSequence) -> list[str]:
+    return [] if sequence.images is None else [image.sha256 for image in sequence.images.images]
 
 
 def _check(index: int, sequence: TrainSequence, names: Collection[str]) -> None:

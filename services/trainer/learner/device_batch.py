@@ -1,5 +1,6 @@
 """A micro-batch as tensors on this rank's device."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -8,12 +9,17 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from services.trainer.batch.micro_batch import PackedMicroBatch, with_padding
+from services.trainer.batch.prompt_images import PackedImages
 from services.trainer.megatron.world import World
+from services.trainer.model.vision_tower import DeviceImages
 from services.trainer.transformer.attention.context_parallel import ContextRanks
 from services.trainer.transformer.attention.heads import Rotary, rotary_table
 from services.trainer.transformer.attention.sequence_layout import AttentionKernel, SequenceLayout, sequence_layout
 from services.trainer.transformer.attention.slots import to_device
 from services.trainer.transformer.mlp.routing import RouterInputs
+
+PatchFunction = Callable[[NDArray[np.uint8]], NDArray[np.float32]]
+"""Cuts the pixels of an image, [height, width, 3], into the patches that a tower takes, [patches, values]."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,6 +33,8 @@ class DeviceBatch:
     of the ranks with which it exchanges heads."""
     layout: SequenceLayout
     """The sequences of all T tokens."""
+    images: DeviceImages | None
+    """The images, on ranks with the vision tower."""
     trained_indices: Tensor
     """int64 [N]: indices of the N tokens among all trained tokens of the micro-batch."""
     targets: Tensor
@@ -55,6 +63,7 @@ def to_device_batch(
     context: ContextRanks | None = None,
     *,
     prompts_once: bool = False,
+    patches: PatchFunction | None = None,
 ) -> DeviceBatch:
     """Pad a micro-batch, cut out this rank's slice and copy it to this rank's device.
 
@@ -65,10 +74,19 @@ def to_device_batch(
         rotary: the rotary embedding, on the device.
         context: the ranks with which this rank shares attention, if there are any.
         prompts_once: whether attention may take the queries of shared prompts once.
+        patches: cuts an image into the model's patches; None: it sees no images.
+
+    Raises:
+        ValueError: the micro-batch has images, but the model sees none.
     """
+    if batch.images is not None and patches is None:
+        raise ValueError("a micro-batch has images, which this model can't see")
     batch = with_padding(batch, world.tp_size * world.cp_size)
     slice_tokens = len(batch.tokens) // world.cp_size
     begin = slice_tokens * world.cp_rank
+    images = None
+    if batch.images is not None and patches is not None and world.first_stage:
+        images = _device_images(batch.images, patches, len(batch.tokens), world)
     trained = np.flatnonzero(batch.loss_mask)
     predicting = batch.previous[trained]
     own = np.flatnonzero((predicting >= begin) & (predicting < begin + slice_tokens))
@@ -90,6 +108,7 @@ def to_device_batch(
         tokens=to_device(batch.tokens[begin : begin + slice_tokens], world.device).unsqueeze(0),
         rotary=rotary_table(to_device(_attending(batch.positions, context), world.device), rotary),
         layout=sequence_layout(batch, world.device, kernel, router, context, prompts_once=prompts_once),
+        images=images,
         trained_indices=to_device(own, world.device),
         targets=to_device(batch.tokens[trained], world.device),
         predicting=to_device(predicting, world.device),
@@ -107,11 +126,27 @@ def to_device_batch(
 
 
 def _attending(column: NDArray[Any], context: ContextRanks | None) -> NDArray[Any]:
-    """Return the part of a row's column that is of the tokens from which this rank attends."""
+    """Return the part of a row's column, whose last axis is tokens, that is of those from which this rank attends."""
     if context is None or context.gathering is None:
         return column
-    tokens = len(column) // context.gathering.size()
-    return column[context.gathering.rank() * tokens :][:tokens]
+    tokens = column.shape[-1] // context.gathering.size()
+    return np.ascontiguousarray(column[..., context.gathering.rank() * tokens :][..., :tokens])
+
+
+def _device_images(images: PackedImages, patches: PatchFunction, tokens: int, world: World) -> DeviceImages:
+    """Return the images of a padded micro-batch for this rank's part of its tokens.
+
+    Under sequence parallelism each tensor-parallel rank has a part of the slice.
+    """
+    own_tokens = tokens // (world.cp_size * world.tp_size)
+    begin = own_tokens * (world.cp_rank * world.tp_size + world.tp_rank)
+    own = np.flatnonzero((images.places >= begin) & (images.places < begin + own_tokens))
+    return DeviceImages(
+        patches=to_device(np.concatenate([patches(image.pixels) for image in images.images]), world.device),
+        grids=to_device(np.array([image.grid for image in images.images], np.int64), world.device),
+        rows=to_device(images.rows[own], world.device),
+        places=to_device(images.places[own] - begin, world.device),
+    )
 
 
 def _own_experts(batch: PackedMicroBatch, world: World) -> Tensor | None:

@@ -25,6 +25,8 @@ from torch import Tensor
 
 from relaxd.board import CANDIDATES, TEACHER_CANDIDATE_LOGPROBS
 from relaxd.config import TrainerConfig
+from relaxd.data.vision import VisionModel, read_vision
+from relaxd.models import DataError
 from relaxd.models.layouts import context_division
 from services.trainer.batch.micro_batch import PackedMicroBatch, empty_micro_batch
 from services.trainer.batch.step_plan import group_size
@@ -34,6 +36,7 @@ from services.trainer.megatron.stage_exchange import StageExchange, pipeline_gro
 from services.trainer.megatron.world import World, initialize
 from services.trainer.model.architecture import ModelError
 from services.trainer.model.architectures import read_architecture
+from services.trainer.model.freezing import freeze
 from services.trainer.model.hf_weights import load_hf
 from services.trainer.model.policy_model import (
     VALUE_HEAD,
@@ -46,6 +49,7 @@ from services.trainer.model.policy_model import (
     padded_vocab,
     transformer_config,
 )
+from services.trainer.model.vision_tower import TOWER
 from services.trainer.transformer.activation_offload import ActivationOffload
 from services.trainer.transformer.attention.attention_kernels import attention_kernel, takes_prompts_once
 from services.trainer.transformer.attention.context_parallel import context_ranks
@@ -127,8 +131,9 @@ class Forward:
         if trainer.activation_offload_bytes:
             limit, ahead = trainer.activation_offload_bytes, OFFLOAD_AHEAD[trainer.recompute]
             self._offload = ActivationOffload(self.world.device, limit, ahead)
-        rotary = self.architecture.rope.rotary(self.architecture.head_size)
-        self._rotary = rotary._replace(frequencies=rotary.frequencies.to(self.world.device))
+        self._rotary = self.architecture.rope.rotary(self.architecture.head_size).to(self.world.device)
+        self.vision = None if self.architecture.vision is None else _read_vision(folder)
+        """The model's rules for images; None if it sees none."""
 
     def load(self) -> StageModel:
         """Build this rank's part of the model and load its weights."""
@@ -137,8 +142,16 @@ class Forward:
         load_hf(model, self.folder, self.architecture, self.world)
         return model
 
+    def load_trained(self, trainer: TrainerConfig) -> StageModel:
+        """Load this rank's part of the model to train, without gradients for what the settings freeze."""
+        model = self.load()
+        freeze(model, self.architecture, self.world, trainer)
+        return model
+
     def load_critic(self, folder: Path) -> StageModel:
         """Build this rank's part of the critic and load its weights except the head, which is zero.
+
+        A vision tower isn't trained.
 
         Raises:
             ModelError: the folder's model has another architecture than this one.
@@ -153,6 +166,9 @@ class Forward:
         model = build_critic(self.architecture, self.megatron_config, self.world)
         model.offload_activations(self._offload)
         load_hf(model, folder, self.architecture, self.world, without=(OUTPUT_LAYER, VALUE_HEAD))
+        for name, parameter in model.named_parameters():
+            if TOWER in name.split("."):
+                parameter.requires_grad_(False)
         return model
 
     def log_probs(self, model: Any, micro_batches: Sequence[PackedMicroBatch]) -> list[NDArray[np.float32]]:
@@ -276,7 +292,7 @@ class Forward:
 
         def forward(batches: Iterator[DeviceBatch], model: Any) -> tuple[Tensor, Any]:
             batch = next(batches)
-            hidden = model(batch.tokens, batch.rotary, batch.layout)
+            hidden = model(batch.tokens, batch.rotary, batch.layout, batch.images)
             part: PolicyModel = getattr(model, "module", model)
             return hidden, partial(output, part.output_weight(), batch) if part.post_process else None
 
@@ -360,7 +376,13 @@ class Forward:
 
     def _to_device(self, batch: PackedMicroBatch) -> DeviceBatch:
         return to_device_batch(
-            batch, self.world, self._kernel, self._rotary, self._context, prompts_once=self._prompts_once
+            batch,
+            self.world,
+            self._kernel,
+            self._rotary,
+            self._context,
+            prompts_once=self._prompts_once,
+            patches=None if self.vision is None else self.vision.patches,
         )
 
 
@@ -368,6 +390,13 @@ def _evaluate(compute: TokenFunction, weight: Tensor, batch: DeviceBatch, hidden
     """Report a value for each trained token, with their indices; the loss is 0."""
     found = {"values": compute(weight, batch, hidden), "indices": batch.trained_indices}
     return hidden.new_zeros(()), no_tokens(), found
+
+
+def _read_vision(folder: Path) -> VisionModel:
+    try:
+        return read_vision(folder)
+    except DataError as error:
+        raise ModelError(str(error)) from error
 
 
 def no_tokens() -> Tensor:

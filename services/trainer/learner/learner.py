@@ -148,7 +148,7 @@ class Learner:
         self.world = self._forward.world
         self._algorithm = create(algorithm)
         self._loss = PolicyLoss(self._algorithm, self._forward.token_logprobs, context_parallel=self.world.cp_size > 1)
-        self._policy = self._forward.load()
+        self._policy = self._forward.load_trained(trainer)
         self._routers = routers(self._policy)
         for router in self._routers:  # not of the reference and the critic, whose routing is their own
             router.replays = trainer.routing_replay != "none"

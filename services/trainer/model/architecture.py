@@ -30,9 +30,25 @@ class ExpertArchitecture:
     """Inner width of the gated expert shared by all tokens; None without one."""
 
 
+@dataclass(frozen=True)
+class VisionArchitecture:
+    """The vision tower of a model that sees images."""
+
+    config: str
+    """`vision_config` of config.json, as JSON."""
+    image_token: int
+    """Id of the tokens that stand for images."""
+    patch: int
+    """Side of a patch, in pixels."""
+    merge: int
+    """Number of patches, along each side, that become one token."""
+    deepstack: int
+    """Number of the decoder's first layers after which rows of the tower are added (DeepStack, arXiv 2406.04334)."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Architecture:
-    """Sizes and switches of a decoder-only model."""
+    """Sizes and switches of a decoder-only model, perhaps with a vision tower."""
 
     model_type: str
     """Hugging Face's name of the family."""
@@ -70,3 +86,5 @@ class Architecture:
     """Tokens that a token of a `windowed` layer attends to, itself included; None if no layer is windowed."""
     windowed: tuple[bool, ...] = ()
     """True if each layer's attention is limited to `window`; empty if `window` is None."""
+    vision: VisionArchitecture | None = None
+    """Vision tower, or None for a model of text."""

@@ -20,6 +20,8 @@ class Family:
     """Read a config.json, mostly by `decoder`. Raises ModelError, or KeyError for a field that is missing."""
     rules: Callable[[Architecture], tuple[Rule, ...]] = layer_rules
     """Return the rules of a layer, without those of its routed experts."""
+    prefix: str = "model."
+    """Beginning of the names of the decoder's tensors in Hugging Face's files; the output layer's has none."""
 
 
 def decoder(config: Config, **switches: Any) -> Architecture:

@@ -94,7 +94,10 @@ class PackedLayer(TransformerLayer):
                 output = self.mlp(x, packed_seq_params.router, self._index, recompute)
             else:
                 output = self.mlp(x, recompute)
-            return residual + output, None
+            hidden = residual + output
+            if packed_seq_params.deepstack is not None:
+                hidden = packed_seq_params.deepstack.add(hidden, self.layer_number - 1)
+            return hidden, None
 
 
 def _index_in_stage(layer: int, config: TransformerConfig, chunk: int | None) -> int:

@@ -8,7 +8,20 @@ from torch import Tensor
 from relaxd.models.layouts import chunk_layers
 from services.trainer.model.architecture import Architecture
 from services.trainer.model.architectures import FAMILIES
-from services.trainer.model.tensor_rules import EXPERT, FIRST, LAST, LAST_TIED, LAST_UNTIED, ParameterLayout, Rule
+from services.trainer.model.tensor_rules import (
+    EXPERT,
+    FIRST,
+    LAST,
+    LAST_TIED,
+    LAST_UNTIED,
+    ParameterLayout,
+    Replicated,
+    Rule,
+)
+from services.trainer.model.vision_tower import TOWER, tower_shapes
+
+HF_TOWER = "model.visual"
+"""Beginning of the names of a vision tower's tensors in Hugging Face's files."""
 
 
 @dataclass(frozen=True)
@@ -77,6 +90,11 @@ def _chunk_entries(
 ) -> Iterator[ParameterEntry]:
     """Yield the entries of some layers, which may be the model's first or last ones."""
     if first:
+        if shape.vision is not None:
+            for name, size in tower_shapes(shape.vision).items():
+                yield ParameterEntry(
+                    f"{TOWER}.{name}", Replicated, ((HFTensor(f"{HF_TOWER}.{name}", size),),), None, True
+                )
         yield from (_entry(rule, shape) for rule in FIRST)
     for layer, whole in enumerate(layers):
         yield from (_entry(rule, shape, layer, whole) for rule in FAMILIES[shape.model_type].rules(shape))
@@ -112,13 +130,14 @@ def _entry(
         "shared_ffn": (shape.experts.shared_ffn_size if shape.experts else None) or 0,
         "one": 1,
     }
+    prefix = FAMILIES[shape.model_type].prefix
     return ParameterEntry(
         megatron=rule.megatron.format(layer=layer),
         layout=rule.layout,
         parts=tuple(
             tuple(
                 HFTensor(
-                    name.format(layer=whole_layer, expert=i),
+                    _named(name, prefix).format(layer=whole_layer, expert=i),
                     tuple(sum(sizes[x] for x in size.split("+")) for size in names.split()),
                 )
                 for name, names in rule.parts
@@ -128,3 +147,9 @@ def _entry(
         index=expert,
         exported=rule.exported,
     )
+
+
+def _named(name: str, prefix: str) -> str:
+    """Return a rule's name of a tensor with the family's prefix."""
+    rest = name.removeprefix("model.")
+    return name if rest == name else prefix + rest

@@ -8,6 +8,7 @@ import services.trainer.megatron.cpu_support  # noqa: F401  must come before Meg
 from collections.abc import Sequence
 from contextlib import nullcontext
 from copy import copy
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -24,6 +25,7 @@ from services.trainer.megatron import accumulation_fusion as megatron_gpu
 from services.trainer.megatron.world import World, expert_tensor_parallel
 from services.trainer.model.architecture import Architecture, ModelError
 from services.trainer.model.layers import PolicyConfig, block_spec
+from services.trainer.model.vision_tower import DeviceImages, build_tower, image_rows
 from services.trainer.transformer.activation_offload import ActivationOffload
 from services.trainer.transformer.attention.sequence_layout import SequenceLayout
 from services.trainer.transformer.mlp.router import Router
@@ -138,18 +140,33 @@ class PolicyModel(GPTModel):
 
     _offload: ActivationOffload | None = None
 
-    def forward(self, tokens: Tensor, rotary: Tensor, layout: SequenceLayout) -> Tensor:
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        self.visual: torch.nn.Module | None = None
+        """The vision tower, in the first part of a model that sees images."""
+
+    def forward(
+        self, tokens: Tensor, rotary: Tensor, layout: SequenceLayout, images: DeviceImages | None = None
+    ) -> Tensor:
         """Run this stage.
 
         Args:
             tokens: int64 [1, T], this rank's slice under context parallelism.
             rotary: `rotary_table` of the tokens from which this rank attends.
             layout: the sequences.
+            images: the images, if there are any; used by the first stage.
 
         Returns:
             Hidden states [T, 1, hidden] (T over the tensor-parallel ranks under sequence parallelism).
         """
         hidden = self.embedding(input_ids=tokens, position_ids=None) if self.pre_process else None
+        if hidden is not None and self.visual is not None and images is not None:
+            rows, deepstack = image_rows(self.visual, images)
+            hidden = hidden.index_copy(0, images.places, rows.unsqueeze(1).to(hidden.dtype))
+            layout = replace(layout, deepstack=deepstack)
+        if hidden is not None and torch.is_grad_enabled() and not hidden.requires_grad:
+            # Recomputed layers have gradients only if their input has one, which a frozen embedding's has not.
+            hidden = hidden.detach().requires_grad_()
         with nullcontext() if self._offload is None else self._offload.saving([*self.parameters(), rotary]):
             return self.decoder(
                 hidden_states=hidden, attention_mask=None, rotary_pos_emb=rotary, packed_seq_params=layout
@@ -233,6 +250,8 @@ def build_policy(
         )
         for chunk, own in _chunks(config, world)
     ]
+    if shape.vision is not None and world.first_stage:
+        chunks[0].visual = build_tower(shape.vision, config.params_dtype, world.device)
     return (chunks[0] if len(chunks) == 1 else InterleavedModel(chunks)).to(world.device)
 
 

@@ -24,10 +24,19 @@ class Rope:
     """The scaling: a key of `SCALINGS`."""
     parameters: dict[str, Any] = field(default_factory=dict)
     """The scaling's parameters, under transformers' names."""
+    sections: tuple[int, ...] = ()
+    """Frequencies for time, row and column in M-RoPE (Qwen2-VL, arXiv 2409.12191), interleaved as in Qwen3-VL; none:
+    positions have one axis."""
 
     def rotary(self, head_size: int) -> Rotary:
         """Return the frequencies for heads of `head_size`, in float32 on the CPU, and the factor of cosine and sine."""
-        return SCALINGS[self.scaling](self, head_size)
+        found = SCALINGS[self.scaling](self, head_size)
+        if not self.sections:
+            return found
+        axes = torch.zeros(head_size // 2, dtype=torch.int64)  # time, row, column, time, row, ... time
+        for axis in (1, 2):
+            axes[axis : 3 * self.sections[axis] : 3] = axis
+        return found._replace(axes=axes)
 
 
 def read_rope(config: dict[str, Any]) -> Rope:

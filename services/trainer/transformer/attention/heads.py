@@ -16,6 +16,13 @@ class Rotary(NamedTuple):
     """float32 [head_size / 2]: radians per position."""
     scale: float = 1.0
     """Factor of cosine and sine (YaRN)."""
+    axes: Tensor | None = None
+    """int64 [head_size / 2]: the axis of positions [3, T] that each frequency is for (M-RoPE); None: there is one."""
+
+    def to(self, device: torch.device) -> "Rotary":
+        """Return the embedding on a device."""
+        axes = None if self.axes is None else self.axes.to(device)
+        return Rotary(self.frequencies.to(device), self.scale, axes)
 
 
 def split_heads(
@@ -82,13 +89,16 @@ def rotary_table(positions: Tensor, rotary: Rotary) -> Tensor:
     """Compute cosine and sine of every token's rotary angles, times the embedding's scale.
 
     Args:
-        positions: int64 [T], each token's position in its sequence.
-        rotary: the embedding, on the same device.
+        positions: int64 [T], each token's position in its sequence; or float32 [3, T], by time, row and column.
+        rotary: the embedding, on the same device; with axes for positions [3, T].
 
     Returns:
         float32 [2, T, 1, head_size / 2].
     """
-    angles = torch.outer(positions.float(), rotary.frequencies).unsqueeze(1)
+    if positions.dim() == 1:
+        angles = torch.outer(positions.float(), rotary.frequencies).unsqueeze(1)
+    else:
+        angles = (positions[rotary.axes].T * rotary.frequencies).unsqueeze(1)
     return torch.stack((angles.cos(), angles.sin())) * rotary.scale
 
 

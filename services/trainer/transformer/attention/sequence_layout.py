@@ -13,6 +13,7 @@ from torch import Tensor
 from services.trainer.batch.micro_batch import PackedMicroBatch
 from services.trainer.transformer.attention.context_parallel import ContextRanks
 from services.trainer.transformer.attention.slots import Slots, to_device
+from services.trainer.transformer.deepstack import DeepStack
 from services.trainer.transformer.mlp.routing import RouterInputs
 
 
@@ -121,6 +122,8 @@ class SequenceLayout:
     """The ranks with which this rank shares attention."""
     router: RouterInputs
     """Inputs of the routers, in a mixture of experts."""
+    deepstack: DeepStack | None = None
+    """Rows of images that the first layers add, in a model that sees them."""
 
 
 def sequence_layout(

@@ -1,6 +1,7 @@
 """config.json is read as the trainer reads it, and what can't be read is named."""
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from services.trainer.batch import micro_batch_division, step_plan
 from services.trainer.learner import logprobs
 from services.trainer.model import architectures
 from services.trainer.model.architectures import read_architecture
+from services.trainer.model.vision_tower import tower_shapes
 from tests.integration.trainer.trainer_worlds import KINDS
 from tests.unit.tools.fitting.models import write_config
 
@@ -28,12 +30,20 @@ TINY = {
 }
 
 
+SEEING = ("qwen3_vl",)
+"""Families with a vision tower."""
+
+
 def check(folder: Path) -> None:
     ours, theirs = read_shape(folder), read_architecture(folder)
     sizes = ("hidden_size", "ffn_size", "vocab_size", "tied_embeddings")
     assert (ours.hidden, ours.ffn, ours.vocabulary, ours.tied) == tuple(getattr(theirs, name) for name in sizes)
     for name in ("model_type", "layers", "heads", "kv_heads", "head_size", "qk_norm", "qkv_bias", "output_bias"):
         assert getattr(ours, name) == getattr(theirs, name), name
+    assert (ours.vision is None) == (theirs.vision is None)
+    if ours.vision is not None and theirs.vision is not None:
+        assert ours.vision.parameters == sum(math.prod(shape) for shape in tower_shapes(theirs.vision).values())
+        assert (ours.vision.merge, ours.vision.deepstack) == (theirs.vision.merge, theirs.vision.deepstack)
     if theirs.experts is None:
         assert ours.experts is None
     else:
@@ -60,6 +70,9 @@ def test_fields_that_are_missing_have_the_trainers_defaults(tmp_path: Path, mode
     config = {**TINY, **experts, "shared_expert_intermediate_size": 80, "model_type": model_type, "rms_norm_eps": 1e-6}
     del config["num_key_value_heads"]
     config["num_attention_heads"] = 32
+    if model_type in SEEING:
+        config = {"model_type": model_type, "text_config": config, "vision_config": {"out_hidden_size": 64}}
+        config["image_token_id"] = 5
     (tmp_path / "config.json").write_text(json.dumps(config))
     check(tmp_path)
 

@@ -1,0 +1,122 @@
+"""Samples whose prompts have images, and ranks that compute log-probs and gradients of them."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from relaxd.data.vision import VisionModel, read_vision
+from relaxd.media import expand, normalise_image
+from tests.integration.trainer.trainer_worlds import Job as LearnerJob
+from tests.integration.trainer.trainer_worlds import copied, make_learner
+from tests.kit.vision import encoded, picture
+
+PROMPTS: tuple[tuple[tuple[int, int], ...], ...] = (((64, 64),), (), ((100, 60), (40, 200), (200, 150)), ((64, 64),))
+"""Sizes of each prompt's images, in pixels. The first and the last prompt have the same tokens, but other pictures."""
+ANSWERS = 2
+
+
+def make_samples(vision: VisionModel, prompts: Sequence[Sequence[tuple[int, int]]] = PROMPTS) -> list[Any]:
+    """Two samples a prompt; in the second one's answer an image token was sampled."""
+    from services.trainer.batch.micro_batch import TrainSequence
+    from services.trainer.batch.prompt_images import Image, PromptImages
+
+    rng, token = np.random.default_rng(0), vision.tokens.token
+    samples = []
+    for number, sizes in enumerate(prompts):
+        normal = [normalise_image(encoded(picture(*size, seed=number)), vision.rule) for size in sizes]
+        images = [Image(one.sha256, one.size.grid, pixels(one.png)) for one in normal]
+        short = [65, 66, *[258, token, 259] * len(sizes), 67, 68, 69]
+        prompt = expand(short, [image.grid for image in images], vision.tokens)
+        laid_out = PromptImages.of(prompt, images, vision.tokens) if images else None
+        for answer in range(ANSWERS):
+            tokens = rng.integers(0, 250, 5 + 3 * answer)
+            if answer:
+                tokens[2] = token
+            mask = np.ones(len(tokens), np.uint8)
+            samples.append(
+                TrainSequence.from_response(
+                    prompt,
+                    tokens,
+                    loss_mask=mask,
+                    columns={
+                        "rollout_logprobs": rng.normal(-5, 0.5, len(tokens)).astype(np.float32),
+                        "advantages": rng.normal(0, 1, len(tokens)).astype(np.float32),
+                    },
+                    weight=mask.astype(np.float32),
+                    images=laid_out,
+                )
+            )
+    return samples
+
+
+def pixels(png: bytes) -> np.ndarray:
+    import io
+
+    from PIL import Image
+
+    with Image.open(io.BytesIO(png)) as image:
+        return np.array(image)
+
+
+@dataclass(frozen=True)
+class Job:
+    """A model and settings of the trainer."""
+
+    model: Path
+    settings: dict[str, Any] = field(default_factory=dict)
+    plain_positions: bool = False
+    """Give image tokens the positions of text: a control that must fail."""
+    steps: int = 1
+    save: Path | None = None
+
+
+def run_job(job: Job, ranks: int = 1) -> dict[str, Any]:
+    """Return log-probs of trained tokens, gradients by Hugging Face's names (on one rank), loss and gradient norm."""
+    from services.trainer.batch.micro_batch import pack
+    from services.trainer.megatron.world import leave_layout
+
+    learner = make_learner(LearnerJob(job.model, job.settings, {"old_logprobs": "current"}), ranks)
+    samples = make_samples(read_vision(job.model))
+    rows = [pack(samples[:5]), pack(samples[5:])]
+    if job.plain_positions:
+        rows = [
+            replace(row, positions=np.tile(np.concatenate([np.arange(len(one.tokens))[-own:] for one, own in zip(
+                samples[at:], np.diff(row.cu_seqlens), strict=False)]), (3, 1)).astype(np.float32))
+            for row, at in zip(rows, (0, 5), strict=True)
+        ]  # fmt: skip
+    result: dict[str, Any] = {"trajectory": [], "tokens": [len(row.tokens) for row in rows]}
+    result["logprobs"] = np.concatenate(
+        [found[row.loss_mask == 1] for found, row in zip(learner.log_probs(rows), rows, strict=True)]
+    )
+    result["images"] = [0 if row.images is None else len(row.images.images) for row in rows]
+    if ranks == 1:
+        learner.accumulate(rows)
+        names = {parameter: name for name, parameter in learner._policy.named_parameters()}
+        result["trained"] = {name for parameter, name in names.items() if parameter.requires_grad}
+        kept = {name: parameter.detach().clone() for parameter, name in names.items()}
+        for parameter in names:  # to gather gradients under Hugging Face's names
+            parameter.data.copy_(parameter.main_grad if parameter.requires_grad else parameter * 0)
+        result["gradients"] = copied(learner)
+        for parameter, name in names.items():
+            parameter.data.copy_(kept[name])
+        learner.discard()
+    mine = rows if learner.world.dp_size == 1 else [rows[learner.world.dp_rank]]
+    for _ in range(job.steps):
+        learner.accumulate(mine)
+        result["trajectory"].append(learner.finish(float(sum(int(sample.loss_mask.sum()) for sample in samples))))
+    result["tensors"] = copied(learner)
+    if job.save:
+        learner.save_hf(job.save)
+    leave_layout()
+    return result
+
+
+if __name__ == "__main__":
+    # Under its own name, or the pickled jobs would be of another class than __main__'s.
+    from tests.integration.trainer.learner import image_worlds
+    from tests.integration.trainer.trainer_worlds import work
+
+    work(image_worlds.run_job)

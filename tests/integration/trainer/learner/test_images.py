@@ -1,0 +1,181 @@
+"""Qwen3-VL with images in packed rows, against transformers' own pass of each sample."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import Qwen3VLForConditionalGeneration
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+from relaxd.data.vision import read_vision
+from services.trainer.model.architecture import ModelError
+from services.trainer.model.policy_model import check_divisible
+from tests.integration.trainer.learner.image_worlds import Job, make_samples, run_job
+from tests.integration.trainer.trainer_worlds import run_world, trainer_config
+from tests.kit.ports import free_port
+from tests.kit.vision import make_vision_model
+
+PROGRAM = "tests.integration.trainer.learner.image_worlds"
+
+ALL = {"freeze": []}
+"""Settings that train the tower, too."""
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    root = tmp_path_factory.mktemp("models")
+
+    def make(tied: bool = True, **text: int) -> Path:
+        folder = root / f"{tied}-{text}"
+        return folder if folder.exists() else make_vision_model(folder, tied=tied, **text)
+
+    return make
+
+
+def reference(folder: Path) -> tuple[np.ndarray, dict[str, torch.Tensor]]:
+    """Log-probs of the trained tokens, and gradients of PPO's objective where the ratio is 1, by transformers.
+
+    Its own positions, patches and masks, except that an answer's image token is text, as it isn't for transformers.
+    """
+    whole = Qwen3VLForConditionalGeneration.from_pretrained(folder, dtype=torch.float32)
+    model, found, loss = whole.model, [], torch.zeros(())
+    cut = Qwen2VLImageProcessorPil(patch_size=16, do_resize=False)
+    for sample in make_samples(read_vision(folder)):
+        ids = torch.from_numpy(sample.tokens)[None]
+        embeddings, more = model.get_input_embeddings()(ids), {}
+        position = torch.arange(ids.shape[1]).expand(3, 1, -1)
+        if sample.images is not None:
+            seen = cut(images=[image.pixels for image in sample.images.images], return_tensors="pt")
+            own = model.get_image_features(seen["pixel_values"], seen["image_grid_thw"], return_dict=True)
+            is_image = ids == whole.config.image_token_id
+            is_image[:, sample.prompt_length :] = False
+            embeddings = embeddings.masked_scatter(is_image[..., None], torch.cat(list(own.pooler_output)))
+            deep = [torch.cat(list(rows)).reshape(is_image.sum(), -1) for rows in own.deepstack_features]
+            more = {"visual_pos_masks": is_image, "deepstack_visual_embeds": deep}
+            position, _ = model.get_rope_index(
+                ids, image_grid_thw=seen["image_grid_thw"], mm_token_type_ids=is_image.long()
+            )
+        hidden = model.language_model(inputs_embeds=embeddings, position_ids=position, **more).last_hidden_state
+        logprobs = whole.lm_head(hidden)[0, :-1].log_softmax(-1).gather(-1, ids[0, 1:, None])[:, 0]
+        logprobs = logprobs[torch.from_numpy(sample.loss_mask)[1:] == 1]
+        advantages = torch.from_numpy(sample.columns["advantages"][sample.loss_mask == 1])
+        found.append(logprobs.detach().numpy())
+        loss = loss - (logprobs * advantages).sum()
+    loss.backward()
+    return np.concatenate(found), {name: parameter.grad for name, parameter in whole.named_parameters()}
+
+
+@pytest.mark.parametrize("settings", [ALL, {**ALL, "recompute": "full"}], ids=["plain", "recomputed"])
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+def test_log_probs_and_gradients_equal_those_of_transformers(
+    models: Callable[..., Path], alone: None, tied: bool, settings: dict[str, Any]
+) -> None:
+    folder = models(tied)
+    logprobs, gradients = reference(folder)
+    found = run_job(Job(folder, settings))
+    assert found["images"] == [4, 4]
+    np.testing.assert_allclose(found["logprobs"], logprobs, atol=1e-5)
+    assert found["gradients"].keys() == gradients.keys()
+    for name, gradient in found["gradients"].items():
+        difference = np.linalg.norm(gradient - gradients[name].numpy())
+        assert difference <= 1e-4 * np.linalg.norm(gradients[name].numpy()), name
+
+
+def test_control_plain_positions_give_other_log_probs(models: Callable[..., Path], alone: None) -> None:
+    found = run_job(Job(models(), plain_positions=True))
+    logprobs, _ = reference(models())
+    assert np.abs(found["logprobs"] - logprobs).max() > 0.01
+
+
+def test_the_tower_is_frozen_by_default_and_written_as_it_was(
+    models: Callable[..., Path], alone: None, tmp_path: Path
+) -> None:
+    folder = models()
+    found = run_job(Job(folder, steps=1, save=tmp_path / "saved"))
+    before, after = load_file(folder / "model.safetensors"), load_file(tmp_path / "saved" / "model.safetensors")
+    assert before.keys() == after.keys() == found["tensors"].keys()
+    same = {name for name in before if torch.equal(before[name], after[name])}
+    assert same == {name for name in before if name.startswith("model.visual.")}
+    assert not {name for name in found["trained"] if name.startswith("visual.")}
+    Qwen3VLForConditionalGeneration.from_pretrained(tmp_path / "saved")
+
+
+@pytest.mark.parametrize(
+    ("settings", "trained"),
+    [
+        ({"train_only": ["projection"]}, {"visual.merger", "visual.deepstack_merger_list"}),
+        ({"freeze": ["language", "projection"]}, {"visual.patch_embed", "visual.pos_embed", "visual.blocks"}),
+        ({"train_only": [r"layers\.3\.mlp"], "recompute": "full"}, {"decoder.layers"}),
+    ],
+    ids=["projection", "vision", "pattern"],
+)
+def test_parts_are_trained_alone_with_the_gradients_that_they_have_together(
+    models: Callable[..., Path], alone: None, settings: dict[str, Any], trained: set[str]
+) -> None:
+    found = run_job(Job(models(), settings))
+    assert {".".join(name.split(".")[:2]) for name in found["trained"]} == trained
+    _, gradients = reference(models())
+    for name, gradient in found["gradients"].items():
+        if np.any(gradient):
+            np.testing.assert_allclose(gradient, gradients[name], rtol=1e-3, atol=1e-5, err_msg=name)
+    config = trainer_config(**settings)
+    assert {name for name, gradient in found["gradients"].items() if np.any(gradient)} <= {
+        name for name in gradients if config.trains(name)
+    }
+
+
+@pytest.mark.parametrize(
+    ("settings", "error"),
+    [
+        ({"freeze": ["no_such_name"]}, "trainer.freeze has 'no_such_name', which is found in no name"),
+        ({"freeze": ["q_proj"]}, "trainer.freeze trains .*v_proj.weight but not .*q_proj.weight, which are one"),
+        ({"freeze": ["language", "model"]}, "trainer.freeze leaves nothing to train in pipeline stage 0"),
+    ],
+    ids=["unknown", "divided", "nothing"],
+)
+def test_wrong_patterns_are_refused(
+    models: Callable[..., Path], alone: None, settings: dict[str, Any], error: str
+) -> None:
+    with pytest.raises(ModelError, match=error):
+        run_job(Job(models(), settings))
+
+
+WAYS: dict[str, dict[str, Any]] = {
+    "TP2": {"tensor_parallel": 2},
+    "CP2": {"context_parallel": 2},
+    "PP2": {"pipeline_parallel": 2, "pipeline_layers": [3, 1]},
+    "DP2": {},
+    "DP2 overlapped": {"overlap_grad_reduce": True},
+    "DP2 sharded": {"shard_gradients": True},
+    "TP2 recomputed": {"tensor_parallel": 2, "recompute": "full"},
+    "TP2 selective": {"tensor_parallel": 2, "recompute": "selective"},
+}
+
+
+@pytest.mark.night  # every layout
+def test_two_ranks_train_as_one_does(models: Callable[..., Path], alone: None, tmp_path: Path) -> None:
+    odd = models(num_attention_heads=3, num_key_value_heads=1)
+    jobs = {way: Job(models(), {**ALL, **own}, steps=2) for way, own in WAYS.items()}
+    jobs["CP2 gathering"] = Job(odd, {**ALL, "context_parallel": 2}, steps=2)  # heads don't divide
+    expected = {folder: run_job(Job(folder, ALL, steps=2)) for folder in (models(), odd)}
+    results = run_world(list(jobs.values()), 2, tmp_path / "world", free_port(), program=PROGRAM)
+    for (way, job), ranks in zip(jobs.items(), results, strict=True):
+        one, tensors = expected[job.model], {}
+        for rank in ranks:
+            np.testing.assert_allclose(rank["logprobs"], one["logprobs"], atol=1e-5, err_msg=way)
+            for ours, theirs in zip(rank["trajectory"], one["trajectory"], strict=True):
+                assert ours.loss == pytest.approx(theirs.loss, abs=1e-4, rel=1e-4), way
+                assert ours.grad_norm == pytest.approx(theirs.grad_norm, rel=1e-4), way
+            tensors |= rank["tensors"]
+        assert tensors.keys() == one["tensors"].keys(), way
+
+
+def test_pipelines_that_divide_deepstack_are_refused(models: Callable[..., Path]) -> None:
+    sizes = {"ranks": 2, "pipeline_parallel": 2}
+    with pytest.raises(ModelError, match=r"trainer.pipeline_parallel is 2: the first 2 layers are together, but"):
+        check_divisible(models(), trainer_config(**sizes))
+    check_divisible(models(), trainer_config(**sizes, pipeline_layers=[3, 1]))
