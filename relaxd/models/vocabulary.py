@@ -8,6 +8,7 @@ from relaxd.config import RunConfig
 from relaxd.json_text import parse_json
 from relaxd.models import DataError
 from relaxd.models.folders import frozen_models, resolve_model
+from relaxd.models.shape import decoder_config
 
 SHOWN = 3
 """Differences that an error names."""
@@ -72,7 +73,7 @@ def _vocabulary(folder: Path) -> dict[str, int] | None:
 def vocab_size(folder: Path) -> int | None:
     """Return the size of a model's output layer, from its config.json; None if that doesn't say."""
     try:
-        size: int = parse_json((folder / "config.json").read_text())["vocab_size"]
+        size: int = decoder_config(parse_json((folder / "config.json").read_text()))["vocab_size"]
     except (OSError, ValueError, KeyError):
         return None
     return size

@@ -1,6 +1,7 @@
 """`relaxd config`: show a configuration, and check it against itself, the model and the data."""
 
 import os
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -30,7 +31,7 @@ from relaxd.models import DataError
 from relaxd.models.folders import frozen_models, resolve_model, routed_expert_bytes
 from relaxd.models.layouts import Layout, problems
 from relaxd.models.model_contradictions import weights_contradiction
-from relaxd.models.shape import read_shape
+from relaxd.models.shape import decoder_config, read_shape
 from relaxd.models.vocabulary import check_vocabularies
 from relaxd.replica.gpus import visible_gpus
 from relaxd.roles import TEACHER
@@ -151,8 +152,8 @@ def _check_privileged(config: RunConfig) -> list[Problem]:
 def _check_model(config: RunConfig, folder: Path) -> list[Problem]:
     file = folder / "config.json"
     try:
-        model: dict[str, Any] = parse_json(file.read_text())
-    except (OSError, ValueError) as error:
+        model = decoder_config(parse_json(file.read_text()))
+    except (OSError, ValueError, KeyError) as error:
         return [Problem("model.path", f"= {str(folder)!r} is no model folder: {file}: {error}")]
     found = []
     longest = config.data.max_prompt_tokens + config.rollout.max_new_tokens
@@ -191,8 +192,8 @@ def _check_frozen_models(config: RunConfig) -> list[Problem]:
             continue
         for setting, name in own.settings.items():
             try:
-                model = parse_json((folders[name] / "config.json").read_text())
-            except (OSError, ValueError) as error:
+                model = decoder_config(parse_json((folders[name] / "config.json").read_text()))
+            except (OSError, ValueError, KeyError) as error:
                 found.append(Problem(setting, f"= {name!r} is no model folder: {error}"))
                 continue
             if role == TEACHER:
@@ -205,7 +206,7 @@ def _check_frozen_models(config: RunConfig) -> list[Problem]:
     return found
 
 
-def _check_teacher_engine(config: RunConfig, model: dict[str, Any]) -> list[Problem]:
+def _check_teacher_engine(config: RunConfig, model: Mapping[str, Any]) -> list[Problem]:
     """Check that a teacher's engine can divide its model, and takes the longest sample."""
     teacher, problems = config.roles.teacher, []
     heads, context = model.get("num_attention_heads"), model.get("max_position_embeddings")
@@ -223,7 +224,7 @@ def _check_teacher_engine(config: RunConfig, model: dict[str, Any]) -> list[Prob
     return problems
 
 
-def _check_candidates(config: RunConfig, teacher: dict[str, Any]) -> list[Problem]:
+def _check_candidates(config: RunConfig, teacher: Mapping[str, Any]) -> list[Problem]:
     """Check that the teacher has as many tokens as are to be compared."""
     top_k, size = getattr(config.algorithm, "distill_top_k", 0), teacher.get("vocab_size")
     if not isinstance(size, int) or top_k <= size:

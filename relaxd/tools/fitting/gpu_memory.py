@@ -95,7 +95,8 @@ def check_layout(layout: Layout, shapes: Sequence[ModelShape], section: str, har
 def on_trainer(config: RunConfig, models: Models, layout: Layout, hardware: Hardware) -> list[Held]:
     """Return the memory of the trainer's ranks, by pipeline stage."""
     critic = config.roles.critic.optimizer
-    trained = [TrainedModelShape("", models.policy, layout.offload, config.trainer.optimizer.moment_bytes)]
+    moments, vision = config.trainer.optimizer.moment_bytes, config.trainer.trains_vision
+    trained = [TrainedModelShape("", models.policy, layout.offload, moments, vision)]
     if models.critic:
         trained.append(TrainedModelShape("critic", models.policy, critic.cpu_offload, critic.moment_bytes))
     batch = micro_batch(config, config.micro_batch_tokens)

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from relaxd.board import worst_bytes
 from relaxd.config import RunConfig
 from relaxd.models.folders import models_in_trainer, resolve_model
-from relaxd.models.layouts import Layout, stage_parameters
+from relaxd.models.layouts import Layout, model_parameters, stage_parameters
 from relaxd.models.shape import ModelShape, read_shape
 from relaxd.tools.fitting.activations import MicroBatch
 from relaxd.tools.fitting.speed import StepWork
@@ -25,19 +25,21 @@ class Models:
     critic: bool
     """True if a critic is in these ranks. It has the policy's architecture."""
     frozen: tuple[ModelShape, ...]
+    trains_vision: bool = False
+    """True if the policy's vision tower is trained, or a part of that."""
 
     @property
     def trained(self) -> list[int]:
-        """Parameters of the policy, then of the critic if the run has one."""
+        """Trained parameters of the policy, then of the critic if the run has one."""
         return [
-            stage_parameters(self.policy, Layout(1), 0).all,
+            stage_parameters(self.policy, Layout(1), 0).trained(vision=self.trains_vision).all,
             *([critic_parameters(self)] if self.critic else []),
         ]
 
 
 def critic_parameters(models: Models) -> int:
     """Return the parameters of a critic, wherever it is."""
-    return stage_parameters(models.policy, Layout(1), 0, critic=True).all
+    return stage_parameters(models.policy, Layout(1), 0, critic=True).trained(vision=False).all
 
 
 def mean_answer(config: RunConfig) -> float:
@@ -120,7 +122,7 @@ def disk_bytes(config: RunConfig, models: Models, element: int, expert_bytes: in
             files = min(files, between * (kept + 1))
     reference = config.roles.reference
     refreshed = reference.placement == "service" and reference.refresh_every
-    weights = element * models.trained[0]
+    weights = element * model_parameters(models.policy)
     of_critic = critic_checkpoint_bytes(config, models)
     exported = steps // checkpoint.export_every if checkpoint.export_every else 0
     return {
@@ -152,7 +154,7 @@ def read_models(config: RunConfig) -> Models:
     )
     folder = resolve_model(config.model.path, weights=False)
     has_critic = config.algorithm.needs_critic and config.roles.critic.placement == "trainer"
-    return Models(read_shape(folder), has_critic, frozen)
+    return Models(read_shape(folder), has_critic, frozen, config.trainer.trains_vision)
 
 
 def longest_sequence(config: RunConfig) -> int:

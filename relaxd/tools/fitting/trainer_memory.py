@@ -110,6 +110,8 @@ class TrainedModelShape:
     """True if its optimizer's state is in the host's memory."""
     moment_bytes: float = 8
     """Bytes of the two moments of a parameter."""
+    trains_vision: bool = False
+    """True if its vision tower is trained, or a part of that."""
 
 
 def weights_and_state(model: TrainedModelShape, layout: Layout, stage: int, element: int) -> Bytes:
@@ -120,8 +122,9 @@ def weights_and_state(model: TrainedModelShape, layout: Layout, stage: int, elem
     """
     own = stage_parameters(model.shape, layout, stage, critic=model.name == "critic")
     prefix = f"{model.name} " if model.name else ""
-    sharded = sharded_parameters(own, layout)
-    gradients = 4 * (sharded if layout.shard_gradients else own.all)
+    trained = own.trained(vision=model.trains_vision)
+    sharded = sharded_parameters(trained, layout)
+    gradients = 4 * (sharded if layout.shard_gradients else trained.all)
     found = {f"{prefix}weights": own.all * element, f"{prefix}gradients": gradients}
     if not model.offload:
         if element < 4:
