@@ -36,6 +36,8 @@ class ChatRequest:
     """Texts that end the answer."""
     digest: bytes
     """Equal in repetitions of a request."""
+    kept: Sequence[Message] | None = None
+    """Messages to be stored with the answer, from which a later request goes on; None: nothing is."""
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ from relaxd.data.examples import Example, Message
 from services.agent.chat_requests import BadRequest, ChatAnswer, ChatRequest, answer_message, new_messages
 from services.agent.conversation import Conversation, ConversationStart
 from services.agent.model_turns import ModelTurns, PolicyModel, tool_names
+from services.agent.stored_messages import StoredMessages
 
 
 class ChatSession:
@@ -25,6 +26,8 @@ class ChatSession:
         """The same for the last message, if one cut it off."""
         self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         """Raises why the conversation can't go on, as soon as it can't."""
+        self.stored = StoredMessages()
+        """Messages from which requests may go on by an id."""
         self.generating = False
         """True while the model writes a message, or waits for an engine."""
         self._model = model

@@ -11,10 +11,12 @@ from services.agent.chat_requests import BadRequest
 from services.agent.chat_session import ChatSession
 from services.agent.protocols.anthropic_messages import ANTHROPIC_MESSAGES
 from services.agent.protocols.chat_completions import CHAT_COMPLETIONS
+from services.agent.protocols.openai_responses import OPENAI_RESPONSES
 from services.agent.protocols.protocol import MODEL, Protocol, error_body, read_object
 
 PROTOCOLS: Mapping[str, Protocol] = {
     "/{session}/v1/chat/completions": CHAT_COMPLETIONS,
+    "/{session}/v1/responses": OPENAI_RESPONSES,
     "/{session}/v1/messages": ANTHROPIC_MESSAGES,
 }
 """Protocols by the addresses at which they are asked for a message."""
@@ -79,7 +81,10 @@ class Endpoint:
     async def _answer(self, protocol: Protocol, request: web.Request) -> web.StreamResponse:
         session = self._session(request)
         asked = read_object(await request.read())
-        answer = await session.answer(protocol.read(asked))
+        read = protocol.read(asked, session.stored)
+        answer = await session.answer(read)
+        if read.kept is not None:
+            session.stored.keep(answer.id, [*read.kept, answer.message], read.tools)
         if asked.get("stream") is not True:
             return web.json_response(protocol.whole(answer, asked))
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})

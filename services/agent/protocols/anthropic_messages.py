@@ -19,6 +19,7 @@ from services.agent.protocols.protocol import (
     read_text,
     request_of,
 )
+from services.agent.stored_messages import StoredMessages
 
 ROLES = ("user", "assistant", "system")
 """Roles of messages."""
@@ -33,7 +34,7 @@ _ERRORS = {401: "authentication_error", 404: "not_found_error", 413: "request_to
 _STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 
 
-def read_request(asked: dict[str, Any]) -> ChatRequest:
+def read_request(asked: dict[str, Any], stored: StoredMessages) -> ChatRequest:
     """Read a request. Raises BadRequest, which names what isn't supported."""
     check_supported(asked, SUPPORTED)
     output = asked.get("output_config")

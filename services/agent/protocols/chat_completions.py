@@ -17,6 +17,7 @@ from services.agent.protocols.protocol import (
     read_text,
     request_of,
 )
+from services.agent.stored_messages import StoredMessages
 
 ROLES: Mapping[str, str] = {
     "system": "system",
@@ -44,7 +45,7 @@ SUPPORTED: Supported = {
 }
 
 
-def read_request(asked: dict[str, Any]) -> ChatRequest:
+def read_request(asked: dict[str, Any], stored: StoredMessages) -> ChatRequest:
     """Read a request. Raises BadRequest, which names what isn't supported."""
     check_supported(asked, SUPPORTED)
     messages = [_message(f"messages[{index}]", one) for index, one in enumerate(read_list(asked, "messages"))]

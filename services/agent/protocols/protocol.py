@@ -10,6 +10,7 @@ from relaxd.data.examples import Message
 from relaxd.envs.environment import BadEnvironmentError, check_tools
 from relaxd.json_text import parse_json
 from services.agent.chat_requests import BadRequest, ChatAnswer, ChatRequest, shown
+from services.agent.stored_messages import StoredMessages
 
 MODEL = "policy"
 """Name of the model that the endpoint tells; requests may name any."""
@@ -30,8 +31,9 @@ def error_body(error: BadRequest) -> dict[str, Any]:
 class Protocol:
     """A form of requests and answers."""
 
-    read: Callable[[dict[str, Any]], ChatRequest]
-    """Reads a request, which has no nulls. Raises BadRequest, which names what isn't supported."""
+    read: Callable[[dict[str, Any], StoredMessages], ChatRequest]
+    """Reads a request, which has no nulls and may go on from stored messages. Raises BadRequest, which names what isn't
+    supported."""
     whole: Callable[[ChatAnswer, dict[str, Any]], dict[str, Any]]
     """Returns an answer to a request."""
     events: Callable[[ChatAnswer, dict[str, Any]], Iterable[str]]
@@ -78,6 +80,7 @@ def request_of(
     most: Sequence[str],
     stop: str = "",
     place: str = "messages",
+    kept: Sequence[Message] | None = None,
 ) -> ChatRequest:
     """Return a request for the next message.
 
@@ -89,6 +92,7 @@ def request_of(
         most: names of the parameter for the maximum length; the first one wins.
         stop: name of the parameter for texts that end the answer, if there is one.
         place: name of the parameter that has the messages.
+        kept: messages to be stored with the answer.
 
     Raises BadRequest.
     """
@@ -104,6 +108,7 @@ def request_of(
         most=next((_positive(name, asked[name]) for name in most if name in asked), None),
         stop=_texts(stop, asked.get(stop, [])),
         digest=hashlib.sha256(json.dumps(digested, sort_keys=True).encode()).digest(),
+        kept=kept,
     )
 
 

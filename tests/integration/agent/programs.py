@@ -11,6 +11,8 @@ import urllib.request
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 SAMPLE = json.loads(Path(os.environ["RELAXD_SAMPLE"]).read_text())
 TOOLS = [
     {
@@ -69,7 +71,6 @@ async def loop() -> None:
 async def messages() -> None:
     """Do the same with the anthropic package. The first request is sent twice at once, once of them streamed."""
     import anthropic
-    import pytest
 
     client = anthropic.AsyncAnthropic(max_retries=0)
     function = TOOLS[0]["function"]
@@ -102,6 +103,42 @@ async def messages() -> None:
     with pytest.raises(anthropic.BadRequestError, match="tool_choice"):
         await client.messages.create(**asked | {"tool_choice": {"type": "any"}})
     end(last.content[0].text, len(uses))
+
+
+async def responses() -> None:
+    """Do the same with responses of the openai package: the second request has all items, the third what is new."""
+    import openai
+
+    client = openai.AsyncOpenAI(max_retries=0)
+    asked: dict[str, Any] = {
+        "model": "any",
+        "instructions": "Be brief.",
+        "tools": [{"type": "function", **TOOLS[0]["function"]}],
+    }
+    items: list[Any] = SAMPLE["messages"]
+
+    async def streamed(**asked: Any) -> Any:
+        async with client.responses.stream(**asked) as stream:
+            return await stream.get_final_response()
+
+    first, again = await asyncio.gather(client.responses.create(**asked, input=items), streamed(**asked, input=items))
+    assert (first.id, first.status) == (again.id, again.status)
+    assert [item.type for item in first.output] == ["reasoning", "message", "function_call", "function_call"]
+    for one, other in zip(first.output, again.output, strict=True):
+        assert one.model_dump(exclude_none=True) == other.model_dump(exclude_none=True)
+    calls = [item for item in first.output if item.type == "function_call"]
+    for call in calls:
+        total = sum(json.loads(call.arguments).values())
+        items = [*items, {"type": "function_call_output", "call_id": call.call_id, "output": f"{total}<|im_end|>"}]
+    items[1:1] = first.output
+    second = await client.responses.create(**asked, input=items)
+    assert second.usage.total_tokens > second.usage.output_tokens > 0
+    asked["previous_response_id"] = second.id
+    last = await streamed(**asked, input="Sure?")
+    assert last.output_text == "Yes."
+    with pytest.raises(openai.BadRequestError, match="previous_response_id"):
+        await client.responses.create(**asked | {"previous_response_id": "resp_none"}, input="And?")
+    end(second.output_text, len(calls))
 
 
 def end(text: str, calls: int) -> None:

@@ -58,6 +58,7 @@ def config_of(command: Sequence[str], **agent: Any) -> RunConfig:
             "run": {"steps": 1},
             "model": {"path": "none"},
             "data": {"source": "addition", "max_prompt_tokens": 1000},
+            "rollout": {"max_new_tokens": 2000},
             "reward": {"name": "environment"},
             "agent": {"command": tuple(command), **agent},
             "eval": {"prompts": 0},
@@ -96,31 +97,45 @@ async def holding(tokenizer: PromptTokenizer, fleet: Fleet, what: str, **agent: 
         await programs.close()
 
 
-@pytest.mark.parametrize(("what", "thinking"), [("loop", ""), ("messages", "<think>Add.</think>")])
+SUMS = "They are 5 and 9."
+
+
+@pytest.mark.parametrize(
+    ("what", "texts"),
+    [
+        ("loop", [CALLS, SUMS]),
+        ("messages", [f"<think>Add.</think>{CALLS}", SUMS]),
+        ("responses", [f"<think>Add.</think>{CALLS}", SUMS, "Yes."]),
+    ],
+)
 async def test_a_tool_loop_is_trained_on_the_engines_tokens(
-    tokenizer: PromptTokenizer, what: str, thinking: str
+    tokenizer: PromptTokenizer, what: str, texts: list[str]
 ) -> None:
-    calls = thinking + CALLS
-    fleet = Fleet([calls, "They are 5 and 9."], versions=[3])
+    fleet = Fleet(texts, versions=[3])
     async with holding(tokenizer, fleet, what) as held:
         result = await held.hold()
     assert result.failure == ""
-    assert (result.finish, result.turns, result.reward, result.info) == ("env_done", 2, 1.0, {"calls": 2.0})
-    first, second = ([*encode(text), STOP] for text in (calls, "They are 5 and 9."))
-    before, again = (list(request.prompt_tokens) for request in fleet.requests)
-    observed = again[len(before) + len(first) :]
-    assert again == before + first + observed
-    parts = [(before, 0), (first, 1), (observed, 0), (second, 1)]
-    tokens = result.tokens
-    assert tokens.tokens.tolist() == [token for part, _ in parts for token in part]
-    assert tokens.loss_mask.tolist() == [mask for part, mask in parts for _ in part]
-    assert tokens.logprobs.tolist() == [-float(token) * mask for part, mask in parts for token in part]
-    assert not tokens.shares_prompt  # the program's tools are in its own
-    assert '"name": "add"' in byte_tokenizer().decode(before)
+    assert (result.finish, result.turns, result.reward) == ("env_done", len(texts), 1.0)
+    assert result.info == {"calls": 2.0}
+    tokens: list[int] = []
+    mask: list[int] = []
+    added: list[list[int]] = []
+    for request, text in zip(fleet.requests, texts, strict=True):
+        prompt, reply = list(request.prompt_tokens), [*encode(text), STOP]
+        assert prompt[: len(tokens)] == tokens
+        added.append(prompt[len(tokens) :])
+        tokens += added[-1] + reply
+        mask += [0] * len(added[-1]) + [1] * len(reply)
+    assert result.tokens.tokens.tolist() == tokens
+    assert result.tokens.loss_mask.tolist() == mask
+    assert result.tokens.logprobs.tolist() == [-float(token) * own for token, own in zip(tokens, mask, strict=True)]
+    assert not result.tokens.shares_prompt  # the program's tools are in its own
+    assert '"name": "add"' in byte_tokenizer().decode(added[0])
     turns = "".join(f"<|im_start|>tool\n{answer}<|im_end|><|im_end|>\n" for answer in (5, 9))
-    assert byte_tokenizer().decode(observed) == f"\n{turns}<|im_start|>assistant\n"
-    assert observed.count(STOP) == 2  # those of the turns; the program's are plain text
-    assert [message["role"] for message in result.messages[-4:]] == ["assistant", "tool", "tool", "assistant"]
+    assert byte_tokenizer().decode(added[1]) == f"\n{turns}<|im_start|>assistant\n"
+    assert added[1].count(STOP) == 2  # those of the turns; the program's are plain text
+    roles = " ".join(message["role"] for message in result.messages)
+    assert roles.removeprefix("system user ").startswith("assistant tool tool assistant")
 
 
 @pytest.mark.parametrize(
