@@ -84,9 +84,16 @@ class Held:
 
 
 @asynccontextmanager
-async def holding(tokenizer: PromptTokenizer, fleet: Fleet, what: str, **agent: Any) -> AsyncIterator[Held]:
+async def holding(
+    tokenizer: PromptTokenizer,
+    fleet: Fleet,
+    what: str,
+    *,
+    program: Sequence[str] = (sys.executable, PROGRAMS),
+    **agent: Any,
+) -> AsyncIterator[Held]:
     assert tokenizer.template is not None
-    config = config_of([sys.executable, PROGRAMS, what], **agent)
+    config = config_of([*program, what], **agent)
     programs = Programs(config.agent)
     await programs.start()
     try:
@@ -98,6 +105,24 @@ async def holding(tokenizer: PromptTokenizer, fleet: Fleet, what: str, **agent: 
 
 
 SUMS = "They are 5 and 9."
+
+
+def check_tokens(fleet: Fleet, texts: Sequence[str], result: Conversation) -> list[list[int]]:
+    """Compare a conversation's tokens with the engine's; return those of the messages before each text."""
+    tokens: list[int] = []
+    mask: list[int] = []
+    added: list[list[int]] = []
+    for request, text in zip(fleet.requests, texts, strict=True):
+        prompt, reply = list(request.prompt_tokens), [*encode(text), STOP]
+        assert prompt[: len(tokens)] == tokens
+        added.append(prompt[len(tokens) :])
+        tokens += added[-1] + reply
+        mask += [0] * len(added[-1]) + [1] * len(reply)
+    assert not result.tokens.shares_prompt  # the program's tools are in its own
+    assert result.tokens.tokens.tolist() == tokens
+    assert result.tokens.loss_mask.tolist() == mask
+    assert result.tokens.logprobs.tolist() == [-float(token) * own for token, own in zip(tokens, mask, strict=True)]
+    return added
 
 
 @pytest.mark.parametrize(
@@ -117,19 +142,7 @@ async def test_a_tool_loop_is_trained_on_the_engines_tokens(
     assert result.failure == ""
     assert (result.finish, result.turns, result.reward) == ("env_done", len(texts), 1.0)
     assert result.info == {"calls": 2.0}
-    tokens: list[int] = []
-    mask: list[int] = []
-    added: list[list[int]] = []
-    for request, text in zip(fleet.requests, texts, strict=True):
-        prompt, reply = list(request.prompt_tokens), [*encode(text), STOP]
-        assert prompt[: len(tokens)] == tokens
-        added.append(prompt[len(tokens) :])
-        tokens += added[-1] + reply
-        mask += [0] * len(added[-1]) + [1] * len(reply)
-    assert result.tokens.tokens.tolist() == tokens
-    assert result.tokens.loss_mask.tolist() == mask
-    assert result.tokens.logprobs.tolist() == [-float(token) * own for token, own in zip(tokens, mask, strict=True)]
-    assert not result.tokens.shares_prompt  # the program's tools are in its own
+    added = check_tokens(fleet, texts, result)
     assert '"name": "add"' in byte_tokenizer().decode(added[0])
     turns = "".join(f"<|im_start|>tool\n{answer}<|im_end|><|im_end|>\n" for answer in (5, 9))
     assert byte_tokenizer().decode(added[1]) == f"\n{turns}<|im_start|>assistant\n"
