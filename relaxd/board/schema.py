@@ -73,7 +73,7 @@ OF_CONVERSATIONS = (
     *(RESPONSE_MESSAGES, ENVIRONMENT_REWARD, ENVIRONMENT_INFO, TURNS, ENVIRONMENT_SECONDS),
     *(OUTSIDE_SECONDS, TOOL_CALLS, TOOL_ERRORS),
 )
-"""Columns that a run has where its samples are conversations (agent.environment, agent.command)."""
+"""Columns that a run has where its samples are conversations (agent.environment, agent.command, agent.function)."""
 REF_LOGPROBS = "ref_logprobs"
 """The column that a run has where a reference service computes it; otherwise the trainer computes it if it needs it."""
 REFERENCE_WEIGHTS = "reference_weights"

@@ -8,7 +8,7 @@ from pydantic import Field, field_validator, model_validator
 
 from relaxd.config.section import Section, refuse_unused
 from relaxd.engines import ENGINES
-from relaxd.importing import OWN_NAME
+from relaxd.importing import OWN_NAME, check_own
 
 if TYPE_CHECKING:
     from relaxd.config.run import RunConfig
@@ -39,19 +39,24 @@ class AgentConfig(Section):
     environment: str = ""
     """Environment that the model talks to: a bundled name (docs/environments.md lists them), "file.py:Class",
     "package.module:Class", or "grpc://host:port", a service that speaks relaxd.v1.Environment
-    (protos/relaxd/v1/environment.proto). Empty, without agent.command: each prompt gets one answer."""
+    (protos/relaxd/v1/environment.proto). Empty, without agent.command and agent.function: each
+    prompt gets one answer."""
     command: tuple[str, ...] = ()
     """Program that leads the conversations in place of an environment, with its arguments: each sample starts it once,
     and it asks the model over HTTP at OPENAI_BASE_URL."""
+    function: str = ""
+    """Async function that leads the conversations in place of an environment, "file.py:solve" or
+    "package.module:solve": it gets the sample and the model, which it asks as often as it likes, and returns the
+    reward."""
     settings: dict[str, Any] = Field(default_factory=dict)
-    """The environment's own settings: keyword arguments of its class."""
+    """The environment's own settings, or the function's: keyword arguments of its class, or of the function."""
     max_turns: int = Field(default=8, ge=1)
     """Maximum number of the model's messages in a conversation."""
     turn_tokens: int = Field(default=0, ge=0)
     """Maximum length of one of these messages, in tokens; a longer one ends its conversation. 0: what is left of
     rollout.max_new_tokens, which is for a whole conversation after its prompt, observations included."""
     call_seconds: float = Field(default=30.0, gt=0)
-    """Time for each call of the environment."""
+    """Time for each call of the environment; a function has conversation_seconds."""
     conversation_seconds: float = Field(default=1800.0, gt=0)
     """Time for a conversation; the time in which no engine serves doesn't count."""
     on_failure: Literal["drop", "zero", "mask", "retry"] = "drop"
@@ -64,18 +69,21 @@ class AgentConfig(Section):
     max_sessions: int = Field(default=256, ge=1)
     """Maximum number of conversations at once of an agent replica."""
     python: str = ""
-    """Python interpreter that runs the environment, such as that of a virtual environment. Empty: the service's own."""
+    """Python interpreter that runs the environment or the function, such as that of a virtual environment. Empty: the
+    service's own."""
 
     @property
     def is_there(self) -> bool:
         """True if the run's samples are conversations."""
-        return bool(self.environment or self.command)
+        return bool(self.environment or self.command or self.function)
 
     @property
     def shown(self) -> str:
         """The setting that makes the run's samples conversations, for messages."""
         if self.command:
             return f"agent.command is {json.dumps(self.command)}"
+        if self.function:
+            return f'agent.function is "{self.function}"'
         return f'agent.environment is "{self.environment}"'
 
     @property
@@ -88,20 +96,32 @@ class AgentConfig(Section):
     def _is_a_name(cls, name: str) -> str:
         return check_environment(name)
 
+    @field_validator("function")
+    @classmethod
+    def _is_own(cls, name: str) -> str:
+        return check_own("agent.function", name, "function")
+
     @model_validator(mode="after")
     def _is_used(self) -> Self:
+        if self.environment and (self.command or self.function):
+            raise ValueError(
+                f'agent.environment is "{self.environment}", and {self.shown}: a conversation has one of them; '
+                "remove the other"
+            )
+        if self.command and self.function:
+            raise ValueError(
+                f'agent.function is "{self.function}", and {self.shown}: a conversation has one of them; remove the '
+                "other"
+            )
         if self.command:
-            if self.environment:
-                raise ValueError(
-                    f'agent.environment is "{self.environment}", and {self.shown}: a conversation has one of them; '
-                    "remove the other"
-                )
             if not self.command[0] or any("\0" in word for word in self.command):
                 raise ValueError(f"{self.shown}: it must begin with a program, and no word may have a null character")
             reason = f"{self.shown}: only environments have it; remove it"
             refuse_unused(self, "agent", ("settings", "python", "call_seconds"), reason)
+        elif self.function:
+            refuse_unused(self, "agent", ("call_seconds",), f"{self.shown}: only environments have it; remove it")
         elif not self.environment:
-            reason = "agent.environment is empty: name the environment (or agent.command), or remove it"
+            reason = "agent.environment is empty: name it (or agent.command or agent.function), or remove it"
             refuse_unused(self, "agent", type(self).model_fields, reason)
         elif self.is_service and (given := self.changed(("python", "settings"))):
             raise ValueError(

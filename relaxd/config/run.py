@@ -539,7 +539,8 @@ class RunConfig(Section):
                     f"eval.sets.{number}.{setting} is set, but agent.environment is empty, so that the run has no "
                     f"conversations: set agent.environment, or remove eval.sets.{number}.{setting}"
                 )
-            if self.agent.command and not one.environment and one.environment_settings is not None:
+            of_run = one.environment or self.agent.environment
+            if self.agent.is_there and not of_run and one.environment_settings is not None:
                 raise ValueError(
                     f"eval.sets.{number}.environment_settings is set, but {self.agent.shown}, which has none: remove "
                     f"it, or name an environment in eval.sets.{number}.environment"

@@ -48,6 +48,14 @@ class OpenedSession:
 
 
 @dataclass(frozen=True)
+class ModelAccess:
+    """Address and key at which a function asks the model."""
+
+    url: str
+    key: str
+
+
+@dataclass(frozen=True)
 class SessionStep:
     """The environment's answer to a message of the model."""
 
@@ -72,8 +80,8 @@ class EnvironmentClient:
         self._lease_seconds = lease_seconds
         self._told = told
 
-    async def open(self, session_id: str, sample: Sample) -> OpenedSession:
-        """Begin a conversation. Raises EnvironmentFailed."""
+    async def open(self, session_id: str, sample: Sample, access: ModelAccess | None = None) -> OpenedSession:
+        """Begin a conversation; one that a function leads has access to the model. Raises EnvironmentFailed."""
         request = pb.OpenSessionRequest(
             session_id=session_id,
             messages_json=json.dumps(list(sample.messages)),
@@ -82,6 +90,9 @@ class EnvironmentClient:
             seed=sample.seed,
             lease_seconds=self._lease_seconds,
             call_seconds=self._call_seconds,
+            tools_json=json.dumps(list(sample.tools)),
+            model_url=access.url if access else "",
+            model_key=access.key if access else "",
         )
         answer = await self._call(self._stub.OpenSession, request)
         self._told(answer.user_messages)
@@ -166,13 +177,15 @@ def inherited_variables() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if not name.startswith(_OURS)}
 
 
-async def start_host(name: str, settings: Mapping[str, Any], python: str = "") -> Child:
-    """Start a process that hosts an environment's class, and wait until it serves. Raises as `hosted` does.
+async def start_host(name: str, settings: Mapping[str, Any], python: str = "", *, is_function: bool = False) -> Child:
+    """Start a process that hosts an environment's class, or a function, and wait until it serves.
+
+    Raises as `hosted` does.
 
     It doesn't get relaxd's own variables of this process's environment, which have secrets.
     """
     kept = inherited_variables()
-    words = [name, json.dumps(dict(settings))]
+    words = [name, json.dumps(dict(settings)), "function" if is_function else "environment"]
     child = await Child.start(
         "relaxd.envs.host", words, kept, inherit=False, python=python or None, name="the environment's host"
     )

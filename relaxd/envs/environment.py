@@ -36,6 +36,8 @@ class Sample:
     """Other fields of the prompt's line in the data."""
     seed: int = 0
     """Seed of the environment's state, the same for all samples of a group."""
+    tools: Sequence[Mapping[str, Any]] = ()
+    """Schemas of the prompt's own tools, in OpenAI's form."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""`python -m relaxd.envs.host NAME SETTINGS`: serves an environment's class to its parent."""
+"""`python -m relaxd.envs.host NAME SETTINGS [KIND]`: serves an environment's class, or a function, to its parent."""
 
 import asyncio
 import json
@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 from relaxd.alerts.user_messages import take_messages
 from relaxd.envs.environment import BadEnvironmentError, Reply, Sample, check_step, check_tools, messages_of
 from relaxd.envs.loading import load_environment
+from relaxd.envs.own_function import FunctionConversation, load_function
 from relaxd.envs.sessions import Session, UserCalls
 from relaxd.envs.tool_calls import ToolCall
 from relaxd.json_text import parse_json
@@ -49,7 +50,8 @@ class EnvironmentHandlers(environment_pb2_grpc.EnvironmentServicer):
             )
         messages = _json_of("messages_json", request.messages_json or "[]", list)
         metadata = _json_of("metadata_json", request.metadata_json or "{}", dict)
-        sample = Sample(messages, request.answer, metadata, request.seed)
+        tools = _json_of("tools_json", request.tools_json or "[]", list)
+        sample = Sample(messages, request.answer, metadata, request.seed, tools)
         if name not in self._sessions:
             if len(self._sessions) >= MAX_SESSIONS:
                 raise ResourceExhausted(f"there are {MAX_SESSIONS} sessions already: close some")
@@ -59,6 +61,8 @@ class EnvironmentHandlers(environment_pb2_grpc.EnvironmentServicer):
         async def open_it() -> pb.OpenSessionResponse:
             environment = session.environment = await self._calls.call("__init__()", self._make, seconds=seconds)
             opened = None
+            if isinstance(environment, FunctionConversation):
+                environment.connect(request.model_url, request.model_key)
             if hasattr(environment, "open"):
                 opened = await self._calls.call("open()", environment.open, sample, seconds=seconds)
             said = _checked(lambda: messages_of(opened, "open() returned"))
@@ -116,6 +120,8 @@ class EnvironmentHandlers(environment_pb2_grpc.EnvironmentServicer):
         return task
 
     async def _close(self, session: Session) -> None:
+        if isinstance(session.environment, FunctionConversation):
+            session.environment.cancel()
         await session.finish()
         if hasattr(session.environment, "close"):
             await self._calls.call("close()", session.environment.close, seconds=session.call_seconds)
@@ -153,11 +159,12 @@ def end_together() -> None:
         os.killpg(host, signal.SIGKILL)
 
 
-def main(name: str, settings_json: str = "{}") -> None:
-    """Serve an environment until the parent ends."""
+def main(name: str, settings_json: str = "{}", kind: str = "environment") -> None:
+    """Serve an environment, or the kind "function", until the parent ends."""
     end_together()
     try:
-        make = load_environment(name, json.loads(settings_json))
+        load = load_function if kind == "function" else load_environment
+        make = load(name, json.loads(settings_json))
     except BadEnvironmentError as error:
         print(error, flush=True)
         sys.exit(REFUSED)

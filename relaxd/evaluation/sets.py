@@ -121,6 +121,7 @@ def _agent_of(one: EvalSet, runs: AgentConfig) -> AgentConfig:
     own = {
         "environment": one.environment or runs.environment,
         "command": (),
+        "function": "",
         "settings": one.environment_settings or {},
     }
     return runs.model_copy(update=own)

@@ -33,6 +33,9 @@ class OpenSessionRequest(_message.Message):
     SEED_FIELD_NUMBER: _builtins.int
     LEASE_SECONDS_FIELD_NUMBER: _builtins.int
     CALL_SECONDS_FIELD_NUMBER: _builtins.int
+    TOOLS_JSON_FIELD_NUMBER: _builtins.int
+    MODEL_URL_FIELD_NUMBER: _builtins.int
+    MODEL_KEY_FIELD_NUMBER: _builtins.int
     session_id: _builtins.str
     """Its name, unique among those of the run."""
     messages_json: _builtins.str
@@ -49,6 +52,14 @@ class OpenSessionRequest(_message.Message):
     """Seconds that each call of the session may take. The caller waits a little longer, so that the answer can say what was
     late.
     """
+    tools_json: _builtins.str
+    """Schemas of the prompt's own tools, in OpenAI's form, as a JSON list; empty for none."""
+    model_url: _builtins.str
+    """Address and key at which a function that leads the conversation asks the model (agent.function); empty for
+    environments.
+    """
+    model_key: _builtins.str
+    """See model_url."""
     def __init__(
         self,
         *,
@@ -59,10 +70,13 @@ class OpenSessionRequest(_message.Message):
         seed: _builtins.int = ...,
         lease_seconds: _builtins.float = ...,
         call_seconds: _builtins.float = ...,
+        tools_json: _builtins.str = ...,
+        model_url: _builtins.str = ...,
+        model_key: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["answer", b"answer", "call_seconds", b"call_seconds", "lease_seconds", b"lease_seconds", "messages_json", b"messages_json", "metadata_json", b"metadata_json", "seed", b"seed", "session_id", b"session_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["answer", b"answer", "call_seconds", b"call_seconds", "lease_seconds", b"lease_seconds", "messages_json", b"messages_json", "metadata_json", b"metadata_json", "model_key", b"model_key", "model_url", b"model_url", "seed", b"seed", "session_id", b"session_id", "tools_json", b"tools_json"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

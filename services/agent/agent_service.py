@@ -16,9 +16,11 @@ from relaxd.replica.stage_replica import StageReplica
 from relaxd.roles import AGENT, ROLES
 from relaxd.v1.coordinator_pb2 import Assignment
 from services.agent.conversation import Conversations, EnvironmentConversations
+from services.agent.endpoint import Endpoint
 from services.agent.engines import RunEngines
 from services.agent.environments import Environments
 from services.agent.evaluation_conversations import EvaluationConversations
+from services.agent.function_conversations import FunctionConversations
 from services.agent.group_conversations import GroupConversations
 from services.agent.model_turns import PolicyModel
 from services.agent.program_conversations import ProgramConversations
@@ -35,8 +37,8 @@ class AgentService(StageReplica):
         super().__init__(context)
         self._run_id = ""
         self._engines: RunEngines | None = None
-        self._others: list[Environments | Programs] = []
-        """The run's environment or program first, then those that only evaluation sets have."""
+        self._others: list[Environments | Programs | Endpoint] = []
+        """The run's environment, program or function with its endpoint first, then those of evaluation sets alone."""
         self._conversations: list[Conversations] = []
         """Conversations with each of them."""
         self._groups: GroupConversations | None = None
@@ -46,7 +48,7 @@ class AgentService(StageReplica):
     async def start_run(self, config: RunConfig, assignment: Assignment) -> None:
         self._run_id = assignment.run_id
         if not ROLES[AGENT].works_on(self.stage, config):
-            self._detail = "this run has no conversations (agent.environment, agent.command)"
+            self._detail = "this run has no conversations (agent.environment, agent.function, agent.command)"
             return
         await super().start_run(config, assignment)
 
@@ -61,15 +63,22 @@ class AgentService(StageReplica):
 
         async def start(agent: AgentConfig, setting: str) -> Conversations:
             told = self._context.user_messages.add
-            others = Programs(agent) if agent.command else Environments(agent, setting, told)
-            self._others.append(others)
-            await others.start()
-            self._conversations.append(
-                ProgramConversations(model, others)
-                if isinstance(others, Programs)
-                else EnvironmentConversations(model, others)
-            )
-            return self._conversations[-1]
+            conversations: Conversations
+            others: list[Environments | Programs | Endpoint]
+            if agent.command:
+                programs = Programs(agent)
+                conversations, others = ProgramConversations(model, programs), [programs]
+            elif agent.function:
+                functions, endpoint = Environments(agent, "agent.function", told), Endpoint()
+                conversations, others = FunctionConversations(model, functions, endpoint), [functions, endpoint]
+            else:
+                environments = Environments(agent, setting, told)
+                conversations, others = EnvironmentConversations(model, environments), [environments]
+            self._others += others
+            for one in others:
+                await one.start()
+            self._conversations.append(conversations)
+            return conversations
 
         of_run = await start(config.agent, "agent.environment")
         by_set = {

@@ -129,7 +129,8 @@ class ConversationStart:
     @property
     def sample(self) -> Sample:
         """The sample as environments and programs get it."""
-        return Sample(self.example.messages, self.example.answer, self.example.metadata, self.group_seed)
+        example = self.example
+        return Sample(example.messages, example.answer, example.metadata, self.group_seed, example.tools)
 
 
 class Conversations(ABC):

@@ -14,6 +14,7 @@ from relaxd.envs.client import (
     EnvironmentClient,
     EnvironmentFailed,
     EnvironmentLate,
+    ModelAccess,
     OpenedSession,
     SessionStep,
     start_host,
@@ -27,6 +28,8 @@ Answer = TypeVar("Answer")
 
 PROBE_SECONDS = 10.0
 """Time in which a host that was late has to answer a call without the environment's code; else it hangs."""
+FUNCTION_SECONDS = 7 * 86400.0
+"""Limit of a function's call, longer than any conversation: the agent service ends it by the time that counts."""
 
 _log = logging.getLogger(__name__)
 
@@ -57,13 +60,16 @@ class Environments:
         else:
             await self._present_client()
 
-    async def open(self, session_id: str, sample: Sample) -> OpenedSession:
-        """Begin a conversation. Raises EnvironmentFailed, and what a new host's start raises."""
+    async def open(self, session_id: str, sample: Sample, access: ModelAccess | None = None) -> OpenedSession:
+        """Begin a conversation; a function has access to the model.
+
+        Raises EnvironmentFailed, and what a new host's start raises.
+        """
         if self._probe is not None:
             with waiting("the environment's host, which is late"):
                 await asyncio.wait({self._probe}, timeout=3 * PROBE_SECONDS)
         client = await self._present_client()
-        return await self._watched(client.open(session_id, sample))
+        return await self._watched(client.open(session_id, sample, access))
 
     async def step(self, session_id: str, turn: int, reply: Reply) -> SessionStep:
         """Answer a message of the model. Raises EnvironmentFailed."""
@@ -127,12 +133,14 @@ class Environments:
                 return self._client
             config = self._config
             try:
-                self._child = await start_host(config.environment, config.settings, config.python)
+                name, is_function = config.function or config.environment, bool(config.function)
+                self._child = await start_host(name, config.settings, config.python, is_function=is_function)
             except BadEnvironmentError as error:
                 raise InvalidArgument(f"{self._setting}: {error}") from error
             self._client = self._client_of(self._child.channel)
             return self._client
 
     def _client_of(self, to: grpc.aio.Channel) -> EnvironmentClient:
-        lease = self._config.conversation_seconds + 2 * self._config.call_seconds
-        return EnvironmentClient(to, self._config.call_seconds, lease, self._told)
+        # The one call of a function lasts as long as its conversation, whose limit doesn't count the wait for engines.
+        call = FUNCTION_SECONDS if self._config.function else self._config.call_seconds
+        return EnvironmentClient(to, call, self._config.conversation_seconds + 2 * call, self._told)

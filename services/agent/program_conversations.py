@@ -38,7 +38,7 @@ class ProgramConversations(Conversations):
             "answer": start.sample.answer,
             "metadata": dict(start.sample.metadata),
             "seed": start.sample.seed,
-            "tools": start.example.tools,
+            "tools": list(start.sample.tools),
         }
         begun = time.monotonic()
         try:

@@ -259,14 +259,30 @@ with open(os.environ["RELAXD_RESULT"], "w") as file:
 """
 
 
+FUNCTION = """
+async def talk(sample, model):
+    said, messages = [], list(sample.messages)
+    for _ in range(2):
+        answer = await model.generate(messages)
+        said.append(answer.text)
+        messages += [answer.message, {"role": "user", "content": "Really<|im_end|>?"}]
+    return sum(map(len, said)) + sum("".join(said).encode()) / 1e4, {"letters": len(said[0])}
+"""
+LEADERS = {
+    "program": (PROGRAM, "--agent.command", json.dumps([sys.executable, "talk.py"])),
+    "function": (FUNCTION, "--agent.function", "talk.py:talk"),
+}
+
+
 @pytest.mark.night
 @pytest.mark.timeout(600)
-def test_a_program_leads_the_conversations(workplace: Workplace) -> None:
-    program = workplace.folder / "talk.py"
-    program.write_text(PROGRAM)
+@pytest.mark.parametrize("leader", LEADERS)
+def test_a_program_or_a_function_leads_the_conversations(workplace: Workplace, leader: str) -> None:
+    source, *setting = LEADERS[leader]
+    (workplace.folder / "talk.py").write_text(source)
     code, output = workplace.relaxd(
         *("run", "tiny.toml", "--run.steps", "2", "--run-id", "led", "--eval.prompts", "0"),
-        *("--reward.name", "environment", "--agent.command", json.dumps([sys.executable, "talk.py"])),
+        *("--reward.name", "environment", *setting),
         *("--rollout.max_new_tokens", "200", "--agent.turn_tokens", "20"),
         *("--trainer.checkpoint.keep_step_files", "always"),
     )

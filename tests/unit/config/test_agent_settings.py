@@ -75,6 +75,27 @@ def test_settings_that_programs_do_not_have_are_refused(words: str, problem: str
     assert problem in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("words", "problem"),
+    [
+        ("agent.environment=calculator", 'is "calculator", and agent.function is "a.py:solve"'),
+        ('agent.command=["python"]', 'agent.function is "a.py:solve", and agent.command is ["python"]'),
+        ("agent.call_seconds=3", 'agent.call_seconds is 3.0, but agent.function is "a.py:solve": only environments'),
+        (
+            'eval.sets=[{name="s",path="p",environment_settings={a=1}}]',
+            'environment_settings is set, but agent.function is "a.py:solve", which has none',
+        ),
+    ],
+)
+def test_settings_that_functions_do_not_have_are_refused(words: str, problem: str) -> None:
+    load("agent.function=a.py:solve agent.max_turns=3 agent.settings={tries=2} agent.python=python3")
+    with pytest.raises(ConfigError) as caught:
+        load(f"agent.function=a.py:solve {words}")
+    assert problem in str(caught.value)
+    with pytest.raises(ConfigError, match=r'agent.function = "solve": name it as "package.module:function"'):
+        load("agent.function=solve")
+
+
 def test_settings_of_agents_need_an_environment() -> None:
     with pytest.raises(ConfigError, match=r"agent.max_turns is 3, but agent.environment is empty"):
         load("agent.max_turns=3")

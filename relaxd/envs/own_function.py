@@ -1,0 +1,187 @@
+"""Functions that lead a conversation in place of an environment (agent.function), in the process that hosts them."""
+
+import asyncio
+import http.client
+import inspect
+import json
+import logging
+import os
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import urlsplit
+
+from relaxd.data.examples import Message
+from relaxd.envs.environment import BadEnvironmentError, Reply, Sample, Step
+from relaxd.envs.sessions import MAX_STUCK
+from relaxd.envs.tool_calls import ToolCall, call_of
+from relaxd.importing import ImportProblem, describe_error, import_own
+
+__all__ = ["Answer", "ConversationOver", "Model"]
+
+OVER = ("max_turns", "context_length_exceeded", "conversation_over", "no_session")
+"""Codes of refusals after which no request is answered any more."""
+_log = logging.getLogger(__name__)
+_left: set[int] = set()
+"""Conversations that have ended while their functions still run."""
+
+
+class ConversationOver(Exception):
+    """A limit of the run is reached, or the conversation has ended: the model answers no more.
+
+    A function that lets it pass has ended in good order, with reward 0.
+    """
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A message of the model."""
+
+    message: Message
+    """The message, for the next request."""
+    text: str
+    """Its text without thinking and tool calls."""
+    tool_calls: Sequence[ToolCall]
+    """Its calls that can be read."""
+    finish_reason: str
+    """"stop", "tool_calls", or "length" if it was cut off."""
+
+
+class Model:
+    """The run's model, for one conversation."""
+
+    def __init__(self, url: str, key: str) -> None:
+        self.base_url = url
+        """Its address for clients of OpenAI's API."""
+        self.api_key = key
+        """Its key for these."""
+
+    async def generate(
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[Mapping[str, Any]] = (),
+        max_tokens: int | None = None,
+        stop: Sequence[str] = (),
+    ) -> Answer:
+        """Have the model write the next message.
+
+        Args:
+            messages: all messages so far.
+            tools: schemas of the tools that it may call, in OpenAI's form.
+            max_tokens: maximum length of the message, besides the run's limits.
+            stop: texts that end it, besides the run's.
+
+        Raises:
+            ConversationOver: it answers no more.
+            ValueError: the request is refused; the message says what is wrong with it.
+        """
+        wanted = {"tools": list(tools), "max_tokens": max_tokens, "stop": list(stop)}
+        body = {"model": "policy", "messages": list(messages)} | {name: one for name, one in wanted.items() if one}
+        status, answer = await asyncio.to_thread(self._post, json.dumps(body).encode())
+        if status != 200:
+            error = answer.get("error", {})
+            raise (ConversationOver if error.get("code") in OVER else ValueError)(str(error.get("message", answer)))
+        choice = answer["choices"][0]
+        message = choice["message"]
+        calls = [ToolCall(one.name, one.arguments, id=call["id"]) for call, one in _calls(message)]
+        return Answer(message, message["content"] or "", calls, choice["finish_reason"])
+
+    def _post(self, body: bytes) -> tuple[int, dict[str, Any]]:
+        """Return status and content of a response, however long the model takes."""
+        place = urlsplit(self.base_url)
+        connection = http.client.HTTPConnection(place.netloc)
+        try:
+            headers = {"Authorization": f"Bearer {self.api_key}"}
+            connection.request("POST", f"{place.path}/chat/completions", body, headers)
+            response = connection.getresponse()
+            return response.status, json.load(response)
+        except OSError as error:
+            raise ConversationOver(f"the endpoint is gone: {error}") from error
+        finally:
+            connection.close()
+
+
+def _calls(message: Mapping[str, Any]) -> list[tuple[Mapping[str, Any], ToolCall]]:
+    return [(call, call_of(call)) for call in message.get("tool_calls", [])]
+
+
+class FunctionConversation:
+    """A conversation that a function leads, in the form of an environment: its one step runs the function."""
+
+    def __init__(self, function: Callable[..., Awaitable[Any]], settings: Mapping[str, Any]) -> None:
+        self._function = function
+        self._settings = settings
+        self._model: Model | None = None
+        self._sample: Sample | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._task: asyncio.Task[Any] | None = None
+        self._cancelled = False
+
+    def connect(self, url: str, key: str) -> None:
+        """Take the model's address and key."""
+        self._model = Model(url, key)
+
+    def open(self, sample: Sample) -> None:
+        self._sample = sample
+
+    def step(self, reply: Reply) -> Step:
+        """Run the function in an event loop of its own, so that one that blocks stops no other."""
+        try:
+            return asyncio.run(self._lead())
+        except asyncio.CancelledError as error:
+            raise BadEnvironmentError("the conversation has ended") from error
+        finally:
+            _left.discard(id(self))
+
+    async def _lead(self) -> Step:
+        self._loop, self._task = asyncio.get_running_loop(), asyncio.current_task()
+        if self._cancelled:
+            raise asyncio.CancelledError
+        try:
+            value = await self._function(self._sample, self._model, **self._settings)
+        except ConversationOver:
+            return Step(done=True)
+        except Exception as error:
+            raise BadEnvironmentError(describe_error(error)) from error
+        reward, info = value if isinstance(value, tuple) and len(value) == 2 else (value, {})
+        if isinstance(reward, tuple) or (reward is None and info):
+            raise BadEnvironmentError(f"the function returned {value!r:.200}: return a reward, or reward and info")
+        return Step(None, 0.0 if reward is None else reward, True, info)
+
+    def cancel(self) -> None:
+        """End the function, if it hasn't."""
+        self._cancelled = True
+        if self._loop is None or self._task is None or self._loop.is_closed():
+            return
+        _left.add(id(self))
+        if len(_left) > MAX_STUCK:
+            _log.error("%d functions don't end with their conversations: this process ends", len(_left))
+            os._exit(1)
+        try:
+            self._loop.call_soon_threadsafe(self._task.cancel)
+        except RuntimeError:  # it has ended just now
+            _left.discard(id(self))
+
+
+def load_function(name: str, settings: Mapping[str, Any]) -> Callable[[], FunctionConversation]:
+    """Return a maker of conversations, having imported the function.
+
+    Raises BadEnvironmentError: there is none, it isn't async, or doesn't take these settings.
+    """
+    try:
+        function = import_own(name)
+    except ImportProblem as error:
+        raise BadEnvironmentError(f'function "{name}": {error}') from error
+    if not inspect.iscoroutinefunction(function):
+        raise BadEnvironmentError(
+            f'function "{name}" must be async: async def {name.rpartition(":")[2]}(sample, model)'
+        )
+    try:
+        inspect.signature(function).bind(None, None, **settings)
+    except TypeError as error:
+        raise BadEnvironmentError(
+            f'function "{name}" can\'t be called with (sample, model) and {dict(settings)}: {error}; it is '
+            f"{name.rpartition(':')[2]}{inspect.signature(function)}"
+        ) from error
+    return lambda: FunctionConversation(function, settings)
