@@ -197,6 +197,7 @@ class GenerateRequest(_message.Message):
     REQUEST_ID_FIELD_NUMBER: _builtins.int
     SESSION_ID_FIELD_NUMBER: _builtins.int
     BEGUN_TOKENS_FIELD_NUMBER: _builtins.int
+    REPORT_EVERY_FIELD_NUMBER: _builtins.int
     n: _builtins.int
     """Number of samples; at least 1. They share the prompt's prefill."""
     final_only: _builtins.bool
@@ -207,6 +208,10 @@ class GenerateRequest(_message.Message):
     """
     session_id: _builtins.str
     """Names the conversation that the request is a turn of, in traces; empty for none."""
+    report_every: _builtins.int
+    """Send a message when a sample has at least so many new tokens, or has ended; 0 for each new token. Rare messages cost
+    less, and a caller that loses the engine loses the tokens that weren't sent.
+    """
     @_builtins.property
     def prompt_tokens(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """The prompt's token ids; at least one."""
@@ -231,10 +236,11 @@ class GenerateRequest(_message.Message):
         request_id: _builtins.str = ...,
         session_id: _builtins.str = ...,
         begun_tokens: _abc.Iterable[_builtins.int] | None = ...,
+        report_every: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["begun_tokens", b"begun_tokens", "final_only", b"final_only", "n", b"n", "prompt_tokens", b"prompt_tokens", "request_id", b"request_id", "sampling", b"sampling", "session_id", b"session_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["begun_tokens", b"begun_tokens", "final_only", b"final_only", "n", b"n", "prompt_tokens", b"prompt_tokens", "report_every", b"report_every", "request_id", b"request_id", "sampling", b"sampling", "session_id", b"session_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -20,6 +20,8 @@ ENGINES_A_LOOK = 100.0
 """Engines that a second between two looks at the coordinator is for; the shortest time is a second."""
 WAIT_SECONDS = 0.2
 """Pause between two tries while no engine serves, and after a reply that ended with a pause of the engine."""
+REPORT_TOKENS = 64
+"""Number of tokens of a reply after which an engine sends them; at most so many are lost with it."""
 _AWAY = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
 
 
@@ -142,7 +144,12 @@ class RunEngines:
             if left <= 0:
                 raise OutOfTime
             request = GenerateRequest(
-                prompt_tokens=prompt, n=1, sampling=sampling, session_id=session.name, begun_tokens=reply.tokens
+                prompt_tokens=prompt,
+                n=1,
+                sampling=sampling,
+                session_id=session.name,
+                begun_tokens=reply.tokens,
+                report_every=REPORT_TOKENS,
             )
             try:
                 await self._ask(peer, request, left, reply)

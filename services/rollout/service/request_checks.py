@@ -30,6 +30,8 @@ def parse_generate(
             if not 0 <= token < vocabulary:
                 violations.add(f"{field}[{place}]", f"is {token}: the model's token ids are 0 to {vocabulary - 1}")
                 break  # a wrong tokenizer would give thousands
+    every = request.report_every
+    violations.check(every >= 0, "report_every", f"is {every}: it must be 0 (for each token) or positive")
     violations.check(1 <= request.n <= MAX_SAMPLES, "n", f"is {request.n}: it must be 1 to {MAX_SAMPLES}")
     new = asked.max_new_tokens
     if violations.check(new >= 1, "sampling.max_new_tokens", f"is {new}: it must be at least 1") and context:

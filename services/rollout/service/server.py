@@ -65,6 +65,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServicer):
         outputs = engine.generate(
             *(prompt, n, sampling),
             stream=not request.final_only,
+            report_every=max(1, request.report_every),
             begun={0: begun} if begun else {},
             request_id=running,
         )

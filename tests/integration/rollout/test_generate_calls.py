@@ -55,6 +55,8 @@ async def test_a_full_engine_says_when_to_ask_again_and_a_sample_goes_on_with_it
 
         tokens = [token for message in await generate() for token in message.tokens]
         assert len(tokens) == LENGTH
+        rare = await generate(report_every=LENGTH - 1)
+        assert [len(message.tokens) for message in rare] == [LENGTH - 1, 1]
         rest = await generate(begun_tokens=tokens[:5])
         assert [token for message in rest for token in message.tokens] == tokens[5:]
         (last,) = await generate(begun_tokens=tokens[:5], final_only=True)
@@ -68,5 +70,7 @@ async def test_a_full_engine_says_when_to_ask_again_and_a_sample_goes_on_with_it
         }
         with pytest.raises(grpc.aio.AioRpcError, match="begun_tokens: are given, but n is 2: it must be 1 with them"):
             await generate(n=2, begun_tokens=[1])
+        with pytest.raises(grpc.aio.AioRpcError, match="report_every: is -1: it must be 0"):
+            await generate(report_every=-1)
     await server.stop()
     await engine.stop()
