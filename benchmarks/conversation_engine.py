@@ -126,7 +126,7 @@ def make_config(folder: Path, options: argparse.Namespace) -> str:
 
 def change_plan(plan: StackPlan, gpus: int, share: float, routing: Path) -> None:
     """Have the agent replica send requests where a file says, and engines and trainer share GPUs."""
-    number = 0
+    number = 0  # the trainer has the first GPU, and the engines are on the others, if there are any
     for spec in plan.services:
         own = [sys.executable, "-m", "benchmarks.conversation_engine_parts"]
         if spec.role == AGENT:
@@ -134,7 +134,7 @@ def change_plan(plan: StackPlan, gpus: int, share: float, routing: Path) -> None
             spec.environment[ROUTING] = str(routing)
         elif spec.role in (ROLLOUT, TRAINER) and gpus:
             part = share if spec.role == ROLLOUT else 1.0
-            spec.command = [*own, "gpu", spec.name, str(number % gpus), str(part), spec.command[-1]]
+            spec.command = [*own, "gpu", spec.name, str(min(number, gpus - 1)), str(part), spec.command[-1]]
             number += 1
 
 

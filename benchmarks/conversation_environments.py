@@ -10,7 +10,7 @@ LETTERS = string.ascii_lowercase + " "
 
 
 class Talk(Environment):
-    """Answers each message with a text of random letters, after some time, until the conversation's last turn."""
+    """Answers each message but the last one with a text of random letters, after some time."""
 
     def __init__(self, turns: int, letters: int, seconds: float = 0.0) -> None:
         """Of a conversation: `turns` messages of the model, `letters` of an answer, `seconds` until it."""
@@ -25,5 +25,26 @@ class Talk(Environment):
     async def step(self, reply: Reply) -> Step:
         """Answer a message."""
         self._turn += 1
+        if self._turn == self._turns:
+            return Step(done=True)
         await asyncio.sleep(self._seconds)
-        return Step("".join(self._random.choices(LETTERS, k=self._letters)), done=self._turn >= self._turns)
+        return Step("".join(self._random.choices(LETTERS, k=self._letters)))
+
+
+class Search(Talk):
+    """The same as a tool, which the model calls."""
+
+    tools = (
+        {
+            "type": "function",
+            "function": {
+                "name": "search",
+                "description": "Searches a corpus.",
+                "parameters": {
+                    "type": "object",
+                    "properties": {"query": {"type": "string", "description": "words to look for"}},
+                    "required": ["query"],
+                },
+            },
+        },
+    )
