@@ -77,13 +77,14 @@ def make_learner(shape: str, ranks: int, settings: dict[str, object], keep: Path
     """
     config = TrainerConfig.model_validate({"dtype": "bfloat16", "ranks": ranks, **settings})
     place = tempfile.TemporaryDirectory() if keep is None else nullcontext(str(keep))
-    with place as folder, mock.patch.object(forward, "load_hf", _draw):
+    with place as folder, mock.patch.object(forward, "load_hf", draw):
         make_config(shape).save_pretrained(folder)
         return Learner(Path(folder), config, GRPOConfig(), steps=1000)
 
 
 @torch.no_grad()
-def _draw(model: torch.nn.Module, *_: object) -> None:
+def draw(model: torch.nn.Module, *_: object) -> None:
+    """Draw random weights, in place of reading a model's."""
     torch.manual_seed(0)
     for name, parameter in model.named_parameters():
         if "norm" in name:
