@@ -161,6 +161,12 @@ def test_a_colocated_run(tmp_path: Path, end: list[Workplace], facts: Callable[[
     parts = ("engine_awake_bytes", "engine_asleep_bytes", "trainer_awake_bytes", "trainer_asleep_bytes")
     gib = {name: steady[name] / 2**30 for name in parts}
     facts("step_seconds", steady["step_seconds"])
+    for line in lines:
+        assert 0 < line["mfu"] < 1, line
+        assert line["train_tflops_per_gpu"] > 0
+        assert line["tokens_per_second_per_gpu"] > 0
+    facts("mfu", steady["mfu"])
+    facts("train_tflops_per_gpu", steady["train_tflops_per_gpu"])
     for name in sorted(steady):
         if name.startswith("switch_"):
             facts(name.removeprefix("switch_"), steady[name])
