@@ -250,6 +250,26 @@ class RunConfig(Section):
         return self
 
     @model_validator(mode="after")
+    def _models_beside_the_trained_one_see(self) -> Self:
+        """Images reach only the models in the trainer's ranks."""
+        if not self.data.media_keys:
+            return self
+        services = [self.roles.frozen[role].section for role in self.frozen_roles("service")]
+        if self.algorithm.needs_critic and self.roles.critic.placement == "service":
+            services.append(self.roles.critic.section)
+        if services:
+            raise ValueError(
+                f'{services[0]}.placement is "service", but data.media_keys names a column with images, which only '
+                'models in the trainer\'s ranks see: set "trainer"'
+            )
+        if self.has_privileged_teacher:
+            raise ValueError(
+                f'roles.teacher.privileged_key is "{self.roles.teacher.privileged_key}", but data.media_keys names a '
+                "column with images, which prompts of the teacher's own can't have: remove one of them"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _reference_is_needed(self) -> Self:
         if self.roles.reference.placement == "service" and not self.algorithm.needs_reference:
             raise ValueError(

@@ -134,6 +134,8 @@ FAMILIES = {
     "phi3": _Family(),
 }
 """Families that the trainer knows (docs/models.md), by `model_type`."""
+SEEING = tuple(name for name, family in FAMILIES.items() if family.sees)
+"""Those that see images."""
 
 
 VISION_DEFAULTS: Config = {
@@ -176,12 +178,12 @@ def read_shape(folder: Path, setting: str = "model.path") -> ModelShape:
 
 def decoder_config(config: Config) -> Config:
     """Return the fields of a model's decoder, which for models that see are in `text_config`."""
-    return {**config, **config["text_config"], "model_type": config["model_type"]} if _sees(config) else config
+    return {**config, **config["text_config"], "model_type": config["model_type"]} if sees(config) else config
 
 
-def _sees(config: Config) -> bool:
-    family = FAMILIES.get(str(config.get("model_type")))
-    return family is not None and family.sees
+def sees(config: Config) -> bool:
+    """Return True if the trainer lets models of this kind see images."""
+    return config.get("model_type") in SEEING
 
 
 def _shape(config: Config) -> ModelShape:

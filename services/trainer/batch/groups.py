@@ -9,8 +9,10 @@ from numpy.typing import NDArray
 
 from relaxd.algorithms import Algorithm, sample_lengths
 from relaxd.algorithms.results import token_weights_of
-from relaxd.board import COLUMNS, CRITIC_STATE, REFERENCE_WEIGHTS, ROUTED_EXPERTS, TEACHER_PROMPT_TOKENS
+from relaxd.board import COLUMNS, CRITIC_STATE, PROMPT_MEDIA, REFERENCE_WEIGHTS, ROUTED_EXPERTS, TEACHER_PROMPT_TOKENS
+from relaxd.media import ImageTokens
 from services.trainer.batch.micro_batch import TrainSequence
+from services.trainer.batch.prompt_images import ImageReader, check_images
 
 
 class MalformedGroup(ValueError):
@@ -97,7 +99,9 @@ class TrainGroup:
         algorithm: Algorithm,
         temperature: float,
         version: int | None,
+        *,
         prompt: str = "prompt_tokens",
+        images: ImageReader | None = None,
     ) -> list[TrainSequence]:
         """Return sequences, ready for packing.
 
@@ -110,10 +114,12 @@ class TrainGroup:
             version: version of the weights that compute the log-probs to be compared with the engine's; None if they
                 are of no version. Log-probs of tokens of this version are comparable, unless the sequence spans a
                 weight update with a stale cache.
+            images: reads the images of prompts, for a model that sees them.
 
         Raises:
             AlgorithmError: the token weights aren't what they must be.
         """
+        seen = None if images is None else images.read(self.columns)
         columns, bounds = self.columns, bounds_of(self.lengths)
         weights = token_weights_of(algorithm, columns["loss_mask"], self.sample_lengths)
         routed = bounds_of(self.routed_tokens) if ROUTED_EXPERTS in packed else None
@@ -132,6 +138,7 @@ class TrainGroup:
                     logprobs_comparable=version is not None
                     and (columns["versions"][own] == version) & (columns["spans_weight_update"][index] == 0),
                     temperature=temperature,
+                    images=seen,
                     experts=None if routed is None else columns[ROUTED_EXPERTS][routed[index] : routed[index + 1]],
                 )
             )
@@ -149,6 +156,7 @@ def check_group(
     names: Collection[str],
     routing: RoutingShape | None = None,
     candidates: int | None = None,
+    images: ImageTokens | None = None,
 ) -> TrainGroup:
     """Validate a group's columns.
 
@@ -158,10 +166,11 @@ def check_group(
         names: the columns that the run's train stage needs.
         routing: what its routed experts must fit; None if they are known to fit, or there are none.
         candidates: what columns of candidates must have for each token; None: all as many.
+        images: the model's tokens for images, which the prompt's must fit; None if they are known to fit.
 
     Raises:
         MalformedGroup: a column is missing, has a wrong kind or size, or is NaN or infinite at a trained token; or its
-            sequences don't fit the samples or the prompt, or its routed experts the model.
+            sequences don't fit the samples or the prompt, its images the prompt, or its routed experts the model.
     """
     for name in names:
         if name not in columns:
@@ -202,6 +211,11 @@ def check_group(
         )
     if CRITIC_STATE in names:
         _check_critic_state(columns[CRITIC_STATE])
+    if PROMPT_MEDIA in names:
+        try:
+            check_images(columns, images)
+        except ValueError as error:
+            raise MalformedGroup(str(error)) from error
     if not isinstance(weights := columns.get(REFERENCE_WEIGHTS, ""), str):
         raise MalformedGroup(f"{REFERENCE_WEIGHTS} is {weights!r}: it must be the name of the reference's weights")
     masked = columns["loss_mask"] != 0

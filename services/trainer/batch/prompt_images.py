@@ -1,14 +1,19 @@
 """Images of prompts: in sequences and in packed micro-batches."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Self
+from typing import Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
-from relaxd.media import Grid, ImageTokens, lay_out
+from relaxd.board import MEDIA_CONTENTS, PROMPT_MEDIA
+from relaxd.media import Grid, ImageTokens, MediaCache, lay_out
+from relaxd.media.prompt_media import contents_of, grids_of, hashes_of
 from services.trainer.megatron.rank_messages import message
+
+KEPT_BYTES = 1 << 30
+"""Most bytes of decoded images that a rank keeps: a step's passes take the same ones several times."""
 
 
 @message
@@ -56,6 +61,66 @@ class PromptImages:
         """Return the positions of a sequence that begins with the prompt, float32 [3, tokens]."""
         rest = np.float32(self.next_position) + np.arange(tokens - self.positions.shape[1], dtype=np.float32)
         return np.concatenate((self.positions, np.tile(rest, (3, 1))), axis=1)
+
+
+class ImageReader:
+    """The images of groups, decoded. Those that were read last are kept. For one thread."""
+
+    def __init__(self, tokens: ImageTokens) -> None:
+        """Make a reader for a model with these tokens for images."""
+        self._tokens = tokens
+        self._contents: Mapping[str, bytes] = {}
+        """Those of the group that is read."""
+        self._cache = MediaCache(lambda hashes: self._contents, KEPT_BYTES)
+
+    def read(self, columns: Mapping[str, Any]) -> PromptImages | None:
+        """Return the images of a group's prompt; None if it has none.
+
+        Args:
+            columns: the group's, checked by `check_images`.
+        """
+        if not (records := columns.get(PROMPT_MEDIA)):
+            return None
+        self._contents = contents_of(records, columns[MEDIA_CONTENTS])
+        pixels = self._cache.load(hashes_of(records))
+        self._contents = {}
+        images = [
+            Image(sha256, grid, pixels[sha256])
+            for sha256, grid in zip(hashes_of(records), grids_of(records), strict=True)
+        ]
+        return PromptImages.of(columns["prompt_tokens"], images, self._tokens)
+
+
+def check_images(columns: Mapping[str, Any], tokens: ImageTokens | None) -> None:
+    """Check the columns of a group whose prompt may have images.
+
+    Args:
+        columns: the group's.
+        tokens: the model's tokens for images, to compare the prompt's with; None: they aren't compared.
+
+    Raises:
+        ValueError: they are malformed, don't fit the prompt, or a sequence has a prompt of its own beside them.
+    """
+    records, contents = columns[PROMPT_MEDIA], columns[MEDIA_CONTENTS]
+    if not isinstance(contents, np.ndarray) or contents.dtype != np.uint8 or contents.ndim != 1:
+        raise ValueError(f"{MEDIA_CONTENTS} must be an array [bytes] of uint8")
+    try:
+        grids = grids_of(records)
+        known = set(contents_of(records, contents))
+        if lacking := next((name for name in hashes_of(records) if name not in known), ""):
+            raise ValueError(f"{MEDIA_CONTENTS} has no image {lacking}")
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"{PROMPT_MEDIA} is malformed: {error!r}") from error
+    if not records:
+        return
+    if not columns["shares_prompt"].all():
+        index = int(np.flatnonzero(columns["shares_prompt"] == 0)[0])
+        raise ValueError(
+            f"sequence {index} begins with a prompt of its own, but the group's prompt has images: relaxd trains only "
+            "on answers that continue it"
+        )
+    if tokens is not None:
+        lay_out(columns["prompt_tokens"], grids, tokens)
 
 
 @message

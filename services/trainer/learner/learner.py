@@ -42,6 +42,7 @@ from relaxd.algorithms import create
 from relaxd.algorithms.base import WithCritic
 from relaxd.algorithms.results import unexplained
 from relaxd.config import AlgorithmConfig, CriticConfig, RunConfig, TrainerConfig
+from relaxd.media import ImageTokens
 from relaxd.models.folders import models_in_trainer, resolve_model
 from relaxd.models.shape import ModelShape, read_shape
 from relaxd.roles import REFERENCE
@@ -60,6 +61,7 @@ from services.trainer.learner.snapshots.checkpoint_copies import HostCopies
 from services.trainer.learner.snapshots.other_state import reset_moments
 from services.trainer.learner.snapshots.snapshot import Kept, Snapshot, Stateful, TrainedModel, load_snapshot, prepare
 from services.trainer.learner.update import PendingUpdate, UpdateStats, update_weights
+from services.trainer.model.architecture import ModelError
 from services.trainer.model.hf_weights import (
     HFTensorSpec,
     exported_parameters,
@@ -93,8 +95,12 @@ class Learner:
 
     @classmethod
     def of_run(cls, config: RunConfig, report: Callable[[str], None] | None = None) -> "Learner":
-        """Load what a run trains; see `__init__`."""
-        return cls(
+        """Load what a run trains; see `__init__`.
+
+        Raises:
+            ModelError: also if prompts have images, and one of the models sees none.
+        """
+        learner = cls(
             resolve_model(config.model.path),
             config.trainer,
             config.algorithm,
@@ -105,6 +111,13 @@ class Learner:
             critic=config.roles.critic,
             report=report,
         )
+        for forward in (learner._forward, *(model.forward for model in learner._frozen)):
+            if config.data.media_keys and forward.vision is None:
+                raise ModelError(
+                    f"data.media_keys names a column with images, but {forward.folder} has a model of type "
+                    f"{forward.architecture.model_type!r}, which the trainer doesn't let see"
+                )
+        return learner
 
     def __init__(
         self,
@@ -201,6 +214,11 @@ class Learner:
         if experts is None or self._config.routing_replay == "none":
             return None
         return RoutingShape(self._architecture.layers, experts.per_token, experts.count)
+
+    @property
+    def image_tokens(self) -> ImageTokens | None:
+        """The model's tokens for images; None if it sees none."""
+        return None if self._forward.vision is None else self._forward.vision.tokens
 
     @property
     def vocab_sizes(self) -> dict[str, int]:

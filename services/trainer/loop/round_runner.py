@@ -29,6 +29,7 @@ from relaxd.config import RunConfig
 from relaxd.roles import TEACHER
 from services.trainer.batch.groups import TrainGroup, check_group
 from services.trainer.batch.micro_batch import PackedMicroBatch, TrainSequence, empty_micro_batch, pack
+from services.trainer.batch.prompt_images import ImageReader
 from services.trainer.batch.step_file import StepFile, StepFileError
 from services.trainer.batch.step_plan import MicroBatchRound, MicroBatchSlices
 from services.trainer.learner.frozen_model import COLUMNS_OF, model_of
@@ -73,6 +74,7 @@ class RoundRunner:
         self._learner = learner
         self._algorithm = create(config.algorithm)
         self._temperature = config.rollout.temperature
+        self._images = None if learner.image_tokens is None else ImageReader(learner.image_tokens)
         self._columns = stages_for(config)[-1].needs
         needs = self._algorithm.needs
         needed = dict.fromkeys((ROLLOUT_LOGPROBS, *needs.loss, ROUTED_EXPERTS))
@@ -295,7 +297,13 @@ class RoundRunner:
         for piece in micro_batch:
             if piece.group_id in groups:
                 yield from groups[piece.group_id].sequences(
-                    piece.sequences, columns, self._algorithm, self._temperature, version, prompt
+                    piece.sequences,
+                    columns,
+                    self._algorithm,
+                    self._temperature,
+                    version,
+                    prompt=prompt,
+                    images=self._images,
                 )
 
     def _missing(self, name: str, tokens: int) -> NDArray[Any]:

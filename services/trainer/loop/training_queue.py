@@ -16,6 +16,7 @@ from typing import Any
 
 from relaxd.board import REFERENCE_WEIGHTS, TRAIN, Board, BoardUnavailable, Delivery, DropReason
 from relaxd.board.worker import Drop
+from relaxd.media import ImageTokens
 from relaxd.roles import CRITIC, REFERENCE, ROLES
 from services.trainer.batch.groups import MalformedGroup, RoutingShape, TrainGroup, check_group
 from services.trainer.batch.step_membership import (
@@ -47,6 +48,7 @@ class TrainingQueue:
         lease_seconds: float,
         routing: RoutingShape | None = None,
         candidates: int | None = None,
+        images: ImageTokens | None = None,
         max_value_staleness: int | None = None,
         teacher_of: Callable[[Mapping[str, Any]], str] | None = None,
         refusal: Callable[[TrainGroup], Drop | None] = lambda group: None,
@@ -54,9 +56,10 @@ class TrainingQueue:
         """Take groups as `consumer`; drop groups with a sequence longer than `max_sequence_tokens`.
 
         `routing` is what their routed experts must fit, if the run has them, and `candidates` what columns of
-        candidates have for each token; `max_value_staleness` is that of a critic service, if the run has one;
-        `teacher_of` names the teacher of a group, if the trainer has teachers. Groups for which it raises ValueError
-        are dropped, and those for which `refusal` says why (`GroupRefusals`).
+        candidates have for each token; `images` are the model's tokens for images, if it sees any;
+        `max_value_staleness` is that of a critic service, if the run has one; `teacher_of` names the teacher of a
+        group, if the trainer has teachers. Groups for which it raises ValueError are dropped, and those for which
+        `refusal` says why (`GroupRefusals`).
         """
         self._board = board
         self._columns = board.needs(TRAIN)
@@ -64,7 +67,7 @@ class TrainingQueue:
         self._groups_per_step = groups_per_step
         self._max_staleness = max_staleness
         self._max_sequence_tokens = max_sequence_tokens
-        self._routing, self._candidates = routing, candidates
+        self._routing, self._candidates, self._images = routing, candidates, images
         self._max_value_staleness = max_value_staleness
         self._teacher_of = teacher_of
         self._refusal = refusal
@@ -95,7 +98,9 @@ class TrainingQueue:
             if columns is None:  # closed since it was taken
                 continue
             try:
-                group = check_group(delivery.group_id, columns, self._columns, self._routing, self._candidates)
+                group = check_group(
+                    delivery.group_id, columns, self._columns, self._routing, self._candidates, self._images
+                )
             except MalformedGroup as error:
                 logger.error("group %s is dropped: %s", delivery.group_id, error)
                 self._board.drop(delivery, reason=DropReason.MALFORMED, detail=str(error))

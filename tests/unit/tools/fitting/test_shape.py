@@ -9,7 +9,7 @@ import pytest
 import transformers
 
 from relaxd.models import DataError
-from relaxd.models.shape import FAMILIES, read_shape
+from relaxd.models.shape import FAMILIES, SEEING, read_shape
 from relaxd.tools.fitting import activations, host_and_disk, speed
 from services.trainer.batch import micro_batch_division, step_plan
 from services.trainer.learner import logprobs
@@ -28,10 +28,6 @@ TINY = {
     "num_key_value_heads": 2,
     "max_position_embeddings": 512,
 }
-
-
-SEEING = ("qwen3_vl",)
-"""Families with a vision tower."""
 
 
 def check(folder: Path) -> None:
