@@ -12,10 +12,14 @@ from transformers import Qwen3VLForConditionalGeneration
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 from relaxd.data.vision import read_vision
+from services.trainer.batch.micro_batch import pack
+from services.trainer.learner.learner import Learner
+from services.trainer.megatron.world import leave_layout
 from services.trainer.model.architecture import ModelError
 from services.trainer.model.policy_model import check_divisible
 from tests.integration.trainer.learner.image_worlds import Job, make_samples, run_job
-from tests.integration.trainer.trainer_worlds import run_world, trainer_config
+from tests.integration.trainer.trainer_worlds import Job as LearnerJob
+from tests.integration.trainer.trainer_worlds import make_learner, run_world, trainer_config
 from tests.kit.ports import free_port
 from tests.kit.vision import make_vision_model
 
@@ -102,6 +106,31 @@ def test_the_tower_is_frozen_by_default_and_written_as_it_was(
     assert same == {name for name in before if name.startswith("model.visual.")}
     assert not {name for name in found["trained"] if name.startswith("visual.")}
     Qwen3VLForConditionalGeneration.from_pretrained(tmp_path / "saved")
+
+
+def test_a_checkpoint_has_the_tower(models: Callable[..., Path], alone: None, tmp_path: Path) -> None:
+    """Trained in part: what is trained has main weights and moments, the rest weights."""
+    job = LearnerJob(models(), {"train_only": ["projection", "language"]}, {"old_logprobs": "current"})
+    rows = [pack(make_samples(read_vision(models())))]
+
+    def step(learner: Learner) -> tuple[float, float, int]:
+        learner.accumulate(rows)
+        stats = learner.finish(20.0)
+        return stats.loss, stats.grad_norm, learner.checksum()
+
+    learner = make_learner(job)
+    step(learner)
+    (tmp_path / "checkpoint").mkdir()
+    snapshot = learner.snapshot(tmp_path / "checkpoint")
+    snapshot.write()
+    learner.offload()
+    learner.onload()
+    expected = step(learner)
+    leave_layout()
+    learner = make_learner(job)
+    learner.restore(tmp_path / "checkpoint", 1, same_layout=True)
+    assert step(learner) == expected
+    leave_layout()
 
 
 @pytest.mark.parametrize(

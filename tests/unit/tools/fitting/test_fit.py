@@ -220,6 +220,29 @@ def test_moments_in_bfloat16_need_half_as_much(small: Path) -> None:
     assert not any(one.layout.offload for one in policy.layouts)
 
 
+def test_a_vision_tower_has_gradients_and_state_only_if_it_is_trained(small: Path, tmp_path: Path) -> None:
+    """That of Qwen3-VL 2B, on the first stage."""
+    text = json.loads((small / "config.json").read_text())
+    tower = {"depth": 24, "hidden_size": 1024, "intermediate_size": 4096, "out_hidden_size": 2048}
+    config = {"model_type": "qwen3_vl", "text_config": text, "vision_config": tower, "tie_word_embeddings": True}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    parameters = 405_000_000
+    blind, seeing, trained = (
+        [
+            one.bytes
+            for one in fit(make(folder, trainer={"ranks": 2, "pipeline_parallel": 2, "freeze": freeze}), H200).held
+            if one.role == "trainer"
+        ]
+        for folder, freeze in ((small, ["vision"]), (tmp_path, ["vision", "projection"]), (tmp_path, []))
+    )
+    assert seeing[0]["weights"] - blind[0]["weights"] == pytest.approx(2 * parameters, rel=0.01)
+    assert trained[0]["weights"] == seeing[0]["weights"]
+    for name, size in {"gradients": 4, "main weights": 4, "moments": 8}.items():
+        assert seeing[0][name] == blind[0][name]
+        assert trained[0][name] - seeing[0][name] == pytest.approx(size * parameters, rel=0.01)
+    assert blind[1] == seeing[1] == trained[1]
+
+
 def test_moments_in_float8_need_three_bytes_and_their_scales(small: Path) -> None:
     held, saved = [], []
     for moments in ("float32", "bfloat16", "float8"):
