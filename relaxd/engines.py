@@ -46,6 +46,8 @@ class EngineCapabilities:
     """
     gives_likeliest: bool = False
     """True if it says which tokens it finds likeliest, beside those of an answer."""
+    sees_images: bool = False
+    """True if it takes prompts with images."""
     takes_candidates: bool = False
     """True if it gives log-probs of other tokens in each place of an answer, as a teacher."""
 
@@ -69,6 +71,7 @@ ENGINES: dict[str, EngineCapabilities] = {
             sleeps=True,
             pauses=("in_place", "abort", "drain"),
             gives_likeliest=True,
+            sees_images=True,
         ),
         EngineCapabilities(
             name="sglang",

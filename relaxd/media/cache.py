@@ -41,7 +41,7 @@ class MediaCache:
             for name in missing:
                 if name not in fetched:
                     raise MediaError(f"image {name} isn't there any more")
-                found[name] = _decoded(fetched[name])
+                found[name] = decode_png(fetched[name])
         for name in wanted:
             self._keep(name, found[name])
         return found
@@ -56,7 +56,8 @@ class MediaCache:
             self._bytes -= old.nbytes
 
 
-def _decoded(png: bytes) -> np.ndarray:
+def decode_png(png: bytes) -> np.ndarray:
+    """Return the pixels of a normal image, uint8 [height, width, 3], read-only. Raises OSError: it is broken."""
     from PIL import Image
 
     pixels = np.array(Image.open(io.BytesIO(png)))

@@ -3,6 +3,7 @@
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,7 @@ from relaxd.media.images import NormalImage
 from relaxd.media.layout import Grid
 from relaxd.media.placeholders import IMAGE
 from relaxd.media.sources import MediaError
+from relaxd.v1 import rollout_pb2
 
 MediaRecord = Mapping[str, Any]
 """One of prompt_media: {"kind": "image", "sha256": ..., "grid": [1, rows, columns], "bytes": ...}."""
@@ -50,3 +52,51 @@ def contents_of(records: Sequence[MediaRecord], contents: np.ndarray) -> dict[st
             found[record["sha256"]] = contents[start : start + record["bytes"]].tobytes()
             start += record["bytes"]
     return found
+
+
+@dataclass(frozen=True)
+class PromptMedia:
+    """A prompt's media as requests carry them; false if there are none."""
+
+    records: tuple[MediaRecord, ...] = ()
+    """As the column prompt_media."""
+    contents: bytes = b""
+    """As the column media_contents."""
+
+    def __bool__(self) -> bool:
+        return bool(self.records)
+
+    @classmethod
+    def of(cls, images: Sequence[NormalImage]) -> "PromptMedia":
+        """Return those of normal images."""
+        records, contents = to_columns(images)
+        return cls(tuple(records), contents.tobytes())
+
+    @classmethod
+    def of_columns(cls, columns: Mapping[str, Any]) -> "PromptMedia":
+        """Return those of a group's columns, which has none in runs without images."""
+        contents = columns.get("media_contents")
+        return cls(tuple(columns.get("prompt_media") or ()), contents.tobytes() if contents is not None else b"")
+
+    @classmethod
+    def from_proto(cls, message: rollout_pb2.GenerateRequest) -> "PromptMedia":
+        """Return those of a request."""
+        return cls(
+            tuple(
+                {"kind": one.kind, "sha256": one.sha256, "grid": list(one.grid), "bytes": one.bytes}
+                for one in message.media
+            ),
+            message.media_contents,
+        )
+
+    def to_proto(self) -> list[rollout_pb2.PromptMedia]:
+        """Return the messages of the records."""
+        return [rollout_pb2.PromptMedia(**record) for record in self.records]
+
+    @property
+    def array(self) -> np.ndarray:
+        """The contents as uint8 [bytes]."""
+        return np.frombuffer(self.contents, np.uint8)
+
+
+NO_MEDIA = PromptMedia()

@@ -198,6 +198,8 @@ class GenerateRequest(_message.Message):
     SESSION_ID_FIELD_NUMBER: _builtins.int
     BEGUN_TOKENS_FIELD_NUMBER: _builtins.int
     REPORT_EVERY_FIELD_NUMBER: _builtins.int
+    MEDIA_FIELD_NUMBER: _builtins.int
+    MEDIA_CONTENTS_FIELD_NUMBER: _builtins.int
     n: _builtins.int
     """Number of samples; at least 1. They share the prompt's prefill."""
     final_only: _builtins.bool
@@ -212,6 +214,8 @@ class GenerateRequest(_message.Message):
     """Send a message when a sample has at least so many new tokens, or has ended; 0 for each new token. Rare messages cost
     less, and a caller that loses the engine loses the tokens that weren't sent.
     """
+    media_contents: _builtins.bytes
+    """Their bytes in the normal form (PNG), one after the other."""
     @_builtins.property
     def prompt_tokens(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """The prompt's token ids; at least one."""
@@ -226,6 +230,10 @@ class GenerateRequest(_message.Message):
         towards its length and its stop conditions, its text has theirs, and they aren't sent again.
         """
 
+    @_builtins.property
+    def media(self) -> _containers.RepeatedCompositeFieldContainer[Global___PromptMedia]:
+        """The prompt's images in their order, whose tokens prompt_tokens has. An engine that sees none refuses them."""
+
     def __init__(
         self,
         *,
@@ -237,14 +245,52 @@ class GenerateRequest(_message.Message):
         session_id: _builtins.str = ...,
         begun_tokens: _abc.Iterable[_builtins.int] | None = ...,
         report_every: _builtins.int = ...,
+        media: _abc.Iterable[Global___PromptMedia] | None = ...,
+        media_contents: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["begun_tokens", b"begun_tokens", "final_only", b"final_only", "n", b"n", "prompt_tokens", b"prompt_tokens", "report_every", b"report_every", "request_id", b"request_id", "sampling", b"sampling", "session_id", b"session_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["begun_tokens", b"begun_tokens", "final_only", b"final_only", "media", b"media", "media_contents", b"media_contents", "n", b"n", "prompt_tokens", b"prompt_tokens", "report_every", b"report_every", "request_id", b"request_id", "sampling", b"sampling", "session_id", b"session_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___GenerateRequest: _TypeAlias = GenerateRequest  # noqa: Y015
+
+@_typing.final
+class PromptMedia(_message.Message):
+    """One of a prompt's media."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    KIND_FIELD_NUMBER: _builtins.int
+    SHA256_FIELD_NUMBER: _builtins.int
+    GRID_FIELD_NUMBER: _builtins.int
+    BYTES_FIELD_NUMBER: _builtins.int
+    kind: _builtins.str
+    """"image"."""
+    sha256: _builtins.str
+    """Hexadecimal digits of its hash."""
+    bytes: _builtins.int
+    """Number of bytes of media_contents that are its own; 0 for one that came before in the same prompt."""
+    @_builtins.property
+    def grid(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Patches in time (1), rows and columns."""
+
+    def __init__(
+        self,
+        *,
+        kind: _builtins.str = ...,
+        sha256: _builtins.str = ...,
+        grid: _abc.Iterable[_builtins.int] | None = ...,
+        bytes: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes", b"bytes", "grid", b"grid", "kind", b"kind", "sha256", b"sha256"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PromptMedia: _TypeAlias = PromptMedia  # noqa: Y015
 
 @_typing.final
 class CancelRequest(_message.Message):

@@ -17,16 +17,18 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Self
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import AutoTokenizer, PreTrainedModel
 
 from relaxd.board import STAGES, Column
 from relaxd.config import RunConfig
+from relaxd.data.vision import VisionModel
 from relaxd.models import DataError
 from relaxd.models.folders import resolve_model
 from relaxd.seeds import seed_of
 from services.rollout.engines.model_folder import read_model_folder
 from services.rollout.engines.request_types import Output, Request, Sampling, Version
 from services.rollout.engines.transformers.transformers_engine import TransformersEngine
+from services.rollout.engines.transformers.vision import load_model
 from services.rollout.service.answers import Answers
 from services.rollout.service.request_checks import run_sampling
 
@@ -45,6 +47,7 @@ class OfflineEngine:
         *,
         max_running_samples: int = 64,
         threads: int = 0,
+        vision: VisionModel | None = None,
     ) -> None:
         """Start it; the parameters are those of TransformersEngine."""
         self._reported: queue.Queue[tuple[str, Output | str]] = queue.Queue()
@@ -56,6 +59,7 @@ class OfflineEngine:
             on_output=self._report,
             on_failure=lambda name, reason: self._reported.put((name, str(reason))),
             threads=threads,
+            vision=vision,
         )
 
     def __enter__(self) -> Self:
@@ -117,12 +121,14 @@ def answer_requests(
         raise RuntimeError("torch finds no GPU here (CUDA_VISIBLE_DEVICES, or a build of torch for CPUs)")
     place = ("cuda" if has_gpu else "cpu") if device == "auto" else device
     folder = resolve_model(config.model.path)
+    model, vision = load_model(folder, getattr(torch, config.rollout.dtype))
     with OfflineEngine(
-        AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, config.rollout.dtype)).to(place).eval(),
+        model.to(place),
         AutoTokenizer.from_pretrained(folder).decode,
         read_model_folder(folder).end_ids,
         max_running_samples=config.rollout.max_running_samples,
         threads=config.rollout.threads,
+        vision=vision,
     ) as engine:
         engine.load(term=1, version=0)
         yield from engine.answers(requests)

@@ -7,10 +7,19 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from relaxd.config import RunConfig
+from relaxd.media.prompt_media import NO_MEDIA, PromptMedia
 from relaxd.process.gpu_lease import GpuLease
 from relaxd.rpc.service_settings import ServiceSettings
 from relaxd.v1 import rollout_pb2
-from services.rollout.engines.request_types import MemoryPart, Output, PauseMode, Request, Sampling, Version
+from services.rollout.engines.request_types import (
+    EngineError,
+    MemoryPart,
+    Output,
+    PauseMode,
+    Request,
+    Sampling,
+    Version,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,6 +57,8 @@ class RolloutEngine(ABC):
     """The weights that it serves; None until the first commit."""
     quarantined: bool
     """True if a failed update left the model between two versions."""
+    sees_images: bool
+    """True if it takes prompts with images."""
     asleep: frozenset[MemoryPart]
     """The parts of its memory that it has freed."""
     gauges: dict[str, float]
@@ -57,6 +68,7 @@ class RolloutEngine(ABC):
     def __init__(self) -> None:
         self.weights = None
         self.quarantined = False
+        self.sees_images = False
         self.asleep = frozenset()
         self.gauges = {}
         self._numbers = itertools.count()
@@ -87,17 +99,21 @@ class RolloutEngine(ABC):
         begun: Mapping[int, tuple[int, ...]] | None = None,
         request_id: str | None = None,
         likeliest: int = 0,
+        media: PromptMedia = NO_MEDIA,
     ) -> AsyncIterator[Output]:
         """Yield the outputs of n samples until all have ended. Leaving the iteration early cancels the rest.
 
-        See Request for `stream`, `report_every`, `begun` and `likeliest`. `request_id` is for `abort`, and must not be
-        in use.
+        See Request for `stream`, `report_every`, `begun`, `likeliest` and `media`. `request_id` is for `abort`, and
+        must not be in use.
 
-        Raises RequestFailed, ChildExited when the engine exits, or ServerGone when the server is lost.
+        Raises EngineError: it sees no images; RequestFailed, ChildExited when the engine exits, or ServerGone when the
+        server is lost.
         """
+        if media and not self.sees_images:
+            raise EngineError("the prompt has images, but the engine sees none")
         request_id = request_id or f"request-{next(self._numbers)}"
         return self._generate(
-            Request(request_id, prompt_tokens, n, sampling, stream, report_every, begun or {}, likeliest)
+            Request(request_id, prompt_tokens, n, sampling, stream, report_every, begun or {}, likeliest, media)
         )
 
     @abstractmethod

@@ -8,6 +8,7 @@ from typing import cast
 
 import numpy as np
 
+from relaxd.media.prompt_media import PromptMedia
 from relaxd.rpc.message_parts import numbers, words
 from relaxd.v1 import engine_pb2, rollout_pb2, sample_pb2
 from services.rollout.engines.request_types import FinishReason, Output, Request, Sampling
@@ -114,6 +115,8 @@ def encode_request(request: Request) -> engine_pb2.EngineRequest:
             n=request.n,
             sampling=request.sampling.to_proto(),
             final_only=not request.stream,
+            media=request.media.to_proto(),
+            media_contents=request.media.contents,
         ),
         begun=[
             engine_pb2.BegunSample(sample=sample, tokens=np.array(tokens, dtype=np.int32).tobytes())
@@ -136,4 +139,5 @@ def decode_request(message: engine_pb2.EngineRequest) -> Request:
         report_every=message.report_every,
         begun={each.sample: tuple(np.frombuffer(each.tokens, dtype=np.int32).tolist()) for each in message.begun},
         likeliest=message.likeliest,
+        media=PromptMedia.from_proto(asked),
     )

@@ -6,6 +6,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from relaxd.media.prompt_media import NO_MEDIA, PromptMedia
 from relaxd.rpc.errors import Aborted, FailedPrecondition, InvalidArgument
 from relaxd.v1 import rollout_pb2, sample_pb2
 
@@ -107,6 +108,8 @@ class Request:
     conditions, and aren't reported. Other samples aren't generated. Empty: all n, from their beginning."""
     likeliest: int = 0
     """Number of likeliest tokens to report for each token's place; 0: none."""
+    media: PromptMedia = NO_MEDIA
+    """The prompt's images, whose tokens it has."""
 
     @property
     def samples(self) -> tuple[int, ...]:

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ from relaxd.algorithms import create
 from relaxd.board import STUDENT_CANDIDATES, Board, BoardUnavailable, Column, Delivery, Drop, DropReason
 from relaxd.board.worker import Result
 from relaxd.config import RunConfig
+from relaxd.media.prompt_media import PromptMedia
 from relaxd.seeds import seed_of
 from relaxd.waiting import waiting
 from services.rollout.engines.engine_interface import RolloutEngine
@@ -101,6 +103,17 @@ REPORTS_PER_SAVE = 8
 """Reports of a sample's tokens between two saves that rollout.partial.save_tokens allows."""
 
 
+@dataclass(frozen=True)
+class Asked:
+    """A group's prompt."""
+
+    prompt: tuple[int, ...]
+    media: PromptMedia
+    """Its images."""
+    sampling: Mapping[str, Any] | None
+    """Sampling parameters of its source that differ from the run's."""
+
+
 class GroupGenerator:
     """Generates the groups of one run with the service's current engine."""
 
@@ -154,7 +167,8 @@ class GroupGenerator:
         tokens = tuple(map(int, prompt))
         example = columns.get("prompt")  # only in runs whose sources have sampling parameters
         own = example.get("sampling") if isinstance(example, dict) else None
-        future = asyncio.run_coroutine_threadsafe(self._generate(delivery, tokens, own), self._loop)
+        asked = Asked(tokens, PromptMedia.of_columns(columns), own)
+        future = asyncio.run_coroutine_threadsafe(self._generate(delivery, asked), self._loop)
         self._running.add(future)
         future.add_done_callback(self._running.discard)
         return future
@@ -186,7 +200,7 @@ class GroupGenerator:
             if late:
                 await asyncio.wait(late, timeout=KEEP_SECONDS)
 
-    async def _generate(self, delivery: Delivery, prompt: tuple[int, ...], own: Mapping[str, Any] | None) -> Result:
+    async def _generate(self, delivery: Delivery, asked: Asked) -> Result:
         """Generate a group, unless it is cut off, which raises CancelledError."""
         task = asyncio.current_task()
         assert task is not None
@@ -195,17 +209,16 @@ class GroupGenerator:
         try:
             await kept.load()
             async with kept.saving():
-                return await self._answer(delivery, prompt, own, kept)
+                return await self._answer(delivery, asked, kept)
         except BoardUnavailable as error:
             raise asyncio.CancelledError from error  # not the group's fault: handed back, uncounted
         finally:
             self._tasks.discard(task)
             self._unfinished.pop(delivery.group_id, None)
 
-    async def _answer(
-        self, delivery: Delivery, prompt: tuple[int, ...], own: Mapping[str, Any] | None, kept: KeptAnswers
-    ) -> Result:
-        sampling = run_sampling(self._config.rollout, seed_of(self._config.run.seed, delivery.group_id), own)
+    async def _answer(self, delivery: Delivery, asked: Asked, kept: KeptAnswers) -> Result:
+        prompt = asked.prompt
+        sampling = run_sampling(self._config.rollout, seed_of(self._config.run.seed, delivery.group_id), asked.sampling)
         while not kept.answers.ended:
             if kept.answers.tokens:
                 await self._pause_over()
@@ -225,7 +238,7 @@ class GroupGenerator:
             if self._cut_off:
                 continue
             try:
-                await self._generate_samples(engine, delivery.group_id, prompt, sampling, kept.answers)
+                await self._generate_samples(engine, delivery.group_id, asked, sampling, kept.answers)
             except AnswerTooLarge as error:
                 logger.error("dropping group %s: %s", delivery.group_id, error)
                 return Drop(DropReason.TOO_LARGE)
@@ -241,7 +254,7 @@ class GroupGenerator:
                 await asyncio.sleep(PAUSE_POLL_SECONDS)
 
     async def _generate_samples(
-        self, engine: RolloutEngine, group_id: str, prompt: tuple[int, ...], sampling: Sampling, answers: Answers
+        self, engine: RolloutEngine, group_id: str, asked: Asked, sampling: Sampling, answers: Answers
     ) -> None:
         """Add what the engine generates to the answers, until all have ended or were cut off."""
         partial = self._partial
@@ -249,7 +262,7 @@ class GroupGenerator:
         self._unfinished[group_id] = answers.unfinished
         self._requests[request_id] = engine
         outputs = engine.generate(
-            prompt,
+            asked.prompt,
             self._config.rollout.samples_per_prompt,
             sampling,
             stream=partial.enabled,
@@ -257,6 +270,7 @@ class GroupGenerator:
             begun=answers.begun,
             request_id=request_id,
             likeliest=self._likeliest,
+            media=asked.media,
         )
         try:
             with self._occupancy.working():

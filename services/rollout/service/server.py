@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 from opentelemetry import trace
 
+from relaxd.media.prompt_media import PromptMedia
 from relaxd.replica.replica_server import SyncIds
 from relaxd.rpc.errors import AlreadyExists, FailedPrecondition, NotFound, ResourceExhausted, Unavailable, Violations
 from relaxd.rpc.message_parts import words
@@ -68,6 +69,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServicer):
             report_every=max(1, request.report_every),
             begun={0: begun} if begun else {},
             request_id=running,
+            media=PromptMedia.from_proto(request),
         )
         self._samples += n
         if asked:

@@ -8,8 +8,10 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from relaxd.media.prompt_media import NO_MEDIA, PromptMedia
 from services.rollout.engines.request_types import Output, Request, Sampling, Version
 from services.rollout.engines.transformers.transformers_engine import TransformersEngine
+from services.rollout.engines.transformers.vision import load_model
 
 
 class Answer:
@@ -38,7 +40,7 @@ class Harness:
     """Runs an engine; `tick` is a hook called with every report, in the engine's thread."""
 
     def __init__(self, folder: Path, *, max_running_samples: int = 64, serve: bool = True) -> None:
-        self.model = load(folder)
+        self.model, vision = load_model(folder, torch.float32)
         self.answers: dict[str, dict[int, Answer]] = defaultdict(lambda: defaultdict(Answer))
         self.failures: dict[str, str] = {}
         self.finish_order: list[str] = []
@@ -51,6 +53,7 @@ class Harness:
             max_running_samples=max_running_samples,
             on_output=self._on_output,
             on_failure=self._on_failure,
+            vision=vision,
         )
         if serve:
             self.set_weights(Version(1, 0))
@@ -76,10 +79,12 @@ class Harness:
         report_every: int = 1,
         begun: dict[int, tuple[int, ...]] | None = None,
         likeliest: int = 0,
+        media: PromptMedia = NO_MEDIA,
         **sampling: Any,
     ) -> None:
+        own = Sampling(**sampling)
         self.engine.submit(
-            Request(request_id, tuple(prompt), n, Sampling(**sampling), stream, report_every, begun or {}, likeliest)
+            Request(request_id, tuple(prompt), n, own, stream, report_every, begun or {}, likeliest, media)
         )
 
     def wait(self, request_id: str, n: int = 1) -> list[Answer]:

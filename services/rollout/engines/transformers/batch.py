@@ -12,6 +12,7 @@ from transformers.cache_utils import Cache, DynamicLayer
 
 from services.rollout.engines.request_types import FinishReason, Request
 from services.rollout.engines.transformers.sampling import sample_generator
+from services.rollout.engines.transformers.vision import SeenPrompt, embed
 
 _MIN_GROWTH = 64
 """Minimum number of tokens by which a buffer grows."""
@@ -111,6 +112,8 @@ class RunningSample:
     spans_weight_update: bool = False
     reported: int = 0
     """Number of new tokens that were reported."""
+    seen: SeenPrompt | None = None
+    """Its prompt's images, once it is its turn."""
 
     @classmethod
     def of(cls, request: Request, index: int, end_ids: frozenset[int]) -> "RunningSample":
@@ -131,6 +134,11 @@ class RunningSample:
     def prefix(self) -> tuple[int, ...]:
         """Tokens that it is generated from: the prompt, and those from before the request."""
         return (*self.request.prompt_tokens, *self.tokens[: self.begun])
+
+    @property
+    def offset(self) -> int:
+        """How much further on the positions of its tokens are than their places."""
+        return self.seen.offset if self.seen is not None else 0
 
     @property
     def forbidden(self) -> frozenset[int]:
@@ -176,7 +184,8 @@ class Batch:
         for row, prompt in enumerate(prompts):
             ids[row, paddings[row] :] = torch.tensor(prompt)
         cache = empty_cache()
-        logits = _forward(model, ids, cache, paddings)
+        seen = [group[0].seen for group in groups]
+        logits = _forward(model, ids, cache, paddings, [group[0].offset for group in groups], seen)
         rows = [row for row, group in enumerate(groups) for _ in group]
         take_rows(cache, rows)
         samples = [sample for group in groups for sample in group]
@@ -185,7 +194,7 @@ class Batch:
     def step(self, model: PreTrainedModel) -> torch.Tensor:
         """Feed each sample's last token. Returns the logits [samples, vocabulary] of the next one."""
         ids = torch.tensor([[sample.tokens[-1]] for sample in self.samples], dtype=torch.long)
-        return _forward(model, ids, self._cache, self._paddings)
+        return _forward(model, ids, self._cache, self._paddings, [sample.offset for sample in self.samples])
 
     def keep(self, rows: Sequence[int]) -> None:
         """Keep only these rows (at least one), and cut the left padding that none of them needs."""
@@ -206,22 +215,43 @@ class Batch:
         self.samples += other.samples
 
 
-def _forward(model: PreTrainedModel, ids: torch.Tensor, cache: Cache, paddings: list[int]) -> torch.Tensor:
-    """Append `ids` [rows, new] to the cache and return the logits [rows, vocabulary] after the last one."""
+def _forward(
+    model: PreTrainedModel,
+    ids: torch.Tensor,
+    cache: Cache,
+    paddings: list[int],
+    offsets: list[int],
+    seen: Sequence[SeenPrompt | None] = (),
+) -> torch.Tensor:
+    """Append `ids` [rows, new] to the cache and return the logits [rows, vocabulary] after the last one.
+
+    `offsets` are added to the positions of each row's tokens, but those of prompts with images (`seen`, of all rows,
+    when prompts are read) have positions of their own.
+    """
     start = cache.get_seq_length()
     columns = torch.arange(start + ids.shape[1])
     padding = torch.tensor(paddings)[:, None]
-    positions = (columns[None, start:] - padding).clamp(min=0)
+    positions = (columns[None, start:] - padding + torch.tensor(offsets)[:, None]).clamp(min=0)
     mask = (columns[None, :] >= padding).long() if any(paddings) else None
+    with_images = any(prompt is not None for prompt in seen)
+    if with_images or any(offsets):
+        positions = positions.repeat(3, 1, 1)  # by time, row and column
+    for row, prompt in enumerate(seen):
+        if prompt is not None:
+            begin, end = paddings[row], paddings[row] + len(prompt.layout.tokens)
+            positions[:, row, begin:end] = torch.from_numpy(prompt.layout.positions).long()
     device = model.device
+    arguments: dict[str, Any] = {
+        "attention_mask": None if mask is None else mask.to(device),
+        "position_ids": positions.to(device),
+        "past_key_values": cache,
+        "use_cache": True,
+    }
     with torch.inference_mode():
-        output = model(
-            input_ids=ids.to(device),
-            attention_mask=None if mask is None else mask.to(device),
-            position_ids=positions.to(device),
-            past_key_values=cache,
-            use_cache=True,
-            logits_to_keep=1,
-        )
-    logits: torch.Tensor = output.logits[:, -1]
+        if with_images:
+            language_model: Any = model.model.language_model
+            hidden = language_model(**embed(model, ids, seen, paddings), **arguments).last_hidden_state
+            logits: torch.Tensor = model.lm_head(hidden[:, -1])
+        else:
+            logits = model(input_ids=ids.to(device), logits_to_keep=1, **arguments).logits[:, -1]
     return logits

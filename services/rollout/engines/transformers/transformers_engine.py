@@ -16,6 +16,7 @@ from functools import partial
 import torch
 from transformers import PreTrainedModel
 
+from relaxd.data.vision import VisionModel
 from services.rollout.engines.generation_gate import GatedEngine
 from services.rollout.engines.request_types import (
     EngineError,
@@ -30,12 +31,16 @@ from services.rollout.engines.request_types import (
 )
 from services.rollout.engines.transformers.batch import Batch, RunningSample
 from services.rollout.engines.transformers.sampling import choose_tokens, likeliest_tokens
+from services.rollout.engines.transformers.vision import TOWER, see
 
 logger = logging.getLogger(__name__)
 
 
 class ParameterMemory:
-    """The memory of a model's parameters. Tied parameters stay tied."""
+    """The memory of a model's parameters. Tied parameters stay tied.
+
+    Those of a vision tower are kept, because a trainer that doesn't train it never sends them.
+    """
 
     def __init__(self, model: PreTrainedModel) -> None:
         self._model = model
@@ -50,7 +55,10 @@ class ParameterMemory:
         """Free the parameters' memory, with their values. The model is unusable until `restore`."""
         if self.released:
             return
+        towers = {id(parameter) for name, parameter in self._model.named_parameters() if name.startswith(TOWER)}
         for parameter in self._model.parameters():
+            if id(parameter) in towers:
+                continue
             self._shapes.append((parameter, parameter.shape))
             parameter.data = torch.empty(0, dtype=parameter.dtype)
         _trim()
@@ -89,8 +97,10 @@ class TransformersEngine(GatedEngine):
         on_failure: FailureHandler,
         threads: int = 0,
         keep_weights: bool = False,
+        vision: VisionModel | None = None,
     ) -> None:
-        """`decode` turns token ids into text; `end_ids` are the model's end tokens; `threads` 0 is torch's default.
+        """`decode` turns token ids into text; `end_ids` are the model's end tokens; `threads` 0 is torch's default;
+        `vision` are the model's rules for images, if it sees any.
 
         With `keep_weights` a sleep frees no parameters, because nobody would send them again.
         """
@@ -102,6 +112,7 @@ class TransformersEngine(GatedEngine):
         self._on_output = on_output
         self._on_failure = on_failure
         self._threads = threads
+        self._vision = vision
         self._memory = ParameterMemory(model)
         self._keep_weights = keep_weights
         self._waiting: deque[list[RunningSample]] = deque()
@@ -250,6 +261,9 @@ class TransformersEngine(GatedEngine):
         return groups
 
     def _start(self, groups: list[list[RunningSample]]) -> None:
+        groups = [group for group in groups if self._see(group)]
+        if not groups:
+            return
         batch, logits = Batch.prefill(self.model, groups)
         lengths = [len(group[0].prefix) for group in groups]
         self._tokens_prefilled += sum(lengths)
@@ -259,6 +273,19 @@ class TransformersEngine(GatedEngine):
             self._batch.extend(begun)
         else:
             self._batch = self._batch or begun
+
+    def _see(self, group: list[RunningSample]) -> bool:
+        """Make the images of a group's prompt ready. Returns False if its request failed, alone."""
+        try:
+            seen = see(group[0].request, self._vision)
+        except EngineError as error:
+            request_id = group[0].request.request_id
+            self.cancel(request_id)
+            self._on_failure(request_id, str(error))
+            return False
+        for sample in group:
+            sample.seen = seen
+        return True
 
     def _step(self) -> None:
         assert self._batch is not None

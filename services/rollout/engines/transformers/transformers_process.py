@@ -7,7 +7,7 @@ from typing import Any
 
 import psutil
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
 from relaxd.config import RolloutConfig
@@ -19,6 +19,7 @@ from services.rollout.engines.model_folder import read_model_folder
 from services.rollout.engines.request_types import BadManifest, EngineError, Version
 from services.rollout.engines.transformers.transformers_engine import TransformersEngine
 from services.rollout.engines.transformers.transformers_weights import WeightReceiver, check_manifest
+from services.rollout.engines.transformers.vision import load_model
 
 STAGING_MEMORY = 1.5
 """A broadcast is staged as a whole if this many times its size is free memory."""
@@ -36,7 +37,7 @@ class TransformersProcess(EngineProcess):
 
     def load(self, folder: str, config: RolloutConfig, colocate: bool) -> engine_pb2.LoadResponse:
         tokenizer = AutoTokenizer.from_pretrained(folder)
-        model = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, config.dtype)).eval()
+        model, vision = load_model(Path(folder), getattr(torch, config.dtype))
         self._engine = TransformersEngine(
             model,
             tokenizer.decode,
@@ -46,6 +47,7 @@ class TransformersProcess(EngineProcess):
             on_failure=self.outputs.fail,
             threads=config.threads,
             keep_weights=self.frozen,
+            vision=vision,
         )
         facts = model.config.get_text_config()
         context = getattr(facts, "max_position_embeddings", 0) or 0

@@ -11,6 +11,7 @@ from relaxd.weights.sent_buckets import checksum
 from relaxd.weights.weight_group import Transfer, WeightGroup
 from services.rollout.engines.request_types import Version
 from services.rollout.engines.transformers.transformers_engine import TransformersEngine
+from services.rollout.engines.transformers.vision import TOWER
 
 
 def named_parameters(model: PreTrainedModel) -> dict[str, torch.Tensor]:
@@ -36,7 +37,10 @@ def _expert_views(name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
 
 
 def check_manifest(model: PreTrainedModel, buckets: Sequence[TensorBucket]) -> None:
-    """Raise ManifestMismatch unless the buckets have every weight of the model and nothing else."""
+    """Raise ManifestMismatch unless the buckets have every weight of the model and nothing else.
+
+    A vision tower may be left out as a whole: a trainer that doesn't train it doesn't send it.
+    """
     parameters = named_parameters(model)
     received: set[int] = set()
     for bucket in buckets:
@@ -50,7 +54,7 @@ def check_manifest(model: PreTrainedModel, buckets: Sequence[TensorBucket]) -> N
                 )
             received.add(parameter.data_ptr())
     missing = [name for name, parameter in parameters.items() if parameter.data_ptr() not in received]
-    if missing:
+    if missing and missing != [name for name in parameters if name.startswith(TOWER)]:
         raise ManifestMismatch(f"{missing[0]}: the manifest does not have this tensor")
 
 
