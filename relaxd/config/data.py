@@ -208,7 +208,7 @@ class DataConfig(Section):
     tool is called while an answer is generated; the reward verl_tools calls them (docs/rewards.md)."""
     media_keys: dict[str, str] = Field(default_factory=dict)
     """Columns with the images of prompts, as { image = "images" }, which rows may lack: a list of items, or one. Each
-    <image> in a prompt's text stands for the next one. Runs refuse prompts with images so far (docs/media.md)."""
+    <image> in a prompt's text stands for the next one (docs/media.md)."""
     min_image_tokens: int = Field(default=0, ge=0)
     """Enlarge images to at least about this many tokens; 0 means the model's minimum."""
     max_image_tokens: int = Field(default=0, ge=0)

@@ -223,6 +223,23 @@ class RunConfig(Section):
         return self.roles.teacher.max_prompt_tokens or self.data.max_prompt_tokens
 
     @property
+    def images_problem(self) -> tuple[str, str] | None:
+        """The setting with which prompts can't have images, and why; None if they can."""
+        engine = self.rollout.engine
+        if not ENGINES[engine].sees_images:
+            able = list_engines("rollout", lambda one: one.sees_images)
+            return "rollout.engine", f'= "{engine}", which sees no images (data.media_keys): {able} does'
+        if self.agent.is_there:
+            return "data.media_keys", "is set, but conversations (agent) have no images so far: leave one of them out"
+        critic = ("critic",) if self.roles.critic.placement == "service" else ()
+        for role in (*self.frozen_roles("service"), *critic):
+            why = '= "service", which sees no images so far (data.media_keys): set "trainer"'
+            return f"roles.{role}.placement", why
+        if self.has_privileged_teacher:
+            return "roles.teacher.privileged_key", "is set, but prompts of a teacher's own have no images so far"
+        return None
+
+    @property
     def micro_batch_tokens(self) -> int:
         """Maximum tokens of the trainer's micro-batches: as set, or else so that they take the longest sample."""
         longest = max(self.data.max_prompt_tokens, self.teacher_prompt_tokens) + self.rollout.max_new_tokens

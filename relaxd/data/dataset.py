@@ -13,6 +13,7 @@ from relaxd.data.digest import digest_of
 from relaxd.data.duplicates import Chosen, FirstVisits, Seen, keys_of
 from relaxd.data.examples import Example, Message
 from relaxd.data.files.rows import Joined
+from relaxd.data.images_ahead import ImagesAhead
 from relaxd.data.prompt_checks import (
     CHECKED,
     FIRST_LOOK,
@@ -27,6 +28,7 @@ from relaxd.data.prompt_checks import (
 from relaxd.data.sources.evaluation_sets import read_set
 from relaxd.data.sources.run_sources import Share, Source, epoch_visits, mixture_weights, read_sources
 from relaxd.data.tokenizer import PromptTokenizer
+from relaxd.media.prompt_media import NO_MEDIA, PromptMedia, with_references
 from relaxd.models import DataError
 from relaxd.models.folders import resolve_model, routed_expert_bytes
 from relaxd.run_folder import COMPARED, HELD_OUT
@@ -90,6 +92,8 @@ class Prompt:
     """Tools that the chat template got."""
     teacher_tokens: np.ndarray | None = None
     """Token ids of the teacher's prompt, int32, if it has one of its own."""
+    media: PromptMedia = NO_MEDIA
+    """Its images, whose tokens it has."""
 
     def to_json(self) -> dict[str, Any]:
         """Return the board's `prompt` column."""
@@ -165,8 +169,9 @@ class PromptDataset:
     def prompt(self, index: int) -> Prompt:
         """Return the prompt at an index. Raises DataError: its row of a large file, not looked at before, is wrong."""
         example = self._example(index)
-        (tokens,) = self._tokenizer.encode([example])
-        messages = [] if isinstance(example.prompt, str) else example.prompt
+        images = self._images.take(index, example) if self._images is not None else []
+        tokens = self._tokenizer.encode_seen(example, images) if images else self._tokenizer.encode([example])[0]
+        messages = [] if isinstance(example.prompt, str) else with_references(example.prompt, images)
         (teachers,) = [None] if self._teacher is None else self._teacher.encode(self._tokenizer, [example])
         return Prompt(
             tokens=tokens,
@@ -178,7 +183,24 @@ class PromptDataset:
             sampling=example.sampling,
             tools=example.tools,
             teacher_tokens=teachers,
+            media=PromptMedia.of(images) if images else NO_MEDIA,
         )
+
+    def look_ahead(self, cursor: Cursor, count: int) -> None:
+        """Begin with the images of the prompts of the next places, which most visits go to."""
+        if self._images is None:
+            return
+        epoch, position = cursor.place
+        for index in self.order(epoch)[position : position + count].tolist():
+            try:
+                self._images.expect([(index, self._example(index))])
+            except DataError:  # it is told when its turn comes
+                continue
+
+    @cached_property
+    def _images(self) -> ImagesAhead | None:
+        """Images of prompts, if there are any."""
+        return None if self._tokenizer.vision is None else ImagesAhead(self._tokenizer.vision)
 
     def _example(self, index: int) -> Example:
         last = self._last  # read once: threads may share it
@@ -302,6 +324,8 @@ def load_data(config: RunConfig, *, first_look: bool = False) -> RunData:
     A `first_look` is for finding most mistakes soon, before another process loads the data: it checks fewer prompts,
     and leaves out what needs them all. Raises DataError, which names the setting and the line.
     """
+    if config.data.media_keys and (problem := config.images_problem):
+        raise DataError(*problem)
     most = FIRST_LOOK if first_look else None
     folder = resolve_model(config.model.path, weights=False)
     tokenizer = PromptTokenizer.of_run(config, folder)

@@ -2,7 +2,9 @@
 
 import hashlib
 import json
+import os
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 from relaxd.data.duplicates import Chosen
 from relaxd.data.examples import Example
@@ -47,6 +49,15 @@ def _contents(examples: Sequence[Example]) -> Iterator[bytes]:
 
 def _text(example: Example) -> bytes:
     """Return everything of a prompt. The order of entries matters where a chat template may write them."""
-    media = [[item.source for item in example.media]] if example.media else []
+    media = [[_source(item.source) for item in example.media]] if example.media else []
     seen = json.dumps([example.prompt, example.answer, example.tools, example.sampling, *media], default=str)
     return f"{seen}{json.dumps(example.metadata, sort_keys=True, default=str)}\n".encode()
+
+
+def _source(source: Any) -> Any:
+    """Return a media item as the data have it, and of a file also its size: contents would take too long to read."""
+    path = source.get("path") if isinstance(source, dict) and source.get("bytes") is None else source
+    try:
+        return [source, os.stat(path).st_size] if isinstance(path, str) else source
+    except (OSError, ValueError):  # no file: base64, or one that is missing, which is refused when its turn comes
+        return source

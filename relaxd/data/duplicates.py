@@ -17,6 +17,7 @@ import numpy as np
 from relaxd.data.examples import Example
 from relaxd.data.files.rows import OnDemand
 from relaxd.data.sources.prompt_columns import Examples
+from relaxd.media.sources import content_hash
 from relaxd.waiting import waiting
 
 logger = logging.getLogger(__name__)
@@ -53,14 +54,18 @@ class Repeats:
 
 
 def keys_of(examples: Sequence[Example]) -> Keys:
-    """Read all prompts and return their hashes. About 25 microseconds and 24 bytes for each."""
+    """Read all prompts and return their hashes. About 25 microseconds and 24 bytes for each.
+
+    The contents of images count, so their files are read, too.
+    """
     keys = np.empty((3, len(examples)), np.uint64)
     scanned: Iterable[Example | None] = examples.scan() if isinstance(examples, Examples) else examples
     for number, example in enumerate(scanned):
         if example is None:
             keys[:, number] = _hash(f"\0wrong {number} of {id(examples)}")
             continue
-        keys[0, number], keys[1, number] = _hash(_text(example)), key_of(example)
+        text = _text(example)
+        keys[0, number], keys[1, number] = _hash(text), _hash(normalised(text))
         keys[2, number] = _hash(example.answer)
     return Keys(*keys)
 
@@ -161,7 +166,7 @@ def _text(example: Example) -> str:
         parts.append(f"{message['role']}: {message['content']}")
         if rest := {name: value for name, value in message.items() if name not in ("role", "content")}:
             parts.append(json.dumps(rest, sort_keys=True))
-    parts += [f"{item.kind}: {item.source!r}" for item in example.media]
+    parts += [f"{item.kind}: {content_hash(item.source)}" for item in example.media]
     return "\n".join([*parts, json.dumps(example.tools, sort_keys=True)] if example.tools else parts)
 
 

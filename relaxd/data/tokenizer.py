@@ -13,6 +13,8 @@ from tokenizers import AddedToken, Tokenizer, models
 from relaxd.config import RunConfig
 from relaxd.data.examples import Example
 from relaxd.data.templating import load_chat_template
+from relaxd.data.vision import VisionModel, measure, read_vision
+from relaxd.media import Grid, MediaError, NormalImage, expand
 from relaxd.models import DataError
 
 LONG_TEXT = 20_000
@@ -22,10 +24,7 @@ NFC_GROWTH = 3
 SPLITS = {"ByteLevel", "Digits", "Punctuation", "Split"}
 """Steps before a tokenizer's model that add nothing to a text."""
 
-UNSEEN = (
-    "images can be prepared and looked at (relaxd data), but no engine or trainer of relaxd sees them yet, so they "
-    "can't be in a run"
-)
+UNSEEN = 'has images, but data.media_keys doesn\'t say so: set data.media_keys = {image = "images"}, or another column'
 
 
 @lru_cache(maxsize=4)
@@ -40,6 +39,9 @@ def _read(file: str, changed_ns: int, size: int) -> Tokenizer:
 class PromptTokenizer:
     """Templates and tokenises prompts for one model."""
 
+    vision: VisionModel | None = None
+    """The model's rules for images; None: prompts have none."""
+
     def __init__(
         self,
         folder: Path,
@@ -47,6 +49,7 @@ class PromptTokenizer:
         arguments: Mapping[str, Any] | None = None,
         *,
         continue_final: bool = True,
+        vision: VisionModel | None = None,
     ) -> None:
         """Load a model's tokenizer and chat template.
 
@@ -55,6 +58,7 @@ class PromptTokenizer:
             chat_template: a template, or the path of one, instead of the model's.
             arguments: variables for the template.
             continue_final: whether prompts may end in a message of the assistant, which the model continues.
+            vision: the model's rules for images, if prompts may have some.
 
         Raises:
             DataError: the tokenizer or the template is missing or invalid.
@@ -71,36 +75,42 @@ class PromptTokenizer:
         """The chat template; None: the model has none."""
         self._continue_final = continue_final
         self._growth = _growth(self._tokenizer)
+        self.vision = vision
 
     @classmethod
     def of_run(cls, config: RunConfig, folder: Path) -> "PromptTokenizer":
         """Load the tokenizer of a run whose model is in `folder`. Raises DataError."""
-        model = config.model
+        model, data = config.model, config.data
         return cls(
             folder,
             model.chat_template,
             model.chat_template_arguments,
-            continue_final=config.data.continue_final_message,
+            continue_final=data.continue_final_message,
+            vision=read_vision(folder, data.min_image_tokens, data.max_image_tokens) if data.media_keys else None,
         )
 
     def encode(self, examples: Sequence[Example]) -> list[np.ndarray]:
-        """Tokenise prompts: an int32 array [P] each.
+        """Tokenise prompts, those of their images included: an int32 array [P] each.
 
         Raises DataError if the template rejects a prompt, a conversation has no template, or a prompt has no tokens,
-        isn't valid Unicode or has images.
+        isn't valid Unicode, or has images that can't be used.
         """
-        _refuse_media(examples)
-        return self._encode(examples, [self.render(example) for example in examples])
+        return self._with_images(examples, self._encode(examples, [self.render(example) for example in examples]))
+
+    def encode_seen(self, example: Example, images: Sequence[NormalImage]) -> np.ndarray:
+        """Tokenise a prompt whose images are normalised already, as `encode`. Raises DataError."""
+        (tokens,) = self._encode([example], [self.render(example)])
+        return self._expanded(example, tokens, [image.size.grid for image in images])
 
     def longer(self, examples: Sequence[Example], limit: int) -> dict[int, int]:
         """Return the numbers of tokens of prompts that have more than `limit`, by index.
 
         It doesn't tokenise prompts of so few bytes that they can't have as many. Raises DataError, see `encode`.
         """
-        _refuse_media(examples)
         texts = [self.render(example) for example in examples]
-        doubtful = [index for index, text in enumerate(texts) if self._may_exceed(text, limit)]
-        encoded = self._encode([examples[index] for index in doubtful], [texts[index] for index in doubtful])
+        doubtful = [index for index, text in enumerate(texts) if examples[index].media or self._may_exceed(text, limit)]
+        chosen = [examples[index] for index in doubtful]
+        encoded = self._with_images(chosen, self._encode(chosen, [texts[index] for index in doubtful]))
         return {index: len(tokens) for index, tokens in zip(doubtful, encoded, strict=True) if len(tokens) > limit}
 
     def decode(self, tokens: Sequence[int], *, special: bool = False) -> str:
@@ -157,6 +167,26 @@ class PromptTokenizer:
                 raise DataError("data", f"{example.place} has no tokens")
         return [np.asarray(encoding.ids, dtype=np.int32) for encoding in encodings]
 
+    def _with_images(self, examples: Sequence[Example], encoded: Sequence[np.ndarray]) -> list[np.ndarray]:
+        """Return the tokens of prompts with those of their images, from what is tokenised of their texts."""
+        return [
+            self._expanded(example, tokens, [size.grid for size in measure(example, self._sight(example))])
+            if example.media
+            else tokens
+            for example, tokens in zip(examples, encoded, strict=True)
+        ]
+
+    def _sight(self, example: Example) -> VisionModel:
+        if self.vision is None:
+            raise DataError("data", f"{example.place} {UNSEEN}")
+        return self.vision
+
+    def _expanded(self, example: Example, tokens: np.ndarray, grids: Sequence[Grid]) -> np.ndarray:
+        try:
+            return expand(tokens, grids, self._sight(example).tokens)
+        except MediaError as error:
+            raise DataError("data", f"{example.place} {error}") from error
+
     def _may_exceed(self, text: str, limit: int) -> bool:
         """Return whether a text may have more tokens than the limit, as far as its bytes tell."""
         if self._growth is None or not text:
@@ -164,13 +194,6 @@ class PromptTokenizer:
         added = self._tokenizer.num_special_tokens_to_add(is_pair=False) if self.template is None else 0
         most = len(text) if text.isascii() else len(text.encode()) * self._growth
         return most + added > limit
-
-
-def _refuse_media(examples: Sequence[Example]) -> None:
-    """Raise DataError for a prompt with images, whose tokens alone would be another prompt."""
-    for example in examples:
-        if example.media:
-            raise DataError("data", f"{example.place} has images: {UNSEEN}")
 
 
 def _growth(tokenizer: Tokenizer) -> int | None:

@@ -1,6 +1,6 @@
 """Images of prompts for one model: its rules, read from its folder, and prompts with their images laid out."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -9,17 +9,12 @@ import numpy as np
 
 from relaxd.data.examples import Example
 from relaxd.data.special_tokens import read_object
-from relaxd.data.tokenizer import PromptTokenizer
 from relaxd.media import (
-    Grid,
     ImageRule,
     ImageSize,
     ImageTokens,
-    Layout,
     MediaError,
     NormalImage,
-    expand,
-    lay_out,
     measure_image,
     normalise_image,
     patches,
@@ -135,18 +130,6 @@ def measure(example: Example, vision: VisionModel) -> list[ImageSize]:
 def normalise(example: Example, vision: VisionModel) -> list[NormalImage]:
     """Return a prompt's images in their normal form. Raises DataError, which names the row and the item."""
     return _read_each(example, lambda source: normalise_image(source, vision.rule))
-
-
-def lay_out_prompt(example: Example, grids: Sequence[Grid], tokenizer: PromptTokenizer, vision: VisionModel) -> Layout:
-    """Return a prompt as the model sees it, from the sizes of its images.
-
-    Raises DataError: the chat template rejects it, or doesn't write one image token for each image.
-    """
-    short = tokenizer.encode_text(tokenizer.render(example))
-    try:
-        return lay_out(expand(short, grids, vision.tokens), grids, vision.tokens)
-    except MediaError as error:
-        raise DataError("data", f"{example.place} {error}") from error
 
 
 def _read_each(example: Example, read: Callable[[Any], Read]) -> list[Read]:

@@ -29,6 +29,24 @@ def to_columns(images: Sequence[NormalImage]) -> tuple[list[dict[str, Any]], np.
     return records, np.frombuffer(b"".join(stored.values()), np.uint8)
 
 
+def with_references(messages: Sequence[Mapping[str, Any]], images: Sequence[NormalImage]) -> list[dict[str, Any]]:
+    """Return messages whose parts say by hash which image is there, as rewards get them (relaxd/media/messages.py)."""
+    rest = iter(images)
+
+    def part(one: Mapping[str, Any]) -> dict[str, Any]:
+        if one["type"] != IMAGE:
+            return dict(one)
+        name = next(rest).sha256
+        return {"type": IMAGE, "uri": f"sha256:{name}", "media_type": "image/png", "sha256": name}
+
+    return [
+        {**message, "content": [part(one) for one in message["content"]]}
+        if images and isinstance(message["content"], list)
+        else dict(message)
+        for message in messages
+    ]
+
+
 def grids_of(records: Sequence[MediaRecord]) -> list[Grid]:
     """Return the patches of a prompt's images, for `lay_out`."""
     return [(int(time), int(rows), int(columns)) for time, rows, columns in (record["grid"] for record in records)]

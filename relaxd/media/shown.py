@@ -14,7 +14,7 @@ def shown_message(message: Mapping[str, Any]) -> dict[str, Any]:
     """Return a message of a conversation with the fields of ShownMessage in coordinator.proto."""
     content = message.get("content") or ""
     if not isinstance(content, str):
-        content = "\n".join(part.get("text") or f"({part.get('type', 'media')})" for part in content)
+        content = "\n".join(part.get("text") or f"<{part.get('type', 'media')}>" for part in content)
     calls = [
         f"{call['function']['name']} {json.dumps(call['function']['arguments'], ensure_ascii=False)}"
         for call in message.get("tool_calls", ())

@@ -2,6 +2,7 @@
 
 import base64
 import binascii
+import hashlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -49,6 +50,14 @@ def read_source(source: Any) -> bytes:
     if mark and kind == "file" and rest.startswith("//"):
         return _from_file(_path_of(source))
     return _from_text(source)
+
+
+def content_hash(source: Any) -> str:
+    """Return a hash of an item's content, whichever its form; of one that can't be read, whatever stands for it."""
+    try:
+        return hashlib.sha256(read_source(source)).hexdigest()
+    except MediaError:  # it is refused when its turn comes
+        return repr(source)
 
 
 def _from_text(text: str) -> bytes:

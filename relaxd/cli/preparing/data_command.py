@@ -27,7 +27,7 @@ from relaxd.data.prompt_checks import evenly_spread, read_some
 from relaxd.data.sources.evaluation_sets import read_set
 from relaxd.data.sources.run_sources import Share, Source, mixture_weights, read_sources
 from relaxd.data.tokenizer import PromptTokenizer
-from relaxd.data.vision import VisionModel, lay_out_prompt, measure, normalise, read_vision
+from relaxd.data.vision import normalise
 from relaxd.models import DataError
 from relaxd.models.folders import resolve_model
 from relaxd.run_folder import HELD_OUT
@@ -78,6 +78,9 @@ MOST_READ = 2000
 MOST_READ_WITH_IMAGES = 200
 """The same with data.media_keys: all that are read are held in memory, and files with images are opened."""
 
+MOST_COMPARED_WITH_IMAGES = 20_000
+"""Maximum number of prompts of a source with images among which repeats are counted, because all files are read."""
+
 
 def data(
     words: WordsArgument, prompts: Annotated[int, typer.Option(min=0, help="Prompts of each source to show.")] = 2
@@ -97,17 +100,16 @@ def data(
         of_sets = [(one.shown, keys_of(one.examples)) for one in sets if len(one.examples)]
         weights = mixture_weights(config.data, [len(source.examples) for source in sources])
         for source, weight in zip(sources, weights, strict=True):
-            _show(source, folder, tokenizer, config, prompts, console, evaluation=of_sets, weight=weight)
+            _show(source, tokenizer, config, prompts, console, evaluation=of_sets, weight=weight)
         for one in sets:
             if len(one.examples):
-                _show(one, folder, tokenizer, config, 0, console)
+                _show(one, tokenizer, config, 0, console)
     except DataError as error:
         raise ConfigError([Problem(error.field, error.message)]) from error
 
 
 def _show(
     source: Source,
-    folder: Path,
     tokenizer: PromptTokenizer,
     config: RunConfig,
     prompts: int,
@@ -121,8 +123,7 @@ def _show(
     places = evenly_spread(len(source.examples), most)
     examples = read_some(source, places)
     seen = [example for example in examples if example.media]
-    vision = read_vision(folder, config.data.min_image_tokens, config.data.max_image_tokens) if seen else None
-    lengths = _lengths(examples, tokenizer, vision)
+    lengths = np.array([len(tokens) for tokens in tokenizer.encode(examples)])
     limit = config.data.max_prompt_tokens
     too_long = int((lengths > limit).sum())
     read = "" if len(places) == len(source.examples) else f" of the {len(places)} that were read"
@@ -139,11 +140,14 @@ def _show(
         table.add_row("with tools", f"{sum(bool(example.tools) for example in examples)}{read}")
     if seen:
         images = sum(len(example.media) for example in seen)
-        table.add_row("with images", f"{len(seen)}{read}, {images} images (runs refuse them so far: docs/media.md)")
-    keys = keys_of(source.examples)
-    table.add_row("repeated", _repeated(repeats(keys)))
-    for name, others in evaluation:
-        table.add_row(f"in {name}", f"{overlap(keys, others):,}")
+        table.add_row("with images", f"{len(seen)}{read}, {images} images")
+    if seen and len(source.examples) > MOST_COMPARED_WITH_IMAGES:
+        table.add_row("repeated", f"not counted of more than {MOST_COMPARED_WITH_IMAGES:,} prompts with images")
+    else:
+        keys = keys_of(source.examples)
+        table.add_row("repeated", _repeated(repeats(keys)))
+        for name, others in evaluation:
+            table.add_row(f"in {name}", f"{overlap(keys, others):,}")
     kinds = _kinds(examples)
     for name in islice(kinds, MOST_KEYS):
         table.add_row(escape(f"metadata.{name}"), Text(kinds[name]))
@@ -153,26 +157,15 @@ def _show(
     for example in examples[:prompts]:
         console.print(Text(f"\n{example.place}, answer {example.answer!r}:", style="bold"))
         console.print(Text(tokenizer.render(example)), soft_wrap=True)
-        if vision is not None and example.media:
-            _show_images(example, tokenizer, vision, console)
+        if example.media:
+            _show_images(example, tokenizer, console)
     console.print()
 
 
-def _lengths(examples: Sequence[Example], tokenizer: PromptTokenizer, vision: VisionModel | None) -> np.ndarray:
-    """Return the numbers of tokens of prompts, those of their images included."""
-    texts = iter(tokenizer.encode([example for example in examples if not example.media]))
-
-    def tokens(example: Example) -> np.ndarray:
-        if vision is None or not example.media:
-            return next(texts)
-        return lay_out_prompt(example, [one.grid for one in measure(example, vision)], tokenizer, vision).tokens
-
-    return np.array([len(tokens(example)) for example in examples])
-
-
-def _show_images(example: Example, tokenizer: PromptTokenizer, vision: VisionModel, console: Console) -> None:
+def _show_images(example: Example, tokenizer: PromptTokenizer, console: Console) -> None:
     """Print what the model gets of a prompt's images, which are decoded for that."""
-    images = normalise(example, vision)
+    assert tokenizer.vision is not None  # or the prompt would have been refused
+    images = normalise(example, tokenizer.vision)
     table = Table(box=None, pad_edge=False)
     for name in ("image", "original", "normal", "tokens", "sha256"):
         table.add_column(name)
@@ -180,8 +173,7 @@ def _show_images(example: Example, tokenizer: PromptTokenizer, vision: VisionMod
         sizes = (f"{width} x {height}" for width, height in (image.size.original, image.size.normal))
         table.add_row(escape(item.place), *sizes, str(image.size.tokens), image.sha256[:12])
     console.print(table)
-    layout = lay_out_prompt(example, [image.size.grid for image in images], tokenizer, vision)
-    console.print(f"{len(layout.tokens)} tokens with images", highlight=False)
+    console.print(f"{len(tokenizer.encode_seen(example, images))} tokens with images", highlight=False)
 
 
 def _repeated(found: Repeats) -> str:

@@ -271,6 +271,8 @@ class _Evaluation:
             n=asked.samples_per_prompt,
             sampling=asked.sampling(prompt.index),
             final_only=True,
+            media=prompt.media.to_proto(),
+            media_contents=prompt.media.contents,
         )
         call = self._context.peers.rollout(engine.registration.address).Generate(request, timeout=LONG_CALL_SECONDS)
         finals = await self._read_all(asked, call, engine, self._context.config.eval.stall_seconds)

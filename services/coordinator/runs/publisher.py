@@ -8,6 +8,8 @@ from contextlib import ExitStack
 
 from relaxd import telemetry
 from relaxd.board import (
+    MEDIA_CONTENTS,
+    PROMPT_MEDIA,
     TEACHER_PROMPT_TOKENS,
     BoardUnavailable,
     Column,
@@ -159,6 +161,7 @@ class Publisher:
     def _next_visits(self, cursor: Cursor, number: int) -> list[Visited]:
         """Return the next prompts from a place in their sequence on."""
         visits = []
+        self._prompts.look_ahead(cursor, number + BATCH)
         for _ in range(number):
             visits.append(self._visits.next(cursor))
             cursor = self._prompts.after(visits[-1].cursor)
@@ -188,11 +191,14 @@ class Publisher:
         if prompt.teacher_tokens is not None:
             columns[TEACHER_PROMPT_TOKENS] = prompt.teacher_tokens
             tokens += len(prompt.teacher_tokens)
+        if self._context.config.data.media_keys:
+            columns[PROMPT_MEDIA] = list(prompt.media.records)
+            columns[MEDIA_CONTENTS] = prompt.media.array
         return NewGroup(
             group_id=group_id,
             columns=columns,
             trace=self._trace(spans, group_id),
-            worst_bytes=self._worst_bytes(tokens),
+            worst_bytes=self._worst_bytes(tokens) + len(prompt.media.contents),
             facts=_facts(visit),
         )
 

@@ -72,7 +72,7 @@ def test_long_messages_are_cut_and_media_are_named() -> None:
     content = [{"type": "text", "text": "x" * 20_000}, {"type": "image"}]
     found = shown_message({"role": "user", "content": content})
     assert len(found["content"]) < 10_100
-    assert found["content"].endswith("x\n(image)")
+    assert found["content"].endswith("x\n<image>")
     call = {"type": "function", "function": {"name": "add", "arguments": {"a": "ü"}}}
     found = shown_message({"role": "assistant", "content": None, "tool_calls": [call]})
     assert found == {"role": "assistant", "content": "", "tool_calls": ['add {"a": "ü"}']}

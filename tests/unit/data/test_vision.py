@@ -1,5 +1,6 @@
-"""Prompts with images: what `relaxd data` shows of them, and that runs refuse them."""
+"""Prompts with images: `relaxd data`, what runs publish of them, and what they refuse."""
 
+import base64
 import json
 from pathlib import Path
 from typing import Any
@@ -7,11 +8,15 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from relaxd.board import stages_for
 from relaxd.cli.main import app
-from relaxd.cli.preparing.config_command import check
 from relaxd.config.load_toml import ConfigError, load_file
-from relaxd.data.dataset import load_data
-from relaxd.data.vision import read_vision
+from relaxd.data import images_ahead
+from relaxd.data.dataset import Cursor, load_data
+from relaxd.data.examples import Example
+from relaxd.data.vision import VisionModel, normalise, read_vision
+from relaxd.media import NormalImage, normalise_image
+from relaxd.media.prompt_media import PromptMedia
 from relaxd.models import DataError
 from tests.kit.vision import PROCESSOR, encoded, picture, write_vision_model
 
@@ -50,7 +55,7 @@ def shown(*words: str) -> list[str]:
 def test_images_of_prompts_are_shown_with_sizes_and_tokens() -> None:
     lines = shown()
     assert "tokens shortest 21, median 54, 95 % 84, longest 87" in lines  # 19 + 4 of text, 4 marks, 6 + 54
-    assert "with images 1, 2 images (runs refuse them so far: docs/media.md)" in lines
+    assert "with images 1, 2 images" in lines
     assert any(line.startswith('"images"[0] 100 x 60 96 x 64 6 ') for line in lines), lines
     assert any(line.startswith('"images"[1] 640 x 480 288 x 192 54 ') for line in lines), lines
     assert "87 tokens with images" in lines
@@ -88,15 +93,82 @@ def test_pixels_are_looked_at_only_of_prompts_that_are_shown() -> None:
         CliRunner().invoke(app, ["data", "run.toml"], catch_exceptions=False)
 
 
-def test_runs_and_config_check_refuse_images() -> None:
+def test_prompts_of_runs_have_the_tokens_of_their_images_and_name_them_by_hash() -> None:
+    config = load_file(Path("run.toml"), ["--data.shuffle=false"])
+    data = load_data(config)
+    vision = read_vision(Path("model"))
+    images = [normalise_image(name, vision.rule) for name in ("a.png", "b.jpg")]
+    seen, text = data.train.prompt(0), data.train.prompt(1)
+    assert len(seen.tokens) == 87
+    assert (seen.tokens == vision.tokens.token).sum() == 6 + 54
+    assert seen.media == PromptMedia.of(images)
+    assert seen.text == "<image>or <image>?"
+    parts = seen.to_json()["messages"][0]["content"]
+    assert [part["type"] for part in parts] == ["image", "text", "image", "text"]
+    assert [part["sha256"] for part in parts if part["type"] == "image"] == [one.sha256 for one in images]
+    assert not text.media
+    assert {"prompt_media", "media_contents"} <= set(stages_for(config)[0].needs) & set(stages_for(config)[-1].needs)
+    assert not {"prompt_media"} & set(stages_for(config)[1].needs)
+
+
+def test_images_are_normalised_ahead_and_again_after_a_repair(monkeypatch: pytest.MonkeyPatch) -> None:
+    normalised: list[str] = []
+
+    def counted(example: Example, vision: VisionModel) -> list[NormalImage]:
+        normalised.append(example.place)
+        return normalise(example, vision)
+
+    monkeypatch.setattr(images_ahead, "normalise", counted)
+    train = load_data(load_file(Path("run.toml"), ["--data.shuffle=false"])).train
+    train.look_ahead(Cursor(), 100)
+    train.prompt(0)
+    train.prompt(0)
+    assert normalised == ["rows.jsonl line 1"]
+    whole = Path("b.jpg").read_bytes()
+    Path("b.jpg").write_bytes(whole[:-500])
+    other = load_data(load_file(Path("run.toml"), ["--data.shuffle=false"])).train
+    with pytest.raises(DataError, match="is a broken image"):
+        other.prompt(0)
+    Path("b.jpg").write_bytes(whole)
+    assert other.prompt(0).media == train.prompt(0).media
+
+
+def test_prompts_are_equal_if_text_and_contents_of_images_are() -> None:
+    Path("copy.png").write_bytes(Path("a.png").read_bytes())
+    inline = base64.b64encode(Path("a.png").read_bytes()).decode()
+    items = ("a.png", "copy.png", inline, "b.jpg", "A.png")  # the last one is another picture
+    Path("A.png").write_bytes(encoded(picture(100, 60, 1)))
+    write_rows(*({"prompt": "What is <image>?", "images": [item]} for item in items))
+    data = load_data(load_file(Path("run.toml"), ["--data.deduplicate=true"]))
+    assert (data.train.prompts, data.repeated) == (3, 2)
+    assert "repeated 2 unchanged, 2 with other case or white space" in shown("--prompts", "0")
+
+
+def test_the_digest_of_data_changes_with_an_image_file() -> None:
     config = load_file(Path("run.toml"), [])
-    complaint = "rows.jsonl line 1 has images: images can be prepared and looked at (relaxd data), but no engine"
+    before = load_data(config).train.digest
+    Path("a.png").write_bytes(encoded(picture(100, 60), compress_level=0))
+    assert load_data(config).train.digest != before
+
+
+@pytest.mark.parametrize(
+    ("settings", "complaint"),
+    [
+        (['--rollout.engine="sglang"'], 'rollout.engine: = "sglang", which sees no images (data.media_keys): "transf'),
+        (["--data.max_prompt_tokens=80"], "rows.jsonl line 1 has 87 tokens, more than data.max_prompt_tokens = 80"),
+        (["--data.media_keys={}"], "rows.jsonl line 1 has images, but data.media_keys doesn't say so"),
+        (
+            ["--agent.environment=package.module:Class"],
+            "data.media_keys: is set, but conversations (agent) have no images so far",
+        ),
+    ],
+)
+def test_runs_with_images_that_cannot_be_seen_are_refused(settings: list[str], complaint: str) -> None:
+    if "--data.media_keys={}" in settings:
+        write_rows({"prompt": [{"role": "user", "content": [{"type": "image", "image": "a.png"}]}]})
     with pytest.raises(DataError) as caught:
-        load_data(config)
+        load_data(load_file(Path("run.toml"), settings))
     assert complaint in str(caught.value)
-    assert any(complaint in problem.message for problem in check(config, call_reward=False))
-    write_rows({"prompt": "Hi"}, {"prompt": "Ho", "images": []})
-    assert load_data(config).train.prompts == 2
 
 
 @pytest.mark.parametrize("keys", ['{ video = "videos" }', '{ image = "" }', '{ picture = "images" }'])

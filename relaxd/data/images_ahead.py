@@ -1,0 +1,49 @@
+"""Images of prompts whose turn comes soon, which are normalised in threads beside whoever publishes them."""
+
+import os
+from collections import OrderedDict
+from collections.abc import Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
+
+from relaxd.data.examples import Example
+from relaxd.data.vision import VisionModel, normalise
+from relaxd.media import NormalImage
+from relaxd.models import DataError
+
+KEPT = 48
+"""Prompts whose images are kept or on the way: those of a batch that is published, and of two after it."""
+THREADS = 4
+"""Maximum number of threads: decoding, resizing and PNG leave Python's lock to others."""
+DEADLINE_SECONDS = 300
+"""Time in which a prompt's images must be there; a disk may hang."""
+
+
+class ImagesAhead:
+    """The normal images of prompts, by index. For one caller at a time."""
+
+    def __init__(self, vision: VisionModel) -> None:
+        self._vision = vision
+        self._pool = ThreadPoolExecutor(min(THREADS, os.cpu_count() or 1), "images")
+        self._found: OrderedDict[int, Future[list[NormalImage]]] = OrderedDict()
+
+    def expect(self, examples: Iterable[tuple[int, Example]]) -> None:
+        """Begin to normalise the images of prompts that aren't on the way yet."""
+        for index, example in examples:
+            if example.media and index not in self._found:
+                self._found[index] = self._pool.submit(normalise, example, self._vision)
+
+    def take(self, index: int, example: Example) -> list[NormalImage]:
+        """Return the images of a prompt, and forget those that were asked for longest ago. Raises DataError."""
+        self.expect([(index, example)])
+        if index not in self._found:
+            return []
+        self._found.move_to_end(index)
+        while len(self._found) > KEPT:
+            self._found.popitem(last=False)[1].cancel()
+        try:
+            return self._found[index].result(DEADLINE_SECONDS)
+        except TimeoutError as error:
+            raise DataError("data", f"{example.place}: its images weren't read in {DEADLINE_SECONDS} s") from error
+        except Exception:
+            del self._found[index]  # the file may be repaired
+            raise
