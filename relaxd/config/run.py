@@ -231,12 +231,6 @@ class RunConfig(Section):
             return "rollout.engine", f'= "{engine}", which sees no images (data.media_keys): {able} does'
         if self.agent.is_there:
             return "data.media_keys", "is set, but conversations (agent) have no images so far: leave one of them out"
-        critic = ("critic",) if self.roles.critic.placement == "service" else ()
-        for role in (*self.frozen_roles("service"), *critic):
-            why = '= "service", which sees no images so far (data.media_keys): set "trainer"'
-            return f"roles.{role}.placement", why
-        if self.has_privileged_teacher:
-            return "roles.teacher.privileged_key", "is set, but prompts of a teacher's own have no images so far"
         return None
 
     @property

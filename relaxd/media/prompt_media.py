@@ -2,6 +2,7 @@
 (media_contents).
 """
 
+import base64
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -106,6 +107,16 @@ class PromptMedia:
             ),
             message.media_contents,
         )
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any] | None) -> "PromptMedia":
+        """Return what `to_json` has made; none of None."""
+        return cls(tuple(value["records"]), base64.b64decode(value["contents"])) if value else cls()
+
+    def to_json(self) -> dict[str, Any] | None:
+        """Return them for a program's standard input; None without any."""
+        contents = base64.b64encode(self.contents).decode()
+        return {"records": list(self.records), "contents": contents} if self.records else None
 
     def to_proto(self) -> list[rollout_pb2.PromptMedia]:
         """Return the messages of the records."""

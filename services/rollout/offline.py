@@ -1,13 +1,13 @@
 """Answers of a model in this process, as a run's engines give them at the start, without the rollout service.
 
 `python -m services.rollout.offline set` answers an evaluation set. It reads one JSON object: config (a RunConfig),
-device (see `answer_requests`), and questions, each with prompt (token ids), n and sampling (fields of Sampling). It
-prints a JSON object in a line for each answer when it has ended: question and sample (their numbers), text, length
-(tokens) and finish_reason; or {"error": reason}, which is the last.
+device (see `answer_requests`), and questions, each with prompt (token ids), media (PromptMedia.to_json), n and sampling
+(fields of Sampling). It prints a JSON object in a line for each answer when it has ended: question and sample (their
+numbers), text, length (tokens) and finish_reason; or {"error": reason}, which is the last.
 
 `python -m services.rollout.offline prompts` answers prompts of a run on the CPU. It reads one JSON object: config,
-samples (answers to each prompt) and prompts (lists of token ids), and prints one: {"answers": [[text, ...], ...]}, in
-the prompts' order, or {"error": reason}.
+samples (answers to each prompt), prompts (lists of token ids) and media (as above, of each prompt), and prints one:
+{"answers": [[text, ...], ...]}, in the prompts' order, or {"error": reason}.
 """
 
 import json
@@ -22,6 +22,7 @@ from transformers import AutoTokenizer, PreTrainedModel
 from relaxd.board import STAGES, Column
 from relaxd.config import RunConfig
 from relaxd.data.vision import VisionModel
+from relaxd.media.prompt_media import PromptMedia
 from relaxd.models import DataError
 from relaxd.models.folders import resolve_model
 from relaxd.seeds import seed_of
@@ -137,7 +138,8 @@ def answer_requests(
 def _request(number: int, question: Mapping[str, Any]) -> Request:
     lists = {name: tuple(value) for name, value in question["sampling"].items() if isinstance(value, list)}
     sampling = Sampling(**{**question["sampling"], **lists})
-    return Request(str(number), tuple(question["prompt"]), question["n"], sampling)
+    media = PromptMedia.from_json(question.get("media"))
+    return Request(str(number), tuple(question["prompt"]), question["n"], sampling, media=media)
 
 
 def answer_set() -> None:
@@ -160,12 +162,14 @@ def answer_set() -> None:
         sys.exit(1)
 
 
-def generate(config: RunConfig, prompts: Sequence[Sequence[int]], samples: int) -> list[list[str]]:
+def generate(
+    config: RunConfig, prompts: Sequence[Sequence[int]], samples: int, media: Sequence[PromptMedia]
+) -> list[list[str]]:
     """Return `samples` answers to each prompt. Raises DataError: the model can't be found; RuntimeError: it fails."""
     requests = []
-    for number, tokens in enumerate(prompts):
+    for number, (tokens, images) in enumerate(zip(prompts, media, strict=True)):
         sampling = run_sampling(config.rollout, seed_of(config.run.seed, str(number)))
-        requests.append(Request(str(number), tuple(tokens), samples, sampling))
+        requests.append(Request(str(number), tuple(tokens), samples, sampling, media=images))
     answers: list[list[str]] = [[] for _ in prompts]
     for name, output in answer_requests(config, requests):
         answers[int(name)].append(output.text)
@@ -176,7 +180,8 @@ def answer_prompts() -> None:
     """Answer the prompts on standard input, all at once."""
     asked = json.load(sys.stdin)
     try:
-        answers = generate(RunConfig.model_validate(asked["config"]), asked["prompts"], asked["samples"])
+        media = list(map(PromptMedia.from_json, asked["media"]))
+        answers = generate(RunConfig.model_validate(asked["config"]), asked["prompts"], asked["samples"], media)
     except (DataError, RuntimeError) as error:
         print(json.dumps({"error": f"the model can't answer: {error}"}))
         sys.exit(1)

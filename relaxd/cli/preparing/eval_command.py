@@ -168,6 +168,7 @@ def _answer(
     questions = [
         {
             "prompt": prompt.tokens.tolist(),
+            "media": prompt.media.to_json(),
             "n": one.samples_per_prompt,
             "sampling": sampling | {"seed": one.prompt_seed(prompt.index)},
         }

@@ -21,8 +21,10 @@ from relaxd.data.dataset import Prompt
 from relaxd.data.examples import Example
 from relaxd.data.sources.run_sources import read_sources
 from relaxd.data.tokenizer import PromptTokenizer
+from relaxd.data.vision import normalise
 from relaxd.local.programs import REWARD_TRIAL, ROLLOUT_OFFLINE, run_program
 from relaxd.local.state_folder import StateFolder
+from relaxd.media.prompt_media import PromptMedia
 from relaxd.models import DataError
 from relaxd.models.folders import resolve_model
 from relaxd.rewards import RewardInput
@@ -149,6 +151,10 @@ def _generate(config: RunConfig, examples: Sequence[Example], count: int) -> lis
         "config": config.model_dump(mode="json"),
         "samples": count,
         "prompts": [tokens.tolist() for tokens in tokenizer.encode(examples)],
+        "media": [
+            PromptMedia.of(normalise(one, tokenizer.vision)).to_json() if tokenizer.vision is not None else None
+            for one in examples
+        ],
     }
     answers: list[list[str]] = run_program(
         ROLLOUT_OFFLINE, ["prompts"], seconds=GENERATE_SECONDS, text=json.dumps(asked)
