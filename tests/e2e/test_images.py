@@ -1,0 +1,58 @@
+"""A run on prompts with images, from files to the gradient, on a tiny random model that sees."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from relaxd.cli.preparing.config_command import check
+from relaxd.config.load_toml import load_file
+from tests.e2e.conftest import Workplace
+from tests.e2e.test_run import check_books, read_summary, warnings_of
+from tests.kit.vision import encoded, make_vision_model, picture
+
+SETTINGS = """
+[data]
+source = "files"
+path = "rows.jsonl"
+eval_path = "rows.jsonl"
+media_keys = { image = "images" }
+max_prompt_tokens = 128
+"""
+
+
+def write_run(folder: Path) -> Path:
+    """Write a run whose prompts have no image, one or two."""
+    make_vision_model(folder / "seeing")
+    rows = []
+    for number in range(12):
+        images = [f"{number}-{place}.png" for place in range(number % 3)]
+        for place, name in enumerate(images):
+            (folder / name).write_bytes(encoded(picture(64 + 32 * place, 64, number)))
+        rows.append({"prompt": "What is here?" + "<image>" * len(images), "images": images})
+    (folder / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    usual = (folder / "tiny.toml").read_text()
+    begin, end = usual.index("[data]"), usual.index("[reward]")
+    text = usual[:begin] + SETTINGS + usual[end:]
+    model = text.split('path = "')[1].split('"')[0]
+    (folder / "images.toml").write_text(text.replace(model, str(folder / "seeing"), 1))
+    return folder / "images.toml"
+
+
+@pytest.mark.night
+@pytest.mark.timeout(900)
+def test_a_run_trains_on_images(workplace: Workplace, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = write_run(workplace.folder)
+    monkeypatch.chdir(workplace.folder)
+    assert check(load_file(file, []), call_reward=False) == []
+    code, output = workplace.relaxd("run", str(file), "--run-id", "images", timeout=800)
+    assert code == 0, output
+    folder = workplace.folder / "runs" / "images"
+    check_books(read_summary(folder), steps=3)
+    assert warnings_of(folder) == []
+    steps = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    # Engine and trainer have seen the same pictures in the same places, or their log-probs would differ.
+    gaps = [line["logprob_difference_max"] for line in steps if "logprob_difference_max" in line]
+    assert gaps  # of a step whose samples are all of older weights there is none
+    assert max(gaps) < 1e-4
+    assert any("<image>" in text.read_text() for text in folder.glob("*.jsonl"))
