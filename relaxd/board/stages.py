@@ -138,7 +138,8 @@ def stages_for(config: RunConfig) -> tuple[Stage, ...]:
     if any(source.sampling for source in config.data.sources) or config.agent.is_there:
         own["rollout"] = ("prompt",)  # it says how the answers of its source are sampled, and what environments get
     if config.data.media_keys:
-        own["rollout"] = (*own.get("rollout", ()), *schema.OF_MEDIA)
+        for name in ("rollout", "reference", "teacher"):
+            own[name] = (*own.get(name, ()), *schema.OF_MEDIA)
     if config.agent.is_there:
         own["reward"] = (schema.RESPONSE_MESSAGES, schema.ENVIRONMENT_REWARD, schema.ENVIRONMENT_INFO)
     return tuple(

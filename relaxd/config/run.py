@@ -262,16 +262,19 @@ class RunConfig(Section):
 
     @model_validator(mode="after")
     def _models_beside_the_trained_one_see(self) -> Self:
-        """Images reach only the models in the trainer's ranks."""
+        """A critic service and engines that give a teacher's log-probs don't see images."""
         if not self.data.media_keys:
             return self
-        services = [self.roles.frozen[role].section for role in self.frozen_roles("service")]
-        if self.algorithm.needs_critic and self.roles.critic.placement == "service":
-            services.append(self.roles.critic.section)
-        if services:
+        teacher, critic = self.roles.teacher, self.roles.critic
+        if self.algorithm.needs_critic and critic.placement == "service":
             raise ValueError(
-                f'{services[0]}.placement is "service", but data.media_keys names a column with images, which only '
-                'models in the trainer\'s ranks see: set "trainer"'
+                f'{critic.section}.placement is "service", but data.media_keys names a column with images, which only '
+                'a critic in the trainer\'s ranks sees: set "trainer"'
+            )
+        if "teacher" in self.frozen_roles() and not ENGINES[teacher.engine].in_ranks:
+            raise ValueError(
+                f'{teacher.section}.engine is "{teacher.engine}", but data.media_keys names a column with images, '
+                "which this engine doesn't see as a teacher: leave it out"
             )
         if self.has_privileged_teacher:
             raise ValueError(

@@ -1,5 +1,6 @@
 """Images of prompts: in sequences and in packed micro-batches."""
 
+import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
@@ -64,14 +65,20 @@ class PromptImages:
 
 
 class ImageReader:
-    """The images of groups, decoded. Those that were read last are kept. For one thread."""
+    """The images of groups, decoded. Those that were read last are kept."""
 
     def __init__(self, tokens: ImageTokens) -> None:
         """Make a reader for a model with these tokens for images."""
         self._tokens = tokens
+        self._lock = threading.Lock()
         self._contents: Mapping[str, bytes] = {}
         """Those of the group that is read."""
         self._cache = MediaCache(lambda hashes: self._contents, KEPT_BYTES)
+
+    @property
+    def tokens(self) -> ImageTokens:
+        """The model's tokens for images."""
+        return self._tokens
 
     def read(self, columns: Mapping[str, Any]) -> PromptImages | None:
         """Return the images of a group's prompt; None if it has none.
@@ -81,9 +88,10 @@ class ImageReader:
         """
         if not (records := columns.get(PROMPT_MEDIA)):
             return None
-        self._contents = contents_of(records, columns[MEDIA_CONTENTS])
-        pixels = self._cache.load(hashes_of(records))
-        self._contents = {}
+        with self._lock:
+            self._contents = contents_of(records, columns[MEDIA_CONTENTS])
+            pixels = self._cache.load(hashes_of(records))
+            self._contents = {}
         images = [
             Image(sha256, grid, pixels[sha256])
             for sha256, grid in zip(hashes_of(records), grids_of(records), strict=True)

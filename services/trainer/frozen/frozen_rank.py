@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from relaxd.algorithms import create
 from relaxd.board import REFERENCE_WEIGHTS, STUDENT_CANDIDATES, TEACHER_PROMPT_TOKENS, Board, stages_for
 from relaxd.config import RunConfig, TrainerConfig
+from relaxd.media import ImageTokens
 from relaxd.models.folders import frozen_models, resolve_model
 from relaxd.process.child_server import ChildServer
 from relaxd.process.upkeep import freeze_objects
@@ -32,6 +33,7 @@ from services.trainer.megatron import TICK_SECONDS
 from services.trainer.megatron.channels import RankChannel
 from services.trainer.megatron.rank_messages import message
 from services.trainer.megatron.world import World
+from services.trainer.model.architecture import ModelError
 from services.trainer.model.architectures import read_architecture
 
 logger = logging.getLogger(__name__)
@@ -106,6 +108,7 @@ class FrozenModelRank(StageRank):
             temperature=config.rollout.temperature,
             micro_batch_tokens=trainer.micro_batch_tokens,
             of_student=of_student,
+            images=_image_tokens(models) if config.data.media_keys else {},
             pipeline_stages=trainer.pipeline_parallel,
             of_each=lambda: {} if weights is None else {REFERENCE_WEIGHTS: weights.weights},
             on_failure=self._thread.fail,
@@ -133,6 +136,19 @@ class FrozenModelRank(StageRank):
             stage.run(TICK_SECONDS)
             channel.tick()
             self._report_progress()
+
+
+def _image_tokens(models: Models) -> dict[str, ImageTokens]:
+    """Return the models' tokens for images. Raises ModelError: one of them sees none."""
+    found = {}
+    for name, model in models.items():
+        if model.forward.vision is None:
+            raise ModelError(
+                f"data.media_keys names a column with images, but {model.forward.folder} has a model of type "
+                f"{model.forward.architecture.model_type!r}, which the trainer doesn't let see"
+            )
+        found[name] = model.forward.vision.tokens
+    return found
 
 
 def _load_models(

@@ -5,6 +5,7 @@ import queue
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -21,9 +22,11 @@ from relaxd.board import (
     read_sequences,
 )
 from relaxd.board.worker import Result
+from relaxd.media import ImageTokens
 from relaxd.roles import ROLES
 from services.trainer.batch.micro_batch import PackedMicroBatch, TrainSequence, pack
 from services.trainer.batch.micro_batch_division import Packer
+from services.trainer.batch.prompt_images import ImageReader, check_images
 
 BATCHES_PER_STAGE = 20
 """Micro-batches of one pass for each pipeline stage after the first: stages then wait for each other in a twentieth of
@@ -80,6 +83,7 @@ class ModelStage:
         temperature: float,
         micro_batch_tokens: int,
         of_student: int = 0,
+        images: Mapping[str, ImageTokens] = MappingProxyType({}),
         pipeline_stages: int = 1,
         of_each: Callable[[], Mapping[str, Column]] = dict,
         what: str = "log-prob",
@@ -99,6 +103,7 @@ class ModelStage:
             temperature: sampling temperature.
             micro_batch_tokens: maximum tokens of a micro-batch. A group with a longer sequence is dropped.
             of_student: tokens to score in each place, of the column STUDENT_CANDIDATES; 0: none.
+            images: tokens for images of the models that see, by name, if prompts have images.
             pipeline_stages: ranks that share the layers.
             of_each: further columns, the same for all groups of a pass.
             what: name of the model's output for each token, for errors.
@@ -113,6 +118,7 @@ class ModelStage:
         self._temperature = temperature
         self._budget = micro_batch_tokens
         self._of_student = of_student
+        self._images = {name: ImageReader(tokens) for name, tokens in images.items()}
         self._of_each = of_each
         self._what, self._reason = what, reason
         self._batches = max(1, BATCHES_PER_STAGE * (pipeline_stages - 1))
@@ -197,7 +203,15 @@ class ModelStage:
         except ValueError as error:
             return self._drop(DropReason.NO_LOGPROBS, delivery.group_id, str(error))
         try:
-            group = _group(delivery.group_id, model, columns, self._prompt, self._temperature, self._of_student)
+            group = _group(
+                delivery.group_id,
+                model,
+                columns,
+                self._prompt,
+                self._temperature,
+                of_student=self._of_student,
+                images=self._images.get(model),
+            )
         except ValueError as error:
             return self._drop(DropReason.MALFORMED, delivery.group_id, str(error))
         largest = max(int(sequence.tokens.max(initial=0)) for sequence in group.sequences)
@@ -227,11 +241,22 @@ class ModelStage:
 
 
 def _group(
-    group_id: str, model: str, columns: Mapping[str, Column], prompt: str, temperature: float, of_student: int
+    group_id: str,
+    model: str,
+    columns: Mapping[str, Column],
+    prompt: str,
+    temperature: float,
+    *,
+    of_student: int,
+    images: ImageReader | None,
 ) -> _Group:
     """Make a group of columns; `prompt` names the prompt's column. Raises ValueError: they are malformed."""
     read = read_sequences(columns, prompt)
     lengths = [len(one.tokens) for one in read]
+    seen = None
+    if images is not None:
+        check_images(columns, images.tokens)
+        seen = images.read(columns)
     own: list[dict[str, NDArray[Any]]] = [{} for _ in read]
     if of_student:
         candidates = _student_candidates(columns[STUDENT_CANDIDATES], sum(lengths), of_student)
@@ -244,6 +269,7 @@ def _group(
             columns=of_sequence,
             weight=np.zeros(len(one.tokens), np.float32),  # of the loss, which is not computed here
             temperature=temperature,
+            images=seen,
         )
         for one, of_sequence in zip(read, own, strict=True)
     ]

@@ -13,6 +13,8 @@ VISION, PROJECTION, LANGUAGE = (
     "model.visual.deepstack_merger_list.1.norm.weight",
     "model.language_model.layers.0.mlp.up_proj.weight",
 )
+IMAGES = 'data.media_keys={image = "images"}'
+OPD = ("algorithm.name=opd", "roles.teacher.model=big", "roles.teacher.placement=service")
 
 
 def load(*options: str) -> RunConfig:
@@ -42,8 +44,16 @@ def test_parts_and_patterns_choose_what_is_trained(option: str, trained: set[str
         (['trainer.freeze=["("]'], "'(' is no regular expression"),
         (['trainer.train_only=["vision"]', "trainer.freeze=[]"], "trainer.freeze is []"),
         (
-            ["algorithm.kl_coef=0.1", "roles.reference.placement=service", 'data.media_keys={image = "images"}'],
-            'roles.reference.placement is "service", but data.media_keys names a column with images',
+            ["algorithm.name=ppo", "roles.critic.placement=service", IMAGES],
+            'roles.critic.placement is "service", but data.media_keys names a column with images',
+        ),
+        (
+            [*OPD, "roles.teacher.engine=sglang", IMAGES],
+            'roles.teacher.engine is "sglang", but data.media_keys names a column with images',
+        ),
+        (
+            [*OPD, "roles.teacher.privileged_key=answer", IMAGES],
+            'roles.teacher.privileged_key is "answer", but data.media_keys names a column with images',
         ),
     ],
 )

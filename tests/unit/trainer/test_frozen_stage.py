@@ -1,7 +1,9 @@
 """The stage of reference replicas on a real board, with a model that only knows its tokens."""
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -10,6 +12,8 @@ from numpy.typing import NDArray
 
 from relaxd.board import (
     CANDIDATES,
+    MEDIA_CONTENTS,
+    PROMPT_MEDIA,
     REF_LOGPROBS,
     STUDENT_CANDIDATES,
     TEACHER_CANDIDATE_LOGPROBS,
@@ -18,8 +22,13 @@ from relaxd.board import (
     stages_for,
 )
 from relaxd.config import RunConfig
+from relaxd.data.vision import read_vision
+from relaxd.media import expand, normalise_image
+from relaxd.media.prompt_media import to_columns
 from services.trainer.batch.micro_batch import PackedMicroBatch
 from services.trainer.frozen.model_stage import Compute, ModelStage
+from services.trainer.megatron.rank_messages import decode, encode, parse
+from tests.kit.vision import encoded, picture, write_vision_model
 from tests.kit.waiting import wait_until
 
 BUDGET, VOCAB = 64, 260
@@ -68,9 +77,16 @@ class Model:
         return [{REF_LOGPROBS: row.astype(np.float32)} for row in rows]
 
 
-def answer(board: Board, group_id: str, lengths: Sequence[int], prompt: int = 5, **changes: Any) -> dict[str, Any]:
+def answer(
+    board: Board,
+    group_id: str,
+    lengths: Sequence[int],
+    prompt: int = 5,
+    of_prompt: Mapping[str, Any] = MappingProxyType({}),
+    **changes: Any,
+) -> dict[str, Any]:
     """Publish a prompt and commit its answers. Returns them."""
-    columns = {"prompt_tokens": np.arange(prompt, dtype=np.int32), "prompt": {"text": group_id}}
+    columns = {"prompt_tokens": np.arange(prompt, dtype=np.int32), "prompt": {"text": group_id}, **of_prompt}
     board.publish(term=1, groups=[NewGroup(group_id, columns, {})])
     (delivery,) = board.take("rollout", "engine", count=1, block_seconds=1.0)
     assert board.begin(delivery, 0)
@@ -116,17 +132,19 @@ def trained_columns(board: Board, count: int) -> dict[str, dict[str, Any]]:
     return found
 
 
-def work(board: Board, model: Compute, groups: int, role: str = "reference", of_student: int = 0) -> ModelStage:
+def work(
+    board: Board, model: Compute, groups: int, role: str = "reference", of_student: int = 0, **more: Any
+) -> ModelStage:
     """Have a replica work until it has finished so many groups."""
     stage = ModelStage(
         board,
         role,
         f"{role}-1",
         model,
-        vocab_sizes={"": VOCAB},
         temperature=1.0,
         micro_batch_tokens=BUDGET,
         of_student=of_student,
+        **{"vocab_sizes": {"": VOCAB}, **more},
     )
     stage.worker.start()
     deadline = time.monotonic() + 30
@@ -239,3 +257,34 @@ def test_the_students_candidates_come_to_the_model_beside_their_tokens_and_other
     for name, columns in trained_columns(board, 2).items():
         np.testing.assert_array_equal(columns[CANDIDATES], wanted[name])
         np.testing.assert_array_equal(columns[TEACHER_CANDIDATE_LOGPROBS], -wanted[name].astype(np.float32))
+
+
+@pytest.mark.parametrize(
+    "board", [{**REFERENCE, "data": {"source": "files", "path": "p", "media_keys": {"image": "i"}}}], indirect=True
+)
+def test_images_of_a_prompt_reach_the_model(board: Board, tmp_path: Path) -> None:
+    vision = read_vision(write_vision_model(tmp_path))
+    image = normalise_image(encoded(picture(64, 64)), vision.rule)
+    media, contents = to_columns([image])
+    prompt = expand([1, vision.tokens.token, 2], [image.size.grid], vision.tokens)
+    given = {"prompt_tokens": prompt, PROMPT_MEDIA: media, MEDIA_CONTENTS: contents}
+    answer(board, "g1", [3, 4], len(prompt), of_prompt=given)
+    answer(board, "g2", [3], len(prompt), of_prompt={**given, "prompt_tokens": np.arange(6, dtype=np.int32)})
+    seen: list[PackedMicroBatch] = []
+
+    def model(name: str, micro_batches: Sequence[PackedMicroBatch]) -> list[dict[str, NDArray[np.float32]]]:
+        seen.extend(decoded(micro_batches))
+        return [{REF_LOGPROBS: np.zeros(len(batch.tokens), np.float32)} for batch in micro_batches]
+
+    work(board, model, 2, images={"": vision.tokens}, vocab_sizes={"": vision.tokens.token + 1})
+    (row,) = seen
+    assert row.images is not None
+    assert [one.sha256 for one in row.images.images] == [image.sha256]
+    assert row.images.images[0].pixels.shape == (64, 64, 3)
+    assert row.positions.shape == (3, len(row.tokens))
+
+
+def decoded(micro_batches: Sequence[PackedMicroBatch]) -> Any:
+    """Micro-batches as another rank gets them."""
+    text, *arrays = encode(micro_batches)
+    return decode(parse(text)[0], arrays)
