@@ -36,8 +36,21 @@ class ChatRequest:
     """Texts that end the answer."""
     digest: bytes
     """Equal in repetitions of a request."""
+    with_ids: bool = False
+    """True if the answer is to have its tokens."""
     kept: Sequence[Message] | None = None
     """Messages to be stored with the answer, from which a later request goes on; None: nothing is."""
+
+
+@dataclass(frozen=True)
+class AnswerIds:
+    """Token ids of an answer, and of all before it."""
+
+    prompt: Sequence[int]
+    tokens: Sequence[int]
+    logprobs: Sequence[float]
+    texts: Sequence[str]
+    """Texts of the answer's tokens."""
 
 
 @dataclass(frozen=True)
@@ -53,6 +66,8 @@ class ChatAnswer:
     id: str
     """Name among all sessions' answers."""
     created: int = field(default_factory=lambda: int(time.time()))
+    ids: AnswerIds | None = None
+    """Its tokens, if the request asks for them."""
 
 
 def answer_message(parsed: ParsedReply, text: str) -> Message:

@@ -2,12 +2,20 @@
 
 import asyncio
 import secrets
+from array import array
 from typing import Any
 
 from relaxd.data.examples import Example, Message
-from services.agent.chat_requests import BadRequest, ChatAnswer, ChatRequest, answer_message, new_messages
+from services.agent.chat_requests import (
+    AnswerIds,
+    BadRequest,
+    ChatAnswer,
+    ChatRequest,
+    answer_message,
+    new_messages,
+)
 from services.agent.conversation import Conversation, ConversationStart
-from services.agent.model_turns import ModelTurns, PolicyModel, tool_names
+from services.agent.model_turns import MessageTokens, ModelTurns, PolicyModel, tool_names
 from services.agent.stored_messages import StoredMessages
 
 
@@ -116,7 +124,13 @@ class ChatSession:
             prompt_tokens=message.prompt_tokens,
             completion_tokens=message.tokens,
             id=f"{self.id}-{self._result.turns}",
+            ids=self._shown_ids(message.ids) if request.with_ids else None,
         )
+
+    def _shown_ids(self, ids: MessageTokens) -> AnswerIds:
+        """Return an answer's tokens, the prompt's in little space, because answers are kept."""
+        texts = [self._model.tokenizer.decode([token], special=True) for token in ids.tokens]
+        return AnswerIds(array("i", ids.prompt), ids.tokens, ids.logprobs, texts)
 
     async def _begin(self, request: ChatRequest) -> tuple[ModelTurns, list[Message]]:
         """Begin with a first request; return the turns, and the messages after the prompt.

@@ -40,6 +40,15 @@ class PolicyModel:
 
 
 @dataclass(frozen=True)
+class MessageTokens:
+    """Tokens of a message of the model, and those before it."""
+
+    prompt: Sequence[int]
+    tokens: Sequence[int]
+    logprobs: Sequence[float]
+
+
+@dataclass(frozen=True)
 class ModelMessage:
     """A message of the model."""
 
@@ -54,6 +63,7 @@ class ModelMessage:
     """Number of tokens before it."""
     tokens: int
     """Number of its tokens."""
+    ids: MessageTokens
 
 
 class ModelTurns:
@@ -166,7 +176,8 @@ class ModelTurns:
         self._count += 1
         history.add_reply(reply.tokens, reply.logprobs, reply.versions, parsed.message, stopped=not reply.cut)
         cut_by = "asked" if limit < allowed else "length" if limit < room else "budget"
-        return ModelMessage(reply.text, parsed, cut_by if reply.cut else "", len(prompt), len(reply.tokens))
+        ids = MessageTokens(prompt, reply.tokens, reply.logprobs)
+        return ModelMessage(reply.text, parsed, cut_by if reply.cut else "", len(prompt), len(reply.tokens), ids)
 
 
 def tool_names(tools: Sequence[Mapping[str, Any]]) -> list[str]:

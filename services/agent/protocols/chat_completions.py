@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 from relaxd.data.examples import Message
@@ -32,16 +33,16 @@ SUPPORTED: Supported = {
     "tool_choice": (("auto", "none"), 'use "auto" or "none"'),
     "parallel_tool_calls": ((True,), "the model may write several calls"),
     "response_format": (({"type": "text"},), "ask for the format in a message"),
-    "logprobs": ((False,), "relaxd keeps the log-probs"),
-    "top_logprobs": ((0,), "relaxd keeps the log-probs"),
+    "logprobs": ((False, True), "use true or false"),
+    "top_logprobs": ((0,), "engines report the log-prob of the sampled token"),
     "logit_bias": (({},), "the run says how the model is sampled"),
     "functions": (([],), "use tools"),
     "function_call": (("none",), "use tools and tool_choice"),
     "modalities": ((["text"],), "the model writes text"),
     "audio": ((), "the model writes text"),
     "web_search_options": ((), "give the model a tool"),
-    "return_token_ids": ((False,), "relaxd keeps the token ids"),
-    "return_tokens_as_token_ids": ((False,), "relaxd keeps the token ids"),
+    "return_token_ids": ((False, True), "use true or false"),
+    "return_tokens_as_token_ids": ((False, True), "use true or false"),
 }
 
 
@@ -49,7 +50,7 @@ def read_request(asked: dict[str, Any], stored: StoredMessages) -> ChatRequest:
     """Read a request. Raises BadRequest, which names what isn't supported."""
     check_supported(asked, SUPPORTED)
     messages = [_message(f"messages[{index}]", one) for index, one in enumerate(read_list(asked, "messages"))]
-    return request_of(
+    request = request_of(
         asked,
         messages,
         read_functions(asked.get("tools", [])),
@@ -57,6 +58,7 @@ def read_request(asked: dict[str, Any], stored: StoredMessages) -> ChatRequest:
         most=("max_completion_tokens", "max_tokens"),
         stop="stop",
     )
+    return replace(request, with_ids=asked.get("logprobs") is True or asked.get("return_token_ids") is True)
 
 
 def _message(place: str, message: Any) -> Message:
@@ -94,8 +96,9 @@ def _calls(place: str, calls: Any) -> list[dict[str, Any]]:
 
 def completion(answer: ChatAnswer, asked: Mapping[str, Any]) -> dict[str, Any]:
     """Return an answer as a whole."""
-    choice = {"index": 0, "message": _wire(answer), "finish_reason": answer.finish_reason, "logprobs": None}
-    return {**_head("chat.completion", answer, asked), "choices": [choice], "usage": _usage(answer)}
+    choice = {"index": 0, "message": _wire(answer), "finish_reason": answer.finish_reason, **_ids(answer, asked)}
+    whole = {**_head("chat.completion", answer, asked), "choices": [choice], "usage": _usage(answer)}
+    return whole | _prompt_ids(answer, asked)
 
 
 def events(answer: ChatAnswer, asked: Mapping[str, Any]) -> Iterator[str]:
@@ -104,11 +107,9 @@ def events(answer: ChatAnswer, asked: Mapping[str, Any]) -> Iterator[str]:
     for index, call in enumerate(delta.get("tool_calls", [])):
         call["index"] = index
     head, options = _head("chat.completion.chunk", answer, asked), asked.get("stream_options")
-    choices = [
-        [{"index": 0, "delta": piece, "finish_reason": finish, "logprobs": None}]
-        for piece, finish in ((delta, None), ({}, answer.finish_reason))
-    ]
-    chunks = [{**head, "choices": one} for one in choices]
+    first = {"index": 0, "delta": delta, "finish_reason": None, **_ids(answer, asked)}
+    last = {"index": 0, "delta": {}, "finish_reason": answer.finish_reason, "logprobs": None}
+    chunks = [{**head, "choices": [first], **_prompt_ids(answer, asked)}, {**head, "choices": [last]}]
     if isinstance(options, dict) and options.get("include_usage") is True:
         chunks.append({**head, "choices": [], "usage": _usage(answer)})
     yield from (f"data: {json.dumps(chunk)}\n\n" for chunk in chunks)
@@ -117,6 +118,26 @@ def events(answer: ChatAnswer, asked: Mapping[str, Any]) -> Iterator[str]:
 
 def _head(kind: str, answer: ChatAnswer, asked: Mapping[str, Any]) -> dict[str, Any]:
     return {"id": f"chatcmpl-{answer.id}", "object": kind, "created": answer.created, "model": model_of(asked)}
+
+
+def _ids(answer: ChatAnswer, asked: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a choice has of the answer's tokens, in vLLM's form."""
+    fields: dict[str, Any] = {"logprobs": None}
+    if answer.ids and asked.get("logprobs"):
+        numbered = [f"token_id:{token}" for token in answer.ids.tokens]
+        texts = numbered if asked.get("return_tokens_as_token_ids") else answer.ids.texts
+        pairs = zip(texts, answer.ids.logprobs, strict=True)
+        empty: dict[str, Any] = {"bytes": None, "top_logprobs": []}
+        fields["logprobs"] = {"content": [{"token": text, "logprob": logprob, **empty} for text, logprob in pairs]}
+    if answer.ids and asked.get("return_token_ids"):
+        fields["token_ids"] = list(answer.ids.tokens)
+    return fields
+
+
+def _prompt_ids(answer: ChatAnswer, asked: Mapping[str, Any]) -> dict[str, list[int]]:
+    if answer.ids and asked.get("return_token_ids"):
+        return {"prompt_token_ids": list(answer.ids.prompt)}
+    return {}
 
 
 def _usage(answer: ChatAnswer) -> dict[str, int]:

@@ -59,12 +59,23 @@ async def loop() -> None:
         total = sum(json.loads(call.function.arguments).values())
         messages.append({"role": "tool", "tool_call_id": call.id, "content": f"{total}<|im_end|>"})
     stream = await client.chat.completions.create(
-        model="any", messages=messages, tools=TOOLS, stream=True, stream_options={"include_usage": True}
+        model="any",
+        messages=messages,
+        tools=TOOLS,
+        stream=True,
+        stream_options={"include_usage": True},
+        logprobs=True,
+        extra_body={"return_token_ids": True},
     )
     chunks = [chunk async for chunk in stream]
     text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
     assert [chunk.choices[0].finish_reason for chunk in chunks if chunk.choices][-1] == "stop"
-    assert chunks[-1].usage.total_tokens > chunks[-1].usage.completion_tokens > 0
+    first, usage = chunks[0], chunks[-1].usage
+    assert len(first.prompt_token_ids) == usage.prompt_tokens > 0
+    assert len(first.choices[0].token_ids) == usage.completion_tokens > 0
+    said_tokens = first.choices[0].logprobs.content
+    assert "".join(one.token for one in said_tokens) == f"{text}<|im_end|>"
+    assert [one.logprob for one in said_tokens] == [-float(one) for one in first.choices[0].token_ids]
     end(text, len(said.message.tool_calls))
 
 

@@ -7,7 +7,7 @@ import pytest
 
 from relaxd.envs.reply_formats import ParsedReply
 from relaxd.envs.tool_calls import ToolCall
-from services.agent.chat_requests import BadRequest, ChatAnswer, answer_message
+from services.agent.chat_requests import AnswerIds, BadRequest, ChatAnswer, answer_message
 from services.agent.protocols.chat_completions import CHAT_COMPLETIONS
 from services.agent.protocols.protocol import read_object
 from services.agent.stored_messages import StoredMessages
@@ -63,7 +63,7 @@ def test_messages_are_read_as_chat_templates_want_them() -> None:
     [
         ({"n": 2}, "n"),
         ({"n": True}, "n"),
-        ({"logprobs": True}, "logprobs"),
+        ({"logprobs": 1}, "logprobs"),
         ({"top_logprobs": 3}, "top_logprobs"),
         ({"response_format": {"type": "json_object"}}, "response_format"),
         ({"tool_choice": "required"}, "tool_choice"),
@@ -72,7 +72,7 @@ def test_messages_are_read_as_chat_templates_want_them() -> None:
         ({"logit_bias": {"1": 5}}, "logit_bias"),
         ({"functions": [{"name": "add"}]}, "functions"),
         ({"audio": {"voice": "alloy"}}, "audio"),
-        ({"return_token_ids": True}, "return_token_ids"),
+        ({"return_token_ids": "yes"}, "return_token_ids"),
         ({"stop": [""]}, "stop"),
         ({"max_completion_tokens": 0}, "max_completion_tokens"),
         ({"tools": [{"type": "custom"}]}, "tools"),
@@ -120,3 +120,29 @@ def test_calls_that_cannot_be_read_stay_in_the_text() -> None:
     }
     assert last["choices"][0] == {"index": 0, "delta": {}, "finish_reason": "tool_calls", "logprobs": None}
     assert usage["usage"] == {"prompt_tokens": 2, "completion_tokens": 3, "total_tokens": 5}
+
+
+IDS = AnswerIds([1, 2], [5, 3], [-0.5, -0.25], ["Hi", "<|im_end|>"])
+
+
+@pytest.mark.parametrize(
+    ("asked", "tokens", "ids"),
+    [
+        ({}, None, None),
+        ({"logprobs": True}, ["Hi", "<|im_end|>"], None),
+        ({"logprobs": True, "return_tokens_as_token_ids": True}, ["token_id:5", "token_id:3"], None),
+        ({"return_token_ids": True}, None, [5, 3]),
+    ],
+)
+def test_token_ids_and_logprobs_come_if_they_are_asked_for(asked: dict[str, Any], tokens: Any, ids: Any) -> None:
+    assert read(**asked).with_ids == bool(asked)
+    answer = ChatAnswer({"role": "assistant", "content": "Hi"}, "", "stop", 2, 2, "x", ids=IDS if asked else None)
+    whole = CHAT_COMPLETIONS.whole(answer, asked)
+    first = json.loads(next(iter(CHAT_COMPLETIONS.events(answer, asked))).removeprefix("data: "))
+    for body in (whole, first):
+        choice = body["choices"][0]
+        content = choice["logprobs"] and choice["logprobs"]["content"]
+        assert (content and [one["token"] for one in content]) == tokens
+        assert (content and [one["logprob"] for one in content]) == (tokens and [-0.5, -0.25])
+        assert choice.get("token_ids") == ids
+        assert body.get("prompt_token_ids") == (ids and [1, 2])
