@@ -5,7 +5,7 @@ import secrets
 from array import array
 from typing import Any
 
-from relaxd.data.examples import Example, Message
+from relaxd.data.examples import Message
 from services.agent.chat_requests import (
     AnswerIds,
     BadRequest,
@@ -16,6 +16,7 @@ from services.agent.chat_requests import (
 )
 from services.agent.conversation import Conversation, ConversationStart
 from services.agent.model_turns import MessageTokens, ModelTurns, PolicyModel, tool_names
+from services.agent.prompt_tokens import PromptTokens, opening
 from services.agent.stored_messages import StoredMessages
 
 
@@ -34,6 +35,8 @@ class ChatSession:
         """The same for the last message, if one cut it off."""
         self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         """Raises why the conversation can't go on, as soon as it can't."""
+        self.prompts = PromptTokens(model, start.example)
+        """Tokens of its requests."""
         self.stored = StoredMessages()
         """Messages from which requests may go on by an id."""
         self.generating = False
@@ -112,6 +115,7 @@ class ChatSession:
             message = await turns.write(request.most, request.stop, calls=request.calls)
         finally:
             self.generating = False
+        self.prompts.remember(request.messages, request.tools, turns.history, message.prompt_tokens)
         self._result.messages += new
         self._result.add_reply(message, tool_names(request.tools))
         sent = answer_message(message.parsed, message.text)
@@ -138,17 +142,8 @@ class ChatSession:
         If it begins with the sample's messages, these are encoded as on the board. Control tokens in other messages are
         plain text.
         """
-        example, opened = self._start.example, request.messages
-        if [_plain(message) for message in example.messages] == opened[: len(example.messages)]:
-            opened = opened[len(example.messages) :]
-        else:
-            example = Example([], sampling=example.sampling, place=example.place)
-        return await self._start.turns(self._model, example, request.tools, opened), opened
+        example, opened = opening(self._start.example, request.messages)
+        return await self._start.turns(self._model, example, request.tools, opened), list(opened)
 
     def _over(self, why: str) -> BadRequest:
         return BadRequest(f"the conversation can't go on: {why}", code="conversation_over")
-
-
-def _plain(message: Message) -> Message:
-    """Return a message of the data as a request has it."""
-    return {**message, "content": message.get("content") or ""}

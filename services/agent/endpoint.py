@@ -13,6 +13,7 @@ from services.agent.protocols.anthropic_messages import ANTHROPIC_MESSAGES
 from services.agent.protocols.chat_completions import CHAT_COMPLETIONS
 from services.agent.protocols.openai_responses import OPENAI_RESPONSES
 from services.agent.protocols.protocol import MODEL, Protocol, error_body, read_object
+from services.agent.protocols.tokenize import read_tokenize_request
 
 PROTOCOLS: Mapping[str, Protocol] = {
     "/{session}/v1/chat/completions": CHAT_COMPLETIONS,
@@ -39,6 +40,8 @@ class Endpoint:
         app = web.Application(client_max_size=MAX_BODY, middlewares=[_errors])
         for address, protocol in PROTOCOLS.items():
             app.router.add_post(address, partial(self._answer, protocol))
+        app.router.add_post("/{session}/v1/messages/count_tokens", self._count_tokens)
+        app.router.add_post("/{session}/tokenize", self._tokenize)
         app.router.add_get("/{session}/v1/models", self._models)
         app.router.add_get("/{session}/v1/models/{model}", self._model)
         app.router.add_route("*", "/{rest:.*}", self._nothing)
@@ -93,24 +96,46 @@ class Endpoint:
         await response.write_eof()
         return response
 
+    async def _count_tokens(self, request: web.Request) -> web.Response:
+        """Answer in Anthropic's form."""
+        session = self._session(request)
+        asked = ANTHROPIC_MESSAGES.read(read_object(await request.read()), session.stored)
+        return web.json_response({"input_tokens": len(await session.prompts.of(asked.messages, asked.tools))})
+
+    async def _tokenize(self, request: web.Request) -> web.Response:
+        """Answer in vLLM's form."""
+        session = self._session(request)
+        asked = read_tokenize_request(read_object(await request.read()))
+        if isinstance(asked, str):
+            tokens = await session.prompts.of_text(asked)
+        else:
+            tokens = await session.prompts.of(asked.messages, asked.tools)
+        return web.json_response({"tokens": tokens, "count": len(tokens), "max_model_len": session.prompts.most})
+
     async def _models(self, request: web.Request) -> web.Response:
-        self._session(request)
-        return web.json_response({"object": "list", "data": [_described(MODEL)]})
+        session = self._session(request)
+        return web.json_response({"object": "list", "data": [_described(MODEL, session)]})
 
     async def _model(self, request: web.Request) -> web.Response:
-        self._session(request)
-        return web.json_response(_described(request.match_info["model"]))
+        return web.json_response(_described(request.match_info["model"], self._session(request)))
 
     async def _nothing(self, request: web.Request) -> web.Response:
         raise BadRequest(
-            f"{request.method} {request.path} isn't there: the endpoint has POST {_paths()} and GET /v1/models",
+            f"{request.method} {request.path} isn't there: the endpoint has POST {_paths()}, "
+            "/v1/messages/count_tokens and /tokenize, and GET /v1/models",
             code="unknown_url",
             status=404,
         )
 
 
-def _described(model: str) -> dict[str, Any]:
-    return {"id": model, "object": "model", "created": 0, "owned_by": "relaxd"}
+def _described(model: str, session: ChatSession) -> dict[str, Any]:
+    return {
+        "id": model,
+        "object": "model",
+        "created": 0,
+        "owned_by": "relaxd",
+        "max_model_len": session.prompts.most,
+    }
 
 
 def _paths() -> str:
@@ -130,6 +155,6 @@ async def _errors(request: web.Request, handler: Any) -> web.StreamResponse:
 
 
 def _refusal(request: web.Request, error: BadRequest) -> web.Response:
-    resource = request.match_info.route.resource
-    protocol = PROTOCOLS.get(resource.canonical) if resource else None
-    return web.json_response(protocol.error(error) if protocol else error_body(error), status=error.status)
+    address = resource.canonical if (resource := request.match_info.route.resource) else ""
+    forms = (protocol.error for begin, protocol in PROTOCOLS.items() if address.startswith(begin))
+    return web.json_response(next(forms, error_body)(error), status=error.status)

@@ -28,14 +28,16 @@ TOOLS = [
 
 def ask(messages: list[Any], key: str = os.environ["OPENAI_API_KEY"], **more: Any) -> Any:
     """Ask for a message without the client's package, whose import takes long. Exits with 9 when it is refused."""
-    request = urllib.request.Request(
-        os.environ["OPENAI_BASE_URL"] + "/chat/completions",
-        json.dumps({"model": "any", "messages": messages, **more}).encode(),
-        {"x-api-key": key},
-    )
+    asked = {"model": "any", "messages": messages, **more}
+    return post(os.environ["OPENAI_BASE_URL"] + "/chat/completions", asked, key)["choices"][0]["message"]
+
+
+def post(address: str, asked: dict[str, Any], key: str = os.environ["OPENAI_API_KEY"]) -> Any:
+    """Send a request. Exits with 9 when it is refused."""
+    request = urllib.request.Request(address, json.dumps(asked).encode(), {"x-api-key": key})
     try:
         with urllib.request.urlopen(request, timeout=60) as answer:
-            return json.load(answer)["choices"][0]["message"]
+            return json.load(answer)
     except urllib.error.HTTPError as error:
         print(error.code, error.read().decode())
         sys.exit(9)
@@ -76,6 +78,13 @@ async def loop() -> None:
     said_tokens = first.choices[0].logprobs.content
     assert "".join(one.token for one in said_tokens) == f"{text}<|im_end|>"
     assert [one.logprob for one in said_tokens] == [-float(one) for one in first.choices[0].token_ids]
+    address = os.environ["ANTHROPIC_BASE_URL"] + "/tokenize"
+    tokenized = post(address, {"model": "any", "messages": messages, "tools": TOOLS})
+    assert tokenized["tokens"] == first.prompt_token_ids
+    assert tokenized["count"] == usage.prompt_tokens
+    assert post(address, {"prompt": "abc"})["count"] == 3
+    model: Any = await client.models.retrieve("any")
+    assert tokenized["max_model_len"] == model.max_model_len == 3000
     end(text, len(said.message.tool_calls))
 
 
@@ -98,7 +107,13 @@ async def messages() -> None:
         async with client.messages.stream(**asked) as stream:
             return await stream.get_final_message()
 
+    async def count() -> int:
+        shared = {name: asked[name] for name in ("model", "system", "tools", "thinking", "messages")}
+        return (await client.messages.count_tokens(**shared)).input_tokens
+
+    counted = await count()
     first, again = await asyncio.gather(client.messages.create(**asked), streamed(**asked))
+    assert counted == first.usage.input_tokens
     assert first.model_dump(exclude_none=True) == again.model_dump(exclude_none=True)
     assert (first.stop_reason, again.stop_reason) == ("tool_use", "tool_use")
     assert [block.type for block in first.content] == ["thinking", "text", "tool_use", "tool_use"]
@@ -110,7 +125,7 @@ async def messages() -> None:
     asked["messages"] = [*asked["messages"], first.to_param(), {"role": "user", "content": results}]
     last = await streamed(**asked)
     assert (last.stop_reason, [block.type for block in last.content]) == ("end_turn", ["text"])
-    assert last.usage.input_tokens > last.usage.output_tokens > 0
+    assert await count() == last.usage.input_tokens > last.usage.output_tokens > 0
     with pytest.raises(anthropic.BadRequestError, match="tool_choice"):
         await client.messages.create(**asked | {"tool_choice": {"type": "any"}})
     end(last.content[0].text, len(uses))
