@@ -19,7 +19,7 @@ from services.agent.protocols.protocol import (
     read_text,
     request_of,
 )
-from services.agent.stored_messages import StoredMessages
+from services.agent.stored_messages import Stored, StoredMessages
 
 ROLES = ("user", "assistant", "system")
 """Roles of messages."""
@@ -27,7 +27,6 @@ SUPPORTED: Supported = {
     "output_format": ((), "ask for the format in a message"),
     "mcp_servers": (([],), "give the model tools"),
     "container": ((), "the model writes text"),
-    "thread": ((), "send all messages so far"),
 }
 _ERRORS = {401: "authentication_error", 404: "not_found_error", 413: "request_too_large"}
 """Types of errors by status."""
@@ -40,7 +39,8 @@ def read_request(asked: dict[str, Any], stored: StoredMessages) -> ChatRequest:
     output = asked.get("output_config")
     if isinstance(output, dict) and output.get("format") is not None:
         raise BadRequest("output_config.format isn't supported: ask for the format in a message", "output_config")
-    messages: list[Message] = []
+    before = _thread(asked, stored)
+    messages = list(before.messages)
     if system := read_text("system", asked.get("system")):
         messages.append({"role": "system", "content": system})
     for index, message in enumerate(read_list(asked, "messages")):
@@ -48,11 +48,25 @@ def read_request(asked: dict[str, Any], stored: StoredMessages) -> ChatRequest:
     return request_of(
         asked,
         messages,
-        _tools(asked.get("tools", [])),
+        _tools(asked["tools"]) if "tools" in asked else list(before.tools),
         calls=_tool_choice(asked.get("tool_choice", {"type": "auto"})) != "none",
         most=("max_tokens",),
         stop="stop_sequences",
+        kept=messages if "thread" in asked else None,
     )
+
+
+def _thread(asked: Mapping[str, Any], stored: StoredMessages) -> Stored:
+    """Return what a request goes on from."""
+    thread = asked.get("thread", {"type": "create"})
+    match thread.get("type") if isinstance(thread, dict) else None:
+        case "create":
+            return Stored()
+        case "continue" if "system" not in asked:
+            return stored.find("thread.previous_message_id", thread.get("previous_message_id"), "msg_")
+        case "continue":
+            raise BadRequest("system can't change in a thread: leave it out", "system")
+    raise BadRequest(f'thread = {shown(thread)} must have the type "create" or "continue"', "thread")
 
 
 def _tool_choice(choice: Any) -> str:

@@ -131,6 +131,21 @@ async def messages() -> None:
     end(last.content[0].text, len(uses))
 
 
+def thread() -> None:
+    """Do the same with Anthropic's tool runner, whose second request has only the results."""
+    import anthropic
+
+    @anthropic.beta_tool
+    def add(a: int, b: int) -> str:
+        """Adds."""
+        return f"{a + b}<|im_end|>"
+
+    runner = anthropic.Anthropic(max_retries=0).beta.messages.tool_runner(
+        model="any", max_tokens=1000, system="Be brief.", tools=[add], messages=SAMPLE["messages"]
+    )
+    end(runner.until_done().content[-1].text, 2)
+
+
 async def responses() -> None:
     """Do the same with responses of the openai package: the second request has all items, the third what is new."""
     import openai

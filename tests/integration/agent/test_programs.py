@@ -130,6 +130,7 @@ def check_tokens(fleet: Fleet, texts: Sequence[str], result: Conversation) -> li
     [
         ("loop", [CALLS, SUMS]),
         ("messages", [f"<think>Add.</think>{CALLS}", SUMS]),
+        pytest.param("thread", [CALLS, SUMS], marks=pytest.mark.night),
         ("responses", [f"<think>Add.</think>{CALLS}", SUMS, "Yes."]),
     ],
 )

@@ -16,9 +16,9 @@ USE = {"type": "tool_use", "id": "call00001", "name": "add", "input": {"a": 1}}
 RESULT = {"type": "tool_result", "tool_use_id": "call00001", "content": [{"type": "text", "text": "1"}]}
 
 
-def read(**asked: Any) -> Any:
+def read(stored: StoredMessages | None = None, **asked: Any) -> Any:
     whole = {"model": "m", "max_tokens": 7, "messages": [USER], **asked}
-    return ANTHROPIC_MESSAGES.read(read_object(json.dumps(whole).encode()), StoredMessages())
+    return ANTHROPIC_MESSAGES.read(read_object(json.dumps(whole).encode()), stored or StoredMessages())
 
 
 def text(content: str) -> dict[str, Any]:
@@ -60,6 +60,17 @@ def test_messages_are_read_as_chat_templates_want_them() -> None:
     assert (request.most, request.stop, request.calls) == (7, ("x",), False)
 
 
+def test_a_thread_goes_on_from_a_stored_answer() -> None:
+    stored = StoredMessages()
+    first = read(stored, system="Be brief.", tools=[TOOL], thread={"type": "create"})
+    assert read(tools=[TOOL]).kept is None
+    said = {"role": "assistant", "content": "Hi"}
+    stored.keep("x", [*first.kept, said], first.tools)
+    second = read(stored, thread={"type": "continue", "previous_message_id": "msg_x"})
+    assert second.messages == second.kept == [{"role": "system", "content": "Be brief."}, USER, said, USER]
+    assert second.tools == first.tools
+
+
 @pytest.mark.parametrize(
     ("asked", "param"),
     [
@@ -81,7 +92,9 @@ def test_messages_are_read_as_chat_templates_want_them() -> None:
         ({"tool_choice": {"type": "auto", "disable_parallel_tool_use": True}}, "tool_choice"),
         ({"stop_sequences": ["a", ""]}, "stop_sequences"),
         ({"output_config": {"format": {"type": "json_schema"}}}, "output_config"),
-        ({"thread": {"type": "continue", "previous_message_id": "msg_1"}}, "thread"),
+        ({"thread": {"type": "continue", "previous_message_id": "msg_1"}}, "thread.previous_message_id"),
+        ({"thread": {"type": "continue", "previous_message_id": "msg_1"}, "system": "Hi"}, "system"),
+        ({"thread": "new"}, "thread"),
         ({"mcp_servers": [{"url": "http://x"}]}, "mcp_servers"),
     ],
 )
