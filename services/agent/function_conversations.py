@@ -27,7 +27,7 @@ class FunctionConversations(Conversations):
 
     async def _converse(self, result: Conversation, start: ConversationStart) -> None:
         session, name = ChatSession(self._model, start, result), start.engine.name
-        access = ModelAccess(self._endpoint.open(session), session.key)
+        access = ModelAccess(f"{self._endpoint.open(session)}/v1", session.key)
         begun = time.monotonic()
         try:
             await self._functions.open(name, start.sample, access)
