@@ -20,6 +20,8 @@ SERVICE = "grpc://"
 ADDRESS = re.compile(rf"{SERVICE}[^\s/@:]+:[1-9][0-9]{{0,4}}")
 """The address of an environment in another language, such as "grpc://host:50070"."""
 
+_OF_CONTAINERS = ("container", "container_memory_gb", "container_processes")
+
 
 def check_environment(name: str) -> str:
     """Return an environment's name, or "". Raises ValueError: it has the form of none."""
@@ -44,6 +46,13 @@ class AgentConfig(Section):
     command: tuple[str, ...] = ()
     """Program that leads the conversations in place of an environment, with its arguments: each sample starts it once,
     and it asks the model over HTTP at OPENAI_BASE_URL."""
+    container: str = ""
+    """Image of the containers in which agent.command runs, one for each sample: they reach nothing but the model. The
+    agent service's machine needs a Docker engine, which has the image. Empty: processes of the service's user."""
+    container_memory_gb: float = Field(default=2.0, gt=0)
+    """Memory of each of these containers."""
+    container_processes: int = Field(default=256, ge=1)
+    """Maximum number of processes and threads in each of them."""
     function: str = ""
     """Async function that leads the conversations in place of an environment, "file.py:solve" or
     "package.module:solve": it gets the sample and the model, which it asks as often as it likes, and returns the
@@ -113,11 +122,18 @@ class AgentConfig(Section):
                 f'agent.function is "{self.function}", and {self.shown}: a conversation has one of them; remove the '
                 "other"
             )
+        if self.container and any(letter.isspace() for letter in self.container):
+            raise ValueError(f'agent.container is "{self.container}": it must be an image, such as "python:3.11-slim"')
+        if self.command and not self.container:
+            reason = 'agent.container is empty: name an image, such as "python:3.11-slim", or remove it'
+            refuse_unused(self, "agent", ("container_memory_gb", "container_processes"), reason)
         if self.command:
             if not self.command[0] or any("\0" in word for word in self.command):
                 raise ValueError(f"{self.shown}: it must begin with a program, and no word may have a null character")
             reason = f"{self.shown}: only environments have it; remove it"
             refuse_unused(self, "agent", ("settings", "python", "call_seconds"), reason)
+        elif self.is_there and (given := self.changed(_OF_CONTAINERS)):
+            raise ValueError(f"agent.{given[0]} is set, but {self.shown}: only agent.command has it; remove it")
         elif self.function:
             refuse_unused(self, "agent", ("call_seconds",), f"{self.shown}: only environments have it; remove it")
         elif not self.environment:

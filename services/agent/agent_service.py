@@ -15,6 +15,7 @@ from relaxd.replica.replica_context import ReplicaContext
 from relaxd.replica.stage_replica import StageReplica
 from relaxd.roles import AGENT, ROLES
 from relaxd.v1.coordinator_pb2 import Assignment
+from services.agent.containers import ContainerPrograms
 from services.agent.conversation import Conversations, EnvironmentConversations
 from services.agent.endpoint import Endpoint
 from services.agent.engines import RunEngines
@@ -66,7 +67,7 @@ class AgentService(StageReplica):
             conversations: Conversations
             others: list[Environments | Programs | Endpoint]
             if agent.command:
-                programs = Programs(agent)
+                programs = ContainerPrograms(agent) if agent.container else Programs(agent)
                 conversations, others = ProgramConversations(model, programs), [programs]
             elif agent.function:
                 functions, endpoint = Environments(agent, "agent.function", told), Endpoint()

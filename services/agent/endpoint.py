@@ -28,15 +28,15 @@ CLOSE_SECONDS = 1.0
 
 
 class Endpoint:
-    """Serves the protocols on the loopback interface. Lives in one event loop."""
+    """Serves the protocols on the loopback interface, or at another address. Lives in one event loop."""
 
     def __init__(self) -> None:
         self._sessions: dict[str, ChatSession] = {}
         self._runner: web.AppRunner | None = None
-        self._port = 0
+        self._address = ""
 
-    async def start(self) -> None:
-        """Listen on a free port."""
+    async def start(self, host: str = "127.0.0.1") -> None:
+        """Listen on a free port of an address of this machine."""
         app = web.Application(client_max_size=MAX_BODY, middlewares=[_errors])
         for address, protocol in PROTOCOLS.items():
             app.router.add_post(address, partial(self._answer, protocol))
@@ -47,14 +47,14 @@ class Endpoint:
         app.router.add_route("*", "/{rest:.*}", self._nothing)
         self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=CLOSE_SECONDS)
         await self._runner.setup()
-        site = web.TCPSite(self._runner, "127.0.0.1", 0)
+        site = web.TCPSite(self._runner, host, 0)
         await site.start()
-        self._port = self._runner.addresses[0][1]
+        self._address = f"{host}:{self._runner.addresses[0][1]}"
 
     def open(self, session: ChatSession) -> str:
         """Serve a session; return its address, as ANTHROPIC_BASE_URL has it."""
         self._sessions[session.id] = session
-        return f"http://127.0.0.1:{self._port}/{session.id}"
+        return f"http://{self._address}/{session.id}"
 
     def close_session(self, session: ChatSession) -> None:
         """Serve a session no longer."""

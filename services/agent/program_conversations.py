@@ -15,7 +15,7 @@ from services.agent.chat_session import ChatSession
 from services.agent.conversation import MAX_INFO, Conversation, Conversations, ConversationStart
 from services.agent.engines import OutOfTime
 from services.agent.model_turns import PolicyModel
-from services.agent.programs import Program, Programs
+from services.agent.programs import Programs, RunningProgram
 
 LOOK_SECONDS = 1.0
 """Interval of looks at a program's limits."""
@@ -53,7 +53,7 @@ class ProgramConversations(Conversations):
             result.environment_seconds = time.monotonic() - begun - start.engine.asked_seconds
         result.finish = session.limit or session.cut_by or "env_done"
 
-    async def _wait(self, program: Program, session: ChatSession, start: ConversationStart) -> int:
+    async def _wait(self, program: RunningProgram, session: ChatSession, start: ConversationStart) -> int:
         """Return a program's exit code. Raises OutOfTime, and why the conversation can't go on."""
         session.failed.add_done_callback(lambda _: program.kill())
         while True:

@@ -12,7 +12,7 @@ import tempfile
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Protocol, Self
 
 from relaxd.config import AgentConfig
 from relaxd.envs.client import inherited_variables
@@ -27,6 +27,19 @@ TAIL_BYTES = 4000
 """Number of last bytes of a program's output that are kept."""
 OUTPUT_SECONDS = 1.0
 """Time for the rest of the output after the end; processes that left the program's group may hold it open."""
+
+
+class RunningProgram(Protocol):
+    """A program that leads a conversation."""
+
+    async def wait(self, seconds: float) -> int | None:
+        """Wait for its end; return its exit code (negative: the signal), or None after `seconds`."""
+
+    def kill(self) -> None:
+        """Kill it and what it has started."""
+
+    async def end(self) -> str:
+        """Kill what is left of it; return the end of its output."""
 
 
 class Program:
@@ -122,41 +135,54 @@ class Programs:
         await self.endpoint.close()
 
     @asynccontextmanager
-    async def run(self, session: ChatSession, sample: Mapping[str, Any]) -> AsyncIterator[tuple[Program, Path]]:
+    async def run(self, session: ChatSession, sample: Mapping[str, Any]) -> AsyncIterator[tuple[RunningProgram, Path]]:
         """Run the program while the context is open; yield it and the path for its result.
 
         Args:
             session: its session.
             sample: the contents of RELAXD_SAMPLE.
         """
-        folder = await asyncio.to_thread(_folder_of, sample)
-        result = folder / "result.json"
         environment = inherited_variables()
         direct = ",".join(filter(None, (environment.get("no_proxy") or environment.get("NO_PROXY"), "127.0.0.1")))
+        try:
+            async with sample_folder(sample) as folder:
+                environment |= self.model_variables(session) | {
+                    "RELAXD_SAMPLE": str(folder / "sample.json"),
+                    "RELAXD_RESULT": str(folder / "result.json"),
+                    "TMPDIR": str(folder),
+                    "no_proxy": direct,
+                    "NO_PROXY": direct,
+                }
+                program = await Program.start(self._command, environment)
+                try:
+                    yield program, folder / "result.json"
+                finally:
+                    await program.end()
+        finally:
+            self.endpoint.close_session(session)
+
+    def model_variables(self, session: ChatSession) -> dict[str, str]:
+        """Serve a session; return the variables by which clients find the model."""
         address = self.endpoint.open(session)
-        environment |= {
+        return {
             "OPENAI_BASE_URL": f"{address}/v1",
             "OPENAI_API_KEY": session.key,
             "ANTHROPIC_BASE_URL": address,
             "ANTHROPIC_API_KEY": session.key,
-            "RELAXD_SAMPLE": str(folder / "sample.json"),
-            "RELAXD_RESULT": str(result),
-            "TMPDIR": str(folder),
-            "no_proxy": direct,
-            "NO_PROXY": direct,
         }
-        try:
-            program = await Program.start(self._command, environment)
-            try:
-                yield program, result
-            finally:
-                await program.end()
-        finally:
-            self.endpoint.close_session(session)
-            await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
 
 
-def _folder_of(sample: Mapping[str, Any]) -> Path:
-    folder = Path(tempfile.mkdtemp(prefix="relaxd-"))
-    (folder / "sample.json").write_text(json.dumps(sample))
-    return folder
+@asynccontextmanager
+async def sample_folder(sample: Mapping[str, Any]) -> AsyncIterator[Path]:
+    """Make a folder with the sample in it, and remove it afterwards."""
+
+    def make() -> Path:
+        folder = Path(tempfile.mkdtemp(prefix="relaxd-"))
+        (folder / "sample.json").write_text(json.dumps(sample))
+        return folder
+
+    folder = await asyncio.to_thread(make)
+    try:
+        yield folder
+    finally:
+        await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)

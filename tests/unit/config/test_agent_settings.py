@@ -3,8 +3,9 @@
 from pathlib import Path
 
 import pytest
+from pydantic import ValidationError
 
-from relaxd.config import RunConfig
+from relaxd.config import AgentConfig, RunConfig
 from relaxd.config.load_toml import ConfigError, load_file
 from relaxd.evaluation.set_checks import environment_problems
 from relaxd.evaluation.sets import sets_of
@@ -65,6 +66,10 @@ def test_settings_that_conversations_do_not_have_are_refused(words: str, problem
         ("agent.settings={a=1}", 'agent.settings is {"a": 1}, but agent.command is'),
         ("run.colocate=true board.max_staleness=0", 'agent.command is ["python", "a.py"], but run.colocate is true'),
         ('agent.command=[""]', "it must begin with a program"),
+        (
+            "agent.container_memory_gb=1",
+            "agent.container_memory_gb is 1.0, but agent.container is empty: name",
+        ),
     ],
 )
 def test_settings_that_programs_do_not_have_are_refused(words: str, problem: str) -> None:
@@ -81,6 +86,7 @@ def test_settings_that_programs_do_not_have_are_refused(words: str, problem: str
         ("agent.environment=calculator", 'is "calculator", and agent.function is "a.py:solve"'),
         ('agent.command=["python"]', 'agent.function is "a.py:solve", and agent.command is ["python"]'),
         ("agent.call_seconds=3", 'agent.call_seconds is 3.0, but agent.function is "a.py:solve": only environments'),
+        ("agent.container=a", 'agent.container is set, but agent.function is "a.py:solve": only agent.command has it'),
         (
             'eval.sets=[{name="s",path="p",environment_settings={a=1}}]',
             'environment_settings is set, but agent.function is "a.py:solve", which has none',
@@ -94,6 +100,11 @@ def test_settings_that_functions_do_not_have_are_refused(words: str, problem: st
     assert problem in str(caught.value)
     with pytest.raises(ConfigError, match=r'agent.function = "solve": name it as "package.module:function"'):
         load("agent.function=solve")
+
+
+def test_an_image_has_no_white_space() -> None:
+    with pytest.raises(ValidationError, match=r'agent.container is "an image": it must be an image'):
+        AgentConfig(command=("a",), container="an image")
 
 
 def test_settings_of_agents_need_an_environment() -> None:

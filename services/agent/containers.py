@@ -1,0 +1,286 @@
+"""Programs that lead conversations in containers: one container a sample (agent.container)."""
+
+import asyncio
+import io
+import json
+import logging
+import os
+import tarfile
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager, suppress
+from ipaddress import ip_network
+from pathlib import Path
+from typing import Any, Self
+
+import psutil
+
+from relaxd.config import AgentConfig
+from relaxd.envs.client import EnvironmentFailed
+from relaxd.envs.environment import MAX_BYTES
+from relaxd.process.child import KILL_SECONDS
+from relaxd.rpc.errors import InvalidArgument, Unavailable
+from relaxd.telemetry.printable import escape
+from services.agent.chat_session import ChatSession
+from services.agent.docker_engine import DockerEngine, EngineError
+from services.agent.programs import TAIL_BYTES, Programs, RunningProgram, sample_folder
+
+NETWORK = "relaxd-agent"
+"""Network of the containers: without a way out, and without one to each other."""
+OWNER = "relaxd.agent-owner"
+"""Label of containers: the process that started them."""
+FOLDER = "/relaxd"
+"""Folder of the sample and its result in a container."""
+TAIL_LINES = 50
+"""Number of last lines of a program's output that are read."""
+TAR = "application/x-tar"
+FRAME = 8
+"""Number of bytes of the header of a piece of output."""
+SIGNALLED = 128
+"""Exit codes above are this and the number of the signal that ended the program."""
+
+_log = logging.getLogger(__name__)
+
+
+class ContainerProgram:
+    """A program that runs in a container."""
+
+    def __init__(self, engine: DockerEngine, container: str, result: Path, memory_gb: float) -> None:
+        self._engine = engine
+        self._id = container
+        self._result = result
+        self._memory_gb = memory_gb
+        self._removed = False
+        self._waiting = asyncio.create_task(self._wait(), name="wait for a container")
+        self._killing: asyncio.Task[None] | None = None
+
+    @classmethod
+    async def start(
+        cls, engine: DockerEngine, container: Mapping[str, Any], sample: bytes, result: Path, memory_gb: float
+    ) -> Self:
+        """Start the program in a new container.
+
+        Args:
+            engine: the engine.
+            container: the body of its call that creates the container.
+            sample: the contents of RELAXD_SAMPLE.
+            result: the path for the program's result on this machine.
+            memory_gb: limit of memory, for messages.
+
+        Raises EngineError.
+        """
+        name = (await engine.json("POST", "/containers/create", container))["Id"]
+        try:
+            archive = _archive_of(sample)
+            await engine.bytes("PUT", f"/containers/{name}/archive", archive, {"path": "/"}, kind=TAR)
+            await engine.bytes("POST", f"/containers/{name}/start")
+        except BaseException:
+            await _remove(engine, name)
+            raise
+        return cls(engine, name, result, memory_gb)
+
+    async def wait(self, seconds: float) -> int | None:
+        """Wait for its end; return its exit code (negative: the signal), or None after `seconds`.
+
+        Raises EngineError.
+        """
+        done, _ = await asyncio.wait({self._waiting}, timeout=seconds)
+        return await self._waiting if done else None
+
+    def kill(self) -> None:
+        """Kill all of its processes."""
+        if self._killing is None:
+            self._killing = asyncio.create_task(self._kill(), name="kill a container")
+
+    async def end(self) -> str:
+        """Kill the program, fetch its result, remove the container, and return the end of its output; "" if it has.
+
+        Raises EngineError; EnvironmentFailed: its result can't be used.
+        """
+        if self._removed:
+            return ""
+        self.kill()
+        assert self._killing is not None
+        try:
+            await self._killing
+            await self.wait(KILL_SECONDS)
+            state = (await self._engine.json("GET", f"/containers/{self._id}/json"))["State"]
+            output = await self._output()
+            await self._fetch_result()
+        finally:
+            self._removed = True
+            self._waiting.cancel()
+            await _remove(self._engine, self._id)
+        limit = f"agent.container_memory_gb = {self._memory_gb:g} was used up"
+        return f"{output}\n{limit}".strip() if state["OOMKilled"] else output
+
+    async def _wait(self) -> int:
+        answer = await self._engine.bytes("POST", f"/containers/{self._id}/wait", seconds=None)
+        code: int = json.loads(answer)["StatusCode"]
+        return code if code <= SIGNALLED else SIGNALLED - code
+
+    async def _kill(self) -> None:
+        with suppress(EngineError):  # it has ended; if the engine is away, the next call says so
+            await self._engine.bytes("POST", f"/containers/{self._id}/kill")
+
+    async def _output(self) -> str:
+        path = f"/containers/{self._id}/logs"
+        data = await self._engine.bytes("GET", path, query={"stdout": "1", "stderr": "1", "tail": str(TAIL_LINES)})
+        text = bytearray()
+        while len(data) >= FRAME:  # of stdout or stderr: kind, three zeros, length, and then its bytes
+            length = int.from_bytes(data[4:FRAME], "big")
+            text += data[FRAME : FRAME + length]
+            data = data[FRAME + length :]
+        return escape(bytes(text[-TAIL_BYTES:]).decode(errors="replace").strip(), keep="\t\n")
+
+    async def _fetch_result(self) -> None:
+        """Copy the program's result, if it has written one."""
+        try:
+            where = {"path": f"{FOLDER}/result.json"}
+            archive = await self._engine.bytes("GET", f"/containers/{self._id}/archive", query=where)
+            with tarfile.open(fileobj=io.BytesIO(archive)) as opened:
+                member = opened.next()
+                file = opened.extractfile(member) if member is not None and member.isreg() else None
+                content = b"" if file is None else file.read(MAX_BYTES + 1)
+        except EngineError as error:
+            if error.status != 404:
+                raise
+            return
+        except tarfile.TarError:
+            file = None
+        if file is None:
+            raise EnvironmentFailed("the program's result (RELAXD_RESULT) can't be used: it isn't a plain file")
+        await asyncio.to_thread(self._result.write_bytes, content)
+
+
+class ContainerPrograms(Programs):
+    """Starts a run's program in a container for each sample. Lives in one event loop."""
+
+    def __init__(self, config: AgentConfig) -> None:
+        super().__init__(config)
+        self._config = config
+        self._engine: DockerEngine | None = None
+        self._network = NETWORK
+        """Its id, once it is known."""
+
+    async def start(self) -> None:
+        """Start the endpoint, and remove the containers of services that were killed.
+
+        Raises InvalidArgument: there is no such image; Unavailable: no engine answers.
+        """
+        self._engine = engine = DockerEngine()
+        try:
+            await engine.json("GET", f"/images/{self._config.container}/json")
+            await self.sweep()
+            network = await _network_of(engine)
+            self._network = network["Id"]
+            await self.endpoint.start(_gateway(network))
+        except EngineError as error:
+            if error.status == 404:
+                raise InvalidArgument(
+                    f'agent.container is "{self._config.container}", but this machine has no such image: pull or build '
+                    "it first"
+                ) from error
+            raise Unavailable(f"agent.container: {error}") from error
+
+    async def close(self) -> None:
+        """End the endpoint."""
+        await super().close()
+        if self._engine is not None:
+            await self._engine.close()
+
+    @asynccontextmanager
+    async def run(self, session: ChatSession, sample: Mapping[str, Any]) -> AsyncIterator[tuple[RunningProgram, Path]]:
+        """Run the program while the context is open, as `Programs.run` does."""
+        assert self._engine is not None
+        environment = self.model_variables(session) | {
+            "RELAXD_SAMPLE": f"{FOLDER}/sample.json",
+            "RELAXD_RESULT": f"{FOLDER}/result.json",
+        }
+        try:
+            async with sample_folder(sample) as folder:
+                result = folder / "result.json"
+                content = json.dumps(sample).encode()
+                program = await ContainerProgram.start(
+                    self._engine, self.container_of(environment), content, result, self._config.container_memory_gb
+                )
+                try:
+                    yield program, result
+                finally:
+                    await program.end()
+        finally:
+            self.endpoint.close_session(session)
+
+    async def sweep(self) -> None:
+        """Remove the containers of processes that have ended. Raises EngineError."""
+        assert self._engine is not None
+        labelled = {"all": "1", "filters": json.dumps({"label": [OWNER]})}
+        for one in await self._engine.json("GET", "/containers/json", query=labelled):
+            pid = one["Labels"][OWNER].partition(":")[0]
+            if one["Labels"][OWNER] != _owner_of(int(pid)):
+                _log.warning("removing container %s of an agent service that has ended", one["Id"][:12])
+                await _remove(self._engine, one["Id"])
+
+    def container_of(self, environment: Mapping[str, str]) -> dict[str, Any]:
+        """Return the body of the engine's call that creates a container."""
+        config, memory = self._config, int(self._config.container_memory_gb * 1e9)
+        return {
+            "Image": config.container,
+            "Entrypoint": list(config.command),  # in place of the image's own
+            "Env": [f"{name}={value}" for name, value in environment.items()],
+            "Labels": {OWNER: _owner_of(os.getpid())},
+            "HostConfig": {
+                "NetworkMode": self._network,
+                "Memory": memory,
+                "MemorySwap": memory,
+                "PidsLimit": config.container_processes,
+                "CapDrop": ["ALL"],
+                "SecurityOpt": ["no-new-privileges:true"],
+                "Init": True,
+                "LogConfig": {"Type": "json-file", "Config": {"max-size": "1m"}},
+            },
+        }
+
+
+def _owner_of(pid: int) -> str:
+    """Return the label of a process, which no later one of the same id has."""
+    try:
+        return f"{pid}:{psutil.Process(pid).create_time():.2f}"
+    except psutil.NoSuchProcess:
+        return f"{pid}:ended"
+
+
+def _archive_of(sample: bytes) -> bytes:
+    """Return an archive with FOLDER, in which any user may write, and the sample."""
+    packed = io.BytesIO()
+    with tarfile.open(fileobj=packed, mode="w") as archive:
+        folder, file = tarfile.TarInfo(FOLDER.strip("/")), tarfile.TarInfo(f"{FOLDER.strip('/')}/sample.json")
+        folder.type, folder.mode, file.size = tarfile.DIRTYPE, 0o777, len(sample)
+        archive.addfile(folder)
+        archive.addfile(file, io.BytesIO(sample))
+    return packed.getvalue()
+
+
+async def _remove(engine: DockerEngine, container: str) -> None:
+    try:
+        await engine.bytes("DELETE", f"/containers/{container}", query={"force": "1", "v": "1"})
+    except EngineError as error:
+        if error.status not in (404, 409):  # it is gone, or being removed
+            _log.warning("container %s stays until the next start of an agent service: %s", container[:12], error)
+
+
+async def _network_of(engine: DockerEngine) -> dict[str, Any]:
+    """Return the containers' network, which is made if it isn't there."""
+    made = {"Name": NETWORK, "Internal": True, "Options": {"com.docker.network.bridge.enable_icc": "false"}}
+    named = {"filters": json.dumps({"name": [f"^{NETWORK}$"]})}
+    if not await engine.json("GET", "/networks", query=named):
+        await engine.json("POST", "/networks/create", made)
+    # Names aren't unique: of two that were made at once, everybody takes the older one.
+    found: list[dict[str, Any]] = await engine.json("GET", "/networks", query=named)
+    return min(found, key=lambda network: (network["Created"], network["Id"]))
+
+
+def _gateway(network: Mapping[str, Any]) -> str:
+    """Return this machine's address in a network."""
+    (addresses,) = network["IPAM"]["Config"]
+    # An engine that was never told a gateway takes the network's first address, and may not show it.
+    return addresses.get("Gateway") or str(next(ip_network(addresses["Subnet"]).hosts()))
