@@ -41,15 +41,21 @@ class SizeProblem:
 
 def worst_bytes(config: RunConfig, prompt_tokens: int, *, expert_bytes: int = 0) -> int:
     """Return the bytes of a group whose answers have maximal length. `expert_bytes` are a token's routed experts."""
-    tokens = prompt_tokens + config.rollout.samples_per_prompt * config.rollout.max_new_tokens
+    tokens = prompt_tokens + config.rollout.samples_per_prompt * sample_tokens(config)
     return GROUP_BYTES + (_stored_bytes(config) + expert_bytes) * tokens
+
+
+def sample_tokens(config: RunConfig) -> int:
+    """Return the maximum number of tokens of a sample; a conversation may have a prompt of its own before them."""
+    return config.rollout.max_new_tokens + (config.data.max_prompt_tokens if config.agent.is_there else 0)
 
 
 def size_problems(config: RunConfig, *, expert_bytes: int = 0, memory: RedisMemory | None = None) -> list[SizeProblem]:
     """Return settings that the run's sizes may exceed. `memory` is that of its Redis, if known."""
     rollout, board, trainer = config.rollout, config.board, config.trainer
     problems = []
-    answers = rollout.samples_per_prompt * rollout.max_new_tokens
+    length = sample_tokens(config)
+    answers = rollout.samples_per_prompt * length
     bytes_of = {stage.name: stage.token_bytes for stage in stages_for(config)}
     bytes_of["rollout"] += expert_bytes
     stage = max(bytes_of, key=lambda name: bytes_of[name])
@@ -61,7 +67,7 @@ def size_problems(config: RunConfig, *, expert_bytes: int = 0, memory: RedisMemo
             SizeProblem(
                 "board.max_group_bytes",
                 f"= {board.max_group_bytes}, but {what} up to {written} bytes ({rollout.samples_per_prompt} samples x "
-                f"{rollout.max_new_tokens} tokens x {bytes_of[stage]} bytes): groups of long answers would all be "
+                f"{length} tokens x {bytes_of[stage]} bytes): groups of long answers would all be "
                 f"dropped. Raise it, or lower {less}rollout.max_new_tokens or rollout.samples_per_prompt",
             )
         )
@@ -96,7 +102,7 @@ def size_problems(config: RunConfig, *, expert_bytes: int = 0, memory: RedisMemo
             SizeProblem(
                 "trainer.groups_per_step",
                 f"= {trainer.groups_per_step}: a step takes up to {byte_amount(worst)} in {place} "
-                f"({trainer.groups_per_step} groups x {rollout.samples_per_prompt} samples x {rollout.max_new_tokens} "
+                f"({trainer.groups_per_step} groups x {rollout.samples_per_prompt} samples x {length} "
                 f"tokens x {_stored_bytes(config) + expert_bytes} bytes), which has room for "
                 f"{byte_amount(memory.max_bytes)}. {advice}",
                 fatal=expected > memory.max_bytes,

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from relaxd.board import worst_bytes
+from relaxd.board.sizes import sample_tokens, worst_bytes
 from relaxd.config import RunConfig
 from relaxd.models.folders import models_in_trainer, resolve_model
 from relaxd.models.layouts import Layout, model_parameters, stage_parameters
@@ -52,7 +52,8 @@ def step_bytes(config: RunConfig, expert_bytes: int) -> int:
     """Return the bytes of a step's groups, with answers of mean length. `expert_bytes` are a token's routed experts."""
     prompt, samples = config.published_prompt_tokens, config.rollout.samples_per_prompt
     worst = worst_bytes(config, prompt, expert_bytes=expert_bytes)
-    mean_share = (prompt + samples * mean_answer(config)) / (prompt + samples * config.rollout.max_new_tokens)
+    mean = mean_answer(config) + sample_tokens(config) - config.rollout.max_new_tokens
+    mean_share = (prompt + samples * mean) / (prompt + samples * sample_tokens(config))
     return int(config.trainer.groups_per_step * worst * mean_share)
 
 

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from relaxd.board import RedisMemory, size_problems, worst_bytes
-from relaxd.config import RunConfig
+from relaxd.config import AgentConfig, RunConfig
 
 GB = 1 << 30
 
@@ -34,6 +34,15 @@ def memory(most: int, policy: str = "noeviction") -> RedisMemory:
 def test_the_worst_case_counts_every_token() -> None:
     assert worst_bytes(config(128, 16, 16_384), 1024) == 4096 + 32 * (1024 + 16 * 16_384)
     assert worst_bytes(config(128, 16, 16_384), 0, expert_bytes=1536) == 4096 + 1568 * 16 * 16_384
+
+
+def test_a_conversation_may_carry_a_prompt_of_its_own() -> None:
+    plain = config(128, 16, 16_384)
+    talks = plain.model_copy(update={"agent": AgentConfig(environment="calculator")})
+    more = 32 * 16 * plain.data.max_prompt_tokens
+    assert worst_bytes(talks, 1024) == worst_bytes(plain, 1024) + more
+    (problem,) = size_problems(talks, memory=memory(GB // 2))
+    assert f"x {16_384 + plain.data.max_prompt_tokens} tokens x 32 bytes" in problem.message
 
 
 @pytest.mark.parametrize(
