@@ -75,7 +75,7 @@ def measure(way: str, model: str, path: str) -> None:
     train = load_data(config).train
     cursor = Cursor()
     for _ in range(FIRST):
-        train.at(cursor)
+        train.prompt(train.index_at(cursor))
         cursor = train.after(cursor)
     if way == WAYS[2]:
         texts = [train._tokenizer.render(train._examples[index]) for index in range(CHECKED)]
@@ -189,7 +189,7 @@ def measure_streaming(way: str, model: str, parquet: str) -> None:
     rows = time.process_time() - begun
     begun = time.process_time()
     for one in cursors:
-        train.at(one)
+        train.prompt(train.index_at(one))
     whole = time.process_time() - begun
     begun = time.process_time()
     for one in cursors:

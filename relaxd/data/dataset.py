@@ -216,10 +216,6 @@ class PromptDataset:
         epoch, position = cursor.place
         return int(self.order(epoch)[position])
 
-    def at(self, cursor: Cursor) -> Prompt:
-        """Return the next prompt. Raises DataError, as `prompt`."""
-        return self.prompt(self.index_at(cursor))
-
     def fits(self, prompt: Prompt) -> bool:
         """Return whether a prompt isn't too long. Raises DataError: it is, and may not be left out."""
         if self._limit is None:

@@ -10,7 +10,7 @@ import pytest
 
 from relaxd.board import Board, Column, Delivery, LedgerEntry, NewGroup, Stage
 from relaxd.board.committed_steps import CommittedSteps
-from relaxd.board.payloads.attempts import all_places, payload_keys
+from relaxd.board.payloads.attempts import all_places
 from relaxd.config import BoardConfig
 
 STAGES = (
@@ -198,6 +198,11 @@ def audit(board: Board) -> None:
     assert int(state[b"garbage_bytes"]) == sum(bytes_of(pointer) for pointer in thrown_away)
     found_hashes = {key.removeprefix(f"{prefix}group:") for key in keys if key.startswith(f"{prefix}group:")}
     assert found_hashes == open_groups, "a closed group left its hash behind"
+
+
+def payload_keys(prefix: str, pointer: str) -> list[str]:
+    """Return all keys of a pointer. Raises ValueError: the pointer is damaged."""
+    return [key for place in all_places(prefix, pointer) for key in place.keys]
 
 
 def bytes_of(pointer: bytes) -> int:

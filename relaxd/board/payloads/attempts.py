@@ -199,11 +199,6 @@ def all_places(prefix: str, pointer: str) -> list[Place]:
     return [shared, *large.values()]
 
 
-def payload_keys(prefix: str, pointer: str) -> list[str]:
-    """Return all keys of a pointer. Raises ValueError: the pointer is damaged."""
-    return [key for place in all_places(prefix, pointer) for key in place.keys]
-
-
 def _parse(prefix: str, pointer: str) -> tuple[Place, dict[str, Place]]:
     """Return where the shared payload is, and the payload of each large column."""
     name, _, rest = pointer.partition(",")

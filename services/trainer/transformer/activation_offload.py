@@ -141,11 +141,6 @@ class _Pool:
         taken, self._free = self._free[-count:], self._free[:-count]
         return taken
 
-    @property
-    def free_bytes(self) -> int:
-        """Bytes of the allocated memory that are free."""
-        return len(self._free) * BLOCK_BYTES
-
     def give(self, blocks: list[Tensor]) -> None:
         """Take blocks back."""
         self._free += blocks

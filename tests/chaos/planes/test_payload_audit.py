@@ -9,9 +9,9 @@ import redis
 
 from relaxd.board import Board
 from relaxd.board.connections.scripts import run_script
-from relaxd.board.payloads.attempts import all_places, payload_keys
+from relaxd.board.payloads.attempts import all_places
 from tests.chaos.planes.payloads import Payloads
-from tests.kit.boards import advance, group, make_board, make_overdue, output, take
+from tests.kit.boards import advance, group, make_board, make_overdue, output, payload_keys, take
 from tests.kit.redis.redis_server import RedisServer
 
 

@@ -189,7 +189,7 @@ def test_going_on_from_a_cursor_gives_the_same_sequence(count: int, stops: list[
         dataset = PromptDataset([Example(str(i)) for i in range(count)], PlainTokenizer(), shuffle=True, seed=seed)
         indices = []
         for _ in range(many):
-            indices.append(dataset.at(cursor).index)
+            indices.append(dataset.index_at(cursor))
             cursor = dataset.after(cursor)
         return indices, cursor
 

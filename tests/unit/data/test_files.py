@@ -331,7 +331,7 @@ def test_sources_are_mixed_and_named(tmp_path, model_folder):
     assert len(data.train) == 3 + 6
     cursor, seen = Cursor(), Counter()
     for _ in range(2 * len(data.train)):
-        prompt = data.train.at(cursor)
+        prompt = data.train.prompt(data.train.index_at(cursor))
         seen[prompt.metadata["data_source"], prompt.text, prompt.answer] += 1
         own = {"sampling": {"max_new_tokens": 9, "top_p": 0.5}} if prompt.text.startswith("b") else {}
         assert {name: value for name, value in prompt.to_json().items() if name == "sampling"} == own

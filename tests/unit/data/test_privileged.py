@@ -50,11 +50,11 @@ def test_only_the_teacher_s_last_message_changes_and_nothing_is_filled_in_twice(
 
     rows = write(tmp_path / "rows.jsonl", {"prompt": "1 + 1?", "answer": "2", "solution": "it is 2"})
     data = load_data(config(model, rows, PRIVILEGED))
-    prompt = data.train.at(Cursor())
+    prompt = data.train.prompt(data.train.index_at(Cursor()))
     assert prompt.teacher_tokens is not None
     assert "1 + 1? (it is 2)" in data.tokenizer.decode(prompt.teacher_tokens.tolist())
     assert data.tokenizer.decode(prompt.tokens.tolist()) != data.tokenizer.decode(prompt.teacher_tokens.tolist())
-    assert load_data(config(model, rows)).train.at(Cursor()).teacher_tokens is None
+    assert load_data(config(model, rows)).train.prompt(0).teacher_tokens is None
 
 
 def test_a_row_without_what_the_teacher_needs_is_named(model: Path, tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from relaxd.board import NewGroup, Stage
 from relaxd.board.connections.scripts import run_script
 from relaxd.board.payloads import attempts as attempts
 from relaxd.board.sides.side_base import GroupAttempt
-from tests.kit.boards import audit, make_board
+from tests.kit.boards import audit, make_board, payload_keys
 from tests.unit.board.payloads.payload_model import (
     SLICES,
     WRITERS,
@@ -107,7 +107,7 @@ class RealBoard:
                 self.sweeping[who] = (swept, number + 1)
             case "forget":
                 pointer = self.attempts[self.sweeping.pop(who)[0]].pointer
-                self.client.unlink(attempts.payload_keys(self.prefix, pointer)[0])
+                self.client.unlink(payload_keys(self.prefix, pointer)[0])
                 self._script("sweep", 1, 100, pointer)
             case _:
                 raise AssertionError(action)
