@@ -137,6 +137,11 @@ class StageWorker:
         """Take groups again."""
         self._set_paused(False)
 
+    def look_for_room(self) -> None:
+        """Ask at once how many groups to work on, as that may have risen; otherwise the next look does."""
+        with self._changed:
+            self._changed.notify_all()
+
     def drain(self, seconds: float) -> int:
         """Stop taking groups for good, finish held ones within `seconds`, nack the rest and stop.
 

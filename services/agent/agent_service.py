@@ -89,7 +89,7 @@ class AgentService(StageReplica):
             for one in sets_of(config)
         }
         places = asyncio.Semaphore(config.agent.max_sessions)
-        self._groups = groups = GroupConversations(config, self._begin, engines, of_run, places)
+        self._groups = groups = GroupConversations(config, self._begin, engines, of_run, places, self._look_for_room)
         self.evaluations = evaluations = EvaluationConversations(config.agent, by_set, places)
 
         def room() -> int:
@@ -99,6 +99,10 @@ class AgentService(StageReplica):
 
     def _begin(self, delivery: Delivery, oldest: int) -> bool:
         return self._board is not None and self._board.begin(delivery, oldest)
+
+    def _look_for_room(self) -> None:
+        if self._worker is not None:
+            self._worker.look_for_room()
 
     async def stop_run(self) -> None:
         groups, engines, others = self._groups, self._engines, self._others

@@ -3,6 +3,7 @@
 import asyncio
 import itertools
 import logging
+import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
@@ -50,10 +51,12 @@ class GroupConversations:
         engines: RunEngines,
         conversations: Conversations,
         places: asyncio.Semaphore,
+        ended: Callable[[], None],
     ) -> None:
         """`begin` tells the board the oldest version that may write a group; False: another replica has the group.
 
-        `places` limits the replica's conversations at once, those of evaluations included.
+        `places` limits the replica's conversations at once, those of evaluations included; `ended` is called at the end
+        of each, when there may be room for another group.
         """
         self._config = config
         self._begin = begin
@@ -61,6 +64,7 @@ class GroupConversations:
         self._conversations = conversations
         self._loop = asyncio.get_running_loop()
         self._places = places
+        self._ended = ended
         self._unfinished: dict[str, int] = {}
         """Conversations that haven't ended, by group."""
         self._running: set[Future[Result]] = set()
@@ -68,12 +72,13 @@ class GroupConversations:
     def room(self, held: int, others: int) -> int:
         """Return the number of groups to hold, given that `held` are now, beside `others`, samples of evaluations.
 
-        agent.max_sessions counts samples.
+        agent.max_sessions counts samples. As soon as it has room for one, another group is held, whose other samples
+        wait for theirs: if it had to have room for all, some would always be unused.
         """
         per_group = self._config.rollout.samples_per_prompt
         unfinished = list(self._unfinished.values())
         samples = others + sum(unfinished) + per_group * max(0, held - len(unfinished))
-        return max(held + (self._config.agent.max_sessions - samples) // per_group, 1)
+        return max(held + math.ceil((self._config.agent.max_sessions - samples) / per_group), 1)
 
     def process(self, delivery: Delivery, columns: dict[str, Column]) -> "Future[Result]":
         """Process a group. Called in the stage worker's threads."""
@@ -129,6 +134,7 @@ class GroupConversations:
             if not is_kept:
                 raise _Failed(conversation.failure)
         self._unfinished[delivery.group_id] -= 1
+        self._ended()
         return conversation
 
     def _dropped(self, delivery: Delivery, error: Exception) -> Drop:

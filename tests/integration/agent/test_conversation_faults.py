@@ -250,7 +250,15 @@ async def test_a_failed_conversation_does_to_its_group_what_the_run_says(
         talks(config := config_of(address, **agent), tokenizer, client) as conversations,
     ):
         places = asyncio.Semaphore(config.agent.max_sessions)
-        groups = GroupConversations(config, lambda delivery, oldest: True, client, conversations, places)
+        ended: list[int] = []
+        groups = GroupConversations(
+            config,
+            lambda delivery, oldest: True,
+            client,
+            conversations,
+            places,
+            lambda: ended.append(groups.room(1, 0)),
+        )
         delivery = Delivery("0-0-1", "1-0", "rollout", "agent-0", 1, {}, 0, {})
         result = await asyncio.wrap_future(groups.process(delivery, columns))
     if expected == DROPPED:
@@ -258,6 +266,7 @@ async def test_a_failed_conversation_does_to_its_group_what_the_run_says(
         assert result.reason == DropReason.ENVIRONMENT_FAILED
         assert "OSError: no board (flaky.py:" in result.detail
         return
+    assert len(ended) == 2  # the samples
     written: Any = result
     failed = [place for place, finish in enumerate(written["finish"]) if finish == "env_failed"]
     sizes, ends = written["lengths"], np.cumsum(written["lengths"])
