@@ -1,13 +1,15 @@
 """A micro-batch as tensors on this rank's device."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from relaxd.data.vision import VisionModel
+from relaxd.media.patches import SCALE, cut_patches
 from services.trainer.batch.micro_batch import PackedMicroBatch, with_padding
 from services.trainer.batch.prompt_images import PackedImages
 from services.trainer.megatron.world import World
@@ -17,9 +19,6 @@ from services.trainer.transformer.attention.heads import Rotary, rotary_table
 from services.trainer.transformer.attention.sequence_layout import AttentionKernel, SequenceLayout, sequence_layout
 from services.trainer.transformer.attention.slots import to_device
 from services.trainer.transformer.mlp.routing import RouterInputs
-
-PatchFunction = Callable[[NDArray[np.uint8]], NDArray[np.float32]]
-"""Cuts the pixels of an image, [height, width, 3], into the patches that a tower takes, [patches, values]."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,7 +62,7 @@ def to_device_batch(
     context: ContextRanks | None = None,
     *,
     prompts_once: bool = False,
-    patches: PatchFunction | None = None,
+    vision: VisionModel | None = None,
 ) -> DeviceBatch:
     """Pad a micro-batch, cut out this rank's slice and copy it to this rank's device.
 
@@ -74,19 +73,19 @@ def to_device_batch(
         rotary: the rotary embedding, on the device.
         context: the ranks with which this rank shares attention, if there are any.
         prompts_once: whether attention may take the queries of shared prompts once.
-        patches: cuts an image into the model's patches; None: it sees no images.
+        vision: the model's rules for images; None: it sees none.
 
     Raises:
         ValueError: the micro-batch has images, but the model sees none.
     """
-    if batch.images is not None and patches is None:
+    if batch.images is not None and vision is None:
         raise ValueError("a micro-batch has images, which this model can't see")
     batch = with_padding(batch, world.tp_size * world.cp_size)
     slice_tokens = len(batch.tokens) // world.cp_size
     begin = slice_tokens * world.cp_rank
     images = None
-    if batch.images is not None and patches is not None and world.first_stage:
-        images = _device_images(batch.images, patches, len(batch.tokens), world)
+    if batch.images is not None and vision is not None and world.first_stage:
+        images = _device_images(batch.images, vision, len(batch.tokens), world)
     trained = np.flatnonzero(batch.loss_mask)
     predicting = batch.previous[trained]
     own = np.flatnonzero((predicting >= begin) & (predicting < begin + slice_tokens))
@@ -133,7 +132,7 @@ def _attending(column: NDArray[Any], context: ContextRanks | None) -> NDArray[An
     return np.ascontiguousarray(column[..., context.gathering.rank() * tokens :][..., :tokens])
 
 
-def _device_images(images: PackedImages, patches: PatchFunction, tokens: int, world: World) -> DeviceImages:
+def _device_images(images: PackedImages, vision: VisionModel, tokens: int, world: World) -> DeviceImages:
     """Return the images of a padded micro-batch for this rank's part of its tokens.
 
     Under sequence parallelism each tensor-parallel rank has a part of the slice.
@@ -141,12 +140,25 @@ def _device_images(images: PackedImages, patches: PatchFunction, tokens: int, wo
     own_tokens = tokens // (world.cp_size * world.tp_size)
     begin = own_tokens * (world.cp_rank * world.tp_size + world.tp_rank)
     own = np.flatnonzero((images.places >= begin) & (images.places < begin + own_tokens))
+    cut = np.concatenate([cut_patches(image.pixels, vision.rule) for image in images.images])
     return DeviceImages(
-        patches=to_device(np.concatenate([patches(image.pixels) for image in images.images]), world.device),
+        patches=normalised(to_device(cut, world.device), vision),
         grids=to_device(np.array([image.grid for image in images.images], np.int64), world.device),
         rows=to_device(images.rows[own], world.device),
         places=to_device(images.places[own] - begin, world.device),
     )
+
+
+def normalised(cut: Tensor, vision: VisionModel) -> Tensor:
+    """Return patches as `VisionModel.patches` does, made on the device: so a byte of a pixel travels, and not eight.
+
+    Args:
+        cut: uint8 [patches, 3, side, side], from `cut_patches`.
+        vision: the model's rules.
+    """
+    mean, std = (cut.new_tensor(one, dtype=torch.float32)[:, None, None] for one in (vision.mean, vision.std))
+    normal = ((cut.double() * SCALE).float() - mean) / std
+    return normal[:, :, None].expand(-1, -1, vision.times, -1, -1).reshape(len(cut), -1)
 
 
 def _own_experts(batch: PackedMicroBatch, world: World) -> Tensor | None:

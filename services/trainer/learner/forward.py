@@ -382,7 +382,7 @@ class Forward:
             self._rotary,
             self._context,
             prompts_once=self._prompts_once,
-            patches=None if self.vision is None else self.vision.patches,
+            vision=self.vision,
         )
 
 

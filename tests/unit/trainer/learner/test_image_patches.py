@@ -1,0 +1,17 @@
+"""Patches that are made on the trainer's device, against those in numpy."""
+
+import numpy as np
+import torch
+
+from relaxd.data.vision import CLIP_MEAN, CLIP_STD, VisionModel
+from relaxd.media import ImageRule, ImageTokens
+from relaxd.media.patches import cut_patches
+from services.trainer.learner.device_batch import normalised
+
+
+def test_they_are_the_same_bit_for_bit() -> None:
+    pixels = np.random.default_rng(0).integers(0, 256, (64, 96, 3), dtype=np.uint8)
+    for mean, std, times in ((CLIP_MEAN, CLIP_STD, 2), ((0.5,) * 3, (0.5,) * 3, 1)):
+        vision = VisionModel(ImageRule(16, 2, 1024, 65536), ImageTokens(7, 2), mean, std, times)
+        ours = normalised(torch.from_numpy(cut_patches(pixels, vision.rule)), vision)
+        np.testing.assert_array_equal(ours.numpy(), vision.patches(pixels))
