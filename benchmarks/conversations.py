@@ -40,7 +40,7 @@ from tests.kit.models import make_tiny_model
 
 HOST = "host"
 """Name of the environment's host among processes."""
-START_SECONDS = 60.0
+START_SECONDS = 120.0
 """Deadline for what a run needs to begin."""
 SAMPLES = 4
 """Conversations of a group."""
