@@ -1,18 +1,18 @@
 """Prefix-cache hits of conversations on two engines, beside those of one, and the speed of a run of conversations.
 
-`python -m benchmarks.conversation_engine`: one GPU, 0.6B, in less than 200 s. A whole run of the real stack on a Qwen3
-of random weights: conversations of 6 turns, replies of geometric lengths (benchmarks/long_tail.py), observations of 500
-tokens, an agent replica, two SGLang engines and the trainer. Within the run, the requests of all conversations take
-turns in going
+`python -m benchmarks.conversation_engine`: three GPUs, 0.6B, in less than 200 s. A whole run of the real stack on a
+Qwen3 of random weights: conversations of 6 turns, replies of geometric lengths (benchmarks/long_tail.py), observations
+of 500 tokens, an agent replica, two SGLang engines and the trainer. Within the run, the requests of all conversations
+take turns in going
 
 - to one of the engines only (one),
 - to another engine than that of the conversation's last turn (elsewhere),
 - where the agent service sends them (sticky).
 
-Engines and trainer share GPUs: the first --gpus of them, one by one. So weights go through the CPU (gloo). Steps that
-lie in two of these windows aren't counted. "prefix hits" is engine_prefix_hit_share of metrics.jsonl, the mean of the
-window's steps; "outside" is a conversation's time outside requests to engines as a share of its group's time. Goal: the
-hits of sticky are at least 0.95 of those of one. --cpu tries the script on a tiny model, without prefix cache.
+Steps that lie in two of these windows aren't counted. "prefix hits" is engine_prefix_hit_share of metrics.jsonl, the
+mean of the window's steps; "outside" is a conversation's time outside requests to engines as a share of its group's
+time. Goal: the hits of sticky are at least 0.95 of those of one. --cpu tries the script on a tiny model, without prefix
+cache.
 """
 
 import argparse
@@ -33,7 +33,7 @@ from relaxd.client.coordinator_client import ENDED, CoordinatorClient
 from relaxd.local.state_folder import StateFolder
 from relaxd.local.supervisor import StackPlan
 from relaxd.replica.gpus import visible_gpus
-from relaxd.roles import AGENT, ROLLOUT, TRAINER
+from relaxd.roles import AGENT, ROLLOUT
 
 START_SECONDS = 150.0
 """Deadline for services, engines and the first steps."""
@@ -91,7 +91,7 @@ lr = 1e-12
 every = 0
 
 [weights]
-transport = "gloo"
+transport = "{transport}"
 verify = "never"
 
 [eval]
@@ -116,6 +116,7 @@ def make_config(folder: Path, options: argparse.Namespace) -> str:
         dtype="float32" if options.cpu else "bfloat16",
         samples=options.samples,
         tokens=tokens,
+        transport="gloo" if options.cpu else "nccl",
         memory=0 if options.cpu else options.memory_fraction,
         threads=1 if options.cpu else 0,
         options="" if options.cpu else sglang_options(options.sessions),
@@ -124,18 +125,12 @@ def make_config(folder: Path, options: argparse.Namespace) -> str:
     )
 
 
-def change_plan(plan: StackPlan, gpus: int, share: float, routing: Path) -> None:
-    """Have the agent replica send requests where a file says, and engines and trainer share GPUs."""
-    number = 0  # the trainer has the first GPU, and the engines are on the others, if there are any
+def change_plan(plan: StackPlan, routing: Path) -> None:
+    """Have the agent replica send requests where a file says."""
     for spec in plan.services:
-        own = [sys.executable, "-m", "benchmarks.conversation_engine_parts"]
         if spec.role == AGENT:
-            spec.command = [*own, "agent"]
+            spec.command = [sys.executable, "-m", "benchmarks.conversation_engine_parts"]
             spec.environment[ROUTING] = str(routing)
-        elif spec.role in (ROLLOUT, TRAINER) and gpus:
-            part = share if spec.role == ROLLOUT else 1.0
-            spec.command = [*own, "gpu", spec.name, str(min(number, gpus - 1)), str(part), spec.command[-1]]
-            number += 1
 
 
 class Run:
@@ -171,7 +166,7 @@ def measure(folder: Path, options: argparse.Namespace, deadline: float) -> dict[
     routing.write_text(STICKY)
 
     def change(plan: StackPlan) -> None:
-        change_plan(plan, options.gpus, options.share, routing)
+        change_plan(plan, routing)
 
     begun = time.monotonic()
     with services(StateFolder(folder / "state"), {ROLLOUT: 2, AGENT: 1}, change) as coordinator:
@@ -233,7 +228,6 @@ def figures(route: str, lines: Sequence[dict[str, Any]]) -> dict[str, Any]:
 def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
     """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--gpus", type=int, default=1, help="GPUs that trainer and engines share; 3: one each")
     parser.add_argument("--shape", default="0.6b")
     parser.add_argument("--turns", type=int, default=6)
     parser.add_argument("--letters", type=int, default=500, help="tokens of an observation")
@@ -244,8 +238,7 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--samples", type=int, default=8, help="per group")
     parser.add_argument("--sessions", type=int, default=64, help="conversations at once")
     parser.add_argument("--micro-batch", type=int, default=8192, help="tokens")
-    parser.add_argument("--share", type=float, default=0.3, help="of a GPU's memory, for each engine")
-    parser.add_argument("--memory-fraction", type=float, default=0.8, help="of this share, for weights and cache")
+    parser.add_argument("--memory-fraction", type=float, default=0.8, help="of an engine's GPU, for weights and cache")
     parser.add_argument("--warmup", type=int, default=3, help="first steps, not measured")
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--seconds", type=float, default=12.0, help="shortest window of a route in a round")
@@ -260,9 +253,8 @@ def main() -> None:
     deadline = time.monotonic()
     options = parse()
     deadline += options.limit - 10
-    options.gpus = min(options.gpus, len(visible_gpus()))
-    if not options.gpus and not options.cpu:
-        raise SystemExit("no GPU to be seen here; --cpu tries the script without")
+    if (seen := len(visible_gpus())) < 3 and not options.cpu:
+        raise SystemExit(f"{seen} GPUs are to be seen here: trainer and engines need one each; --cpu tries the script")
     with tempfile.TemporaryDirectory(prefix="relaxd-conversations-") as temporary:
         folder = Path(temporary)
         command = [sys.executable, "-m", "benchmarks.long_tail", str(folder / "model"), "--shape", options.shape]
