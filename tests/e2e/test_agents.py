@@ -216,7 +216,7 @@ class Failing:
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("hangs", [False, True])
+@pytest.mark.parametrize("hangs", [False, pytest.param(True, marks=pytest.mark.night)])
 def test_an_environment_that_fails_drops_its_group_with_the_reason(workplace: Workplace, hangs: bool) -> None:
     (workplace.folder / "failing.py").write_text(FAILING)
     code, output = workplace.relaxd(

@@ -27,7 +27,7 @@ def workplace(tmp_path: Path) -> Iterator[Workplace]:
         yield place
 
 
-@pytest.mark.slow
+@pytest.mark.night
 @pytest.mark.timeout(600)
 def test_modes_follow_each_other_in_every_order(workplace: Workplace) -> None:
     pairs = set(itertools.pairwise(ORDER))
