@@ -27,8 +27,9 @@ def facts_of(columns: Mapping[str, Column]) -> dict[str, float]:
     lengths, samples, finish = columns.get("lengths"), columns.get("sample_of_sequence"), columns.get("finish")
     if isinstance(lengths, np.ndarray) and isinstance(samples, np.ndarray) and lengths.size:
         facts["tokens"] = round(float(lengths.sum()) / max(1, np.unique(samples).size), 1)
-    if isinstance(finish, list) and finish:
-        facts["truncated"] = round(sum(reason in TRUNCATED for reason in finish) / len(finish), 4)
+        if isinstance(finish, list) and len(finish) == samples.size:
+            last = dict(zip(samples.tolist(), finish, strict=True)).values()
+            facts["truncated"] = round(sum(reason in TRUNCATED for reason in last) / len(last), 4)
     continued = columns.get(CONTINUED)
     if isinstance(continued, np.ndarray) and continued.size:
         facts["continued"] = int(continued.max())

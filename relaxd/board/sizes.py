@@ -46,8 +46,9 @@ def worst_bytes(config: RunConfig, prompt_tokens: int, *, expert_bytes: int = 0)
 
 
 def sample_tokens(config: RunConfig) -> int:
-    """Return the maximum number of tokens of a sample; a conversation may have a prompt of its own before them."""
-    return config.rollout.max_new_tokens + (config.data.max_prompt_tokens if config.agent.is_there else 0)
+    """Return the maximum number of a sample's tokens; the sequences of conversations may have prompts of their own."""
+    own = config.data.max_prompt_tokens if config.agent.is_there else 0
+    return config.agent.sequences * (config.rollout.max_new_tokens + own)
 
 
 def size_problems(config: RunConfig, *, expert_bytes: int = 0, memory: RedisMemory | None = None) -> list[SizeProblem]:
@@ -60,9 +61,9 @@ def size_problems(config: RunConfig, *, expert_bytes: int = 0, memory: RedisMemo
     bytes_of["rollout"] += expert_bytes
     stage = max(bytes_of, key=lambda name: bytes_of[name])
     if (written := bytes_of[stage] * answers) > board.max_group_bytes:
-        what, less = "a group's answers take", ""
+        what, less = "a group's answers take", "agent.max_sequences, " if config.agent.sequences > 1 else ""
         if stage != "rollout":
-            what, less = f"for a group stage {stage!r} writes", "algorithm.distill_top_k, "
+            what, less = f"for a group stage {stage!r} writes", f"{less}algorithm.distill_top_k, "
         problems.append(
             SizeProblem(
                 "board.max_group_bytes",
@@ -94,7 +95,7 @@ def size_problems(config: RunConfig, *, expert_bytes: int = 0, memory: RedisMemo
         )
     worst = trainer.groups_per_step * worst_bytes(config, config.published_prompt_tokens, expert_bytes=expert_bytes)
     if worst > memory.max_bytes:
-        expected = int(worst * EXPECTED_SHARE)
+        expected = int(worst * EXPECTED_SHARE / config.agent.sequences)  # few samples have many sequences
         advice = "If many answers are that long, the run waits until its maxmemory is raised"
         if expected > memory.max_bytes:
             advice = f"Raise its maxmemory to at least {byte_amount(expected)}, better {byte_amount(worst)}"

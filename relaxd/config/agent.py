@@ -60,10 +60,14 @@ class AgentConfig(Section):
     settings: dict[str, Any] = Field(default_factory=dict)
     """The environment's own settings, or the function's: keyword arguments of its class, or of the function."""
     max_turns: int = Field(default=8, ge=1)
-    """Maximum number of the model's messages in a conversation."""
+    """Maximum number of the model's messages in a conversation, in all of its histories."""
     turn_tokens: int = Field(default=0, ge=0)
     """Maximum length of one of these messages, in tokens; a longer one ends its conversation. 0: what is left of
-    rollout.max_new_tokens, which is for a whole conversation after its prompt, observations included."""
+    rollout.max_new_tokens, which is for a whole conversation after its prompt (a program's: for each history),
+    observations included."""
+    max_sequences: int = Field(default=16, ge=1, le=1000)
+    """Maximum number of histories of a program's or a function's sample: each request that doesn't continue one begins another, such as
+    a compacted history or a sub-agent's."""
     call_seconds: float = Field(default=30.0, gt=0)
     """Time for each call of the environment; a function has conversation_seconds."""
     conversation_seconds: float = Field(default=1800.0, gt=0)
@@ -94,6 +98,11 @@ class AgentConfig(Section):
         if self.function:
             return f'agent.function is "{self.function}"'
         return f'agent.environment is "{self.environment}"'
+
+    @property
+    def sequences(self) -> int:
+        """Maximum number of sequences of tokens that a sample has."""
+        return self.max_sequences if self.command or self.function else 1
 
     @property
     def is_service(self) -> bool:
@@ -144,6 +153,9 @@ class AgentConfig(Section):
                 f'agent.{given[0]} is set, but agent.environment is "{self.environment}", a service that runs already: '
                 f"remove agent.{given[0]}"
             )
+        if self.environment:
+            reason = f"{self.shown}: only programs and functions have it; remove it"
+            refuse_unused(self, "agent", ("max_sequences",), reason)
         if self.is_there and self.on_failure != "retry":
             reason = f'agent.on_failure is "{self.on_failure}": set "retry"'
             refuse_unused(self, "agent", ("max_retries",), reason)

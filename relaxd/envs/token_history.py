@@ -337,8 +337,15 @@ class TokenHistory:
         except UnicodeEncodeError as error:  # JSON's "\ud83d" without its second half
             half = content[error.start] if content else ""
             raise CannotContinue(f"a message of {message['role']} has {half!r}, half of a character") from None
-        message = {**message, "content": content}
-        return {name: self._broken(value) if isinstance(value, str) else value for name, value in message.items()}
+        return {name: self._all_broken(value) for name, value in {**message, "content": content}.items()}
+
+    def _all_broken(self, value: Any) -> Any:
+        """Return a JSON value whose texts are broken as by `_broken`."""
+        if isinstance(value, dict):
+            return {name: self._all_broken(one) for name, one in value.items()}
+        if isinstance(value, list):
+            return [self._all_broken(one) for one in value]
+        return self._broken(value) if isinstance(value, str) else value
 
     def _broken(self, text: str) -> str:
         """Return a text with a break after the first character of each control token."""

@@ -217,6 +217,12 @@ METRICS: dict[str, Metric] = {
             "next ones only in runs of conversations.",
         ),
         Metric("turns_max", "step", "{message}", "Largest of them."),
+        Metric(
+            "sequences_mean",
+            "step",
+            "{sequence}",
+            "Mean number of a conversation's sequences of tokens: 1 unless a program's histories branch.",
+        ),
         Metric("tool_calls_mean", "step", "{call}", "Mean number of a conversation's calls of tools."),
         Metric(
             "tool_errors_mean",

@@ -4,6 +4,7 @@ import json
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import takewhile
 from typing import Any, Literal
 
 from relaxd.data.examples import Message
@@ -87,32 +88,48 @@ def new_messages(known: Sequence[Message], asked: Sequence[Message]) -> list[Mes
     for index, (ours, theirs) in enumerate(zip(known, asked, strict=False)):
         if what := _difference(ours, theirs):
             raise BadRequest(
-                f"messages[{index}] isn't as it was: {what}. A conversation is one sequence of tokens, so its history "
-                "can't change: send the earlier messages as they were",
+                f"messages[{index}] isn't as it was: {what}",
                 f"messages[{index}]",
                 code="history_changed",
             )
     new = list(asked[len(known) :])
     if not new:
         raise BadRequest(
-            f"messages end before messages[{len(known) - 1}], which the model has written already: another answer to "
-            "the same messages isn't supported; go on from the one that was given",
+            f"messages end before messages[{len(known) - 1}], which the model has written already",
             "messages",
             code="history_changed",
         )
     for index, message in enumerate(new, len(known)):
         if message["role"] == "assistant":
             raise BadRequest(
-                f"messages[{index}] is the assistant's, but the model hasn't written it in this conversation",
+                f"messages[{index}] is the assistant's, but the model hasn't written it after these messages",
                 f"messages[{index}]",
                 code="history_changed",
             )
+    return with_tool_names(new, known)
+
+
+def common_messages(known: Sequence[Message], asked: Sequence[Message]) -> int:
+    """Return the number of messages with which both begin."""
+    same = (not _difference(ours, theirs) for ours, theirs in zip(known, asked, strict=False))
+    return sum(1 for _ in takewhile(bool, same))
+
+
+def with_tool_names(messages: Sequence[Message], before: Sequence[Message] = ()) -> list[Message]:
+    """Return messages in which tools' answers have the tool's name, which some chat templates write.
+
+    Args:
+        messages: the messages.
+        before: messages before them, which have calls, too.
+    """
     names = {
-        call["id"]: call["function"]["name"] for message in known for call in message.get("tool_calls", [])
-    }  # which some chat templates write beside a tool's answer
+        call["id"]: call["function"]["name"]
+        for message in (*before, *messages)
+        for call in message.get("tool_calls", [])
+    }
     return [
         {"name": names[message["tool_call_id"]], **message} if message.get("tool_call_id") in names else message
-        for message in new
+        for message in messages
     ]
 
 

@@ -1,8 +1,9 @@
-"""A conversation that a program leads: its requests continue one history of tokens."""
+"""A conversation that a program leads: its requests continue histories of tokens, or begin others."""
 
 import asyncio
 import secrets
 from array import array
+from dataclasses import dataclass
 from typing import Any
 
 from relaxd.data.examples import Message
@@ -12,12 +13,24 @@ from services.agent.chat_requests import (
     ChatAnswer,
     ChatRequest,
     answer_message,
+    common_messages,
     new_messages,
+    with_tool_names,
 )
 from services.agent.conversation import Conversation, ConversationStart
 from services.agent.model_turns import MessageTokens, ModelTurns, PolicyModel, tool_names
 from services.agent.prompt_tokens import PromptTokens, opening
 from services.agent.stored_messages import StoredMessages
+
+
+@dataclass
+class _Branch:
+    """One history of the sample. The first is the program's first request and what continues it."""
+
+    turns: ModelTurns
+    known: list[Message]
+    """Messages so far, the model's included."""
+    tools: list[dict[str, Any]]
 
 
 class ChatSession:
@@ -44,10 +57,8 @@ class ChatSession:
         self._model = model
         self._start = start
         self._result = result
-        self._turns: ModelTurns | None = None
-        self._known: list[Message] = []
-        """Messages so far, the model's included."""
-        self._tools: list[dict[str, Any]] = []
+        self._branches: list[_Branch] = []
+        """Histories in which the model has written; it has written last in the last one."""
         self._one_by_one = asyncio.Lock()
         self._answers: dict[bytes, asyncio.Task[ChatAnswer]] = {}
         """Answers, finished or not, by their requests' digests."""
@@ -84,24 +95,16 @@ class ChatSession:
                 raise self._over(str(error)) from error
 
     async def _next(self, request: ChatRequest) -> ChatAnswer:
-        turns, new = self._turns, list[Message]()
-        if turns is not None:
-            new = new_messages(self._known, request.messages)
-            if request.tools != self._tools:
-                raise BadRequest(
-                    "tools aren't those of the first request, which are a part of the prompt: send the same ones "
-                    '(with tool_choice = "none" for an answer without a call)',
-                    "tools",
-                    code="history_changed",
-                )
-            most = self._model.config.agent.max_turns
-            if self._result.turns >= most:
-                self.limit = self.limit or "turns"
-                raise BadRequest(f"the model has written {most} messages: agent.max_turns", code="max_turns")
-            if turns.room > 0:
-                await turns.add_messages(new)
-        else:
-            turns, new = await self._begin(request)
+        agent = self._model.config.agent
+        if self._result.turns >= agent.max_turns:
+            self.limit = self.limit or "turns"
+            raise BadRequest(f"the model has written {agent.max_turns} messages: agent.max_turns", code="max_turns")
+        branch, new = self._continued(request)
+        if branch is None:
+            branch, new = await self._begin(request)
+        elif branch.turns.room > 0:
+            await branch.turns.add_messages(new)
+        turns = branch.turns
         if turns.room < 1:
             self.limit = self.limit or "budget"
             raise BadRequest(
@@ -109,7 +112,6 @@ class ChatSession:
                 "messages",
                 code="context_length_exceeded",
             )
-        self._turns, self._result.history = turns, turns.history
         self.generating = True
         try:
             message = await turns.write(request.most, request.stop, calls=request.calls)
@@ -118,8 +120,11 @@ class ChatSession:
         self.prompts.remember(request.messages, request.tools, turns.history, message.prompt_tokens)
         self._result.messages += new
         self._result.add_reply(message, tool_names(request.tools))
+        self.limit = ""  # the program has gone on otherwise, such as with a compacted history
         sent = answer_message(message.parsed, message.text)
-        self._known, self._tools = [*request.messages, sent], request.tools
+        branch.known = [*request.messages, sent]
+        self._branches = [*(one for one in self._branches if one is not branch), branch]
+        self._result.histories = [one.turns.history for one in self._branches]
         self.cut_by = "" if message.cut_by == "asked" else message.cut_by
         return ChatAnswer(
             message=sent,
@@ -136,14 +141,43 @@ class ChatSession:
         texts = [self._model.tokenizer.decode([token], special=True) for token in ids.tokens]
         return AnswerIds(array("i", ids.prompt), ids.tokens, ids.logprobs, texts)
 
-    async def _begin(self, request: ChatRequest) -> tuple[ModelTurns, list[Message]]:
-        """Begin with a first request; return the turns, and the messages after the prompt.
+    def _continued(self, request: ChatRequest) -> tuple[_Branch | None, list[Message]]:
+        """Return the longest history that a request continues, and the messages that it adds; None: it begins another.
+
+        Raises BadRequest: there are as many as there may be.
+        """
+        why, longest, new = "", None, list[Message]()
+        for branch in self._branches:
+            if branch.tools != request.tools:
+                why = "tools aren't those of the requests before, and they are a part of the prompt"
+                continue
+            try:
+                added = new_messages(branch.known, request.messages)
+            except BadRequest as difference:
+                why = str(difference)
+            else:
+                if longest is None or len(branch.known) >= len(longest.known):
+                    longest, new = branch, added
+        most = self._model.config.agent.max_sequences
+        if longest is None and len(self._branches) >= most:
+            raise BadRequest(
+                f"{why}: this would begin another history, and the sample has agent.max_sequences = {most} already",
+                code="max_sequences",
+            )
+        return longest, new
+
+    async def _begin(self, request: ChatRequest) -> tuple[_Branch, list[Message]]:
+        """Begin a history with a request's messages; return it, and those messages that no other history has.
 
         If it begins with the sample's messages, these are encoded as on the board. Control tokens in other messages are
         plain text.
         """
-        example, opened = opening(self._start.example, request.messages)
-        return await self._start.turns(self._model, example, request.tools, opened), list(opened)
+        messages = with_tool_names(request.messages)
+        told = max((common_messages(branch.known, messages) for branch in self._branches), default=0)
+        example, opened = opening(self._start.example, messages)
+        turns = await self._start.turns(self._model, example, request.tools, opened, len(self._branches))
+        told = max(told - (len(messages) - len(opened)), 0)
+        return _Branch(turns, [], request.tools), list(opened[told:])
 
     def _over(self, why: str) -> BadRequest:
         return BadRequest(f"the conversation can't go on: {why}", code="conversation_over")

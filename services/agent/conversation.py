@@ -18,6 +18,7 @@ from relaxd.envs.environment import Reply, Sample
 from relaxd.envs.reply_formats import ParsedReply
 from relaxd.envs.token_history import CannotContinue, TokenHistory
 from relaxd.models import DataError
+from relaxd.seeds import seed_of
 from services.agent.engines import EngineSession, OutOfTime, WantedWeights
 from services.agent.environments import Environments
 from services.agent.model_turns import BadPrompt, ModelMessage, ModelTurns, PolicyModel, span_attributes, tool_names
@@ -56,10 +57,10 @@ class ConversationTokens:
 class Conversation:
     """A conversation so far."""
 
-    tokens: ConversationTokens = field(default_factory=ConversationTokens)
-    """Tokens up to the end of the model's last message, once the conversation has ended."""
-    history: TokenHistory | None = None
-    """Tokens until then."""
+    sequences: list[ConversationTokens] = field(default_factory=lambda: [ConversationTokens()])
+    """Tokens of each history up to the end of the model's last message in it, once the conversation has ended."""
+    histories: list[TokenHistory] = field(default_factory=list)
+    """Histories until then; the model has written last in the last one."""
     messages: list[Message] = field(default_factory=list)
     """Messages after the prompt."""
     text: str = ""
@@ -89,6 +90,11 @@ class Conversation:
         self.messages.append({"role": "assistant", "content": message.text, **calls})
         self.turns += 1
 
+    @property
+    def model_tokens(self) -> int:
+        """Number of tokens that the model wrote, once the conversation has ended."""
+        return sum(int(np.count_nonzero(one.loss_mask)) for one in self.sequences)
+
     def count_calls(self, reply: ParsedReply, tools: Collection[str]) -> None:
         """Count the tool calls of a message. Without tools the environment reads calls by itself, by any name."""
         self.tool_calls += len(reply.calls)
@@ -112,7 +118,12 @@ class ConversationStart:
     """Returns the time that is left."""
 
     async def turns(
-        self, model: PolicyModel, example: Example, tools: Sequence[Mapping[str, Any]], opened: Sequence[Message]
+        self,
+        model: PolicyModel,
+        example: Example,
+        tools: Sequence[Mapping[str, Any]],
+        opened: Sequence[Message],
+        branch: int = 0,
     ) -> ModelTurns:
         """Return the model's turns after a prompt. Raises as `ModelTurns.begin` does.
 
@@ -121,9 +132,18 @@ class ConversationStart:
             example: the prompt, or what stands in its place.
             tools: schemas of the tools that the model may call.
             opened: messages that follow the prompt's.
+            branch: number of the sample's histories before this one.
         """
+        seed = seed_of(self.sample_seed, "branch", branch) if branch else self.sample_seed
         return await ModelTurns.begin(
-            model, self.engine, example, tools, opened=opened, seed=self.sample_seed, seconds=self.seconds
+            model,
+            self.engine,
+            example,
+            tools,
+            opened=opened,
+            seed=seed,
+            seconds=self.seconds,
+            long_prompt=bool(branch),
         )
 
     @property
@@ -182,8 +202,9 @@ class Conversations(ABC):
         finally:
             result.outside_seconds = time.monotonic() - begun - engine.asked_seconds
             self._end(name)
-        if result.history is not None:
-            result.tokens, result.history = ConversationTokens.of(result.history, published), None
+        if result.histories:
+            result.sequences = [ConversationTokens.of(one, published) for one in result.histories]
+            result.histories = []
         return result
 
     @abstractmethod
@@ -223,7 +244,7 @@ class EnvironmentConversations(Conversations):
         tools = [*start.example.tools, *opened.tools]
         names = tool_names(tools)
         turns = await start.turns(self._model, start.example, tools, opened.messages)
-        result.history = turns.history
+        result.histories = [turns.history]
         result.messages += opened.messages
         while not result.finish:
             if turns.room < 1:

@@ -6,8 +6,6 @@ from collections.abc import AsyncIterator, Awaitable, Mapping
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
-
 from relaxd.config import AgentConfig
 from relaxd.data.examples import Example
 from relaxd.finish_reasons import ENV_FAILED
@@ -100,7 +98,7 @@ class EvaluationConversations:
             sample=sample,
             finish_reason=numbers(FinishReason)[held.finish],
             text=held.text,
-            token_count=int(np.count_nonzero(held.tokens.loss_mask)),
+            token_count=held.model_tokens,
             messages=to_proto(held.messages),
             outcome=EnvironmentOutcome(reward=held.reward, info=held.info),
             turns=held.turns,

@@ -107,7 +107,7 @@ class GroupConversations:
                     for sample in range(count)
                 ]
             conversations = await asyncio.gather(*held)  # they have ended
-            if not any(len(one.tokens.tokens) for one in conversations):
+            if not any(one.model_tokens for one in conversations):
                 reasons = sorted({one.failure or one.finish for one in conversations})
                 failed = _Failed(f"no conversation has a message of the model: {'; '.join(reasons)}")
                 return self._dropped(delivery, failed)
@@ -204,22 +204,25 @@ def columns_of(conversations: Sequence[Conversation], *, masked: bool) -> dict[s
         conversations: the group's, at least one.
         masked: whether those that failed aren't trained on.
     """
-    tokens = [one.tokens for one in conversations]
+    # A sample's rewards and statistics take text and finish of its last sequence: all of them have these.
+    places, samples = zip(*((i, one) for i, one in enumerate(conversations) for _ in one.sequences), strict=True)
+    tokens = [sequence for one in conversations for sequence in one.sequences]
     masks = [
-        np.zeros_like(one.tokens.loss_mask) if masked and one.failure else one.tokens.loss_mask for one in conversations
+        np.zeros_like(sequence.loss_mask) if masked and one.failure else sequence.loss_mask
+        for one, sequence in zip(samples, tokens, strict=True)
     ]
-    versions = [one.tokens.versions[one.tokens.loss_mask != 0] for one in conversations]
+    versions = [one.versions[one.loss_mask != 0] for one in tokens]
     names = dict.fromkeys(name for one in conversations for name in one.info)
     return {
         "tokens": np.concatenate([one.tokens for one in tokens]),
-        "sample_of_sequence": np.arange(len(tokens), dtype=np.int32),
+        "sample_of_sequence": np.array(places, np.int32),
         "lengths": np.array([len(one.tokens) for one in tokens], np.int32),
         "shares_prompt": np.array([one.shares_prompt for one in tokens], np.uint8),
         "loss_mask": np.concatenate(masks),
         "rollout_logprobs": np.concatenate([one.logprobs for one in tokens]),
         "versions": np.concatenate([one.versions for one in tokens]),
-        "finish": [one.finish for one in conversations],
-        "text": [one.text for one in conversations],
+        "finish": [one.finish for one in samples],
+        "text": [one.text for one in samples],
         "spans_weight_update": np.array([len(np.unique(one)) > 1 for one in versions], np.uint8),
         RESPONSE_MESSAGES: [one.messages for one in conversations],
         ENVIRONMENT_REWARD: np.array([one.reward for one in conversations], np.float64),

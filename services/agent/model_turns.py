@@ -106,6 +106,7 @@ class ModelTurns:
         opened: Sequence[Message],
         seed: int,
         seconds: Callable[[], float],
+        long_prompt: bool = False,
     ) -> Self:
         """Begin a conversation.
 
@@ -117,6 +118,7 @@ class ModelTurns:
             opened: messages that follow the prompt's.
             seed: seed of the model's messages.
             seconds: returns the time that is left.
+            long_prompt: True if the prompt may have more than data.max_prompt_tokens; what is above takes `room`.
 
         Raises:
             BadPrompt, CannotContinue, DataError: it can't begin.
@@ -129,7 +131,8 @@ class ModelTurns:
         history = await _in_thread_if_long(
             opened, partial(TokenHistory, model.tokenizer, example, tools, opened=opened)
         )
-        if (count := len(history.prompt_tokens)) > (most := model.config.data.max_prompt_tokens):
+        most = model.config.data.max_prompt_tokens
+        if (count := len(history.prompt_tokens)) > most and not long_prompt:
             raise PromptTooLong(
                 f"with the tools and messages that are added to it, the prompt has {count} tokens: "
                 f"data.max_prompt_tokens is {most}"
@@ -138,8 +141,9 @@ class ModelTurns:
 
     @property
     def room(self) -> int:
-        """Number of tokens that the conversation may still have."""
-        return self._budget - self.history.length
+        """Number of tokens that the history may still have."""
+        above = max(0, len(self.history.prompt_tokens) - self._model.config.data.max_prompt_tokens)
+        return self._budget - above - self.history.length
 
     async def add_messages(self, messages: Sequence[Message]) -> None:
         """Append what was said to the model's message. Raises CannotContinue."""

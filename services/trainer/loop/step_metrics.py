@@ -78,6 +78,7 @@ def _conversation_metrics(groups: Sequence[TrainGroup]) -> dict[str, float]:
     metrics = {
         "turns_mean": float(turns.mean()),
         "turns_max": float(turns.max()),
+        "sequences_mean": sum(len(group.lengths) for group in groups) / turns.size,
         "tool_calls_mean": float(calls.mean()),
         "tool_errors_mean": float(errors.mean()),
         "environment_seconds_mean": float(seconds.mean()),

@@ -225,6 +225,21 @@ def change() -> None:
     ask([*SAMPLE["messages"], {**said, "content": "else"}, {"role": "user", "content": "And?"}])
 
 
+def branch() -> None:
+    """Talk on in two histories, after a sub-agent, a compaction, and another answer to the same messages."""
+    messages, user = SAMPLE["messages"], {"role": "user", "content": "And?"}
+    first = ask(messages)
+    helper = [{"role": "system", "content": "Help."}, {"role": "user", "content": first["content"]}]
+    helped = ask(helper, tools=TOOLS)
+    messages = [*messages, first, {"role": "user", "content": helped["content"]}]
+    second = ask(messages)
+    compact = [*SAMPLE["messages"], {"role": "assistant", "content": f"So far {second['content']}"}, user]
+    third = ask(compact)
+    assert ask(compact, seed=1) != third
+    ask([*compact, third, user])
+    Path(os.environ["RELAXD_RESULT"]).write_text('{"reward": 0.5}')
+
+
 def talk() -> None:
     """Ask again and again, until a limit ends it."""
     messages = SAMPLE["messages"]

@@ -83,14 +83,14 @@ async def service_of(name: str, settings: Mapping[str, Any] | None = None) -> As
 
 def check_tokens(held: Conversation, *replies: str) -> None:
     """Check that the model's tokens are those of the replies, each once, and have the engines' log-probs."""
-    own = held.tokens.loss_mask == 1
+    own = held.sequences[0].loss_mask == 1
     expected = [token for reply in replies for token in (*encode(reply), STOP)]
-    assert held.tokens.tokens[own].tolist() == expected
-    assert held.tokens.logprobs[own].tolist() == [-float(token) for token in expected]
+    assert held.sequences[0].tokens[own].tolist() == expected
+    assert held.sequences[0].logprobs[own].tolist() == [-float(token) for token in expected]
     turn = "\n<|im_start|>user\nyou said {}<|im_end|>\n<|im_start|>assistant\n"
     observed = "".join(turn.format(reply) for reply in replies[:-1])
     after_prompt = np.flatnonzero(own)[0]
-    written = byte_tokenizer().decode(held.tokens.tokens[after_prompt:][~own[after_prompt:]])
+    written = byte_tokenizer().decode(held.sequences[0].tokens[after_prompt:][~own[after_prompt:]])
     assert written == observed
 
 
@@ -122,7 +122,7 @@ async def test_a_message_that_is_cut_off_goes_on_with_its_tokens(
     assert fleet.asked == [first, second, second]
     assert (first != second) == (engines > 1)
     version = {engine.name: engine.version for engine in fleet.engines}
-    written = held.tokens.versions[held.tokens.loss_mask == 1]
+    written = held.sequences[0].versions[held.sequences[0].loss_mask == 1]
     assert written.tolist() == [version[first]] * 4 + [version[second]] * (len("well then") - 3 + len("end") + 1)
     assert [len(request.begun_tokens) for request in fleet.requests] == [0, 4, 0]
     assert fleet.requests[0].sampling == fleet.requests[1].sampling  # begun tokens count in max_new_tokens

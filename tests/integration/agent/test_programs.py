@@ -17,9 +17,11 @@ from relaxd.data.tokenizer import PromptTokenizer
 from relaxd.envs.replies import reply_format
 from relaxd.rpc.errors import InvalidArgument
 from relaxd.sandbox import bound_program
+from relaxd.v1.rollout_pb2 import GenerateRequest
 from services.agent.chat_session import ChatSession
 from services.agent.conversation import Conversation, ConversationStart
 from services.agent.engines import EngineSession, OutOfTime
+from services.agent.group_conversations import columns_of
 from services.agent.model_turns import PolicyModel
 from services.agent.program_conversations import ProgramConversations
 from services.agent.programs import Programs
@@ -118,10 +120,11 @@ def check_tokens(fleet: Fleet, texts: Sequence[str], result: Conversation) -> li
         added.append(prompt[len(tokens) :])
         tokens += added[-1] + reply
         mask += [0] * len(added[-1]) + [1] * len(reply)
-    assert not result.tokens.shares_prompt  # the program's tools are in its own
-    assert result.tokens.tokens.tolist() == tokens
-    assert result.tokens.loss_mask.tolist() == mask
-    assert result.tokens.logprobs.tolist() == [-float(token) * own for token, own in zip(tokens, mask, strict=True)]
+    (own,) = result.sequences
+    assert not own.shares_prompt  # the program's tools are in its own
+    assert own.tokens.tolist() == tokens
+    assert own.loss_mask.tolist() == mask
+    assert own.logprobs.tolist() == [-float(token) * by for token, by in zip(tokens, mask, strict=True)]
     return added
 
 
@@ -152,13 +155,66 @@ async def test_a_tool_loop_is_trained_on_the_engines_tokens(
     assert roles.removeprefix("system user ").startswith("assistant tool tool assistant")
 
 
+class UpdatedFleet(Fleet):
+    """A fleet whose engine gets new weights before each request, and has another reply to each."""
+
+    def reply_to(self, request: GenerateRequest) -> list[int]:
+        self.engines[0].version += 1
+        return [*encode(next(self._texts)), STOP]
+
+
+async def test_requests_that_continue_no_history_begin_others(tokenizer: PromptTokenizer) -> None:
+    """A sub-agent, a compaction and a second answer are sequences; each generated token is trained on in one."""
+    texts = ["one", "two<|im_end|>", "three", "four", "five", "six"]
+    fleet = UpdatedFleet(texts, versions=[0])
+    async with holding(tokenizer, fleet, "branch") as held:
+        result = await held.hold()
+        published = held.model.tokenizer.encode([EXAMPLE])[0].tolist()
+    assert (result.failure, result.finish, result.turns, result.reward) == ("", "env_done", 6, 0.5)
+    prompts = [list(request.prompt_tokens) for request in fleet.requests]
+    replies = [[*encode(text), STOP] for text in texts]
+    assert prompts[0] == published
+    assert prompts[4] == prompts[3]
+    assert len({request.sampling.seed for request in fleet.requests}) == 6
+    observed = [prompts[later][len(prompts[first] + replies[first]) :] for first, later in ((0, 2), (3, 5))]
+    assert all(prompts[later][: len(prompts[first])] == prompts[first] for first, later in ((0, 2), (3, 5)))
+    parts = [  # of each sequence: tokens, and the request that wrote them, or -1
+        [(prompts[1], -1), (replies[1], 1)],
+        [(replies[0], 0), (observed[0], -1), (replies[2], 2)],
+        [(prompts[4], -1), (replies[4], 4)],
+        [(prompts[3], -1), (replies[3], 3), (observed[1], -1), (replies[5], 5)],
+    ]
+    columns = columns_of([Conversation(finish="timeout"), result], masked=False)
+    assert columns["sample_of_sequence"].tolist() == [0, 1, 1, 1, 1]
+    assert columns["shares_prompt"].tolist() == [1, 0, 1, 0, 0]
+    assert columns["lengths"].tolist() == [0, *(sum(len(part) for part, _ in one) for one in parts)]
+    every = [(token, by) for one in parts for part, by in one for token in part]
+    assert columns["tokens"].tolist() == [token for token, _ in every]
+    assert columns["loss_mask"].tolist() == [int(by >= 0) for _, by in every]
+    assert columns["rollout_logprobs"].tolist() == [-float(token) if by >= 0 else 0.0 for token, by in every]
+    written = columns["versions"][columns["loss_mask"] == 1].tolist()
+    assert written == [by + 1 for _, by in every if by >= 0]
+    assert columns["spans_weight_update"].tolist() == [0, 0, 1, 0, 1]
+    assert columns["finish"] == ["timeout", *["env_done"] * 4]
+    assert columns["text"][-1] == "six"
+    said = [message["content"] for message in result.messages if message["role"] == "assistant"]
+    assert said == ["one", "two<|im_end|>", "three", "So far three", "four", "five", "six"]
+
+
 @pytest.mark.parametrize(
     ("what", "agent", "failure", "finish", "turns"),
     [
         ("fail", {}, "the program ended with exit code 1; the end of its output:\nxxx", "env_failed", 1),
         ("silent", {}, "exit code 0, but never asked the model; the end of its output:\nnothing", "env_failed", 0),
         ("bad_result", {}, "(RELAXD_RESULT) can't be used: reward is 'good' (str): it must be", "env_failed", 1),
-        ("change", {}, "messages[1] isn't as it was: from character 0 on its content is", "env_failed", 1),
+        (
+            "change",
+            {"max_sequences": 1},
+            'messages[1] isn\'t as it was: from character 0 on its content is \\"else\\", and was \\"5 and 9\\": this '
+            "would begin another history, and the sample has agent.max_sequences = 1 already",
+            "env_failed",
+            1,
+        ),
         ("talk", {"max_turns": 1}, "", "turns", 1),
     ],
     ids=["fails", "never asks", "writes a bad result", "changes history", "reaches a limit"],
@@ -175,8 +231,9 @@ async def test_programs_end(
     if what == "fail":
         assert result.failure.endswith("no luck")
     if turns:
-        assert result.tokens.shares_prompt
-        assert result.tokens.loss_mask.all()
+        (tokens,) = result.sequences
+        assert tokens.shares_prompt
+        assert tokens.loss_mask.all()
 
 
 async def test_a_key_of_another_session_is_refused(tokenizer: PromptTokenizer) -> None:

@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 
 from relaxd.board import RedisMemory, size_problems, worst_bytes
+from relaxd.board.sizes import sample_tokens
 from relaxd.config import AgentConfig, RunConfig
 
 GB = 1 << 30
@@ -43,6 +44,14 @@ def test_a_conversation_may_carry_a_prompt_of_its_own() -> None:
     assert worst_bytes(talks, 1024) == worst_bytes(plain, 1024) + more
     (problem,) = size_problems(talks, memory=memory(GB // 2))
     assert f"x {16_384 + plain.data.max_prompt_tokens} tokens x 32 bytes" in problem.message
+
+
+def test_each_history_of_a_program_counts_with_its_prompt() -> None:
+    agents = [AgentConfig(command=("program",), max_sequences=most) for most in (1, 3)]
+    one, three = (config(4, 2, 100).model_copy(update={"agent": agent}) for agent in agents)
+    assert sample_tokens(one) == 100 + one.data.max_prompt_tokens
+    assert sample_tokens(three) == 3 * sample_tokens(one)
+    assert worst_bytes(three, 0) - 4096 == 3 * (worst_bytes(one, 0) - 4096)
 
 
 @pytest.mark.parametrize(

@@ -110,6 +110,8 @@ def test_an_image_has_no_white_space() -> None:
 def test_settings_of_agents_need_an_environment() -> None:
     with pytest.raises(ConfigError, match=r"agent.max_turns is 3, but agent.environment is empty"):
         load("agent.max_turns=3")
+    with pytest.raises(ConfigError, match=r"agent.max_sequences is 3, but agent.environment is .*: only programs"):
+        load("agent.environment=calculator agent.max_sequences=3")
     with pytest.raises(ConfigError, match=r"agent.settings is set, but agent.environment is .*, a service that runs"):
         load("agent.environment=grpc://games:50070 agent.settings={level=1}")
 
