@@ -1,5 +1,6 @@
 """Runs whose samples are conversations with an environment of the test's own."""
 
+import itertools
 import json
 import re
 import sys
@@ -244,9 +245,11 @@ def test_an_environment_that_fails_drops_its_group_with_the_reason(workplace: Wo
 PROGRAM = """
 import json, os, urllib.request
 
-sample, said, messages = json.load(open(os.environ["RELAXD_SAMPLE"])), [], []
-messages = sample["messages"]
-for _ in range(2):
+sample, said = json.load(open(os.environ["RELAXD_SAMPLE"])), []
+messages = [*sample["messages"]]
+for turn in range(3):
+    if turn == 2:  # a compacted history: another sequence
+        messages = [*sample["messages"], {"role": "user", "content": f"You said {len(said[1])} letters."}]
     body = json.dumps({"model": "policy", "messages": messages}).encode()
     headers = {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"]}
     request = urllib.request.Request(os.environ["OPENAI_BASE_URL"] + "/chat/completions", body, headers)
@@ -291,16 +294,30 @@ def test_a_program_or_a_function_leads_the_conversations(workplace: Workplace, l
     check_books(read_summary(folder), 2)
     steps = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     for step in steps:
-        assert step["turns_mean"] == 2
+        assert (step["turns_mean"], step["sequences_mean"]) == (3, 2)
         assert step["environment/letters"] > 0
         assert step["environment_reward_mean"] == pytest.approx(step["reward_mean"])
         assert step.get("finish/env_done/share", 0.0) + step.get("finish/length/share", 0.0) == pytest.approx(1)
     assert steps[0]["logprob_difference_max"] < 0.01
     stop, asked = SPECIAL_TOKENS.index("<|im_end|>"), byte_tokenizer().encode("Really", add_special_tokens=False)
     for columns in read_step_file(step_file_path(folder, 1)).groups.values():
-        assert columns["shares_prompt"].all()
-        observed = columns["tokens"][columns["loss_mask"] == 0].tolist()
-        text = byte_tokenizer().decode(observed)
-        assert text.count("user\nReally<|im_end|>?<|im_end|>\n<|im_start|>assistant\n") == len(columns["lengths"])
-        assert asked[0] in observed
-        assert observed.count(stop) in range(len(columns["lengths"]), 2 * len(columns["lengths"]) + 1)
+        samples = len(columns["reward"])
+        assert columns["sample_of_sequence"].tolist() == [sample for sample in range(samples) for _ in range(2)]
+        assert columns["shares_prompt"].tolist() == [1, 0] * samples
+        bounds = bounds_of(columns["lengths"])
+        for sequence, (begin, end) in enumerate(itertools.pairwise(bounds)):
+            observed = columns["tokens"][begin:end][columns["loss_mask"][begin:end] == 0].tolist()
+            text = byte_tokenizer().decode(observed)
+            if sequence % 2 == 0:
+                assert text.count("user\nReally<|im_end|>?<|im_end|>\n<|im_start|>assistant\n") == 1
+                assert asked[0] in observed
+                assert observed.count(stop) in (1, 2)
+            else:
+                assert text.startswith("<|im_start|>user\n")
+                assert "<|im_start|>user\nYou said " in text
+        per_sample = bounds[::2]
+        for begin, end in itertools.pairwise(per_sample):  # one advantage a sample, in all of its sequences
+            assert len(set(columns["advantages"][begin:end].tolist())) == 1
+    code, output = workplace.relaxd("samples", "led", "--step", "1")
+    assert code == 0, output
+    assert "You said" in output

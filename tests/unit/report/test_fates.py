@@ -111,6 +111,12 @@ def test_facts_tell_how_many_samples_are_right(rewards, facts):
     assert facts_of({"reward": np.array(rewards), "reward_parts": {}}) == facts
 
 
+def test_facts_count_samples_and_not_their_sequences():
+    columns = {"lengths": np.array([3, 4, 5, 6]), "sample_of_sequence": np.array([0, 0, 0, 1])}
+    facts = facts_of(columns | {"finish": ["budget", "budget", "budget", "stop"]})
+    assert facts == {"tokens": 9.0, "truncated": 0.5}
+
+
 def test_facts_of_strange_columns_are_left_out():
     assert facts_of({"lengths": "three", "finish": [], "reward": np.array([])}) == {}
 
