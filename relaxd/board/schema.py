@@ -74,6 +74,12 @@ OF_CONVERSATIONS = (
     *(OUTSIDE_SECONDS, TOOL_CALLS, TOOL_ERRORS),
 )
 """Columns that a run has where its samples are conversations (agent.environment, agent.command, agent.function)."""
+PLAYER = "player"
+"""Column of the player whose view a sequence is."""
+SEQUENCE_REWARD = "sequence_reward"
+"""Column of each sequence's own reward."""
+OF_PLAYERS = (PLAYER, SEQUENCE_REWARD)
+"""Columns that a run has where each player has its own reward (agent.credit)."""
 REF_LOGPROBS = "ref_logprobs"
 """The column that a run has where a reference service computes it; otherwise the trainer computes it if it needs it."""
 REFERENCE_WEIGHTS = "reference_weights"
@@ -167,8 +173,20 @@ COLUMNS: dict[str, ColumnSpec] = {
         ColumnSpec(
             VERSIONS, "rollout", "int64", "T", "Version of the weights that wrote each token; any for others' tokens."
         ),
-        ColumnSpec("finish", "rollout", "json", "S", "Why each sequence ended (relaxd/finish_reasons.py)."),
-        ColumnSpec("text", "rollout", "json", "S", "Text of each sequence's last answer, without its end token."),
+        ColumnSpec(
+            "finish",
+            "rollout",
+            "json",
+            "S",
+            "Why each sequence ended (relaxd/finish_reasons.py); in a conversation, why it ended.",
+        ),
+        ColumnSpec(
+            "text",
+            "rollout",
+            "json",
+            "S",
+            "Text of each sequence's last answer, without its end token; in a conversation, of its last message.",
+        ),
         ColumnSpec(
             "spans_weight_update",
             "rollout",
@@ -264,6 +282,22 @@ COLUMNS: dict[str, ColumnSpec] = {
             "int32",
             "n",
             "Number of each sample's calls that name no tool, and of its messages with a call that can't be read.",
+            optional=True,
+        ),
+        ColumnSpec(
+            PLAYER,
+            "rollout",
+            "int32",
+            "S",
+            "Player whose view each sequence is, from 0 on.",
+            optional=True,
+        ),
+        ColumnSpec(
+            SEQUENCE_REWARD,
+            "rollout",
+            "float64",
+            "S",
+            "Sum of the environment's rewards for each sequence's player.",
             optional=True,
         ),
         ColumnSpec(

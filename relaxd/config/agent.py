@@ -65,9 +65,15 @@ class AgentConfig(Section):
     """Maximum length of one of these messages, in tokens; a longer one ends its conversation. 0: what is left of
     rollout.max_new_tokens, which is for a whole conversation after its prompt (a program's: for each history),
     observations included."""
+    players: int = Field(default=1, ge=1, le=64)
+    """Number of players that the model plays in an environment. Each has a history of its own, and sees only what the
+    environment says to it."""
+    credit: Literal["sample", "sequence"] = "sample"
+    """Rewards that advantages follow from. sample: all players have the conversation's, in which those of the players
+    are added up. sequence: each player has its own, which is compared with the same player's in the group."""
     max_sequences: int = Field(default=16, ge=1, le=1000)
-    """Maximum number of histories of a program's or a function's sample: each request that doesn't continue one begins another, such as
-    a compacted history or a sub-agent's."""
+    """Maximum number of histories of a program's or a function's sample: each request that doesn't continue one begins
+    another, such as a compacted history or a sub-agent's."""
     call_seconds: float = Field(default=30.0, gt=0)
     """Time for each call of the environment; a function has conversation_seconds."""
     conversation_seconds: float = Field(default=1800.0, gt=0)
@@ -102,7 +108,7 @@ class AgentConfig(Section):
     @property
     def sequences(self) -> int:
         """Maximum number of sequences of tokens that a sample has."""
-        return self.max_sequences if self.command or self.function else 1
+        return self.max_sequences if self.command or self.function else self.players
 
     @property
     def is_service(self) -> bool:
@@ -140,11 +146,12 @@ class AgentConfig(Section):
             if not self.command[0] or any("\0" in word for word in self.command):
                 raise ValueError(f"{self.shown}: it must begin with a program, and no word may have a null character")
             reason = f"{self.shown}: only environments have it; remove it"
-            refuse_unused(self, "agent", ("settings", "python", "call_seconds"), reason)
+            refuse_unused(self, "agent", ("settings", "python", "call_seconds", "players"), reason)
         elif self.is_there and (given := self.changed(_OF_CONTAINERS)):
             raise ValueError(f"agent.{given[0]} is set, but {self.shown}: only agent.command has it; remove it")
         elif self.function:
-            refuse_unused(self, "agent", ("call_seconds",), f"{self.shown}: only environments have it; remove it")
+            reason = f"{self.shown}: only environments have it; remove it"
+            refuse_unused(self, "agent", ("call_seconds", "players"), reason)
         elif not self.environment:
             reason = "agent.environment is empty: name it (or agent.command or agent.function), or remove it"
             refuse_unused(self, "agent", type(self).model_fields, reason)
@@ -156,6 +163,8 @@ class AgentConfig(Section):
         if self.environment:
             reason = f"{self.shown}: only programs and functions have it; remove it"
             refuse_unused(self, "agent", ("max_sequences",), reason)
+        if self.is_there and self.players == 1:
+            refuse_unused(self, "agent", ("credit",), "agent.players is 1: set it to the number of players")
         if self.is_there and self.on_failure != "retry":
             reason = f'agent.on_failure is "{self.on_failure}": set "retry"'
             refuse_unused(self, "agent", ("max_retries",), reason)
@@ -165,6 +174,11 @@ class AgentConfig(Section):
 def conversation_problem(config: "RunConfig") -> str:
     """Return the reason why a run's samples can't be conversations; "" if they can."""
     engine, most = config.rollout.engine, config.rollout.max_new_tokens
+    if config.agent.credit == "sequence" and config.reward.name != "environment":
+        return (
+            f'agent.credit is "sequence", but reward.name is "{config.reward.name}", which scores whole conversations; '
+            'set "environment", which pays each player its own rewards'
+        )
     if config.run.colocate:
         return "run.colocate is true: trainer and engines can't take turns beside conversations yet; set false"
     if config.rollout.partial.enabled:

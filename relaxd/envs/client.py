@@ -6,7 +6,7 @@ import math
 import os
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import grpc
@@ -63,6 +63,10 @@ class SessionStep:
     reward: float
     done: bool
     info: Mapping[str, float]
+    player: int = 0
+    """Player who speaks next."""
+    rewards: Mapping[int, float] = field(default_factory=dict)
+    """Rewards of other players than the one who spoke."""
 
 
 class EnvironmentClient:
@@ -117,14 +121,15 @@ class EnvironmentClient:
         )
         answer = await self._call(self._stub.Step, request)
         self._told(answer.user_messages)
-        for name, number in (("reward", answer.reward), *answer.info.items()):
+        for name, number in (("reward", answer.reward), *answer.info.items(), *answer.rewards.items()):
             if not math.isfinite(number):
                 raise EnvironmentFailed(f"Step returned {name} = {number}: it must be a finite number")
         try:
             messages = messages_of(_list("messages_json", answer.messages_json), "Step returned")
         except BadEnvironmentError as error:
             raise EnvironmentFailed(str(error)) from error
-        return SessionStep(messages, answer.reward, answer.done, dict(answer.info))
+        info, rewards = dict(answer.info), dict(answer.rewards)
+        return SessionStep(messages, answer.reward, answer.done, info, answer.player, rewards)
 
     async def close_session(self, session_id: str) -> None:
         """End a conversation. Raises EnvironmentFailed."""

@@ -3,7 +3,7 @@
 import json
 import math
 from collections.abc import Awaitable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from numbers import Real
 from typing import Any
 
@@ -61,11 +61,15 @@ class Step:
     observation: Observation = None
     """Words to the model; without any the conversation ends."""
     reward: float = 0.0
-    """Reward of this step; those of a conversation are added up."""
+    """Reward of this step, for the player who spoke; those of a conversation are added up."""
     done: bool = False
     """True if the conversation is over."""
     info: Mapping[str, Any] = field(default_factory=dict)
     """Numbers for rewards and metrics; the last one of each name counts. Other values are left out."""
+    player: int = 0
+    """Player who speaks next, and who alone sees the observation: 0 to agent.players - 1. Player 0 speaks first."""
+    rewards: Mapping[int, float] = field(default_factory=dict)
+    """Rewards of this step for other players, by number."""
 
 
 class Environment:
@@ -110,8 +114,25 @@ def check_step(value: object, calls: Sequence[ToolCall] = ()) -> Step:
     }
     check_size(list(numbers), "step() returned info with")
     reward = finite_number(value.reward, "step() returned the reward")
+    player = player_number(value.player, "step() returned player =")
+    if not isinstance(value.rewards, Mapping):
+        raise BadEnvironmentError(f"step() returned rewards = {_shown(value.rewards)}: it must be a dict of numbers")
+    rewards = {
+        player_number(other, "step() returned rewards for the player"): finite_number(
+            number, f"step() returned rewards[{other!r}] ="
+        )
+        for other, number in value.rewards.items()
+    }
     messages = messages_of(value.observation, "step() returned", calls)
-    return replace(value, observation=messages, reward=reward, done=bool(value.done), info=numbers)
+    return Step(messages, reward, bool(value.done), numbers, player, rewards)
+
+
+def player_number(value: object, what: str) -> int:
+    """Return the number of a player. Raises BadEnvironmentError, which begins with `what`: it is none."""
+    number = _as_python(value)
+    if type(number) is not int or not 0 <= number < 2**31:
+        raise BadEnvironmentError(f"{what} {_shown(value)}: it must be a number from 0 to agent.players - 1")
+    return number
 
 
 def finite_number(value: object, what: str) -> float:

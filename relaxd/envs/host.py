@@ -99,6 +99,8 @@ class EnvironmentHandlers(environment_pb2_grpc.EnvironmentServicer):
                 done=found.done,
                 info=found.info,
                 user_messages=take_messages(),
+                player=found.player,
+                rewards=found.rewards,
             )
 
         return await session.answer(request.turn, step)

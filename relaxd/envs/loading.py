@@ -13,6 +13,7 @@ BUNDLED: Mapping[str, str] = {
     "calculator": "relaxd.envs.calculator:Calculator",
     "gem": "relaxd.envs.libraries.gem_environment:GemEnvironment",
     "mcp": "relaxd.envs.mcp_tools:McpTools",
+    "nim": "relaxd.envs.nim:Nim",
     "number_guessing": "relaxd.envs.number_guessing:NumberGuessing",
     "openenv": "relaxd.envs.libraries.openenv_server:OpenEnvServer",
     "python": "relaxd.envs.python_sandbox:PythonSandbox",

@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1brelaxd/v1/environment.proto\x12\trelaxd.v1\"\xdb\x01\n\x12OpenSessionRequest\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\x15\n\rmessages_json\x18\x02 \x01(\t\x12\x0e\n\x06\x61nswer\x18\x03 \x01(\t\x12\x15\n\rmetadata_json\x18\x04 \x01(\t\x12\x0c\n\x04seed\x18\x05 \x01(\x03\x12\x15\n\rlease_seconds\x18\x06 \x01(\x01\x12\x14\n\x0c\x63\x61ll_seconds\x18\x07 \x01(\x01\x12\x12\n\ntools_json\x18\x08 \x01(\t\x12\x11\n\tmodel_url\x18\t \x01(\t\x12\x11\n\tmodel_key\x18\n \x01(\t\"W\n\x13OpenSessionResponse\x12\x15\n\rmessages_json\x18\x01 \x01(\t\x12\x12\n\ntools_json\x18\x02 \x01(\t\x12\x15\n\ruser_messages\x18\x03 \x03(\t\"\x99\x01\n\x0bStepRequest\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\x0c\n\x04turn\x18\x02 \x01(\x05\x12\x0c\n\x04text\x18\x03 \x01(\t\x12\x32\n\ntool_calls\x18\x04 \x03(\x0b\x32\x1e.relaxd.v1.EnvironmentToolCall\x12\x0f\n\x07problem\x18\x05 \x01(\t\x12\x15\n\rfinish_reason\x18\x06 \x01(\t\"G\n\x13\x45nvironmentToolCall\x12\n\n\x02id\x18\x01 \x01(\t\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\x16\n\x0e\x61rguments_json\x18\x03 \x01(\t\"\xb8\x01\n\x0cStepResponse\x12\x15\n\rmessages_json\x18\x01 \x01(\t\x12\x0e\n\x06reward\x18\x02 \x01(\x01\x12\x0c\n\x04\x64one\x18\x03 \x01(\x08\x12/\n\x04info\x18\x04 \x03(\x0b\x32!.relaxd.v1.StepResponse.InfoEntry\x12\x15\n\ruser_messages\x18\x05 \x03(\t\x1a+\n\tInfoEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\")\n\x13\x43loseSessionRequest\x12\x12\n\nsession_id\x18\x01 \x01(\t\"\x16\n\x14\x43loseSessionResponse2\xe5\x01\n\x0b\x45nvironment\x12L\n\x0bOpenSession\x12\x1d.relaxd.v1.OpenSessionRequest\x1a\x1e.relaxd.v1.OpenSessionResponse\x12\x37\n\x04Step\x12\x16.relaxd.v1.StepRequest\x1a\x17.relaxd.v1.StepResponse\x12O\n\x0c\x43loseSession\x12\x1e.relaxd.v1.CloseSessionRequest\x1a\x1f.relaxd.v1.CloseSessionResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1brelaxd/v1/environment.proto\x12\trelaxd.v1\"\xdb\x01\n\x12OpenSessionRequest\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\x15\n\rmessages_json\x18\x02 \x01(\t\x12\x0e\n\x06\x61nswer\x18\x03 \x01(\t\x12\x15\n\rmetadata_json\x18\x04 \x01(\t\x12\x0c\n\x04seed\x18\x05 \x01(\x03\x12\x15\n\rlease_seconds\x18\x06 \x01(\x01\x12\x14\n\x0c\x63\x61ll_seconds\x18\x07 \x01(\x01\x12\x12\n\ntools_json\x18\x08 \x01(\t\x12\x11\n\tmodel_url\x18\t \x01(\t\x12\x11\n\tmodel_key\x18\n \x01(\t\"W\n\x13OpenSessionResponse\x12\x15\n\rmessages_json\x18\x01 \x01(\t\x12\x12\n\ntools_json\x18\x02 \x01(\t\x12\x15\n\ruser_messages\x18\x03 \x03(\t\"\x99\x01\n\x0bStepRequest\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\x0c\n\x04turn\x18\x02 \x01(\x05\x12\x0c\n\x04text\x18\x03 \x01(\t\x12\x32\n\ntool_calls\x18\x04 \x03(\x0b\x32\x1e.relaxd.v1.EnvironmentToolCall\x12\x0f\n\x07problem\x18\x05 \x01(\t\x12\x15\n\rfinish_reason\x18\x06 \x01(\t\"G\n\x13\x45nvironmentToolCall\x12\n\n\x02id\x18\x01 \x01(\t\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\x16\n\x0e\x61rguments_json\x18\x03 \x01(\t\"\xaf\x02\n\x0cStepResponse\x12\x15\n\rmessages_json\x18\x01 \x01(\t\x12\x0e\n\x06reward\x18\x02 \x01(\x01\x12\x0c\n\x04\x64one\x18\x03 \x01(\x08\x12/\n\x04info\x18\x04 \x03(\x0b\x32!.relaxd.v1.StepResponse.InfoEntry\x12\x15\n\ruser_messages\x18\x05 \x03(\t\x12\x0e\n\x06player\x18\x06 \x01(\x05\x12\x35\n\x07rewards\x18\x07 \x03(\x0b\x32$.relaxd.v1.StepResponse.RewardsEntry\x1a+\n\tInfoEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x1a.\n\x0cRewardsEntry\x12\x0b\n\x03key\x18\x01 \x01(\x05\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\")\n\x13\x43loseSessionRequest\x12\x12\n\nsession_id\x18\x01 \x01(\t\"\x16\n\x14\x43loseSessionResponse2\xe5\x01\n\x0b\x45nvironment\x12L\n\x0bOpenSession\x12\x1d.relaxd.v1.OpenSessionRequest\x1a\x1e.relaxd.v1.OpenSessionResponse\x12\x37\n\x04Step\x12\x16.relaxd.v1.StepRequest\x1a\x17.relaxd.v1.StepResponse\x12O\n\x0c\x43loseSession\x12\x1e.relaxd.v1.CloseSessionRequest\x1a\x1f.relaxd.v1.CloseSessionResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,6 +33,8 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_STEPRESPONSE_INFOENTRY']._loaded_options = None
   _globals['_STEPRESPONSE_INFOENTRY']._serialized_options = b'8\001'
+  _globals['_STEPRESPONSE_REWARDSENTRY']._loaded_options = None
+  _globals['_STEPRESPONSE_REWARDSENTRY']._serialized_options = b'8\001'
   _globals['_OPENSESSIONREQUEST']._serialized_start=43
   _globals['_OPENSESSIONREQUEST']._serialized_end=262
   _globals['_OPENSESSIONRESPONSE']._serialized_start=264
@@ -42,13 +44,15 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_ENVIRONMENTTOOLCALL']._serialized_start=509
   _globals['_ENVIRONMENTTOOLCALL']._serialized_end=580
   _globals['_STEPRESPONSE']._serialized_start=583
-  _globals['_STEPRESPONSE']._serialized_end=767
-  _globals['_STEPRESPONSE_INFOENTRY']._serialized_start=724
-  _globals['_STEPRESPONSE_INFOENTRY']._serialized_end=767
-  _globals['_CLOSESESSIONREQUEST']._serialized_start=769
-  _globals['_CLOSESESSIONREQUEST']._serialized_end=810
-  _globals['_CLOSESESSIONRESPONSE']._serialized_start=812
-  _globals['_CLOSESESSIONRESPONSE']._serialized_end=834
-  _globals['_ENVIRONMENT']._serialized_start=837
-  _globals['_ENVIRONMENT']._serialized_end=1066
+  _globals['_STEPRESPONSE']._serialized_end=886
+  _globals['_STEPRESPONSE_INFOENTRY']._serialized_start=795
+  _globals['_STEPRESPONSE_INFOENTRY']._serialized_end=838
+  _globals['_STEPRESPONSE_REWARDSENTRY']._serialized_start=840
+  _globals['_STEPRESPONSE_REWARDSENTRY']._serialized_end=886
+  _globals['_CLOSESESSIONREQUEST']._serialized_start=888
+  _globals['_CLOSESESSIONREQUEST']._serialized_end=929
+  _globals['_CLOSESESSIONRESPONSE']._serialized_start=931
+  _globals['_CLOSESESSIONRESPONSE']._serialized_end=953
+  _globals['_ENVIRONMENT']._serialized_start=956
+  _globals['_ENVIRONMENT']._serialized_end=1185
 # @@protoc_insertion_point(module_scope)

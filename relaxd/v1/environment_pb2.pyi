@@ -214,17 +214,41 @@ class StepResponse(_message.Message):
         def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
         def WhichOneof(self, oneof_group: _Never) -> None: ...
 
+    @_typing.final
+    class RewardsEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.int
+        value: _builtins.float
+        def __init__(
+            self,
+            *,
+            key: _builtins.int = ...,
+            value: _builtins.float = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
     MESSAGES_JSON_FIELD_NUMBER: _builtins.int
     REWARD_FIELD_NUMBER: _builtins.int
     DONE_FIELD_NUMBER: _builtins.int
     INFO_FIELD_NUMBER: _builtins.int
     USER_MESSAGES_FIELD_NUMBER: _builtins.int
+    PLAYER_FIELD_NUMBER: _builtins.int
+    REWARDS_FIELD_NUMBER: _builtins.int
     messages_json: _builtins.str
     """Messages for the model as a JSON list; empty for none, which ends the conversation."""
     reward: _builtins.float
-    """The reward of this step, a finite number."""
+    """The reward of this step for the player who spoke, a finite number."""
     done: _builtins.bool
     """The conversation is over."""
+    player: _builtins.int
+    """The player who speaks next, and who alone sees the messages; 0 to agent.players - 1. Player 0 speaks first."""
     @_builtins.property
     def info(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
         """The environment's own numbers; rewards and metrics get the last one of each name."""
@@ -232,6 +256,10 @@ class StepResponse(_message.Message):
     @_builtins.property
     def user_messages(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """As in OpenSessionResponse."""
+
+    @_builtins.property
+    def rewards(self) -> _containers.ScalarMap[_builtins.int, _builtins.float]:
+        """Rewards of this step for players other than the one who spoke, by number; finite."""
 
     def __init__(
         self,
@@ -241,10 +269,12 @@ class StepResponse(_message.Message):
         done: _builtins.bool = ...,
         info: _abc.Mapping[_builtins.str, _builtins.float] | None = ...,
         user_messages: _abc.Iterable[_builtins.str] | None = ...,
+        player: _builtins.int = ...,
+        rewards: _abc.Mapping[_builtins.int, _builtins.float] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["done", b"done", "info", b"info", "messages_json", b"messages_json", "reward", b"reward", "user_messages", b"user_messages"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["done", b"done", "info", b"info", "messages_json", b"messages_json", "player", b"player", "reward", b"reward", "rewards", b"rewards", "user_messages", b"user_messages"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

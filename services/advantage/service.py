@@ -7,12 +7,13 @@ import numpy as np
 from relaxd.algorithms import AlgorithmError, Filtered, sample_lengths
 from relaxd.algorithms.algorithm_trial import create_tried
 from relaxd.algorithms.results import advantages_of
-from relaxd.board import COLUMNS, Column, Delivery, Drop, DropReason
+from relaxd.board import COLUMNS, PLAYER, Column, Delivery, Drop, DropReason
 from relaxd.board.worker import Process, Result
 from relaxd.config import RunConfig
 from relaxd.data.curriculum.own_filter import FilterError, GroupFilter
 from relaxd.replica.stage_replica import StageReplica
 from relaxd.roles import ADVANTAGE
+from services.advantage.players import advantages_by_player
 
 CONCURRENCY = 8
 """Groups worked on at once. The work takes microseconds; several groups are committed in one round trip."""
@@ -62,7 +63,10 @@ class AdvantageService(StageReplica):
                 except FilterError as error:
                     return Drop(DropReason.FILTER_FAILED, detail=str(error))
             try:
-                result = advantages_of(algorithm, rewards, lengths, columns)
+                if PLAYER in columns:
+                    result = advantages_by_player(algorithm, columns)
+                else:
+                    result = advantages_of(algorithm, rewards, lengths, columns)
             except AlgorithmError as error:
                 return Drop(DropReason.ALGORITHM_FAILED, detail=str(error))
             if isinstance(result, Filtered):

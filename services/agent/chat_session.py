@@ -23,7 +23,7 @@ from services.agent.prompt_tokens import PromptTokens, opening
 from services.agent.stored_messages import StoredMessages
 
 
-@dataclass
+@dataclass(eq=False)
 class _Branch:
     """One history of the sample. The first is the program's first request and what continues it."""
 
@@ -58,7 +58,7 @@ class ChatSession:
         self._start = start
         self._result = result
         self._branches: list[_Branch] = []
-        """Histories in which the model has written; it has written last in the last one."""
+        """Histories in which the model has written, in the order in which they began."""
         self._one_by_one = asyncio.Lock()
         self._answers: dict[bytes, asyncio.Task[ChatAnswer]] = {}
         """Answers, finished or not, by their requests' digests."""
@@ -123,8 +123,9 @@ class ChatSession:
         self.limit = ""  # the program has gone on otherwise, such as with a compacted history
         sent = answer_message(message.parsed, message.text)
         branch.known = [*request.messages, sent]
-        self._branches = [*(one for one in self._branches if one is not branch), branch]
-        self._result.histories = [one.turns.history for one in self._branches]
+        if branch not in self._branches:
+            self._branches.append(branch)
+            self._result.histories[len(self._branches) - 1] = turns.history
         self.cut_by = "" if message.cut_by == "asked" else message.cut_by
         return ChatAnswer(
             message=sent,

@@ -57,10 +57,12 @@ class ConversationTokens:
 class Conversation:
     """A conversation so far."""
 
-    sequences: list[ConversationTokens] = field(default_factory=lambda: [ConversationTokens()])
+    sequences: dict[int, ConversationTokens] = field(default_factory=lambda: {0: ConversationTokens()})
     """Tokens of each history up to the end of the model's last message in it, once the conversation has ended."""
-    histories: list[TokenHistory] = field(default_factory=list)
-    """Histories until then; the model has written last in the last one."""
+    histories: dict[int, TokenHistory] = field(default_factory=dict)
+    """Histories until then, by the player whose view they are; a program's by the order in which they began."""
+    player_rewards: dict[int, float] = field(default_factory=dict)
+    """Sums of the environment's rewards by player."""
     messages: list[Message] = field(default_factory=list)
     """Messages after the prompt."""
     text: str = ""
@@ -90,10 +92,16 @@ class Conversation:
         self.messages.append({"role": "assistant", "content": message.text, **calls})
         self.turns += 1
 
+    def add_rewards(self, rewards: Mapping[int, float]) -> None:
+        """Add rewards of players, by number."""
+        for player, reward in rewards.items():
+            self.player_rewards[player] = self.player_rewards.get(player, 0.0) + reward
+        self.reward += sum(rewards.values())
+
     @property
     def model_tokens(self) -> int:
         """Number of tokens that the model wrote, once the conversation has ended."""
-        return sum(int(np.count_nonzero(one.loss_mask)) for one in self.sequences)
+        return sum(int(np.count_nonzero(one.loss_mask)) for one in self.sequences.values())
 
     def count_calls(self, reply: ParsedReply, tools: Collection[str]) -> None:
         """Count the tool calls of a message. Without tools the environment reads calls by itself, by any name."""
@@ -132,7 +140,7 @@ class ConversationStart:
             example: the prompt, or what stands in its place.
             tools: schemas of the tools that the model may call.
             opened: messages that follow the prompt's.
-            branch: number of the sample's histories before this one.
+            branch: number of this history of the sample, from 0 on.
         """
         seed = seed_of(self.sample_seed, "branch", branch) if branch else self.sample_seed
         return await ModelTurns.begin(
@@ -203,8 +211,10 @@ class Conversations(ABC):
             result.outside_seconds = time.monotonic() - begun - engine.asked_seconds
             self._end(name)
         if result.histories:
-            result.sequences = [ConversationTokens.of(one, published) for one in result.histories]
-            result.histories = []
+            result.sequences = {
+                key: ConversationTokens.of(history, published) for key, history in result.histories.items()
+            }
+            result.histories = {}
         return result
 
     @abstractmethod
@@ -243,21 +253,23 @@ class EnvironmentConversations(Conversations):
             opened = await self._environments.open(name, start.sample)
         tools = [*start.example.tools, *opened.tools]
         names = tool_names(tools)
-        turns = await start.turns(self._model, start.example, tools, opened.messages)
-        result.histories = [turns.history]
+        players = {0: await start.turns(self._model, start.example, tools, opened.messages)}
+        player = 0
         result.messages += opened.messages
         while not result.finish:
+            turns = players[player]
             if turns.room < 1:
                 result.finish = "budget"
                 return
             message = await turns.write()
+            result.histories[player] = turns.history
             result.add_reply(message, names)
             parsed = message.parsed
             said = Reply(parsed.text, parsed.calls, parsed.problem, "length" if message.cut_by else "stop")
             with self._timed(result, "step", name) as span:
                 step = await self._environments.step(name, result.turns, said)
                 span.set_attribute("relaxd.reward", step.reward)
-            result.reward += step.reward
+            result.add_rewards({**step.rewards, player: step.reward + step.rewards.get(player, 0.0)})
             result.info |= dict(list(step.info.items())[:MAX_INFO])
             result.messages += step.messages
             if step.done:
@@ -271,4 +283,14 @@ class EnvironmentConversations(Conversations):
             elif seconds() <= 0:
                 raise OutOfTime
             else:
-                await turns.add_messages(step.messages)
+                player = self._checked_player(step.player)
+                if player in players:
+                    await players[player].add_messages(step.messages)
+                else:
+                    players[player] = await start.turns(self._model, start.example, tools, step.messages, branch=player)
+
+    def _checked_player(self, player: int) -> int:
+        """Return a player's number. Raises EnvironmentFailed: there is no such player."""
+        if 0 <= player < (count := self._model.config.agent.players):
+            return player
+        raise EnvironmentFailed(f"player {player} is to speak next, but agent.players is {count}: set it to more")

@@ -16,7 +16,9 @@ from relaxd.board import (
     ENVIRONMENT_REWARD,
     ENVIRONMENT_SECONDS,
     OUTSIDE_SECONDS,
+    PLAYER,
     RESPONSE_MESSAGES,
+    SEQUENCE_REWARD,
     TOOL_CALLS,
     TOOL_ERRORS,
     TURNS,
@@ -111,7 +113,8 @@ class GroupConversations:
                 reasons = sorted({one.failure or one.finish for one in conversations})
                 failed = _Failed(f"no conversation has a message of the model: {'; '.join(reasons)}")
                 return self._dropped(delivery, failed)
-            return columns_of(conversations, masked=self._config.agent.on_failure == "mask")
+            agent = self._config.agent
+            return columns_of(conversations, masked=agent.on_failure == "mask", by_player=agent.credit == "sequence")
         except BoardUnavailable as error:
             raise asyncio.CancelledError from error  # not the group's fault: handed back, uncounted
         except ExceptionGroup as errors:  # the first failure has ended the other conversations
@@ -197,22 +200,32 @@ def example_of(prompt: Mapping[str, Any]) -> Example:
     )
 
 
-def columns_of(conversations: Sequence[Conversation], *, masked: bool) -> dict[str, Column]:
+def columns_of(conversations: Sequence[Conversation], *, masked: bool, by_player: bool = False) -> dict[str, Column]:
     """Return the columns that the stage writes.
 
     Args:
         conversations: the group's, at least one.
         masked: whether those that failed aren't trained on.
+        by_player: whether each player has its own reward.
     """
     # A sample's rewards and statistics take text and finish of its last sequence: all of them have these.
-    places, samples = zip(*((i, one) for i, one in enumerate(conversations) for _ in one.sequences), strict=True)
-    tokens = [sequence for one in conversations for sequence in one.sequences]
+    places, samples, players = zip(
+        *((place, one, player) for place, one in enumerate(conversations) for player in one.sequences), strict=True
+    )
+    tokens = [sequence for one in conversations for sequence in one.sequences.values()]
     masks = [
         np.zeros_like(sequence.loss_mask) if masked and one.failure else sequence.loss_mask
         for one, sequence in zip(samples, tokens, strict=True)
     ]
     versions = [one.versions[one.loss_mask != 0] for one in tokens]
     names = dict.fromkeys(name for one in conversations for name in one.info)
+    of_players: dict[str, Column] = {}
+    if by_player:
+        rewards = [
+            0.0 if one.failure else one.player_rewards.get(player, 0.0)
+            for one, player in zip(samples, players, strict=True)
+        ]
+        of_players = {PLAYER: np.array(players, np.int32), SEQUENCE_REWARD: np.array(rewards, np.float64)}
     return {
         "tokens": np.concatenate([one.tokens for one in tokens]),
         "sample_of_sequence": np.array(places, np.int32),
@@ -232,4 +245,5 @@ def columns_of(conversations: Sequence[Conversation], *, masked: bool) -> dict[s
         OUTSIDE_SECONDS: np.array([one.outside_seconds for one in conversations], np.float32),
         TOOL_CALLS: np.array([one.tool_calls for one in conversations], np.int32),
         TOOL_ERRORS: np.array([one.tool_errors for one in conversations], np.int32),
+        **of_players,
     }

@@ -134,15 +134,19 @@ async def _play(trial: _Trial, replies: Sequence[Reply], console: Console) -> No
         for tool in opened.tools:
             console.print(f"tool {json.dumps(tool['function'], ensure_ascii=False)}", style="dim", soft_wrap=True)
         _show([*trial.sample.messages, *opened.messages], console)
-        rewards, info, ending = 0.0, dict[str, float](), "the replies are used up: give more with --reply"
+        player, rewards, info, ending = 0, 0.0, dict[str, float](), "the replies are used up: give more with --reply"
         for turn, reply in enumerate(replies, 1):
             calls = [{"name": call.name, "arguments": call.arguments} for call in reply.tool_calls]
             said = [reply.text, *(json.dumps(call, ensure_ascii=False) for call in calls), reply.problem]
             _show([{"role": "assistant", "content": "\n".join(filter(None, said))}], console)
             step = await client.step(session, turn, reply)
             _show(step.messages, console)
-            rewards, info = rewards + step.reward, {**info, **step.info}
-            console.print(f"turn {turn}: reward {step.reward:g}{', done' if step.done else ''}", style="dim")
+            rewards, info = rewards + step.reward + sum(step.rewards.values()), {**info, **step.info}
+            others = "".join(f", player {other}: {reward:g}" for other, reward in sorted(step.rewards.items()))
+            speaks = f", player {step.player} is next" if step.player != player and not step.done else ""
+            player = step.player
+            done = ", done" if step.done else ""
+            console.print(f"turn {turn}: reward {step.reward:g}{others}{speaks}{done}", style="dim")
             if step.done or not step.messages:
                 ending = "the environment ended it" if step.done else "it has no observation, which ends it"
                 break

@@ -74,7 +74,7 @@ async def test_a_function_is_trained_on_the_engines_tokens(tokenizer: PromptToke
     before, again = (list(request.prompt_tokens) for request in fleet.requests)
     observed = again[len(before) + len(first) :]
     parts = [(before, 0), (first, 1), (observed, 0), (second, 1)]
-    (own,) = result.sequences
+    (own,) = result.sequences.values()
     assert own.tokens.tolist() == [token for part, _ in parts for token in part]
     assert own.loss_mask.tolist() == [mask for part, mask in parts for _ in part]
     assert [message["role"] for message in result.messages] == ["assistant", "tool", "tool", "assistant"]

@@ -120,7 +120,7 @@ def check_tokens(fleet: Fleet, texts: Sequence[str], result: Conversation) -> li
         added.append(prompt[len(tokens) :])
         tokens += added[-1] + reply
         mask += [0] * len(added[-1]) + [1] * len(reply)
-    (own,) = result.sequences
+    (own,) = result.sequences.values()
     assert not own.shares_prompt  # the program's tools are in its own
     assert own.tokens.tolist() == tokens
     assert own.loss_mask.tolist() == mask
@@ -179,14 +179,14 @@ async def test_requests_that_continue_no_history_begin_others(tokenizer: PromptT
     observed = [prompts[later][len(prompts[first] + replies[first]) :] for first, later in ((0, 2), (3, 5))]
     assert all(prompts[later][: len(prompts[first])] == prompts[first] for first, later in ((0, 2), (3, 5)))
     parts = [  # of each sequence: tokens, and the request that wrote them, or -1
-        [(prompts[1], -1), (replies[1], 1)],
         [(replies[0], 0), (observed[0], -1), (replies[2], 2)],
-        [(prompts[4], -1), (replies[4], 4)],
+        [(prompts[1], -1), (replies[1], 1)],
         [(prompts[3], -1), (replies[3], 3), (observed[1], -1), (replies[5], 5)],
+        [(prompts[4], -1), (replies[4], 4)],
     ]
     columns = columns_of([Conversation(finish="timeout"), result], masked=False)
     assert columns["sample_of_sequence"].tolist() == [0, 1, 1, 1, 1]
-    assert columns["shares_prompt"].tolist() == [1, 0, 1, 0, 0]
+    assert columns["shares_prompt"].tolist() == [1, 1, 0, 0, 0]
     assert columns["lengths"].tolist() == [0, *(sum(len(part) for part, _ in one) for one in parts)]
     every = [(token, by) for one in parts for part, by in one for token in part]
     assert columns["tokens"].tolist() == [token for token, _ in every]
@@ -194,7 +194,7 @@ async def test_requests_that_continue_no_history_begin_others(tokenizer: PromptT
     assert columns["rollout_logprobs"].tolist() == [-float(token) if by >= 0 else 0.0 for token, by in every]
     written = columns["versions"][columns["loss_mask"] == 1].tolist()
     assert written == [by + 1 for _, by in every if by >= 0]
-    assert columns["spans_weight_update"].tolist() == [0, 0, 1, 0, 1]
+    assert columns["spans_weight_update"].tolist() == [0, 1, 0, 1, 0]
     assert columns["finish"] == ["timeout", *["env_done"] * 4]
     assert columns["text"][-1] == "six"
     said = [message["content"] for message in result.messages if message["role"] == "assistant"]
@@ -231,7 +231,7 @@ async def test_programs_end(
     if what == "fail":
         assert result.failure.endswith("no luck")
     if turns:
-        (tokens,) = result.sequences
+        (tokens,) = result.sequences.values()
         assert tokens.shares_prompt
         assert tokens.loss_mask.all()
 

@@ -112,6 +112,10 @@ def test_settings_of_agents_need_an_environment() -> None:
         load("agent.max_turns=3")
     with pytest.raises(ConfigError, match=r"agent.max_sequences is 3, but agent.environment is .*: only programs"):
         load("agent.environment=calculator agent.max_sequences=3")
+    with pytest.raises(ConfigError, match=r'agent.credit is "sequence", but agent.players is 1'):
+        load("agent.environment=calculator agent.credit=sequence")
+    with pytest.raises(ConfigError, match=r'agent.credit is "sequence", but reward.name is "addition"'):
+        load("agent.environment=nim agent.players=2 agent.credit=sequence reward.name=addition")
     with pytest.raises(ConfigError, match=r"agent.settings is set, but agent.environment is .*, a service that runs"):
         load("agent.environment=grpc://games:50070 agent.settings={level=1}")
 

@@ -1,9 +1,12 @@
 """The bundled environments, played."""
 
+from typing import Any
+
 import pytest
 
 from relaxd.envs.calculator import Calculator, compute, shown
 from relaxd.envs.environment import Reply, Sample, Step
+from relaxd.envs.nim import Nim
 from relaxd.envs.number_guessing import NumberGuessing
 
 
@@ -67,3 +70,37 @@ def test_the_game_ends_after_the_last_guess_and_refuses_bad_settings() -> None:
     assert last == Step(None, 0.0, True, {"guesses": 2.0})
     with pytest.raises(ValueError, match="low is 3, high 2 and max_guesses 7: low <= high, and max_guesses >= 1"):
         NumberGuessing(low=3, high=2)
+
+
+def play(game: Nim, stones: int, *moves: str) -> Step:
+    assert game.open(Sample([], metadata={"stones": stones})) == f"{stones} stones. Take 1 to {min(3, stones)}."
+    return [game.step(Reply(move)) for move in moves][-1]
+
+
+@pytest.mark.parametrize(
+    ("opponent", "stones", "moves", "step"),
+    [
+        ("self", 7, ["3"], Step("4 stones. Take 1 to 3.", player=1)),
+        ("self", 7, ["3", "I take 2"], Step("2 stones. Take 1 to 2.", player=0)),
+        ("self", 3, ["3"], Step(None, 1.0, True, {"moves": 1.0, "bad_moves": 0.0}, rewards={1: 0.0})),
+        ("self", 4, ["3", "1"], Step(None, 1.0, True, {"moves": 2.0, "bad_moves": 0.0}, rewards={0: 0.0})),
+        ("self", 2, ["3"], Step(None, 0.0, True, {"moves": 1.0, "bad_moves": 1.0}, rewards={1: 1.0})),
+        ("self", 5, ["1", "no"], Step(None, 0.0, True, {"moves": 2.0, "bad_moves": 1.0}, rewards={0: 1.0})),
+        ("best", 7, ["1"], Step("4 stones. Take 1 to 3.")),
+        ("best", 4, ["1"], Step(None, 0.0, True, {"moves": 2.0, "bad_moves": 0.0})),
+        ("best", 1, ["1"], Step(None, 1.0, True, {"moves": 1.0, "bad_moves": 0.0})),
+    ],
+)
+def test_nim_is_won_by_the_last_stone(opponent: Any, stones: int, moves: list[str], step: Step) -> None:
+    assert play(Nim(opponent=opponent), stones, *moves) == step
+
+
+def test_nim_refuses_what_is_no_game() -> None:
+    for seed in range(20):
+        assert Nim(max_stones=4).open(Sample([], seed=seed)) == Nim(max_stones=4).open(Sample([], seed=seed))
+    with pytest.raises(ValueError, match=r"opponent is 'me': it must be one of self, random, best"):
+        Nim(opponent="me")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"max_stones is 0 and max_take 3"):
+        Nim(max_stones=0)
+    with pytest.raises(ValueError, match=r"stones is 13: it must be 1 to 12 \(max_stones\)"):
+        Nim().open(Sample([], metadata={"stones": 13}))

@@ -31,6 +31,8 @@ def test_steps_may_be_tuples_with_numbers_of_numpy() -> None:
     info = {"hits": np.int64(3), "won": True, "why": "text"}
     step = check_step(("x", np.float32(0.5), np.bool_(True), info))
     assert step == Step([USER], 0.5, True, {"hits": 3.0, "won": 1.0})
+    step = check_step(Step("x", player=np.int64(1), rewards={np.int32(0): np.float32(0.5)}))  # type: ignore[arg-type]
+    assert step == Step([USER], player=1, rewards={0: 0.5})
 
 
 @pytest.mark.parametrize(
@@ -43,6 +45,9 @@ def test_steps_may_be_tuples_with_numbers_of_numpy() -> None:
         (("x", 0.0, 1), "step() returned done = 1 (int): it must be True or False"),
         (("x", 0.0, False, 3), "step() returned info = 3 (int): it must be a dict of numbers"),
         (("x", 0.0, False, {"a": float("inf")}), "step() returned info['a'] = inf: it must be a finite number"),
+        (Step(player=-1), "step() returned player = -1 (int): it must be a number from 0 to agent.players - 1"),
+        (Step(rewards={"a": 1.0}), "step() returned rewards for the player 'a' (str): it must be a number from 0"),  # type: ignore[dict-item]
+        (Step(rewards={1: float("nan")}), "step() returned rewards[1] = nan: it must be a finite number"),
         ((["x"], 0.0), "step() returned the message 'x' (str): it must be like"),
         (({"content": "x"}, 0.0), "step() returned the message {'content': 'x'} (dict): it must be like"),
         ((["x" * (1 << 20)], 0.0), "step() returned the message 'xxx"),
