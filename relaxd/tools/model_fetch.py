@@ -64,6 +64,11 @@ MODELS: dict[str, FetchableModel | TaughtModel] = {
             description="0.1 M parameters, for examples/tool-use.toml: calls a calculator one time in ten; taught here",
             program="relaxd.tools.tool_beginner",
         ),
+        TaughtModel(
+            name="game-beginner",
+            description="0.1 M parameters, for examples/two-players.toml: plays random moves of Nim; taught here",
+            program="relaxd.tools.game_beginner",
+        ),
     )
 }
 

@@ -5,7 +5,7 @@ runs as a separate process, so that the command line needs no torch.
 """
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from random import Random
 
@@ -49,18 +49,29 @@ TOOL_SHARE = 0.8
 
 def make(folder: Path, phases: Sequence[tuple[int, float]] = PHASES) -> None:
     """Train the model and write it with its tokenizer and chat template into `folder`."""
+    lessons = Lessons()
+    shares = [share for batches, share in phases for _ in range(batches)]
+    teach(folder, lessons.tokenizer(), len(shares), lambda batch: lessons.text(shares[batch]))
+
+
+def teach(folder: Path, tokenizer: PreTrainedTokenizerFast, batches: int, text: Callable[[int], str]) -> None:
+    """Train a tiny model on what the assistant says in conversations, and write it with its tokenizer into `folder`.
+
+    Args:
+        folder: folder to write to.
+        tokenizer: its tokenizer.
+        batches: number of batches of conversations.
+        text: returns a conversation for a batch.
+    """
     torch.manual_seed(0)
     torch.set_num_threads(1)  # more would only wait for each other
-    lessons = Lessons()
-    tokenizer = lessons.tokenizer()
     tokens = {"vocab_size": len(tokenizer), "pad_token_id": 0, "eos_token_id": 1, "bos_token_id": None}
     model = LlamaForCausalLM(LlamaConfig(**SIZES, **tokens, max_position_embeddings=256, tie_word_embeddings=True))
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.98))
-    shares = [share for batches, share in phases for _ in range(batches)]
-    for done, share in enumerate(shares):
+    for done in range(batches):
         for group in optimizer.param_groups:
-            group["lr"] = LEARNING_RATE * min(1.0, (done + 1) / 30, 2 * (1 - done / len(shares)))
-        texts = [lessons.text(share) for _ in range(BATCH)]
+            group["lr"] = LEARNING_RATE * min(1.0, (done + 1) / 30, 2 * (1 - done / batches))
+        texts = [text(done) for _ in range(BATCH)]
         ids = tokenizer(texts, padding=True, return_tensors="pt").input_ids
         logits = model(input_ids=ids).logits[:, :-1]
         loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels(ids)[:, 1:].flatten())
@@ -104,23 +115,26 @@ class Lessons:
 
     def tokenizer(self) -> PreTrainedTokenizerFast:
         """Return a tokenizer that has one token for each number and for each phrase of the lessons."""
-        bpe = Tokenizer(models.BPE())
-        numbers, byte_level = pre_tokenizers.Digits(False), pre_tokenizers.ByteLevel(False, use_regex=False)
-        special = pre_tokenizers.Split(Regex(r"<\|\w+\|>"), "isolated")
-        bpe.decoder = decoders.ByteLevel()
-        trainer = trainers.BpeTrainer(
-            vocab_size=1000,
-            special_tokens=list(SPECIAL_TOKENS),
-            initial_alphabet=sorted(byte_level.alphabet()),
-            show_progress=False,
-        )
-        bpe.pre_tokenizer = pre_tokenizers.Sequence([special, numbers, byte_level])
-        sums = (text for example in self._examples for text in (example.prompt, example.answer))
-        bpe.train_from_iterator([*sums, *(self.text(0.5) for _ in range(100))], trainer)
-        bpe.pre_tokenizer = pre_tokenizers.Sequence([numbers, byte_level])
-        return PreTrainedTokenizerFast(
-            tokenizer_object=bpe, eos_token=END, pad_token=PADDING, chat_template=CHAT_TEMPLATE
-        )
+        sums = (str(text) for example in self._examples for text in (example.prompt, example.answer))
+        return tokenizer_of([*sums, *(self.text(0.5) for _ in range(100))])
+
+
+def tokenizer_of(texts: Iterable[str]) -> PreTrainedTokenizerFast:
+    """Return a tokenizer that has one token for each number and for each phrase of these texts."""
+    bpe = Tokenizer(models.BPE())
+    numbers, byte_level = pre_tokenizers.Digits(False), pre_tokenizers.ByteLevel(False, use_regex=False)
+    special = pre_tokenizers.Split(Regex(r"<\|\w+\|>"), "isolated")
+    bpe.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=1000,
+        special_tokens=list(SPECIAL_TOKENS),
+        initial_alphabet=sorted(byte_level.alphabet()),
+        show_progress=False,
+    )
+    bpe.pre_tokenizer = pre_tokenizers.Sequence([special, numbers, byte_level])
+    bpe.train_from_iterator(texts, trainer)
+    bpe.pre_tokenizer = pre_tokenizers.Sequence([numbers, byte_level])
+    return PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token=END, pad_token=PADDING, chat_template=CHAT_TEMPLATE)
 
 
 if __name__ == "__main__":
