@@ -24,13 +24,13 @@ _waiting: dict[str, None] = {}
 
 
 def notify(text: str) -> None:
-    """Tell the people who watch the run something, as an alarm: on the screen and where `[alerts]` sends it.
+    """Send a message to the people who watch the run. It is an alarm: on the screen, and where `[alerts]` sends alarms.
 
     Call it in rewards and environments, from any thread. A message stays an alarm until it wasn't repeated for ten
     minutes. Outside of a run nothing happens.
 
     Args:
-        text: what they should know, at most 300 characters; a longer text is cut off. The same text is one alarm, so
+        text: the message, at most 300 characters; a longer text is cut off. The same text is one alarm, so
             leave out what differs each time. A replica has 8 texts at once, further ones are left out.
 
     Raises:

@@ -46,7 +46,7 @@ def worst_bytes(config: RunConfig, prompt_tokens: int, *, expert_bytes: int = 0)
 
 
 def sample_tokens(config: RunConfig) -> int:
-    """Return the maximum number of a sample's tokens; the sequences of conversations may have prompts of their own."""
+    """Return the maximum number of a sample's tokens. Each sequence of a conversation may bring its own prompt."""
     own = config.data.max_prompt_tokens if config.agent.is_there else 0
     return config.agent.sequences * (config.rollout.max_new_tokens + own)
 

@@ -33,7 +33,7 @@ class ImagesAhead:
                 self._found[index] = self._pool.submit(normalise, example, self._vision)
 
     def take(self, index: int, example: Example) -> list[NormalImage]:
-        """Return the images of a prompt, and forget those that were asked for longest ago. Raises DataError."""
+        """Return a prompt's images, and drop the oldest ones that are kept. Raises DataError."""
         self.expect([(index, example)])
         if index not in self._found:
             return []

@@ -66,7 +66,7 @@ class SessionStep:
     player: int = 0
     """Player who speaks next."""
     rewards: Mapping[int, float] = field(default_factory=dict)
-    """Rewards of other players than the one who spoke."""
+    """Rewards of the other players, by number."""
 
 
 class EnvironmentClient:

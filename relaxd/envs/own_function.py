@@ -126,7 +126,7 @@ class FunctionConversation:
         self._sample = sample
 
     def step(self, reply: Reply) -> Step:
-        """Run the function in an event loop of its own, so that one that blocks stops no other."""
+        """Run the function in its own event loop: a function that blocks stops no other."""
         try:
             return asyncio.run(self._lead())
         except asyncio.CancelledError as error:

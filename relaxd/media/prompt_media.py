@@ -110,11 +110,11 @@ class PromptMedia:
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any] | None) -> "PromptMedia":
-        """Return what `to_json` has made; none of None."""
+        """Read the media from the result of `to_json`. None means that there are no media."""
         return cls(tuple(value["records"]), base64.b64decode(value["contents"])) if value else cls()
 
     def to_json(self) -> dict[str, Any] | None:
-        """Return them for a program's standard input; None without any."""
+        """Return the media for a program's standard input; None if there are none."""
         contents = base64.b64encode(self.contents).decode()
         return {"records": list(self.records), "contents": contents} if self.records else None
 

@@ -135,7 +135,7 @@ FAMILIES = {
 }
 """Families that the trainer knows (docs/models.md), by `model_type`."""
 SEEING = tuple(name for name, family in FAMILIES.items() if family.sees)
-"""Those that see images."""
+"""Families whose models see images."""
 
 
 VISION_DEFAULTS: Config = {

@@ -79,7 +79,7 @@ class ReplicaContext:
         self.failed = asyncio.Event()
         """Set by `give_up`."""
         self.user_messages = RecentMessages()
-        """What users' code told people."""
+        """Messages of users' code to people."""
         self._loop = asyncio.get_running_loop()
 
     async def take_turn(self, on_wait: Callable[[str], None]) -> None:

@@ -12,7 +12,7 @@ from relaxd.board import COLUMNS, PLAYER, SEQUENCE_REWARD, Column
 
 
 def advantages_by_player(algorithm: Algorithm, columns: Mapping[str, Column]) -> Advantages | Filtered:
-    """Return a group's advantages, for which each player's sequences are samples of a group of their own.
+    """Return a group's advantages. Each player's sequences are compared as the samples of a group.
 
     So a player is compared with the same player of the other samples, who began in the same state. A player whose
     sequences the algorithm filters has advantages of 0; a group in which it filters all players is filtered.

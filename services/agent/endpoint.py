@@ -20,7 +20,7 @@ PROTOCOLS: Mapping[str, Protocol] = {
     "/{session}/v1/responses": OPENAI_RESPONSES,
     "/{session}/v1/messages": ANTHROPIC_MESSAGES,
 }
-"""Protocols by the addresses at which they are asked for a message."""
+"""Protocols by their addresses."""
 MAX_BODY = 16 << 20
 """Maximum number of bytes of a request."""
 CLOSE_SECONDS = 1.0

@@ -21,7 +21,7 @@ ENGINES_A_LOOK = 100.0
 WAIT_SECONDS = 0.2
 """Pause between two tries while no engine serves, and after a reply that ended with a pause of the engine."""
 REPORT_TOKENS = 64
-"""Number of tokens of a reply after which an engine sends them; at most so many are lost with it."""
+"""Number of tokens that an engine sends in one message. An engine that dies loses at most so many of a reply."""
 _AWAY = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
 
 

@@ -44,7 +44,7 @@ class FunctionConversations(Conversations):
         result.finish = session.limit or session.cut_by or "env_done"
 
     async def _led(self, name: str, session: ChatSession, start: ConversationStart) -> SessionStep:
-        """Return what the function returned. Raises OutOfTime, and why the conversation can't go on."""
+        """Return the function's result. Raises OutOfTime, or the error that ended the conversation."""
         running = asyncio.create_task(self._functions.step(name, 1, Reply("")), name="run a function")
         try:
             while True:

@@ -1,1 +1,1 @@
-"""Forms of requests and answers that programs know: each file is one."""
+"""Protocols by which programs ask for messages, a file each."""

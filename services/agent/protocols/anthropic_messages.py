@@ -57,7 +57,7 @@ def read_request(asked: dict[str, Any], stored: StoredMessages) -> ChatRequest:
 
 
 def _thread(asked: Mapping[str, Any], stored: StoredMessages) -> Stored:
-    """Return what a request goes on from."""
+    """Return the stored messages that a request continues."""
     thread = asked.get("thread", {"type": "create"})
     match thread.get("type") if isinstance(thread, dict) else None:
         case "create":
@@ -93,7 +93,7 @@ def _tools(tools: Any) -> list[dict[str, Any]]:
 
 
 def _messages(place: str, message: Any) -> Iterator[Message]:
-    """Yield a message as chat templates get it. Results of tools are messages of their own."""
+    """Yield a message in the form of chat templates, and each result of a tool as another message."""
     role = message.get("role") if isinstance(message, dict) else None
     if role not in ROLES:
         raise BadRequest(f"{place} = {shown(message)} must be a message of one of the roles {', '.join(ROLES)}", place)

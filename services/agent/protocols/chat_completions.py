@@ -121,7 +121,7 @@ def _head(kind: str, answer: ChatAnswer, asked: Mapping[str, Any]) -> dict[str, 
 
 
 def _ids(answer: ChatAnswer, asked: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what a choice has of the answer's tokens, in vLLM's form."""
+    """Return the fields of a choice that describe the answer's tokens, in vLLM's form."""
     fields: dict[str, Any] = {"logprobs": None}
     if answer.ids and asked.get("logprobs"):
         numbered = [f"token_id:{token}" for token in answer.ids.tokens]

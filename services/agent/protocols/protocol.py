@@ -85,7 +85,7 @@ def request_of(
     """Return a request for the next message.
 
     Args:
-        asked: the request as it came.
+        asked: the request's body.
         messages: its messages.
         tools: schemas of its tools.
         calls: False if tool calls are to be left in the text.

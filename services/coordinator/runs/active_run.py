@@ -583,7 +583,7 @@ class ActiveRun:
                 self._written = self.record
 
     def _user_messages(self) -> list[str]:
-        """Return what users' code told people in the last minutes."""
+        """Return the messages of users' code of the last minutes."""
         statuses = [one.status for one in self.context.registry.all() if one.status.user_messages]
         return [text for one in statuses if one.run_id == self.context.run_id for text in one.user_messages]
 

@@ -14,7 +14,7 @@ from relaxd.media.prompt_media import contents_of, grids_of, hashes_of
 from services.trainer.megatron.rank_messages import message
 
 KEPT_BYTES = 1 << 30
-"""Most bytes of decoded images that a rank keeps: a step's passes take the same ones several times."""
+"""Maximum size of the decoded images that a rank keeps for the passes of a step, in bytes."""
 
 
 @message
@@ -104,7 +104,7 @@ def check_images(columns: Mapping[str, Any], tokens: ImageTokens | None) -> None
 
     Args:
         columns: the group's.
-        tokens: the model's tokens for images, to compare the prompt's with; None: they aren't compared.
+        tokens: the model's tokens for images, which the prompt must have; None: this isn't checked.
 
     Raises:
         ValueError: they are malformed, don't fit the prompt, or a sequence has a prompt of its own beside them.

@@ -137,7 +137,7 @@ class RunningSample:
 
     @property
     def offset(self) -> int:
-        """How much further on the positions of its tokens are than their places."""
+        """Difference between the position of a token after the prompt and its index in the sequence."""
         return self.seen.offset if self.seen is not None else 0
 
     @property

@@ -43,7 +43,7 @@ class SeenPrompt:
 
     @property
     def offset(self) -> int:
-        """How much further on the positions of what follows the prompt are than its places."""
+        """Difference between the position of a token after the prompt and its index in the sequence."""
         return int(self.layout.next_position) - len(self.layout.tokens)
 
 
@@ -73,7 +73,7 @@ def see(request: Request, vision: VisionModel | None) -> SeenPrompt | None:
 def embed(
     model: PreTrainedModel, ids: torch.Tensor, prompts: Sequence[SeenPrompt | None], paddings: Sequence[int]
 ) -> dict[str, Any]:
-    """Return what the language model gets instead of ids [rows, T]: embeddings with images in their places.
+    """Return the language model's inputs for ids [rows, T]: embeddings, with those of images in their places.
 
     The tower sees each image once. Images are in their places in the prompt, not where the image token is: an answer
     that goes on may have that token, too.

@@ -17,7 +17,7 @@ class Rotary(NamedTuple):
     scale: float = 1.0
     """Factor of cosine and sine (YaRN)."""
     axes: Tensor | None = None
-    """int64 [head_size / 2]: the axis of positions [3, T] that each frequency is for (M-RoPE); None: there is one."""
+    """int64 [head_size / 2]: axis of the positions [3, T] for each frequency (M-RoPE); None: they have one."""
 
     def to(self, device: torch.device) -> "Rotary":
         """Return the embedding on a device."""
