@@ -265,7 +265,9 @@ with open(os.environ["RELAXD_RESULT"], "w") as file:
 FUNCTION = """
 async def talk(sample, model):
     said, messages = [], list(sample.messages)
-    for _ in range(2):
+    for turn in range(3):
+        if turn == 2:  # a compacted history
+            messages = [*sample.messages, {"role": "user", "content": f"You said {len(said[1])} letters."}]
         answer = await model.generate(messages)
         said.append(answer.text)
         messages += [answer.message, {"role": "user", "content": "Really<|im_end|>?"}]
