@@ -8,7 +8,7 @@ from pydantic import Field, model_validator
 from relaxd.config.section import Section, refuse_unused
 from relaxd.importing import check_known_or_own
 
-TRACKERS = ("tensorboard", "wandb", "mlflow", "clearml")
+TRACKERS = ("tensorboard", "wandb", "mlflow", "clearml", "trackio")
 """The bundled trackers."""
 
 
@@ -16,15 +16,15 @@ class TrackingConfig(Section):
     """Trackers, which show a run's numbers outside of relaxd (docs/tracking.md)."""
 
     trackers: tuple[str, ...] = ()
-    """Trackers that get the numbers of each step: "tensorboard", "wandb", "mlflow", "clearml", or one of your own
-    as "package.module:Class" or "file.py:Class"."""
+    """Trackers that get the numbers of each step: "tensorboard", "wandb", "mlflow", "clearml", "trackio", or one of
+    your own as "package.module:Class" or "file.py:Class"."""
     python: str = ""
     """Python interpreter that has the trackers' packages, if it isn't that of the coordinator. It needs Python 3.11 and
     nothing of relaxd."""
     project: str = "relaxd"
-    """Project of W&B and ClearML, or experiment of MLflow, that the run belongs to."""
+    """Project of W&B, ClearML and Trackio, or experiment of MLflow, that the run belongs to."""
     name: str = ""
-    """Name of the run in W&B, MLflow and ClearML. By default the run's id."""
+    """Name of the run in W&B, MLflow, ClearML and Trackio. By default the run's id."""
     samples: bool = True
     """Show the samples that the run keeps (telemetry.samples_per_step), too."""
     wandb_mode: Literal["online", "offline"] = "online"

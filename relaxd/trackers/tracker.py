@@ -100,9 +100,14 @@ def load_tracker(name: str) -> Tracker:
             from relaxd.trackers.clearml_tracker import ClearMLTracker
 
             return ClearMLTracker()
+        if name == "trackio":
+            from relaxd.trackers.trackio_tracker import TrackioTracker
+
+            return TrackioTracker()
     except ImportError as error:
+        package = "trackio" if name == "trackio" else "relaxd[trackers]"
         raise ImportProblem(
-            f'{error}: "pip install relaxd[trackers]", or set tracking.python to an interpreter that has it'
+            f'{error}: "pip install {package}", or set tracking.python to an interpreter that has it'
         ) from error
     own: Tracker = import_own(name)()
     if missing := [method for method in ("start", "log_step") if not callable(getattr(own, method, None))]:

@@ -511,7 +511,7 @@ EQUIVALENTS = (
         "trainer.logger trainer.project_name trainer.experiment_name",
         "wandb.project wandb.name",
         "--use-wandb --wandb-project --use-tensorboard",
-        "metrics are in the run's folder; tracking.trackers sends them to TensorBoard, W&B, MLflow or ClearML",
+        "metrics are in the run's folder; tracking.trackers sends them to TensorBoard, W&B, MLflow, ClearML or Trackio",
     ),
     Equivalent("", "", "trainer.nnodes", "", "--actor-num-nodes", "the trainer is on one machine"),
     Equivalent(

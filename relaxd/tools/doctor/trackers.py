@@ -8,7 +8,7 @@ from relaxd.config import TrackingConfig
 from relaxd.tools.doctor.finding import Finding, Scope
 from relaxd.tools.doctor.packages import Requirement, requirements
 
-PACKAGES = ("tensorboard", "wandb", "clearml")
+PACKAGES = ("tensorboard", "wandb", "clearml", "trackio")
 """Bundled trackers that need a package, which is called like them."""
 START_SECONDS = 10.0
 """Longest time for an interpreter to answer."""

@@ -3,6 +3,7 @@
 import json
 import struct
 import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -30,7 +31,8 @@ class TrackersProcess:
             stdin=subprocess.PIPE,
             stdout=self._reports,
             stderr=log.open("ab"),
-            environment={"WANDB_SILENT": "true"},
+            environment={"WANDB_SILENT": "true", "TRACKIO_DIR": str(folder / "trackio")},
+            python=config.tracking.python or sys.executable,
         )
         self.tell(json.dumps(given))
 

@@ -7,7 +7,7 @@ from relaxd.config.tracking import TrackingConfig
 
 WRONG = [
     ({"trackers": ["wandbb"]}, "tracking.trackers.0 = \"wandbb\": did you mean 'wandb'?"),
-    ({"trackers": ["x"]}, "there are tensorboard, wandb, mlflow, clearml."),
+    ({"trackers": ["x"]}, "there are tensorboard, wandb, mlflow, clearml, trackio."),
     ({"trackers": ["wandb", "wandb"]}, 'tracking.trackers.1 = "wandb": it is listed twice'),
     ({"project": "p"}, 'tracking.project is "p", but tracking.trackers is empty: name a tracker'),
     (

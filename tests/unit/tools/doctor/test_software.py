@@ -112,7 +112,7 @@ def test_the_interpreter_of_trackers_is_looked_at(tmp_path: Path, monkeypatch: p
         finding = trackers_finding(TrackingConfig(trackers=trackers, python=python, **more))
         assert (finding.level, found in finding.found) == (level, True), finding
         assert finding.how.startswith(how), finding
-    assert set(TRACKERS) == {one.name for one in requirements()["trackers"]}
+    assert set(TRACKERS) - {"trackio"} == {one.name for one in requirements()["trackers"]}  # it wants an older Pillow
 
 
 @pytest.mark.parametrize(
