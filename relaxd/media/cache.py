@@ -12,24 +12,24 @@ from relaxd.media.sources import MediaError
 class MediaCache:
     """The pixels of images, of which those that were used last are kept. For one thread."""
 
-    def __init__(self, fetch: Callable[[Sequence[str]], Mapping[str, bytes]], max_bytes: int) -> None:
+    def __init__(self, max_bytes: int) -> None:
         """Make an empty cache.
 
         Args:
-            fetch: returns the PNGs of images by their hashes, as `NormalImage.png`.
-            max_bytes: most bytes of pixels that are kept. An image that is larger is still returned.
+            max_bytes: maximum size of the pixels that are kept, in bytes. An image that is larger is still returned.
         """
-        self._fetch = fetch
         self._max_bytes = max_bytes
         self._bytes = 0
         self._pixels: OrderedDict[str, np.ndarray] = OrderedDict()
 
-    def pixels(self, sha256: str) -> np.ndarray:
-        """Return an image's RGB pixels, uint8 [height, width, 3], read-only. Raises MediaError, as `load`."""
-        return self.load([sha256])[sha256]
+    def load(
+        self, hashes: Sequence[str], fetch: Callable[[Sequence[str]], Mapping[str, bytes]]
+    ) -> dict[str, np.ndarray]:
+        """Return the RGB pixels of images by their hashes, uint8 [height, width, 3], read-only.
 
-    def load(self, hashes: Sequence[str]) -> dict[str, np.ndarray]:
-        """Return the pixels of several images, and fetch all that aren't here at once.
+        Args:
+            hashes: the images.
+            fetch: returns the PNGs (`NormalImage.png`) of the images that aren't here, by their hashes; called once.
 
         Raises MediaError: the image isn't where it is fetched from; and what `fetch` raises.
         """
@@ -37,7 +37,7 @@ class MediaCache:
         found = {name: self._pixels[name] for name in wanted if name in self._pixels}
         missing = [name for name in wanted if name not in found]
         if missing:
-            fetched = self._fetch(missing)
+            fetched = fetch(missing)
             for name in missing:
                 if name not in fetched:
                     raise MediaError(f"image {name} isn't there any more")

@@ -71,9 +71,7 @@ class ImageReader:
         """Make a reader for a model with these tokens for images."""
         self._tokens = tokens
         self._lock = threading.Lock()
-        self._contents: Mapping[str, bytes] = {}
-        """Those of the group that is read."""
-        self._cache = MediaCache(lambda hashes: self._contents, KEPT_BYTES)
+        self._cache = MediaCache(KEPT_BYTES)
 
     @property
     def tokens(self) -> ImageTokens:
@@ -89,9 +87,7 @@ class ImageReader:
         if not (records := columns.get(PROMPT_MEDIA)):
             return None
         with self._lock:
-            self._contents = contents_of(records, columns[MEDIA_CONTENTS])
-            pixels = self._cache.load(hashes_of(records))
-            self._contents = {}
+            pixels = self._cache.load(hashes_of(records), lambda _: contents_of(records, columns[MEDIA_CONTENTS]))
         images = [
             Image(sha256, grid, pixels[sha256])
             for sha256, grid in zip(hashes_of(records), grids_of(records), strict=True)

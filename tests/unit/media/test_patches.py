@@ -32,8 +32,8 @@ def test_patches_are_transformers_bit_for_bit(
     for number, (width, height) in enumerate([(100, 60), (33, 200), (640, 480)]):
         image = picture(width, height, number)
         found = normalise_image(encoded(image), rule)
-        cache = MediaCache(lambda hashes, png=found.png: dict.fromkeys(hashes, png), 1)  # type: ignore[misc]
-        ours = patches(cache.pixels(found.sha256), rule, mean, std, times)
+        pixels = MediaCache(1).load([found.sha256], lambda hashes, png=found.png: dict.fromkeys(hashes, png))  # type: ignore[misc]
+        ours = patches(pixels[found.sha256], rule, mean, std, times)
         theirs = processor([image], return_tensors="np")["pixel_values"]
         assert ours.dtype == theirs.dtype == np.float32
         np.testing.assert_array_equal(ours, theirs)
@@ -48,19 +48,19 @@ def test_a_cache_fetches_what_it_lacks_at_once_and_keeps_what_was_used_last() ->
         asked.append(list(hashes))
         return {name: images[name].png for name in hashes if name in images}
 
-    cache = MediaCache(fetch, 2 * 64 * 64 * 3)
-    found = cache.load([first, second, first])
+    cache = MediaCache(2 * 64 * 64 * 3)
+    found = cache.load([first, second, first], fetch)
     assert asked == [[first, second]]
     assert found[first].shape == (64, 64, 3)
     assert found[first].dtype == np.uint8
-    cache.pixels(first)
-    cache.pixels(third)  # in the place of the second
-    cache.load([first, third])
+    cache.load([first], fetch)
+    cache.load([third], fetch)  # in the place of the second
+    cache.load([first, third], fetch)
     assert asked == [[first, second], [third]]
-    cache.pixels(second)
+    cache.load([second], fetch)
     assert asked[2:] == [[second]]
     with pytest.raises(MediaError, match="image abc isn't there any more"):
-        cache.pixels("abc")
+        cache.load(["abc"], fetch)
 
 
 def test_columns_have_each_image_once() -> None:
