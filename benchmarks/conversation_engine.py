@@ -142,7 +142,7 @@ class Run:
         self._said = time.monotonic()
 
     def until(self, steps: int, least: float, deadline: float) -> list[dict[str, Any]]:
-        """Wait for so many steps and so many seconds; return all steps' metrics. Raises TimeoutError, SystemExit."""
+        """Wait for `steps` steps, at least `least` seconds; return all metrics. Raises TimeoutError, SystemExit."""
         begun = time.monotonic()
         while True:
             time.sleep(0.2)

@@ -44,7 +44,7 @@ BARE_TURN = 6
 
 @cache
 def reply_tokens(length: int) -> tuple[NDArray[np.int32], str]:
-    """Return an answer of so many tokens, which ends with a call and the end token, and its text."""
+    """Return an answer of `length` tokens, which ends with a call and the end token, and its text."""
     call = call_tokens()
     words = "x" * max(length - len(call), 0)
     tokens = [*word_tokens() * len(words), *call]

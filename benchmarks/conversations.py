@@ -132,7 +132,7 @@ class Work:
         self._runs = 0
 
     def order(self, agents: int, bare: int = 0) -> None:
-        """Have so many agent replicas work, and so many bare calls at once in the place of conversations."""
+        """Set the number of agent replicas that work, and of bare calls at once in place of conversations."""
         give_orders(self.folder, agents, bare)
 
     def start(self, *, turns: int, sessions: int, agents: int, tool_seconds: float = 0.0) -> str:
@@ -177,7 +177,7 @@ class Work:
             time.sleep(0.2)
 
     def until_held(self, run: str, count: int, turns: int) -> None:
-        """Wait until most of so many conversations of `turns` turns are held at once. Raises CliError."""
+        """Wait until most of `count` conversations of `turns` turns are held at once. Raises CliError."""
 
         def held(times: Times) -> bool:
             begun = {session for session, _ in times.replies}

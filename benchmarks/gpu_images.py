@@ -1,4 +1,4 @@
-"""What images cost a training step: the same tokens as text and with images, in one run on one GPU.
+"""The cost of images in a training step: the same tokens as text and with images, in one run on one GPU.
 
     python -m benchmarks.gpu_images
 

@@ -599,7 +599,7 @@ SHORT_SUITE = (
     *("drop: rollout - coordinator", "fill redis", "redis: demoted", "overflow a gradient"),
     "sync: engine dies in broadcast",
 )
-"""What the ordinary tests do: one of every kind, those that pass quickly. The nightly ones do all."""
+"""Faults of the ordinary tests: one of every kind, those that pass quickly. The nightly tests have all."""
 
 GENTLE = tuple(
     fault.name
