@@ -87,6 +87,7 @@ ENGINES: dict[str, EngineCapabilities] = {
             shares_gpus=True,
             sleeps=True,
             gives_likeliest=True,
+            sees_images=True,
         ),
         EngineCapabilities(
             name="sglang_external",

@@ -15,6 +15,7 @@ import torch
 from transformers import PreTrainedModel
 
 from relaxd.config import RolloutConfig
+from relaxd.media.prompt_media import NO_MEDIA, PromptMedia
 from relaxd.process.child import ChildExit
 from relaxd.v1 import replica_pb2, rollout_pb2, weights_pb2
 from services.rollout.engines.request_types import Output, Sampling, Version
@@ -115,7 +116,15 @@ class EngineRunner:
         await self._closing.wait()
 
     def ask(
-        self, prompt: Sequence[int], n: int = 1, *, stream: bool = False, likeliest: int = 0, **sampling: Any
+        self,
+        prompt: Sequence[int],
+        n: int = 1,
+        *,
+        stream: bool = False,
+        likeliest: int = 0,
+        media: PromptMedia = NO_MEDIA,
+        begun: Mapping[int, tuple[int, ...]] | None = None,
+        **sampling: Any,
     ) -> Asked:
         """Send a request, which goes on while something else is awaited."""
 
@@ -128,6 +137,8 @@ class EngineRunner:
                 stream=stream,
                 request_id=asked.request_id,
                 likeliest=likeliest,
+                media=media,
+                begun=begun,
             )
             asked.task = asyncio.create_task(self._collect(asked, outputs))
             return asked

@@ -2,14 +2,21 @@
 
 import io
 import json
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from PIL import Image
 from tokenizers import Tokenizer
 
+from relaxd.data.vision import VisionModel
+from relaxd.media import expand, normalise_image
+from relaxd.media.prompt_media import PromptMedia
 from tests.kit.tokenizer import write_tokenizer
+
+if TYPE_CHECKING:
+    import torch
 
 SPECIAL = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>", "<|vision_pad|>")
 TEMPLATE = (
@@ -77,7 +84,7 @@ TEXT = {
 TOWER = {
     "depth": 3,
     "hidden_size": 32,
-    "intermediate_size": 48,
+    "intermediate_size": 64,
     "num_heads": 2,
     "out_hidden_size": 64,
     "num_position_embeddings": 64,
@@ -85,7 +92,9 @@ TOWER = {
 }
 
 
-def make_vision_model(folder: Path, *, tied: bool = True, seed: int = 1, **text: Any) -> Path:
+def make_vision_model(
+    folder: Path, *, tied: bool = True, seed: int = 1, noise: float = 0.1, tower: Mapping[str, Any] = TOWER, **text: Any
+) -> Path:
     """Write a tiny random Qwen3-VL in float32, with sharp logits and no zeros and ones: mix-ups show."""
     import torch
     from transformers import Qwen3VLConfig, Qwen3VLForConditionalGeneration
@@ -104,11 +113,42 @@ def make_vision_model(folder: Path, *, tied: bool = True, seed: int = 1, **text:
     size = Tokenizer.from_file(str(folder / "tokenizer.json")).get_vocab_size()
     torch.manual_seed(seed)
     config = Qwen3VLConfig(
-        text_config={**TEXT, "vocab_size": size, **text}, vision_config=TOWER, tie_word_embeddings=tied, **ids
+        text_config={**TEXT, "vocab_size": size, **text}, vision_config=dict(tower), tie_word_embeddings=tied, **ids
     )
     model = Qwen3VLForConditionalGeneration(config)
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter.add_(torch.randn_like(parameter) * 0.1)
+            parameter.add_(torch.randn_like(parameter) * noise)
     model.save_pretrained(folder)
     return folder
+
+
+def prompt_with_images(vision: VisionModel, pictures: Sequence[Image.Image]) -> tuple[list[int], PromptMedia]:
+    """Return a prompt with images between text."""
+    images = [normalise_image(encoded(one), vision.rule) for one in pictures]
+    short = [5, 6]
+    for number in range(len(images)):
+        short += [vision.tokens.token, 40 + number]
+    tokens = expand(short, [one.size.grid for one in images], vision.tokens).tolist()
+    return tokens, PromptMedia.of(images)
+
+
+def without_images(answer: list[int], vision: VisionModel) -> list[int]:
+    """Return an answer up to its first image token: transformers can't compute what follows one."""
+    return answer[: answer.index(vision.tokens.token)] if vision.tokens.token in answer else answer
+
+
+def image_logprobs(
+    model: Any, prompt: Sequence[int], answer: Sequence[int], pictures: Sequence[Image.Image]
+) -> "torch.Tensor":
+    """Return log-probs of an answer by transformers' own processor and forward pass, without cache or padding."""
+    import torch
+    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+    seen = Qwen2VLImageProcessorPil(patch_size=16, size=PROCESSOR["size"])(list(pictures), return_tensors="pt")
+    ids = torch.tensor([[*prompt, *answer]])
+    modality = torch.nn.functional.pad((ids[:, : len(prompt)] == model.config.image_token_id).long(), (0, len(answer)))
+    inputs = {name: value.to(model.device) for name, value in {**seen, "mm_token_type_ids": modality}.items()}
+    with torch.no_grad():
+        logits = model(ids.to(model.device), **inputs).logits[0, len(prompt) - 1 : -1].cpu()
+    return logits.log_softmax(-1).gather(-1, torch.tensor(answer)[:, None])[:, 0]

@@ -4,12 +4,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from relaxd.data.device_patches import normalised
 from relaxd.data.vision import VisionModel
-from relaxd.media.patches import SCALE, cut_patches
+from relaxd.media.patches import cut_patches
 from services.trainer.batch.micro_batch import PackedMicroBatch, with_padding
 from services.trainer.batch.prompt_images import PackedImages
 from services.trainer.megatron.world import World
@@ -147,18 +147,6 @@ def _device_images(images: PackedImages, vision: VisionModel, tokens: int, world
         rows=to_device(images.rows[own], world.device),
         places=to_device(images.places[own] - begin, world.device),
     )
-
-
-def normalised(cut: Tensor, vision: VisionModel) -> Tensor:
-    """Return patches as `VisionModel.patches` does, made on the device: so a byte of a pixel travels, and not eight.
-
-    Args:
-        cut: uint8 [patches, 3, side, side], from `cut_patches`.
-        vision: the model's rules.
-    """
-    mean, std = (cut.new_tensor(one, dtype=torch.float32)[:, None, None] for one in (vision.mean, vision.std))
-    normal = ((cut.double() * SCALE).float() - mean) / std
-    return normal[:, :, None].expand(-1, -1, vision.times, -1, -1).reshape(len(cut), -1)
 
 
 def _own_experts(batch: PackedMicroBatch, world: World) -> Tensor | None:

@@ -2,22 +2,18 @@
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from PIL import Image
 from transformers import PreTrainedModel, Qwen3VLForConditionalGeneration
-from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 from relaxd.data.vision import VisionModel, read_vision
-from relaxd.media import expand, normalise_image
 from relaxd.media.prompt_media import PromptMedia
 from relaxd.weights.manifest import ManifestMismatch, TensorBucket, TensorSpec
 from services.rollout.engines.request_types import Version
 from services.rollout.engines.transformers.transformers_weights import check_manifest, named_parameters
-from tests.kit.vision import PROCESSOR, encoded, make_vision_model, picture
+from tests.kit.vision import image_logprobs, make_vision_model, picture, prompt_with_images, without_images
 from tests.unit.rollout.engine_harness import Answer, Harness, full_logprobs
 
 PICTURES = [picture(100, 60), picture(64, 64, 1), picture(70, 150, 2)]
@@ -45,45 +41,24 @@ def harness(folder: Path) -> Iterator[Harness]:
     harness.engine.stop()
 
 
-def asked(vision: VisionModel, pictures: list[Image.Image]) -> tuple[list[int], PromptMedia]:
-    """A prompt with images between text."""
-    images = [normalise_image(encoded(one), vision.rule) for one in pictures]
-    short = [5, 6]
-    for number in range(len(images)):
-        short += [vision.tokens.token, 40 + number]
-    tokens = expand(short, [one.size.grid for one in images], vision.tokens).tolist()
-    return tokens, PromptMedia.of(images)
-
-
-def without_images(answer: list[int], vision: VisionModel) -> list[int]:
-    """An answer up to its first image token: transformers can't compute what follows one."""
-    return answer[: answer.index(vision.tokens.token)] if vision.tokens.token in answer else answer
-
-
-def theirs(model: Any, prompt: list[int], answer: list[int], pictures: list[Image.Image]) -> torch.Tensor:
-    """Log-probs of an answer by transformers' own processor and forward pass, without cache or padding."""
-    seen = Qwen2VLImageProcessorPil(patch_size=16, size=PROCESSOR["size"])(pictures, return_tensors="pt")
-    ids = torch.tensor([prompt + answer])
-    modality = torch.nn.functional.pad((ids[:, : len(prompt)] == model.config.image_token_id).long(), (0, len(answer)))
-    with torch.no_grad():
-        logits = model(ids, mm_token_type_ids=modality, **seen).logits[0, len(prompt) - 1 : -1]
-    return logits.log_softmax(-1).gather(-1, torch.tensor(answer)[:, None])[:, 0]
-
-
 def test_log_probs_equal_transformers(harness: Harness, reference: PreTrainedModel, vision: VisionModel) -> None:
     """Prompts with no image, one and three, of different lengths, in one batch; others join it while it runs."""
     counts = {"three": PICTURES, "one": PICTURES[1:2], "none": [], "twice": [PICTURES[0], PICTURES[1], PICTURES[0]]}
     for number, (name, pictures) in enumerate(counts.items()):
-        prompt, media = asked(vision, pictures)
+        prompt, media = prompt_with_images(vision, pictures)
         harness.submit(name, prompt, 2, media=media, max_new_tokens=12 - 2 * number, seed=number, ignore_eos=True)
         if number == 1:
             harness.wait_for_tokens("three", 4)
     compared = 0
     for name, pictures in counts.items():
-        prompt, _ = asked(vision, pictures)
+        prompt, _ = prompt_with_images(vision, pictures)
         for answer in harness.wait(name, 2):
             tokens = without_images(answer.tokens, vision)
-            full = theirs(reference, prompt, tokens, pictures) if pictures else full_logprobs(reference, prompt, tokens)
+            full = (
+                image_logprobs(reference, prompt, tokens, pictures)
+                if pictures
+                else full_logprobs(reference, prompt, tokens)
+            )
             np.testing.assert_allclose(answer.logprobs[: len(tokens)], full.float(), atol=1e-5)
             compared += len(tokens)
     assert compared > 40
@@ -92,7 +67,7 @@ def test_log_probs_equal_transformers(harness: Harness, reference: PreTrainedMod
 def test_other_pictures_of_the_same_size_are_another_prompt(harness: Harness, vision: VisionModel) -> None:
     answers: list[Answer] = []
     for seed in (1, 2):
-        prompt, media = asked(vision, [picture(64, 64, seed)])
+        prompt, media = prompt_with_images(vision, [picture(64, 64, seed)])
         harness.submit(str(seed), prompt, media=media, max_new_tokens=4, temperature=0)
         answers += harness.wait(str(seed))
     assert not np.allclose(answers[0].logprobs[:1], answers[1].logprobs[:1], atol=1e-4)
@@ -101,7 +76,7 @@ def test_other_pictures_of_the_same_size_are_another_prompt(harness: Harness, vi
 def test_answers_go_on_whatever_they_have_sampled(
     harness: Harness, reference: PreTrainedModel, vision: VisionModel
 ) -> None:
-    prompt, media = asked(vision, PICTURES[:1])
+    prompt, media = prompt_with_images(vision, PICTURES[:1])
     harness.submit("whole", prompt, media=media, max_new_tokens=8, seed=3, ignore_eos=True)
     (whole,) = harness.wait("whole")
     harness.submit(
@@ -124,8 +99,8 @@ def test_answers_go_on_whatever_they_have_sampled(
 
 
 def test_a_request_whose_images_are_wrong_fails_alone(harness: Harness, vision: VisionModel) -> None:
-    prompt, media = asked(vision, PICTURES[:1])
-    other = asked(vision, PICTURES[1:2])[1]
+    prompt, media = prompt_with_images(vision, PICTURES[:1])
+    other = prompt_with_images(vision, PICTURES[1:2])[1]
     wrong = {
         "more tokens": ([*prompt, vision.tokens.token], media, "tokens of images, but its images have"),
         "other": (prompt, other, "tokens of images, but its images have"),
@@ -145,13 +120,13 @@ def test_weights_reach_language_model_and_tower_under_their_names(
 ) -> None:
     other = make_vision_model(tmp_path, seed=2)
     new = Qwen3VLForConditionalGeneration.from_pretrained(other, dtype=torch.float32).eval()
-    prompt, media = asked(vision, PICTURES[:2])
+    prompt, media = prompt_with_images(vision, PICTURES[:2])
     harness.set_weights(Version(1, 1), new.state_dict())
     harness.submit("new", prompt, media=media, max_new_tokens=4, ignore_eos=True)
     (answer,) = harness.wait("new")
     tokens = without_images(answer.tokens, vision)
     assert tokens
-    full = theirs(new, prompt, tokens, PICTURES[:2])
+    full = image_logprobs(new, prompt, tokens, PICTURES[:2])
     np.testing.assert_allclose(answer.logprobs[: len(tokens)], full, atol=1e-5)
 
 

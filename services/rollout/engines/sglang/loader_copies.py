@@ -37,6 +37,11 @@ class Copy:
         """Return this part of the received tensor."""
         return tensor.as_strided(self.target.shape, self.stride, tensor.storage_offset() + self.offset)
 
+    @property
+    def places(self) -> tuple[Any, ...]:
+        """Its source and its target, by which two copies of a tensor are the same."""
+        return _place(self.target), self.stride, self.offset
+
 
 @dataclass
 class Destination:
@@ -152,12 +157,15 @@ def find_destinations(
             destinations[current].by_loader = True
             begin = current + 1
     for storage, copy in recorder.copies:
-        destinations[numbers[storage]].copies.append(copy)
+        copies = destinations[numbers[storage]].copies
+        if copy.places not in (other.places for other in copies):  # SGLang loads tied embeddings of Qwen3-VL twice
+            copies.append(copy)
     for storage in recorder.consumed:
         destinations[numbers[storage]].by_loader = True
     _check_use(destinations, complete)
     if not any(destination.by_loader for destination in destinations):
-        _check_coverage(model, destinations, recorder.filled, complete)
+        filled = {_place(tensor): tensor for tensor in recorder.filled}
+        _check_coverage(model, destinations, list(filled.values()), complete)
     return destinations
 
 
@@ -193,12 +201,17 @@ def _check_coverage(
             storage, name = _storage(parameter), f"{prefix}.{leaf}"
             parts = [*written.get(storage, []), *(padding.get(storage, []) if padded else [])]
             parts = [part for part in parts if part.numel()]
-            places = {(part.storage_offset(), part.shape, part.stride()) for part in parts}
+            places = {_place(part) for part in parts}
             count = sum(part.numel() for part in parts)
             if len(places) < len(parts) or count > parameter.numel():
                 raise ManifestMismatch(f"{name}: the manifest has parts of it twice")
             if count < parameter.numel():
                 raise ManifestMismatch(f"{name}: the manifest does not have this tensor, or not all of it")
+
+
+def _place(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """Return the memory of a view."""
+    return _storage(tensor), tensor.storage_offset(), tensor.shape, tensor.stride()
 
 
 def _storage(tensor: torch.Tensor) -> int:

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -29,10 +30,11 @@ from relaxd.replica.gpus import gpu_share
 from relaxd.v1 import engine_pb2, engine_pb2_grpc, rollout_pb2, rollout_pb2_grpc
 from relaxd.weights.manifest import ManifestMismatch
 from relaxd.weights.weight_group import Rendezvous
+from services.rollout.engines.prompt_images import read_model_vision
 from services.rollout.engines.request_types import BadManifest, EngineError
 from services.rollout.engines.sglang.given_logprobs import TEMPERATURE_VARIABLE, set_temperature
 from services.rollout.engines.sglang.gpu_share import memory_of_all, show_share
-from services.rollout.engines.sglang.scheduler_messages import ChangeMade, HeldRequest, PauseForUpdate
+from services.rollout.engines.sglang.scheduler_messages import ChangeMade, HeldRequest, PauseForUpdate, with_weights
 from services.rollout.engines.sglang.scheduler_updates import NewsSender, SchedulerUpdates
 from services.rollout.engines.sglang.schedulers import (
     ANSWER_SECONDS,
@@ -42,6 +44,7 @@ from services.rollout.engines.sglang.schedulers import (
     socket_path,
     write_failure,
 )
+from services.rollout.engines.sglang.sglang_images import forget_features, take_cut_patches
 from services.rollout.engines.sglang.sglang_weights import SGLangWeights
 
 PAUSED_SECONDS = 0.002
@@ -86,6 +89,8 @@ class ControlledScheduler(Scheduler):
                 # SGLang keeps room for some tokens to generate, and takes only what is shorter than this.
                 self.max_req_input_len = self.model_config.context_len + 1
             self.tokenizer = RequestTokenizer(self.server_args.tokenizer_path, self.model_config.vocab_size)
+            if (vision := read_model_vision(Path(self.server_args.model_path))) is not None:
+                take_cut_patches(runner.model, vision, device)
             ControlHandlers(self).serve()
         except Exception as error:
             write_failure(os.environ[FOLDER_VARIABLE], rank, f"{type(error).__name__}: {error}")
@@ -137,9 +142,10 @@ class ControlledScheduler(Scheduler):
         Returns the unfinished requests. Those without keys and values of the old weights get the new key. The others
         keep the old key, which no new request uses.
         """
+        forget_features()
         held: dict[str, HeldRequest] = {}
         for req in self.waiting_queue:
-            req.extra_key = key
+            req.extra_key = with_weights(req.extra_key, key)
             held[req.rid] = HeldRequest(tokens=len(req.output_ids))
         # With the overlapped loop the last step's tokens are produced, but not yet counted.
         made = {req.rid for batch, _ in getattr(self, "result_queue", ()) for req in batch.reqs if produces_token(req)}

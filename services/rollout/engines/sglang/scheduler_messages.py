@@ -82,5 +82,18 @@ class GroupLeft:
     rank: int
 
 
+def prefix_key(weights: str, images: str) -> str:
+    """Return a request's key in the prefix cache: what its tokens don't say.
+
+    SGLang itself tells images apart by 30 bits of their hashes.
+    """
+    return f"{weights}/{images}"
+
+
+def with_weights(key: str, weights: str) -> str:
+    """Return a key of the prefix cache under other weights."""
+    return prefix_key(weights, key.partition("/")[2])
+
+
 News = ChangeMade | UpdateEnded | GroupLeft
 """A message from a scheduler process to the engine's process."""

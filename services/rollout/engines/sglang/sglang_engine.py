@@ -8,6 +8,7 @@ import logging
 import threading
 from collections import deque
 from collections.abc import Callable, Collection, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from sglang.srt.managers.io_struct import (
@@ -17,9 +18,11 @@ from sglang.srt.managers.io_struct import (
     ResumeMemoryOccupationReqInput,
 )
 
+from relaxd.data.vision import VisionModel
 from relaxd.rpc.errors import RpcError
 from relaxd.v1 import engine_pb2
 from services.rollout.engines.generation_gate import GatedEngine
+from services.rollout.engines.prompt_images import see
 from services.rollout.engines.request_types import (
     EngineError,
     FailureHandler,
@@ -41,6 +44,9 @@ MEMORY_PARTS: tuple[MemoryPart, ...] = ("kv_cache", "weights")
 ENDED_AT_ONCE = 16
 """Ended samples that are decoded before they are reported, so that new requests come while the others are decoded."""
 
+SEEING_THREADS = 2
+"""Threads that decode the images of prompts."""
+
 logger = logging.getLogger(__name__)
 
 
@@ -55,13 +61,15 @@ class SGLangEngine(GatedEngine):
         end_ids: frozenset[int],
         *,
         experts: int,
+        vision: VisionModel | None = None,
         on_output: Callable[[dict[str, list[Output]]], None],
         on_failure: FailureHandler,
         on_broken: Callable[[str], None],
     ) -> None:
         """`decode` turns token ids into text; `end_ids` are the model's end tokens.
 
-        `experts`: the experts of a layer if the run records routing, else 0.
+        `experts`: the experts of a layer if the run records routing, else 0. `vision`: the model's rules for images, if
+        it sees any.
 
         `on_output` is called with the new outputs by request; `on_broken` with the reason when the scheduler processes
         don't do what they are told.
@@ -72,6 +80,8 @@ class SGLangEngine(GatedEngine):
         self._decode = decode
         self._end_ids = end_ids
         self._experts = experts
+        self._vision = vision
+        self._seeing = ThreadPoolExecutor(SEEING_THREADS, "images")
         self._on_output = on_output
         self._on_failure = on_failure
         self._on_broken = on_broken
@@ -115,8 +125,31 @@ class SGLangEngine(GatedEngine):
         group = SGLangRequest.of(request, self._end_ids)
         with self._gate.changed:
             self._groups[request.request_id] = group
-            self._held.append(group)
-            self._send_held()
+            if not request.media:
+                self._held.append(group)
+                self._send_held()
+        if request.media:
+            self._seeing.submit(self._see, group)
+
+    def _see(self, group: SGLangRequest) -> None:
+        """Decode the images of a request's prompt, and queue the request. Called in a thread for that."""
+        request_id, failure = group.request.request_id, ""
+        try:
+            group.take_images(see(group.request, self._vision))
+        except Exception as error:  # the others go on
+            failure = str(error) if isinstance(error, EngineError) else f"{type(error).__name__}: {error}"
+        with self._gate.changed:
+            if self._groups.get(request_id) is not group:
+                return  # cancelled
+            if not failure and not group.aborted:
+                self._held.append(group)
+                self._send_held()
+                return
+            del self._groups[request_id]
+        if failure:
+            self._on_failure(request_id, failure)
+        else:
+            self._on_output({request_id: aborted_outputs(group)})
 
     def cancel(self, request_id: str) -> None:
         """Drop a request; at most the tokens of the current step are still reported."""
@@ -195,6 +228,8 @@ class SGLangEngine(GatedEngine):
                 self._tokens_prompted += len(group.request.prompt_tokens) + sample.begun
             self._sent[rid] = (group, sample)
             self._channel.send(message)
+        if not group.shares_prefix:
+            group.mm_inputs = None  # all of its messages are sent
 
     def _forget(self, request_id: str) -> None:
         group = self._groups.pop(request_id, None)

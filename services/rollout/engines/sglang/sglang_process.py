@@ -26,6 +26,7 @@ from relaxd.v1 import engine_pb2, rollout_pb2, weights_pb2
 from services.rollout.engines.engine_process import EngineProcess, read_arguments
 from services.rollout.engines.generation_gate import UpdatePause
 from services.rollout.engines.model_folder import read_model_folder
+from services.rollout.engines.prompt_images import read_model_vision
 from services.rollout.engines.request_types import PAUSE_MODES, EngineError, Version
 from services.rollout.engines.sglang.given_logprobs import ENVIRONMENT, TEMPERATURE_VARIABLE
 from services.rollout.engines.sglang.scheduler_launch import launch
@@ -97,6 +98,7 @@ class SGLangProcess(EngineProcess):
             channel, info = launch(args, schedulers)
             model = args.get_model_config()
             tokenizer = AutoTokenizer.from_pretrained(folder)
+            vision = read_model_vision(Path(folder))
             end_ids = frozenset(read_model_folder(Path(folder)).end_ids)
             self._schedulers = schedulers
             self._engine = SGLangEngine(
@@ -105,6 +107,7 @@ class SGLangProcess(EngineProcess):
                 tokenizer.decode,
                 end_ids,
                 experts=experts,
+                vision=vision,
                 on_output=self.outputs.put,
                 on_failure=self.outputs.fail,
                 on_broken=self._scheduler_gone,

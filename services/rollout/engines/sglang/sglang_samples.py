@@ -7,11 +7,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-from sglang.srt.managers.io_struct import BatchTokenIDOutput, TokenizedGenerateReqInput
+from sglang.srt.managers.io_struct import BatchTokenIDOutput, TokenizedGenerateReqInput, wrap_as_pickle
 from sglang.srt.sampling.sampling_params import SamplingParams
 
 from relaxd.models.shape import expert_dtype
+from services.rollout.engines.prompt_images import SeenPrompt
 from services.rollout.engines.request_types import FinishReason, Output, Request, Sampling, cut_at_stop, end_across
+from services.rollout.engines.sglang.scheduler_messages import prefix_key
+from services.rollout.engines.sglang.sglang_images import to_sglang
 
 SHARED_PREFIX_TOKENS = 64
 """Shortest prompt that is prefilled once for all samples of a request, before they start."""
@@ -76,6 +79,10 @@ class SGLangRequest:
     """Number of samples that have not ended."""
     aborted: bool = False
     """True if it has to end before its samples start."""
+    images: str = ""
+    """Identity of its prompt's images; empty if it has none."""
+    mm_inputs: Any = None
+    """The images as SGLang's messages have them, pickled once for all samples; None if there are none."""
 
     @classmethod
     def of(cls, request: Request, end_ids: frozenset[int]) -> "SGLangRequest":
@@ -85,10 +92,16 @@ class SGLangRequest:
         stop_ids = frozenset(request.sampling.stop_token_ids) or end_ids
         return cls(request, samples, stop_ids, shares, len(samples))
 
+    def take_images(self, prompt: SeenPrompt | None) -> None:
+        """Take the images of its prompt."""
+        if prompt is not None:
+            self.images = prompt.identity
+            self.mm_inputs = wrap_as_pickle(to_sglang(prompt, max(sample.begun for sample in self.samples)))
+
     def messages(self, key: str, *, routed_experts: bool) -> Iterator[tuple[str, TokenizedGenerateReqInput]]:
         """Yield (id, message) to send to the scheduler now: the prompt alone, or all samples.
 
-        `key` is the key of the prefix cache.
+        `key` is the key of the weights in the prefix cache.
         """
         if self.shares_prefix:
             params = SamplingParams(max_new_tokens=0)
@@ -131,7 +144,7 @@ class SGLangRequest:
             input_text=None,
             input_ids=array("q", (*self.request.prompt_tokens, *begun)),
             input_embeds=None,
-            mm_inputs=None,
+            mm_inputs=self.mm_inputs,
             token_type_ids=None,
             sampling_params=params,
             return_logprob=logprobs,
@@ -140,7 +153,7 @@ class SGLangRequest:
             token_ids_logprob=None,
             stream=self.request.stream and part != PREFIX,
             return_routed_experts=routed_experts,
-            extra_key=key,
+            extra_key=prefix_key(key, self.images),
         )
         return rid, message
 

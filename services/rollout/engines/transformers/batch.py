@@ -10,9 +10,10 @@ import torch
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, DynamicLayer
 
+from services.rollout.engines.prompt_images import SeenPrompt
 from services.rollout.engines.request_types import FinishReason, Request
 from services.rollout.engines.transformers.sampling import sample_generator
-from services.rollout.engines.transformers.vision import SeenPrompt, embed
+from services.rollout.engines.transformers.vision import embed
 
 _MIN_GROWTH = 64
 """Minimum number of tokens by which a buffer grows."""

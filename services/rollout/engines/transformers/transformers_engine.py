@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 
 from relaxd.data.vision import VisionModel
 from services.rollout.engines.generation_gate import GatedEngine
+from services.rollout.engines.prompt_images import see
 from services.rollout.engines.request_types import (
     EngineError,
     FailureHandler,
@@ -31,7 +32,7 @@ from services.rollout.engines.request_types import (
 )
 from services.rollout.engines.transformers.batch import Batch, RunningSample
 from services.rollout.engines.transformers.sampling import choose_tokens, likeliest_tokens
-from services.rollout.engines.transformers.vision import TOWER, see
+from services.rollout.engines.transformers.vision import TOWER
 
 logger = logging.getLogger(__name__)
 

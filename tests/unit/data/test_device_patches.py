@@ -1,12 +1,12 @@
-"""Patches that are made on the trainer's device, against those in numpy."""
+"""Patches that are made on a device, against those in numpy."""
 
 import numpy as np
 import torch
 
+from relaxd.data.device_patches import normalised
 from relaxd.data.vision import CLIP_MEAN, CLIP_STD, VisionModel
 from relaxd.media import ImageRule, ImageTokens
 from relaxd.media.patches import cut_patches
-from services.trainer.learner.device_batch import normalised
 
 
 def test_they_are_the_same_bit_for_bit() -> None:

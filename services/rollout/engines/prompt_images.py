@@ -1,0 +1,85 @@
+"""Images of prompts on their way into an engine's model: what both engines with a model do alike."""
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from relaxd.data.special_tokens import read_object
+from relaxd.data.vision import VisionModel, read_vision
+from relaxd.media import Grid, Layout, MediaError, lay_out
+from relaxd.media.cache import decode_png
+from relaxd.media.patches import cut_patches
+from relaxd.media.prompt_media import contents_of, grids_of, hashes_of
+from services.rollout.engines.request_types import EngineError, Request
+
+SEEING = ("qwen3_vl",)
+"""Types of models whose images the engines understand."""
+
+
+def read_model_vision(folder: Path) -> VisionModel | None:
+    """Return a model's rules for images; None if it sees none. Raises DataError: they are missing or damaged."""
+    return read_vision(folder) if read_object(folder / "config.json").get("model_type") in SEEING else None
+
+
+@dataclass(frozen=True)
+class SeenPrompt:
+    """A prompt with images, ready for the model."""
+
+    vision: VisionModel
+    """The model's rules."""
+    layout: Layout
+    hashes: tuple[str, ...]
+    """Of its images, in order."""
+    grids: Sequence[Grid]
+    """Of its images, in order."""
+    patches: dict[str, np.ndarray]
+    """Of each image, by hash: uint8 [patches, 3, side, side], to be normalised on the device."""
+
+    @property
+    def offset(self) -> int:
+        """Difference between the position of a token after the prompt and its index in the sequence."""
+        return int(self.layout.next_position) - len(self.layout.tokens)
+
+    @property
+    def spans(self) -> list[tuple[int, int]]:
+        """First and last token of each image, in order."""
+        places = np.flatnonzero(self.layout.modality)
+        ends = np.cumsum([self.vision.tokens.count(grid) for grid in self.grids])
+        firsts = [0, *ends[:-1]]
+        return [(int(places[first]), int(places[end - 1])) for first, end in zip(firsts, ends, strict=True)]
+
+    def positions(self, more: int) -> np.ndarray:
+        """Return positions of the prompt's tokens and of `more` tokens behind it, int64 [3, T + more]."""
+        behind = np.tile(int(self.layout.next_position) + np.arange(more), (3, 1))
+        return np.concatenate([self.layout.positions.astype(np.int64), behind], axis=1)
+
+    @property
+    def identity(self) -> str:
+        """Hash of all its images: prompts with the same tokens and identity are the same."""
+        return hashlib.sha256("/".join(self.hashes).encode()).hexdigest()
+
+
+def see(request: Request, vision: VisionModel | None) -> SeenPrompt | None:
+    """Return a request's prompt with its images; None without any.
+
+    Raises EngineError: the model sees no images, or these aren't the prompt's.
+    """
+    media = request.media
+    if not media:
+        return None
+    if vision is None:
+        raise EngineError("the prompt has images, but the model sees none")
+    grids, hashes = grids_of(media.records), hashes_of(media.records)
+    try:
+        layout = lay_out(np.asarray(request.prompt_tokens, np.int32), grids, vision.tokens)
+        stored = contents_of(media.records, media.array)
+        patches = {name: cut_patches(decode_png(stored[name]), vision.rule) for name in dict.fromkeys(hashes)}
+    except (MediaError, KeyError, OSError, ValueError) as error:
+        raise EngineError(f"the prompt's images can't be used: {error}") from error
+    for name, (time, rows, columns) in zip(hashes, grids, strict=True):
+        if len(patches[name]) != time * rows * columns:
+            raise EngineError(f"the prompt's image {name} has {len(patches[name])} patches, but its grid is {grids}")
+    return SeenPrompt(vision, layout, hashes, grids, patches)

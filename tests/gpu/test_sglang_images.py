@@ -1,0 +1,156 @@
+"""Prompts with images in the SGLang engine on a GPU: log-probs beside transformers', text as the control.
+
+In bfloat16 only: SGLang's normalisation has no float32 there. tests/integration/rollout/sglang/test_sglang_images.py
+compares in float32, on a CPU.
+"""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("sglang.srt")
+if not torch.cuda.is_available():
+    pytest.skip("no GPU", allow_module_level=True)
+
+from PIL import Image
+from transformers import PreTrainedModel, Qwen3VLForConditionalGeneration
+
+from benchmarks.engine import default_options
+from relaxd.config import RolloutConfig
+from relaxd.data.vision import VisionModel, read_vision
+from tests.integration.rollout.rollout_kit import Source
+from tests.integration.rollout.sglang.syncs import sync
+from tests.integration.rollout.weight_source import weights_of
+from tests.kit.engines import EngineRunner, reference_logprobs
+from tests.kit.vision import (
+    TOWER,
+    image_logprobs,
+    make_vision_model,
+    picture,
+    prompt_with_images,
+    without_images,
+)
+
+TEXT = {
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "head_dim": 64,
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 1000.0,
+        "mrope_section": [12, 10, 10],
+        "mrope_interleaved": True,
+    },
+}
+EYES = TOWER | {"hidden_size": 128, "intermediate_size": 256, "out_hidden_size": 256}
+MEAN, LARGEST = 0.05, 0.2
+"""Tolerances of log-probs: bfloat16 alone gives 0.013 and 0.041 in transformers itself, another picture 0.55."""
+TOKENS = 24
+CASES = {
+    "text": [],
+    "one image": [picture(256, 250, 3)],
+    "three images": [picture(100, 60), picture(64, 64, 1), picture(70, 150, 2)],
+}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_vision_model(tmp_path_factory.mktemp("seeing"), noise=0.06, tower=EYES, **TEXT)
+
+
+@pytest.fixture(scope="module")
+def vision(model: Path) -> VisionModel:
+    return read_vision(model)
+
+
+@pytest.fixture(scope="module")
+def source(model: Path) -> Iterator[Source]:
+    source = Source(model, 1 << 22)
+    yield source
+    source.close()
+
+
+@pytest.fixture(scope="module")
+def engine(model: Path, source: Source) -> Iterator[EngineRunner]:
+    options = default_options(16) | {"load_format": "auto", "max_total_tokens": 32768, "mm_attention_backend": "sdpa"}
+    config = RolloutConfig(
+        engine="sglang", dtype="bfloat16", max_running_samples=16, memory_fraction=0.2, sglang=options
+    )
+    runner = EngineRunner()
+    try:
+        runner.start(model, config, timeout=400)
+        sync(runner, source, 1)
+        yield runner
+    finally:
+        runner.close()
+
+
+def reference(model: Path, version: int) -> PreTrainedModel:
+    """Transformers in float32 with the weights of a version as the engine has them, in bfloat16."""
+    found = Qwen3VLForConditionalGeneration.from_pretrained(model, dtype=torch.bfloat16).eval()
+    found.load_state_dict(weights_of(model, version), strict=False)
+    return found.float().cuda()
+
+
+def prompt_of(vision: VisionModel, pictures: list[Image.Image]) -> tuple[list[int], dict[str, object]]:
+    """A prompt, and what its request has beside it."""
+    if not pictures:
+        return list(range(40, 140)), {}
+    prompt, media = prompt_with_images(vision, pictures)
+    return prompt, {"media": media}
+
+
+def test_log_probs_are_those_of_transformers_under_each_version(
+    engine: EngineRunner, source: Source, model: Path, vision: VisionModel, facts: Callable[[str, object], None]
+) -> None:
+    """The second version has another tower, too: neither cached features nor cached keys outlive the first."""
+    assert engine.engine.device == "cuda"
+    for version in (1, 2):
+        if version > 1:
+            sync(engine, source, version)
+        right = reference(model, version)
+        for name, pictures in CASES.items():
+            prompt, more = prompt_of(vision, pictures)
+            differences, other = [], []
+            for answer in engine.generate(prompt, 4, max_new_tokens=TOKENS, temperature=1.0, ignore_eos=True, **more):
+                assert answer.versions == [version] * TOKENS
+                tokens = without_images(answer.tokens, vision)
+                got = torch.tensor(answer.logprobs[: len(tokens)]).double()
+                if not pictures:
+                    differences.append((reference_logprobs(right, prompt, tokens) - got).abs())
+                    continue
+                differences.append((image_logprobs(right, prompt, tokens, pictures).double() - got).abs())
+                others = [picture(*one.size, 90 + number) for number, one in enumerate(pictures)]
+                other.append((image_logprobs(right, prompt, tokens, others).double() - got).abs())
+            found = torch.cat(differences)
+            facts(f"{name} {version}", f"{found.mean():.3f} to {found.max():.3f}")
+            if other:
+                facts("as if other pictures", float(torch.cat(other).mean()))
+                assert torch.cat(other).mean() > 2 * MEAN
+            assert found.mean() < MEAN
+            assert found.max() < LARGEST
+
+
+def test_prompts_with_equal_tokens_and_other_pictures_are_others(
+    engine: EngineRunner, model: Path, vision: VisionModel
+) -> None:
+    """Asked together, and again when their keys and values are cached: each answer is to its own picture."""
+    pictures = [[picture(256, 250, seed)] for seed in (1, 2)]
+    asked = [prompt_with_images(vision, one) for one in pictures]
+    assert asked[0][0] == asked[1][0]
+    assert engine.engine.weights is not None
+    right = reference(model, engine.engine.weights.version)
+    for _ in range(2):
+        going = [
+            engine.ask(prompt, 2, media=media, max_new_tokens=TOKENS, temperature=1.0, ignore_eos=True)
+            for prompt, media in asked
+        ]
+        for own, other, each in zip(pictures, reversed(pictures), going, strict=True):
+            for answer in engine.wait(each):
+                tokens = without_images(answer.tokens, vision)
+                got = torch.tensor(answer.logprobs[: len(tokens)]).double()
+                under = [image_logprobs(right, asked[0][0], tokens, one).double() for one in (own, other)]
+                own_gap, other_gap = ((one - got).abs().mean() for one in under)
+                assert own_gap < MEAN < 2 * MEAN < other_gap
