@@ -108,6 +108,8 @@ class PeerReplicas(Generic[Stub]):
         """True once a replica was ready."""
         self._to_come: str | None = None
         """The replicas that are only starting, for people; None if there is another reason why none is ready."""
+        self._unable = ""
+        """What the replicas that can't be called say of themselves, for people."""
         self._look_at = 0.0
         self._looking = asyncio.Lock()
 
@@ -131,7 +133,8 @@ class PeerReplicas(Generic[Stub]):
             names = ", ".join(peer.replica_id for peer in self.ready[:3])
             why = " or ".join(sorted({peer.avoided_why for peer in self.ready}))
             known = f" but those that {why} ({names})" if names else ""
-            raise NoReplicaError(f"no {self.role} replica is ready{known}")
+            said = f" ({self._unable})" if self._unable else ""
+            raise NoReplicaError(f"no {self.role} replica is ready{known}{said}")
         if fits is not None and not (able := list(filter(fits, able))):
             raise NoReplicaError(f"no ready {self.role} replica serves the version")
         if (peer := self._peers.get(preferred)) in able:
@@ -139,9 +142,9 @@ class PeerReplicas(Generic[Stub]):
         fewest = min(peer.open for peer in able)
         return random.choice([peer for peer in able if peer.open == fewest])
 
-    def avoid(self, peer: Peer[Stub]) -> None:
+    def avoid(self, peer: Peer[Stub], seconds: float = AVOIDED_SECONDS) -> None:
         """Call a replica that did not answer no more for a while, and look for others before the next call."""
-        self.postpone(peer, AVOIDED_SECONDS, "did not answer a moment ago")
+        self.postpone(peer, seconds, "did not answer a moment ago")
         self._look_at = 0.0
 
     def postpone(self, peer: Peer[Stub], seconds: float, why: str) -> None:
@@ -164,6 +167,8 @@ class PeerReplicas(Generic[Stub]):
                 return
             found = {one.registration.replica_id: one for one in listed if self._is_able(one)}
             self._to_come = self._describe_start(listed)
+            unable = [one for one in listed if one.status.detail and not self._is_able(one)]
+            self._unable = ", ".join(f"{one.registration.replica_id}: {one.status.detail}" for one in unable[:3])
             self._came |= bool(found)
             self._look_at = time.monotonic() + self._look_seconds(len(found)) * bool(found)
             for name, replica in found.items():

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import grpc
 
-from relaxd.replica.peer_replicas import NoReplicaError, Peer, PeerReplicas
+from relaxd.replica.peer_replicas import AVOIDED_SECONDS, NoReplicaError, Peer, PeerReplicas
 from relaxd.replica.replica_context import ReplicaContext
 from relaxd.roles import ROLLOUT
 from relaxd.rpc.errors import explain, retry_seconds
@@ -161,8 +161,8 @@ class RunEngines:
                 full = error.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
                 if full and (pause := retry_seconds(error)) is not None:
                     self._peers.postpone(peer, pause, "are full")
-                elif error.code() in _AWAY:
-                    self._peers.avoid(peer)
+                elif error.code() in _AWAY:  # one that sleeps says when to ask again
+                    self._peers.avoid(peer, retry_seconds(error) or AVOIDED_SECONDS)
                 else:
                     raise
                 continue

@@ -45,6 +45,8 @@ class ScriptedEngine(rollout_pb2_grpc.RolloutServicer):
         self.version = version
         self.port = 0
         self.ready = True
+        self.asleep = False
+        """True while the trainer of a colocated run has its GPU, which the coordinator's list says, too."""
 
     async def Generate(
         self, request: rollout_pb2.GenerateRequest, context: Any
@@ -52,6 +54,8 @@ class ScriptedEngine(rollout_pb2_grpc.RolloutServicer):
         """Stream the reply of the fleet's script to this prompt, a token a message."""
         self._fleet.requests.append(request)
         self._fleet.asked.append(self.name)
+        if self.asleep:
+            raise Unavailable("the engine has no weights to serve", retry_seconds=0.05)
         act = self._fleet.acts.pop(0) if self._fleet.acts else Act()
         if act.what == "full":
             raise ResourceExhausted("full", retry_seconds=act.retry_seconds)
@@ -119,7 +123,8 @@ class Fleet(coordinator_pb2_grpc.CoordinatorServicer):
                 status=replica_pb2.ReplicaStatus(
                     state=states[engine.ready],
                     run_id=RUN_ID,
-                    weights=replica_pb2.WeightVersion(term=1, version=engine.version),
+                    detail="asleep" if engine.asleep else "",
+                    weights=None if engine.asleep else replica_pb2.WeightVersion(term=1, version=engine.version),
                 ),
             )
             for engine in self.engines

@@ -20,7 +20,7 @@ from relaxd.rpc.server import start_server
 from relaxd.v1 import environment_pb2_grpc
 from relaxd.v1.sample_pb2 import SamplingParams
 from relaxd.waiting import waits
-from services.agent import group_conversations
+from services.agent import engines, group_conversations
 from services.agent.conversation import Conversation, EnvironmentConversations
 from services.agent.engines import EngineSession, RunEngines, WantedWeights
 from services.agent.environments import Environments
@@ -151,6 +151,23 @@ async def test_a_full_engine_is_left_for_another_one_and_waited_for_if_there_is_
         waiting = asyncio.create_task(client.generate(session, [2], sampling, lambda: 60.0))
         await eventually(lambda: any("that are full (rollout-0)" in one.reason for one in waits()), "the wait's name")
         waiting.cancel()
+
+
+async def test_a_conversation_finds_its_engine_again_after_its_sleep(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engines, "AVOIDED_SECONDS", 3600.0)  # of one that doesn't answer, which sleep isn't
+    fleet = Fleet(["well", "end"], versions=[3])
+    (engine,) = fleet.engines
+    session, sampling = EngineSession("a"), SamplingParams(max_new_tokens=9)
+    async with fleet.serving() as client:
+        assert (await client.generate(session, [1], sampling, lambda: 60.0)).text == "well"
+        engine.asleep = True
+        asking = asyncio.create_task(client.generate(session, [2], sampling, lambda: 60.0))
+        named = "no rollout replica is ready (rollout-0: asleep)"
+        await eventually(lambda: any(named in one.reason for one in waits()), "the wait's name")
+        engine.asleep = False
+        reply = await asking
+        assert (reply.text, len(fleet.asked)) == ("end", 3)
+        assert session.waited_seconds > 0  # which doesn't count in conversation_seconds
 
 
 class Refusing(environment_pb2_grpc.EnvironmentServicer):

@@ -128,7 +128,8 @@ async def test_a_judge_that_has_failed_or_has_gone_is_an_outage(place: Place, ca
     await place.client.start()
     place.judge_is(REPLICA_STATE_FAILED, "no such model")
     await eventually(lambda: "does not answer" in place.client.detail, "the failure is seen")
-    assert warnings(caplog) == ["the judge does not answer: no judge replica is ready; its samples wait"]
+    said = "no judge replica is ready (judge-1: no such model)"
+    assert warnings(caplog) == [f"the judge does not answer: {said}; its samples wait"]
     place.judge_is(REPLICA_STATE_READY)
     assert await place.ask() == "Score: 8"
     place.nobody_is_there()
