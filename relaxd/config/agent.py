@@ -179,8 +179,6 @@ def conversation_problem(config: "RunConfig") -> str:
             f'agent.credit is "sequence", but reward.name is "{config.reward.name}", which scores whole conversations; '
             'set "environment", which pays each player its own rewards'
         )
-    if config.run.colocate:
-        return "run.colocate is true: trainer and engines can't take turns beside conversations yet; set false"
     if config.rollout.partial.enabled:
         return "rollout.partial.enabled is true: unfinished conversations can't be kept yet; set false"
     if config.rollout.return_routed_experts:

@@ -277,17 +277,19 @@ LEADERS = {
     "program": (PROGRAM, "--agent.command", json.dumps([sys.executable, "talk.py"])),
     "function": (FUNCTION, "--agent.function", "talk.py:talk"),
 }
+MODES = {"async": (), "colocated": ("--run.colocate", "true", "--board.max_staleness", "0")}
 
 
 @pytest.mark.night
 @pytest.mark.timeout(600)
+@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("leader", LEADERS)
-def test_a_program_or_a_function_leads_the_conversations(workplace: Workplace, leader: str) -> None:
+def test_a_program_or_a_function_leads_the_conversations(workplace: Workplace, leader: str, mode: str) -> None:
     source, *setting = LEADERS[leader]
     (workplace.folder / "talk.py").write_text(source)
     code, output = workplace.relaxd(
         *("run", "tiny.toml", "--run.steps", "2", "--run-id", "led", "--eval.prompts", "0"),
-        *("--reward.name", "environment", *setting),
+        *("--reward.name", "environment", *setting, *MODES[mode]),
         *("--rollout.max_new_tokens", "200", "--agent.turn_tokens", "20"),
         *("--trainer.checkpoint.keep_step_files", "always"),
     )

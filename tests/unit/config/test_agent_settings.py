@@ -34,7 +34,6 @@ def test_other_names_of_environments_are_refused(name: str) -> None:
 @pytest.mark.parametrize(
     ("words", "problem"),
     [
-        ("run.colocate=true board.max_staleness=0", "run.colocate is true"),
         ("rollout.partial.enabled=true", "rollout.partial.enabled is true"),
         ("rollout.engine=sglang rollout.return_routed_experts=true", "rollout.return_routed_experts is true"),
         ("agent.turn_tokens=4000", "agent.turn_tokens is 4000: it must be at most rollout.max_new_tokens"),
@@ -64,7 +63,6 @@ def test_settings_that_conversations_do_not_have_are_refused(words: str, problem
             'agent.call_seconds is 3.0, but agent.command is ["python", "a.py"]: only environments',
         ),
         ("agent.settings={a=1}", 'agent.settings is {"a": 1}, but agent.command is'),
-        ("run.colocate=true board.max_staleness=0", 'agent.command is ["python", "a.py"], but run.colocate is true'),
         ('agent.command=[""]', "it must begin with a program"),
         (
             "agent.container_memory_gb=1",
