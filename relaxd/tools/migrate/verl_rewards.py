@@ -213,7 +213,6 @@ NOTE = "answers end after one turn; observations are not fed back"
 CONVERSATIONS = (
     "agent.environment: the reward scores the last message, as in verl; what the tools paid is added by "
     '[[reward.terms]] with name = "environment"',
-    "run.colocate: engines of conversations need GPUs of their own: lower trainer.ranks, set placement.gpus.rollout",
     "data.max_prompt_tokens: the tools' schemas count in it, too",
 )
 """Notes on conversations with verl's tools."""
@@ -235,8 +234,6 @@ def add_tools(reader: Reader) -> None:
     if "agent.environment" in values:
         del values["data.tools_file"]
         values["agent.settings"] = settings
-        if values.pop("run.colocate", False) and values.get("weights.transport") == "cuda_ipc":
-            del values["weights.transport"]
         notes += CONVERSATIONS
         return
     notes.append(f"data.tools_file and the reward verl_tools: {NOTE}")

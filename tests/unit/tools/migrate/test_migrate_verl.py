@@ -209,6 +209,7 @@ def test_tools_become_a_conversation():
     config = load(migrated.to_toml())
     assert migrated.problems == []
     assert (config.agent.environment, config.agent.max_turns) == ("verl_tools", 5)
+    assert (config.run.colocate, config.weights.transport) == (True, "cuda_ipc")  # as in verl
     assert config.agent.settings == {"config": "tools.yaml", "max_calls": 2}
     assert (config.data.tools_file, config.reward.choose_by) == (None, "data_source")
     assert "what the tools paid is added by [[reward.terms]]" in "\n".join(migrated.notes)
