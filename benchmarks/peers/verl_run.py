@@ -1,0 +1,92 @@
+"""verl, synchronous on one GPU: SGLang as its rollout, FSDP as its trainer, in its hybrid engine.
+
+Its asynchronous mode needs a second GPU. The engine gets the options that relaxd's gets, the trainer micro-batches by
+tokens, without recomputation. `--extra` takes further settings, such as
+algorithm.rollout_correction.bypass_mode=true, which takes the engine's log-probs instead of computing them again.
+"""
+
+import json
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from benchmarks.modes import sglang_options
+from benchmarks.peers import flash_attention
+from benchmarks.peers.watch import Launch
+from benchmarks.peers.workload import LEARNING_RATE, MAX_PROMPT_TOKENS, Workload
+
+PROBABILITY_GAP = "training/rollout_probs_diff_mean"
+RAY = ("include_dashboard=False", f"object_store_memory={4 * 2**30}")
+
+
+def settings(work: Workload, folder: Path) -> dict[str, Any]:
+    """Return what differs from verl's defaults."""
+    rollout = "actor_rollout_ref.rollout"
+    actor = "actor_rollout_ref.actor"
+    return {
+        "algorithm.adv_estimator": "grpo",
+        "data.train_files": f"{folder}/prompts.jsonl",
+        "data.val_files": f"{folder}/prompts.jsonl",
+        "data.train_batch_size": work.prompts,
+        "data.max_prompt_length": MAX_PROMPT_TOKENS,
+        "data.max_response_length": work.longest,
+        "data.shuffle": False,
+        "data.dataloader_num_workers": 1,
+        "actor_rollout_ref.model.path": f"{folder}/model",
+        "actor_rollout_ref.model.enable_gradient_checkpointing": False,
+        f"{actor}.strategy": "fsdp2",
+        f"{actor}.ppo_mini_batch_size": work.prompts,
+        f"{actor}.use_dynamic_bsz": True,
+        f"{actor}.ppo_max_token_len_per_gpu": work.micro_batch,
+        f"{actor}.optim.lr": LEARNING_RATE,
+        f"{rollout}.name": "sglang",
+        f"{rollout}.n": work.samples,
+        f"{rollout}.tensor_model_parallel_size": 1,
+        f"{rollout}.gpu_memory_utilization": work.memory_fraction,
+        f"{rollout}.max_num_seqs": work.samples_per_step,
+        f"{rollout}.agent.num_workers": 2,
+        "reward.num_workers": 1,
+        "reward.custom_reward_function.path": f"{folder}/coin.py",
+        "transfer_queue.backend.SimpleStorage.num_data_storage_units": 2,
+        "trainer.logger": "[console,file]",
+        "trainer.n_gpus_per_node": 1,
+        "trainer.val_before_train": False,
+        "trainer.resume_mode": "disable",
+        "trainer.total_training_steps": work.steps,
+    } | {f"+{rollout}.engine_kwargs.sglang.{name}": value for name, value in engine_options(work).items()}
+
+
+def engine_options(work: Workload) -> dict[str, Any]:
+    """Return SGLang's options as relaxd's engine gets them."""
+    lines = (line.split(" = ", 1) for line in sglang_options(work.samples_per_step).splitlines())
+    return {name: json.loads(value) for name, value in lines} | {"grammar_backend": "none"}
+
+
+def launch(work: Workload, folder: Path, *, cpu: bool, extra: list[str]) -> Launch:
+    """Return the run's command. Raises SystemExit without verl or a GPU, which its rollout needs."""
+    if find_spec("verl") is None:
+        raise SystemExit("verl is not installed: pip install verl==0.9.1")
+    if cpu:
+        raise SystemExit("verl's rollouts need a GPU: leave --cpu out")
+    flash_attention.provide(folder / "packages")
+    words = [f"{name}={json.dumps(value).strip(chr(34))}" for name, value in settings(work, folder).items()]
+    words += [f"+ray_kwargs.ray_init.{option}" for option in RAY] + ["hydra.run.dir=hydra", *extra]
+    return Launch(
+        [sys.executable, "-m", "verl.trainer.main_ppo", *words],
+        folder,
+        folder / "verl.jsonl",
+        "data",
+        {"VERL_FILE_LOGGER_PATH": f"{folder}/verl.jsonl", "RAY_USAGE_STATS_ENABLED": "0"},
+    )
+
+
+def step_facts(line: dict[str, Any], work: Workload) -> dict[str, Any]:
+    """Return a step's answer tokens, and its gap and phases where known; the gap is of probabilities."""
+    data = line["data"]
+    return {
+        "tokens": work.samples_per_step * data["response_length/mean"],
+        "gap": data.get("rollout_corr/log_ppl_abs_diff"),
+        "probability_gap": data.get(PROBABILITY_GAP),
+        "phases": {name.removeprefix("timing_s/"): data[name] for name in data if name.startswith("timing_s/")},
+    }
