@@ -76,13 +76,10 @@ class _Segment:
     @classmethod
     def of(cls, tokens: Sequence[int], mask: int, logprobs: Sequence[float] | float, versions: Any) -> "_Segment":
         """Make a segment; log-probs and versions may be one number for all tokens."""
-        count = len(tokens)
-        return cls(
-            np.asarray(tokens, np.int32),
-            np.full(count, mask, np.uint8),
-            np.broadcast_to(np.asarray(logprobs, np.float32), count).copy(),
-            np.broadcast_to(np.asarray(versions, np.int64), count).copy(),
-        )
+        columns = [np.empty(len(tokens), dtype) for dtype in _DTYPES.values()]
+        for column, values in zip(columns, (tokens, mask, logprobs, versions), strict=True):
+            column[:] = values
+        return cls(*columns)
 
     def without_last(self) -> "_Segment":
         """Return all but the last token."""

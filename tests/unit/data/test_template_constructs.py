@@ -143,6 +143,11 @@ CONSTRUCTS = {
     "text plus a number": "{{ 'a' + 1 }}",
     "a list that is changed": "{{ [1].append(2) }}",
     "messages that are changed": "{{ messages.clear() }}",
+    "entries with names of methods": "{% set d = dict(items=1, x=2, _a=3, mro=4) %}{{ d.items is callable }}"
+    "{{ d['items'] }}{{ d.x }}{{ d._a }}{{ d.mro }}{{ d.y is defined }}{{ d.x.y is defined }}"
+    "{{ 'a'.index('a') }}{{ ['a'].index('a') }}",
+    "a private entry of a dictionary": "{{ {'__class__': 1}.__class__ }}",
+    "a dictionary that is changed": "{% set d = {'x': 1} %}{{ d.get('x') }}{{ d.update({}) }}",
     "an attribute of Python's": "{{ ''.__class__.__mro__ }}",
     "a method of text's class": "{{ ''.format_map({}) }}",
     "another template": "{% include 'x' %}",
