@@ -133,6 +133,10 @@ class PromptTokenizer:
         """Return True for ids of special tokens, such as the one that ends a reply."""
         return token in self.added_tokens and self.added_tokens[token].special
 
+    def has_token(self, token: int) -> bool:
+        """Return True for ids, from 0 to 2**31 - 1, that the tokenizer knows."""
+        return self._tokenizer.id_to_token(token) is not None
+
     def render(self, example: Example, now: datetime | None = None) -> str:
         """Return a prompt as the model gets it, at a given time or now. Raises DataError, see `encode`."""
         text = self._render(example, now)

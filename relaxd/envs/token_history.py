@@ -60,6 +60,8 @@ def _control_tokens(tokenizer: PromptTokenizer) -> _ControlTokens:
     return _ControlTokens(special, tuple(text for text in plain if len(text) > 1), run, anchor)
 
 
+LONGEST_TAG = 32
+"""Number of last tokens that have a whole tag of thinking with white space after it."""
 _DTYPES = {"tokens": np.int32, "loss_mask": np.uint8, "logprobs": np.float32, "versions": np.int64}
 """Columns of a history, and their types."""
 
@@ -96,6 +98,7 @@ class TokenHistory:
         tools: Sequence[Mapping[str, Any]] | None = None,
         *,
         opened: Sequence[Message] = (),
+        tokens: Sequence[int] = (),
     ) -> None:
         """Render and tokenise the prompt.
 
@@ -105,6 +108,7 @@ class TokenHistory:
             tools: schemas of the tools that the model may call; None: those of the example.
             opened: messages of the environment that follow the prompt's. Without them and with the example's tools, the
                 prompt's tokens are those that `PromptTokenizer.encode` makes of the example.
+            tokens: the prompt's token ids, in place of all of these; then only `add_tokens` continues it.
 
         Raises:
             DataError: the model has no chat template, or the template rejects the prompt.
@@ -122,7 +126,9 @@ class TokenHistory:
             asked = replace(asked, prompt=[*example.messages, *map(self._as_plain_text, opened)])
         self.opens_thinking = False
         """True if the context ends with the tag that begins thinking."""
-        self.prompt_tokens: list[int] = self._encode(tokenizer.render(asked, self._now), None)
+        self.prompt_tokens: list[int] = list(tokens) or self._encode(tokenizer.render(asked, self._now), None)
+        if tokens:
+            self._note_end(tokens)
         """Token ids of the first prompt of the engine."""
         if not self.prompt_tokens:
             raise DataError("data", f"{example.place} has no tokens")
@@ -240,6 +246,33 @@ class TokenHistory:
         self._replied = False
         return len(tokens)
 
+    def kept_by(self, prompt: Sequence[int]) -> int:
+        """Return how many of the tokens so far a prompt of token ids begins with, if it continues this history, else 0.
+
+        A prompt may have another token in place of the special one at which the last reply stopped.
+        """
+        context = self.context
+        kept = len(context)
+        if self._stop is not None and len(prompt) >= kept and prompt[kept - 1] != self._stop:
+            kept -= 1
+        return kept if self._replied and list(prompt[:kept]) == context[:kept] else 0
+
+    def add_tokens(self, prompt: Sequence[int]) -> None:
+        """Append what a prompt of token ids has after the last reply. Raises ValueError: it doesn't continue it."""
+        if not (kept := self.kept_by(prompt)):
+            raise ValueError("add_tokens needs a prompt that continues the history, with a reply before")
+        version, new = int(self._segments[-1].versions[-1]), prompt[kept:]
+        if kept < len(self.context):
+            self._segments[-1] = self._segments[-1].without_last()
+        if new:
+            self._segments.append(_Segment.of(new, 0, 0.0, version))
+            self._note_end(new)
+        self._replied = False
+
+    def _note_end(self, tokens: Sequence[int]) -> None:
+        """Note whether tokens end with the tag that begins thinking."""
+        self.opens_thinking = _opens_thinking(self._tokenizer.decode(tokens[-LONGEST_TAG:], special=True))
+
     def _join(self, tail: str) -> tuple[str, bool, tuple[int, str] | None]:
         """Return the text to append, whether the sampled stop token stays, and the special token before the text."""
         if self._stop is None:
@@ -352,7 +385,7 @@ class TokenHistory:
 
     def _encode(self, text: str, anchor: tuple[int, str] | None) -> list[int]:
         """Tokenise a text that follows a special token, or begins the prompt, in pieces between breaks."""
-        self.opens_thinking = text.rstrip().endswith(tuple(begin for begin, _ in THINKING_TAGS))
+        self.opens_thinking = _opens_thinking(text)
         tokens: list[int] = []
         for piece in filter(None, text.split(self._break)):
             if anchor is None:
@@ -363,6 +396,10 @@ class TokenHistory:
             tokens += encoded
             anchor = self._controls.anchor
         return tokens
+
+
+def _opens_thinking(text: str) -> bool:
+    return text.rstrip().endswith(tuple(begin for begin, _ in THINKING_TAGS))
 
 
 def _joined(segments: Sequence[_Segment], name: str) -> np.ndarray:

@@ -26,7 +26,7 @@ class ChatRequest:
     """A request for the next message of the model."""
 
     messages: list[Message]
-    """All messages so far, as chat templates get them."""
+    """All messages so far, as chat templates get them; none if there are `tokens`."""
     tools: list[dict[str, Any]]
     """Schemas of tools."""
     calls: bool
@@ -41,6 +41,10 @@ class ChatRequest:
     """True if the answer is to have its tokens."""
     kept: Sequence[Message] | None = None
     """Messages to be stored with the answer, from which a later request goes on; None: nothing is."""
+    tokens: Sequence[int] = ()
+    """Ids of all tokens so far, in place of messages."""
+    stop_tokens: Sequence[int] = ()
+    """Ids of tokens that end the answer, besides the run's."""
 
 
 @dataclass(frozen=True)

@@ -28,8 +28,8 @@ class _Branch:
     """One history of the sample. The first is the program's first request and what continues it."""
 
     turns: ModelTurns
-    known: list[Message]
-    """Messages so far, the model's included."""
+    known: list[Message] | None
+    """Messages so far, the model's included; None: its last request had token ids, which may be none of messages."""
     tools: list[dict[str, Any]]
 
 
@@ -99,30 +99,24 @@ class ChatSession:
         if self._result.turns >= agent.max_turns:
             self.limit = self.limit or "turns"
             raise BadRequest(f"the model has written {agent.max_turns} messages: agent.max_turns", code="max_turns")
-        branch, new = self._continued(request)
-        if branch is None:
-            branch, new = await self._begin(request)
-        elif branch.turns.room > 0:
-            await branch.turns.add_messages(new)
+        branch, new = await (self._with_tokens if request.tokens else self._with_messages)(request)
         turns = branch.turns
         if turns.room < 1:
-            self.limit = self.limit or "budget"
-            raise BadRequest(
-                "the conversation has used up its tokens: rollout.max_new_tokens",
-                "messages",
-                code="context_length_exceeded",
-            )
+            raise self._used_up("token_ids" if request.tokens else "messages")
         self.generating = True
         try:
-            message = await turns.write(request.most, request.stop, calls=request.calls)
+            message = await turns.write(
+                request.most, request.stop, stop_tokens=request.stop_tokens, calls=request.calls
+            )
         finally:
             self.generating = False
-        self.prompts.remember(request.messages, request.tools, turns.history, message.prompt_tokens)
+        if request.messages:
+            self.prompts.remember(request.messages, request.tools, turns.history, message.prompt_tokens)
         self._result.messages += new
         self._result.add_reply(message, tool_names(request.tools))
         self.limit = ""  # the program has gone on otherwise, such as with a compacted history
         sent = answer_message(message.parsed, message.text)
-        branch.known = [*request.messages, sent]
+        branch.known = None if request.tokens else [*request.messages, sent]
         if branch not in self._branches:
             self._branches.append(branch)
             self._result.histories[len(self._branches) - 1] = turns.history
@@ -142,13 +136,55 @@ class ChatSession:
         texts = [self._model.tokenizer.decode([token], special=True) for token in ids.tokens]
         return AnswerIds(array("i", ids.prompt), ids.tokens, ids.logprobs, texts)
 
+    async def _with_messages(self, request: ChatRequest) -> tuple[_Branch, list[Message]]:
+        """Add a request's messages to the history that it continues, or begin another; return it, and what is new."""
+        branch, new = self._continued(request)
+        if branch is None:
+            return await self._begin(request)
+        if branch.turns.room > 0:
+            await branch.turns.add_messages(new)
+        return branch, new
+
+    async def _with_tokens(self, request: ChatRequest) -> tuple[_Branch, list[Message]]:
+        """Do the same with a request's token ids. What is new counts as one message of the user."""
+        tokens, tokenizer, example = request.tokens, self._model.tokenizer, self._start.example
+        kept, branch = 0, None
+        for one in self._branches:
+            if (count := one.turns.history.kept_by(tokens)) > kept:
+                kept, branch = count, one
+        for index, token in enumerate(tokens[kept:], kept):
+            if not tokenizer.has_token(token):
+                raise BadRequest(f"token_ids[{index}] = {token} isn't a token of the model", f"token_ids[{index}]")
+        if branch is None:
+            self._check_room_for_another("token_ids continue none of the sample's histories")
+            turns = await self._start.turns(self._model, example, [], [], len(self._branches), tokens)
+            branch = _Branch(turns, None, [])
+        elif branch.turns.room > len(tokens) - kept:
+            branch.turns.history.add_tokens(tokens)
+        else:
+            raise self._used_up("token_ids")
+        text = tokenizer.decode(tokens[kept:], special=True)
+        is_prompt = not self._branches and text == tokenizer.render(example)
+        return branch, [{"role": "user", "content": text}] if text and not is_prompt else []
+
+    def _check_room_for_another(self, why: str) -> None:
+        """Raise BadRequest if the sample has as many histories as it may have."""
+        most = self._model.config.agent.max_sequences
+        if len(self._branches) >= most:
+            raise BadRequest(
+                f"{why}: this would begin another history, and the sample has agent.max_sequences = {most} already",
+                code="max_sequences",
+            )
+
     def _continued(self, request: ChatRequest) -> tuple[_Branch | None, list[Message]]:
         """Return the longest history that a request continues, and the messages that it adds; None: it begins another.
 
         Raises BadRequest: there are as many as there may be.
         """
-        why, longest, new = "", None, list[Message]()
+        why, most, longest, new = "messages continue no history of messages", 0, None, list[Message]()
         for branch in self._branches:
+            if branch.known is None:
+                continue
             if branch.tools != request.tools:
                 why = "tools aren't those of the requests before, and they are a part of the prompt"
                 continue
@@ -157,14 +193,10 @@ class ChatSession:
             except BadRequest as difference:
                 why = str(difference)
             else:
-                if longest is None or len(branch.known) >= len(longest.known):
-                    longest, new = branch, added
-        most = self._model.config.agent.max_sequences
-        if longest is None and len(self._branches) >= most:
-            raise BadRequest(
-                f"{why}: this would begin another history, and the sample has agent.max_sequences = {most} already",
-                code="max_sequences",
-            )
+                if len(branch.known) >= most:
+                    most, longest, new = len(branch.known), branch, added
+        if longest is None:
+            self._check_room_for_another(why)
         return longest, new
 
     async def _begin(self, request: ChatRequest) -> tuple[_Branch, list[Message]]:
@@ -174,11 +206,16 @@ class ChatSession:
         plain text.
         """
         messages = with_tool_names(request.messages)
-        told = max((common_messages(branch.known, messages) for branch in self._branches), default=0)
+        told = max((common_messages(branch.known or [], messages) for branch in self._branches), default=0)
         example, opened = opening(self._start.example, messages)
         turns = await self._start.turns(self._model, example, request.tools, opened, len(self._branches))
         told = max(told - (len(messages) - len(opened)), 0)
         return _Branch(turns, [], request.tools), list(opened[told:])
+
+    def _used_up(self, param: str) -> BadRequest:
+        self.limit = self.limit or "budget"
+        why = "the conversation has used up its tokens: rollout.max_new_tokens"
+        return BadRequest(why, param, code="context_length_exceeded")
 
     def _over(self, why: str) -> BadRequest:
         return BadRequest(f"the conversation can't go on: {why}", code="conversation_over")

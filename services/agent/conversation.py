@@ -132,6 +132,7 @@ class ConversationStart:
         tools: Sequence[Mapping[str, Any]],
         opened: Sequence[Message],
         branch: int = 0,
+        tokens: Sequence[int] = (),
     ) -> ModelTurns:
         """Return the model's turns after a prompt. Raises as `ModelTurns.begin` does.
 
@@ -141,6 +142,7 @@ class ConversationStart:
             tools: schemas of the tools that the model may call.
             opened: messages that follow the prompt's.
             branch: number of this history of the sample, from 0 on.
+            tokens: the prompt's token ids, in place of example, tools and messages.
         """
         seed = seed_of(self.sample_seed, "branch", branch) if branch else self.sample_seed
         return await ModelTurns.begin(
@@ -152,6 +154,7 @@ class ConversationStart:
             seed=seed,
             seconds=self.seconds,
             long_prompt=bool(branch),
+            tokens=tokens,
         )
 
     @property

@@ -13,12 +13,14 @@ from services.agent.protocols.anthropic_messages import ANTHROPIC_MESSAGES
 from services.agent.protocols.chat_completions import CHAT_COMPLETIONS
 from services.agent.protocols.openai_responses import OPENAI_RESPONSES
 from services.agent.protocols.protocol import MODEL, Protocol, error_body, read_object
+from services.agent.protocols.token_generation import TOKEN_GENERATION
 from services.agent.protocols.tokenize import read_tokenize_request
 
 PROTOCOLS: Mapping[str, Protocol] = {
     "/{session}/v1/chat/completions": CHAT_COMPLETIONS,
     "/{session}/v1/responses": OPENAI_RESPONSES,
     "/{session}/v1/messages": ANTHROPIC_MESSAGES,
+    "/{session}/inference/v1/generate": TOKEN_GENERATION,
 }
 """Protocols by their addresses."""
 MAX_BODY = 16 << 20

@@ -107,6 +107,7 @@ class ModelTurns:
         seed: int,
         seconds: Callable[[], float],
         long_prompt: bool = False,
+        tokens: Sequence[int] = (),
     ) -> Self:
         """Begin a conversation.
 
@@ -119,6 +120,7 @@ class ModelTurns:
             seed: seed of the model's messages.
             seconds: returns the time that is left.
             long_prompt: True if the prompt may have more than data.max_prompt_tokens; what is above takes `room`.
+            tokens: the prompt's token ids, in place of example, tools and messages.
 
         Raises:
             BadPrompt, CannotContinue, DataError: it can't begin.
@@ -129,7 +131,7 @@ class ModelTurns:
                 "that relaxd reads (docs/conversations.md): set model.chat_template to one that has"
             )
         history = await _in_thread_if_long(
-            opened, partial(TokenHistory, model.tokenizer, example, tools, opened=opened)
+            opened, partial(TokenHistory, model.tokenizer, example, tools, opened=opened, tokens=tokens)
         )
         most = model.config.data.max_prompt_tokens
         if (count := len(history.prompt_tokens)) > most and not long_prompt:
@@ -149,12 +151,15 @@ class ModelTurns:
         """Append what was said to the model's message. Raises CannotContinue."""
         await _in_thread_if_long(messages, partial(self.history.add_messages, messages))
 
-    async def write(self, most: int | None = None, stop: Sequence[str] = (), *, calls: bool = True) -> ModelMessage:
+    async def write(
+        self, most: int | None = None, stop: Sequence[str] = (), *, stop_tokens: Sequence[int] = (), calls: bool = True
+    ) -> ModelMessage:
         """Have the model write its next message, and append it to the history. There must be `room`.
 
         Args:
             most: its maximum length in tokens, besides the run's limits.
             stop: texts that end it, besides the run's.
+            stop_tokens: ids of tokens that do so.
             calls: whether tool calls are read in it.
 
         Raises as `RunEngines.generate` does.
@@ -164,6 +169,7 @@ class ModelTurns:
         limit = min(allowed, most or allowed)
         sampling = sampling_of(config, self._own_sampling, limit, seed_of(self._seed, self._count))
         sampling.stop.extend(text for text in stop if text not in sampling.stop)
+        sampling.stop_token_ids.extend(token for token in stop_tokens if token not in sampling.stop_token_ids)
         prompt = history.context
         with telemetry.part_span("turn", span_attributes(self._session.name, self._count + 1)) as span:
             reply = await self._model.engines.generate(self._session, prompt, sampling, self._seconds)

@@ -100,25 +100,32 @@ def request_of(
         raise BadRequest(f"{place} must have at least one message", place)
     if messages[-1]["role"] == "assistant":
         raise BadRequest(f"{place} end with the assistant, whose turn is next: it can't go on in one", place)
-    digested = {name: value for name, value in asked.items() if name not in _UNIMPORTANT}
     return ChatRequest(
         messages=messages,
         tools=tools,
         calls=calls,
-        most=next((_positive(name, asked[name]) for name in most if name in asked), None),
-        stop=_texts(stop, asked.get(stop, [])),
-        digest=hashlib.sha256(json.dumps(digested, sort_keys=True).encode()).digest(),
+        most=next((positive(name, asked[name]) for name in most if name in asked), None),
+        stop=texts(stop, asked.get(stop, [])),
+        digest=digest_of(asked),
         kept=kept,
     )
 
 
-def _positive(name: str, value: Any) -> int:
+def digest_of(asked: Mapping[str, Any]) -> bytes:
+    """Return a digest of a request, which is that of its repetitions in another form."""
+    digested = {name: value for name, value in asked.items() if name not in _UNIMPORTANT}
+    return hashlib.sha256(json.dumps(digested, sort_keys=True).encode()).digest()
+
+
+def positive(name: str, value: Any) -> int:
+    """Return a number that must be positive. Raises BadRequest."""
     if type(value) is not int or value < 1:
         raise BadRequest(f"{name} = {shown(value)} must be an integer >= 1", name)
     return value
 
 
-def _texts(name: str, value: Any) -> tuple[str, ...]:
+def texts(name: str, value: Any) -> tuple[str, ...]:
+    """Return texts, of which one may stand alone. Raises BadRequest."""
     found = [value] if isinstance(value, str) else value
     if not isinstance(found, list) or not all(isinstance(text, str) and text for text in found):
         raise BadRequest(f"{name} = {shown(value)} must be a text, or a list of texts, that aren't empty", name)

@@ -240,6 +240,42 @@ def branch() -> None:
     Path(os.environ["RELAXD_RESULT"]).write_text('{"reward": 0.5}')
 
 
+def tokens() -> None:
+    """Go on with token ids after a message, in place of its end token once; begin another history; ask wrongly."""
+    asked = {"messages": SAMPLE["messages"], "return_token_ids": True}
+    first = post(os.environ["OPENAI_BASE_URL"] + "/chat/completions", asked)
+    address = os.environ["ANTHROPIC_BASE_URL"] + "/inference/v1/generate"
+    sampling = {"temperature": 0.1, "max_tokens": 100, "logprobs": 1, "stop_token_ids": [7], "n": None}
+    more = post(os.environ["ANTHROPIC_BASE_URL"] + "/tokenize", {"prompt": "<|im_start|>And?"})["tokens"]
+    so_far = [*first["prompt_token_ids"], *first["choices"][0]["token_ids"], *more]
+    answer = post(address, {"model": "any", "token_ids": so_far, "sampling_params": sampling})
+    (choice,) = answer["choices"]
+    assert [one["logprob"] for one in choice["logprobs"]["content"]] == [-float(one) for one in choice["token_ids"]]
+    assert (choice["finish_reason"], answer["usage"]["prompt_tokens"]) == ("stop", len(so_far))
+    ended_otherwise = [*so_far, *choice["token_ids"][:-1], more[0], *more]
+    body = json.dumps({"token_ids": ended_otherwise, "stream": True}).encode()
+    request = urllib.request.Request(address, body, {"x-api-key": os.environ["OPENAI_API_KEY"]})
+    with urllib.request.urlopen(request, timeout=60) as stream:
+        (said,) = json.loads(stream.readline().removeprefix(b"data: "))["choices"]
+        assert stream.read().strip() == b"data: [DONE]"
+    assert post(address, {"token_ids": more})["choices"][0]["token_ids"] != said["token_ids"]
+    refusals = []
+    for wrong in (
+        {"token_ids": []},
+        {"token_ids": [*more, 10**6]},
+        {"token_ids": more, "features": {}},
+        {"token_ids": more, "sampling_params": {"n": 2}},
+        {"token_ids": more, "sampling_params": {"max_tokens": 0}},
+        {"token_ids": more * 500, "sampling_params": {"logprobs": 3}},
+    ):
+        request = urllib.request.Request(address, json.dumps(wrong).encode(), dict(request.headers))
+        with pytest.raises(urllib.error.HTTPError) as refused:
+            urllib.request.urlopen(request, timeout=60)
+        refusals.append(f"{refused.value.code} {json.load(refused.value)['error']['param']}")
+    Path(os.environ["RELAXD_RESULT"]).write_text('{"reward": 0.5}')
+    Path(SAMPLE["metadata"]["refusals"]).write_text("\n".join(refusals))
+
+
 def talk() -> None:
     """Ask again and again, until a limit ends it."""
     messages = SAMPLE["messages"]

@@ -201,6 +201,42 @@ async def test_requests_that_continue_no_history_begin_others(tokenizer: PromptT
     assert said == ["one", "two<|im_end|>", "three", "So far three", "four", "five", "six"]
 
 
+async def test_token_ids_continue_what_the_engine_wrote(tokenizer: PromptTokenizer, tmp_path: Path) -> None:
+    texts = ["one", "two", "three", "four"]
+    fleet, refusals = Fleet(texts, versions=[3]), tmp_path / "refusals"
+    async with holding(tokenizer, fleet, "tokens") as held:
+        result = await held.hold(Example(EXAMPLE.prompt, "", {"refusals": str(refusals)}))
+    assert (result.failure, result.finish, result.turns, result.reward) == ("", "env_done", 4, 0.5)
+    assert refusals.read_text().split("\n") == [
+        "400 token_ids",
+        "400 token_ids[5]",
+        "400 features",
+        "400 sampling_params.n",
+        "400 sampling_params.max_tokens",
+        "400 sampling_params.logprobs",
+    ]
+    one, two, three, four = ([*encode(text), STOP] for text in texts)
+    more = tokenizer.encode_text("<|im_start|>And?")
+    assert fleet.requests[1].sampling.max_new_tokens == 100
+    assert list(fleet.requests[1].sampling.stop_token_ids) == [7]
+    first, other = result.sequences.values()
+    assert first.tokens.tolist() == [*one, *more, *two[:-1], more[0], *more, *three]
+    assert other.tokens.tolist() == [*more, *four]
+    parts = [(one, 1), (more, 0), (two[:-1], 1), ([more[0], *more], 0), (three, 1)]
+    assert first.loss_mask.tolist() == [mask for part, mask in parts for _ in part]
+    assert first.logprobs.tolist() == [
+        -float(token) * by for token, by in zip(first.tokens, first.loss_mask, strict=True)
+    ]
+    assert (first.shares_prompt, other.shares_prompt) == (True, False)
+    assert other.loss_mask.tolist() == [0] * len(more) + [1] * len(four)
+    said = [(message["role"], message["content"]) for message in result.messages]
+    added = [("user", "<|im_start|>And?"), ("user", "<|im_start|><|im_start|>And?"), ("user", "<|im_start|>And?")]
+    assert said == [
+        ("assistant", "one"),
+        *(pair for new, text in zip(added, texts[1:], strict=True) for pair in (new, ("assistant", text))),
+    ]
+
+
 @pytest.mark.parametrize(
     ("what", "agent", "failure", "finish", "turns"),
     [
