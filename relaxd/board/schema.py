@@ -78,8 +78,14 @@ PLAYER = "player"
 """Column of the player whose view a sequence is."""
 SEQUENCE_REWARD = "sequence_reward"
 """Column of each sequence's own reward."""
-OF_PLAYERS = (PLAYER, SEQUENCE_REWARD)
-"""Columns that a run has where each player has its own reward (agent.credit)."""
+MESSAGE_RETURNS = "message_returns"
+"""Column of the rewards that followed each message of the model."""
+OF_CREDIT: dict[str, tuple[str, ...]] = {
+    "sample": (),
+    "sequence": (PLAYER, SEQUENCE_REWARD),
+    "step": (PLAYER, MESSAGE_RETURNS),
+}
+"""Columns that a run has by its agent.credit."""
 REF_LOGPROBS = "ref_logprobs"
 """The column that a run has where a reference service computes it; otherwise the trainer computes it if it needs it."""
 REFERENCE_WEIGHTS = "reference_weights"
@@ -298,6 +304,17 @@ COLUMNS: dict[str, ColumnSpec] = {
             "float64",
             "S",
             "Sum of the environment's rewards for each sequence's player.",
+            optional=True,
+        ),
+        ColumnSpec(
+            MESSAGE_RETURNS,
+            "rollout",
+            "json",
+            "S",
+            "The model's messages of each sequence: [[tokens, return]]. tokens: how many there are from the end of the "
+            "message before, or from the sequence's beginning, to its end; return: sum of the environment's rewards "
+            "for its player from then on.",
+            trained=False,
             optional=True,
         ),
         ColumnSpec(

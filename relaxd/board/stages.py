@@ -124,17 +124,14 @@ def stages_for(config: RunConfig) -> tuple[Stage, ...]:
     asked |= {schema.OFF_POLICY_TOKENS} if partial.mask_off_policy else set()
     asked |= set(schema.OF_CONVERSATIONS) if config.agent.is_there else set()
     asked |= set(schema.OF_MEDIA) if config.data.media_keys else set()
-    if config.agent.credit == "sequence":
-        if needs.values or "advantage" not in names:
-            raise ValueError(
-                f'{who}: agent.credit is "sequence", but its advantages come from the trainer; use "sample"'
-            )
-        asked |= set(schema.OF_PLAYERS)
+    credit = config.agent.credit
+    if credit != "sample" and (needs.values or "advantage" not in names):
+        raise ValueError(f'{who}: agent.credit is "{credit}", but its advantages come from the trainer; use "sample"')
+    asked |= set(schema.OF_CREDIT[credit])
     optional = asked & written
     trained = optional if config.trainer.routing_replay == "rollout" else optional - {schema.ROUTED_EXPERTS}
     own = {"advantage": (*needs.advantages, *(FILTER_COLUMNS if config.data.curriculum.filter else ()))}
-    if config.agent.credit == "sequence":
-        own["advantage"] = (*own["advantage"], *schema.OF_PLAYERS)
+    own["advantage"] = (*own["advantage"], *schema.OF_CREDIT[credit])
     if config.has_privileged_teacher:
         own["teacher"] = (schema.TEACHER_PROMPT_TOKENS,)
     if schema.STUDENT_CANDIDATES in asked:

@@ -68,9 +68,11 @@ class AgentConfig(Section):
     players: int = Field(default=1, ge=1, le=64)
     """Number of players that the model plays in an environment. Each has a history of its own, and sees only what the
     environment says to it."""
-    credit: Literal["sample", "sequence"] = "sample"
+    credit: Literal["sample", "sequence", "step"] = "sample"
     """Rewards that advantages follow from. sample: all players have the conversation's, in which those of the players
-    are added up. sequence: each player has its own, which is compared with the same player's in the group."""
+    are added up. sequence: each player has its own, which is compared with the same player's in the group. step: each
+    message of the model has those of its player from then on, which are compared with those of the message of the same
+    number in the group's other conversations."""
     max_sequences: int = Field(default=16, ge=1, le=1000)
     """Maximum number of histories of a program's or a function's sample: each request that doesn't continue one begins
     another, such as a compacted history or a sub-agent's."""
@@ -146,12 +148,12 @@ class AgentConfig(Section):
             if not self.command[0] or any("\0" in word for word in self.command):
                 raise ValueError(f"{self.shown}: it must begin with a program, and no word may have a null character")
             reason = f"{self.shown}: only environments have it; remove it"
-            refuse_unused(self, "agent", ("settings", "python", "call_seconds", "players"), reason)
+            refuse_unused(self, "agent", ("settings", "python", "call_seconds", "players", "credit"), reason)
         elif self.is_there and (given := self.changed(_OF_CONTAINERS)):
             raise ValueError(f"agent.{given[0]} is set, but {self.shown}: only agent.command has it; remove it")
         elif self.function:
             reason = f"{self.shown}: only environments have it; remove it"
-            refuse_unused(self, "agent", ("call_seconds", "players"), reason)
+            refuse_unused(self, "agent", ("call_seconds", "players", "credit"), reason)
         elif not self.environment:
             reason = "agent.environment is empty: name it (or agent.command or agent.function), or remove it"
             refuse_unused(self, "agent", type(self).model_fields, reason)
@@ -163,7 +165,7 @@ class AgentConfig(Section):
         if self.environment:
             reason = f"{self.shown}: only programs and functions have it; remove it"
             refuse_unused(self, "agent", ("max_sequences",), reason)
-        if self.is_there and self.players == 1:
+        if self.environment and self.players == 1 and self.credit != "step":
             refuse_unused(self, "agent", ("credit",), "agent.players is 1: set it to the number of players")
         if self.is_there and self.on_failure != "retry":
             reason = f'agent.on_failure is "{self.on_failure}": set "retry"'
@@ -174,10 +176,10 @@ class AgentConfig(Section):
 def conversation_problem(config: "RunConfig") -> str:
     """Return the reason why a run's samples can't be conversations; "" if they can."""
     engine, most = config.rollout.engine, config.rollout.max_new_tokens
-    if config.agent.credit == "sequence" and config.reward.name != "environment":
+    if config.agent.credit != "sample" and config.reward.name != "environment":
         return (
-            f'agent.credit is "sequence", but reward.name is "{config.reward.name}", which scores whole conversations; '
-            'set "environment", which pays each player its own rewards'
+            f'agent.credit is "{config.agent.credit}", but reward.name is "{config.reward.name}", which scores whole '
+            'conversations; set "environment", which pays the rewards of each player and step'
         )
     if config.rollout.partial.enabled:
         return "rollout.partial.enabled is true: unfinished conversations can't be kept yet; set false"

@@ -18,6 +18,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
 from functools import lru_cache
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -142,6 +143,7 @@ class TokenHistory:
         self._segments: list[_Segment] = []
         self._to_reply: list[_Segment] = []
         """Segments up to the end of the last reply, as they were then."""
+        self._reply_ends: list[int] = []
         self._replied = False
         self._stop: int | None = None
         """Id of the special token at which the last reply stopped; None: it stopped otherwise."""
@@ -180,6 +182,10 @@ class TokenHistory:
         """Return the columns tokens, loss_mask, logprobs and versions up to the end of the last reply."""
         return {name: _joined(self._to_reply, name) for name in _DTYPES}
 
+    def reply_lengths(self) -> list[int]:
+        """Return the numbers of tokens from the end of a reply, or of the prompt, to the end of the next reply."""
+        return [end - begin for begin, end in pairwise([0, *self._reply_ends])]
+
     def add_reply(
         self,
         tokens: Sequence[int],
@@ -209,6 +215,7 @@ class TokenHistory:
             )
         self._segments.append(_Segment.of(tokens, 1, logprobs, versions))
         self._to_reply = list(self._segments)
+        self._reply_ends.append(self.length)
         last = int(tokens[-1])
         self._stop = last if stopped and last in self._controls.special else None
         kept = {name: value for name, value in message.items() if name not in REASONING}

@@ -13,7 +13,7 @@ from relaxd.config import RunConfig
 from relaxd.data.curriculum.own_filter import FilterError, GroupFilter
 from relaxd.replica.stage_replica import StageReplica
 from relaxd.roles import ADVANTAGE
-from services.advantage.players import advantages_by_player
+from services.advantage.credit import advantages_by_part
 
 CONCURRENCY = 8
 """Groups worked on at once. The work takes microseconds; several groups are committed in one round trip."""
@@ -64,7 +64,7 @@ class AdvantageService(StageReplica):
                     return Drop(DropReason.FILTER_FAILED, detail=str(error))
             try:
                 if PLAYER in columns:
-                    result = advantages_by_player(algorithm, columns)
+                    result = advantages_by_part(algorithm, columns)
                 else:
                     result = advantages_of(algorithm, rewards, lengths, columns)
             except AlgorithmError as error:

@@ -36,6 +36,8 @@ class ConversationTokens:
     loss_mask: NDArray[np.uint8] = field(default_factory=lambda: np.empty(0, np.uint8))
     logprobs: NDArray[np.float32] = field(default_factory=lambda: np.empty(0, np.float32))
     versions: NDArray[np.int64] = field(default_factory=lambda: np.empty(0, np.int64))
+    message_lengths: list[int] = field(default_factory=list)
+    """Numbers of tokens from the end of each message of the model, or from the beginning, to the end of the next."""
 
     @classmethod
     def of(cls, history: TokenHistory, published: Sequence[int]) -> "ConversationTokens":
@@ -43,14 +45,16 @@ class ConversationTokens:
         own, columns = list(history.prompt_tokens), history.to_last_reply()
         versions = columns["versions"]
         if own == list(published) or not len(versions):
-            return cls(True, **columns)
+            return cls(True, **columns, message_lengths=history.reply_lengths())
         before = {
             "tokens": np.array(own, np.int32),
             "loss_mask": np.zeros(len(own), np.uint8),
             "logprobs": np.zeros(len(own), np.float32),
             "versions": np.full(len(own), versions[0], np.int64),
         }
-        return cls(False, **{name: np.concatenate([before[name], column]) for name, column in columns.items()})
+        first, *others = history.reply_lengths()
+        whole = {name: np.concatenate([before[name], column]) for name, column in columns.items()}
+        return cls(False, **whole, message_lengths=[len(own) + first, *others])
 
 
 @dataclass
@@ -63,6 +67,8 @@ class Conversation:
     """Histories until then, by the player whose view they are; a program's by the order in which they began."""
     player_rewards: dict[int, float] = field(default_factory=dict)
     """Sums of the environment's rewards by player."""
+    steps: list[tuple[int, Mapping[int, float]]] = field(default_factory=list)
+    """Player of each of the model's messages that the environment answered, and its rewards by player."""
     messages: list[Message] = field(default_factory=list)
     """Messages after the prompt."""
     text: str = ""
@@ -92,11 +98,21 @@ class Conversation:
         self.messages.append({"role": "assistant", "content": message.text, **calls})
         self.turns += 1
 
-    def add_rewards(self, rewards: Mapping[int, float]) -> None:
-        """Add rewards of players, by number."""
+    def add_rewards(self, speaker: int, rewards: Mapping[int, float]) -> None:
+        """Add rewards of players, by number, for a message of one of them."""
+        self.steps.append((speaker, rewards))
         for player, reward in rewards.items():
             self.player_rewards[player] = self.player_rewards.get(player, 0.0) + reward
         self.reward += sum(rewards.values())
+
+    def returns(self, player: int) -> list[float]:
+        """Return the sum of a player's rewards from each of its messages on."""
+        after, returns = 0.0, []
+        for speaker, rewards in reversed(self.steps):
+            after += rewards.get(player, 0.0)
+            if speaker == player:
+                returns.append(after)
+        return returns[::-1]
 
     @property
     def model_tokens(self) -> int:
@@ -272,7 +288,7 @@ class EnvironmentConversations(Conversations):
             with self._timed(result, "step", name) as span:
                 step = await self._environments.step(name, result.turns, said)
                 span.set_attribute("relaxd.reward", step.reward)
-            result.add_rewards({**step.rewards, player: step.reward + step.rewards.get(player, 0.0)})
+            result.add_rewards(player, {**step.rewards, player: step.reward + step.rewards.get(player, 0.0)})
             result.info |= dict(list(step.info.items())[:MAX_INFO])
             result.messages += step.messages
             if step.done:

@@ -6,7 +6,8 @@ import logging
 import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import Future
-from typing import Any
+from itertools import zip_longest
+from typing import Any, Literal
 
 import numpy as np
 
@@ -15,6 +16,7 @@ from relaxd.board import (
     ENVIRONMENT_INFO,
     ENVIRONMENT_REWARD,
     ENVIRONMENT_SECONDS,
+    MESSAGE_RETURNS,
     OUTSIDE_SECONDS,
     PLAYER,
     RESPONSE_MESSAGES,
@@ -37,6 +39,7 @@ from services.agent.conversation import Conversation, Conversations
 from services.agent.engines import RefusedPrompt, RunEngines
 from services.agent.model_turns import BadPrompt, PromptTooLong
 
+Credit = Literal["sample", "sequence", "step"]
 RETRY_PAUSE = Backoff(first_seconds=0.5, max_seconds=10.0)
 """Pauses before failed conversations are held again (agent.on_failure = "retry")."""
 
@@ -114,7 +117,7 @@ class GroupConversations:
                 failed = _Failed(f"no conversation has a message of the model: {'; '.join(reasons)}")
                 return self._dropped(delivery, failed)
             agent = self._config.agent
-            return columns_of(conversations, masked=agent.on_failure == "mask", by_player=agent.credit == "sequence")
+            return columns_of(conversations, masked=agent.on_failure == "mask", credit=agent.credit)
         except BoardUnavailable as error:
             raise asyncio.CancelledError from error  # not the group's fault: handed back, uncounted
         except ExceptionGroup as errors:  # the first failure has ended the other conversations
@@ -200,13 +203,13 @@ def example_of(prompt: Mapping[str, Any]) -> Example:
     )
 
 
-def columns_of(conversations: Sequence[Conversation], *, masked: bool, by_player: bool = False) -> dict[str, Column]:
+def columns_of(conversations: Sequence[Conversation], *, masked: bool, credit: Credit = "sample") -> dict[str, Column]:
     """Return the columns that the stage writes.
 
     Args:
         conversations: the group's, at least one.
         masked: whether those that failed aren't trained on.
-        by_player: whether each player has its own reward.
+        credit: the rewards that advantages follow from (agent.credit).
     """
     # A sample's rewards and statistics take text and finish of its last sequence: all of them have these.
     places, samples, players = zip(
@@ -219,13 +222,21 @@ def columns_of(conversations: Sequence[Conversation], *, masked: bool, by_player
     ]
     versions = [one.versions[one.loss_mask != 0] for one in tokens]
     names = dict.fromkeys(name for one in conversations for name in one.info)
-    of_players: dict[str, Column] = {}
-    if by_player:
+    of_credit: dict[str, Column] = {} if credit == "sample" else {PLAYER: np.array(players, np.int32)}
+    if credit == "sequence":
         rewards = [
             0.0 if one.failure else one.player_rewards.get(player, 0.0)
             for one, player in zip(samples, players, strict=True)
         ]
-        of_players = {PLAYER: np.array(players, np.int32), SEQUENCE_REWARD: np.array(rewards, np.float64)}
+        of_credit[SEQUENCE_REWARD] = np.array(rewards, np.float64)
+    if credit == "step":
+        of_credit[MESSAGE_RETURNS] = [
+            [
+                [length, 0.0 if one.failure else following]
+                for length, following in zip_longest(sequence.message_lengths, one.returns(player), fillvalue=0.0)
+            ]
+            for one, player, sequence in zip(samples, players, tokens, strict=True)
+        ]
     return {
         "tokens": np.concatenate([one.tokens for one in tokens]),
         "sample_of_sequence": np.array(places, np.int32),
@@ -245,5 +256,5 @@ def columns_of(conversations: Sequence[Conversation], *, masked: bool, by_player
         OUTSIDE_SECONDS: np.array([one.outside_seconds for one in conversations], np.float32),
         TOOL_CALLS: np.array([one.tool_calls for one in conversations], np.int32),
         TOOL_ERRORS: np.array([one.tool_errors for one in conversations], np.int32),
-        **of_players,
+        **of_credit,
     }

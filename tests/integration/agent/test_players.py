@@ -39,7 +39,7 @@ async def test_each_player_has_its_view_and_its_reward(tokenizer: PromptTokenize
     assert byte_tokenizer().decode(observed).count("2 stones. Take 1 to 2.") == 1
 
     lost = replace(result, failure="it broke", sequences=result.sequences.copy())
-    columns = columns_of([result, lost], masked=False, by_player=True)
+    columns = columns_of([result, lost], masked=False, credit="sequence")
     views = [prompts[0] + replies[0] + observed + replies[2], prompts[1] + replies[1]]
     assert columns["tokens"].tolist() == [token for view in views * 2 for token in view]
     masks = [[0] * len(prompts[0]) + [1] * 2 + [0] * len(observed) + [1] * 2, [0] * len(prompts[1]) + [1] * 2]
@@ -47,6 +47,11 @@ async def test_each_player_has_its_view_and_its_reward(tokenizer: PromptTokenize
     assert columns["sample_of_sequence"].tolist() == [0, 0, 1, 1]
     assert columns["player"].tolist() == [0, 1, 0, 1]
     assert columns["sequence_reward"].tolist() == [1.0, 0.0, 0.0, 0.0]  # a failed conversation pays nothing
+    lengths = [[len(prompts[0]) + 2, len(observed) + 2], [len(prompts[1]) + 2]]
+    assert columns_of([result, lost], masked=False, credit="step")["message_returns"] == [
+        *([[lengths[0][0], 1.0], [lengths[0][1], 1.0]], [[lengths[1][0], 0.0]]),
+        *([[length, 0.0] for length in own] for own in lengths),
+    ]
 
 
 async def test_a_player_that_the_run_does_not_have_fails_the_conversation(tokenizer: PromptTokenizer) -> None:

@@ -112,6 +112,10 @@ def test_settings_of_agents_need_an_environment() -> None:
         load("agent.environment=calculator agent.max_sequences=3")
     with pytest.raises(ConfigError, match=r'agent.credit is "sequence", but agent.players is 1'):
         load("agent.environment=calculator agent.credit=sequence")
+    with pytest.raises(ConfigError, match=r'agent.credit is "step", but agent.function is .*: only environments'):
+        load("agent.function=a.b:solve agent.credit=step")
+    with pytest.raises(ConfigError, match=r'agent.credit is "step", but reward.name is "addition"'):
+        load("agent.environment=calculator agent.credit=step reward.name=addition")
     with pytest.raises(ConfigError, match=r'agent.credit is "sequence", but reward.name is "addition"'):
         load("agent.environment=nim agent.players=2 agent.credit=sequence reward.name=addition")
     with pytest.raises(ConfigError, match=r"agent.settings is set, but agent.environment is .*, a service that runs"):
