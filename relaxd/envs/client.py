@@ -23,7 +23,7 @@ from relaxd.v1.environment_pb2_grpc import EnvironmentStub
 
 GRACE_SECONDS = 2.0
 """Time beyond that for a call in which a host says what was late."""
-START_SECONDS = 60.0
+START_SECONDS = 180.0
 """Time for the start of a host, and for importing the environment."""
 _OURS = ("RELAXD_", "REDIS_URL")
 """Beginnings of environment variables that an environment doesn't get: settings and secrets of relaxd."""

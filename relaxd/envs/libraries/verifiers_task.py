@@ -1,7 +1,8 @@
 """Tasks of verifiers' tasksets (version 0.4), without tools: their prompts, and their rewards and metrics."""
 
 import json
-from collections.abc import Mapping
+import threading
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 from uuid import uuid4
@@ -19,6 +20,8 @@ try:
 except ImportError as error:
     raise ImportError(f"{error}: install verifiers for the interpreter that agent.python names") from error
 
+_loading = threading.Lock()
+
 
 class VerifiersTask(Environment):
     """A task's prompt, and the score of the model's message. Numbers: metrics and rewards of the task, by name."""
@@ -33,15 +36,17 @@ class VerifiersTask(Environment):
 
         Raises BadEnvironmentError: it has no task, or has tools, which only a harness of verifiers can offer.
         """
-        self._tasks = _tasks_of(taskset, json.dumps(dict(config or {}), sort_keys=True), max_tasks)
+        found, self._tasks = load_tasks(taskset, config, max_tasks)
+        if found.toolsets(found.config) or any(one.NEEDS_CONTAINER or one.toolsets(one.config) for one in self._tasks):
+            raise BadEnvironmentError(
+                f"the taskset {taskset} has tools or needs a container, which a harness must offer: set "
+                'agent.function = "relaxd.envs.libraries.verifiers_harness:solve" in place of agent.environment'
+            )
         self._runtime: Any = None
 
     async def open(self, sample: Sample) -> str:
         """Take the task with the number `idx` of the sample's metadata, or else one by its seed."""
-        index = sample.metadata.get("idx", sample.seed % len(self._tasks))
-        if not isinstance(index, int) or not 0 <= index < len(self._tasks):
-            raise BadEnvironmentError(f"idx is {index!r}: the taskset has the tasks 0 to {len(self._tasks) - 1}")
-        self._task = task = self._tasks[index]
+        self._task = task = task_for(sample, self._tasks)
         self._trace = vf.Trace(
             task=vf.TraceTask(type=type(task).__name__, data=task.data, key=task.key, hash=task.hash),
             agent=vf.AgentInfo(config=vf.AgentConfig(runtime=vf.SubprocessConfig())),
@@ -62,9 +67,7 @@ class VerifiersTask(Environment):
         trace.is_completed = trace.ok = True
         await task.finalize(trace, self._runtime)
         await task.score(trace, self._runtime)
-        scores = {name: reward.score for name, reward in trace.rewards.items() if reward is not None}
-        metrics = {name: value for name, value in trace.metrics.items() if value is not None}
-        return Step(None, trace.reward, True, metrics | scores)
+        return Step(None, trace.reward, True, scores_of(trace))
 
     async def close(self) -> None:
         """Remove what the task's runtime has."""
@@ -76,14 +79,40 @@ class VerifiersTask(Environment):
         nodes.append(vf.MessageNode(parent=len(nodes) - 1 if nodes else None, message=message, sampled=sampled))
 
 
+def load_tasks(name: str, config: Mapping[str, Any] | None, max_tasks: int) -> tuple[Any, list[Any]]:
+    """Return a taskset and its first tasks, which are loaded once in a process.
+
+    Args:
+        name: name of an installed taskset, or "file.py:Class" or "package.module:Class".
+        config: its settings.
+        max_tasks: maximum number of tasks.
+
+    Raises BadEnvironmentError: it has no task.
+    """
+    with _loading:
+        return _load_tasks(name, json.dumps(dict(config or {}), sort_keys=True), max_tasks)
+
+
 @lru_cache(maxsize=1)
-def _tasks_of(name: str, config: str, most: int) -> list[Any]:
+def _load_tasks(name: str, config: str, max_tasks: int) -> tuple[Any, list[Any]]:
     kind = import_own(name) if ":" in name else taskset_class(name)
     settings = concrete_type(kind, vf.TasksetConfig, origin=vf.Taskset) or vf.TasksetConfig
     taskset = kind(settings.model_validate(json.loads(config)))
-    tasks = list(taskset.take(most))
+    tasks = list(taskset.take(max_tasks))
     if not tasks:
         raise BadEnvironmentError(f"the taskset {name} has no task")
-    if kind.toolsets(taskset.config) or any(task.NEEDS_CONTAINER or task.toolsets(task.config) for task in tasks):
-        raise BadEnvironmentError(f"the taskset {name} has tools or needs a container, which its harness must offer")
-    return tasks
+    return taskset, tasks
+
+
+def task_for(sample: Sample, tasks: Sequence[Any]) -> Any:
+    """Return the task with the number `idx` of the sample's metadata, or else one by its seed."""
+    index = sample.metadata.get("idx", sample.seed % len(tasks))
+    if not isinstance(index, int) or not 0 <= index < len(tasks):
+        raise BadEnvironmentError(f"idx is {index!r}: the taskset has the tasks 0 to {len(tasks) - 1}")
+    return tasks[index]
+
+
+def scores_of(trace: Any) -> dict[str, float]:
+    """Return a trace's metrics and rewards by name."""
+    scores = {name: reward.score for name, reward in trace.rewards.items() if reward is not None}
+    return {name: value for name, value in trace.metrics.items() if value is not None} | scores

@@ -29,7 +29,7 @@ OWN = "tests.integration.agent.functions:"
 
 
 def config_with(function: str, **agent: Any) -> RunConfig:
-    return config_of((), function=OWN + function, **agent)
+    return config_of((), function=function if ":" in function else OWN + function, **agent)
 
 
 @dataclass

@@ -31,7 +31,31 @@ class Sums(vf.Taskset[SumTask, SumConfig]):
             yield SumTask(SumData(prompt=prompt, system_prompt="Be short.", answer=answer))
 
 
-class WithTools(Sums):
+class Doubling(vf.Toolset[vf.SharedToolsetConfig]):
+    TOOL_PREFIX = "integers"
+
+    @vf.tool
+    async def double(self, number: int) -> int:
+        """Double a number."""
+        return 2 * number
+
+
+class FileTask(SumTask):
+    @vf.reward
+    async def written(self, runtime: vf.Runtime) -> float:
+        return float((await runtime.read("sum.txt")).decode().strip() == self.data.answer)
+
+
+class WithTools(vf.Taskset[FileTask, SumConfig]):
     @classmethod
-    def toolsets(cls, config: SumConfig) -> list[object]:
-        return [object()]
+    def toolsets(cls, config: SumConfig) -> list[vf.Toolset]:
+        return [Doubling(vf.SharedToolsetConfig())]
+
+    def load(self) -> Iterator[FileTask]:
+        for number in (3, 4):
+            prompt = f"Write twice the sum of 2 and {number} to sum.txt."
+            yield FileTask(SumData(prompt=prompt, answer=str(2 * (2 + number))))
+
+
+if __name__ == "__main__":
+    Doubling.run()  # as verifiers starts it
