@@ -13,6 +13,7 @@ BUNDLED: Mapping[str, str] = {
     "calculator": "relaxd.envs.calculator:Calculator",
     "gem": "relaxd.envs.libraries.gem_environment:GemEnvironment",
     "mcp": "relaxd.envs.mcp_tools:McpTools",
+    "nemo_gym": "relaxd.envs.libraries.nemo_gym_server:NemoGymServer",
     "nim": "relaxd.envs.nim:Nim",
     "number_guessing": "relaxd.envs.number_guessing:NumberGuessing",
     "openenv": "relaxd.envs.libraries.openenv_server:OpenEnvServer",

@@ -1,7 +1,7 @@
 """Unmodified environments of other libraries. Each has an interpreter of its own, as their packages conflict.
 
 RELAXD_TEST_GEM_PYTHON and so on name interpreters that have a library and relaxd's own requirements; without one, its
-tests are skipped.
+tests are skipped. That of RELAXD_TEST_NEMO_GYM_PYTHON runs NeMo Gym's server alone, and needs none of relaxd's.
 """
 
 import os
@@ -14,6 +14,7 @@ import pytest
 
 from relaxd.envs.client import EnvironmentClient, EnvironmentFailed, SessionStep, hosted
 from relaxd.envs.environment import Reply, Sample
+from relaxd.envs.tool_calls import ToolCall
 from tests.kit.ports import free_port
 from tests.kit.processes import kill, start_python
 from tests.kit.waiting import eventually
@@ -21,6 +22,15 @@ from tests.kit.waiting import eventually
 pytestmark = [pytest.mark.night, pytest.mark.timeout(300)]
 
 PACKAGES = {"gem": "gem-llm", "openenv": "openenv", "textarena": "textarena", "verifiers": "verifiers 0.4"}
+COUNTER_TOOLS = [
+    {"type": "function", "name": "increment_counter", "parameters": {"type": "object"}, "strict": True},
+    {"type": "function", "name": "get_counter_value", "parameters": None, "strict": True},
+]
+COUNTER_ROW = {
+    "responses_create_params": {"input": [{"role": "user", "content": "Add 1 and 2."}], "tools": COUNTER_TOOLS},
+    "initial_count": 3,
+    "expected_count": 6,
+}
 SAMPLE = Sample([{"role": "user", "content": "Play."}], seed=3)
 TASKSET = "tests.integration.envs.verifiers_tasks:Sums"
 MOVER = "tests.integration.envs.library_conversations:first_move"
@@ -124,6 +134,47 @@ async def test_a_server_of_openenv_has_a_session_for_each_conversation() -> None
                 [{"role": "user", "content": "Yes."}], 1.0, True, {}
             )
             assert (await client.step("b", 1, Reply("It is 7."))).done
+        finally:
+            kill(server)
+
+
+async def test_a_resources_server_of_nemo_gym_answers_calls_and_verifies() -> None:
+    variable = "RELAXD_TEST_NEMO_GYM_PYTHON"
+    if not (python := os.environ.get(variable)):
+        pytest.skip(f"{variable} names no interpreter with nemo-gym, which needs Python 3.13")
+    port = free_port()
+    url = f"http://127.0.0.1:{port}"
+    add = [ToolCall("increment_counter", {"count": count}, id=f"call_{count}") for count in (1, 2)]
+    sample = Sample(COUNTER_ROW["responses_create_params"]["input"], metadata=COUNTER_ROW)
+    async with hosted("nemo_gym", {"url": url, "max_steps": 3}) as channel:
+        client = EnvironmentClient(channel, 60.0, 600.0)
+        with pytest.raises(EnvironmentFailed, match=f"the NeMo Gym server {url} can't be reached"):
+            await client.open("early", sample)
+        server = start_python("-m", "tests.integration.envs.nemo_gym_server", str(port), python=python)
+        try:
+            await eventually(lambda: socket.socket().connect_ex(("127.0.0.1", port)) == 0, "the server", 180)
+            opened = await client.open("a", sample)
+            await client.open("b", sample)  # which has a counter of its own
+            assert [tool["function"]["name"] for tool in opened.tools] == ["increment_counter", "get_counter_value"]
+            step = await client.step("a", 1, Reply("", add))
+            assert [message["content"] for message in step.messages] == ['{"success":true}'] * 2
+            step = await client.step(
+                "a", 2, Reply("", [ToolCall("get_counter_value", id="c"), ToolCall("verify", id="d")])
+            )
+            assert [message["content"] for message in step.messages] == [
+                '{"count":6}',
+                "Error: there is no tool 'verify'; there are increment_counter, get_counter_value",
+            ]
+            assert not step.done
+            assert await client.step("a", 3, Reply("It is 6.")) == SessionStep([], 1.0, True, {})
+            assert (await client.step("b", 1, Reply("", add[:1]))).reward == 0.0
+            assert not (await client.step("b", 2, Reply("", add[:1]))).done
+            last = await client.step("b", 3, Reply("", add[:1]))
+            assert (last.reward, last.done) == (1.0, True)  # 3 + 1 + 1 + 1, verified at max_steps
+            with pytest.raises(EnvironmentFailed, match=r"seed_session answered 422: .*initial_count"):
+                await client.open("c", Sample([], metadata=COUNTER_ROW | {"initial_count": "many"}))
+            with pytest.raises(EnvironmentFailed, match=r'set data.prompt_key = "responses_create_params.input"'):
+                await client.open("d", Sample([]))
         finally:
             kill(server)
 
