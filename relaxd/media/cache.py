@@ -1,12 +1,48 @@
-"""Images that a process has looked at lately, by their hashes."""
+"""What a process has computed of images lately, by their hashes, such as their pixels."""
 
 import io
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
+from typing import Generic, TypeVar
 
 import numpy as np
 
 from relaxd.media.sources import MediaError
+
+Item = TypeVar("Item")
+
+
+class RecentItems(Generic[Item]):
+    """Items by name, of which those that were used last are kept. For one thread."""
+
+    def __init__(self, max_bytes: int) -> None:
+        """Make it empty.
+
+        Args:
+            max_bytes: maximum size of the items that are kept, in bytes.
+        """
+        self._max_bytes = max_bytes
+        self._bytes = 0
+        self._items: OrderedDict[str, tuple[Item, int]] = OrderedDict()
+
+    def get(self, name: str) -> Item | None:
+        """Return an item; None if it isn't kept."""
+        found = self._items.get(name)
+        return None if found is None else found[0]
+
+    def keep(self, name: str, item: Item, size: int) -> None:
+        """Keep an item of `size` bytes as the one that was used last, and remove what is then too much."""
+        self._bytes += size - self._items.get(name, (item, 0))[1]
+        self._items[name] = item, size
+        self._items.move_to_end(name)
+        while self._bytes > self._max_bytes:
+            _, (_, old) = self._items.popitem(last=False)
+            self._bytes -= old
+
+    def clear(self) -> None:
+        """Remove all items."""
+        self._items.clear()
+        self._bytes = 0
 
 
 class MediaCache:
@@ -18,9 +54,7 @@ class MediaCache:
         Args:
             max_bytes: maximum size of the pixels that are kept, in bytes. An image that is larger is still returned.
         """
-        self._max_bytes = max_bytes
-        self._bytes = 0
-        self._pixels: OrderedDict[str, np.ndarray] = OrderedDict()
+        self._pixels: RecentItems[np.ndarray] = RecentItems(max_bytes)
 
     def load(
         self, hashes: Sequence[str], fetch: Callable[[Sequence[str]], Mapping[str, bytes]]
@@ -34,7 +68,7 @@ class MediaCache:
         Raises MediaError: the image isn't where it is fetched from; and what `fetch` raises.
         """
         wanted = list(dict.fromkeys(hashes))
-        found = {name: self._pixels[name] for name in wanted if name in self._pixels}
+        found = {name: pixels for name in wanted if (pixels := self._pixels.get(name)) is not None}
         missing = [name for name in wanted if name not in found]
         if missing:
             fetched = fetch(missing)
@@ -43,17 +77,8 @@ class MediaCache:
                     raise MediaError(f"image {name} isn't there any more")
                 found[name] = decode_png(fetched[name])
         for name in wanted:
-            self._keep(name, found[name])
+            self._pixels.keep(name, found[name], found[name].nbytes)
         return found
-
-    def _keep(self, name: str, pixels: np.ndarray) -> None:
-        if name not in self._pixels:
-            self._bytes += pixels.nbytes
-        self._pixels[name] = pixels
-        self._pixels.move_to_end(name)
-        while self._bytes > self._max_bytes:
-            _, old = self._pixels.popitem(last=False)
-            self._bytes -= old.nbytes
 
 
 def decode_png(png: bytes) -> np.ndarray:

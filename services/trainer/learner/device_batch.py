@@ -1,5 +1,6 @@
 """A micro-batch as tensors on this rank's device."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +14,7 @@ from relaxd.media.patches import cut_patches
 from services.trainer.batch.micro_batch import PackedMicroBatch, with_padding
 from services.trainer.batch.prompt_images import PackedImages
 from services.trainer.megatron.world import World
-from services.trainer.model.vision_tower import DeviceImages
+from services.trainer.model.device_images import DeviceImages
 from services.trainer.transformer.attention.context_parallel import ContextRanks
 from services.trainer.transformer.attention.heads import Rotary, rotary_table
 from services.trainer.transformer.attention.sequence_layout import AttentionKernel, SequenceLayout, sequence_layout
@@ -140,9 +141,14 @@ def _device_images(images: PackedImages, vision: VisionModel, tokens: int, world
     own_tokens = tokens // (world.cp_size * world.tp_size)
     begin = own_tokens * (world.cp_rank * world.tp_size + world.tp_rank)
     own = np.flatnonzero((images.places >= begin) & (images.places < begin + own_tokens))
-    cut = np.concatenate([cut_patches(image.pixels, vision.rule) for image in images.images])
+
+    def patches(indices: Sequence[int]) -> Tensor:
+        cut = np.concatenate([cut_patches(images.images[index].pixels, vision.rule) for index in indices])
+        return normalised(to_device(cut, world.device), vision)
+
     return DeviceImages(
-        patches=normalised(to_device(cut, world.device), vision),
+        hashes=tuple(image.sha256 for image in images.images),
+        patches=patches,
         grids=to_device(np.array([image.grid for image in images.images], np.int64), world.device),
         rows=to_device(images.rows[own], world.device),
         places=to_device(images.places[own] - begin, world.device),

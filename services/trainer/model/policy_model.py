@@ -24,8 +24,10 @@ from relaxd.models.shape import read_shape
 from services.trainer.megatron import accumulation_fusion as megatron_gpu
 from services.trainer.megatron.world import World, expert_tensor_parallel
 from services.trainer.model.architecture import Architecture, ModelError
+from services.trainer.model.device_images import DeviceImages
 from services.trainer.model.layers import PolicyConfig, block_spec
-from services.trainer.model.vision_tower import DeviceImages, build_tower, image_rows
+from services.trainer.model.tower_outputs import TowerOutputs
+from services.trainer.model.vision_tower import build_tower, image_rows
 from services.trainer.transformer.activation_offload import ActivationOffload
 from services.trainer.transformer.attention.sequence_layout import SequenceLayout
 from services.trainer.transformer.mlp.router import Router
@@ -144,6 +146,8 @@ class PolicyModel(GPTModel):
         super().__init__(**settings)
         self.visual: torch.nn.Module | None = None
         """The vision tower, in the first part of a model that sees images."""
+        self.tower_outputs = TowerOutputs()
+        """Of a tower that isn't trained."""
 
     def forward(
         self, tokens: Tensor, rotary: Tensor, layout: SequenceLayout, images: DeviceImages | None = None
@@ -161,7 +165,7 @@ class PolicyModel(GPTModel):
         """
         hidden = self.embedding(input_ids=tokens, position_ids=None) if self.pre_process else None
         if hidden is not None and self.visual is not None and images is not None:
-            rows, deepstack = image_rows(self.visual, images)
+            rows, deepstack = image_rows(self.visual, images, self.tower_outputs)
             hidden = hidden.index_copy(0, images.places, rows.unsqueeze(1).to(hidden.dtype))
             layout = replace(layout, deepstack=deepstack)
         if hidden is not None and torch.is_grad_enabled() and not hidden.requires_grad:

@@ -1,16 +1,16 @@
 """The vision tower: transformers' module, whole on each rank of the first pipeline stage, and its part in a pass.
 
-It runs once for the images of a micro-batch. Each rank puts the rows that fall into its own slice of the tokens in
-place of the embeddings of image tokens, and adds DeepStack's after the first layers, so that nothing has to be sent.
+Each rank puts the rows that fall into its own slice of the tokens in place of the embeddings of image tokens, and adds
+DeepStack's after the first layers, so that nothing has to be sent. The rows of a frozen tower are kept by image
+(`tower_outputs`).
 
-A tower that is trained has a graph of its own, which is cut from the decoder's: recomputed layers have several
-backward passes, and a graph that they shared would be freed by the first of these. The decoder's gradients of the
-tower's output collect in leaves, and go through the tower together, once.
+A tower that is trained runs once for the images of a micro-batch, and has a graph of its own, which is cut from the
+decoder's: recomputed layers have several backward passes, and a graph that they shared would be freed by the first of
+these. The decoder's gradients of the tower's output collect in leaves, and go through the tower together, once.
 """
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
@@ -23,24 +23,12 @@ from megatron.core import parallel_state
 from torch import Tensor
 
 from services.trainer.model.architecture import ModelError, VisionArchitecture
+from services.trainer.model.device_images import DeviceImages
+from services.trainer.model.tower_outputs import TowerOutputs, run_tower
 from services.trainer.transformer.deepstack import DeepStack
 
 TOWER = "visual"
 """Name of the tower within the model's first stage."""
-
-
-@dataclass(frozen=True)
-class DeviceImages:
-    """The images of a micro-batch on one rank: I images, of which M rows belong to tokens of its slice."""
-
-    patches: Tensor
-    """float32 [patches, values]: the patches of all images, as the tower takes them."""
-    grids: Tensor
-    """int64 [I, 3]: patches of each image by time, row and column."""
-    rows: Tensor
-    """int64 [M]: rows of the tower's output."""
-    places: Tensor
-    """int64 [M]: their tokens, by number in this rank's slice."""
 
 
 def build_tower(vision: VisionArchitecture, dtype: torch.dtype, device: torch.device) -> torch.nn.Module:
@@ -63,18 +51,23 @@ def tower_shapes(vision: VisionArchitecture) -> dict[str, tuple[int, ...]]:
         return {name: tuple(parameter.shape) for name, parameter in _module(vision).named_parameters()}
 
 
-def image_rows(tower: torch.nn.Module, images: DeviceImages) -> tuple[Tensor, DeepStack]:
-    """Run the tower.
+def image_rows(tower: torch.nn.Module, images: DeviceImages, frozen: TowerOutputs) -> tuple[Tensor, DeepStack]:
+    """Return the tower's rows of images.
+
+    Args:
+        tower: the tower.
+        images: the images.
+        frozen: its outputs, if it isn't trained.
 
     Returns:
         The rows of this rank's image tokens, [M, hidden], and those for DeepStack. Gradients of both reach the
         parameters of a tower that is trained once a backward pass arrives at the former.
     """
-    trained = torch.is_grad_enabled() and any(parameter.requires_grad for parameter in tower.parameters())
-    with torch.set_grad_enabled(trained):
-        seen = tower(images.patches, images.grids, return_dict=True)
-    first, others = seen.pooler_output, list(seen.deepstack_features)
-    if trained:
+    if any(parameter.requires_grad for parameter in tower.parameters()):
+        first, *others = run_tower(tower, images, range(len(images.hashes)))
+    else:
+        first, *others = frozen.of(tower, images)
+    if first.requires_grad:
         leaves = [rows.detach().requires_grad_() for rows in others]
         first, others = _Cut.apply(torch.zeros((), requires_grad=True), [first, *others], leaves), leaves
     return first[images.rows], DeepStack(images.places, [rows[images.rows] for rows in others])

@@ -1,6 +1,6 @@
 """Qwen3-VL with images in packed rows, against transformers' own pass of each sample."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +12,13 @@ from transformers import Qwen3VLForConditionalGeneration
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 from relaxd.data.vision import read_vision
-from services.trainer.batch.micro_batch import pack
+from services.trainer.batch.micro_batch import PackedMicroBatch, pack
 from services.trainer.learner.learner import Learner
 from services.trainer.megatron.world import leave_layout
 from services.trainer.model.architecture import ModelError
-from services.trainer.model.policy_model import check_divisible
+from services.trainer.model.hf_weights import load_hf
+from services.trainer.model.policy_model import PolicyModel, check_divisible
+from services.trainer.model.tower_outputs import TowerOutputs
 from tests.integration.trainer.learner.image_worlds import Job, make_samples, run_job
 from tests.integration.trainer.trainer_worlds import Job as LearnerJob
 from tests.integration.trainer.trainer_worlds import make_learner, run_world, trainer_config
@@ -106,6 +108,40 @@ def test_the_tower_is_frozen_by_default_and_written_as_it_was(
     assert same == {name for name in before if name.startswith("model.visual.")}
     assert not {name for name in found["trained"] if name.startswith("visual.")}
     Qwen3VLForConditionalGeneration.from_pretrained(tmp_path / "saved")
+
+
+def test_a_frozen_tower_sees_an_image_once_until_its_weights_change(models: Callable[..., Path], alone: None) -> None:
+    """Bit for bit, although the second pass has other micro-batches than the first one."""
+    samples = make_samples(read_vision(models()))
+    learner = make_learner(LearnerJob(models(), {}, {"old_logprobs": "current"}))
+    module = learner._policy
+    assert isinstance(module, PolicyModel)
+    outputs = module.tower_outputs
+
+    def log_probs(rows: Sequence[PackedMicroBatch]) -> list[np.ndarray]:
+        return [found[row.loss_mask == 1] for found, row in zip(learner.log_probs(rows), rows, strict=True)]
+
+    first = log_probs([pack(samples[:5]), pack(samples[5:])])
+    assert (outputs.asked, outputs.runs) == (8, 5)  # four images in each row, and three of them in both
+    alone_in_row = [pack([sample]) for sample in samples]
+    again = log_probs(alone_in_row)
+    assert outputs.runs == 5
+    learner.accumulate(alone_in_row)
+    assert outputs.runs == 5
+
+    module.tower_outputs = none_kept = TowerOutputs(0)
+    for ours, theirs in zip(log_probs(alone_in_row), again, strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+    np.testing.assert_array_equal(log_probs([pack(samples[:5]), pack(samples[5:])])[0], first[0])
+    assert none_kept.runs == none_kept.asked
+
+    module.tower_outputs = outputs
+    load_hf(module, make_vision_model(models().parent / "other", seed=2), learner._forward.architecture, learner.world)
+    changed = log_probs(alone_in_row)
+    assert outputs.runs == 10
+    module.tower_outputs = TowerOutputs()
+    np.testing.assert_array_equal(np.concatenate(changed), np.concatenate(log_probs(alone_in_row)))
+    leave_layout()
 
 
 def test_a_checkpoint_has_the_tower(models: Callable[..., Path], alone: None, tmp_path: Path) -> None:
