@@ -23,7 +23,7 @@ HASHES = ROOT / "requirements" / "hashes.txt"
 TORCH = "torch"
 IMAGES: dict[str, tuple[str, list[str], set[str]]] = {
     "core": ("advantage, and below coordinator, agent, reward and launcher", ["advantage"], set()),
-    "reward": ("reward", ["reward"], set()),
+    "reward": ("reward", ["reward", "media"], set()),
     "coordinator": ("coordinator", ["coordinator", "data", "media", "alerts", "trackers"], set()),
     "agent": ("agent", ["coordinator", "data", "agent"], set()),
     "launcher": ("launcher", ["launcher"], set()),

@@ -140,6 +140,8 @@ def stages_for(config: RunConfig) -> tuple[Stage, ...]:
         own["teacher"] = (*own.get("teacher", ()), "prompt")  # it says which source the group is of
     if partial.mask_off_policy:
         own["reward"] = (schema.OFF_POLICY_TOKENS,)  # the model wrote them, too
+    if config.reward.images:
+        own["reward"] = (*own.get("reward", ()), *schema.OF_MEDIA)
     if any(source.sampling for source in config.data.sources) or config.agent.is_there:
         own["rollout"] = ("prompt",)  # it says how the answers of its source are sampled, and what environments get
     if config.data.media_keys:

@@ -137,6 +137,9 @@ class RewardConfig(Section):
     cache_samples: int = Field(default=0, ge=0, le=10_000_000)
     """Scores that a reward replica remembers, by everything that the reward gets; about 1 KiB each. Only for a reward
     that gives the same sample the same score. 0: none."""
+    images: bool = False
+    """Let rewards open the prompts' images (`sample.images()`, docs/rewards.md). Each replica then reads all of them.
+    A service at an address gets none."""
     environment: tuple[str, ...] = ()
     """Environment variables of the reward service to pass to rewards, such as ["OPENAI_API_KEY"], besides those that
     every program needs (PATH, PYTHONPATH, HOME, LANG ...)."""
@@ -201,6 +204,9 @@ class RewardConfig(Section):
         if self.on_failure != "retry":
             reason = f'reward.on_failure is "{self.on_failure}": set "retry"'
             refuse_unused(self, "reward", ("max_retries",), reason)
+        if self.address:
+            reason = "reward.address is a service, which gets no images: leave it out"
+            refuse_unused(self, "reward", ("images",), reason)
         if self.sandbox == "off":
             reason = 'reward.sandbox is "off", with which rewards do what the service\'s user may do: set "auto"'
             refuse_unused(self, "reward", ("network", "writable", "worker_memory_bytes"), reason)

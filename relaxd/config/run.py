@@ -261,6 +261,14 @@ class RunConfig(Section):
         return self
 
     @model_validator(mode="after")
+    def _rewards_open_images_that_are_there(self) -> Self:
+        if self.reward.images and not self.data.media_keys:
+            raise ValueError(
+                "reward.images is true, but data.media_keys names no column with images: set it, or leave it out"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _models_beside_the_trained_one_see(self) -> Self:
         """A critic service and engines that give a teacher's log-probs don't see images."""
         if not self.data.media_keys:

@@ -122,6 +122,10 @@ class PromptMedia:
         """Return the messages of the records."""
         return [rollout_pb2.PromptMedia(**record) for record in self.records]
 
+    def by_hash(self) -> dict[str, bytes]:
+        """Return the bytes of each by its hash. Raises MediaError."""
+        return contents_of(self.records, self.array)
+
     @property
     def array(self) -> np.ndarray:
         """The contents as uint8 [bytes]."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
 import signal
@@ -12,9 +13,12 @@ from dataclasses import dataclass, field, replace
 from functools import wraps
 from numbers import Real
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from relaxd.media.messages import Message, text_message
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
 
 
 @dataclass(frozen=True)
@@ -44,6 +48,23 @@ class RewardInput:
     """Sum of the rewards that the environment gave in the conversation; None without an environment."""
     environment_info: Mapping[str, float] = field(default_factory=dict)
     """The environment's own numbers."""
+    media: Mapping[str, bytes] = field(default_factory=dict)
+    """The images of the prompt's messages by their hash, as PNG; {} unless reward.images is set."""
+
+    def images(self) -> list[Image]:
+        """Open the prompt's images with Pillow, in their order, as the model sees them: RGB, in its size.
+
+        Raises:
+            ValueError: reward.images isn't set, so that they aren't here.
+        """
+        parts = [part for message in self.prompt_messages for part in message["content"] if part["type"] == "image"]
+        if lacking := next((part["sha256"] for part in parts if part["sha256"] not in self.media), None):
+            raise ValueError(f"the prompt's image {lacking} isn't here: set reward.images = true")
+        if not parts:
+            return []
+        from PIL import Image
+
+        return [Image.open(io.BytesIO(self.media[part["sha256"]])) for part in parts]
 
     @property
     def messages(self) -> list[Message]:

@@ -27,13 +27,15 @@ from relaxd.v1 import content_pb2 as relaxd_dot_v1_dot_content__pb2
 from relaxd.v1 import sample_pb2 as relaxd_dot_v1_dot_sample__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16relaxd/v1/reward.proto\x12\trelaxd.v1\x1a\x16relaxd/v1/access.proto\x1a\x17relaxd/v1/content.proto\x1a\x16relaxd/v1/sample.proto\"\xc8\x02\n\x0cScoreRequest\x12\x0e\n\x06reward\x18\x01 \x01(\t\x12\"\n\x06prompt\x18\x02 \x03(\x0b\x32\x12.relaxd.v1.Message\x12\"\n\x06\x61nswer\x18\x03 \x03(\x0b\x32\x12.relaxd.v1.Message\x12\x15\n\rmetadata_json\x18\x04 \x01(\t\x12*\n\tresponses\x18\x05 \x03(\x0b\x32\x17.relaxd.v1.Conversation\x12/\n\x0e\x66inish_reasons\x18\x06 \x03(\x0e\x32\x17.relaxd.v1.FinishReason\x12\x17\n\x0fresponse_tokens\x18\x07 \x03(\r\x12\x16\n\x0e\x65valuation_set\x18\x08 \x01(\t\x12;\n\x14\x65nvironment_outcomes\x18\t \x03(\x0b\x32\x1d.relaxd.v1.EnvironmentOutcome\"\x88\x01\n\x12\x45nvironmentOutcome\x12\x0e\n\x06reward\x18\x01 \x01(\x01\x12\x35\n\x04info\x18\x02 \x03(\x0b\x32\'.relaxd.v1.EnvironmentOutcome.InfoEntry\x1a+\n\tInfoEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"\xa5\x01\n\x05Score\x12\x0e\n\x06reward\x18\x01 \x01(\x01\x12*\n\x05parts\x18\x02 \x03(\x0b\x32\x1b.relaxd.v1.Score.PartsEntry\x12\r\n\x05\x65rror\x18\x03 \x01(\t\x12\x11\n\ttraceback\x18\x04 \x01(\t\x12\x10\n\x08no_judge\x18\x05 \x01(\x08\x1a,\n\nPartsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"1\n\rScoreResponse\x12 \n\x06scores\x18\x01 \x03(\x0b\x32\x10.relaxd.v1.Score\"\x14\n\x12ListRewardsRequest\"/\n\nRewardInfo\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x13\n\x0b\x64\x65scription\x18\x02 \x01(\t\"=\n\x13ListRewardsResponse\x12&\n\x07rewards\x18\x01 \x03(\x0b\x32\x15.relaxd.v1.RewardInfo2\xb0\x01\n\x06Reward\x12K\n\x05Score\x12\x17.relaxd.v1.ScoreRequest\x1a\x18.relaxd.v1.ScoreResponse\"\x0f\x8a\x80\x19\x0b\x63oordinator\x12Y\n\x0bListRewards\x12\x1d.relaxd.v1.ListRewardsRequest\x1a\x1e.relaxd.v1.ListRewardsResponse\"\x0b\x90\x02\x01\x8a\x80\x19\x04readb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16relaxd/v1/reward.proto\x12\trelaxd.v1\x1a\x16relaxd/v1/access.proto\x1a\x17relaxd/v1/content.proto\x1a\x16relaxd/v1/sample.proto\"\xa9\x03\n\x0cScoreRequest\x12\x0e\n\x06reward\x18\x01 \x01(\t\x12\"\n\x06prompt\x18\x02 \x03(\x0b\x32\x12.relaxd.v1.Message\x12\"\n\x06\x61nswer\x18\x03 \x03(\x0b\x32\x12.relaxd.v1.Message\x12\x15\n\rmetadata_json\x18\x04 \x01(\t\x12*\n\tresponses\x18\x05 \x03(\x0b\x32\x17.relaxd.v1.Conversation\x12/\n\x0e\x66inish_reasons\x18\x06 \x03(\x0e\x32\x17.relaxd.v1.FinishReason\x12\x17\n\x0fresponse_tokens\x18\x07 \x03(\r\x12\x16\n\x0e\x65valuation_set\x18\x08 \x01(\t\x12;\n\x14\x65nvironment_outcomes\x18\t \x03(\x0b\x32\x1d.relaxd.v1.EnvironmentOutcome\x12\x31\n\x05media\x18\n \x03(\x0b\x32\".relaxd.v1.ScoreRequest.MediaEntry\x1a,\n\nMediaEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x0c:\x02\x38\x01\"\x88\x01\n\x12\x45nvironmentOutcome\x12\x0e\n\x06reward\x18\x01 \x01(\x01\x12\x35\n\x04info\x18\x02 \x03(\x0b\x32\'.relaxd.v1.EnvironmentOutcome.InfoEntry\x1a+\n\tInfoEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"\xa5\x01\n\x05Score\x12\x0e\n\x06reward\x18\x01 \x01(\x01\x12*\n\x05parts\x18\x02 \x03(\x0b\x32\x1b.relaxd.v1.Score.PartsEntry\x12\r\n\x05\x65rror\x18\x03 \x01(\t\x12\x11\n\ttraceback\x18\x04 \x01(\t\x12\x10\n\x08no_judge\x18\x05 \x01(\x08\x1a,\n\nPartsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"1\n\rScoreResponse\x12 \n\x06scores\x18\x01 \x03(\x0b\x32\x10.relaxd.v1.Score\"\x14\n\x12ListRewardsRequest\"/\n\nRewardInfo\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x13\n\x0b\x64\x65scription\x18\x02 \x01(\t\"=\n\x13ListRewardsResponse\x12&\n\x07rewards\x18\x01 \x03(\x0b\x32\x15.relaxd.v1.RewardInfo2\xb0\x01\n\x06Reward\x12K\n\x05Score\x12\x17.relaxd.v1.ScoreRequest\x1a\x18.relaxd.v1.ScoreResponse\"\x0f\x8a\x80\x19\x0b\x63oordinator\x12Y\n\x0bListRewards\x12\x1d.relaxd.v1.ListRewardsRequest\x1a\x1e.relaxd.v1.ListRewardsResponse\"\x0b\x90\x02\x01\x8a\x80\x19\x04readb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'relaxd.v1.reward_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
+  _globals['_SCOREREQUEST_MEDIAENTRY']._loaded_options = None
+  _globals['_SCOREREQUEST_MEDIAENTRY']._serialized_options = b'8\001'
   _globals['_ENVIRONMENTOUTCOME_INFOENTRY']._loaded_options = None
   _globals['_ENVIRONMENTOUTCOME_INFOENTRY']._serialized_options = b'8\001'
   _globals['_SCORE_PARTSENTRY']._loaded_options = None
@@ -43,23 +45,25 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_REWARD'].methods_by_name['ListRewards']._loaded_options = None
   _globals['_REWARD'].methods_by_name['ListRewards']._serialized_options = b'\220\002\001\212\200\031\004read'
   _globals['_SCOREREQUEST']._serialized_start=111
-  _globals['_SCOREREQUEST']._serialized_end=439
-  _globals['_ENVIRONMENTOUTCOME']._serialized_start=442
-  _globals['_ENVIRONMENTOUTCOME']._serialized_end=578
-  _globals['_ENVIRONMENTOUTCOME_INFOENTRY']._serialized_start=535
-  _globals['_ENVIRONMENTOUTCOME_INFOENTRY']._serialized_end=578
-  _globals['_SCORE']._serialized_start=581
-  _globals['_SCORE']._serialized_end=746
-  _globals['_SCORE_PARTSENTRY']._serialized_start=702
-  _globals['_SCORE_PARTSENTRY']._serialized_end=746
-  _globals['_SCORERESPONSE']._serialized_start=748
-  _globals['_SCORERESPONSE']._serialized_end=797
-  _globals['_LISTREWARDSREQUEST']._serialized_start=799
-  _globals['_LISTREWARDSREQUEST']._serialized_end=819
-  _globals['_REWARDINFO']._serialized_start=821
-  _globals['_REWARDINFO']._serialized_end=868
-  _globals['_LISTREWARDSRESPONSE']._serialized_start=870
-  _globals['_LISTREWARDSRESPONSE']._serialized_end=931
-  _globals['_REWARD']._serialized_start=934
-  _globals['_REWARD']._serialized_end=1110
+  _globals['_SCOREREQUEST']._serialized_end=536
+  _globals['_SCOREREQUEST_MEDIAENTRY']._serialized_start=492
+  _globals['_SCOREREQUEST_MEDIAENTRY']._serialized_end=536
+  _globals['_ENVIRONMENTOUTCOME']._serialized_start=539
+  _globals['_ENVIRONMENTOUTCOME']._serialized_end=675
+  _globals['_ENVIRONMENTOUTCOME_INFOENTRY']._serialized_start=632
+  _globals['_ENVIRONMENTOUTCOME_INFOENTRY']._serialized_end=675
+  _globals['_SCORE']._serialized_start=678
+  _globals['_SCORE']._serialized_end=843
+  _globals['_SCORE_PARTSENTRY']._serialized_start=799
+  _globals['_SCORE_PARTSENTRY']._serialized_end=843
+  _globals['_SCORERESPONSE']._serialized_start=845
+  _globals['_SCORERESPONSE']._serialized_end=894
+  _globals['_LISTREWARDSREQUEST']._serialized_start=896
+  _globals['_LISTREWARDSREQUEST']._serialized_end=916
+  _globals['_REWARDINFO']._serialized_start=918
+  _globals['_REWARDINFO']._serialized_end=965
+  _globals['_LISTREWARDSRESPONSE']._serialized_start=967
+  _globals['_LISTREWARDSRESPONSE']._serialized_end=1028
+  _globals['_REWARD']._serialized_start=1031
+  _globals['_REWARD']._serialized_end=1207
 # @@protoc_insertion_point(module_scope)

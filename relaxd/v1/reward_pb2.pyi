@@ -26,6 +26,26 @@ class ScoreRequest(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
+    @_typing.final
+    class MediaEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.bytes
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.bytes = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
     REWARD_FIELD_NUMBER: _builtins.int
     PROMPT_FIELD_NUMBER: _builtins.int
     ANSWER_FIELD_NUMBER: _builtins.int
@@ -35,6 +55,7 @@ class ScoreRequest(_message.Message):
     RESPONSE_TOKENS_FIELD_NUMBER: _builtins.int
     EVALUATION_SET_FIELD_NUMBER: _builtins.int
     ENVIRONMENT_OUTCOMES_FIELD_NUMBER: _builtins.int
+    MEDIA_FIELD_NUMBER: _builtins.int
     reward: _builtins.str
     """Name of the reward, such as "addition", or "package.module:function", without settings. Empty means the reward of
     the service's run, with its settings.
@@ -69,6 +90,12 @@ class ScoreRequest(_message.Message):
     def environment_outcomes(self) -> _containers.RepeatedCompositeFieldContainer[Global___EnvironmentOutcome]:
         """What the environment gave in each conversation, parallel to responses; empty without an environment."""
 
+    @_builtins.property
+    def media(self) -> _containers.ScalarMap[_builtins.str, _builtins.bytes]:
+        """The bytes of the prompt's images (PNG) by the hexadecimal digits of their SHA-256, for rewards that open them; may be
+        empty.
+        """
+
     def __init__(
         self,
         *,
@@ -81,10 +108,11 @@ class ScoreRequest(_message.Message):
         response_tokens: _abc.Iterable[_builtins.int] | None = ...,
         evaluation_set: _builtins.str = ...,
         environment_outcomes: _abc.Iterable[Global___EnvironmentOutcome] | None = ...,
+        media: _abc.Mapping[_builtins.str, _builtins.bytes] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["answer", b"answer", "environment_outcomes", b"environment_outcomes", "evaluation_set", b"evaluation_set", "finish_reasons", b"finish_reasons", "metadata_json", b"metadata_json", "prompt", b"prompt", "response_tokens", b"response_tokens", "responses", b"responses", "reward", b"reward"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["answer", b"answer", "environment_outcomes", b"environment_outcomes", "evaluation_set", b"evaluation_set", "finish_reasons", b"finish_reasons", "media", b"media", "metadata_json", b"metadata_json", "prompt", b"prompt", "response_tokens", b"response_tokens", "responses", b"responses", "reward", b"reward"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

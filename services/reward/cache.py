@@ -4,7 +4,7 @@ import hashlib
 import json
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import astuple
+from dataclasses import astuple, replace
 
 from relaxd.rewards import RewardInput, RewardOutput
 from services.reward.worker_pool import Failure
@@ -52,5 +52,6 @@ class ScoreCache:
 
 
 def _key(sample: RewardInput) -> bytes:
-    """Return the digest of all that a reward gets."""
-    return hashlib.sha256(json.dumps(astuple(sample), sort_keys=True).encode()).digest()
+    """Return the digest of all that a reward gets. Of images, the messages have hashes."""
+    described = astuple(replace(sample, media={}))
+    return hashlib.sha256(json.dumps(described, sort_keys=True).encode()).digest()

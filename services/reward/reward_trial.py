@@ -7,6 +7,7 @@ at an address is asked. One with replicas isn't there: samples whose reward asks
 
 import argparse
 import asyncio
+import base64
 import json
 import sys
 import time
@@ -132,6 +133,13 @@ def _described(outcome: RewardOutput | Failure, seconds: float, judge_to_come: b
     return {"reward": outcome.reward, "parts": outcome.parts, "seconds": seconds}
 
 
+def _sample(line: str) -> RewardInput:
+    """Return a sample from a line of JSON, in which images are base64."""
+    fields = json.loads(line)
+    media = {name: base64.b64decode(content) for name, content in fields.pop("media").items()}
+    return RewardInput(**fields, media=media)
+
+
 def main() -> None:
     """Run the program."""
     parser = argparse.ArgumentParser(prog="python -m services.reward.reward_trial", description=__doc__)
@@ -141,7 +149,7 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=1, help="samples to score at once")
     parser.add_argument("--max-late", type=int, default=0, help="leave out the rest after so many late samples")
     words = parser.parse_args()
-    samples = [RewardInput(**json.loads(line)) for line in sys.stdin if line.strip()]
+    samples = [_sample(line) for line in sys.stdin if line.strip()]
     try:
         reward, judge = RewardConfig.model_validate_json(words.config), JudgeConfig.model_validate_json(words.judge)
         result = asyncio.run(try_reward(reward, samples, words.workers, judge, words.secret_file, words.max_late))

@@ -6,8 +6,16 @@ from dataclasses import replace
 
 import numpy as np
 
-from relaxd.board import ENVIRONMENT_INFO, ENVIRONMENT_REWARD, OFF_POLICY_TOKENS, RESPONSE_MESSAGES, Column
+from relaxd.board import (
+    ENVIRONMENT_INFO,
+    ENVIRONMENT_REWARD,
+    MEDIA_CONTENTS,
+    OFF_POLICY_TOKENS,
+    RESPONSE_MESSAGES,
+    Column,
+)
 from relaxd.media.messages import text_and_media, text_message, to_proto, with_parts
+from relaxd.media.prompt_media import PromptMedia
 from relaxd.rewards import RewardInput, RewardOutput
 from relaxd.rpc.message_parts import numbers, words
 from relaxd.v1.content_pb2 import Conversation
@@ -20,15 +28,14 @@ def samples_of_request(request: ScoreRequest) -> list[RewardInput]:
     prompt, prompt_messages = text_and_media(request.prompt, "user")
     answer, answer_messages = text_and_media(request.answer, "assistant")
     metadata = json.loads(request.metadata_json or "{}")
-    count = len(request.responses)
+    count, media = len(request.responses), dict(request.media)
     reasons = [words(FinishReason)[reason] for reason in request.finish_reasons] or [""] * count
     tokens = list(request.response_tokens) or [0] * count
     samples = []
     for response, reason, length in zip(request.responses, reasons, tokens, strict=True):
         text, messages = text_and_media(response.messages, "assistant")
-        samples.append(
-            RewardInput(prompt, text, answer, metadata, reason, prompt_messages, messages, answer_messages, length)
-        )
+        own = (prompt, text, answer, metadata, reason, prompt_messages, messages, answer_messages, length)
+        samples.append(RewardInput(*own, media=media))
     if not request.environment_outcomes:
         return samples
     return [
@@ -54,6 +61,7 @@ def request_of_samples(reward: str, samples: Sequence[RewardInput]) -> ScoreRequ
             for one in samples
             if one.environment_reward is not None
         ],
+        media=first.media,
     )
 
 
@@ -80,6 +88,7 @@ def samples_of_columns(columns: dict[str, Column]) -> list[RewardInput]:
     tokens = np.bincount(of_token, weights=np.asarray(columns["loss_mask"]) != 0, minlength=count)
     if OFF_POLICY_TOKENS in columns:
         tokens += np.bincount(samples, weights=np.asarray(columns[OFF_POLICY_TOKENS]), minlength=count)
+    media = PromptMedia.of_columns(columns).by_hash() if MEDIA_CONTENTS in columns else {}
     found = [
         RewardInput(
             prompt=prompt["text"],
@@ -90,6 +99,7 @@ def samples_of_columns(columns: dict[str, Column]) -> list[RewardInput]:
             prompt_messages=with_parts(prompt.get("messages", ())),
             tokens=int(tokens[sample]),
             response_messages=[text_message("assistant", text) for text in said] if len(said) > 1 else (),
+            media=media,
         )
         for sample, said in answers.items()
     ]

@@ -183,7 +183,7 @@ def _answer(
 
 def _score(config: RunConfig, one: ResolvedSet, answered: Sequence[_Answered], write: Any) -> list[ScoredAnswer]:
     """Score answers with the configuration's reward, and write a line about each."""
-    outcomes = try_reward(config, list(map(_sample, answered)), workers=config.reward.workers)
+    outcomes = try_reward(config, [_sample(config, each) for each in answered], workers=config.reward.workers)
     answers = []
     for each, outcome in zip(answered, outcomes, strict=True):
         answer = _scored(one, each, outcome)
@@ -193,7 +193,7 @@ def _score(config: RunConfig, one: ResolvedSet, answered: Sequence[_Answered], w
     return answers
 
 
-def _sample(each: _Answered) -> RewardInput:
+def _sample(config: RunConfig, each: _Answered) -> RewardInput:
     return RewardInput(
         prompt=each.prompt.text,
         response=each.text,
@@ -202,6 +202,7 @@ def _sample(each: _Answered) -> RewardInput:
         finish_reason=each.finish_reason,
         prompt_messages=with_parts(each.prompt.messages),
         tokens=each.length,
+        media=each.prompt.media.by_hash() if config.reward.images else {},
     )
 
 

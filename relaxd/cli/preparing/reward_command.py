@@ -1,5 +1,6 @@
 """`relaxd reward test`, and the call of a run's reward before its services start."""
 
+import base64
 import json
 import os
 from collections.abc import Sequence
@@ -21,10 +22,11 @@ from relaxd.data.dataset import Prompt
 from relaxd.data.examples import Example
 from relaxd.data.sources.run_sources import read_sources
 from relaxd.data.tokenizer import PromptTokenizer
-from relaxd.data.vision import normalise
+from relaxd.data.vision import normalise, read_vision
 from relaxd.local.programs import REWARD_TRIAL, ROLLOUT_OFFLINE, run_program
 from relaxd.local.state_folder import StateFolder
-from relaxd.media.prompt_media import PromptMedia
+from relaxd.media.messages import Message, with_parts
+from relaxd.media.prompt_media import PromptMedia, with_references
 from relaxd.models import DataError
 from relaxd.models.folders import resolve_model
 from relaxd.rewards import RewardInput
@@ -58,6 +60,7 @@ def reward_test(
     examples = first_prompts(config)
     try:
         generated = _generate(config, examples, generate) if generate else [[]] * len(examples)
+        images = _images_of(config, examples)
     except DataError as error:
         raise ConfigError([Problem(error.field, error.message)]) from error
     samples = [
@@ -67,9 +70,11 @@ def reward_test(
             answer=example.answer,
             metadata=example.metadata,
             tokens=1,
+            prompt_messages=messages,
             environment_reward=_paid(config),
+            media=media,
         )
-        for example, answers in zip(examples, generated, strict=True)
+        for example, answers, (messages, media) in zip(examples, generated, images, strict=True)
         for response in dict.fromkeys([*filter(None, references(example.answer)[:1]), *MADE_UP, *answers])
     ]
     outcomes = try_reward(config, samples, max_late=MAX_LATE)
@@ -103,7 +108,14 @@ def check_reward(config: RunConfig, prompt: Prompt) -> list[Problem]:
     """Load the run's reward and call it once, in a process like those of the reward service. Returns the problems."""
     response = references(prompt.answer)[0] or MADE_UP[0]
     sample = RewardInput(
-        prompt.text, response, prompt.answer, prompt.metadata, tokens=1, environment_reward=_paid(config)
+        prompt.text,
+        response,
+        prompt.answer,
+        prompt.metadata,
+        prompt_messages=with_parts(prompt.messages),
+        tokens=1,
+        environment_reward=_paid(config),
+        media=prompt.media.by_hash() if config.reward.images else {},
     )
     try:
         (outcome,) = try_reward(config, [sample])
@@ -138,9 +150,26 @@ def try_reward(
     words += ["--secret-file", str(state.redis_password)]
     # A sample whose process dies is tried twice.
     seconds = LOAD_SECONDS + 2 * len(samples) * (settings.timeout_seconds + bool(judge.address) * judge.timeout_seconds)
-    lines = "".join(json.dumps(vars(sample)) + "\n" for sample in samples)
+    lines = "".join(json.dumps(vars(sample), default=_base64_of) + "\n" for sample in samples)
     outcomes: list[dict[str, Any]] = run_program(REWARD_TRIAL, words, seconds=seconds, text=lines)["outcomes"]
     return outcomes
+
+
+def _base64_of(content: bytes) -> str:
+    return base64.b64encode(content).decode()
+
+
+def _images_of(config: RunConfig, examples: Sequence[Example]) -> list[tuple[tuple[Message, ...], dict[str, bytes]]]:
+    """Return each prompt's messages and images as rewards get them. Raises DataError."""
+    if not config.reward.images:
+        return [((), {})] * len(examples)
+    vision = read_vision(resolve_model(config.model.path), config.data.min_image_tokens, config.data.max_image_tokens)
+    found = []
+    for example in examples:
+        images = normalise(example, vision)
+        messages = with_parts(with_references(example.messages, images))
+        found.append((messages, PromptMedia.of(images).by_hash()))
+    return found
 
 
 def _generate(config: RunConfig, examples: Sequence[Example], count: int) -> list[list[str]]:

@@ -332,6 +332,7 @@ class _Evaluation:
             finish_reasons=[final.finish_reason for final in finals],
             response_tokens=[final.token_count for final in finals],
             environment_outcomes=[final.outcome for final in finals if final.HasField("outcome")],
+            media=prompt.media.by_hash() if (asked.reward or self._context.config.reward).images else {},
         )
         rewards = await self._await_any(self._context.fleet.rewards, "reward replica is ready")
         reward = min(rewards, key=lambda one: self._busy[one.replica_id])

@@ -23,6 +23,11 @@ def by_response(sample) -> object:
     return ACTIONS[action](argument)
 
 
+def redness(sample) -> float:
+    """Return the red of the upper left corner of the prompt's images, added up."""
+    return float(sum(image.getpixel((0, 0))[0] for image in sample.images()))
+
+
 def deep(calls: int) -> None:
     """Hang in a deep recursion."""
     if calls:

@@ -15,6 +15,8 @@ import numpy as np
 
 from relaxd.board import Board, Delivery, NewGroup, stages_for
 from relaxd.config import RunConfig
+from relaxd.media import NormalImage
+from relaxd.media.prompt_media import to_columns, with_references
 from relaxd.rpc.client import channel
 from relaxd.rpc.errors import NotFound
 from relaxd.rpc.server import start_server
@@ -145,19 +147,24 @@ class Bench:
         self.coordinator.assign(config)
         return self.board
 
-    def generate(self, *groups: Sequence[str]) -> list[str]:
+    def generate(self, *groups: Sequence[str], images: Sequence[NormalImage] = ()) -> list[str]:
         """Publish a group for each list of responses and commit these as rollout does; returns the groups' ids.
 
-        Sample i of a group has i + 1 tokens.
+        Sample i of a group has i + 1 tokens. Each prompt has `images`.
         """
         assert self.board
+        records, contents = to_columns(images)
+        media = {"prompt_media": records, "media_contents": contents} if images else {}
+        asked = [{"role": "user", "content": [{"type": "image"} for _ in images]}]
+        messages = {"messages": with_references(asked, images)} if images else {}
         first = self.board.counts().published
         published = [
             NewGroup(
                 f"g{first + number}",
                 {
                     "prompt_tokens": np.arange(3, dtype=np.int32),
-                    "prompt": {"text": "1+1?", "answer": "2", "metadata": {}, "index": number},
+                    "prompt": {"text": "1+1?", "answer": "2", "metadata": {}, "index": number, **messages},
+                    **media,
                 },
             )
             for number in range(len(groups))

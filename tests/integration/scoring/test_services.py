@@ -14,8 +14,11 @@ import grpc
 import numpy as np
 import pytest
 import redis
+from PIL import Image
 
+from relaxd.media import ImageRule, normalise_image
 from relaxd.media.messages import to_proto
+from relaxd.media.prompt_media import PromptMedia, with_references
 from relaxd.redis_client import key_prefix
 from relaxd.rewards import REWARDS
 from relaxd.rewards.interface import text_message
@@ -34,6 +37,7 @@ from relaxd.v1.sample_pb2 import FinishReason
 from tests.integration.scoring.processes import Bench, bench, run_config
 from tests.kit.ports import free_port
 from tests.kit.processes import is_alive, run_python
+from tests.kit.vision import encoded
 from tests.kit.waiting import eventually
 
 BAD = "bad_rewards:by_response"
@@ -127,6 +131,26 @@ async def test_rewards_see_messages_and_media(here, monkeypatch, tmp_path):
             "prompt[1].content[1].image.uri": "is empty: media are given by reference",
             "prompt[1].content[1].image.sha256": "has 5 bytes: give 32, or none",
         }
+
+
+async def test_rewards_open_images(here):
+    """Of the stage's groups, and of Score's requests."""
+    rule = ImageRule(16, 2, 32 * 32, 64 * 64)
+    images = [normalise_image(encoded(Image.new("RGB", (64, 64), (red, 0, 0))), rule) for red in (30, 200, 30)]
+    sees = {"data": {"media_keys": {"image": "images"}}, "rollout": {"engine": "transformers"}}
+    here.start_run(run_config(reward={"name": "bad_rewards:redness", "images": True}, **sees))
+    async with here.service("reward", "reward-1") as process, here.service("advantage", "advantage-1"):
+        await here.coordinator.hears("reward-1", "READY")
+        (group,) = here.generate(["one", "two"], images=images)
+        assert await here.dropped(1) == {group: "zero_variance"}
+        request = score_request("", ["one"])
+        asked = [{"role": "user", "content": [{"type": "image"}] * 3}]
+        request.prompt.extend(to_proto(with_references(asked, images)))
+        lacking = (await RewardStub(process.to).Score(request)).scores[0].error
+        assert f"the prompt's image {images[0].sha256} isn't here: set reward.images = true" in lacking
+        for name, content in PromptMedia.of(images).by_hash().items():
+            request.media[name] = content
+        assert (await RewardStub(process.to).Score(request)).scores[0].reward == 260
 
 
 async def test_the_reward_of_the_run_may_be_asked_for(here):

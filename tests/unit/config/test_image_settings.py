@@ -41,6 +41,11 @@ def test_parts_and_patterns_choose_what_is_trained(option: str, trained: set[str
 @pytest.mark.parametrize(
     ("options", "problem"),
     [
+        (["reward.images=true"], "reward.images is true, but data.media_keys names no column"),
+        (
+            ["reward.images=true", "reward.name=", "reward.address=localhost:1", IMAGES],
+            "reward.images is true, but reward.address is a service, which gets no images",
+        ),
         (['trainer.freeze=["("]'], "'(' is no regular expression"),
         (['trainer.train_only=["vision"]', "trainer.freeze=[]"], "trainer.freeze is []"),
         (
