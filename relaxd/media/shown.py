@@ -1,13 +1,48 @@
-"""Conversations as people see them: messages with short texts, and lines of those."""
+"""Conversations and images as people see them: messages with short texts, lines of those, and thumbnails."""
 
+import base64
+import io
 import json
 from collections.abc import Mapping
 from typing import Any
+
+from relaxd.media.prompt_media import PromptMedia
 
 MAX_CHARACTERS = 10_000
 """Maximum number of characters of a message that are shown: most of them its beginning, and its end."""
 END_CHARACTERS = 2_000
 """Those of its end."""
+
+SHOWN_IMAGES = 4
+"""Maximum number of images of a prompt that are shown."""
+THUMBNAIL_SIDE = 96
+"""Maximum width and height of a thumbnail, in pixels."""
+THUMBNAIL_URI = "data:image/jpeg;base64,"
+"""Beginning of a thumbnail."""
+
+
+def shown_images(media: PromptMedia, *, thumbnails: bool) -> list[dict[str, Any]]:
+    """Return the first images of a prompt with the fields of ShownImage in coordinator.proto."""
+    if not media:
+        return []
+    from PIL import Image
+
+    contents, found = media.by_hash(), []
+    for record in media.records[:SHOWN_IMAGES]:
+        with Image.open(io.BytesIO(contents[record["sha256"]])) as image:
+            shown = {"sha256": record["sha256"], "width": image.width, "height": image.height}
+            if thumbnails:
+                image.thumbnail((THUMBNAIL_SIDE, THUMBNAIL_SIDE))
+                file = io.BytesIO()
+                image.save(file, "JPEG")
+                shown["thumbnail"] = THUMBNAIL_URI + base64.b64encode(file.getvalue()).decode()
+        found.append(shown)
+    return found
+
+
+def image_line(image: Mapping[str, Any]) -> str:
+    """Return an image of a sample as text, such as "image 3f2a9c01, 640 x 480"."""
+    return f"image {str(image['sha256'])[:8]}, {image['width']} x {image['height']}"
 
 
 def shown_message(message: Mapping[str, Any]) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from pathlib import Path
 from string import Template
 from typing import Any
 
-from relaxd.media.shown import conversation_lines
+from relaxd.media.shown import THUMBNAIL_URI, conversation_lines, image_line
 from relaxd.report.charts import chart_data, color
 from relaxd.report.run_result import RunResult, place_of, results, table_of
 from relaxd.report.step_times import GROUP, TRAINER, Breakdown, Steps, mean_rows, share_rows
@@ -73,10 +73,11 @@ def _asset(name: str) -> str:
 
 
 def _policy() -> str:
-    """Return the page's Content-Security-Policy: its own two scripts, its styles, and nothing from elsewhere."""
+    """Return the page's Content-Security-Policy: its own scripts, styles and images, and nothing else."""
     digests = [base64.b64encode(hashlib.sha256(_asset(name).encode()).digest()).decode() for name in SCRIPTS]
     scripts = " ".join(f"'sha256-{digest}'" for digest in digests)
-    return f"default-src 'none'; script-src {scripts}; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'"
+    rest = "style-src 'unsafe-inline'; img-src data:; base-uri 'none'; form-action 'none'"
+    return f"default-src 'none'; script-src {scripts}; {rest}"
 
 
 def _packed(data: Mapping[str, Any]) -> str:
@@ -194,19 +195,27 @@ def _steps_table(steps: Steps) -> str:
 
 
 def _samples_table(samples: Sequence[Mapping[str, Any]]) -> str:
-    rows = [
-        (
-            str(sample.get("step", "")),
-            str(sample.get("version", 0)),
-            shown_text(sample.get("prompt", "")),
+    head = ("step", "version", "prompt", "response", "answer", "reward", "advantage")
+    rows = []
+    for sample in samples:
+        prompt = _cell(shown_text(sample.get("prompt", "")), "".join(map(_picture, sample.get("images", ()))))
+        rest = (
             _response(sample) or "(nothing)",
             shown_text(sample.get("answer", "")),
             f"{float(sample.get('reward', 0.0)):.2f}",
             f"{float(sample.get('advantage', 0.0)):+.2f}",
         )
-        for sample in samples
-    ]
-    return _table(("step", "version", "prompt", "response", "answer", "reward", "advantage"), rows)
+        before = (str(sample.get("step", "")), str(sample.get("version", 0)))
+        rows.append(f"<tr>{''.join(map(_cell, before))}{prompt}{''.join(map(_cell, rest))}</tr>")
+    return _rendered(head, rows) if rows else "<p>none</p>"
+
+
+def _picture(image: Mapping[str, Any]) -> str:
+    """Render an image of a sample, or what is known of it if it has no thumbnail."""
+    line, thumbnail = html.escape(image_line(image)), str(image.get("thumbnail", ""))
+    if not thumbnail.startswith(THUMBNAIL_URI):
+        return f"<br>{line}"
+    return f'<br><img src="{html.escape(thumbnail)}" alt="{line}" title="{line}">'
 
 
 def _response(sample: Mapping[str, Any]) -> str:
@@ -217,9 +226,11 @@ def _response(sample: Mapping[str, Any]) -> str:
 def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     if not rows:
         return "<p>none</p>"
-    return _rendered(
-        head, ["<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in row) + "</tr>" for row in rows]
-    )
+    return _rendered(head, [f"<tr>{''.join(map(_cell, row))}</tr>" for row in rows])
+
+
+def _cell(text: str, markup: str = "") -> str:
+    return f"<td>{html.escape(text)}{markup}</td>"
 
 
 def _rendered(head: Sequence[str], rows: Sequence[str]) -> str:

@@ -1335,6 +1335,7 @@ class TrainedSample(_message.Message):
     TURNS_FIELD_NUMBER: _builtins.int
     ENVIRONMENT_REWARD_FIELD_NUMBER: _builtins.int
     ENVIRONMENT_SECONDS_FIELD_NUMBER: _builtins.int
+    IMAGES_FIELD_NUMBER: _builtins.int
     group_id: _builtins.str
     """The group."""
     step: _builtins.int
@@ -1365,6 +1366,10 @@ class TrainedSample(_message.Message):
     def conversation(self) -> _containers.RepeatedCompositeFieldContainer[Global___ShownMessage]:
         """In runs with an environment: the messages after the prompt."""
 
+    @_builtins.property
+    def images(self) -> _containers.RepeatedCompositeFieldContainer[Global___ShownImage]:
+        """The first images of the prompt."""
+
     def __init__(
         self,
         *,
@@ -1382,14 +1387,49 @@ class TrainedSample(_message.Message):
         turns: _builtins.int = ...,
         environment_reward: _builtins.float = ...,
         environment_seconds: _builtins.float = ...,
+        images: _abc.Iterable[Global___ShownImage] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["advantage", b"advantage", "answer", b"answer", "conversation", b"conversation", "environment_reward", b"environment_reward", "environment_seconds", b"environment_seconds", "finish_reason", b"finish_reason", "group_id", b"group_id", "length", b"length", "prompt", b"prompt", "response", b"response", "reward", b"reward", "step", b"step", "turns", b"turns", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["advantage", b"advantage", "answer", b"answer", "conversation", b"conversation", "environment_reward", b"environment_reward", "environment_seconds", b"environment_seconds", "finish_reason", b"finish_reason", "group_id", b"group_id", "images", b"images", "length", b"length", "prompt", b"prompt", "response", b"response", "reward", b"reward", "step", b"step", "turns", b"turns", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___TrainedSample: _TypeAlias = TrainedSample  # noqa: Y015
+
+@_typing.final
+class ShownImage(_message.Message):
+    """An image of a prompt, for people."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SHA256_FIELD_NUMBER: _builtins.int
+    WIDTH_FIELD_NUMBER: _builtins.int
+    HEIGHT_FIELD_NUMBER: _builtins.int
+    THUMBNAIL_FIELD_NUMBER: _builtins.int
+    sha256: _builtins.str
+    """Hexadecimal digits of its hash."""
+    width: _builtins.int
+    """Its width as the model sees it, in pixels."""
+    height: _builtins.int
+    """Its height."""
+    thumbnail: _builtins.str
+    """A small picture of it, as data URI with a JPEG; empty where none was kept."""
+    def __init__(
+        self,
+        *,
+        sha256: _builtins.str = ...,
+        width: _builtins.int = ...,
+        height: _builtins.int = ...,
+        thumbnail: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["height", b"height", "sha256", b"sha256", "thumbnail", b"thumbnail", "width", b"width"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ShownImage: _TypeAlias = ShownImage  # noqa: Y015
 
 @_typing.final
 class ShownMessage(_message.Message):

@@ -9,7 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from relaxd.client.coordinator_client import ENDED, state_name
-from relaxd.media.shown import conversation_lines
+from relaxd.media.shown import conversation_lines, image_line
 from relaxd.report.run_result import sample_values
 from relaxd.telemetry.printable import escape
 from relaxd.v1 import coordinator_pb2 as pb
@@ -215,13 +215,19 @@ def samples_table(samples: Sequence[pb.TrainedSample], *, title: str = "", one_l
         table.add_row(
             str(sample.step),
             str(sample.version),
-            printable(sample.prompt),
+            _prompt(sample, one_line=one_line),
             _response(sample, one_line=one_line) or "(nothing)",
             printable(sample.answer),
             f"{sample.reward:.2f}",
             Text(f"{sample.advantage:+.2f}", style=style or ""),
         )
     return table
+
+
+def _prompt(sample: pb.TrainedSample, *, one_line: bool) -> Text:
+    """Return a sample's prompt, and with several lines its images."""
+    images = [] if one_line else sample_values(sample).get("images", [])
+    return Text("\n").join([printable(sample.prompt), *(printable(image_line(image)) for image in images)])
 
 
 def _response(sample: pb.TrainedSample, *, one_line: bool) -> Text:

@@ -25,7 +25,8 @@ from relaxd.board import (
     StageTime,
 )
 from relaxd.board.types import MICROSECONDS
-from relaxd.media.shown import shown_message
+from relaxd.media.prompt_media import PromptMedia
+from relaxd.media.shown import shown_images, shown_message
 from relaxd.models.flops import peak_flops, training_flops
 from relaxd.models.shape import ModelShape
 from relaxd.rewards.logged import part_metrics
@@ -199,20 +200,26 @@ def shown_samples(
     ]  # every group's sample 0, then every group's sample 1 ...
     chosen = sorted(places)[:limit]
     bounds = {place: bounds_of(groups[place].sample_lengths) for place in {place for _, place in chosen}}
-    return [_shown(groups[place], index, bounds[place], step, whitening) for index, place in chosen]
+    return [
+        _shown(groups[place], index, bounds[place], step, whitening) | _shown_images(groups[place], thumbnails=True)
+        for index, place in chosen
+    ]
 
 
 def all_samples(groups: Sequence[TrainGroup], step: int, whitening: Whitening | None = None) -> list[dict[str, Any]]:
-    """Return all samples as `shown_samples` does, group by group, with their place in the group and more facts."""
+    """Return all samples as `shown_samples` does, group by group, with their place in the group and more facts.
+
+    Images are without thumbnails.
+    """
     found = []
     for group in groups:
         parts, prompt = group.columns["reward_parts"] or {}, group.columns["prompt"] or {}
-        bounds = bounds_of(group.sample_lengths)
+        bounds, images = bounds_of(group.sample_lengths), _shown_images(group, thumbnails=False)
         for index in range(group.samples):
             more = {"sample": index, "reward_parts": {name: values[index] for name, values in parts.items()}}
             if "data_source" in (metadata := prompt.get("metadata") or {}):
                 more["source"] = metadata["data_source"]
-            found.append(_shown(group, index, bounds, step, whitening) | more)
+            found.append(_shown(group, index, bounds, step, whitening) | images | more)
     return found
 
 
@@ -242,6 +249,12 @@ def _shown(
         "finish_reason": str(columns["finish"][last]),
         **(_shown_conversation(columns, index) if TURNS in columns else {}),
     }
+
+
+def _shown_images(group: TrainGroup, *, thumbnails: bool) -> dict[str, Any]:
+    """Return the images that samples show of a group's prompt."""
+    found = shown_images(PromptMedia.of_columns(group.columns), thumbnails=thumbnails)
+    return {"images": found} if found else {}
 
 
 def _shown_conversation(columns: Mapping[str, Any], index: int) -> dict[str, Any]:
