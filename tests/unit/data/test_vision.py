@@ -154,7 +154,10 @@ def test_the_digest_of_data_changes_with_an_image_file() -> None:
 @pytest.mark.parametrize(
     ("settings", "complaint"),
     [
-        (['--rollout.engine="sglang"'], 'rollout.engine: = "sglang", which sees no images (data.media_keys): "transf'),
+        (
+            ['--rollout.engine="sglang_external"'],
+            'rollout.engine: = "sglang_external", which sees no images (data.media_keys): "transformers" or "sglang" d',
+        ),
         (["--data.max_prompt_tokens=80"], "rows.jsonl line 1 has 87 tokens, more than data.max_prompt_tokens = 80"),
         (["--data.media_keys={}"], "rows.jsonl line 1 has images, but data.media_keys doesn't say so"),
         (
