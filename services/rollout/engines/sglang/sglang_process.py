@@ -90,6 +90,12 @@ class SGLangProcess(EngineProcess):
         launched: "Future[engine_pb2.LoadResponse]",
     ) -> None:
         try:
+            vision = read_model_vision(Path(folder))
+            if vision is not None and config.sglang.get("rl_on_policy_target"):
+                raise OptionError(
+                    "rollout.sglang.rl_on_policy_target is set, but SGLang then gives images the positions of text: "
+                    "leave it out for a model that sees images"
+                )
             args = server_args(folder, config, colocate=colocate, frozen=self.frozen, share=gpu_share())
             self._on_gpus = args.device == "cuda"
             experts = expert_count(args.get_model_config().hf_text_config) if config.return_routed_experts else 0
@@ -98,7 +104,6 @@ class SGLangProcess(EngineProcess):
             channel, info = launch(args, schedulers)
             model = args.get_model_config()
             tokenizer = AutoTokenizer.from_pretrained(folder)
-            vision = read_model_vision(Path(folder))
             end_ids = frozenset(read_model_folder(Path(folder)).end_ids)
             self._schedulers = schedulers
             self._engine = SGLangEngine(
