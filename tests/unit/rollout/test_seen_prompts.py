@@ -1,0 +1,69 @@
+"""Images of a prompt as engines get them: their places, and positions behind them."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from relaxd.data.vision import read_vision
+from services.rollout.engines.prompt_images import SeenPrompt, read_model_vision, see
+from services.rollout.engines.request_types import EngineError, Request, Sampling
+from tests.kit.vision import picture, prompt_with_images, write_vision_model
+
+WIDE, SQUARE, TALL = picture(96, 64), picture(64, 64, 1), picture(64, 128, 2)
+"""3 x 2, 2 x 2 and 2 x 4 tokens."""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_vision_model(tmp_path_factory.mktemp("seeing"))
+
+
+@pytest.mark.parametrize(
+    ("pictures", "spans", "behind"),
+    [
+        ([SQUARE], [(2, 5)], 5),
+        ([WIDE, TALL], [(2, 7), (9, 16)], 11),
+        ([SQUARE, SQUARE], [(2, 5), (7, 10)], 8),
+    ],
+)
+def test_places_and_positions(
+    folder: Path, pictures: list[Image.Image], spans: list[tuple[int, int]], behind: int
+) -> None:
+    vision = read_vision(folder)
+    prompt, media = prompt_with_images(vision, pictures)
+    seen = see(Request("a", tuple(prompt), 1, Sampling(4), media=media), vision)
+    assert isinstance(seen, SeenPrompt)
+    assert seen.spans == spans
+    assert {prompt[place] for first, last in spans for place in range(first, last + 1)} == {vision.tokens.token}
+    positions = seen.positions(3)
+    assert positions.dtype == np.int64
+    assert positions.shape == (3, len(prompt) + 3)
+    np.testing.assert_array_equal(positions[:, : len(prompt)], seen.layout.positions)
+    np.testing.assert_array_equal(positions[:, len(prompt) :], [[behind, behind + 1, behind + 2]] * 3)
+    assert seen.offset == behind - len(prompt)
+    assert all(seen.patches[name].shape[1:] == (3, 16, 16) for name in seen.hashes)
+
+
+def test_identity_is_that_of_all_images_in_order(folder: Path) -> None:
+    vision = read_vision(folder)
+    found = []
+    for pictures in ([SQUARE, TALL], [TALL, SQUARE], [SQUARE], [SQUARE, SQUARE], [SQUARE, TALL]):
+        prompt, media = prompt_with_images(vision, pictures)
+        seen = see(Request("a", tuple(prompt), 1, Sampling(4), media=media), vision)
+        assert seen is not None
+        found.append(seen.identity)
+    assert found[0] == found[-1]
+    assert len(set(found)) == 4
+
+
+def test_models_that_see_nothing(folder: Path, tmp_path: Path) -> None:
+    vision = read_model_vision(folder)
+    assert vision == read_vision(folder)
+    prompt, media = prompt_with_images(read_vision(folder), [SQUARE])
+    assert see(Request("a", (5, 6), 1, Sampling(4)), vision) is None
+    (tmp_path / "config.json").write_text('{"model_type": "qwen3"}')
+    assert read_model_vision(tmp_path) is None
+    with pytest.raises(EngineError, match="the model sees none"):
+        see(Request("a", tuple(prompt), 1, Sampling(4), media=media), None)
