@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.attention.varlen import varlen_attn
 
 VERSION = "2.8.3"
 PACKAGE = """from benchmarks.peers.flash_attention import flash_attn_func, flash_attn_varlen_func
@@ -72,13 +73,13 @@ def flash_attn_varlen_func(
     """
     if softcap or deterministic or dropout_p:
         raise ValueError(f"softcap {softcap}, deterministic {deterministic}, dropout_p {dropout_p}: only 0 and False")
-    output: Any = torch.ops.aten._flash_attention_forward(
-        *(q, k, v, cu_seqlens_q, cu_seqlens_k, int(max_seqlen_q), int(max_seqlen_k), 0.0, causal, False),
-        scale=softmax_scale,
-        window_size_left=None if window_size[0] < 0 else window_size[0],
-        window_size_right=None if window_size[1] < 0 else window_size[1],
+    if causal:
+        window_size = (window_size[0], 0)
+    longest = int(max_seqlen_q), int(max_seqlen_k)
+    output: Any = varlen_attn(
+        q, k, v, cu_seqlens_q, cu_seqlens_k, *longest, scale=softmax_scale, window_size=window_size
     )
-    return output[0]
+    return output
 
 
 def flash_attn_func(q: Tensor, k: Tensor, v: Tensor, **settings: Any) -> Tensor:
