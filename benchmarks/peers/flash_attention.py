@@ -14,10 +14,13 @@ from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
 
 VERSION = "2.8.3"
-PACKAGE = """from benchmarks.peers.flash_attention import flash_attn_func, flash_attn_varlen_func
+PACKAGE = """from pkgutil import extend_path
+
+from benchmarks.peers.flash_attention import flash_attn_func, flash_attn_varlen_func
 
 flash_attn_with_kvcache = None
 __version__ = "{version}"
+__path__ = extend_path(__path__, __name__)
 """
 PADDING = """from transformers.modeling_flash_attention_utils import _index_first_axis as index_first_axis
 from transformers.modeling_flash_attention_utils import _pad_input as pad_input
