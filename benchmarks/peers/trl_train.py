@@ -37,7 +37,7 @@ def train(folder: Path, work: Workload, *, generation: str, cpu: bool, batch: in
         "continuous": {
             "use_transformers_continuous_batching": True,
             "transformers_continuous_batching_config": {
-                "max_memory_percent": work.memory_fraction,
+                "max_memory_percent": min(work.memory_fraction, 0.25),  # the rest is for its padded batches
                 "max_blocks_per_request": 0,
             },
         },
