@@ -61,12 +61,13 @@ You can add and remove rollout, reward and advantage replicas while a run trains
 weights before its first prompt. A replica that leaves finishes or nacks the groups that it holds. Nothing is lost or
 trained twice, and training doesn't pause.
 
-There are three ways:
+There are four ways:
 
 - **By hand.** Start another service process anywhere, with the addresses of the coordinator and Redis; stop it with
   SIGTERM. `docker compose up -d --no-recreate --scale rollout=4` does this ([deploy.md](deploy.md)).
 - **By request**: `relaxd scale rollout=3`, or the calls below. A *launcher* starts or removes the replicas for the
   coordinator.
+- **By itself**: the [autoscaler](#autoscaler).
 - **By address**: the coordinator asks services that were started with `--standby` to join, and later to leave.
 
 `python docs/scaling.py` runs every command on this page and records its output.
@@ -184,7 +185,7 @@ disagree in places. This table shows both and what relaxd does, including delibe
 | `dry_run`, `force` | yes | yes | no: use `GetScaleRequest` and an idempotent target, or `drain_seconds = 0` |
 | a restart of the coordinator | not documented | not stated | the request in progress continues |
 | roles | rollout | rollout | rollout, reward, advantage |
-| autoscaler | on metrics | on metrics | none: the metrics are exported ([metrics.md](metrics.md)), and the calls are idempotent |
+| autoscaler | on metrics | on metrics | on what the trainer and the engines wait for; with a dry run |
 """  # noqa: E501
 
 

@@ -11,6 +11,7 @@ import typer
 
 from relaxd import __version__
 from relaxd.cli import run_checkpoints, run_commands
+from relaxd.cli.autoscale import autoscale
 from relaxd.cli.demo import demo
 from relaxd.cli.execute import execute, find_services, new_run_id
 from relaxd.cli.options import (
@@ -107,6 +108,8 @@ Keep the services up for several runs:
     relaxd ledger RUN                show what became of every prompt
 
     relaxd scale rollout=3           add or remove replicas
+
+    relaxd autoscale on              let the coordinator add and remove rollout replicas
 
     relaxd pause                     pause the run (also: resume, stop)
 
@@ -336,6 +339,7 @@ def scale(
         raise typer.Exit(1)
 
 
+app.command()(autoscale)
 app.command()(run_tables.samples)
 app.command()(run_tables.metrics)
 app.command()(run_tables.runs)

@@ -185,6 +185,14 @@ class CoordinatorClient:
         """Cancel the scale request in progress."""
         return self._call(self._stub.CancelScaleRequest, scaling_pb2.CancelScaleRequestRequest()).request
 
+    def autoscaler(self) -> scaling_pb2.Autoscaler:
+        """Return the autoscaler of the active run."""
+        return self._call(self._stub.GetAutoscaler, scaling_pb2.GetAutoscalerRequest()).autoscaler
+
+    def set_autoscaler(self, mode: "scaling_pb2.AutoscaleMode.ValueType") -> scaling_pb2.Autoscaler:
+        """Change the mode of the autoscaler for the rest of the active run."""
+        return self._call(self._stub.SetAutoscaler, scaling_pb2.SetAutoscalerRequest(mode=mode)).autoscaler
+
     def scale_requests(self, limit: int = 20) -> list[scaling_pb2.ScaleRequest]:
         """List scale requests, newest first."""
         request = scaling_pb2.ListScaleRequestsRequest()

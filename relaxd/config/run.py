@@ -9,6 +9,7 @@ from relaxd.best_checkpoint import metric_problem
 from relaxd.config.agent import AgentConfig, conversation_problem
 from relaxd.config.alerts import AlertsConfig
 from relaxd.config.algorithm import AlgorithmConfig, GRPOConfig, OwnConfig
+from relaxd.config.autoscale import AutoscaleConfig
 from relaxd.config.data import DataConfig
 from relaxd.config.evaluation import EvalConfig
 from relaxd.config.operation import BoardConfig, HealthConfig, RehearsalConfig, WeightsConfig
@@ -126,6 +127,8 @@ class RunConfig(Section):
     """Roles that only some runs need."""
     placement: PlacementConfig = PlacementConfig()
     """Replicas of each role."""
+    autoscale: AutoscaleConfig = AutoscaleConfig()
+    """Number of rollout replicas by need."""
     health: HealthConfig = HealthConfig()
     """Detection and recovery of dead or stuck replicas."""
     rehearsal: RehearsalConfig = RehearsalConfig()
@@ -561,6 +564,9 @@ class RunConfig(Section):
                 'weights.transport is "nccl", which cannot connect two processes on one GPU: use "cuda_ipc", or "gloo" '
                 "on a CPU"
             )
+        elif self.autoscale.mode != "off":
+            mode = self.autoscale.mode
+            wrong = f'autoscale.mode is "{mode}": set "off", since all engines are on GPUs of the trainer'
         elif self.trainer.ranks % self.rollout.tensor_parallel:
             wrong = (
                 f"trainer.ranks is {self.trainer.ranks}: it must be a multiple of rollout.tensor_parallel = "

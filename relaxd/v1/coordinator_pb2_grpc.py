@@ -167,6 +167,16 @@ class CoordinatorStub:
                 request_serializer=relaxd_dot_v1_dot_scaling__pb2.CancelScaleRequestRequest.SerializeToString,
                 response_deserializer=relaxd_dot_v1_dot_scaling__pb2.CancelScaleRequestResponse.FromString,
                 _registered_method=True)
+        self.GetAutoscaler = channel.unary_unary(
+                '/relaxd.v1.Coordinator/GetAutoscaler',
+                request_serializer=relaxd_dot_v1_dot_scaling__pb2.GetAutoscalerRequest.SerializeToString,
+                response_deserializer=relaxd_dot_v1_dot_scaling__pb2.GetAutoscalerResponse.FromString,
+                _registered_method=True)
+        self.SetAutoscaler = channel.unary_unary(
+                '/relaxd.v1.Coordinator/SetAutoscaler',
+                request_serializer=relaxd_dot_v1_dot_scaling__pb2.SetAutoscalerRequest.SerializeToString,
+                response_deserializer=relaxd_dot_v1_dot_scaling__pb2.SetAutoscalerResponse.FromString,
+                _registered_method=True)
 
 
 class CoordinatorServicer:
@@ -364,6 +374,20 @@ class CoordinatorServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def GetAutoscaler(self, request, context):
+        """GetAutoscaler says what the autoscaler of the active run sees, wants and has decided.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def SetAutoscaler(self, request, context):
+        """SetAutoscaler switches it on or off, or lets it only say what it would do, for the rest of the run.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_CoordinatorServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -496,6 +520,16 @@ def add_CoordinatorServicer_to_server(servicer, server):
                     servicer.CancelScaleRequest,
                     request_deserializer=relaxd_dot_v1_dot_scaling__pb2.CancelScaleRequestRequest.FromString,
                     response_serializer=relaxd_dot_v1_dot_scaling__pb2.CancelScaleRequestResponse.SerializeToString,
+            ),
+            'GetAutoscaler': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetAutoscaler,
+                    request_deserializer=relaxd_dot_v1_dot_scaling__pb2.GetAutoscalerRequest.FromString,
+                    response_serializer=relaxd_dot_v1_dot_scaling__pb2.GetAutoscalerResponse.SerializeToString,
+            ),
+            'SetAutoscaler': grpc.unary_unary_rpc_method_handler(
+                    servicer.SetAutoscaler,
+                    request_deserializer=relaxd_dot_v1_dot_scaling__pb2.SetAutoscalerRequest.FromString,
+                    response_serializer=relaxd_dot_v1_dot_scaling__pb2.SetAutoscalerResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -1202,6 +1236,60 @@ class Coordinator:
             '/relaxd.v1.Coordinator/CancelScaleRequest',
             relaxd_dot_v1_dot_scaling__pb2.CancelScaleRequestRequest.SerializeToString,
             relaxd_dot_v1_dot_scaling__pb2.CancelScaleRequestResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetAutoscaler(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/relaxd.v1.Coordinator/GetAutoscaler',
+            relaxd_dot_v1_dot_scaling__pb2.GetAutoscalerRequest.SerializeToString,
+            relaxd_dot_v1_dot_scaling__pb2.GetAutoscalerResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def SetAutoscaler(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/relaxd.v1.Coordinator/SetAutoscaler',
+            relaxd_dot_v1_dot_scaling__pb2.SetAutoscalerRequest.SerializeToString,
+            relaxd_dot_v1_dot_scaling__pb2.SetAutoscalerResponse.FromString,
             options,
             channel_credentials,
             insecure,

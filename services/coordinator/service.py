@@ -21,6 +21,7 @@ from services.coordinator.api.server import CoordinatorService
 from services.coordinator.fleet.peers import Peers
 from services.coordinator.fleet.registry import Registry
 from services.coordinator.runs.run_manager import RunManager
+from services.coordinator.scaling.autoscaler import Autoscaler
 from services.coordinator.scaling.launchers import Launchers
 from services.coordinator.scaling.scaler import Scaler
 from services.coordinator.state.store import AsyncStore, StoreUnavailable, Superseded
@@ -67,6 +68,7 @@ class CoordinatorProcess:
         self._manager = RunManager(store, self._registry, self._peers, settings, self._fail)
         launchers = Launchers(self._peers, settings.launcher)
         self._scaler = Scaler(store, self._registry, self._manager, launchers, self._fail)
+        self._autoscaler = Autoscaler(self._manager, self._scaler)
         self._started = asyncio.get_running_loop().time()
 
     async def run(self) -> None:
@@ -76,7 +78,7 @@ class CoordinatorProcess:
         services = [
             Service(
                 add_CoordinatorServicer_to_server,
-                CoordinatorService(self._manager, self._registry, self._peers, self._scaler),
+                CoordinatorService(self._manager, self._registry, self._peers, self._scaler, self._autoscaler),
                 "relaxd.v1.Coordinator",
             ),
             Service(
@@ -98,6 +100,7 @@ class CoordinatorProcess:
             # groups.
             await self._manager.resume()
             await self._scaler.resume()
+            tasks.append(asyncio.ensure_future(self._autoscaler.run_forever()))
             server = await start_service(services, self._settings)
             logger.info("coordinator %s, term %d, on %s:%d", __version__, self._store.term, server.host, server.port)
             await server.set_serving(True)

@@ -20,6 +20,7 @@ from relaxd.v1 import scaling_pb2
 from relaxd.v1.coordinator_pb2_grpc import CoordinatorServicer
 from relaxd.v1.replica_pb2 import DrainRequest, WeightVersion
 from services.coordinator.api.validation import (
+    autoscale_mode,
     check_announcement,
     check_gpu_request,
     check_metrics_request,
@@ -37,6 +38,7 @@ from services.coordinator.runs.record_messages import sample_message
 from services.coordinator.runs.run_manager import RunManager, read_board
 from services.coordinator.runs.starting import check_run_id
 from services.coordinator.runs.watch_stream import RunFeed
+from services.coordinator.scaling.autoscaler import Autoscaler
 from services.coordinator.scaling.scale_log import MAX_REQUESTS, scale_message
 from services.coordinator.scaling.scaler import Scaler
 from services.coordinator.state.records import Announcement
@@ -52,12 +54,15 @@ DRAIN_SECONDS = 25.0
 class CoordinatorService(CoordinatorServicer):
     """relaxd.v1.Coordinator over the runs, the replicas and the scale requests."""
 
-    def __init__(self, manager: RunManager, registry: Registry, peers: Peers, scaler: Scaler) -> None:
+    def __init__(
+        self, manager: RunManager, registry: Registry, peers: Peers, scaler: Scaler, autoscaler: Autoscaler
+    ) -> None:
         self._manager = manager
         self._feed = RunFeed(manager)
         self._registry = registry
         self._peers = peers
         self._scaler = scaler
+        self._autoscaler = autoscaler
 
     # --- runs -----------------------------------------------------------------------------------------------------
 
@@ -340,6 +345,26 @@ class CoordinatorService(CoordinatorServicer):
         """Cancel a scale request and roll its replicas back."""
         record = await self._scaler.cancel(request.request_id)
         return scaling_pb2.CancelScaleRequestResponse(request=scale_message(record))
+
+    async def GetAutoscaler(
+        self, request: scaling_pb2.GetAutoscalerRequest, context: Any
+    ) -> scaling_pb2.GetAutoscalerResponse:
+        """Say what the autoscaler of the active run sees, wants and has decided."""
+        active = self._manager.require_active(request.run_id)
+        return scaling_pb2.GetAutoscalerResponse(autoscaler=self._autoscaler.describe(active))
+
+    async def SetAutoscaler(
+        self, request: scaling_pb2.SetAutoscalerRequest, context: Any
+    ) -> scaling_pb2.SetAutoscalerResponse:
+        """Change the autoscaler's mode for the rest of the active run."""
+        mode = autoscale_mode(request)
+        active = self._manager.require_active(request.run_id)
+        if active.config.run.colocate and mode != "off":
+            raise FailedPrecondition(
+                "run.colocate is true: its engines share the trainer's GPUs, and none can be added"
+            )
+        await active.set_autoscale(mode)
+        return scaling_pb2.SetAutoscalerResponse(autoscaler=self._autoscaler.describe(active))
 
     def _own_replica(self, replica_id: str, deed: str, hint: str) -> Replica:
         """Return a replica that the caller may speak for; `deed` is what it is about to do."""

@@ -138,6 +138,16 @@ def scale_out_spec(request: scaling_pb2.ScaleOutRequest) -> ScaleSpec:
     )
 
 
+def autoscale_mode(request: scaling_pb2.SetAutoscalerRequest) -> str:
+    """Check a SetAutoscaler request and return the mode."""
+    violations = Violations()
+    check_run_id(request.run_id, violations, optional=True)
+    known = request.mode in scaling_pb2.AutoscaleMode.values() and request.mode
+    violations.check(known, "mode", f"is {request.mode}: it must be AUTOSCALE_MODE_OFF, _DRY_RUN or _ON")
+    violations.raise_if_any()
+    return scaling_pb2.AutoscaleMode.Name(request.mode).removeprefix("AUTOSCALE_MODE_").lower()
+
+
 def scale_in_spec(request: scaling_pb2.ScaleInRequest) -> ScaleSpec:
     """Check a ScaleIn request and convert it."""
     violations = Violations()

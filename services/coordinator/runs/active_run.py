@@ -188,6 +188,16 @@ class ActiveRun:
         self._going_since = time.monotonic()
         await self._save(paused=None, forgiven_drops=failed, forgiven_filtered=filtered)
 
+    @property
+    def autoscale_mode(self) -> str:
+        """Mode of the autoscaler: "off", "dry_run" or "on"."""
+        return self.record.autoscale or self.config.autoscale.mode
+
+    async def set_autoscale(self, mode: str) -> None:
+        """Change the mode of the autoscaler for the rest of the run."""
+        await self._save(autoscale=mode)
+        logger.info("run %s: the autoscaler is %s", self.record.run_id, mode)
+
     async def stop(self, reason: str) -> None:
         """Stop the run early."""
         await self._save(stop_reason=reason or "stopped", reason=reason or "stopped", paused=None)

@@ -119,6 +119,12 @@ class RunSnapshot:
     waits: Sequence[Named] = ()
     """Waits of the coordinator itself, the longest first."""
 
+    @property
+    def lacking(self) -> int:
+        """Number of groups that the open step still lacks at the trainer."""
+        ready = self.queues[-1].waiting + self.queues[-1].held if self.queues else 0
+        return max(0, self.groups_per_step - ready)
+
     def role_of_stage(self, stage: str) -> str:
         """Return the role that works on a stage in this run."""
         return self.stage_roles.get(stage, stage)
@@ -269,7 +275,7 @@ def _full(run: RunSnapshot) -> Reason | None:
     if limit == "full":
         advice = ("raise Redis's maxmemory: redis-cli CONFIG SET maxmemory ...",)
         return Reason(pb.WAIT_KIND_FULL, f"publishing waits: {detail}", on="redis", advice=advice, always=True)
-    if limit == "memory" and _lacking(run) and not _before_training(run):
+    if limit == "memory" and run.lacking and not _before_training(run):
         advice = (
             "raise board.high_water_bytes or Redis's maxmemory, or lower trainer.groups_per_step or "
             "rollout.max_new_tokens",
@@ -310,7 +316,7 @@ def _sync(run: RunSnapshot) -> Reason | None:
 
 def _trainer(run: RunSnapshot) -> Reason | None:
     """All groups of the step are with the trainer."""
-    if _lacking(run):
+    if run.lacking:
         return None
     trainer = next((peer for peer in run.peers if ROLES[peer.role].weights == "sends"), None)
     said = f": {trainer.detail}" if trainer and trainer.detail else ""
@@ -327,7 +333,7 @@ def _held(run: RunSnapshot) -> Reason | None:
     queue = _slowest(run)
     if queue is None:
         return None
-    lacks = f"step {run.step + 1} lacks {_lacking(run)} of its {run.groups_per_step} groups"
+    lacks = f"step {run.step + 1} lacks {run.lacking} of its {run.groups_per_step} groups"
     count = sum(peer.role == run.role_of_stage(queue.stage) for peer in run.peers)
     group = run.held.get(queue.stage)
     peer = next((peer for peer in run.peers if group and peer.replica_id == group.holder), None)
@@ -364,9 +370,9 @@ def _held(run: RunSnapshot) -> Reason | None:
 def _gate(run: RunSnapshot) -> Reason | None:
     """No group is under way that the step lacks, and none may be published."""
     limit, detail = run.gate
-    if not limit or not _lacking(run):
+    if not limit or not run.lacking:
         return None
-    lacks = f"step {run.step + 1} lacks {_lacking(run)} of its {run.groups_per_step} groups"
+    lacks = f"step {run.step + 1} lacks {run.lacking} of its {run.groups_per_step} groups"
     return Reason(pb.WAIT_KIND_GATE, f"{lacks}; publishing waits: {detail}", on="the gate", since=run.step_ended)
 
 
@@ -388,12 +394,6 @@ REASONS: tuple[Callable[[RunSnapshot], Reason | None], ...] = (
 
 
 # --- parts ----------------------------------------------------------------------------------------------------------
-
-
-def _lacking(run: RunSnapshot) -> int:
-    """Count the groups that the open step still lacks at the trainer."""
-    ready = run.queues[-1].waiting + run.queues[-1].held if run.queues else 0
-    return max(0, run.groups_per_step - ready)
 
 
 def _before_training(run: RunSnapshot) -> int:
@@ -429,7 +429,7 @@ def evidence(run: RunSnapshot) -> list[str]:
     lines = [f"{began}{usual}" if run.training else "it has not begun to train"]
     lines.append(f"groups: {run.published} published, {run.open} open, {sum(run.dropped.values())} dropped")
     if run.queues:
-        ready = run.groups_per_step - _lacking(run)
+        ready = run.groups_per_step - run.lacking
         lines.append(f"step {run.step + 1}: {ready} of {run.groups_per_step} groups are with the trainer")
     for queue in run.queues[:-1]:
         line = f"{queue.stage}: {queue.waiting} groups wait, {queue.held} are held"

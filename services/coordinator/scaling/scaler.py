@@ -95,9 +95,15 @@ class Scaler:
         """Cancel a request and roll its replicas back. Raises NotFound, FailedPrecondition."""
         return await finish(self.log.cancel(request_id), "the end of a scale request")
 
+    def live(self, role: str) -> list[Replica]:
+        """Return the replicas of a role that are not draining, oldest first; only the newest per launch id."""
+        replicas = [r for r in self._registry.of_role(role) if not r.draining]
+        newest = {replica.launch_id or replica.replica_id: replica for replica in replicas}
+        return sorted(newest.values(), key=lambda replica: replica.registered_at)
+
     def _replicas_to_add(self, request_id: str, spec: ScaleSpec) -> tuple[ScaledReplica, ...]:
         """Plan the replicas to create."""
-        live = self._live(spec.role)
+        live = self.live(spec.role)
         if spec.addresses:
             there = {replica.registration.address for replica in live}
             names = [EXTERNAL + address for address in spec.addresses if address not in there]
@@ -120,7 +126,7 @@ class Scaler:
 
     def _replicas_to_remove(self, spec: ScaleSpec) -> tuple[ScaledReplica, ...]:
         """Plan the replicas to remove."""
-        live = self._live(spec.role)
+        live = self.live(spec.role)
         if spec.replica_ids:
             named = (self._removable(replica_id, spec.role) for replica_id in spec.replica_ids)
             removed = list({replica.launch_id: replica for replica in named}.values())
@@ -146,12 +152,6 @@ class Scaler:
         if not replica.launch_id:
             raise FailedPrecondition(f"{replica_id} was not scaled out: stop it where it was started")
         return replica
-
-    def _live(self, role: str) -> list[Replica]:
-        """Return the replicas of a role that are not draining, oldest first; only the newest per launch id."""
-        replicas = [r for r in self._registry.of_role(role) if not r.draining]
-        newest = {replica.launch_id or replica.replica_id: replica for replica in replicas}
-        return sorted(newest.values(), key=lambda replica: replica.registered_at)
 
     def _start(self, request_id: str) -> None:
         task = asyncio.create_task(self._carry_out(request_id))

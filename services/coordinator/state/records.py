@@ -83,6 +83,8 @@ class RunRecord(Record):
     """Reason for the pause; None if not paused. Only a pending or running run can be paused."""
     paused_at: datetime | None = None
     """When the last pause began."""
+    autoscale: str = ""
+    """Mode of the autoscaler that was set during the run; empty: that of its configuration."""
     stop_reason: str = ""
     """Reason given to StopRun; empty if the run was not stopped."""
     request_id: str = ""

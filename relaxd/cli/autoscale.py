@@ -1,0 +1,68 @@
+"""`relaxd autoscale`: show what the autoscaler sees and has decided, or switch it."""
+
+from datetime import datetime
+from typing import Annotated
+
+import typer
+from rich.console import Group
+from rich.table import Table
+from rich.text import Text
+
+from relaxd.cli.options import DEFAULT_STATE, CoordinatorOption, StateOption, new_console
+from relaxd.client import CliError
+from relaxd.local.silence import open_client
+from relaxd.local.stack import coordinator_address
+from relaxd.v1 import scaling_pb2 as pb
+
+MODES = {
+    "off": pb.AUTOSCALE_MODE_OFF,
+    "dry_run": pb.AUTOSCALE_MODE_DRY_RUN,
+    "on": pb.AUTOSCALE_MODE_ON,
+}
+SHOWN_DECISIONS = 10
+
+
+def autoscale(
+    mode: Annotated[
+        str,
+        typer.Argument(metavar="[on|dry_run|off]", help="New mode for the rest of the run.", show_default=False),
+    ] = "",
+    state: StateOption = DEFAULT_STATE,
+    coordinator: CoordinatorOption = None,
+) -> None:
+    """Show what the autoscaler sees and has decided, or switch it."""
+    if mode and mode not in MODES:
+        raise CliError(f"{mode!r} is no mode of the autoscaler: on, dry_run or off", "relaxd autoscale dry_run")
+    with open_client(coordinator_address(state, coordinator), state) as client:
+        new_console().print(autoscaler_view(client.set_autoscaler(MODES[mode]) if mode else client.autoscaler()))
+
+
+def autoscaler_view(autoscaler: pb.Autoscaler) -> Group:
+    """Format the state of an autoscaler: a sentence, its conditions and its last decisions."""
+    names = {value: name for name, value in MODES.items()}
+    change = "" if autoscaler.wanted_replicas == autoscaler.replicas else f", {autoscaler.wanted_replicas} are wanted"
+    parts: list[Text | Table] = [
+        Text(
+            f"run {autoscaler.run_id}: the autoscaler is {names.get(autoscaler.mode, 'unknown')} "
+            f"({autoscaler.min_replicas} to {autoscaler.max_replicas} rollout replicas); "
+            f"there are {autoscaler.replicas}{change}: {autoscaler.reason}"
+        )
+    ]
+    if autoscaler.conditions:
+        table = Table("to", "condition", "is", "wanted", "", header_style="dim", box=None)
+        for one in autoscaler.conditions:
+            way = "add" if one.direction == pb.SCALE_DIRECTION_OUT else "remove"
+            wanted = f"{'above' if one.above else 'below'} {one.threshold:g}"
+            holds = Text("yes", "green") if one.holds else Text("no", "dim")
+            table.add_row(way, one.name, f"{one.value:.2f}", wanted, holds)
+        parts.append(table)
+    if autoscaler.decisions:
+        table = Table("at", "replicas", "request", "because", header_style="dim", box=None)
+        for decision in autoscaler.decisions[:SHOWN_DECISIONS]:
+            at = datetime.fromtimestamp(decision.decide_time.ToNanoseconds() / 1e9)
+            request = decision.request_id or "none"
+            table.add_row(
+                f"{at:%H:%M:%S}", f"{decision.replicas} to {decision.wanted_replicas}", request, decision.reason
+            )
+        parts.append(table)
+    return Group(*parts)

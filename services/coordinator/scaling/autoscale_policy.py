@@ -1,0 +1,228 @@
+"""The autoscaler's policy: how many rollout replicas a run needs, from samples of the last seconds. Pure.
+
+The trainer's idle share says how much is missing: with n replicas and an idle share s, n / (1 - s) would keep it busy.
+Each rule is a table of conditions on means over its window, all of which must hold; so a decision has its reasons, and
+so has one not to act.
+"""
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from relaxd.config.autoscale import AutoscaleConfig
+
+IDLE_OUT, IDLE_IN = 0.15, 0.05
+"""Idle share of the trainer above which replicas are added, and above which it is asked what the engines do meanwhile
+before one is removed."""
+BUSY_OUT, BUSY_IN, BUSY_AHEAD = 0.9, 0.6, 0.9
+"""Busy share of the engines above which replicas are added. One is removed if the others' would stay below BUSY_IN, or
+below BUSY_AHEAD where engines are so far ahead that the gate is shut."""
+MOST_AT_ONCE = 4
+"""Replicas that are added at once."""
+WORTH = 0.5
+"""Replicas are worth it if tokens per second grew by at least this share of what they should have added."""
+NOT_WORTH_SECONDS = 600.0
+"""None are added for this long after some were not worth it."""
+GAP_SECONDS = 10.0
+"""Samples with a longer gap between them are of different times: the window begins anew."""
+FULL = ("memory", "full", "complete", "closed")
+"""Limits of the gate (`relaxd.board.Admission.limit`) at which more engines are of no use."""
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A run at one second."""
+
+    at: float
+    """Clock time in seconds."""
+    replicas: int
+    """Rollout replicas that aren't draining."""
+    removable: int
+    """Those of them that were scaled out."""
+    busy: float | None
+    """Share of the last second in which an engine had samples; mean of the engines, None if none has said."""
+    lacking: bool
+    """The open step lacks groups, so that the trainer waits."""
+    waiting: int
+    """Groups that wait for an engine."""
+    gate: str
+    """Limit that shuts the gate; empty while it is open."""
+    tokens_per_second: float
+    """Of all engines."""
+    hold: str = ""
+    """Why nothing may be decided now, such as a pause; empty if something may."""
+
+
+@dataclass(frozen=True)
+class Condition:
+    """One condition of a rule."""
+
+    rule: str
+    """ "out" or "in"."""
+    name: str
+    value: float
+    threshold: float
+    above: bool
+    """True: the value must be above the threshold; False: below."""
+
+    @property
+    def holds(self) -> bool:
+        """Return whether it holds."""
+        return self.value > self.threshold if self.above else self.value < self.threshold
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What the policy says at one moment."""
+
+    wanted: int
+    """Replicas that there should be."""
+    reason: str
+    """Why there should be more or fewer, or why nothing changes; for people."""
+    conditions: tuple[Condition, ...] = ()
+    """Those of both rules whose windows are full."""
+
+
+@dataclass
+class _Trial:
+    """The last time that replicas were added."""
+
+    replicas: int
+    """Those that there were before."""
+    tokens_per_second: float
+    """Speed before."""
+    judged: bool = False
+
+
+@dataclass
+class AutoscalePolicy:
+    """The samples of a run and what was decided so far."""
+
+    settings: AutoscaleConfig
+    _samples: deque[Sample] = field(default_factory=deque)
+    _last_out: float = float("-inf")
+    _last_in: float = float("-inf")
+    _no_out_until: float = float("-inf")
+    _trial: _Trial | None = None
+
+    def observe(self, sample: Sample) -> Verdict:
+        """Take in a sample and say how many replicas there should be. Call it about once a second."""
+        if sample.hold:
+            self._samples.clear()
+            return Verdict(sample.replicas, sample.hold)
+        if self._samples:
+            last = self._samples[-1]
+            if sample.at - last.at > GAP_SECONDS or sample.replicas != last.replicas:
+                self._samples.clear()
+        self._samples.append(sample)
+        while sample.at - self._samples[0].at > max(self.settings.out_seconds, self.settings.in_seconds):
+            self._samples.popleft()
+        if sample.replicas < self.settings.min_replicas:
+            reason = f"autoscale.min_replicas is {self.settings.min_replicas}"
+            return Verdict(self.settings.min_replicas, reason)
+        self._judge_last_out()
+        out, into = self._out(sample), self._in(sample)
+        conditions = (*out.conditions, *into.conditions)
+        chosen = next((one for one in (out, into) if one.wanted != sample.replicas), None)
+        if chosen is None:
+            reason = "; ".join(f"{name}: {one.reason}" for name, one in (("out", out), ("in", into)))
+            return Verdict(sample.replicas, reason, conditions)
+        return Verdict(chosen.wanted, chosen.reason, conditions)
+
+    def acted(self, verdict: Verdict) -> None:
+        """Note that what the policy said last is being done, or would be: cooldowns begin, and the window anew."""
+        last = self._samples[-1] if self._samples else None
+        if last is None:
+            return
+        if verdict.wanted > last.replicas:
+            window = self._window(self.settings.out_seconds)
+            speed = _mean([one.tokens_per_second for one in window])
+            self._last_out, self._trial = last.at, _Trial(last.replicas, speed)
+        else:
+            self._last_in = last.at
+        self._samples.clear()
+
+    def _out(self, sample: Sample) -> Verdict:
+        """Say how many replicas to add."""
+        window, now, replicas = self._window(self.settings.out_seconds), sample.at, sample.replicas
+        if not window:
+            return Verdict(replicas, f"watched for less than {self.settings.out_seconds:g} s")
+        lacking = [one for one in window if one.lacking]
+        idle = len(lacking) / len(window)
+        conditions = (
+            Condition("out", "trainer idle", idle, IDLE_OUT, above=True),
+            Condition("out", "engines busy meanwhile", _busy(lacking), BUSY_OUT, above=True),
+            Condition("out", "of it with groups waiting", _waited(lacking), 0.5, above=True),
+            Condition("out", "gate shut for all", _mean([one.gate in FULL for one in window]), 0.5, above=False),
+        )
+        if missing := [one.name for one in conditions if not one.holds]:
+            return Verdict(replicas, f"not so: {', '.join(missing)}", conditions)
+        if replicas >= self.settings.max_replicas:
+            return Verdict(replicas, f"autoscale.max_replicas is {self.settings.max_replicas}", conditions)
+        if now < self._no_out_until:
+            left = self._no_out_until - now
+            return Verdict(replicas, f"the last ones brought too little: none for {left:.0f} s", conditions)
+        if now - self._last_out < self.settings.out_cooldown_seconds:
+            return Verdict(replicas, "replicas were added a short time ago", conditions)
+        more = round(replicas * idle / (1 - min(idle, 0.8)))
+        wanted = min(replicas + min(max(more, 1), MOST_AT_ONCE), self.settings.max_replicas)
+        return Verdict(wanted, f"the trainer waits for busy engines {idle:.0%} of the time", conditions)
+
+    def _in(self, sample: Sample) -> Verdict:
+        """Say whether to remove a replica."""
+        window, now, replicas = self._window(self.settings.in_seconds), sample.at, sample.replicas
+        if not window:
+            return Verdict(replicas, f"watched for less than {self.settings.in_seconds:g} s")
+        if all(one.busy is None for one in window):
+            return Verdict(replicas, "no engine says how busy it is")
+        lacking = [one for one in window if one.lacking]
+        ahead = _mean([one.gate == "staleness" for one in window]) > 0.5
+        limit, growth = BUSY_AHEAD if ahead else BUSY_IN, replicas / max(1, replicas - 1)
+        without = _busy(window) * growth
+        conditions = [Condition("in", "engines busy with one less", without, limit, above=False)]
+        if len(lacking) > IDLE_IN * len(window):  # the trainer waits: for engines, or for what comes after them
+            meanwhile = _busy(lacking) * growth
+            conditions.append(Condition("in", "the same while the trainer waits", meanwhile, limit, above=False))
+        if not ahead:
+            conditions.append(Condition("in", "groups waiting", _waited(window), 0.5, above=False))
+        if missing := [one.name for one in conditions if not one.holds]:
+            return Verdict(replicas, f"not so: {', '.join(missing)}", tuple(conditions))
+        if replicas <= self.settings.min_replicas:
+            return Verdict(replicas, f"autoscale.min_replicas is {self.settings.min_replicas}", tuple(conditions))
+        if not sample.removable:
+            return Verdict(replicas, "none was scaled out", tuple(conditions))
+        if now - max(self._last_out, self._last_in) < self.settings.in_cooldown_seconds:
+            return Verdict(replicas, "replicas were added or removed a short time ago", tuple(conditions))
+        return Verdict(replicas - 1, f"engines would be {without:.0%} busy with one less", tuple(conditions))
+
+    def _window(self, seconds: float) -> list[Sample]:
+        """Return the samples of the last seconds; none if the time since the window began is shorter."""
+        now = self._samples[-1].at
+        if now - self._samples[0].at < seconds - 1:
+            return []
+        return [one for one in self._samples if now - one.at <= seconds]
+
+    def _judge_last_out(self) -> None:
+        """Compare the speed with that before the last replicas were added; too little adds none for some time."""
+        trial, window = self._trial, self._window(self.settings.out_seconds)
+        if trial is None or trial.judged or not window or window[-1].replicas <= trial.replicas:
+            return
+        trial.judged = True
+        promised = window[-1].replicas / trial.replicas - 1
+        speed = _mean([one.tokens_per_second for one in window])
+        if trial.tokens_per_second and speed < trial.tokens_per_second * (1 + WORTH * promised):
+            self._no_out_until = window[-1].at + NOT_WORTH_SECONDS
+
+
+def _busy(samples: Sequence[Sample]) -> float:
+    """Return the mean busy share of the engines; 0 if none has said."""
+    return _mean([one.busy for one in samples if one.busy is not None])
+
+
+def _waited(samples: Sequence[Sample]) -> float:
+    """Return the share of samples with groups that wait for an engine."""
+    return _mean([one.waiting > 0 for one in samples])
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values) if values else 0.0
