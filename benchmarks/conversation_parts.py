@@ -31,7 +31,7 @@ from services.rollout.engines.scripted_engine import ScriptedEngine
 from tests.kit.models import SPECIAL_TOKENS, byte_tokenizer
 
 ENGINE = "transformers"
-"""The run's engine, by its configuration: a scripted one is refused beside conversations, because it writes no text."""
+"""The run's engine, by its configuration, in whose place there is one that writes calls."""
 ORDERS, TIMES = "BENCHMARK_ORDERS", "BENCHMARK_TIMES"
 """Environment variables with the paths of a file with an agent replica's orders, and of one for its times."""
 CORES = "BENCHMARK_CORES"

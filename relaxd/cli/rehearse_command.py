@@ -17,7 +17,7 @@ from relaxd.config import RunConfig
 from relaxd.config.load_toml import ConfigError
 from relaxd.local.placement import placed_replicas, placement_problems
 from relaxd.local.state_folder import StateFolder
-from relaxd.roles import ROLLOUT
+from relaxd.roles import AGENT, ROLLOUT
 from relaxd.tools.rehearsal.assumptions import Scale, held_bytes, obstacle, payload_scale
 from relaxd.tools.rehearsal.carrying import refusal
 from relaxd.tools.rehearsal.rehearsal_report import Measured, rows
@@ -35,6 +35,14 @@ def rehearse(
             min=0,
             max=4096,
             help="Rollout replicas; 0: those of the services that are up here, or else of the run's placement.",
+        ),
+    ] = 0,
+    agent: Annotated[
+        int,
+        typer.Option(
+            min=0,
+            max=256,
+            help="Agent replicas, for a run with conversations; 0: as with --rollout.",
         ),
     ] = 0,
     seconds: Annotated[float, typer.Option(min=1, help="Seconds to measure, after the first step.")] = 120.0,
@@ -72,25 +80,30 @@ def rehearse(
             f"--payload-scale {fits} fits",
         )
     payload = payload or fits
-    rollout = rollout or _own_replicas(config, state)
-    scale = Scale(rollout, time_scale, payload, ranks)
+    if agent and not config.agent.is_there:
+        raise CliError(f"--agent is {agent}, but {path} has no section [agent]: leave it out")
+    rollout = rollout or _own_replicas(config, state, ROLLOUT)
+    agent = agent or (_own_replicas(config, state, AGENT) if config.agent.is_there else 0)
+    scale = Scale(rollout, time_scale, payload, ranks, agent)
     logs = Path(f"rehearsal-{path.stem}-{datetime.now(UTC):%Y%m%d-%H%M%S}-logs")
 
     def say(text: str) -> None:
         console.print(text, style="dim", markup=False, highlight=False, soft_wrap=True)
 
-    say(f"{path}: {rollout} rollout replicas, time / {time_scale:g}, payloads / {payload}, {ranks} trainer rank(s)")
+    agents = f", {agent} agent replicas" if agent else ""
+    sizes = f"{rollout} rollout replicas{agents}, time / {time_scale:g}, payloads / {payload}, {ranks} trainer rank(s)"
+    say(f"{path}: {sizes}")
     found = run_rehearsal(config, scale, seconds, say, logs.resolve())
     _print(path, found, console)
     if refused := refusal(found.load):
         raise CliError(f"no verdict on {path}: {refused}")
 
 
-def _own_replicas(config: RunConfig, state: Path) -> int:
-    """Return the rollout replicas that `relaxd run` would have here."""
+def _own_replicas(config: RunConfig, state: Path, role: str) -> int:
+    """Return the replicas of a role that `relaxd run` would have here."""
     if up := StateFolder(state).read():
-        return max(1, sum(service.role == ROLLOUT for service in up.services))
-    return placed_replicas(config, {})[ROLLOUT]
+        return max(1, sum(service.role == role for service in up.services))
+    return placed_replicas(config, {})[role]
 
 
 def _print(path: Path, found: Measured, console: Console) -> None:

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 from pydantic import Field, field_validator, model_validator
 
 from relaxd.config.section import Section, refuse_unused
-from relaxd.engines import ENGINES
 from relaxd.importing import OWN_NAME, check_own
 
 if TYPE_CHECKING:
@@ -175,7 +174,7 @@ class AgentConfig(Section):
 
 def conversation_problem(config: "RunConfig") -> str:
     """Return the reason why a run's samples can't be conversations; "" if they can."""
-    engine, most = config.rollout.engine, config.rollout.max_new_tokens
+    most = config.rollout.max_new_tokens
     if config.agent.credit != "sample" and config.reward.name != "environment":
         return (
             f'agent.credit is "{config.agent.credit}", but reward.name is "{config.reward.name}", which scores whole '
@@ -190,8 +189,6 @@ def conversation_problem(config: "RunConfig") -> str:
             f'roles.teacher.privileged_key is "{config.roles.teacher.privileged_key}": conversations may begin with '
             "prompts of their own, in whose place the teacher's can't be put; remove it"
         )
-    if not ENGINES[engine].has_model:
-        return f'rollout.engine is "{engine}", which writes no text that could be answered'
     if config.agent.turn_tokens > most:
         return (
             f"agent.turn_tokens is {config.agent.turn_tokens}: it must be at most rollout.max_new_tokens = {most}, "

@@ -154,10 +154,17 @@ class RehearsalConfig(Section):
     """Speeds and lengths that `relaxd rehearse` assumes (docs/rehearse.md). Other runs ignore them."""
 
     median_tokens: int = Field(default=0, ge=0)
-    """Median length of an answer, in tokens. Lengths are log-normal, cut off at rollout.max_new_tokens; 0 means an
-    eighth of that."""
+    """Median length of an answer, in tokens; in conversations of a message of the model. Lengths are log-normal, cut
+    off at rollout.max_new_tokens; 0 means an eighth of that, in conversations divided by turns."""
     spread: float = Field(default=1.0, ge=0)
-    """Standard deviation of the lengths' logarithm: with 1.0, one answer in six is longer than 2.7 medians."""
+    """Standard deviation of the logarithm of lengths, turns and tool_seconds: with 1.0, one answer in six is longer
+    than 2.7 medians."""
+    turns: int = Field(default=4, ge=1)
+    """Median number of the model's messages in a conversation (section agent), which is cut off at agent.max_turns."""
+    tool_seconds: float = Field(default=1.0, ge=0)
+    """Median seconds in which the environment, or a program's tool, answers a message."""
+    observation_tokens: int = Field(default=200, ge=1)
+    """Tokens of such an answer, about."""
     tokens_per_second: float = Field(default=3000.0, gt=0)
     """Tokens per second that one rollout replica generates when it has many samples in progress."""
     sample_tokens_per_second: float = Field(default=60.0, gt=0)

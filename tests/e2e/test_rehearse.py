@@ -57,6 +57,33 @@ def test_a_rehearsal_of_a_run_whose_model_isnt_here(workplace: Workplace) -> Non
     assert not Path(workplace.folder / "runs").exists()
 
 
+CONVERSATIONS = """
+[agent]
+command = ["not-here"]
+max_turns = 5
+max_sessions = 16
+
+[rehearsal]
+turns = 3
+tool_seconds = 2.0
+"""
+
+
+@pytest.mark.night
+@pytest.mark.timeout(600)
+def test_a_rehearsal_of_conversations_has_agents(workplace: Workplace) -> None:
+    (workplace.folder / "mine.toml").write_text(CONFIG + CONVERSATIONS)
+    words = ("rehearse", "mine.toml", "--rollout", "2", "--agent", "2", "--seconds", "40", "--time-scale", "5")
+    code, output = workplace.relaxd(*words, "--payload-scale", "4", timeout=500)
+    assert code == 0, output
+    assert "2 rollout replicas, 2 agent replicas, time / 5" in output
+    rows = " ".join(output.split())
+    assert "would it fill steps? │ yes: a step every" in rows, output
+    seconds = re.search(r"processor, agent │ ([0-9.]+) s a step", rows)
+    assert seconds is not None, output
+    assert float(seconds[1]) > 0
+
+
 @pytest.mark.night
 @pytest.mark.timeout(600)
 def test_an_interrupted_rehearsal_of_a_runs_own_replica_has_a_result(workplace: Workplace) -> None:

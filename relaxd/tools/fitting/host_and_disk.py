@@ -44,8 +44,9 @@ def critic_parameters(models: Models) -> int:
 
 def mean_answer(config: RunConfig) -> float:
     """Return the tokens of an answer on average, from rehearsal.median_tokens or its default."""
-    most = config.rollout.max_new_tokens
-    return float(min(most, MEAN_OF_MEDIAN * (config.rehearsal.median_tokens or max(1.0, most / 8))))
+    most, own = config.rollout.max_new_tokens, config.rehearsal
+    messages = own.turns if config.agent.is_there else 1
+    return float(min(most, MEAN_OF_MEDIAN * (messages * own.median_tokens or max(1.0, most / 8))))
 
 
 def step_bytes(config: RunConfig, expert_bytes: int) -> int:

@@ -13,7 +13,7 @@ from statistics import NormalDist
 from typing import Any
 
 from relaxd.board.sizes import worst_bytes
-from relaxd.config import RehearsalConfig, RunConfig
+from relaxd.config import AgentConfig, RehearsalConfig, RunConfig
 from relaxd.config.data import DataSource
 from relaxd.config.operation import EXPERTS
 from relaxd.engines import SCRIPTED
@@ -22,6 +22,7 @@ from relaxd.models.shape import expert_dtype
 QUANTILES = 1000
 """Lengths over which a mean is taken."""
 REWARD = "relaxd.tools.rehearsal.stand_ins:scripted"
+ENVIRONMENT = "relaxd.tools.rehearsal.stand_in_environment:StandInEnvironment"
 MANY_STEPS = 1_000_000
 STEPS_IN_REDIS = 3
 """Steps whose groups are in Redis at the same time, at most: being generated, waiting, being trained."""
@@ -43,6 +44,8 @@ class Scale:
     """Factor by which answers are shorter."""
     ranks: int = 1
     """Ranks of the trainer, which divide the groups among them."""
+    agents: int = 0
+    """Agent replicas, of runs with conversations."""
 
 
 def expert_bytes(config: RunConfig) -> int:
@@ -56,8 +59,11 @@ def expert_bytes(config: RunConfig) -> int:
 
 def held_bytes(config: RunConfig) -> float:
     """Return the bytes of the groups that are held at the same time, at most, with true payloads."""
-    rehearsal, most = config.rehearsal, config.rollout.max_new_tokens
-    share = min(1.0, LONG_TAIL * (rehearsal.median_tokens or most / 8) / most)
+    most = config.rollout.max_new_tokens
+    tokens = LONG_TAIL * median_tokens(config)
+    if config.agent.is_there:
+        tokens = mean_turns(config) * (tokens + config.rehearsal.observation_tokens)
+    share = min(1.0, tokens / most)
     group = worst_bytes(config, 0, expert_bytes=expert_bytes(config)) * share
     return STEPS_IN_REDIS * config.trainer.groups_per_step * group
 
@@ -73,36 +79,62 @@ def admitted_groups(config: RunConfig) -> int:
     return int(config.trainer.groups_per_step * (1 + config.board.max_staleness) * config.board.oversample)
 
 
-def mean_tokens(config: RunConfig, of_longest: int = 1) -> float:
-    """Return the mean length of an answer, or of the longest of several; cut off at rollout.max_new_tokens."""
-    most, spread = config.rollout.max_new_tokens, config.rehearsal.spread
-    median, normal = config.rehearsal.median_tokens or max(1, most // 8), NormalDist()
+def median_tokens(config: RunConfig) -> int:
+    """Return the median length of an answer; in conversations of a message of the model."""
+    eighth = config.rollout.max_new_tokens // 8
+    return config.rehearsal.median_tokens or max(1, eighth // (config.rehearsal.turns if config.agent.is_there else 1))
+
+
+def mean_of(median: float, most: float, spread: float, of_longest: int = 1) -> float:
+    """Return the mean of a log-normal quantity that is cut off at `most`, or of the largest of several."""
+    normal = NormalDist()
     shares = ((number + 0.5) / QUANTILES for number in range(QUANTILES))
     quantiles = (math.exp(spread * normal.inv_cdf(share ** (1 / of_longest))) for share in shares)
     return statistics.fmean(min(median * quantile, most) for quantile in quantiles)
 
 
-def least_step_seconds(config: RunConfig, rollout: int) -> float:
-    """Return the minimum mean seconds of a step.
+def mean_turns(config: RunConfig) -> float:
+    """Return the mean number of the model's messages for a sample."""
+    own = config.rehearsal
+    return mean_of(own.turns, config.agent.max_turns, own.spread) if config.agent.is_there else 1.0
+
+
+def mean_tokens(config: RunConfig, of_longest: int = 1) -> float:
+    """Return the mean tokens that the model writes for a sample, or for the longest of several."""
+    most, median = config.rollout.max_new_tokens, median_tokens(config) * mean_turns(config)
+    return mean_of(median, most, config.rehearsal.spread, of_longest)
+
+
+def least_step_seconds(config: RunConfig, rollout: int, agents: int = 0) -> float:
+    """Return the minimum mean seconds of a step, with so many rollout and agent replicas.
 
     They are those of its tokens in the engines that work or in the trainer, or those in which the gate, which admits a
-    limited number of groups, lets a step's groups through: each stays as long as its longest answer takes.
+    limited number of groups, and agents, which hold a limited number of samples, let a step's groups through: each
+    stays as long as its longest answer takes.
     """
     own, groups, samples = config.rehearsal, config.trainer.groups_per_step, config.rollout.samples_per_prompt
-    tokens, admitted = groups * samples * mean_tokens(config), admitted_groups(config)
+    tokens, admitted = groups * samples * mean_tokens(config), float(admitted_groups(config))
+    if agents:
+        admitted = min(admitted, agents * config.agent.max_sessions / samples)
     return max(
         tokens / (min(rollout, admitted) * own.tokens_per_second),
         tokens / own.train_tokens_per_second + own.update_seconds,
-        groups / admitted * mean_tokens(config, of_longest=samples) / own.sample_tokens_per_second,
+        groups
+        / admitted
+        * (mean_tokens(config, of_longest=samples) / own.sample_tokens_per_second + _tool_seconds(config)),
     )
+
+
+def _tool_seconds(config: RunConfig) -> float:
+    """Return the mean seconds that a conversation waits for its environment; 0 without conversations."""
+    own = config.rehearsal
+    return mean_turns(config) * mean_of(own.tool_seconds, math.inf, own.spread) if config.agent.is_there else 0.0
 
 
 def obstacle(config: RunConfig) -> str:
     """Say which part of a run can't be rehearsed; "" if all can."""
     if config.run.colocate:
         return "run.colocate is true: trainer and engines that take turns can't be rehearsed"
-    if config.agent.is_there:
-        return f"{config.agent.shown}: conversations can't be rehearsed; leave [agent] out to rehearse the rest"
     if "reference" in config.frozen_roles("service"):
         return 'roles.reference.placement is "service": it can\'t be rehearsed; set "trainer" to rehearse the rest'
     if "teacher" in config.frozen_roles():
@@ -138,7 +170,9 @@ def rehearsed(config: RunConfig, scale: Scale, *, model: Path, folder: Path) -> 
     rehearsal = RehearsalConfig(
         **{
             **own.model_dump(),
-            "median_tokens": max(1, (own.median_tokens or config.rollout.max_new_tokens // 8) // shorter),
+            "median_tokens": max(1, median_tokens(config) // shorter),
+            "tool_seconds": own.tool_seconds / faster,
+            "observation_tokens": max(1, own.observation_tokens // shorter),
             "tokens_per_second": own.tokens_per_second * faster / shorter,
             "sample_tokens_per_second": own.sample_tokens_per_second * faster / shorter,
             "train_tokens_per_second": own.train_tokens_per_second * faster / shorter,
@@ -149,8 +183,12 @@ def rehearsed(config: RunConfig, scale: Scale, *, model: Path, folder: Path) -> 
     )
     reward = {"success": own.success, "seconds": rehearsal.reward_seconds}
     alone = {"tensor_parallel": 1, "pipeline_parallel": 1, "context_parallel": 1, "expert_parallel": 1}
+    conversations = {}
+    if config.agent.is_there:
+        conversations["agent"] = _with_stand_in(config.agent, rehearsal, shorter, is_byte=model.name == "stand-in")
     return _updated(
         config,
+        **conversations,
         run={"steps": MANY_STEPS, "folder": folder},
         model={"path": str(model), "chat_template": None if model.name == "stand-in" else config.model.chat_template},
         reward={
@@ -186,6 +224,21 @@ def rehearsed(config: RunConfig, scale: Scale, *, model: Path, folder: Path) -> 
         board={"high_water_bytes": config.board.high_water_bytes // shorter, "data_urls": ()},
         rehearsal=rehearsal.model_dump(),
     )
+
+
+def _with_stand_in(agent: AgentConfig, rehearsal: RehearsalConfig, shorter: int, *, is_byte: bool) -> dict[str, Any]:
+    """Return conversations of the same limits with an environment that only takes time."""
+    settings = {
+        "turns": rehearsal.turns,
+        "seconds": rehearsal.tool_seconds,
+        "spread": rehearsal.spread,
+        "words": rehearsal.observation_tokens,
+        "word": "a" if is_byte else " a",
+    }
+    alike = ("max_turns", "call_seconds", "conversation_seconds", "on_failure", "max_retries", "max_sessions")
+    kept = {name: getattr(agent, name) for name in alike}
+    kept["turn_tokens"] = agent.turn_tokens and max(1, agent.turn_tokens // shorter)
+    return AgentConfig(environment=ENVIRONMENT, settings=settings, **kept).model_dump()
 
 
 def _shortened(source: DataSource, most: int, least: int) -> DataSource:

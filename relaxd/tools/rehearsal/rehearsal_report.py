@@ -18,7 +18,7 @@ from relaxd.tools.rehearsal.counters import MACHINE, Sample
 
 NETWORK_BYTES = 1.25e9
 """Bytes per second of a network of 10 Gbit/s."""
-CONTROL = ("coordinator", "redis", "reward", "advantage", "trainer", "rollout")
+CONTROL = ("coordinator", "redis", "reward", "advantage", "trainer", "rollout", "agent")
 """Roles whose processor time is reported, in this order."""
 MANY_TIMES = 1000.0
 """Limits farther away than this aren't worth a number."""
@@ -248,6 +248,16 @@ def limits(found: Measured) -> list[ResourceLimit]:
             "use more rollout replicas",
         ),
     ]
+    if found.scale.agents:
+        rows.append(
+            ResourceLimit(
+                "an agent replica",
+                found.cpu("agent") / found.scale.agents,
+                1.0,
+                "cores",
+                "use more agent replicas (--agent)",
+            )
+        )
     beats = found.call_times.heartbeat_at_rest
     if beats is not None and not found.busy_at_rest:  # else heartbeats waited for this machine
         rows.append(
@@ -338,7 +348,7 @@ def _costs(found: Measured) -> list[tuple[str, str]]:
         ("Redis, commands", f"{found.operations:,.0f}/s, of which idle {found.idle_operations:,.0f}/s"),
         ("disk, a step", amount(found.step_bytes * scale.payload, "bytes")),
     ]
-    for role in CONTROL:
+    for role in CONTROL[: None if scale.agents else -1]:
         result.append(
             (
                 f"processor, {role}",

@@ -27,7 +27,7 @@ from relaxd.models import DataError
 from relaxd.models.folders import models_folder, resolve_model
 from relaxd.replica.gpus import visible_gpus
 from relaxd.report.run_result import read_result
-from relaxd.roles import REFERENCE, ROLLOUT, TRAINER
+from relaxd.roles import AGENT, REFERENCE, ROLLOUT, TRAINER
 from relaxd.tools.rehearsal.assumptions import Scale, admitted_groups, expert_bytes, least_step_seconds, rehearsed
 from relaxd.tools.rehearsal.carrying import advice
 from relaxd.tools.rehearsal.control_plane import call_times, read_calls
@@ -125,8 +125,8 @@ def _plan(folder: StateFolder, config: RunConfig, scale: Scale) -> StackPlan:
     """Plan the services: all as usual, but the rollout replicas in few processes."""
     wanted = max(config.rehearsal.redis_bytes // scale.payload, 16 << 20)
     os.environ["RELAXD_REDIS_MAXMEMORY"] = str(min(wanted, psutil.virtual_memory().total // 3))
-    plan = stack.make_plan(folder, port=0, replicas={ROLLOUT: 0, REFERENCE: 0}, stop_with_parent=True,
-                           grace_seconds=GRACE_SECONDS)  # fmt: skip
+    replicas = {ROLLOUT: 0, REFERENCE: 0, AGENT: scale.agents}
+    plan = stack.make_plan(folder, port=0, replicas=replicas, stop_with_parent=True, grace_seconds=GRACE_SECONDS)
     template = plan.templates[ROLLOUT]
     left, number = scale.rollout, 0
     while left:
@@ -191,7 +191,7 @@ def _measure(config: RunConfig, scale: Scale, seconds: float, counters: Counters
         worst_group_bytes=per_token * config.rollout.samples_per_prompt * config.rollout.max_new_tokens,
         redis_bytes=config.rehearsal.redis_bytes,
         call_times=times,
-        least_step_seconds=least_step_seconds(config, scale.rollout),
+        least_step_seconds=least_step_seconds(config, scale.rollout, scale.agents),
     )
 
 

@@ -37,7 +37,6 @@ def test_other_names_of_environments_are_refused(name: str) -> None:
         ("rollout.partial.enabled=true", "rollout.partial.enabled is true"),
         ("rollout.engine=sglang rollout.return_routed_experts=true", "rollout.return_routed_experts is true"),
         ("agent.turn_tokens=4000", "agent.turn_tokens is 4000: it must be at most rollout.max_new_tokens"),
-        ("rollout.engine=scripted", "which writes no text"),
         (f"{TEACHER} roles.teacher.privileged_key=answer", "roles.teacher.privileged_key"),
         (
             "algorithm.distill_candidates=student algorithm.distill_top_k=4 algorithm.distill_loss_coef=1 "

@@ -7,7 +7,16 @@ import pytest
 from relaxd.board import worst_bytes
 from relaxd.config.load_toml import load, load_file
 from relaxd.config.write_toml import dump
-from relaxd.tools.rehearsal.assumptions import Scale, obstacle, payload_scale, rehearsed
+from relaxd.envs.loading import load_environment
+from relaxd.tools.rehearsal.assumptions import (
+    Scale,
+    admitted_groups,
+    held_bytes,
+    least_step_seconds,
+    obstacle,
+    payload_scale,
+    rehearsed,
+)
 
 SHAPES = sorted(Path("benchmarks/shapes").glob("*.toml"))
 
@@ -45,12 +54,61 @@ EXPERTS = "[run]\nsteps = 1\n[rollout]\nengine = 'sglang'\nreturn_routed_experts
     [
         (COLOCATED, "run.colocate is true"),
         (EXPERTS, "rollout.return_routed_experts is true"),
-        ("agent.environment = 'calculator'\n[run]\nsteps = 1", 'agent.environment is "calculator"'),
     ],
 )
 def test_what_cant_be_rehearsed_is_said(text: str, problem: str) -> None:
     config = load(f"{text}\n[model]\npath = 'm'\n[data]\nsource = 'addition'\n[reward]\nname = 'math'\n")
     assert obstacle(config).startswith(problem)
+
+
+@pytest.mark.parametrize(
+    "agent",
+    [
+        'environment = "number_guessing"\nsettings = {high = 9}\nplayers = 2\ncredit = "sequence"',
+        'command = ["python", "solve.py"]\ncontainer = "image"\nmax_sequences = 3',
+        'function = "solve.py:solve"\npython = "/other/python"',
+    ],
+)
+def test_conversations_keep_their_limits_and_take_the_assumed_time(agent: str, tmp_path: Path) -> None:
+    config = load(
+        f"""
+        [run]
+        steps = 1
+        [model]
+        path = "m"
+        [data]
+        source = "addition"
+        [reward]
+        name = "environment"
+        [rollout]
+        max_new_tokens = 4096
+        [agent]
+        {agent}
+        max_turns = 6
+        turn_tokens = 512
+        max_sessions = 16
+        on_failure = "mask"
+        [rehearsal]
+        turns = 4
+        tool_seconds = 3.0
+        observation_tokens = 400
+        """
+    )
+    assert obstacle(config) == ""
+    scale = Scale(rollout=4, time=10.0, payload=4, agents=2)
+    found = rehearsed(config, scale, model=tmp_path / "stand-in", folder=tmp_path)
+    assert load(dump(found)) == found  # the coordinator accepts it
+    assert (found.agent.max_turns, found.agent.turn_tokens, found.agent.on_failure) == (6, 128, "mask")
+    assert found.agent.settings == {"turns": 4, "seconds": 0.3, "spread": 1.0, "words": 100, "word": "a"}
+    load_environment(found.agent.environment, found.agent.settings)()
+    assert found.rehearsal.median_tokens == 4096 // 8 // 4 // 4
+    # A conversation waits for its environment, which costs time and no tokens.
+    quick = load(dump(config.model_copy(update={"rehearsal": config.rehearsal.model_copy(update={"tool_seconds": 0})})))
+    assert least_step_seconds(config, 1000) > least_step_seconds(quick, 1000) > 0
+    assert held_bytes(config) == held_bytes(quick)
+    # An agent replica holds the conversations of two groups, an eighth of those that the gate lets through.
+    assert admitted_groups(config) == 16
+    assert least_step_seconds(config, 1000, 1) == pytest.approx(8 * least_step_seconds(config, 1000))
 
 
 def test_what_is_not_rehearsed_is_left_out(tmp_path: Path) -> None:
