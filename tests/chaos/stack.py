@@ -402,9 +402,9 @@ class ChaosStack:
         return found[index]
 
     def children(self, name: str, module: str) -> list[psutil.Process]:
-        """A service's children that run a module, by process id."""
-        found = [process for process in self.tree(name)[1:] if module in _command(process)]
-        return sorted(found, key=lambda process: process.pid)
+        """A service's children that run a module, by process id, without what these have forked."""
+        found = {process.pid: process for process in self.tree(name)[1:] if module in _command(process)}
+        return [found[pid] for pid in sorted(found) if _parent(found[pid]) not in found]
 
     @contextlib.contextmanager
     def frozen(self, processes: list[psutil.Process]) -> Iterator[None]:
@@ -458,6 +458,13 @@ class ChaosStack:
 
 def _port(address: str) -> int:
     return int(address.rpartition(":")[2])
+
+
+def _parent(process: psutil.Process) -> int:
+    try:
+        return process.ppid()
+    except psutil.Error:
+        return 0
 
 
 def _command(process: psutil.Process) -> str:
