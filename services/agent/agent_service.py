@@ -1,7 +1,9 @@
 """The agent service: it works on the stage "rollout" of runs whose samples are conversations with an environment."""
 
 import asyncio
+import time
 from collections.abc import Callable
+from dataclasses import replace
 
 from relaxd.board import Delivery
 from relaxd.board.worker import Process
@@ -12,9 +14,11 @@ from relaxd.evaluation.sets import sets_of
 from relaxd.models import DataError
 from relaxd.models.folders import resolve_model
 from relaxd.replica.replica_context import ReplicaContext
+from relaxd.replica.service_interface import ServiceStatus
 from relaxd.replica.stage_replica import StageReplica
 from relaxd.roles import AGENT, ROLES
 from relaxd.v1.coordinator_pb2 import Assignment
+from relaxd.waiting import duration
 from services.agent.containers import ContainerPrograms
 from services.agent.conversation import Conversations, EnvironmentConversations
 from services.agent.endpoint import Endpoint
@@ -26,6 +30,9 @@ from services.agent.group_conversations import GroupConversations
 from services.agent.model_turns import PolicyModel
 from services.agent.program_conversations import ProgramConversations
 from services.agent.programs import Programs
+
+SLOW_SECONDS = 2.0
+"""Seconds after which the status names a call of an environment."""
 
 
 class AgentService(StageReplica):
@@ -131,6 +138,15 @@ class AgentService(StageReplica):
     def _cancel_evaluations(self) -> None:
         if self.evaluations is not None:
             self.evaluations.cancel()
+
+    def status(self) -> ServiceStatus:
+        """Name the slowest call of an environment, for which a step may wait."""
+        status = super().status()
+        calls = [(since, session) for one in self._conversations for session, since in one.open_calls.items()]
+        since, session = min(calls, default=(0.0, ""))
+        if status.detail or not session or (seconds := time.monotonic() - since) < SLOW_SECONDS:
+            return status
+        return replace(status, detail=f"waiting for the environment of conversation {session}, for {duration(seconds)}")
 
     def pieces(self) -> int:
         """Return a number that rises with messages of engines and with calls and looks at environments and programs."""

@@ -187,6 +187,8 @@ class Conversations(ABC):
         self._model = model
         self.calls = 0
         """A counter that shows that the replica isn't stuck."""
+        self.open_calls: dict[str, float] = {}
+        """Monotonic times at which the present calls of the environment began, by session."""
 
     async def hold(
         self,
@@ -258,13 +260,14 @@ class EnvironmentConversations(Conversations):
     @contextmanager
     def _timed(self, result: Conversation, call: str, session: str) -> Iterator[Span]:
         """Count a call of the environment and its time, and record its span."""
-        begun = time.monotonic()
+        begun = self.open_calls[session] = time.monotonic()
         try:
             with telemetry.part_span(f"environment {call}", span_attributes(session, result.turns)) as span:
                 yield span
         finally:
             result.environment_seconds += time.monotonic() - begun
             self.calls += 1
+            del self.open_calls[session]
 
     async def _converse(self, result: Conversation, start: ConversationStart) -> None:
         name, seconds = start.engine.name, start.seconds

@@ -1,6 +1,7 @@
 """A colocated run whose engine sleeps while a conversation waits for its tool."""
 
 import json
+import re
 from collections import Counter
 from pathlib import Path
 
@@ -33,14 +34,14 @@ def moves(folder: Path) -> list[str]:
 
 
 @pytest.mark.night
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(900)
 def test_a_conversation_that_waits_for_its_tool_finds_its_engine_again(workplace: Workplace) -> None:
     (workplace.folder / "tool.py").write_text(TOOL)
     run = workplace.start(
         *("run", "tiny.toml", "--run.steps", str(STEPS), "--run-id", "slow", *MODES["colocated"]),
         *("--eval.prompts", "2", "--reward.name", "environment"),
-        *("--agent.environment", "tool.py:Tool", "--agent.max_turns", "3", "--agent.call_seconds", "300"),
-        *("--rollout.max_new_tokens", "200", "--agent.turn_tokens", "20"),
+        *("--agent.environment", "tool.py:Tool", "--agent.max_turns", "3", "--agent.call_seconds", "3000"),
+        *("--agent.conversation_seconds", "3000", "--rollout.max_new_tokens", "200", "--agent.turn_tokens", "20"),
         *("--rollout.stop_token_ids", json.dumps([2, *range(40, 140)])),  # random models rarely end a message
     )
     folder = workplace.folder / "runs" / "slow"
@@ -52,6 +53,8 @@ def test_a_conversation_that_waits_for_its_tool_finds_its_engine_again(workplace
     wait_until(lambda: steps() >= 2, "a step", 300)
     (workplace.folder / "slow").touch()
     wait_until((workplace.folder / "asked").exists, "a slow call of the tool", 120)
+    named = re.compile(r"lacks \d of its 2 groups; .* with agent: waiting for the environment of conversation 0-")
+    wait_until(lambda: named.search(workplace.relaxd("why", "slow")[1]), "the tool in relaxd why", 240)
     code, output = workplace.relaxd("pause", "slow")
     assert code == 0, output
     before = len(moves(folder))
