@@ -69,6 +69,11 @@ MODELS: dict[str, FetchableModel | TaughtModel] = {
             description="0.1 M parameters, for examples/two-players.toml: plays random moves of Nim; taught here",
             program="relaxd.tools.game_beginner",
         ),
+        TaughtModel(
+            name="digits-beginner",
+            description="0.3 M parameters, for examples/digits.toml: answers pictures with random digits; made here",
+            program="relaxd.tools.digits_beginner",
+        ),
     )
 }
 

@@ -1,0 +1,77 @@
+"""Source of prompts of examples/digits.toml: pictures of the digits 0 to 4, and the digit as the answer.
+
+They are drawn with Pillow and the font that it brings, so that nothing is downloaded.
+"""
+
+import base64
+import io
+from functools import lru_cache
+from random import Random
+from typing import Any, Self, cast
+
+from PIL import Image, ImageDraw, ImageFont
+
+PROMPT = "<image>Which digit is this?"
+DIGITS = 5
+"""Number of digits. With fewer, answers that are right by chance teach sooner."""
+SIDE = 32
+"""Width and height of a picture, in pixels."""
+SIZES = (26, 30)
+"""Range of the sizes of digits, in pixels."""
+GREY = 128
+HELD_OUT = 200
+"""Number of held-out pictures, whose seeds are those behind the training pictures'."""
+
+
+class DigitPictures:
+    """A source of prompts (docs/data.md, "A source of your own"), each with a picture of a digit."""
+
+    def __init__(self, count: int = 2500, blank: bool = False, first: int = 0) -> None:
+        """Make a source.
+
+        Args:
+            count: number of pictures.
+            blank: whether all pictures are grey, so that nothing tells the digit.
+            first: seed of the first picture.
+        """
+        self._count, self._blank, self._first = count, blank, first
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        """Return a row. The picture's column is "images"."""
+        digit, picture = draw(self._first + index)
+        if self._blank:
+            picture = Image.new("RGB", picture.size, (GREY, GREY, GREY))
+        return {"prompt": PROMPT, "answer": str(digit), "images": [encoded(picture)]}
+
+    def held_out(self) -> Self:
+        """Return other pictures, for evaluation."""
+        return type(self)(HELD_OUT, self._blank, self._first + self._count)
+
+
+def draw(seed: int) -> tuple[int, Image.Image]:
+    """Return a random digit and a picture of it, whose size, place, slant and colors are random."""
+    random = Random(seed)
+    digit = random.randrange(DIGITS)
+    ground = tuple(random.randrange(0, 60) for _ in range(3))
+    ink = tuple(random.randrange(195, 256) for _ in range(3))
+    picture = Image.new("RGB", (SIDE, SIDE), ground)
+    font = font_of(random.randrange(*SIZES))
+    centre = (SIDE / 2 + random.uniform(-1.5, 1.5), SIDE / 2 + random.uniform(-1.5, 1.5))
+    ImageDraw.Draw(picture).text(centre, str(digit), ink, font, anchor="mm")
+    return digit, picture.rotate(random.uniform(-6, 6), Image.Resampling.BICUBIC, fillcolor=ground)
+
+
+@lru_cache
+def font_of(size: int) -> ImageFont.FreeTypeFont:
+    """Return Pillow's own font, whose file it would read again for each digit."""
+    return cast(ImageFont.FreeTypeFont, ImageFont.load_default(size))
+
+
+def encoded(picture: Image.Image) -> str:
+    """Return a picture as base64 of a PNG, which is a form of an image that JSON has, too."""
+    file = io.BytesIO()
+    picture.save(file, "PNG")
+    return base64.b64encode(file.getvalue()).decode()
