@@ -33,8 +33,7 @@ def run(system: str, work: Workload, folder: Path, options: argparse.Namespace) 
     work.write(folder)
     module = {"relaxd": relaxd_run, "trl": trl_run, "verl": verl_run}[system]
     launch = module.launch(work, folder, cpu=options.cpu, extra=options.extra)
-    packages = "" if system == "relaxd" else str(folder / "packages")
-    paths = [packages, str(folder), str(ROOT), os.environ.get("PYTHONPATH", "")]
+    paths = [str(folder / f"{system}-packages"), str(folder), str(ROOT), os.environ.get("PYTHONPATH", "")]
     os.environ["PYTHONPATH"] = os.pathsep.join(path for path in paths if path)
     log = Path(options.log or options.out.with_suffix(".log")).resolve()
     found = watch(launch, steps=work.steps, warmup=options.warmup, seconds=options.seconds, log=log)
@@ -110,7 +109,7 @@ def main() -> None:
         command.add_argument("--folder", type=Path, help="for model, prompts and runs; default: a temporary one")
         command.add_argument("--log", type=Path, help="the system's output; default: beside --out")
         command.add_argument("--warmup", type=int, default=3, help="first steps, not measured")
-        command.add_argument("--seconds", type=float, default=180.0, help="most time for everything")
+        command.add_argument("--seconds", type=float, default=300.0, help="most time for everything")
         command.add_argument("--extra", nargs="*", default=[], help="further settings of the system, as it writes them")
         command.add_argument("--cpu", action="store_true", help="without a GPU")
     commands.add_parser("table").add_argument("files", nargs="+", type=Path)

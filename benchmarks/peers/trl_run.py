@@ -16,7 +16,7 @@ def launch(work: Workload, folder: Path, *, cpu: bool, extra: list[str]) -> Laun
     """Return the run's command. `extra`: generation=plain, static or continuous; batch=SAMPLES of a forward."""
     if find_spec("trl") is None:
         raise SystemExit("TRL is not installed: pip install trl==1.16.0")
-    flash_attention.provide(folder / "packages")
+    flash_attention.provide(folder / "trl-packages")
     chosen = dict(word.split("=", 1) for word in extra)
     options = {
         "work": asdict(work),

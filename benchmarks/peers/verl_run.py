@@ -17,6 +17,8 @@ from benchmarks.peers.watch import Launch
 from benchmarks.peers.workload import LEARNING_RATE, MAX_PROMPT_TOKENS, Workload
 
 PROBABILITY_GAP = "training/rollout_probs_diff_mean"
+NO_TRL = "class AutoModelForCausalLMWithValueHead: ...\n"
+"""Hides TRL: verl changes this class if `trl` can be imported, and TRL 1.16 no longer has it."""
 RAY = ("include_dashboard=False", f"object_store_memory={4 * 2**30}")
 
 
@@ -69,7 +71,10 @@ def launch(work: Workload, folder: Path, *, cpu: bool, extra: list[str]) -> Laun
         raise SystemExit("verl is not installed: pip install verl==0.9.1")
     if cpu:
         raise SystemExit("verl's rollouts need a GPU: leave --cpu out")
-    flash_attention.provide(folder / "packages")
+    packages = folder / "verl-packages"
+    flash_attention.provide(packages)
+    (packages / "trl").mkdir(parents=True, exist_ok=True)
+    (packages / "trl" / "__init__.py").write_text(NO_TRL)
     words = [f"{name}={json.dumps(value).strip(chr(34))}" for name, value in settings(work, folder).items()]
     words += [f"+ray_kwargs.ray_init.{option}" for option in RAY] + ["hydra.run.dir=hydra", *extra]
     return Launch(

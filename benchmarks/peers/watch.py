@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import math
 import os
 import statistics
 import subprocess
@@ -132,7 +133,7 @@ def summarise(
     return figures | {
         "step_seconds": times,
         "step_median": statistics.median(times),
-        "step_p90": sorted(times)[min(len(times) - 1, round(0.9 * (len(times) - 1)))],
+        "step_p90": sorted(times)[math.ceil(0.9 * len(times)) - 1],
         "measured_seconds": measured[-1] - measured[0],
         "gpu_busy": statistics.fmean(busy) if busy else None,
     }
