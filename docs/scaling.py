@@ -71,33 +71,6 @@ There are four ways:
 - **By address**: the coordinator asks services that were started with `--standby` to join, and later to leave.
 
 `python docs/scaling.py` runs every command on this page and records its output.
-
-## Autoscaler
-
-With `[autoscale]` the coordinator adds and removes rollout replicas by itself, through the same requests:
-
-```toml
-[autoscale]
-mode = "on"         # or "dry_run": it only says what it would do
-max_replicas = 16
-```
-
-It looks once a second, and decides on means over the last `out_seconds` or `in_seconds`:
-
-| | all of these hold | then |
-| --- | --- | --- |
-| add | for 30 s the step lacked groups more than 15 % of the time; meanwhile engines were busy for more than 90 % and groups waited for them; Redis wasn't what shut the gate | n × idle / (1 - idle) replicas, 1 to 4, at most up to `max_replicas`; then none for 60 s |
-| remove | for 120 s the engines would have been busy for less than 60 % with one less (90 % where they are so far ahead that `board.max_staleness` shuts the gate), also while the trainer waited; no groups waited for them | one, as long as there are more than `min_replicas` and one was scaled out; then none for 300 s |
-
-If tokens per second grew by less than half of what new replicas should have brought, none are added for ten minutes. While the
-run is paused, Redis is away, a replica starts or a scale request is in progress, nothing is decided, and it watches anew
-afterwards. `relaxd autoscale` (`GetAutoscaler`) shows each condition with its value, why nothing changes, and the last decisions;
-`relaxd autoscale on`, `dry_run` or `off` (`SetAutoscaler`) switches it for the rest of the run, over restarts of the coordinator. Its
-requests have ids that begin with `auto-`. A colocated run has none, since its engines are on the trainer's GPUs.
-
-In a fluid model of a run (`python -m benchmarks.autoscaler`, 10 engines keep the trainer busy, it begins with 2) it trained 0.998 ×
-the groups per GPU hour of the best fixed number of engines under a steady load, 1.032 × where answers get twice as long, and
-1.003 × where they grow by half and shrink.
 """
 STATES = """\
 ## States
@@ -134,6 +107,33 @@ ScaleIn    PENDING -> DRAINING -> REMOVING -> DONE, or FAILED when it could not 
 - **Deadlines.** A replica that isn't active after `timeout_seconds` is removed. A replica that isn't drained after
   `drain_seconds` nacks its groups. Removal waits for a weight synchronisation that the replica takes part in, at most
   for that synchronisation's deadlines.
+
+## Autoscaler
+
+With `[autoscale]` the coordinator adds and removes rollout replicas by itself, through the same requests:
+
+```toml
+[autoscale]
+mode = "on"         # or "dry_run": it only says what it would do
+max_replicas = 16
+```
+
+It looks once a second, and decides on means over the last `out_seconds` or `in_seconds`:
+
+| | all of these hold | then |
+| --- | --- | --- |
+| add | for 30 s the step lacked groups more than 15 % of the time; meanwhile engines were busy for more than 90 % and groups waited for them; Redis wasn't what shut the gate | n × idle / (1 - idle) replicas, 1 to 4, at most up to `max_replicas`; then none for 60 s |
+| remove | for 120 s the engines would have been busy for less than 60 % with one less (90 % where they are so far ahead that `board.max_staleness` shuts the gate), also while the trainer waited; no groups waited for them | one, as long as there are more than `min_replicas` and one was scaled out; then none for 300 s |
+
+If tokens per second grew by less than half of what new replicas should have brought, none are added for ten minutes. While the
+run is paused, Redis is away, a replica starts or a scale request is in progress, nothing is decided, and it watches anew
+afterwards. `relaxd autoscale` (`GetAutoscaler`) shows each condition with its value, why nothing changes, and the last decisions;
+`relaxd autoscale on`, `dry_run` or `off` (`SetAutoscaler`) switches it for the rest of the run, over restarts of the coordinator. Its
+requests have ids that begin with `auto-`. A colocated run has none, since its engines are on the trainer's GPUs.
+
+In a fluid model of a run (`python -m benchmarks.autoscaler`, 10 engines keep the trainer busy, it begins with 2) it trained 0.998 ×
+the groups per GPU hour of the best fixed number of engines under a steady load, 1.032 × where answers get twice as long, and
+1.003 × where they grow by half and shrink.
 """  # noqa: E501
 LAUNCHERS = """\
 ## Launchers

@@ -92,6 +92,6 @@ def flash_attn_func(q: Tensor, k: Tensor, v: Tensor, **settings: Any) -> Tensor:
         count, length = tensor.shape[:2]
         return torch.arange(0, (count + 1) * length, length, dtype=torch.int32, device=tensor.device)
 
-    flat = [tensor.reshape(-1, *tensor.shape[2:]) for tensor in (q, k, v)]
-    output = flash_attn_varlen_func(*flat, begins(q), begins(k), q.shape[1], k.shape[1], **settings)
+    queries, keys, values = (tensor.reshape(-1, *tensor.shape[2:]) for tensor in (q, k, v))
+    output = flash_attn_varlen_func(queries, keys, values, begins(q), begins(k), q.shape[1], k.shape[1], **settings)
     return output.view(q.shape)

@@ -55,17 +55,13 @@ class Workload:
         (folder / "coin.py").write_text(COIN)
 
 
-COIN = '''"""Rewards at random, in the forms that TRL and verl call."""
+COIN = '''"""Rewards at random, as verl calls them."""
 
 import random
 
 
 def compute_score(data_source, solution_str, ground_truth, extra_info=None, **rest):
     return float(random.random() < 0.5)
-
-
-def reward(completions, **rest):
-    return [float(random.random() < 0.5) for _ in completions]
 '''
 
 
