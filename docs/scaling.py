@@ -122,7 +122,7 @@ It looks once a second, and decides on means over the last `out_seconds` or `in_
 
 | | all of these hold | then |
 | --- | --- | --- |
-| add | for 30 s the step lacked groups more than 15 % of the time; meanwhile engines were busy for more than 90 % and groups waited for them; Redis wasn't what shut the gate | n × idle / (1 - idle) replicas, 1 to 4, at most up to `max_replicas`; then none for 60 s |
+| add | for 30 s the step lacked groups more than 15 % of the time; meanwhile engines were busy for more than 90 % and groups waited for them; Redis wasn't what shut the gate | n * idle / (1 - idle) replicas, 1 to 4, at most up to `max_replicas`; then none for 60 s |
 | remove | for 120 s the engines would have been busy for less than 60 % with one less (90 % where they are so far ahead that `board.max_staleness` shuts the gate), also while the trainer waited; no groups waited for them | one, as long as there are more than `min_replicas` and one was scaled out; then none for 300 s |
 
 If tokens per second grew by less than half of what new replicas should have brought, none are added for ten minutes. While the
@@ -131,9 +131,9 @@ afterwards. `relaxd autoscale` (`GetAutoscaler`) shows each condition with its v
 `relaxd autoscale on`, `dry_run` or `off` (`SetAutoscaler`) switches it for the rest of the run, over restarts of the coordinator. Its
 requests have ids that begin with `auto-`. A colocated run has none, since its engines are on the trainer's GPUs.
 
-In a fluid model of a run (`python -m benchmarks.autoscaler`, 10 engines keep the trainer busy, it begins with 2) it trained 0.998 ×
-the groups per GPU hour of the best fixed number of engines under a steady load, 1.032 × where answers get twice as long, and
-1.003 × where they grow by half and shrink.
+In a fluid model of a run (`python -m benchmarks.autoscaler`, 10 engines keep the trainer busy, it begins with 2) it trained 0.998
+times the groups per GPU hour of the best fixed number of engines under a steady load, 1.032 times where answers get twice as long, and
+1.003 times where they grow by half and shrink.
 """  # noqa: E501
 LAUNCHERS = """\
 ## Launchers

@@ -77,7 +77,7 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
         self._safe: dict[tuple[type, str], bool] = {}
-        """Whether templates may read an attribute, by the object's type, which is all that decides it."""
+        """True for attributes that templates may read, by type and name: nothing else decides it."""
 
     def getattr(self, obj: Any, attribute: str) -> Any:
         if type(obj) is not dict or attribute in DICT_ATTRIBUTES:

@@ -254,7 +254,7 @@ class TokenHistory:
         return len(tokens)
 
     def kept_by(self, prompt: Sequence[int]) -> int:
-        """Return how many of the tokens so far a prompt of token ids begins with, if it continues this history, else 0.
+        """Return the number of this history's tokens with which a prompt begins; 0 if it doesn't continue it.
 
         A prompt may have another token in place of the special one at which the last reply stopped.
         """

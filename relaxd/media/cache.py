@@ -1,4 +1,4 @@
-"""What a process has computed of images lately, by their hashes, such as their pixels."""
+"""Recent results about images in a process, such as pixels, by the hash of the image."""
 
 import io
 from collections import OrderedDict
@@ -31,7 +31,7 @@ class RecentItems(Generic[Item]):
         return None if found is None else found[0]
 
     def keep(self, name: str, item: Item, size: int) -> None:
-        """Keep an item of `size` bytes as the one that was used last, and remove what is then too much."""
+        """Keep an item of `size` bytes as the most recent one, and remove the oldest ones beyond the limit."""
         self._bytes += size - self._items.get(name, (item, 0))[1]
         self._items[name] = item, size
         self._items.move_to_end(name)

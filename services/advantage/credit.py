@@ -1,4 +1,4 @@
-"""Advantages of conversations whose parts have rewards of their own (agent.credit)."""
+"""Credit of parts of conversations: advantages by player or by message (agent.credit)."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ from relaxd.board import COLUMNS, MESSAGE_RETURNS, PLAYER, SEQUENCE_REWARD, Colu
 
 @dataclass(frozen=True)
 class _Part:
-    """A sequence, or the tokens of it up to the end of a message of the model, and from the end of the one before."""
+    """A part with a reward of its own: a sequence, or its tokens from one message of the model to the next."""
 
     sequence: int
     """Index of its sequence."""

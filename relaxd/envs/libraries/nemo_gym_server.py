@@ -87,7 +87,7 @@ class NemoGymServer(Environment):
             await self._http.close()
 
     def _response(self) -> dict[str, Any]:
-        """Return what the model and the tools said, as a response in OpenAI's form."""
+        """Return the messages of model and tools as a response in OpenAI's form."""
         parameters = self._row[PARAMETERS]
         return {
             "id": f"resp_{uuid4().hex}",

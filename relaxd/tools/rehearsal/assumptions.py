@@ -106,7 +106,7 @@ def mean_tokens(config: RunConfig, of_longest: int = 1) -> float:
 
 
 def least_step_seconds(config: RunConfig, rollout: int, agents: int = 0) -> float:
-    """Return the minimum mean seconds of a step, with so many rollout and agent replicas.
+    """Return the minimum mean seconds of a step with a number of rollout and agent replicas.
 
     They are those of its tokens in the engines that work or in the trainer, or those in which the gate, which admits a
     limited number of groups, and agents, which hold a limited number of samples, let a step's groups through: each

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from relaxd.config.autoscale import AutoscaleConfig
 
 IDLE_OUT, IDLE_IN = 0.15, 0.05
-"""Idle share of the trainer above which replicas are added, and above which it is asked what the engines do meanwhile
+"""Idle shares of the trainer: above the first replicas are added; above the second, engines must be idle, too,
 before one is removed."""
 BUSY_OUT, BUSY_IN, BUSY_AHEAD = 0.9, 0.6, 0.9
 """Busy share of the engines above which replicas are added. One is removed if the others' would stay below BUSY_IN, or
@@ -73,7 +73,7 @@ class Condition:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What the policy says at one moment."""
+    """Answer of the policy at one moment."""
 
     wanted: int
     """Replicas that there should be."""
@@ -88,7 +88,7 @@ class _Trial:
     """The last time that replicas were added."""
 
     replicas: int
-    """Those that there were before."""
+    """Number before."""
     tokens_per_second: float
     """Speed before."""
     judged: bool = False

@@ -30,7 +30,7 @@ class TowerOutputs:
         self.runs = 0
         """Number of images that the tower has seen."""
         self.asked = 0
-        """Number of images that were asked for."""
+        """Number of images requested."""
 
     @torch.no_grad()
     def of(self, tower: torch.nn.Module, images: DeviceImages) -> list[Tensor]:
