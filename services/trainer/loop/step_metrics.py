@@ -199,11 +199,10 @@ def shown_samples(
         (index, place) for place, group in enumerate(groups) for index in range(group.samples)
     ]  # every group's sample 0, then every group's sample 1 ...
     chosen = sorted(places)[:limit]
-    bounds = {place: bounds_of(groups[place].sample_lengths) for place in {place for _, place in chosen}}
-    return [
-        _shown(groups[place], index, bounds[place], step, whitening) | _shown_images(groups[place], thumbnails=True)
-        for index, place in chosen
-    ]
+    found = {place for _, place in chosen}
+    bounds = {place: bounds_of(groups[place].sample_lengths) for place in found}
+    images = {place: _shown_images(groups[place], thumbnails=True) for place in found}
+    return [_shown(groups[place], index, bounds[place], step, whitening) | images[place] for index, place in chosen]
 
 
 def all_samples(groups: Sequence[TrainGroup], step: int, whitening: Whitening | None = None) -> list[dict[str, Any]]:
