@@ -12,13 +12,9 @@ from relaxd.cli.options import DEFAULT_STATE, CoordinatorOption, StateOption, ne
 from relaxd.client import CliError
 from relaxd.local.silence import open_client
 from relaxd.local.stack import coordinator_address
+from relaxd.rpc.message_parts import numbers, words
 from relaxd.v1 import scaling_pb2 as pb
 
-MODES = {
-    "off": pb.AUTOSCALE_MODE_OFF,
-    "dry_run": pb.AUTOSCALE_MODE_DRY_RUN,
-    "on": pb.AUTOSCALE_MODE_ON,
-}
 SHOWN_DECISIONS = 10
 
 
@@ -31,19 +27,19 @@ def autoscale(
     coordinator: CoordinatorOption = None,
 ) -> None:
     """Show what the autoscaler sees and has decided, or switch it."""
-    if mode and mode not in MODES:
+    modes = numbers(pb.AutoscaleMode)
+    if mode and mode not in modes:
         raise CliError(f"{mode!r} is no mode of the autoscaler: on, dry_run or off", "relaxd autoscale dry_run")
     with open_client(coordinator_address(state, coordinator), state) as client:
-        new_console().print(autoscaler_view(client.set_autoscaler(MODES[mode]) if mode else client.autoscaler()))
+        new_console().print(autoscaler_view(client.set_autoscaler(modes[mode]) if mode else client.autoscaler()))
 
 
 def autoscaler_view(autoscaler: pb.Autoscaler) -> Group:
     """Format the state of an autoscaler: a sentence, its conditions and its last decisions."""
-    names = {value: name for name, value in MODES.items()}
     change = "" if autoscaler.wanted_replicas == autoscaler.replicas else f", {autoscaler.wanted_replicas} are wanted"
     parts: list[Text | Table] = [
         Text(
-            f"run {autoscaler.run_id}: the autoscaler is {names.get(autoscaler.mode, 'unknown')} "
+            f"run {autoscaler.run_id}: the autoscaler is {words(pb.AutoscaleMode).get(autoscaler.mode, 'unknown')} "
             f"({autoscaler.min_replicas} to {autoscaler.max_replicas} rollout replicas); "
             f"there are {autoscaler.replicas}{change}: {autoscaler.reason}"
         )

@@ -7,11 +7,11 @@ from relaxd.board.sides.side_base import RUN_ID, RUN_ID_RULE
 from relaxd.client.metric_series import MAX_POINTS
 from relaxd.roles import REPLICA_ROLES, ROLES, ROLLOUT, SCALABLE_ROLES, unknown_role
 from relaxd.rpc.errors import InvalidArgument, Violations
-from relaxd.rpc.message_parts import GPU_UUID, GPU_UUID_RULE, MAX_GPUS, check_gpu_uuids
+from relaxd.rpc.message_parts import GPU_UUID, GPU_UUID_RULE, MAX_GPUS, check_gpu_uuids, words
 from relaxd.v1 import coordinator_pb2 as pb
 from relaxd.v1 import scaling_pb2
 from services.coordinator.runs.starting import check_run_id
-from services.coordinator.state.records import Direction, ScaleSpec
+from services.coordinator.state.records import DRAIN_SECONDS, TIMEOUT_SECONDS, Direction, ScaleSpec
 
 REPLICA_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 ADDRESS = re.compile(r"[A-Za-z0-9.\[\]:_-]{1,200}:[0-9]{1,5}")
@@ -22,9 +22,7 @@ MAX_METRICS = 100
 MAX_STATUS_BYTES = 1 << 18
 MAX_RANKS = 4096
 MAX_REPLICAS = 4096
-TIMEOUT_SECONDS = 600.0
 MAX_TIMEOUT_SECONDS = 7200.0
-DRAIN_SECONDS = 30.0
 MAX_DRAIN_SECONDS = 3600.0
 
 
@@ -145,7 +143,7 @@ def autoscale_mode(request: scaling_pb2.SetAutoscalerRequest) -> str:
     known = request.mode in scaling_pb2.AutoscaleMode.values() and request.mode
     violations.check(known, "mode", f"is {request.mode}: it must be AUTOSCALE_MODE_OFF, _DRY_RUN or _ON")
     violations.raise_if_any()
-    return scaling_pb2.AutoscaleMode.Name(request.mode).removeprefix("AUTOSCALE_MODE_").lower()
+    return words(scaling_pb2.AutoscaleMode)[request.mode]
 
 
 def scale_in_spec(request: scaling_pb2.ScaleInRequest) -> ScaleSpec:

@@ -91,7 +91,6 @@ class _Trial:
     """Number before."""
     tokens_per_second: float
     """Speed before."""
-    judged: bool = False
 
 
 @dataclass
@@ -205,9 +204,9 @@ class AutoscalePolicy:
     def _judge_last_out(self) -> None:
         """Compare the speed with that before the last replicas were added; too little adds none for some time."""
         trial, window = self._trial, self._window(self.settings.out_seconds)
-        if trial is None or trial.judged or not window or window[-1].replicas <= trial.replicas:
+        if trial is None or not window or window[-1].replicas <= trial.replicas:
             return
-        trial.judged = True
+        self._trial = None
         promised = window[-1].replicas / trial.replicas - 1
         speed = _mean([one.tokens_per_second for one in window])
         if trial.tokens_per_second and speed < trial.tokens_per_second * (1 + WORTH * promised):

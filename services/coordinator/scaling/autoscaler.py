@@ -12,6 +12,7 @@ from google.protobuf.timestamp_pb2 import Timestamp
 
 from relaxd.roles import ROLLOUT
 from relaxd.rpc.errors import AlreadyExists, FailedPrecondition, NotFound
+from relaxd.rpc.message_parts import numbers
 from relaxd.v1 import scaling_pb2 as pb
 from relaxd.v1.replica_pb2 import REPLICA_STATE_READY
 from services.coordinator.fleet.registry import Replica
@@ -20,14 +21,12 @@ from services.coordinator.runs.gpu_usage import Usage
 from services.coordinator.runs.run_manager import RunManager
 from services.coordinator.scaling.autoscale_policy import AutoscalePolicy, Sample, Verdict
 from services.coordinator.scaling.scaler import Scaler
-from services.coordinator.state.records import Direction, Phase, ScaleSpec
+from services.coordinator.state.records import DRAIN_SECONDS, TIMEOUT_SECONDS, Direction, Phase, ScaleSpec
 
 logger = logging.getLogger(__name__)
 
 LOOK_SECONDS = 1.0
 KEPT_DECISIONS = 100
-OUT_SECONDS, DRAIN_SECONDS = 600.0, 30.0
-"""Time until new replicas must be active, and that of a drain, as of requests by people that give none."""
 OFF = "off"
 
 
@@ -86,7 +85,7 @@ class Autoscaler:
         live = len(self._scaler.live(ROLLOUT))
         message = pb.Autoscaler(
             run_id=run.record.run_id,
-            mode=pb.AutoscaleMode.Value(f"AUTOSCALE_MODE_{run.autoscale_mode.upper()}"),
+            mode=numbers(pb.AutoscaleMode)[run.autoscale_mode],
             min_replicas=settings.min_replicas,
             max_replicas=settings.max_replicas,
             replicas=live,
@@ -155,7 +154,7 @@ class Autoscaler:
                 direction=Direction.OUT if out else Direction.IN,
                 role=ROLLOUT,
                 replicas=verdict.wanted,
-                seconds=OUT_SECONDS if out else DRAIN_SECONDS,
+                seconds=TIMEOUT_SECONDS if out else DRAIN_SECONDS,
             )
             try:
                 request_id = (await self._scaler.accept(f"auto-{secrets.token_hex(3)}", spec)).request_id

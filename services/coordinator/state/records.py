@@ -324,6 +324,10 @@ UNDER_WAY = (
 """States in progress, the least advanced first."""
 
 
+TIMEOUT_SECONDS, DRAIN_SECONDS = 600.0, 30.0
+"""Time until new replicas must be active, and time for a drain, where a request gives none."""
+
+
 class ScaleSpec(Record):
     """The content of a request."""
 
