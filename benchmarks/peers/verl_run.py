@@ -23,7 +23,7 @@ RAY = ("include_dashboard=False", f"object_store_memory={4 * 2**30}")
 
 
 def settings(work: Workload, folder: Path) -> dict[str, Any]:
-    """Return what differs from verl's defaults."""
+    """Return the settings that differ from verl's defaults."""
     rollout = "actor_rollout_ref.rollout"
     actor = "actor_rollout_ref.actor"
     return {

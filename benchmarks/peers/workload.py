@@ -26,7 +26,7 @@ class Workload:
     samples: int = 8
     steps: int = 13
     micro_batch: int = 16384
-    """Most tokens of a training micro-batch."""
+    """Maximum number of tokens of a training micro-batch."""
     memory_fraction: float = 0.5
     """Share of the GPU for the engine's weights and cache."""
 

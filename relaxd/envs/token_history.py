@@ -128,9 +128,9 @@ class TokenHistory:
         self.opens_thinking = False
         """True if the context ends with the tag that begins thinking."""
         self.prompt_tokens: list[int] = list(tokens) or self._encode(tokenizer.render(asked, self._now), None)
+        """Token ids of the first prompt of the engine."""
         if tokens:
             self._note_end(tokens)
-        """Token ids of the first prompt of the engine."""
         if not self.prompt_tokens:
             raise DataError("data", f"{example.place} has no tokens")
         self._messages = asked.messages

@@ -109,7 +109,7 @@ class PeerReplicas(Generic[Stub]):
         self._to_come: str | None = None
         """The replicas that are only starting, for people; None if there is another reason why none is ready."""
         self._unable = ""
-        """What the replicas that can't be called say of themselves, for people."""
+        """Details of the replicas that can't be called, for people."""
         self._look_at = 0.0
         self._looking = asyncio.Lock()
 

@@ -13,7 +13,7 @@ TICK_SECONDS = 5
 
 @dataclass(frozen=True)
 class Load:
-    """What a run asks for, at one time."""
+    """Load of a run at one time."""
 
     engine_rate: float = 0.1
     """Groups per second of one engine."""
