@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 
 async def wait_for_turn(coordinator: CoordinatorStub, replica_id: str, on_wait: Callable[[str], None]) -> None:
-    """Wait until the coordinator grants this replica the device. It must have no children now.
+    """Wait until the coordinator grants this replica the device. None of its children may use it now.
 
     `on_wait` is called with the reason before each further attempt. Waits without a deadline, also while the
     coordinator is away: cancel it when the run ends.

@@ -17,7 +17,7 @@ class HandoffMove(StrEnum):
     SYNCHRONISE = "synchronise"
     """Send the trainer's weights to the engines, put the trainer to sleep and let the engines generate."""
     START_TRAINER = "start the trainer"
-    """Put the engines to sleep, so that a trainer without ranks can start them."""
+    """Put the engines to sleep, so that a trainer that waits can load its model."""
     START_ENGINES = "start engines"
     """Put the trainer to sleep, so that replicas without engines can start them."""
     WAKE_JUDGES = "wake the judges"
@@ -29,7 +29,7 @@ class Situation:
     """The state of replicas, weights and board."""
 
     trainer: Literal["absent", "waiting", "starting", "ready"]
-    """Waiting: for the GPU, without ranks. Starting: it has the GPU and isn't ready."""
+    """Waiting: for the GPU, without a model. Starting: it has the GPU and isn't ready."""
     trainer_awake: bool
     """It holds device memory."""
     engines_waiting: bool = False

@@ -69,7 +69,8 @@ class StageService(ReplicaService):
         self._ranks = ranks = RankProcesses(
             sizes.ranks, self._on_event, environment, gpu_lease, self.rank_module, ports=config.weights.port_range
         )
-        await ranks.start(
+        await ranks.start()
+        ranks.work(
             pb.WorkRequest(
                 config_json=config.model_dump_json(),
                 run_id=assignment.run_id,

@@ -68,8 +68,8 @@ class RankProcesses:
         self._reading: list[asyncio.Task[None]] = []
         self._failure: asyncio.Future[RpcError] = asyncio.get_running_loop().create_future()
 
-    async def start(self, request: rank_pb2.WorkRequest) -> None:
-        """Start every rank and have it train.
+    async def start(self) -> None:
+        """Start every rank. Return once they have loaded their code; they use no device before `work`.
 
         Raises:
             ChildError: a rank didn't start, or there is no port for the ranks to meet on.
@@ -99,6 +99,9 @@ class RankProcesses:
                 await asyncio.gather(*(rank.child.wait_connected() for rank in self.ranks))
         except TimeoutError:
             raise ChildError(f"a rank did not start within {START_SECONDS:g} s") from None
+
+    def work(self, request: rank_pb2.WorkRequest) -> None:
+        """Have every rank train."""
         self._reading = [asyncio.create_task(self._read(rank, request)) for rank in self.ranks]
 
     async def failed(self) -> RpcError:

@@ -19,6 +19,8 @@ from services.trainer.service.rank_processes import RANK, RankProcess, RankProce
 
 logger = logging.getLogger(__name__)
 
+TakeTurn = Callable[[Callable[[str], None]], Awaitable[None]]
+"""Waits for the devices of a colocated run, and tells its argument what for (ReplicaContext.take_turn)."""
 BACKOFF = Backoff(first_seconds=0.5, max_seconds=30.0)
 """Delay before a restart; doubled with each consecutive failure, until a version is trained."""
 FAILED_AFTER = 3
@@ -43,7 +45,7 @@ class RankSupervisor:
         request: rank_pb2.WorkRequest,
         *,
         environment: Mapping[str, str],
-        take_turn: Callable[[Callable[[str], None]], Awaitable[None]] | None = None,
+        take_turn: TakeTurn | None = None,
         gpu_lease: GpuLease | None = None,
         module: str = RANK,
         ports: range | None = None,
@@ -55,7 +57,7 @@ class RankSupervisor:
             count: number of ranks.
             request: the work of the ranks.
             environment: environment variables, in addition to this process's.
-            take_turn: in a colocated run, awaited before each start (ReplicaContext.take_turn).
+            take_turn: in a colocated run, awaited at each start, once the ranks have loaded their code.
             gpu_lease: the ranks are killed when it is over.
             module: the ranks' program.
             ports: those on which the ranks may meet (weights.ports); None: any.
@@ -140,9 +142,6 @@ class RankSupervisor:
             announcing = asyncio.create_task(self._announce(coordinator_pb2_grpc.CoordinatorStub(to_coordinator)))
             try:
                 while True:
-                    if self._take_turn is not None:
-                        await self._take_turn(self._set_detail)
-                        self.awake = True
                     reason = await self._run_world()
                     self.start_refused = isinstance(reason, InvalidArgument)
                     self._failures += 1
@@ -180,7 +179,10 @@ class RankSupervisor:
         )
         self._processes = processes
         try:
-            await processes.start(self._request)
+            await processes.start()
+            if self._take_turn is not None:
+                await self._turn(processes, self._take_turn)
+            processes.work(self._request)
             return await processes.failed()
         except ChildError as error:
             return error
@@ -192,6 +194,19 @@ class RankSupervisor:
             self._announcement.clear()
             await processes.kill()
             self.awake = False  # not earlier: dying ranks still use the devices
+
+    async def _turn(self, processes: RankProcesses, take_turn: TakeTurn) -> None:
+        """Wait for the devices. Raises ChildError if a rank dies meanwhile."""
+        turn, failed = asyncio.create_task(take_turn(self._set_detail)), asyncio.create_task(processes.failed())
+        try:
+            await asyncio.wait({turn, failed}, return_when=asyncio.FIRST_COMPLETED)  # named: `detail` says for what
+            if failed.done():
+                raise ChildError(str(failed.result()))
+            await turn
+            self.awake = True
+        finally:
+            turn.cancel()
+            failed.cancel()
 
     def _on_event(self, rank: RankProcess, event: rank_pb2.WorkResponse) -> None:
         match event.WhichOneof("event"):
