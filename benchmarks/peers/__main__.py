@@ -4,10 +4,12 @@
     python -m benchmarks.peers verl --steps 13 --out verl.json
     python -m benchmarks.peers trl --steps 13 --out trl.json --extra generation=continuous
     python -m benchmarks.peers table relaxd.json verl.json trl.json
+    python -m benchmarks.peers curves OUT.png relaxd-0.json relaxd-1.json trl-0.json ...
 
 All have the same model (a Qwen3 with random weights whose answers have geometric lengths), prompts, samples a step,
 rewards at random, and a learning rate that changes nothing. Each system writes a line after a step; its times are
-measured here, from outside, alike for all. --cpu tries relaxd and TRL on a tiny model.
+measured here, from outside, alike for all. --cpu tries relaxd and TRL on a tiny model. --task sums --model FOLDER
+--longest 12 teaches SmolLM2 the demo's sums instead, and `curves` plots reward by wall time, a line per run.
 """
 
 import argparse
@@ -52,6 +54,7 @@ def run(system: str, work: Workload, folder: Path, options: argparse.Namespace) 
         "workload": asdict(work),
         "gap_step_1": facts[0]["gap"] if facts else None,
         "probability_gap_step_1": facts[0].get("probability_gap") if facts else None,
+        "rewards": [fact["reward"] for fact in facts],
         "phases": [fact["phases"] for fact in facts],
         "versions": {name: found for name in PACKAGES if (found := version_of(name))},
         "machine": machine(),
@@ -94,6 +97,38 @@ def table(files: list[Path]) -> None:
     report("peers", rows, **facts, runs=[{k: v for k, v in run.items() if k != "lines"} for run in runs])
 
 
+REACHED = 0.6
+"""Reward of which `curves` says when it was reached."""
+SMOOTH_STEPS = 5
+
+
+def curves(picture: Path, files: list[Path]) -> None:
+    """Plot reward, the mean of five steps, by seconds since the command; a colour per system, a line per run."""
+    from matplotlib.figure import Figure
+
+    runs = [json.loads(file.read_text()) for file in files]
+    systems = list(dict.fromkeys(run["system"] for run in runs))
+    figure = Figure(figsize=(7, 4), layout="constrained")
+    axes = figure.subplots()
+    for run in runs:
+        rewards = run["rewards"]
+        means = [
+            sum(part) / len(part)
+            for end in range(1, len(rewards) + 1)
+            if (part := rewards[max(0, end - SMOOTH_STEPS) : end])
+        ]
+        reached = next((at for at, mean in zip(run["ends"], means, strict=True) if mean >= REACHED), None)
+        print(
+            f"{run['name']}: {REACHED:g} after {_shown(reached)} s, {means[-1]:.2f} at the end, {run['ends'][-1]:.0f} s"
+        )
+        axes.plot(run["ends"], means, color=f"C{systems.index(run['system'])}", label=run["system"], linewidth=1)
+    axes.set_xlabel("seconds since the command")
+    axes.set_ylabel(f"reward, mean of {SMOOTH_STEPS} steps")
+    handles, labels = axes.get_legend_handles_labels()
+    axes.legend(dict(zip(labels, handles, strict=True)).values(), systems)
+    figure.savefig(picture, dpi=120)
+
+
 def _shown(value: float | None) -> float | str:
     return "" if value is None else value
 
@@ -113,9 +148,15 @@ def main() -> None:
         command.add_argument("--extra", nargs="*", default=[], help="further settings of the system, as it writes them")
         command.add_argument("--cpu", action="store_true", help="without a GPU")
     commands.add_parser("table").add_argument("files", nargs="+", type=Path)
+    plot = commands.add_parser("curves")
+    plot.add_argument("picture", type=Path)
+    plot.add_argument("files", nargs="+", type=Path)
     options = parser.parse_args()
     if options.command == "table":
         table(options.files)
+        return
+    if options.command == "curves":
+        curves(options.picture, options.files)
         return
     with tempfile.TemporaryDirectory(prefix="relaxd-peers-") as temporary:
         folder = (options.folder or Path(temporary)).resolve()

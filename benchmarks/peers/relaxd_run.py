@@ -7,11 +7,12 @@ from typing import Any
 
 from benchmarks.modes import sglang_options
 from benchmarks.peers.watch import Launch
-from benchmarks.peers.workload import LEARNING_RATE, MAX_PROMPT_TOKENS, Workload
+from benchmarks.peers.workload import MAX_PROMPT_TOKENS, REWARD, Workload
 
 CONFIG = """\
 [run]
 steps = {work.steps}
+seed = {work.seed}
 folder = "{folder}/runs"
 colocate = {colocate}
 
@@ -25,7 +26,7 @@ answer_key = "reward_model.ground_truth"
 max_prompt_tokens = {prompt}
 
 [reward]
-name = "benchmarks.rewards:coin"
+name = "{folder}/{reward}:compute_score"
 workers = 2
 
 [rollout]
@@ -49,7 +50,7 @@ groups_per_step = {work.prompts}
 micro_batch_tokens = {work.micro_batch}
 
 [trainer.optimizer]
-lr = {lr}
+lr = {work.learning_rate}
 
 [trainer.checkpoint]
 every = 0
@@ -69,7 +70,7 @@ def launch(work: Workload, folder: Path, *, cpu: bool, extra: list[str]) -> Laun
             work=work,
             folder=folder,
             prompt=MAX_PROMPT_TOKENS,
-            lr=LEARNING_RATE,
+            reward=REWARD,
             colocate=json.dumps(not cpu),
             engine="transformers" if cpu else "sglang",
             dtype="float32" if cpu else "bfloat16",
@@ -83,10 +84,11 @@ def launch(work: Workload, folder: Path, *, cpu: bool, extra: list[str]) -> Laun
 
 
 def step_facts(line: dict[str, Any]) -> dict[str, Any]:
-    """Return a step's answer tokens, and its log-prob gap and phases where known."""
+    """Return a step's answer tokens and mean reward, and its log-prob gap and phases where known."""
     phases = ("train_seconds", "wait_seconds", "sync_seconds", "switch_seconds")
     return {
         "tokens": line["samples"] * line["response_length_mean"],
+        "reward": line["reward_mean"],
         "gap": line.get("logprob_difference"),
         "phases": {name.removesuffix("_seconds"): line[name] for name in phases if line.get(name)},
     }

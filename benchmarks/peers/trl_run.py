@@ -13,7 +13,11 @@ from benchmarks.peers.workload import Workload
 
 
 def launch(work: Workload, folder: Path, *, cpu: bool, extra: list[str]) -> Launch:
-    """Return the run's command. `extra`: generation=plain, static or continuous; batch=SAMPLES of a forward."""
+    """Return the run's command.
+
+    `extra`: generation=plain, static or continuous; batch=SAMPLES of a forward; weights=float32, to keep weights in
+    float32 and compute in bfloat16, as a real learning rate needs it.
+    """
     if find_spec("trl") is None:
         raise SystemExit("TRL is not installed: pip install trl==1.16.0")
     flash_attention.provide(folder / "trl-packages")
@@ -22,19 +26,21 @@ def launch(work: Workload, folder: Path, *, cpu: bool, extra: list[str]) -> Laun
         "work": asdict(work),
         "cpu": cpu,
         "generation": chosen.pop("generation", "plain" if cpu else "continuous"),
+        "dtype": chosen.pop("weights", "float32" if cpu else "bfloat16"),
         "batch": int(chosen.pop("batch", min(16, work.samples_per_step))),
     }
     if chosen:
-        raise SystemExit(f"--extra has {sorted(chosen)}: generation and batch are known for TRL")
+        raise SystemExit(f"--extra has {sorted(chosen)}: generation, batch and weights are known for TRL")
     (folder / "trl.jsonl").unlink(missing_ok=True)
     command = [sys.executable, "-m", "benchmarks.peers.trl_train", str(folder), json.dumps(options)]
     return Launch(command, folder, folder / "trl.jsonl", "loss")
 
 
 def step_facts(line: dict[str, Any], work: Workload) -> dict[str, Any]:
-    """Return a step's answer tokens; TRL computes log-probs only once, so there is no gap."""
+    """Return a step's answer tokens and mean reward; TRL computes log-probs only once, so there is no gap."""
     return {
         "tokens": work.samples_per_step * line["completions/mean_length"],
+        "reward": line["reward"],
         "gap": None,
         "phases": {"step": line.get("step_time")},
     }

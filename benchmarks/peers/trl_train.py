@@ -1,30 +1,31 @@
 """TRL's GRPOTrainer on the workload: `python -m benchmarks.peers.trl_train FOLDER JSON` with a Workload's fields."""
 
 import json
-import random
+import runpy
 import sys
 import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks.peers.workload import LEARNING_RATE, Workload
+from benchmarks.peers.workload import REWARD, Workload
 
 
-def reward(completions: list[Any], **rest: Any) -> list[float]:
-    """Return 1 or 0 at random for each answer."""
-    return [float(random.random() < 0.5) for _ in completions]
-
-
-def train(folder: Path, work: Workload, *, generation: str, cpu: bool, batch: int) -> None:
+def train(folder: Path, work: Workload, *, generation: str, cpu: bool, dtype: str, batch: int) -> None:
     """Train; a line of trl.jsonl after each step has TRL's own metrics.
 
     `generation`: "continuous" is transformers' continuous batching, "plain" its `generate`, "static" the same with a
-    static cache. `batch`: samples of a forward.
+    static cache. `dtype`: of the weights. `batch`: samples of a forward.
     """
     import torch
     from datasets import load_dataset
     from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
     from trl import GRPOConfig, GRPOTrainer
+
+    score: Any = runpy.run_path(str(folder / REWARD))["compute_score"]
+
+    def reward(completions: list[Any], reward_model: list[dict[str, str]], **rest: Any) -> list[float]:
+        pairs = zip(completions, reward_model, strict=True)
+        return [score(work.task, answer[0]["content"], known["ground_truth"]) for answer, known in pairs]
 
     class Steps(TrainerCallback):
         """Writes each step's metrics."""
@@ -52,7 +53,9 @@ def train(folder: Path, work: Workload, *, generation: str, cpu: bool, batch: in
         num_generations=work.samples,
         max_completion_length=work.longest,
         max_steps=work.steps,
-        learning_rate=LEARNING_RATE,
+        learning_rate=work.learning_rate,
+        lr_scheduler_type="constant",
+        seed=work.seed,
         beta=0.0,
         bf16=not cpu,
         use_cpu=cpu,
@@ -64,15 +67,15 @@ def train(folder: Path, work: Workload, *, generation: str, cpu: bool, batch: in
     )
     model = AutoModelForCausalLM.from_pretrained(
         str(folder / "model"),
-        dtype=torch.float32 if cpu else torch.bfloat16,
-        attn_implementation="sdpa" if cpu else "flash_attention_2",
+        dtype=getattr(torch, dtype),
+        attn_implementation="sdpa" if dtype == "float32" else "flash_attention_2",
     )
     trainer = GRPOTrainer(
         model=model,
         reward_funcs=reward,
         args=config,
         train_dataset=load_dataset("json", data_files=str(folder / "prompts.jsonl"))["train"].select_columns(
-            ["prompt"]
+            ["prompt", "reward_model"]
         ),
         processing_class=AutoTokenizer.from_pretrained(str(folder / "model")),
         callbacks=[Steps()],

@@ -14,7 +14,7 @@ from typing import Any
 from benchmarks.modes import sglang_options
 from benchmarks.peers import flash_attention
 from benchmarks.peers.watch import Launch
-from benchmarks.peers.workload import LEARNING_RATE, MAX_PROMPT_TOKENS, Workload
+from benchmarks.peers.workload import MAX_PROMPT_TOKENS, REWARD, Workload
 
 PROBABILITY_GAP = "training/rollout_probs_diff_mean"
 NO_TRL = "class AutoModelForCausalLMWithValueHead: ...\n"
@@ -41,15 +41,16 @@ def settings(work: Workload, folder: Path) -> dict[str, Any]:
         f"{actor}.ppo_mini_batch_size": work.prompts,
         f"{actor}.use_dynamic_bsz": True,
         f"{actor}.ppo_max_token_len_per_gpu": work.micro_batch,
-        f"{actor}.optim.lr": LEARNING_RATE,
+        f"{actor}.optim.lr": work.learning_rate,
         f"{rollout}.name": "sglang",
         f"{rollout}.n": work.samples,
+        f"{rollout}.seed": work.seed,
         f"{rollout}.tensor_model_parallel_size": 1,
         f"{rollout}.gpu_memory_utilization": work.memory_fraction,
         f"{rollout}.max_num_seqs": work.samples_per_step,
         f"{rollout}.agent.num_workers": 2,
         "reward.num_workers": 1,
-        "reward.custom_reward_function.path": f"{folder}/coin.py",
+        "reward.custom_reward_function.path": f"{folder}/{REWARD}",
         "transfer_queue.backend.SimpleStorage.num_data_storage_units": 2,
         "trainer.logger": "[console,file]",
         "trainer.n_gpus_per_node": 1,
@@ -87,10 +88,11 @@ def launch(work: Workload, folder: Path, *, cpu: bool, extra: list[str]) -> Laun
 
 
 def step_facts(line: dict[str, Any], work: Workload) -> dict[str, Any]:
-    """Return a step's answer tokens, and its gap and phases where known; the gap is of probabilities."""
+    """Return a step's answer tokens, mean reward and phases, and its gap, which is of probabilities."""
     data = line["data"]
     return {
         "tokens": work.samples_per_step * data["response_length/mean"],
+        "reward": data["critic/score/mean"],
         "gap": data.get("rollout_corr/log_ppl_abs_diff"),
         "probability_gap": data.get(PROBABILITY_GAP),
         "phases": {name.removeprefix("timing_s/"): data[name] for name in data if name.startswith("timing_s/")},

@@ -119,8 +119,8 @@ def stop(process: "subprocess.Popen[bytes]") -> None:
 def summarise(
     begun: float, ends: Sequence[float], lines: Sequence[dict[str, Any]], warmup: int, gpu: GpuWatch
 ) -> dict[str, Any]:
-    """Compute step times after the warm-up, start-up time, and what the GPU did in the measured steps."""
-    figures: dict[str, Any] = {"steps": len(ends), "warmup": warmup}
+    """Compute ends of steps, step times after the warm-up, start-up time, and what the GPU did in measured steps."""
+    figures: dict[str, Any] = {"steps": len(ends), "warmup": warmup, "ends": [end - begun for end in ends]}
     if ends:
         figures["first_step_seconds"] = ends[0] - begun
     if gpu.samples:

@@ -3,23 +3,85 @@
 import argparse
 import json
 import random
+import shutil
 import subprocess
 import sys
+import tomllib
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from relaxd.data.sources.addition_source import addition
+
+ROOT = Path(__file__).resolve().parents[2]
 MAX_PROMPT_TOKENS = 96
-LEARNING_RATE = 1e-12
-"""Changes nothing, so that the answers' lengths stay as they are."""
+REWARD = "score.py"
+"""The reward's file in the folder of a run: verl's compute_score, which all systems call."""
+
+COIN = '''"""Rewards at random."""
+
+import random
+
+
+def compute_score(data_source, solution_str, ground_truth, extra_info=None, **rest):
+    return float(random.random() < 0.5)
+'''
+LAST_NUMBER = '''"""Rewards for sums."""
+
+import re
+
+
+def compute_score(data_source, solution_str, ground_truth, extra_info=None, **rest):
+    """Return 1 if the last number in the answer is right, else 0."""
+    return float(re.findall(r"\\d+", solution_str)[-1:] == [ground_truth])
+'''
+
+
+@dataclass(frozen=True)
+class Task:
+    """What the systems learn."""
+
+    learning_rate: float
+    reward: str
+    """Source of the reward's file."""
+    questions: Callable[[random.Random], Iterator[tuple[str, str]]]
+    """Yields questions and their answers, without end."""
+
+
+def long_sums(numbers: random.Random) -> Iterator[tuple[str, str]]:
+    """Yield sums of two numbers with three digits."""
+    while True:
+        left, right = numbers.randrange(100, 1000), numbers.randrange(100, 1000)
+        yield f"{left}+{right}=", str(left + right)
+
+
+def demo_sums(numbers: random.Random) -> Iterator[tuple[str, str]]:
+    """Yield the sums that `relaxd demo` trains on, in random order."""
+    examples, _ = addition(2)
+    while True:
+        for example in numbers.sample(examples, len(examples)):
+            yield example.prompt, example.answer
+
+
+TASKS = {
+    # The rate changes nothing, so that the answers' lengths stay as they are.
+    "lengths": Task(1e-12, COIN, long_sums),
+    "sums": Task(1e-5, LAST_NUMBER, demo_sums),
+}
 
 
 @dataclass(frozen=True)
 class Workload:
-    """A step: `prompts` prompts with `samples` answers each, of geometric length."""
+    """A step: `prompts` prompts with `samples` answers each. Lengths are geometric if the model is made here."""
 
+    task: str = "lengths"
+    """One of TASKS."""
+    seed: int = 0
+    """Decides the prompts and their order, and each system's own seed."""
+    model: str = ""
+    """Folder of the model; empty: make one of `shape`, with answers of `mean` tokens."""
     shape: str = "0.6b"
     mean: float = 256.0
-    """Mean answer, in tokens."""
     longest: int = 1024
     """Answers are cut there, in tokens."""
     prompts: int = 16
@@ -35,34 +97,38 @@ class Workload:
         """Number of answers in a step."""
         return self.prompts * self.samples
 
+    @property
+    def learning_rate(self) -> float:
+        """Learning rate, the same in each step."""
+        return TASKS[self.task].learning_rate
+
     def write(self, folder: Path) -> None:
-        """Write model, prompts and reward into `folder`, unless they are there."""
+        """Write model, prompts and reward into `folder`; a model that is there stays."""
         folder.mkdir(parents=True, exist_ok=True)
         if not (folder / "model" / "config.json").exists():
-            command = [sys.executable, "-m", "benchmarks.long_tail", str(folder / "model"), "--shape", self.shape]
-            subprocess.run([*command, "--mean", str(self.mean)], check=True, timeout=300)
-        rows = random.Random(0)
+            self._write_model(folder / "model")
+        questions = TASKS[self.task].questions(random.Random(self.seed))
         with (folder / "prompts.jsonl").open("w") as file:
             for index in range(self.prompts * (self.steps + 4)):
-                left, right = rows.randrange(100, 1000), rows.randrange(100, 1000)
+                question, answer = next(questions)
                 row = {
-                    "data_source": "sums",
-                    "prompt": [{"role": "user", "content": f"{left}+{right}="}],
-                    "reward_model": {"style": "rule", "ground_truth": str(left + right)},
+                    "data_source": self.task,
+                    "prompt": [{"role": "user", "content": question}],
+                    "reward_model": {"style": "rule", "ground_truth": answer},
                     "extra_info": {"index": index},
                 }
                 file.write(json.dumps(row) + "\n")
-        (folder / "coin.py").write_text(COIN)
+        (folder / REWARD).write_text(TASKS[self.task].reward)
 
-
-COIN = '''"""Rewards at random, as verl calls them."""
-
-import random
-
-
-def compute_score(data_source, solution_str, ground_truth, extra_info=None, **rest):
-    return float(random.random() < 0.5)
-'''
+    def _write_model(self, folder: Path) -> None:
+        if not self.model:
+            command = [sys.executable, "-m", "benchmarks.long_tail", str(folder), "--shape", self.shape]
+            subprocess.run([*command, "--mean", str(self.mean)], check=True, timeout=300)
+            return
+        shutil.copytree(self.model, folder)
+        if self.task == "sums":
+            example = tomllib.loads((ROOT / "examples" / "addition.toml").read_text())
+            (folder / "chat_template.jinja").write_text(example["model"]["chat_template"])
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
