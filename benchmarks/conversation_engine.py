@@ -12,7 +12,7 @@ take turns in going
 Steps that lie in two of these windows aren't counted. "prefix hits" is engine_prefix_hit_share of metrics.jsonl, the
 mean of the window's steps; "outside" is a conversation's time outside requests to engines as a share of its group's
 time. Goal: the hits of sticky are at least 0.95 of those of one. --cpu tries the script on a tiny model, without prefix
-cache.
+cache. --one-gpu has engines and trainer share a GPU: the hits are the same, the speed isn't.
 """
 
 import argparse
@@ -33,7 +33,7 @@ from relaxd.client.coordinator_client import ENDED, CoordinatorClient
 from relaxd.local.state_folder import StateFolder
 from relaxd.local.supervisor import StackPlan
 from relaxd.replica.gpus import visible_gpus
-from relaxd.roles import AGENT, ROLLOUT
+from relaxd.roles import AGENT, ROLLOUT, TRAINER
 
 START_SECONDS = 150.0
 """Deadline for services, engines and the first steps."""
@@ -119,15 +119,24 @@ def make_config(folder: Path, options: argparse.Namespace) -> str:
         transport="gloo" if options.cpu else "nccl",
         memory=0 if options.cpu else options.memory_fraction,
         threads=1 if options.cpu else 0,
-        options="" if options.cpu else sglang_options(options.sessions),
+        options="" if options.cpu else engine_options(options),
         groups=options.groups,
         micro_batch=max(options.micro_batch, tokens + 96),
     )
 
 
-def change_plan(plan: StackPlan, routing: Path) -> None:
-    """Have the agent replica send requests where a file says."""
+def engine_options(options: argparse.Namespace) -> str:
+    """Return SGLang's options, with a cache of fixed size if engines share a GPU."""
+    cache = f"\nmax_total_tokens = {options.cache_tokens}" if options.one_gpu else ""
+    return sglang_options(options.sessions) + cache
+
+
+def change_plan(plan: StackPlan, routing: Path, one_gpu: bool) -> None:
+    """Have the agent replica send requests where a file says, and engines and trainer share a GPU if wanted."""
     for spec in plan.services:
+        if one_gpu and spec.role in (ROLLOUT, TRAINER):
+            module = spec.command.index("-m") + 1
+            spec.command[module:module] = ["benchmarks.one_gpu", spec.name]
         if spec.role == AGENT:
             spec.command = [sys.executable, "-m", "benchmarks.conversation_engine_parts"]
             spec.environment[ROUTING] = str(routing)
@@ -166,7 +175,7 @@ def measure(folder: Path, options: argparse.Namespace, deadline: float) -> dict[
     routing.write_text(STICKY)
 
     def change(plan: StackPlan) -> None:
-        change_plan(plan, routing)
+        change_plan(plan, routing, options.one_gpu)
 
     begun = time.monotonic()
     with services(StateFolder(folder / "state"), {ROLLOUT: 2, AGENT: 1}, change) as coordinator:
@@ -244,6 +253,8 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, default=12.0, help="shortest window of a route in a round")
     parser.add_argument("--limit", type=float, default=190.0, help="seconds for everything")
     parser.add_argument("--keep", type=Path, help="a folder for metrics.jsonl")
+    parser.add_argument("--one-gpu", action="store_true", help="engines and trainer share a GPU")
+    parser.add_argument("--cache-tokens", type=int, default=300_000, help="an engine's cache with --one-gpu")
     parser.add_argument("--cpu", action="store_true", help="a tiny model, without GPUs")
     return parser.parse_args(words)
 
@@ -253,8 +264,8 @@ def main() -> None:
     deadline = time.monotonic()
     options = parse()
     deadline += options.limit - 10
-    if (seen := len(visible_gpus())) < 3 and not options.cpu:
-        raise SystemExit(f"{seen} GPUs are to be seen here: trainer and engines need one each; --cpu tries the script")
+    if (seen := len(visible_gpus())) < 3 and not options.cpu and not options.one_gpu:
+        raise SystemExit(f"{seen} GPUs are to be seen here: trainer and engines need one each; --one-gpu shares one")
     with tempfile.TemporaryDirectory(prefix="relaxd-conversations-") as temporary:
         folder = Path(temporary)
         command = [sys.executable, "-m", "benchmarks.long_tail", str(folder / "model"), "--shape", options.shape]
