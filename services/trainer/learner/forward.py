@@ -135,16 +135,16 @@ class Forward:
         self.vision = None if self.architecture.vision is None else _read_vision(folder)
         """The model's rules for images; None if it sees none."""
 
-    def load(self) -> StageModel:
-        """Build this rank's part of the model and load its weights."""
+    def load(self, *, keep_rounding: bool = False) -> StageModel:
+        """Build this rank's part of the model and load its weights (`load_hf`)."""
         model = build_model(self.architecture, self.megatron_config, self.world)
         model.offload_activations(self._offload)
-        load_hf(model, self.folder, self.architecture, self.world)
+        load_hf(model, self.folder, self.architecture, self.world, keep_rounding=keep_rounding)
         return model
 
     def load_trained(self, trainer: TrainerConfig) -> StageModel:
         """Load this rank's part of the model to train, without gradients for what the settings freeze."""
-        model = self.load()
+        model = self.load(keep_rounding=True)
         freeze(model, self.architecture, self.world, trainer)
         return model
 
@@ -165,7 +165,7 @@ class Forward:
                 )
         model = build_critic(self.architecture, self.megatron_config, self.world)
         model.offload_activations(self._offload)
-        load_hf(model, folder, self.architecture, self.world, without=(OUTPUT_LAYER, VALUE_HEAD))
+        load_hf(model, folder, self.architecture, self.world, without=(OUTPUT_LAYER, VALUE_HEAD), keep_rounding=True)
         for name, parameter in model.named_parameters():
             if TOWER in name.split("."):
                 parameter.requires_grad_(False)

@@ -103,9 +103,19 @@ class HFFolder:
         return self._files[file]
 
 
+ROUNDING = "rounding"
+"""Attribute of a bfloat16 parameter: what it lacks to the float32 weight that was read, bfloat16 of its shape."""
+
+
 @torch.no_grad()
 def load_hf(
-    model: torch.nn.Module, folder: Path, shape: Architecture, world: World, *, without: Collection[str] = ()
+    model: torch.nn.Module,
+    folder: Path,
+    shape: Architecture,
+    world: World,
+    *,
+    without: Collection[str] = (),
+    keep_rounding: bool = False,
 ) -> None:
     """Load this rank's part of a model folder, one tensor at a time. All ranks call it together.
 
@@ -115,6 +125,7 @@ def load_hf(
         shape: the model's architecture.
         world: this rank's place in the world.
         without: ends of the names of parameters that the folder and the model don't both have; they stay as they are.
+        keep_rounding: give bfloat16 parameters that are read from float32 an attribute ROUNDING, for the optimizer.
 
     Raises:
         ModelError: the folder doesn't have the architecture's tensors, or an output layer that config.json denies.
@@ -134,8 +145,14 @@ def load_hf(
             dense, expert = (world.tp_rank, world.tp_size), (world.etp_rank, world.etp_size)
             rank, size = expert if entry.expert else dense
             tensors = [source.read(part.name, part.shape) for part in mine]
-            part = entry.of(parameters[entry.megatron])
-            part.copy_(entry.layout.shard(tensors, rank, size, shape))
+            parameter = parameters[entry.megatron]
+            part = entry.of(parameter)
+            exact = entry.layout.shard(tensors, rank, size, shape)
+            part.copy_(exact)
+            if keep_rounding and exact.dtype is torch.float32 and part.dtype is torch.bfloat16:
+                if not hasattr(parameter, ROUNDING):
+                    setattr(parameter, ROUNDING, torch.zeros_like(parameter, requires_grad=False))
+                entry.of(getattr(parameter, ROUNDING)).copy_(exact.to(part.device) - part)
             missing.discard(entry.megatron)
             progress(part.nbytes)
         if missing:

@@ -199,9 +199,9 @@ class RankSupervisor:
         """Wait for the devices. Raises ChildError if a rank dies meanwhile."""
         turn, failed = asyncio.create_task(take_turn(self._set_detail)), asyncio.create_task(processes.failed())
         try:
-            await asyncio.wait({turn, failed}, return_when=asyncio.FIRST_COMPLETED)  # named: `detail` says for what
+            await asyncio.wait({turn, failed}, return_when=asyncio.FIRST_COMPLETED)
             if failed.done():
-                raise ChildError(str(failed.result()))
+                raise ChildError(str(await failed))
             await turn
             self.awake = True
         finally:
