@@ -77,6 +77,7 @@ WITHOUT_DEADLINE = {
             "SGLangProcess._launch",
         ),  # schedulers end with the thread
         ("services/trainer/service/rank_supervisor.py", "RankSupervisor._announce"),
+        ("services/trainer/service/rank_supervisor.py", "RankSupervisor._turn"),  # its run ends, which cancels it
     },
     ENDS: {
         ("relaxd/process/child.py", "Child.wait_connected"),  # the call's deadline, or the child's end
