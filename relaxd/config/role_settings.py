@@ -390,5 +390,5 @@ class RolesConfig(Section):
 
     @property
     def sizes(self) -> dict[str, ReferenceConfig | TeacherConfig | CriticConfig]:
-        """The sections of roles that hold a model in ranks of their own, by role."""
+        """The sections of roles that hold a model in separate ranks, by role."""
         return {"reference": self.reference, "teacher": self.teacher, "critic": self.critic}

@@ -91,7 +91,7 @@ class Prompt:
     tools: list[dict[str, Any]] = field(default_factory=list)
     """Tools that the chat template got."""
     teacher_tokens: np.ndarray | None = None
-    """Token ids of the teacher's prompt, int32, if it has one of its own."""
+    """Token ids of the teacher's prompt, int32, if it has its own."""
     media: PromptMedia = NO_MEDIA
     """Its images, whose tokens it has."""
 

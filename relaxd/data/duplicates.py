@@ -31,7 +31,7 @@ _BYTES = 8
 
 @dataclass(frozen=True)
 class Keys:
-    """Hashes of prompts, each uint64 [prompts]. A row that is wrong has one of its own."""
+    """Hashes of prompts, each uint64 [prompts]. A row that is wrong has its own."""
 
     exact: np.ndarray
     """Of the whole prompt, with its tools."""

@@ -1,4 +1,4 @@
-"""The child's side of `relaxd.process.child`: a gRPC server on a thread of its own, which ends with the parent."""
+"""The child's side of `relaxd.process.child`: a gRPC server on a separate thread, which ends with the parent."""
 
 import asyncio
 import contextvars

@@ -16,7 +16,7 @@ from opentelemetry import trace
 from relaxd.telemetry.printable import escape, escape_lines
 
 INDENT = "    "
-"""Beginning of further lines of a record, so that no text can pass for a record of its own."""
+"""Beginning of further lines of a record, so that no text can pass for another record."""
 
 
 class _Formatter(logging.Formatter):

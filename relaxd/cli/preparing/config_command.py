@@ -79,7 +79,7 @@ def check(config: RunConfig, *, call_reward: bool = True, first_look: bool = Fal
 
 
 def check_algorithm(config: RunConfig) -> list[Problem]:
-    """Check that the algorithm has the columns that it needs, and try a user's own in a process of its own."""
+    """Check that the algorithm has the columns that it needs, and try a user's own in a separate process."""
     try:
         if isinstance(config.algorithm, OwnConfig):
             text = config.algorithm.model_dump_json()

@@ -37,7 +37,7 @@ PROMPTS = 3
 MADE_UP = ("I don't know.", "")
 """Answers that any model gives now and then."""
 LOAD_SECONDS = 90.0
-"""Time for starting the program and loading the reward, which has a deadline of its own."""
+"""Time for starting the program and loading the reward, which has its own deadline."""
 MAX_LATE = 2
 """Samples for which a reward may take too long before the others are left out: it would for them, too."""
 GENERATE_SECONDS = 1800.0

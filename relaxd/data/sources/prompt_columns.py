@@ -36,7 +36,7 @@ class Columns:
     tools: str = ""
     """Column with tools for the chat template, which rows may lack; empty means none."""
     other_tools: Sequence[dict[str, Any]] = ()
-    """Tools of rows that have none of their own."""
+    """Tools of rows that name none."""
     media: Mapping[str, str] = field(default_factory=dict)
     """Columns of media items by kind, which rows may lack."""
     make_prompt: Callable[[dict[str, Any]], Any] | None = None

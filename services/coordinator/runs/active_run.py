@@ -92,7 +92,7 @@ class ActiveRun:
         self.sync = WeightSync(context, weights)
         self._evaluator = Evaluator(context, data)
         self.handoff: GpuHandoff | None = None
-        """GPU handoff of a colocated run; None if trainer and engines have GPUs of their own."""
+        """GPU handoff of a colocated run; None if trainer and engines have separate GPUs."""
         if context.config.run.colocate:
             self.handoff = GpuHandoff(context, self.sync, training=self._wants_groups, evaluating=self._uses_engines)
         data.train.keep(files.folder)

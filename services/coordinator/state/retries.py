@@ -28,7 +28,7 @@ class Retry:
     """Repeats an operation until something that it needs is there, and logs who waits."""
 
     hung_seconds: ClassVar[float | None] = None
-    """An attempt that takes this long waits, too; None: attempts have a deadline of their own."""
+    """An attempt that takes this long waits, too; None: attempts have their own deadline."""
 
     def __init__(
         self, owner: str, needs: str, errors: tuple[type[Exception], ...], *, on: str = "", disk: bool = False
