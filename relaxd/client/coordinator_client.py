@@ -82,9 +82,12 @@ class CoordinatorClient:
         """Return a run, by default the newest."""
         return self._call(self._stub.GetRun, pb.GetRunRequest(run_id=run_id)).run
 
-    def runs(self) -> Iterator[pb.Run]:
-        """Yield all runs, newest first, without metrics, config_json and health."""
-        return self._items(self._stub.ListRuns, pb.ListRunsRequest(), "runs")
+    def runs(self, *, patience_seconds: float = 0.0) -> Iterator[pb.Run]:
+        """Yield all runs, newest first, without metrics, config_json and health.
+
+        Waits up to `patience_seconds` for a coordinator that starts.
+        """
+        return self._items(self._stub.ListRuns, pb.ListRunsRequest(), "runs", patience_seconds)
 
     def pause_run(self, run_id: str, reason: str) -> pb.Run:
         """Pause a run: publish nothing and close no step until `resume_run`."""
