@@ -46,8 +46,12 @@ class Decision:
 class Autoscaler:
     """Autoscaler of the active run. Lives in the event loop."""
 
-    def __init__(self, runs: RunManager, scaler: Scaler, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, runs: RunManager, scaler: Scaler, clock: Callable[[], float] = time.monotonic, *, by_keda: bool = False
+    ) -> None:
+        """`by_keda`: KEDA asks for the number and carries it out; no scale request does."""
         self._runs = runs
+        self._by_keda = by_keda
         self._scaler = scaler
         self._clock = clock
         self._run: ActiveRun | None = None
@@ -78,6 +82,20 @@ class Autoscaler:
         self._verdict = self._policy.observe(sample)
         if self._verdict.wanted != sample.replicas:
             await self._act(run, self._policy, sample.replicas)
+
+    def target(self) -> int:
+        """Return the number of rollout replicas that the active run should have, for KEDA.
+
+        It is the last decision: replicas that it added and that have not registered yet must not be taken away again.
+        Raises FailedPrecondition if nothing is decided here.
+        """
+        run = self._runs.active
+        if run is None or run is not self._run or run.autoscale_mode != "on":
+            why = "there is no active run" if run is None else f"autoscale.mode is {run.autoscale_mode!r}, not 'on'"
+            raise FailedPrecondition(f"no number of rollout replicas: {why}")
+        settings = run.config.autoscale
+        target = self._decisions[-1].after if self._decisions else len(self._scaler.live(ROLLOUT))
+        return min(max(target, settings.min_replicas), settings.max_replicas)
 
     def describe(self, run: ActiveRun) -> pb.Autoscaler:
         """Return the state of the autoscaler of the active run."""
@@ -121,7 +139,7 @@ class Autoscaler:
         return Sample(
             at=self._clock(),
             replicas=len(live),
-            removable=sum(bool(replica.launch_id) for replica in live),
+            removable=sum(self._by_keda or bool(replica.launch_id) for replica in live),
             # Engines that are paused for weights are neither busy nor idle.
             busy=busy / (busy + idle) if busy is not None and idle is not None and busy + idle else None,
             lacking=snapshot is not None and snapshot.lacking > 0,
@@ -149,7 +167,7 @@ class Autoscaler:
         """Have replicas added or removed as the verdict says; with mode "dry_run", only say so."""
         verdict, request_id, reason = self._verdict, "", self._verdict.reason
         out = verdict.wanted > replicas
-        if run.autoscale_mode == "on":
+        if run.autoscale_mode == "on" and not self._by_keda:
             spec = ScaleSpec(
                 direction=Direction.OUT if out else Direction.IN,
                 role=ROLLOUT,
@@ -162,5 +180,5 @@ class Autoscaler:
                 reason = f"{reason}, but it was refused: {error}"
         policy.acted(verdict)
         self._decisions.append(Decision(time.time(), replicas, verdict.wanted, reason, request_id))
-        said = "" if request_id else " (not done)"
+        said = " (by KEDA)" if self._by_keda else "" if request_id else " (not done)"
         logger.info("autoscaler: %d to %d rollout replicas%s: %s", replicas, verdict.wanted, said, reason)
