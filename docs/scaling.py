@@ -135,7 +135,7 @@ If tokens per second grew by less than half of what new replicas should have bro
 run is paused, Redis is away, a replica starts or a scale request is in progress, nothing is decided, and it watches anew
 afterwards. `relaxd autoscale` (`GetAutoscaler`) shows each condition with its value, why nothing changes, and the last decisions;
 `relaxd autoscale on`, `dry_run` or `off` (`SetAutoscaler`) switches it for the rest of the run, over restarts of the coordinator. Its
-requests have ids that begin with `auto-`. A colocated run has none, since its engines are on the trainer's GPUs.
+requests have ids that begin with `auto-`. On Kubernetes [KEDA](kubernetes.md#keda) can carry its decisions out. A colocated run has none, since its engines are on the trainer's GPUs.
 
 In a fluid model of a run (`python -m benchmarks.autoscaler`, 10 engines keep the trainer busy, it begins with 2) it trained 0.998
 times the groups per GPU hour of the best fixed number of engines under a steady load, 1.032 times where answers get twice as long, and
