@@ -110,7 +110,7 @@ class Autoscaler:
             wanted_replicas=live,
             reason="it is off",
         )
-        if run is self._run and self._policy is not None:
+        if run is self._run and self._policy is not None and run.autoscale_mode != OFF:
             message.wanted_replicas, message.reason = verdict.wanted, verdict.reason
             for one in verdict.conditions:
                 direction = pb.SCALE_DIRECTION_OUT if one.rule == "out" else pb.SCALE_DIRECTION_IN
