@@ -52,6 +52,8 @@ class Autoscaler:
         """`by_keda`: KEDA asks for the number and carries it out; no scale request does."""
         self._runs = runs
         self._by_keda = by_keda
+        self._target: int | None = None
+        """The last number that was decided for KEDA."""
         self._scaler = scaler
         self._clock = clock
         self._run: ActiveRun | None = None
@@ -73,6 +75,8 @@ class Autoscaler:
         if run is not self._run:
             self._run, self._policy, self._usage = run, None, Usage(self._clock)
             self._decisions.clear()
+        if run is None or run.autoscale_mode != "on":
+            self._target = None
         if run is None or run.autoscale_mode == OFF:
             self._policy = None
             return
@@ -84,18 +88,18 @@ class Autoscaler:
             await self._act(run, self._policy, sample.replicas)
 
     def target(self) -> int:
-        """Return the number of rollout replicas that the active run should have, for KEDA.
+        """Return the number of rollout replicas that KEDA should see to, which is that of the last decision.
 
-        It is the last decision: replicas that it added and that have not registered yet must not be taken away again.
-        Raises FailedPrecondition if nothing is decided here.
+        Those that there are would be no answer: one that starts, or starts again, must not be taken for surplus. Raises
+        FailedPrecondition while nothing is decided.
         """
         run = self._runs.active
-        if run is None or run is not self._run or run.autoscale_mode != "on":
+        if run is None or run.autoscale_mode != "on":
             why = "there is no active run" if run is None else f"autoscale.mode is {run.autoscale_mode!r}, not 'on'"
             raise FailedPrecondition(f"no number of rollout replicas: {why}")
-        settings = run.config.autoscale
-        target = self._decisions[-1].after if self._decisions else len(self._scaler.live(ROLLOUT))
-        return min(max(target, settings.min_replicas), settings.max_replicas)
+        if run is not self._run or self._target is None:
+            raise FailedPrecondition("no number of rollout replicas: nothing was decided since it is on")
+        return self._target
 
     def describe(self, run: ActiveRun) -> pb.Autoscaler:
         """Return the state of the autoscaler of the active run."""
@@ -178,7 +182,9 @@ class Autoscaler:
                 request_id = (await self._scaler.accept(f"auto-{secrets.token_hex(3)}", spec)).request_id
             except (AlreadyExists, FailedPrecondition, NotFound) as error:
                 reason = f"{reason}, but it was refused: {error}"
+        elif run.autoscale_mode == "on":
+            self._target = verdict.wanted
         policy.acted(verdict)
         self._decisions.append(Decision(time.time(), replicas, verdict.wanted, reason, request_id))
-        said = " (by KEDA)" if self._by_keda else "" if request_id else " (not done)"
+        said = "" if request_id else " (KEDA's to do)" if self._target is not None else " (not done)"
         logger.info("autoscaler: %d to %d rollout replicas%s: %s", replicas, verdict.wanted, said, reason)

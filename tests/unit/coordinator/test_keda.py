@@ -2,7 +2,7 @@
 
 from collections.abc import AsyncIterator
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import grpc
 import pytest
@@ -12,7 +12,9 @@ from relaxd.rpc.service_settings import parse_settings
 from relaxd.v1 import external_scaler_pb2 as pb
 from relaxd.v1.external_scaler_pb2_grpc import ExternalScalerStub
 from services.coordinator.api.keda_server import METRIC, start_keda_server
-from services.coordinator.scaling.autoscaler import Autoscaler, Decision
+from services.coordinator.runs.active_run import ActiveRun
+from services.coordinator.scaling.autoscale_policy import Verdict
+from services.coordinator.scaling.autoscaler import Autoscaler
 from tests.kit.ports import free_port
 
 LIVE = 3
@@ -51,19 +53,26 @@ async def refusal(stub: ExternalScalerStub) -> str:
     return caught.value.details() or ""
 
 
-async def test_keda_gets_the_last_decision(stub: ExternalScalerStub, autoscaler: Autoscaler, runs: Any) -> None:
+async def test_keda_gets_what_was_decided_last(stub: ExternalScalerStub, autoscaler: Autoscaler, runs: Any) -> None:
     (spec,) = (await stub.GetMetricSpec(pb.ScaledObjectRef(name="rollout"))).metricSpecs
     assert (spec.metricName, spec.targetSize, spec.targetSizeFloat) == (METRIC, 1, 1.0)
     assert (await stub.IsActive(pb.ScaledObjectRef())).result
     assert "there is no active run" in await refusal(stub)  # never 0
 
-    settings = AutoscaleConfig(mode="on", min_replicas=2, max_replicas=6)
-    run = SimpleNamespace(autoscale_mode="dry_run", config=SimpleNamespace(autoscale=settings))
+    run = SimpleNamespace(autoscale_mode="dry_run", config=SimpleNamespace(autoscale=AutoscaleConfig(mode="on")))
     runs.active = autoscaler._run = run
     assert "autoscale.mode is 'dry_run', not 'on'" in await refusal(stub)
     run.autoscale_mode = "on"
-    assert await number(stub) == LIVE
-    # Those that were added count before they have registered, and the run's limits hold.
-    for after, expected in ((5, 5), (4, 4), (9, 6), (1, 2)):
-        autoscaler._decisions.append(Decision(0.0, LIVE, after, "busy", ""))
-        assert await number(stub) == expected
+    assert "nothing was decided" in await refusal(stub)  # some of those that there should be may not be up yet
+    policy: Any = SimpleNamespace(acted=lambda verdict: None)
+    for wanted in (5, 4):
+        autoscaler._verdict = Verdict(wanted, "busy")
+        await autoscaler._act(cast(ActiveRun, run), policy, LIVE)
+        assert await number(stub) == wanted
+    assert [decision.request_id for decision in autoscaler._decisions] == ["", ""]
+
+    # What was decided before it was switched off is not carried out later.
+    run.autoscale_mode = "off"
+    await autoscaler.look()
+    run.autoscale_mode = "on"
+    assert "nothing was decided" in await refusal(stub)
