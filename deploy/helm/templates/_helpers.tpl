@@ -96,7 +96,7 @@ spec:
       {{- end }}
       env:
         - {name: RELAXD_COORDINATOR, value: "{{ .root.Release.Name }}-coordinator:50050"}
-        - {name: RELAXD_STACK, value: "{{ .root.Release.Namespace }}/{{ .root.Release.Name }}"}
+        - {name: RELAXD_STACK, value: {{ printf "%s.%s" .root.Release.Namespace .root.Release.Name | trunc 64 | quote }}}
         - {name: RELAXD_TOKEN_FILE, value: /run/relaxd/token}
         - {name: HF_HOME, value: /models/.huggingface}
         - {name: HOME, value: {{ ternary "/home/relaxd" "/tmp" (gt (int .settings.gpus) 0) }}}

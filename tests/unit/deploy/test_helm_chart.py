@@ -9,6 +9,7 @@ import pytest
 from relaxd.roles import REPLICA_ROLES, SCALABLE_ROLES
 from relaxd.rpc.credentials import read_tokens
 from relaxd.rpc.server import LIVENESS
+from relaxd.rpc.service_settings import parse_settings
 from tests.kit.helm_chart import CHART, HelmUnavailable, Rendered, render_chart
 
 PAGE = Path(__file__).parents[3] / "docs" / "kubernetes.md"
@@ -100,6 +101,26 @@ def test_every_role_has_its_pod(charts: Charts) -> None:
         assert (("PodDisruptionBudget", f"r-{role}") in full.documents) == (not single)
     assert container(full, "trainer")["resources"]["limits"]["nvidia.com/gpu"] == "8"
     assert container(full, "judge")["command"] == ["python", "-m", "services.rollout.judge"]
+
+
+def test_services_accept_their_environment(charts: Charts, tmp_path: Path) -> None:
+    _, (small, full, *_) = charts
+    secret = small.documents["Secret", "r-secrets"]["stringData"]
+    for key in ("tokens", "redis_password"):
+        (tmp_path / key).write_text(secret[key])
+    for rendered in (small, full):
+        for role in (*REPLICA_ROLES, "coordinator"):
+            if ("Deployment", f"r-{role}") not in rendered.documents:
+                continue
+            (tmp_path / "token").write_text(secret[f"{role}.token"])
+            given = {
+                name: value.replace("/run/relaxd", str(tmp_path)).replace("$(POD_IP)", "10.0.0.1")
+                for name, value in environment(rendered, role).items()
+            }
+            settings = parse_settings(role, [], given)
+            assert settings.stack == "default.r"
+            assert settings.advertise == ("" if role == "coordinator" else "10.0.0.1:50051")
+            settings.security.check("0.0.0.0")  # else it would not listen there
 
 
 def test_what_is_optional(charts: Charts) -> None:
