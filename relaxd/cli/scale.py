@@ -65,8 +65,9 @@ def scale(
 ) -> None:
     """Add or remove replicas of a role, even during a run; or list or cancel the requests."""
     changes = "=" in target or bool(sglang_url)
-    if cancel and changes:
-        raise CliError("--cancel takes a role, or nothing, and no number and URL", "relaxd scale --cancel rollout")
+    if changes and (cancel or states):
+        option = "--cancel" if cancel else "--request-state"
+        raise CliError(f"{option} takes a role, or nothing, and no number and URL", f"relaxd scale rollout {option}")
     if sglang_url and target:
         raise CliError("--sglang-url takes no ROLE=COUNT: each URL is a replica", "relaxd scale --sglang-url URL")
     chosen = _filter(target, states or []) if not changes else pb.ScaleFilter()

@@ -160,7 +160,7 @@ def scale_filter(message: scaling_pb2.ScaleFilter) -> ScaleFilter:
     ways, states = words(scaling_pb2.ScaleDirection), words(scaling_pb2.ScaleState)
     known = message.direction in ways
     violations.check(known, "filter.direction", f"is {message.direction}: it must be SCALE_DIRECTION_OUT or _IN")
-    for index, state in enumerate(message.states[: len(states)]):
+    for index, state in enumerate(message.states):
         violations.check(states.get(state), f"filter.states[{index}]", f"is {state}: it must be a ScaleState, not 0")
     violations.raise_if_any()
     return ScaleFilter(
