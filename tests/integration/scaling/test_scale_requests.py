@@ -128,8 +128,8 @@ def test_wrong_requests_name_their_fields(cluster: ScalingCluster) -> None:
     assert fields(cluster.out, 2, gpu_uuids=["0"]) == {"gpu_uuids[0]"}
     assert fields(cluster.out, 2, sglang_urls=["http://host:1"]) == {"sglang_urls"}
     assert fields(cluster.out, 0, role="reward", sglang_urls=["host:1"]) == {"role", "sglang_urls[0]"}
-    assert fields(cluster.requests, filter=scale_pb.ScaleFilter(role="x", direction=7, states=[0, 4])) == {
-        *("filter.role", "filter.direction", "filter.states[0]")
+    assert fields(cluster.requests, filter=scale_pb.ScaleFilter(role="x", direction=7, states=[4] * 11 + [0])) == {
+        *("filter.role", "filter.direction", "filter.states[11]")
     }
     assert fields(cluster.into, 0) == {"replicas"}
     assert fields(cluster.into, 1, replica_ids=["a"]) == {"replica_ids"}
