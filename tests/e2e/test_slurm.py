@@ -64,8 +64,9 @@ def test_a_job_outlives_a_node_and_a_requeue(slurm: Slurm, tmp_path: Path) -> No
     assert before < STEPS / 2
     until(lambda: trained() >= before + 5, "five more steps, with another node")
 
-    slurm.call("scontrol", "requeue", job)
+    slurm.call("scancel", "--signal=USR1", "--batch", job)  # as Slurm does three minutes before the time limit
     until(lambda: slurm.job(job)["JobState"] == "COMPLETED", "its end")
     assert slurm.job(job)["Restarts"] == "2"
+    assert "the time limit is near" in log.read_text()
     steps = [json.loads(line) for line in (run / "ledger.jsonl").read_text().splitlines()]
     assert [step["step"] for step in steps] == list(range(1, STEPS + 1))
