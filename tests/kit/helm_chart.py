@@ -1,12 +1,14 @@
-"""deploy/helm rendered by Helm and checked against Kubernetes' schemas, in an interpreter of its own.
+"""deploy/helm rendered by Helm and checked against Kubernetes' schemas, in a process with packages of its own.
 
-The packages are only for this: ~/.cache/relaxd/venvs/helm-VERSION has them, and is made when it is missing.
+They are only for this: ~/.cache/relaxd/helm-VERSIONS has them, and is made when it is missing.
 """
 
 import fcntl
 import json
+import os
+import shutil
 import subprocess
-import venv
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,8 +16,8 @@ from typing import Any
 CHART = Path(__file__).parents[2] / "deploy" / "helm"
 PACKAGES = ("helm-python-sdk==0.2.2", "kubernetes-validate==1.37.0", "PyYAML==6.0.4")
 KUBERNETES = "1.37"
-FOLDER = Path.home() / ".cache" / "relaxd" / "venvs" / "-".join(["helm", *(one.split("==")[1] for one in PACKAGES)])
-BUILD_SECONDS = 300
+FOLDER = Path.home() / ".cache" / "relaxd" / "-".join(["helm", *(one.split("==")[1] for one in PACKAGES)])
+INSTALL_SECONDS = 300
 PROGRAM = """
 import json, sys
 import kubernetes_validate, yaml
@@ -64,7 +66,14 @@ class Rendered:
 def render_chart(*cases: dict[str, Any] | str, chart: Path = CHART) -> tuple[list[str], list[Rendered]]:
     """Lint the chart, and render it as release `r` with each of these values, also as YAML. Raises HelmUnavailable."""
     given = json.dumps([str(chart), KUBERNETES, cases])
-    done = subprocess.run([_python(), "-c", PROGRAM], input=given, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM],
+        env={**os.environ, "PYTHONPATH": str(_packages())},
+        input=given,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     rendered = [
@@ -74,17 +83,17 @@ def render_chart(*cases: dict[str, Any] | str, chart: Path = CHART) -> tuple[lis
     return found["lint"], rendered
 
 
-def _python() -> str:
-    """Return the interpreter with Helm, which is built first if need be."""
-    python = FOLDER / "bin" / "python"
+def _packages() -> Path:
+    """Return the folder with Helm's packages, which are installed first if need be."""
     FOLDER.parent.mkdir(parents=True, exist_ok=True)
     with FOLDER.with_suffix(".lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # one build at a time
-        if not (FOLDER / "complete").exists():
-            venv.create(FOLDER, with_pip=True, clear=True)
-            words = [str(python), "-m", "pip", "install", "--quiet", *PACKAGES]
-            installed = subprocess.run(words, capture_output=True, text=True, timeout=BUILD_SECONDS)
+        fcntl.flock(lock, fcntl.LOCK_EX)  # one installation at a time
+        if not FOLDER.exists():
+            unfinished = FOLDER.with_suffix(".unfinished")
+            shutil.rmtree(unfinished, ignore_errors=True)
+            words = [sys.executable, "-m", "pip", "install", "--quiet", "--no-compile", "--target", str(unfinished)]
+            installed = subprocess.run([*words, *PACKAGES], capture_output=True, text=True, timeout=INSTALL_SECONDS)
             if installed.returncode:
                 raise HelmUnavailable(f"pip cannot install Helm: {installed.stderr.strip()[-300:]}")
-            (FOLDER / "complete").touch()
-    return str(python)
+            unfinished.rename(FOLDER)
+    return FOLDER
