@@ -24,6 +24,7 @@ from relaxd.client.coordinator_client import ENDED, CoordinatorClient
 from relaxd.local import stack
 from relaxd.local.state_folder import StateFolder
 from relaxd.rewards.interface import RewardInput
+from relaxd.v1.scaling_pb2 import ScaleInRequest, ScaleOutRequest
 from tests.kit.models import make_tiny_model
 
 JUDGE_SECONDS = 0.25
@@ -95,7 +96,9 @@ def measure(role: str, reward: str, new_tokens: int, counts: list[int], seconds:
                 coordinator.start_run(text, "replicas")
                 until("a first step", lambda: coordinator.run().step, 0.2)
                 for count in [*counts, *reversed(counts)]:
-                    wanted = scale_to(coordinator, f"{role}={count}", drain_seconds=30, timeout_seconds=110)
+                    wanted = scale_to(
+                        coordinator, f"{role}={count}", ScaleOutRequest(timeout_seconds=110), ScaleInRequest()
+                    )
                     watched = coordinator.watch_scaling(wanted.request_id)
                     until(f"{count} replicas", lambda w=watched: next(w).state in SCALED)
                     rates[count].append(samples_per_second(coordinator, seconds))

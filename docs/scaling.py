@@ -57,9 +57,10 @@ COORDINATOR, WAITING = f"127.0.0.1:{FIRST_PORT}", f"127.0.0.1:{WAITING_PORT}"
 HEAD = """\
 # Scaling
 
-You can add and remove rollout, reward and advantage replicas while a run trains. A new rollout replica gets the current
-weights before its first prompt. A replica that leaves finishes or nacks the groups that it holds. Nothing is lost or
-trained twice, and training doesn't pause.
+You can add and remove rollout, reward, advantage, reference, teacher, judge and agent replicas while a run trains.
+(There is at most one [critic](critic.md#as-a-service).) A new rollout replica gets the current weights before its first
+prompt. A replica that leaves finishes or nacks the groups that it holds. Nothing is lost or trained twice, and training
+doesn't pause.
 
 There are four ways:
 
@@ -68,7 +69,8 @@ There are four ways:
 - **By request**: `relaxd scale rollout=3`, or the calls below. A *launcher* starts or removes the replicas for the
   coordinator.
 - **By itself**: the [autoscaler](#autoscaler).
-- **By address**: the coordinator asks services that were started with `--standby` to join, and later to leave.
+- **By address**: the coordinator asks services that were started with `--standby` to join, and later to leave. By URL:
+  a launcher starts a rollout replica for an [SGLang server](#sglang-servers).
 
 `python docs/scaling.py` runs every command on this page and records its output.
 """
@@ -92,9 +94,9 @@ ScaleIn    PENDING -> DRAINING -> REMOVING -> DONE, or FAILED when it could not 
 | `CREATING` | started or asked to join, and loading its model |
 | `SYNCING` | waiting for its first weights; a rollout replica takes no prompts without them. Other roles skip this |
 | `ACTIVE` | working, or registered and waiting for a run |
-| `DRAINING` | takes no new groups and has `drain_seconds` to finish those that it holds; it nacks the rest |
+| `DRAINING` | takes no new groups and has `drain_seconds` to finish those that it holds; it nacks the rest. With [partial rollout](partial-rollout.md) a rollout replica hands them back at once |
 | `REMOVING` | its process is stopped (SIGTERM, which drains once more, then SIGKILL), or told to leave |
-| `PARTIAL` | the request succeeded for some replicas: they stay as they are, the others are removed |
+| `PARTIAL` | the request succeeded for some replicas: they stay as they are, the others are removed. With `rollback_all` it is `FAILED` instead |
 
 - **One request at a time for each role.** While one is in progress, another of the same role gets `FAILED_PRECONDITION`,
   which names it. Requests of different roles are carried out at the same time.
@@ -102,8 +104,12 @@ ScaleIn    PENDING -> DRAINING -> REMOVING -> DONE, or FAILED when it could not 
   request ends at once. Repeating a `request_id` with the same arguments returns that request. Without an id, the same
   arguments return the request in progress.
 - **Replicas that you started stay.** Only replicas that were scaled out are scaled in, newest first.
+- **All or nothing.** With `rollback_all`, the first new replica that fails ends the request: those that are active already
+  have 30 s to finish their groups, and all are removed.
 - **Cancelling** rolls back replicas that are not active yet (out) or not gone yet (in); the others stay as they are. When
-  everything is being removed already, nothing can be rolled back and cancelling is refused.
+  everything is being removed already, nothing can be rolled back and cancelling is refused. CancelScaleRequests cancels
+  all requests in progress that a filter of role, direction and states selects, and lists those that it had to skip.
+- **Dry runs.** ScaleOut, ScaleIn and CancelScaleRequests with `dry_run` answer what they would do.
 - **Deadlines.** A replica that isn't active after `timeout_seconds` is removed. A replica that isn't drained after
   `drain_seconds` nacks its groups. Removal waits for a weight synchronisation that the replica takes part in, at most
   for that synchronisation's deadlines.
@@ -129,7 +135,7 @@ If tokens per second grew by less than half of what new replicas should have bro
 run is paused, Redis is away, a replica starts or a scale request is in progress, nothing is decided, and it watches anew
 afterwards. `relaxd autoscale` (`GetAutoscaler`) shows each condition with its value, why nothing changes, and the last decisions;
 `relaxd autoscale on`, `dry_run` or `off` (`SetAutoscaler`) switches it for the rest of the run, over restarts of the coordinator. Its
-requests have ids that begin with `auto-`. A colocated run has none, since its engines are on the trainer's GPUs.
+requests have ids that begin with `auto-`. On Kubernetes [KEDA](kubernetes.md#keda) can carry its decisions out. A colocated run has none, since its engines are on the trainer's GPUs.
 
 In a fluid model of a run (`python -m benchmarks.autoscaler`, 10 engines keep the trainer busy, it begins with 2) it trained 0.998
 times the groups per GPU hour of the best fixed number of engines under a steady load, 1.032 times where answers get twice as long, and
@@ -172,8 +178,13 @@ GPUs: every replica sees the GPUs of its host (or of its service in `compose.gpu
 coordinator. To choose GPUs, pass `gpu_uuids` to ScaleOut. They are divided evenly among the replicas, as
 `CUDA_VISIBLE_DEVICES` of a process or as a device request of a container.
 
-For external SGLang servers, start one rollout service for each (`--sglang-url`, see [engines.md](engines.md)) with
-`--standby`, and scale out by the addresses of these services.
+### SGLang servers
+
+A run with `rollout.engine = "sglang_external"` ([engines.md](engines.md)) uses SGLang servers that you start. ScaleOut with
+`sglang_urls`, or `relaxd scale --sglang-url http://gpu-1:30000`, has the launcher start a rollout replica for each server, with the
+API key of the other replicas (`RELAXD_SGLANG_KEY`). Its launch id is made of host and port, such as `sglang-gpu-1-30000`, so a
+server that has a replica from an earlier request is left out. Don't name a server that a replica of your own uses: the
+new one would take it away. ScaleIn with `replica_ids` stops the replica; the server stays up.
 """  # noqa: E501
 FAILURES = """\
 ## When something fails
@@ -197,7 +208,7 @@ disagree in places. This table shows both and what relaxd does, including delibe
 
 | | Relax's documentation | Relax's code | relaxd |
 | --- | --- | --- | --- |
-| some new replicas fail | `rollback_all` by default: all are removed | only for external engines; own ones: PARTIAL, kept | PARTIAL: those that are active stay, the others are removed |
+| some new replicas fail | `rollback_all` by default: all are removed | only for external engines; own ones: PARTIAL, kept | PARTIAL: those that are active stay, the others are removed. With `rollback_all` FAILED: all are |
 | some can't be removed | COMPLETED | FAILED | PARTIAL; FAILED when none could be. They keep working |
 | time to come up | 1800 s | 300 s | 600 s, `timeout_seconds` with each request |
 | when prompts come | registered with the router before the first weights | after | after: an engine without weights takes nothing from the board |
@@ -208,10 +219,11 @@ disagree in places. This table shows both and what relaxd does, including delibe
 | a repeated request | as many replicas: NOOP | the same; during another request 409 | as many replicas: ends at once; the same in progress: that request; another of the role in progress: FAILED_PRECONDITION, which names it |
 | fewer than the initial replicas | 400 | 400 | FAILED_PRECONDITION, because it depends on the current replicas |
 | unknown id | 404 | 404 | NOT_FOUND |
-| addresses | scheme stripped, deduplicated | the same | host:port of rollout services; those that have joined already are left out |
-| `dry_run`, `force` | yes | yes | no: use `GetScaleRequest` and an idempotent target, or `drain_seconds = 0` |
+| addresses | scheme stripped, deduplicated | the same | URLs of SGLang servers (`sglang_urls`), or host:port of rollout services; those that have joined already are left out |
+| `dry_run`, `force` | for scaling in | the same | `dry_run` both ways; for `force`, `drain_seconds = 0` |
+| cancelling many, listing by filter | by model and status, with `dry_run` | the same | by role, direction and state, with `dry_run` |
 | a restart of the coordinator | not documented | not stated | the request in progress continues |
-| roles | rollout | rollout | rollout, reward, advantage |
+| roles | rollout | rollout | rollout, reward, advantage, reference, teacher, judge, agent; at most one critic |
 | autoscaler | on metrics | on metrics | on what the trainer and the engines wait for; with a dry run |
 """  # noqa: E501
 
@@ -240,6 +252,8 @@ def write_page(page: Page, coordinator: CoordinatorClient) -> None:
     page.heading("From the command line")
     page.command("Add replicas, and wait:", f"relaxd scale rollout=2 --wait --coordinator {COORDINATOR}")
     page.command("Remove replicas:", f"relaxd scale rollout=1 --wait --coordinator {COORDINATOR}")
+    page.command("See what would be done:", f"relaxd scale rollout=3 --dry-run --coordinator {COORDINATOR}")
+    page.command("List requests:", f"relaxd scale rollout --request-state done --coordinator {COORDINATOR}")
     page.command("The trainer can't be scaled:", f"relaxd scale trainer=2 --coordinator {COORDINATOR}")
 
     page.heading("With grpcurl")
@@ -261,13 +275,17 @@ def write_page(page: Page, coordinator: CoordinatorClient) -> None:
     until(ended)
     page.call("It is done:", COORDINATOR, call("GetScaleRequest"), tail=short)
     page.call("Remove a replica by name:", COORDINATOR, call("ScaleIn"), {"replica_ids": ["rollout"]})
+    dry = {"filter": {"role": "rollout"}, "dry_run": True}
     page.call("Start a request in order to cancel it:", COORDINATOR, call("ScaleOut"), {"replicas": 3}, tail="head -7")
+    names = "grep -E 'request_id|state'"
+    page.call("Ask which would be cancelled:", COORDINATOR, call("CancelScaleRequests"), dry, tail=names)
     page.call("Cancel the request in progress:", COORDINATOR, call("CancelScaleRequest"), tail=short)
     until(ended)
     page.call("It is rolled back:", COORDINATOR, call("GetScaleRequest"), tail=short)
-    page.call(
-        "List all requests:", COORDINATOR, call("ListScaleRequests"), tail="grep -E 'request_id|direction|^ {6}.state'"
-    )
+    listed = "grep -E 'request_id|direction|^ {6}.state'"
+    page.call("List all requests:", COORDINATOR, call("ListScaleRequests"), tail=listed)
+    cancelled = {"filter": {"direction": "SCALE_DIRECTION_OUT", "states": ["SCALE_STATE_CANCELLED"]}}
+    page.call("List those that were cancelled:", COORDINATOR, call("ListScaleRequests"), cancelled, tail=listed)
 
     page.heading("By address")
     page.text(

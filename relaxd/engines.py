@@ -41,6 +41,8 @@ class EngineCapabilities:
     """True if it can free its memory and allocate it again, so that it can take turns with a trainer."""
     pauses: tuple[str, ...] = ("in_place", "retract", "abort", "drain")
     """Values of weights.pause that it supports."""
+    takes_url: bool = False
+    """True if its replica is given the URL of a server that runs already."""
     stock_weight_group: bool = False
     """True if it receives weights as SGLang's own servers do: in torch's process group, in flat buckets, from one rank.
     """
@@ -93,6 +95,7 @@ ENGINES: dict[str, EngineCapabilities] = {
             name="sglang_external",
             settings={"rollout": ("tensor_parallel",)},
             module="services.rollout.engines.sglang_external.external_engine",
+            takes_url=True,
             stock_weight_group=True,
         ),
         EngineCapabilities(

@@ -46,7 +46,7 @@ from relaxd.cli.reading.run_tables import report
 from relaxd.cli.reading.status_command import address_lines, print_status, why
 from relaxd.cli.rehearse_command import rehearse
 from relaxd.cli.run_checkpoints import save_of_run_in_progress
-from relaxd.cli.scale import scale_to, wait_for
+from relaxd.cli.scale import scale
 from relaxd.cli.sweep_command import sweep
 from relaxd.client import CliError
 from relaxd.config.load_toml import ConfigError, load_file
@@ -303,42 +303,7 @@ app.command()(run_commands.stop)
 app.command()(run_commands.delete)
 
 
-@app.command()
-def scale(
-    target: Annotated[
-        str,
-        typer.Argument(
-            metavar="[ROLE=COUNT]", help="Role and target number of replicas, such as rollout=3.", show_default=False
-        ),
-    ] = "",
-    wait: Annotated[
-        bool, typer.Option("--wait", help="Wait until the request has ended; Ctrl-C only stops waiting.")
-    ] = False,
-    cancel: Annotated[bool, typer.Option("--cancel", help="Cancel the request in progress.")] = False,
-    drain_seconds: Annotated[float, typer.Option(min=0, help="When removing: seconds to finish held groups.")] = 30.0,
-    timeout_seconds: Annotated[
-        float, typer.Option(min=1, help="When adding: seconds until the new replicas must be active.")
-    ] = 600.0,
-    state: StateOption = DEFAULT_STATE,
-    coordinator: CoordinatorOption = None,
-) -> None:
-    """Add or remove replicas of a role, even during a run."""
-    if bool(target) == cancel:
-        raise CliError("expected ROLE=COUNT or --cancel", "relaxd scale rollout=3 --wait")
-    console = new_console()
-    with open_client(_address(state, coordinator), state) as client:
-        if cancel:
-            request = client.cancel_scaling()
-        else:
-            request = scale_to(client, target, drain_seconds=drain_seconds, timeout_seconds=timeout_seconds)
-        try:
-            good = wait_for(client, request, console, wait=wait)
-        except KeyboardInterrupt:
-            raise typer.Exit(130) from None
-    if not good:
-        raise typer.Exit(1)
-
-
+app.command()(scale)
 app.command()(autoscale)
 app.command()(run_tables.samples)
 app.command()(run_tables.metrics)

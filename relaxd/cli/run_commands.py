@@ -23,6 +23,7 @@ from relaxd.cli.options import (
     with_replica_options,
 )
 from relaxd.cli.output import show
+from relaxd.cli.reading.follow import follow, interrupt_code
 from relaxd.cli.reading.run_source import began_on_up, failed_by_data, refuse_ended
 from relaxd.client import CliError
 from relaxd.client.coordinator_client import ENDED, CoordinatorClient, state_name
@@ -65,6 +66,12 @@ def resume(
     reset_moments: Annotated[
         bool, typer.Option("--reset-moments", help="With --from-step: start AdamW's moments anew.")
     ] = False,
+    to_end: Annotated[
+        bool, typer.Option("--follow", help="Follow the run until it ends, also one that runs or has ended.")
+    ] = False,
+    wait: Annotated[
+        float, typer.Option(metavar="SECONDS", min=0, help="Wait so long for a coordinator that is starting.")
+    ] = 0.0,
     folder: FolderOption = None,
     state: StateOption = DEFAULT_STATE,
     coordinator: CoordinatorOption = None,
@@ -84,7 +91,7 @@ def resume(
         execute_again(run_folder, Where(place, replicas=replicas), new_console(), steps, new_data=new_data)
         return
     with open_client(address, state) as client:
-        known = {run.run_id: run for run in client.runs()}
+        known = {run.run_id: run for run in client.runs(patience_seconds=wait)}
         if steps and not (run_id or folder):
             raise CliError("--run.steps needs the run that it extends", f"relaxd resume RUN --run.steps {steps}")
         if new_data and not (run_id or folder):
@@ -92,11 +99,19 @@ def resume(
         from_folder = folder or steps or new_data or (run_id and run_id not in known)
         from_folder = from_folder or (run_id and failed_by_data(known[run_id]))
         local = run_checkpoints.run_folder(run_id, folder) if from_folder else None
-        if local is None:
-            show(_state_line(client.resume_run(run_id)))
-            return
-        refuse_ended(read_run(local), steps)
-        show(_state_line(client.restore_run(local, steps, new_data=new_data)))
+        if local is not None:
+            refuse_ended(read_run(local), steps)
+            run = client.restore_run(local, steps, new_data=new_data)
+        elif to_end and run_id in known and known[run_id].state in ENDED:
+            run = known[run_id]
+        else:
+            run = client.resume_run(run_id)
+        show(_state_line(run))
+        if to_end:
+            try:
+                follow(client, run.run_id, new_console())
+            except KeyboardInterrupt as interrupt:
+                raise typer.Exit(interrupt_code(interrupt)) from None
 
 
 def _resume_from(step: int, run_id: str, folder: Path | None, where: Where, steps: int, reset_moments: bool) -> None:

@@ -1,16 +1,22 @@
-"""`relaxd scale`: request more or fewer replicas of a role and follow the request."""
+"""`relaxd scale`: request more or fewer replicas of a role, follow, list and cancel such requests."""
 
 from collections import Counter
 from contextlib import nullcontext
+from typing import Annotated
 
+import typer
 from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from relaxd.cli.options import DEFAULT_STATE, CoordinatorOption, StateOption, new_console
 from relaxd.client import CliError
 from relaxd.client.coordinator_client import CoordinatorClient
+from relaxd.local.silence import open_client
+from relaxd.local.stack import coordinator_address
 from relaxd.roles import ROLES, SCALABLE_ROLES
+from relaxd.rpc.message_parts import numbers
 from relaxd.v1 import scaling_pb2 as pb
 from relaxd.v1.replica_pb2 import REPLICA_STATE_DRAINING
 
@@ -25,10 +31,95 @@ STYLES = {
 }
 
 
+def scale(
+    target: Annotated[
+        str,
+        typer.Argument(
+            metavar="[ROLE=COUNT|ROLE]",
+            help="Role and target number of replicas, such as rollout=3. A role, or nothing: list its requests.",
+            show_default=False,
+        ),
+    ] = "",
+    wait: Annotated[
+        bool, typer.Option("--wait", help="Wait until the request has ended; Ctrl-C only stops waiting.")
+    ] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would be done.")] = False,
+    cancel: Annotated[bool, typer.Option("--cancel", help="Cancel the requests in progress (of ROLE).")] = False,
+    drain_seconds: Annotated[float, typer.Option(min=0, help="When removing: seconds to finish held groups.")] = 30.0,
+    timeout_seconds: Annotated[
+        float, typer.Option(min=1, help="When adding: seconds until the new replicas must be active.")
+    ] = 600.0,
+    rollback_all: Annotated[
+        bool, typer.Option("--rollback-all", help="When adding: remove all new replicas if one fails.")
+    ] = False,
+    sglang_url: Annotated[
+        list[str] | None,
+        typer.Option(help="Add a rollout replica for the SGLang server at http://host:port; may be repeated."),
+    ] = None,
+    states: Annotated[
+        list[str] | None,
+        typer.Option("--request-state", help="List requests in this state, such as failed; may be repeated."),
+    ] = None,
+    state: StateOption = DEFAULT_STATE,
+    coordinator: CoordinatorOption = None,
+) -> None:
+    """Add or remove replicas of a role, even during a run; or list or cancel the requests."""
+    changes = "=" in target or bool(sglang_url)
+    if changes and (cancel or states):
+        option = "--cancel" if cancel else "--request-state"
+        raise CliError(f"{option} takes a role, or nothing, and no number and URL", f"relaxd scale rollout {option}")
+    if sglang_url and target:
+        raise CliError("--sglang-url takes no ROLE=COUNT: each URL is a replica", "relaxd scale --sglang-url URL")
+    chosen = _filter(target, states or []) if not changes else pb.ScaleFilter()
+    console = new_console()
+    with open_client(coordinator_address(state, coordinator), state) as client:
+        if cancel:
+            cancelling = pb.CancelScaleRequestsRequest(filter=chosen, dry_run=dry_run)
+            requests = client.cancel_scaling(cancelling)
+            if not requests:
+                raise CliError("no scale request is in progress that could be rolled back", "relaxd scale")
+        elif changes:
+            more = pb.ScaleOutRequest(
+                timeout_seconds=timeout_seconds, rollback_all=rollback_all, sglang_urls=sglang_url, dry_run=dry_run
+            )
+            less = pb.ScaleInRequest(drain_seconds=drain_seconds, dry_run=dry_run)
+            requests = [client.scale_out(more) if sglang_url else scale_to(client, target, more, less)]
+        else:
+            for request in client.scale_requests(chosen=chosen):
+                console.print(request_line(request), soft_wrap=True)
+            return
+        if dry_run:
+            console.print("dry run, nothing is done:")
+            for request in requests:
+                console.print(_display(request))
+            return
+        try:
+            good = [wait_for(client, request, console, wait=wait) for request in requests]
+        except KeyboardInterrupt:
+            raise typer.Exit(130) from None
+    if not all(good):
+        raise typer.Exit(1)
+
+
+def _filter(role: str, states: list[str]) -> pb.ScaleFilter:
+    """Return the filter for a role and for states by name. Raises CliError."""
+    if role and role not in SCALABLE_ROLES:
+        raise CliError(
+            f"{role!r} is not ROLE=COUNT or ROLE: ROLE is one of {', '.join(SCALABLE_ROLES)}, COUNT at least 1",
+            "relaxd scale rollout=3",
+        )
+    known = numbers(pb.ScaleState)
+    for name in states:
+        if not known.get(name):
+            names = ", ".join(filter(None, known))
+            raise CliError(f"{name!r} is no state of a request: {names}", "relaxd scale --request-state failed")
+    return pb.ScaleFilter(role=role, states=[known[name] for name in states])
+
+
 def scale_to(
-    coordinator: CoordinatorClient, target: str, *, drain_seconds: float, timeout_seconds: float
+    coordinator: CoordinatorClient, target: str, more: pb.ScaleOutRequest, less: pb.ScaleInRequest
 ) -> pb.ScaleRequest:
-    """Request a number of replicas, such as "rollout=3". Raises CliError."""
+    """Request a number of replicas, such as "rollout=3", by one of two prepared requests. Raises CliError."""
     role, _, number = target.partition("=")
     if role not in SCALABLE_ROLES or not number.isdigit() or int(number) < 1:
         raise CliError(
@@ -42,9 +133,9 @@ def scale_to(
         replica.registration.role == role and replica.status.state != REPLICA_STATE_DRAINING
         for replica in coordinator.replicas()
     )
-    if wanted < current:
-        return coordinator.scale_in(pb.ScaleInRequest(role=role, replicas=wanted, drain_seconds=drain_seconds))
-    return coordinator.scale_out(pb.ScaleOutRequest(role=role, replicas=wanted, timeout_seconds=timeout_seconds))
+    chosen = less if wanted < current else more
+    chosen.role, chosen.replicas = role, wanted
+    return coordinator.scale_in(less) if wanted < current else coordinator.scale_out(more)
 
 
 def wait_for(coordinator: CoordinatorClient, request: pb.ScaleRequest, console: Console, *, wait: bool) -> bool:

@@ -82,9 +82,12 @@ class CoordinatorClient:
         """Return a run, by default the newest."""
         return self._call(self._stub.GetRun, pb.GetRunRequest(run_id=run_id)).run
 
-    def runs(self) -> Iterator[pb.Run]:
-        """Yield all runs, newest first, without metrics, config_json and health."""
-        return self._items(self._stub.ListRuns, pb.ListRunsRequest(), "runs")
+    def runs(self, *, patience_seconds: float = 0.0) -> Iterator[pb.Run]:
+        """Yield all runs, newest first, without metrics, config_json and health.
+
+        Waits up to `patience_seconds` for a coordinator that starts.
+        """
+        return self._items(self._stub.ListRuns, pb.ListRunsRequest(), "runs", patience_seconds)
 
     def pause_run(self, run_id: str, reason: str) -> pb.Run:
         """Pause a run: publish nothing and close no step until `resume_run`."""
@@ -181,9 +184,9 @@ class CoordinatorClient:
         """Request fewer replicas."""
         return self._call(self._stub.ScaleIn, request).request
 
-    def cancel_scaling(self) -> scaling_pb2.ScaleRequest:
-        """Cancel the scale request in progress."""
-        return self._call(self._stub.CancelScaleRequest, scaling_pb2.CancelScaleRequestRequest()).request
+    def cancel_scaling(self, request: scaling_pb2.CancelScaleRequestsRequest) -> list[scaling_pb2.ScaleRequest]:
+        """Cancel the scale requests in progress that a filter selects."""
+        return list(self._call(self._stub.CancelScaleRequests, request).requests)
 
     def autoscaler(self) -> scaling_pb2.Autoscaler:
         """Return the autoscaler of the active run."""
@@ -193,9 +196,11 @@ class CoordinatorClient:
         """Change the mode of the autoscaler for the rest of the active run."""
         return self._call(self._stub.SetAutoscaler, scaling_pb2.SetAutoscalerRequest(mode=mode)).autoscaler
 
-    def scale_requests(self, limit: int = 20) -> list[scaling_pb2.ScaleRequest]:
-        """List scale requests, newest first."""
-        request = scaling_pb2.ListScaleRequestsRequest()
+    def scale_requests(
+        self, limit: int = 20, chosen: scaling_pb2.ScaleFilter | None = None
+    ) -> list[scaling_pb2.ScaleRequest]:
+        """List scale requests, or those that a filter selects, newest first."""
+        request = scaling_pb2.ListScaleRequestsRequest(filter=chosen)
         return list(islice(self._items(self._stub.ListScaleRequests, request, "requests"), limit))
 
     def watch_scaling(self, request_id: str) -> Iterator[scaling_pb2.ScaleRequest]:

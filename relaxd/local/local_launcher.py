@@ -34,18 +34,21 @@ class LocalHost:
         self._folder = folder
         self._writing = threading.Lock()
 
-    def launch(self, launch_id: str, role: str, gpu_uuids: tuple[str, ...]) -> pb.Instance:
+    def launch(self, request: pb.LaunchRequest) -> pb.Instance:
+        launch_id = request.launch_id
         if launch_id in self._reserved:
             raise FailedPrecondition(f"{launch_id!r} is the name of a service that `relaxd up` started")
         with self._writing:
             wishes = self._folder.read_launched()
             if launch_id not in wishes.wishes:
-                wishes.wishes[launch_id] = LaunchWish(role=role, gpu_uuids=list(gpu_uuids))
+                wishes.wishes[launch_id] = LaunchWish(
+                    role=request.role, gpu_uuids=list(request.gpu_uuids), sglang_url=request.sglang_url
+                )
                 self._folder.write_launched(wishes)
             elif wishes.wishes[launch_id].stop_seconds is not None:
                 raise FailedPrecondition(f"{launch_id!r} is being removed")
         self._wait_until(lambda: launch_id in self._services(), LAUNCH_SECONDS, f"start {launch_id}")
-        return self._instance(launch_id, role, self._services().get(launch_id))
+        return self._instance(launch_id, request.role, self._services().get(launch_id))
 
     def remove(self, launch_id: str, grace_seconds: float) -> None:
         with self._writing:

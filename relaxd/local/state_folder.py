@@ -61,6 +61,7 @@ class LaunchWish(BaseModel):
     role: str
     gpu_uuids: list[str] = []
     """GPUs visible to it; empty: all."""
+    sglang_url: str = ""
     stop_seconds: float | None = None
     """If set, stop it, and kill it after this time."""
 

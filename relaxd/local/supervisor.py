@@ -241,6 +241,8 @@ class Supervisor:
         environment = {**template.environment, "RELAXD_LAUNCH_ID": launch_id}
         if wish.gpu_uuids:
             environment["CUDA_VISIBLE_DEVICES"] = ",".join(wish.gpu_uuids)
+        if wish.sglang_url:
+            environment["RELAXD_SGLANG_URL"] = wish.sglang_url
         spec = template.model_copy(update={"name": launch_id, "environment": environment})
         child = SupervisedProcess(spec, self.folder.log(launch_id), launched=True)
         child.start()

@@ -14,9 +14,10 @@ from typing import Any, Protocol
 
 from relaxd import telemetry
 from relaxd.process.upkeep import stop_signals
+from relaxd.roles import ROLLOUT
 from relaxd.rpc.errors import ServerError, Violations
 from relaxd.rpc.leader_term import RedisTerm
-from relaxd.rpc.message_parts import Page, check_gpu_uuids
+from relaxd.rpc.message_parts import SGLANG_URL, SGLANG_URL_RULE, Page, check_gpu_uuids
 from relaxd.rpc.server import Service, start_service
 from relaxd.rpc.service_settings import ServiceSettings
 from relaxd.v1 import launcher_pb2 as pb
@@ -29,7 +30,7 @@ class Host(Protocol):
     roles: frozenset[str]
     """Roles that it can start."""
 
-    def launch(self, launch_id: str, role: str, gpu_uuids: tuple[str, ...]) -> pb.Instance:
+    def launch(self, request: pb.LaunchRequest) -> pb.Instance:
         """Start a replica, or return the one that has this launch id already."""
 
     def remove(self, launch_id: str, grace_seconds: float) -> None:
@@ -64,9 +65,11 @@ class LauncherServicer(launcher_pb2_grpc.LauncherServicer):
         roles = ", ".join(sorted(self._host.roles))
         violations.check(request.role in self._host.roles, "role", f"is {request.role!r}: it must be one of {roles}")
         check_gpu_uuids("gpu_uuids", request.gpu_uuids, violations)
+        url = request.sglang_url
+        violations.check(not url or request.role == ROLLOUT, "sglang_url", f"must be empty for role {request.role!r}")
+        violations.check(not url or SGLANG_URL.fullmatch(url), "sglang_url", f"is {url!r}: it {SGLANG_URL_RULE}")
         violations.raise_if_any()
-        gpus = tuple(request.gpu_uuids)
-        instance = await asyncio.to_thread(self._host.launch, request.launch_id, request.role, gpus)
+        instance = await asyncio.to_thread(self._host.launch, request)
         _log.info("launched %s: %s", request.launch_id, instance.detail)
         return pb.LaunchResponse(instance=instance)
 

@@ -1,4 +1,4 @@
-"""Parts that messages share: pages of lists, words of enums, UUIDs of GPUs."""
+"""Parts that messages share: pages of lists, words of enums, UUIDs of GPUs, URLs of SGLang servers."""
 
 import base64
 import re
@@ -100,6 +100,8 @@ def numbers(enum: Any) -> dict[str, Any]:
 
 GPU_UUID = re.compile(r"(GPU|MIG)-[A-Za-z0-9/_-]{1,120}")
 GPU_UUID_RULE = "must be GPU-... or MIG-..."
+SGLANG_URL = re.compile(r"https?://[A-Za-z0-9.\[\]:_-]{1,80}:[0-9]{1,5}")
+SGLANG_URL_RULE = "must be http://host:port"
 MAX_GPUS = 1024
 """Limit of one request."""
 

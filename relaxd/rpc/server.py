@@ -19,6 +19,9 @@ from relaxd.rpc.methods import enable_reflection
 from relaxd.rpc.service_settings import ServiceSettings
 from relaxd.rpc.tls import server_credentials
 
+LIVENESS = "liveness"
+"""Name of a health that is SERVING as long as the server answers, also while it starts or drains: for what kills a
+process that doesn't, such as Kubernetes' liveness probes."""
 _SERVING = health_pb2.HealthCheckResponse.SERVING
 _NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 
@@ -137,6 +140,7 @@ async def start_server(
         raise ServerError(_bind_problem(host, port)) from error
     await server.start()
     running = RunningServer(server, host, bound, health, names)
+    await health.set(LIVENESS, _SERVING)
     await running.set_serving(serving)
     return running
 

@@ -83,6 +83,9 @@ class ServiceSettings:
     it only while no replica runs."""
     launcher: str = ""
     """Coordinator: host:port of the launcher that starts replicas; empty: none."""
+    keda_port: int = 0
+    """Coordinator: port at which KEDA asks how many rollout replicas there should be, without a token; 0: none. With
+    it, an autoscaler that is on leaves adding and removing them to KEDA."""
     project: str = ""
     """Launcher: compose project whose services it scales; empty: its container's project."""
     log_level: str = "info"
@@ -355,6 +358,7 @@ def _flags(role: str) -> list[_Flag]:
             "seconds without a heartbeat until a replica's GPUs are leased to others",
         ),
         _Flag("launcher", _address, "", "host:port of the launcher that starts replicas"),
+        _Flag("keda-port", _port, 0, "port at which KEDA asks for the number of rollout replicas; 0: none"),
         _Flag("project", str, "", "compose project; default: that of this container"),
         _Flag("launch-id", str, "", "id under which a launcher started this process"),
         _Flag("instance", str, container_id(), "name of this process, the same over restarts"),
@@ -396,7 +400,8 @@ def _flags(role: str) -> list[_Flag]:
         return [flag for flag in flags if flag.name in used or flag.name.startswith(groups)]
     not_for_coordinator = ("coordinator", "advertise", "launch-id", "instance", "standby", "project")
     only_coordinator = (
-        *("lease-seconds", "gpu-lease-seconds", "launcher", "keep-runs", "keep-run-bytes", "keep-run-days"),
+        *("lease-seconds", "gpu-lease-seconds", "launcher", "keda-port"),
+        *("keep-runs", "keep-run-bytes", "keep-run-days"),
     )
     unused = not_for_coordinator if is_coordinator else (*only_coordinator, "project")
     return [flag for flag in flags if flag.name not in unused]

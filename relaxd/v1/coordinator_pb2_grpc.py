@@ -167,6 +167,11 @@ class CoordinatorStub:
                 request_serializer=relaxd_dot_v1_dot_scaling__pb2.CancelScaleRequestRequest.SerializeToString,
                 response_deserializer=relaxd_dot_v1_dot_scaling__pb2.CancelScaleRequestResponse.FromString,
                 _registered_method=True)
+        self.CancelScaleRequests = channel.unary_unary(
+                '/relaxd.v1.Coordinator/CancelScaleRequests',
+                request_serializer=relaxd_dot_v1_dot_scaling__pb2.CancelScaleRequestsRequest.SerializeToString,
+                response_deserializer=relaxd_dot_v1_dot_scaling__pb2.CancelScaleRequestsResponse.FromString,
+                _registered_method=True)
         self.GetAutoscaler = channel.unary_unary(
                 '/relaxd.v1.Coordinator/GetAutoscaler',
                 request_serializer=relaxd_dot_v1_dot_scaling__pb2.GetAutoscalerRequest.SerializeToString,
@@ -374,6 +379,13 @@ class CoordinatorServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def CancelScaleRequests(self, request, context):
+        """CancelScaleRequests cancels all scale requests in progress, or those that a filter selects.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def GetAutoscaler(self, request, context):
         """GetAutoscaler says what the autoscaler of the active run sees, wants and has decided.
         """
@@ -520,6 +532,11 @@ def add_CoordinatorServicer_to_server(servicer, server):
                     servicer.CancelScaleRequest,
                     request_deserializer=relaxd_dot_v1_dot_scaling__pb2.CancelScaleRequestRequest.FromString,
                     response_serializer=relaxd_dot_v1_dot_scaling__pb2.CancelScaleRequestResponse.SerializeToString,
+            ),
+            'CancelScaleRequests': grpc.unary_unary_rpc_method_handler(
+                    servicer.CancelScaleRequests,
+                    request_deserializer=relaxd_dot_v1_dot_scaling__pb2.CancelScaleRequestsRequest.FromString,
+                    response_serializer=relaxd_dot_v1_dot_scaling__pb2.CancelScaleRequestsResponse.SerializeToString,
             ),
             'GetAutoscaler': grpc.unary_unary_rpc_method_handler(
                     servicer.GetAutoscaler,
@@ -1236,6 +1253,33 @@ class Coordinator:
             '/relaxd.v1.Coordinator/CancelScaleRequest',
             relaxd_dot_v1_dot_scaling__pb2.CancelScaleRequestRequest.SerializeToString,
             relaxd_dot_v1_dot_scaling__pb2.CancelScaleRequestResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def CancelScaleRequests(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/relaxd.v1.Coordinator/CancelScaleRequests',
+            relaxd_dot_v1_dot_scaling__pb2.CancelScaleRequestsRequest.SerializeToString,
+            relaxd_dot_v1_dot_scaling__pb2.CancelScaleRequestsResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -90,10 +90,13 @@ class LaunchRequest(_message.Message):
     LAUNCH_ID_FIELD_NUMBER: _builtins.int
     ROLE_FIELD_NUMBER: _builtins.int
     GPU_UUIDS_FIELD_NUMBER: _builtins.int
+    SGLANG_URL_FIELD_NUMBER: _builtins.int
     launch_id: _builtins.str
     """Name for it: 1 to 100 letters, digits, dots, dashes and underscores."""
     role: _builtins.str
     """Its role, such as rollout."""
+    sglang_url: _builtins.str
+    """The SGLang server that it shall use (rollout); empty: what its deployment says."""
     @_builtins.property
     def gpu_uuids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """The GPUs that it shall see; empty: those that its role sees in this deployment."""
@@ -104,10 +107,11 @@ class LaunchRequest(_message.Message):
         launch_id: _builtins.str = ...,
         role: _builtins.str = ...,
         gpu_uuids: _abc.Iterable[_builtins.str] | None = ...,
+        sglang_url: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["gpu_uuids", b"gpu_uuids", "launch_id", b"launch_id", "role", b"role"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["gpu_uuids", b"gpu_uuids", "launch_id", b"launch_id", "role", b"role", "sglang_url", b"sglang_url"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -17,6 +17,7 @@ from relaxd.rpc.service_settings import ServiceSettings
 from relaxd.v1.coordinator_pb2_grpc import add_CoordinatorServicer_to_server
 from relaxd.v1.replica_pb2 import REPLICA_STATE_READY, ReplicaStatus
 from relaxd.v1.replica_pb2_grpc import add_ReplicaServicer_to_server
+from services.coordinator.api.keda_server import start_keda_server
 from services.coordinator.api.server import CoordinatorService
 from services.coordinator.fleet.peers import Peers
 from services.coordinator.fleet.registry import Registry
@@ -68,7 +69,7 @@ class CoordinatorProcess:
         self._manager = RunManager(store, self._registry, self._peers, settings, self._fail)
         launchers = Launchers(self._peers, settings.launcher)
         self._scaler = Scaler(store, self._registry, self._manager, launchers, self._fail)
-        self._autoscaler = Autoscaler(self._manager, self._scaler)
+        self._autoscaler = Autoscaler(self._manager, self._scaler, by_keda=bool(settings.keda_port))
         self._started = asyncio.get_running_loop().time()
 
     async def run(self) -> None:
@@ -95,12 +96,16 @@ class CoordinatorProcess:
             asyncio.ensure_future(stop.wait()),
         ]
         server: RunningServer | None = None
+        keda: RunningServer | None = None
         try:
             # Resume the run before the server starts: a replica that got an empty assignment in between would drop its
             # groups.
             await self._manager.resume()
             await self._scaler.resume()
             tasks.append(asyncio.ensure_future(self._autoscaler.run_forever()))
+            if self._settings.keda_port:
+                keda = await start_keda_server(self._autoscaler, self._settings)
+                tasks.append(asyncio.ensure_future(keda.wait()))
             server = await start_service(services, self._settings)
             logger.info("coordinator %s, term %d, on %s:%d", __version__, self._store.term, server.host, server.port)
             await server.set_serving(True)
@@ -110,6 +115,8 @@ class CoordinatorProcess:
         finally:
             if server is not None:
                 await server.stop(min(1.0, self._settings.grace_seconds))
+            if keda is not None:
+                await keda.stop()
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)

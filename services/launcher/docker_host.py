@@ -4,7 +4,7 @@ import copy
 import logging
 import math
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -35,34 +35,32 @@ NOT_COPIED = ("Hostname", "Image", "Labels", "Env")
 """Keys of a container's configuration that are not copied as they are."""
 
 
-def container_config(
-    template: Mapping[str, Any], launch_id: str, role: str, gpu_uuids: Sequence[str], number: int
-) -> dict[str, Any]:
+def container_config(template: Mapping[str, Any], request: pb.LaunchRequest, number: int) -> dict[str, Any]:
     """Return the body of the Docker engine's call that creates a container.
 
     Args:
         template: the engine's `inspect` of a container that Compose started for the role's service. Image, command,
             user, mounts, secrets, limits and networks are copied from it.
-        launch_id: launch id that the replica registers with.
-        role: role of the replica.
-        gpu_uuids: GPUs that it sees; empty: those of the template.
+        request: launch id, role, GPUs and SGLang server of the replica; the last two are the template's where empty.
         number: number among the role's launched containers, from 1 on.
     """
     original = template["Config"]
     config = {key: copy.deepcopy(value) for key, value in original.items() if key not in NOT_COPIED}
     config["Image"] = template["Image"]  # the digest: the name may refer to another image by now
-    environment = [
-        line for line in original.get("Env") or () if not line.startswith(("RELAXD_LAUNCH_ID=", "HOSTNAME="))
-    ]
-    config["Env"] = [*environment, f"RELAXD_LAUNCH_ID={launch_id}"]
+    given = {"RELAXD_LAUNCH_ID": request.launch_id}
+    if request.sglang_url:
+        given["RELAXD_SGLANG_URL"] = request.sglang_url
+    left_out = {"HOSTNAME", *given}
+    environment = [line for line in original.get("Env") or () if line.partition("=")[0] not in left_out]
+    config["Env"] = environment + [f"{name}={value}" for name, value in given.items()]
     labels = dict(original["Labels"])
     labels |= {SERVICE: labels[SERVICE] + SUFFIX, NUMBER: str(number), ONEOFF: "False"}
-    config["Labels"] = labels | {LAUNCH_ID: launch_id, ROLE: role}
+    config["Labels"] = labels | {LAUNCH_ID: request.launch_id, ROLE: request.role}
     host = copy.deepcopy(dict(template["HostConfig"]))
     host["PortBindings"] = {}  # only one container can bind a host port
     host["RestartPolicy"] = {"Name": "on-failure", "MaximumRetryCount": MAX_RESTARTS}
-    if gpu_uuids:
-        host["DeviceRequests"] = [{"Driver": "nvidia", "DeviceIDs": list(gpu_uuids), "Capabilities": [["gpu"]]}]
+    if request.gpu_uuids:
+        host["DeviceRequests"] = [{"Driver": "nvidia", "DeviceIDs": list(request.gpu_uuids), "Capabilities": [["gpu"]]}]
     config["HostConfig"] = host
     networks = template["NetworkSettings"]["Networks"]
     config["NetworkingConfig"] = {"EndpointsConfig": {name: {} for name in networks}}
@@ -96,11 +94,12 @@ class DockerHost:
             self._engine = docker.from_env(timeout=ENGINE_SECONDS).api
             self.project = project or self._own_project()
 
-    def launch(self, launch_id: str, role: str, gpu_uuids: tuple[str, ...]) -> pb.Instance:
+    def launch(self, request: pb.LaunchRequest) -> pb.Instance:
+        launch_id, role = request.launch_id, request.role
         with _translate_errors(), self._launching:
             found = self._launched(launch_id)
             if not found:
-                config = container_config(self._template(role), launch_id, role, gpu_uuids, self._next_number(role))
+                config = container_config(self._template(role), request, self._next_number(role))
                 made = self._engine.create_container_from_config(config, name=f"{self.project}-{launch_id}")
                 for warning in made.get("Warnings") or ():
                     logger.warning("%s: %s", launch_id, warning)

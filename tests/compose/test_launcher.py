@@ -93,9 +93,11 @@ def project(engine: None, tmp_path: Path) -> Iterator[Project]:
 def test_it_copies_and_removes_what_compose_started(project: Project) -> None:
     host = DockerHost(project.name)
     assert host.instances() == []
-    made = host.launch("rollout-more-1", "rollout", ())
+    made = host.launch(pb.LaunchRequest(launch_id="rollout-more-1", role="rollout"))
     assert (made.state, made.role) == (pb.INSTANCE_STATE_RUNNING, "rollout")
-    assert host.launch("rollout-more-1", "rollout", ()).launch_id == "rollout-more-1"  # again is the same
+    assert (
+        host.launch(pb.LaunchRequest(launch_id="rollout-more-1", role="rollout")).launch_id == "rollout-more-1"
+    )  # again is the same
     first, copied = f"{project.name}-rollout-1", f"{project.name}-rollout-more-1"
     others = {f"{project.name}-trainer-1"}
     containers = project.containers()
@@ -118,17 +120,17 @@ def test_it_copies_and_removes_what_compose_started(project: Project) -> None:
     host.remove("rollout-more-1", 0)
     assert host.instances() == []
     assert project.containers().keys() == {first, f"{project.name}-rollout-2"} | others
-    host.launch("rollout-more-2", "rollout", ())  # left for `down --remove-orphans`
+    host.launch(pb.LaunchRequest(launch_id="rollout-more-2", role="rollout"))  # left for `down --remove-orphans`
 
     with pytest.raises(FailedPrecondition, match="no container of service 'reward'"):
-        host.launch("reward-1", "reward", ())
+        host.launch(pb.LaunchRequest(launch_id="reward-1", role="reward"))
 
 
 @pytest.mark.timeout(600)
 def test_a_copy_that_keeps_failing_is_given_up(project: Project) -> None:
     host = DockerHost(project.name)
     (project.folder / "flag" / "fail").touch()
-    host.launch("rollout-more-1", "rollout", ())
+    host.launch(pb.LaunchRequest(launch_id="rollout-more-1", role="rollout"))
 
     def failed() -> bool:
         (instance,) = host.instances()

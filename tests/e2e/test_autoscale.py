@@ -1,14 +1,20 @@
 """The autoscaler with real engines: out while the trainer waits for them, in while rewards are what is slow."""
 
 import re
+import subprocess
+from collections.abc import Callable
 
+import grpc
 import pytest
 
 from relaxd.client.coordinator_client import CoordinatorClient
 from relaxd.local.state_folder import StateFolder
 from relaxd.roles import ROLLOUT
+from relaxd.v1 import external_scaler_pb2
 from relaxd.v1 import scaling_pb2 as pb
+from relaxd.v1.external_scaler_pb2_grpc import ExternalScalerStub
 from tests.e2e.conftest import Workplace
+from tests.kit.ports import free_port
 from tests.kit.waiting import wait_until
 
 REWARD = """
@@ -28,7 +34,6 @@ SETTINGS = {
     "rollout.max_running_samples": "4",
     "rollout.max_new_tokens": "64",
     "rollout.min_new_tokens": "64",
-    "autoscale.mode": "dry_run",
     "autoscale.max_replicas": "2",
     "autoscale.out_seconds": "4",
     "autoscale.out_cooldown_seconds": "2",
@@ -42,18 +47,25 @@ def engines(coordinator: CoordinatorClient) -> int:
     return sum(replica.registration.role == ROLLOUT for replica in coordinator.replicas())
 
 
-@pytest.mark.night
-@pytest.mark.timeout(600)
-def test_engines_come_while_the_trainer_waits_for_them_and_go_while_they_wait(workplace: Workplace) -> None:
-    code, output = workplace.relaxd("up", "--port", "0")
+def start_run(workplace: Workplace, mode: str, **environment: str) -> "tuple[str, subprocess.Popen[str]]":
+    """Start services and a run that trains. Returns the coordinator's address and the command of the run."""
+    code, output = workplace.relaxd("up", "--port", "0", **environment)
     assert code == 0, output
     state = StateFolder(workplace.folder / ".relaxd").read()
     (workplace.folder / "gated_reward.py").write_text(REWARD)
-    words = [word for name, value in SETTINGS.items() for word in (f"--{name}", value)]
+    settings = {**SETTINGS, "autoscale.mode": mode}
+    words = [word for name, value in settings.items() for word in (f"--{name}", value)]
     run = workplace.start("run", "tiny.toml", "--run-id", "elastic", *words)
     assert run.stdout is not None
-    assert any(line.startswith("step") for line in run.stdout)  # it trains
-    with CoordinatorClient(state.coordinator) as coordinator:
+    assert any(line.startswith("step") for line in run.stdout)
+    return state.coordinator, run
+
+
+@pytest.mark.night
+@pytest.mark.timeout(600)
+def test_engines_come_while_the_trainer_waits_for_them_and_go_while_they_wait(workplace: Workplace) -> None:
+    address, run = start_run(workplace, "dry_run")
+    with CoordinatorClient(address) as coordinator:
         # A dry run says what it would do, and does nothing.
         wait_until(lambda: coordinator.autoscaler().decisions, "a decision", 240)
         decision = coordinator.autoscaler().decisions[0]
@@ -83,3 +95,39 @@ def test_engines_come_while_the_trainer_waits_for_them_and_go_while_they_wait(wo
         coordinator.stop_run("elastic", "seen enough")
         rest, _ = run.communicate(timeout=180)
         assert run.returncode == 0, rest
+
+
+@pytest.mark.night
+@pytest.mark.timeout(600)
+def test_keda_gets_the_number_instead(workplace: Workplace) -> None:
+    port = free_port()
+    address, run = start_run(workplace, "on", RELAXD_KEDA_PORT=str(port))
+    with CoordinatorClient(address) as coordinator, grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
+        keda = ExternalScalerStub(channel)
+
+        def wanted() -> int:
+            request = external_scaler_pb2.GetMetricsRequest(metricName="relaxd-rollout-replicas")
+            (value,) = keda.GetMetrics(request, timeout=5).metricValues
+            return value.metricValue
+
+        assert _refused(wanted)  # nothing is decided yet
+        wait_until(lambda: wanted() == 2, "a second engine is wanted", 240, forgive=(grpc.RpcError,))
+        assert (engines(coordinator), list(coordinator.scale_requests())) == (1, [])  # that is KEDA's to do
+        code, output = workplace.relaxd("scale", "rollout=2", "--wait")  # in KEDA's place
+        assert code == 0, output
+        (workplace.folder / "slow").touch()
+        wait_until(lambda: wanted() == 1, "one engine is enough", 240)
+        assert engines(coordinator) == 2
+        (workplace.folder / "slow").unlink()
+        coordinator.stop_run("elastic", "seen enough")
+        rest, _ = run.communicate(timeout=180)
+        assert run.returncode == 0, rest
+        wait_until(lambda: _refused(wanted), "no number without a run", 60)
+
+
+def _refused(call: Callable[[], int]) -> bool:
+    try:
+        call()
+    except grpc.RpcError as error:
+        return bool(error.code() == grpc.StatusCode.FAILED_PRECONDITION)
+    return False

@@ -85,7 +85,10 @@ def test_what_can_be_scaled_is_said(workplace: Workplace) -> None:
     for words, expected in (
         (["trainer=2"], "is not ROLE=COUNT: ROLE is one of rollout, reward, advantage"),
         (["rollout=0"], "is not ROLE=COUNT"),
-        ([], "expected ROLE=COUNT or --cancel"),
+        (["trainer"], "'trainer' is not ROLE=COUNT or ROLE"),
+        (["--cancel", "rollout=2"], "--cancel takes a role, or nothing"),
+        (["rollout=2", "--sglang-url", "http://gpu-1:30000"], "--sglang-url takes no ROLE=COUNT"),
+        (["--request-state", "done_"], "'done_' is no state of a request: pending, creating"),
     ):
         code, output = workplace.relaxd("scale", *words, RELAXD_COORDINATOR="127.0.0.1:1")
         assert code == 1

@@ -16,9 +16,10 @@ class Memory:
     def __init__(self) -> None:
         self.there: dict[str, pb.Instance] = {}
 
-    def launch(self, launch_id: str, role: str, gpu_uuids: tuple[str, ...]) -> pb.Instance:
+    def launch(self, request: pb.LaunchRequest) -> pb.Instance:
         """See Host."""
-        return self.there.setdefault(launch_id, pb.Instance(launch_id=launch_id, role=role))
+        launch_id = request.launch_id
+        return self.there.setdefault(launch_id, pb.Instance(launch_id=launch_id, role=request.role))
 
     def remove(self, launch_id: str, grace_seconds: float) -> None:
         """See Host."""

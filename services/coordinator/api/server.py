@@ -28,6 +28,7 @@ from services.coordinator.api.validation import (
     check_role,
     check_status_size,
     checked_run_id,
+    scale_filter,
     scale_in_spec,
     scale_out_spec,
 )
@@ -314,12 +315,12 @@ class CoordinatorService(CoordinatorServicer):
 
     async def ScaleOut(self, request: scaling_pb2.ScaleOutRequest, context: Any) -> scaling_pb2.ScaleOutResponse:
         """Start to add replicas."""
-        record = await self._scaler.accept(request.request_id, scale_out_spec(request))
+        record = await self._scaler.accept(request.request_id, scale_out_spec(request), dry_run=request.dry_run)
         return scaling_pb2.ScaleOutResponse(request=scale_message(record))
 
     async def ScaleIn(self, request: scaling_pb2.ScaleInRequest, context: Any) -> scaling_pb2.ScaleInResponse:
         """Start to remove replicas."""
-        record = await self._scaler.accept(request.request_id, scale_in_spec(request))
+        record = await self._scaler.accept(request.request_id, scale_in_spec(request), dry_run=request.dry_run)
         return scaling_pb2.ScaleInResponse(request=scale_message(record))
 
     async def GetScaleRequest(
@@ -332,8 +333,10 @@ class CoordinatorService(CoordinatorServicer):
         self, request: scaling_pb2.ListScaleRequestsRequest, context: Any
     ) -> scaling_pb2.ListScaleRequestsResponse:
         """Return a page of the scale requests, newest first."""
-        page = Page[scaling_pb2.ScaleRequest](request, "scale requests", default=20, maximum=MAX_REQUESTS)
-        records = {newest_first(r.create_time.timestamp(), r.request_id): r for r in self._scaler.log.all()}
+        chosen = scale_filter(request.filter)
+        listed = f"scale requests {chosen.role} {chosen.direction} {sorted(chosen.states)}"
+        page = Page[scaling_pb2.ScaleRequest](request, listed, default=20, maximum=MAX_REQUESTS)
+        records = {newest_first(r.create_time.timestamp(), r.request_id): r for r in self._scaler.log.select(chosen)}
         for key in sorted(key for key in records if key > page.after):
             if not page.add(key, scale_message(records[key])):
                 break
@@ -345,6 +348,15 @@ class CoordinatorService(CoordinatorServicer):
         """Cancel a scale request and roll its replicas back."""
         record = await self._scaler.cancel(request.request_id)
         return scaling_pb2.CancelScaleRequestResponse(request=scale_message(record))
+
+    async def CancelScaleRequests(
+        self, request: scaling_pb2.CancelScaleRequestsRequest, context: Any
+    ) -> scaling_pb2.CancelScaleRequestsResponse:
+        """Cancel the scale requests in progress that a filter selects."""
+        cancelled, skipped = await self._scaler.cancel_all(scale_filter(request.filter), dry_run=request.dry_run)
+        return scaling_pb2.CancelScaleRequestsResponse(
+            requests=map(scale_message, cancelled), skipped=map(scale_message, skipped)
+        )
 
     async def GetAutoscaler(
         self, request: scaling_pb2.GetAutoscalerRequest, context: Any

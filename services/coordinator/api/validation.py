@@ -3,15 +3,26 @@
 import re
 from collections.abc import Sequence
 
+from google.protobuf.message import Message
+
 from relaxd.board.sides.side_base import RUN_ID, RUN_ID_RULE
 from relaxd.client.metric_series import MAX_POINTS
 from relaxd.roles import REPLICA_ROLES, ROLES, ROLLOUT, SCALABLE_ROLES, unknown_role
 from relaxd.rpc.errors import InvalidArgument, Violations
-from relaxd.rpc.message_parts import GPU_UUID, GPU_UUID_RULE, MAX_GPUS, check_gpu_uuids, words
+from relaxd.rpc.message_parts import (
+    GPU_UUID,
+    GPU_UUID_RULE,
+    MAX_GPUS,
+    SGLANG_URL,
+    SGLANG_URL_RULE,
+    check_gpu_uuids,
+    words,
+)
 from relaxd.v1 import coordinator_pb2 as pb
 from relaxd.v1 import scaling_pb2
 from services.coordinator.runs.starting import check_run_id
-from services.coordinator.state.records import DRAIN_SECONDS, TIMEOUT_SECONDS, Direction, ScaleSpec
+from services.coordinator.scaling.scale_log import ScaleFilter
+from services.coordinator.state.records import DRAIN_SECONDS, TIMEOUT_SECONDS, Direction, ScaleSpec, ScaleState
 
 REPLICA_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 ADDRESS = re.compile(r"[A-Za-z0-9.\[\]:_-]{1,200}:[0-9]{1,5}")
@@ -116,13 +127,16 @@ def scale_out_spec(request: scaling_pb2.ScaleOutRequest) -> ScaleSpec:
     """Check a ScaleOut request and convert it."""
     violations = Violations()
     _check_common(request.request_id, request.role, request.replicas, violations)
-    _check_either("replicas", request.replicas, "addresses", request.addresses, violations)
+    _check_one_of(request, ("replicas", "addresses", "sglang_urls"), violations)
     _check_list("addresses", request.addresses, ADDRESS, "must be host:port", violations)
+    _check_list("sglang_urls", request.sglang_urls, SGLANG_URL, SGLANG_URL_RULE, violations)
+    for_rollout = not request.sglang_urls or request.role in ("", ROLLOUT)
+    violations.check(for_rollout, "role", f"is {request.role!r}: only {ROLLOUT} replicas use sglang_urls")
     _check_list("gpu_uuids", request.gpu_uuids, GPU_UUID, GPU_UUID_RULE, violations)
     violations.check(
-        not (request.addresses and request.gpu_uuids),
+        not (request.gpu_uuids and (request.addresses or request.sglang_urls)),
         "gpu_uuids",
-        "must be empty with addresses: those services run already",
+        "must be empty with addresses and sglang_urls: what needs GPUs there runs already",
     )
     _check_seconds("timeout_seconds", request.timeout_seconds, MAX_TIMEOUT_SECONDS, violations)
     violations.raise_if_any()
@@ -131,8 +145,28 @@ def scale_out_spec(request: scaling_pb2.ScaleOutRequest) -> ScaleSpec:
         role=request.role or ROLLOUT,
         replicas=request.replicas,
         addresses=tuple(request.addresses),
+        sglang_urls=tuple(request.sglang_urls),
         gpu_uuids=tuple(request.gpu_uuids),
         seconds=request.timeout_seconds or TIMEOUT_SECONDS,
+        rollback_all=request.rollback_all,
+    )
+
+
+def scale_filter(message: scaling_pb2.ScaleFilter) -> ScaleFilter:
+    """Check the filter of a request and convert it."""
+    violations = Violations()
+    if message.role:
+        check_role(message.role, SCALABLE_ROLES, violations, "filter.role")
+    ways, states = words(scaling_pb2.ScaleDirection), words(scaling_pb2.ScaleState)
+    known = message.direction in ways
+    violations.check(known, "filter.direction", f"is {message.direction}: it must be SCALE_DIRECTION_OUT or _IN")
+    for index, state in enumerate(message.states):
+        violations.check(states.get(state), f"filter.states[{index}]", f"is {state}: it must be a ScaleState, not 0")
+    violations.raise_if_any()
+    return ScaleFilter(
+        role=message.role,
+        direction=Direction(ways[message.direction].upper()) if message.direction else None,
+        states=frozenset(ScaleState(states[state].upper()) for state in message.states),
     )
 
 
@@ -150,7 +184,7 @@ def scale_in_spec(request: scaling_pb2.ScaleInRequest) -> ScaleSpec:
     """Check a ScaleIn request and convert it."""
     violations = Violations()
     _check_common(request.request_id, request.role, request.replicas, violations)
-    _check_either("replicas", request.replicas, "replica_ids", request.replica_ids, violations)
+    _check_one_of(request, ("replicas", "replica_ids"), violations)
     _check_list("replica_ids", request.replica_ids, ANY_ID, "must be a replica's id", violations)
     _check_seconds("drain_seconds", request.drain_seconds, MAX_DRAIN_SECONDS, violations)
     violations.raise_if_any()
@@ -171,9 +205,12 @@ def _check_common(request_id: str, role: str, replicas: int, violations: Violati
     violations.check(0 <= replicas <= MAX_REPLICAS, "replicas", f"is {replicas}: it must be 1 to {MAX_REPLICAS}")
 
 
-def _check_either(name: str, count: int, other: str, values: Sequence[str], violations: Violations) -> None:
-    violations.check(count or values, name, f"must be at least 1, or {other} must be given")
-    violations.check(not (count and values), other, f"must be empty when {name} is given")
+def _check_one_of(request: Message, fields: Sequence[str], violations: Violations) -> None:
+    """Check that one of these fields is given; the first is a number, the others are lists."""
+    given = [name for name in fields if getattr(request, name)]
+    violations.check(given, fields[0], f"must be at least 1, or {' or '.join(fields[1:])} must be given")
+    for name in given[1:]:
+        violations.check(False, name, f"must be empty when {given[0]} is given")
 
 
 def _check_list(name: str, values: Sequence[str], pattern: re.Pattern[str], rule: str, violations: Violations) -> None:

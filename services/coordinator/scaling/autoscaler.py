@@ -46,8 +46,14 @@ class Decision:
 class Autoscaler:
     """Autoscaler of the active run. Lives in the event loop."""
 
-    def __init__(self, runs: RunManager, scaler: Scaler, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, runs: RunManager, scaler: Scaler, clock: Callable[[], float] = time.monotonic, *, by_keda: bool = False
+    ) -> None:
+        """`by_keda`: KEDA asks for the number and carries it out; no scale request does."""
         self._runs = runs
+        self._by_keda = by_keda
+        self._target: int | None = None
+        """The last number that was decided for KEDA."""
         self._scaler = scaler
         self._clock = clock
         self._run: ActiveRun | None = None
@@ -69,6 +75,8 @@ class Autoscaler:
         if run is not self._run:
             self._run, self._policy, self._usage = run, None, Usage(self._clock)
             self._decisions.clear()
+        if run is None or run.autoscale_mode != "on":
+            self._target = None
         if run is None or run.autoscale_mode == OFF:
             self._policy = None
             return
@@ -78,6 +86,20 @@ class Autoscaler:
         self._verdict = self._policy.observe(sample)
         if self._verdict.wanted != sample.replicas:
             await self._act(run, self._policy, sample.replicas)
+
+    def target(self) -> int:
+        """Return the number of rollout replicas that KEDA should see to, which is that of the last decision.
+
+        Those that there are would be no answer: one that starts, or starts again, must not be taken for surplus. Raises
+        FailedPrecondition while nothing is decided.
+        """
+        run = self._runs.active
+        if run is None or run.autoscale_mode != "on":
+            why = "there is no active run" if run is None else f"autoscale.mode is {run.autoscale_mode!r}, not 'on'"
+            raise FailedPrecondition(f"no number of rollout replicas: {why}")
+        if run is not self._run or self._target is None:
+            raise FailedPrecondition("no number of rollout replicas: nothing was decided since it is on")
+        return self._target
 
     def describe(self, run: ActiveRun) -> pb.Autoscaler:
         """Return the state of the autoscaler of the active run."""
@@ -92,7 +114,7 @@ class Autoscaler:
             wanted_replicas=live,
             reason="it is off",
         )
-        if run is self._run and self._policy is not None:
+        if run is self._run and self._policy is not None and run.autoscale_mode != OFF:
             message.wanted_replicas, message.reason = verdict.wanted, verdict.reason
             for one in verdict.conditions:
                 direction = pb.SCALE_DIRECTION_OUT if one.rule == "out" else pb.SCALE_DIRECTION_IN
@@ -121,7 +143,7 @@ class Autoscaler:
         return Sample(
             at=self._clock(),
             replicas=len(live),
-            removable=sum(bool(replica.launch_id) for replica in live),
+            removable=sum(self._by_keda or bool(replica.launch_id) for replica in live),
             # Engines that are paused for weights are neither busy nor idle.
             busy=busy / (busy + idle) if busy is not None and idle is not None and busy + idle else None,
             lacking=snapshot is not None and snapshot.lacking > 0,
@@ -149,7 +171,7 @@ class Autoscaler:
         """Have replicas added or removed as the verdict says; with mode "dry_run", only say so."""
         verdict, request_id, reason = self._verdict, "", self._verdict.reason
         out = verdict.wanted > replicas
-        if run.autoscale_mode == "on":
+        if run.autoscale_mode == "on" and not self._by_keda:
             spec = ScaleSpec(
                 direction=Direction.OUT if out else Direction.IN,
                 role=ROLLOUT,
@@ -160,7 +182,9 @@ class Autoscaler:
                 request_id = (await self._scaler.accept(f"auto-{secrets.token_hex(3)}", spec)).request_id
             except (AlreadyExists, FailedPrecondition, NotFound) as error:
                 reason = f"{reason}, but it was refused: {error}"
+        elif run.autoscale_mode == "on":
+            self._target = verdict.wanted
         policy.acted(verdict)
         self._decisions.append(Decision(time.time(), replicas, verdict.wanted, reason, request_id))
-        said = "" if request_id else " (not done)"
+        said = "" if request_id else " (KEDA's to do)" if self._target is not None else " (not done)"
         logger.info("autoscaler: %d to %d rollout replicas%s: %s", replicas, verdict.wanted, said, reason)

@@ -1,7 +1,9 @@
 """Start, drain and removal of replicas: by the launcher, or by Join and Leave for those given by address."""
 
 import asyncio
+import re
 import time
+from urllib.parse import urlsplit
 
 import grpc
 
@@ -21,6 +23,8 @@ from services.coordinator.state.records import ScaledReplica
 
 EXTERNAL = "external-"
 """Prefix of the launch id of a replica given by address; the address follows."""
+SGLANG = "sglang-"
+"""Prefix of the launch id of a replica whose SGLang server is given by URL; host and port follow."""
 LAUNCH_SECONDS = 60.0
 JOIN_SECONDS = 10.0
 DRAIN_MARGIN_SECONDS = 2.0
@@ -74,7 +78,9 @@ class Launchers:
                 await self._join(replica.launch_id, address, role)
             else:
                 self._require_launcher()
-                request = LaunchRequest(launch_id=replica.launch_id, role=role, gpu_uuids=replica.gpu_uuids)
+                request = LaunchRequest(
+                    launch_id=replica.launch_id, role=role, gpu_uuids=replica.gpu_uuids, sglang_url=replica.sglang_url
+                )
                 await self._peers.launcher(self.address).Launch(request, timeout=LAUNCH_SECONDS)
         except grpc.aio.AioRpcError as error:
             raise self._launcher_error("could not be started", replica, error) from error
@@ -156,3 +162,8 @@ class Launchers:
 def external_address(replica: ScaledReplica) -> str:
     """Return the address of a replica that was given by address; "" for one that a launcher started."""
     return replica.launch_id.removeprefix(EXTERNAL) if replica.launch_id.startswith(EXTERNAL) else ""
+
+
+def sglang_launch_id(url: str) -> str:
+    """Return the launch id of the replica of an SGLang server: a server is given to one replica only."""
+    return SGLANG + re.sub(r"[^A-Za-z0-9.]+", "-", urlsplit(url).netloc.strip("[]").lower())

@@ -16,7 +16,7 @@ from services.coordinator.fleet.registry import Registry, Replica
 from services.coordinator.runs.run_manager import RunManager
 from services.coordinator.scaling.launchers import LauncherError, Launchers, external_address
 from services.coordinator.scaling.scale_log import ScaleLog
-from services.coordinator.state.records import Direction, ScaledReplica, ScaleRecord, ScaleState
+from services.coordinator.state.records import ROLLED_BACK, Direction, ScaledReplica, ScaleRecord, ScaleState
 from services.coordinator.state.retries import RedisRetry
 
 logger = logging.getLogger(__name__)
@@ -65,7 +65,8 @@ class ReplicaDrive:
         """Drive the replica to its end. Raises Superseded."""
         out = self._record.spec.direction == Direction.OUT
         if self._scaled.state.can_go_back:
-            await (self._bring_up() if out else self._drain())
+            rolled_back = self._scaled.state == ScaleState.DRAINING
+            await (self._bring_up() if out and not rolled_back else self._drain())
         if self._scaled.state == ScaleState.REMOVING:
             await self._remove()
 
@@ -79,7 +80,7 @@ class ReplicaDrive:
             await self._create()
             await self._wait_until_active()
         except ScaleFailed as problem:
-            outcome = ScaleState.CANCELLED if self._record.cancelled else ScaleState.FAILED
+            outcome = ScaleState.CANCELLED if self._record.going_back else ScaleState.FAILED
             logger.warning("%s is removed again: %s", self._launch_id, problem)
             await self._save(state=ScaleState.REMOVING, outcome=outcome, detail=str(problem))
 
@@ -103,7 +104,7 @@ class ReplicaDrive:
             self._check_deadline(ended=state == ScaleState.ACTIVE, detail=detail)
             if replica is not None:
                 saved = await self._save(
-                    unless_cancelled=True,
+                    unless_going_back=True,
                     state=state,
                     detail=detail,
                     replica_id=replica.replica_id,
@@ -125,8 +126,8 @@ class ReplicaDrive:
 
     def _check_deadline(self, *, ended: bool = False, detail: str = "") -> None:
         """Raise ScaleFailed once the request is cancelled or its deadline has passed."""
-        if self._record.cancelled:
-            raise ScaleFailed("cancelled")
+        if self._record.going_back:
+            raise ScaleFailed("cancelled" if self._record.cancelled else ROLLED_BACK)
         if not ended and self._clock() > self._record.deadline.timestamp():
             reason = detail or self._scaled.detail or "it did not register"
             raise ScaleFailed(f"not active within {self._record.spec.seconds:g} s: {reason}")
@@ -157,7 +158,8 @@ class ReplicaDrive:
 
     async def _drain(self) -> None:
         """Drain the replica, then continue with REMOVING; if the request is cancelled, let the replica work again."""
-        await self._save(state=ScaleState.DRAINING, outcome=ScaleState.DONE, detail="")
+        if self._scaled.state != ScaleState.DRAINING:
+            await self._save(state=ScaleState.DRAINING, outcome=ScaleState.DONE, detail="")
         deadline = self._record.deadline.timestamp()
         draining: asyncio.Task[int] | None = None
         try:
@@ -184,7 +186,9 @@ class ReplicaDrive:
                 draining.cancel()
                 await asyncio.wait({draining})
         await self._wait_for_sync()
-        if not await self._save(unless_cancelled=True, state=ScaleState.REMOVING, detail=""):
+        if self._record.rolled_back:
+            await self._save(state=ScaleState.REMOVING, detail=ROLLED_BACK)
+        elif not await self._save(unless_going_back=True, state=ScaleState.REMOVING, detail=""):
             await self._undrain()
             await self._save(state=ScaleState.CANCELLED, detail="")
 
@@ -252,10 +256,10 @@ class ReplicaDrive:
         replicas = self._replicas()
         return replicas[-1] if replicas else None
 
-    async def _save(self, *, unless_cancelled: bool = False, **changes: Any) -> bool:
-        """Save changes of the replica's record; returns False if `unless_cancelled` prevented it."""
+    async def _save(self, *, unless_going_back: bool = False, **changes: Any) -> bool:
+        """Save changes of the replica's record; returns False if `unless_going_back` prevented it."""
         if all(getattr(self._scaled, name) == value for name, value in changes.items()):
             return True
         return await self._log.update_replica(
-            self._request_id, self._launch_id, changes, unless_cancelled=unless_cancelled
+            self._request_id, self._launch_id, changes, unless_going_back=unless_going_back
         )

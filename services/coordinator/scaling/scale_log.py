@@ -9,7 +9,7 @@ from typing import Any
 from relaxd.rpc.errors import FailedPrecondition, NotFound
 from relaxd.v1 import scaling_pb2 as pb
 from services.coordinator.fleet.changes import Signal
-from services.coordinator.state.records import ScaledReplica, ScaleRecord
+from services.coordinator.state.records import Direction, ScaledReplica, ScaleRecord, ScaleState
 from services.coordinator.state.retries import RedisRetry
 from services.coordinator.state.store import AsyncStore
 
@@ -23,10 +23,27 @@ class _Change:
 
     launch_id: str
     changes: dict[str, Any]
-    unless_cancelled: bool
+    unless_going_back: bool
     done: bool = False
     made: bool = False
-    """It was not prevented by a cancellation."""
+    """It was not prevented by a cancellation or a rollback."""
+
+
+@dataclass(frozen=True)
+class ScaleFilter:
+    """Selects scale requests; a field that is empty selects all."""
+
+    role: str = ""
+    direction: Direction | None = None
+    states: frozenset[ScaleState] = frozenset()
+
+    def selects(self, record: ScaleRecord) -> bool:
+        """Return True if a request has this role and direction and one of these states."""
+        return (
+            self.role in ("", record.spec.role)
+            and self.direction in (None, record.spec.direction)
+            and (not self.states or record.state in self.states)
+        )
 
 
 class ScaleLog:
@@ -57,6 +74,10 @@ class ScaleLog:
         """Return the requests, newest first."""
         return list(reversed(self._records.values()))
 
+    def select(self, chosen: ScaleFilter) -> list[ScaleRecord]:
+        """Return the requests that a filter selects, newest first."""
+        return [record for record in self.all() if chosen.selects(record)]
+
     def find(self, request_id: str) -> ScaleRecord | None:
         """Return a request by id."""
         return self._records.get(request_id)
@@ -84,6 +105,14 @@ class ScaleLog:
         async with self._saving:
             await RedisRetry(f"scale request {record.request_id}").call(self._write, record, forget)
 
+    @staticmethod
+    def check_cancellable(record: ScaleRecord) -> None:
+        """Raise FailedPrecondition if cancelling the request would change nothing."""
+        if record.rolled_back or not any(replica.state.can_go_back for replica in record.scaled):
+            raise FailedPrecondition(
+                f"scale request {record.request_id!r} is {record.state.lower()}: there is nothing left to roll back"
+            )
+
     async def cancel(self, request_id: str) -> ScaleRecord:
         """Cancel a request as soon as Redis is available; without an id, the request in progress.
 
@@ -101,23 +130,20 @@ class ScaleLog:
             record = self.get(request_id)
             if record.cancelled:
                 return record
-            if not any(replica.state.can_go_back for replica in record.scaled):
-                raise FailedPrecondition(
-                    f"scale request {record.request_id!r} is {record.state.lower()}: there is nothing left to roll back"
-                )
+            self.check_cancellable(record)
             record = record.model_copy(update={"cancelled": True, "reason": "cancelled"})
             await RedisRetry(f"scale request {record.request_id}").call(self._write, record)
         self._changed.fire()
         return record
 
     async def update_replica(
-        self, request_id: str, launch_id: str, changes: dict[str, Any], *, unless_cancelled: bool
+        self, request_id: str, launch_id: str, changes: dict[str, Any], *, unless_going_back: bool
     ) -> bool:
         """Change one replica of a request as soon as Redis is available.
 
-        Returns False without a change if the request is cancelled and `unless_cancelled` is set.
+        Returns False without a change if the request is cancelled or rolled back and `unless_going_back` is set.
         """
-        change = _Change(launch_id, changes, unless_cancelled)
+        change = _Change(launch_id, changes, unless_going_back)
         self._changes.setdefault(request_id, []).append(change)
         async with self._saving:
             if not change.done:  # else it was saved together with another
@@ -130,12 +156,13 @@ class ScaleLog:
         try:
             record, replicas = self._records[request_id], dict(self._replicas[request_id])
             for change in together:
-                change.made = not (change.unless_cancelled and record.cancelled)
+                change.made = not (change.unless_going_back and record.going_back)
                 if change.made:
                     replicas[change.launch_id] = replicas[change.launch_id].model_copy(update=change.changes)
             if any(change.made for change in together):
                 update = {"scaled": tuple(replicas.values()), "update_time": datetime.now(UTC)}
-                await RedisRetry(f"scale request {request_id}").call(self._write, record.model_copy(update=update))
+                changed = record.model_copy(update=update).after_failures()
+                await RedisRetry(f"scale request {request_id}").call(self._write, changed)
         except BaseException:
             self._changes[request_id] = [*together, *self._changes.get(request_id, ())]
             raise
@@ -165,6 +192,7 @@ def scale_message(record: ScaleRecord) -> pb.ScaleRequest:
         state=pb.ScaleState.Value(f"SCALE_STATE_{record.state.value}"),
         reason=record.reason or "; ".join(f"{r.launch_id}: {r.detail}" for r in record.scaled if r.detail),
         cancelled=record.cancelled,
+        rollback_all=record.spec.rollback_all,
         scaled=[
             pb.ScaledReplica(
                 launch_id=replica.launch_id,
@@ -173,6 +201,7 @@ def scale_message(record: ScaleRecord) -> pb.ScaleRequest:
                 state=pb.ScaleState.Value(f"SCALE_STATE_{replica.state.value}"),
                 detail=replica.detail,
                 gpu_uuids=replica.gpu_uuids,
+                sglang_url=replica.sglang_url,
             )
             for replica in record.scaled
         ],

@@ -6,12 +6,13 @@ import secrets
 from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
 
+from relaxd.engines import ENGINES, list_engines
 from relaxd.rpc.errors import AlreadyExists, FailedPrecondition, NotFound
 from services.coordinator.fleet.registry import Registry, Replica
 from services.coordinator.runs.run_manager import RunManager
-from services.coordinator.scaling.launchers import EXTERNAL, NO_LAUNCHER, Launchers
+from services.coordinator.scaling.launchers import EXTERNAL, NO_LAUNCHER, Launchers, sglang_launch_id
 from services.coordinator.scaling.replica_drive import ReplicaDrive
-from services.coordinator.scaling.scale_log import ScaleLog
+from services.coordinator.scaling.scale_log import ScaleFilter, ScaleLog
 from services.coordinator.state.records import Direction, ScaledReplica, ScaleRecord, ScaleSpec
 from services.coordinator.state.retries import finish
 from services.coordinator.state.store import AsyncStore
@@ -53,15 +54,15 @@ class Scaler:
         if self._tasks:
             await asyncio.wait(self._tasks)
 
-    async def accept(self, request_id: str, spec: ScaleSpec) -> ScaleRecord:
-        """Start a request, or return the existing one if this repeats it.
+    async def accept(self, request_id: str, spec: ScaleSpec, *, dry_run: bool = False) -> ScaleRecord:
+        """Start a request, or return the existing one if this repeats it; with `dry_run`, only return it.
 
         Raises AlreadyExists: the id belongs to a different request; FailedPrecondition: another request of the role is
         in progress, or this one is impossible; NotFound: no such replica.
         """
-        return await finish(self._accept(request_id, spec), "a scale request")
+        return await finish(self._accept(request_id, spec, dry_run), "a scale request")
 
-    async def _accept(self, request_id: str, spec: ScaleSpec) -> ScaleRecord:
+    async def _accept(self, request_id: str, spec: ScaleSpec, dry_run: bool) -> ScaleRecord:
         async with self._accepting:
             current = next((record for record in self.log.in_progress() if record.spec.role == spec.role), None)
             known = self.log.find(request_id) if request_id else current
@@ -86,6 +87,8 @@ class Scaler:
             record = ScaleRecord(request_id=request_id, spec=spec, scaled=scaled, deadline=deadline)
             if not scaled:
                 record = record.model_copy(update={"reason": "nothing to do"})
+            if dry_run:
+                return record
             await self.log.add(record)
             logger.info("scale request %s: %s %s", request_id, spec.direction.lower(), [r.launch_id for r in scaled])
             self._start(request_id)
@@ -94,6 +97,23 @@ class Scaler:
     async def cancel(self, request_id: str) -> ScaleRecord:
         """Cancel a request and roll its replicas back. Raises NotFound, FailedPrecondition."""
         return await finish(self.log.cancel(request_id), "the end of a scale request")
+
+    async def cancel_all(self, chosen: ScaleFilter, *, dry_run: bool) -> tuple[list[ScaleRecord], list[ScaleRecord]]:
+        """Cancel the requests in progress that a filter selects, newest first.
+
+        Returns those that are cancelled, and those that have nothing left to roll back. With `dry_run` nothing changes.
+        """
+        cancelled, skipped = [], []
+        for record in self.log.select(chosen):
+            if record.state.ended:
+                continue
+            try:
+                if dry_run:
+                    self.log.check_cancellable(record)
+                cancelled.append(record if dry_run else await self.cancel(record.request_id))
+            except FailedPrecondition:
+                skipped.append(record)
+        return cancelled, skipped
 
     def live(self, role: str) -> list[Replica]:
         """Return the replicas of a role that are not draining, oldest first; only the newest per launch id."""
@@ -106,23 +126,36 @@ class Scaler:
         live = self.live(spec.role)
         if spec.addresses:
             there = {replica.registration.address for replica in live}
-            names = [EXTERNAL + address for address in spec.addresses if address not in there]
+            return tuple(ScaledReplica(launch_id=EXTERNAL + one) for one in spec.addresses if one not in there)
+        if spec.sglang_urls:
+            self._check_engine()
+            served = {replica.launch_id for replica in live}
+            by_name = {sglang_launch_id(url): url for url in spec.sglang_urls}
+            added = [ScaledReplica(launch_id=name, sglang_url=by_name[name]) for name in by_name if name not in served]
         else:
-            missing = max(0, spec.replicas - len(live))
-            names = [f"{spec.role}-{request_id}-{number}" for number in range(1, missing + 1)]
-            if names and not self._launchers.address:
-                raise FailedPrecondition(f"{NO_LAUNCHER}, or give the addresses of services that wait to join")
-        if not names:
-            return ()
-        share, rest = divmod(len(spec.gpu_uuids), len(names))
+            missing = range(1, 1 + max(0, spec.replicas - len(live)))
+            added = [ScaledReplica(launch_id=f"{spec.role}-{request_id}-{number}") for number in missing]
+        if added and not self._launchers.address:
+            raise FailedPrecondition(f"{NO_LAUNCHER}, or give the addresses of services that wait to join")
+        share, rest = divmod(len(spec.gpu_uuids), max(1, len(added)))
         if rest:
             raise FailedPrecondition(
-                f"gpu_uuids: {len(spec.gpu_uuids)} GPUs can't be divided evenly among {len(names)} new replicas"
+                f"gpu_uuids: {len(spec.gpu_uuids)} GPUs can't be divided evenly among {len(added)} new replicas"
             )
         return tuple(
-            ScaledReplica(launch_id=name, gpu_uuids=spec.gpu_uuids[index * share : (index + 1) * share])
-            for index, name in enumerate(names)
+            one.model_copy(update={"gpu_uuids": spec.gpu_uuids[index * share : (index + 1) * share]})
+            for index, one in enumerate(added)
         )
+
+    def _check_engine(self) -> None:
+        """Raise FailedPrecondition if the active run would not use a server that a request names."""
+        active = self._runs.active
+        if active is not None and not ENGINES[active.config.rollout.engine].takes_url:
+            able = list_engines("rollout", lambda engine: engine.takes_url)
+            raise FailedPrecondition(
+                f"sglang_urls: run {active.record.run_id!r} has rollout.engine {active.config.rollout.engine!r}; "
+                f"only runs with {able} use servers that run already"
+            )
 
     def _replicas_to_remove(self, spec: ScaleSpec) -> tuple[ScaledReplica, ...]:
         """Plan the replicas to remove."""
@@ -164,23 +197,24 @@ class Scaler:
             self._on_error(error)
 
     async def _carry_out(self, request_id: str) -> None:
-        drives = [
-            ReplicaDrive(
-                replica.launch_id,
-                request_id,
-                self.log,
-                registry=self._registry,
-                runs=self._runs,
-                launchers=self._launchers,
-            )
-            for replica in self.log.get(request_id).scaled
-            if not replica.state.ended
-        ]
-        tasks = [asyncio.create_task(drive.run()) for drive in drives]
-        try:
-            await asyncio.gather(*tasks)
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+        while not self.log.get(request_id).state.ended:  # a rollback begins when some have ended already
+            drives = [
+                ReplicaDrive(
+                    replica.launch_id,
+                    request_id,
+                    self.log,
+                    registry=self._registry,
+                    runs=self._runs,
+                    launchers=self._launchers,
+                )
+                for replica in self.log.get(request_id).scaled
+                if not replica.state.ended
+            ]
+            tasks = [asyncio.create_task(drive.run()) for drive in drives]
+            try:
+                await asyncio.gather(*tasks)
+            finally:
+                for task in tasks:
+                    task.cancel()
+                await asyncio.gather(*tasks, return_exceptions=True)
         logger.info("scale request %s is %s", request_id, self.log.get(request_id).state.lower())

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from enum import StrEnum
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -326,6 +326,7 @@ UNDER_WAY = (
 
 TIMEOUT_SECONDS, DRAIN_SECONDS = 600.0, 30.0
 """Time until new replicas must be active, and time for a drain, where a request gives none."""
+ROLLED_BACK = "rolled back, because another replica failed"
 
 
 class ScaleSpec(Record):
@@ -334,12 +335,15 @@ class ScaleSpec(Record):
     direction: Direction
     role: str
     replicas: int = 0
-    """Target number; 0 if `addresses` or `replica_ids` name the replicas."""
+    """Target number; 0 if `addresses`, `sglang_urls` or `replica_ids` name the replicas."""
     addresses: tuple[str, ...] = ()
+    sglang_urls: tuple[str, ...] = ()
     replica_ids: tuple[str, ...] = ()
     gpu_uuids: tuple[str, ...] = ()
     seconds: float
     """Time until all replicas must be active (out) or drained (in)."""
+    rollback_all: bool = False
+    """Out: remove all replicas when one of them fails."""
 
 
 class ScaledReplica(Record):
@@ -353,6 +357,7 @@ class ScaledReplica(Record):
     address: str = ""
     """Empty until known."""
     gpu_uuids: tuple[str, ...] = ()
+    sglang_url: str = ""
     detail: str = ""
 
 
@@ -363,6 +368,8 @@ class ScaleRecord(Record):
     spec: ScaleSpec
     scaled: tuple[ScaledReplica, ...] = ()
     cancelled: bool = False
+    rolled_back: bool = False
+    """With `rollback_all`, a replica failed, so all are removed."""
     reason: str = ""
     create_time: datetime = Field(default_factory=lambda: datetime.now(UTC))
     update_time: datetime = Field(default_factory=lambda: datetime.now(UTC))
@@ -377,6 +384,26 @@ class ScaleRecord(Record):
         good = ScaleState.ACTIVE if self.spec.direction == Direction.OUT else ScaleState.DONE
         if states <= {good}:
             return good
+        if self.rolled_back:
+            return ScaleState.FAILED
         if ScaleState.CANCELLED in states:
             return ScaleState.CANCELLED
         return ScaleState.PARTIAL if good in states else ScaleState.FAILED
+
+    @property
+    def going_back(self) -> bool:
+        """True if replicas that are not active yet are removed instead."""
+        return self.cancelled or self.rolled_back
+
+    def after_failures(self) -> "ScaleRecord":
+        """Return the request with all its replicas rolled back, if it asks for that and one of them has failed."""
+        failed = any(ScaleState.FAILED in (replica.state, replica.outcome) for replica in self.scaled)
+        if not (self.spec.rollback_all and failed) or self.going_back:
+            return self
+        back = {"state": ScaleState.DRAINING, "outcome": ScaleState.CANCELLED, "detail": ROLLED_BACK}
+        scaled = tuple(
+            replica.model_copy(update=back) if replica.state == ScaleState.ACTIVE else replica
+            for replica in self.scaled
+        )
+        deadline = datetime.now(UTC) + timedelta(seconds=DRAIN_SECONDS)
+        return self.model_copy(update={"rolled_back": True, "scaled": scaled, "deadline": deadline})

@@ -11,8 +11,10 @@ from pathlib import Path
 
 import pytest
 from rich.console import Console
+from typer.testing import CliRunner
 
 from relaxd.board import Board, stages_for
+from relaxd.cli.main import app
 from relaxd.cli.reading.follow import follow
 from relaxd.client import CliError
 from relaxd.client.coordinator_client import CoordinatorClient
@@ -21,6 +23,7 @@ from relaxd.run_folder import closed_groups, newest_samples
 from relaxd.v1 import coordinator_pb2 as pb
 from tests.integration.coordinator.cluster import PATIENCE, Cluster
 from tests.kit.boards import all_steps
+from tests.kit.processes import start_python
 from tests.kit.redis.redis_server import RedisServer
 from tests.kit.tokenizer import write_tokenizer
 from tests.kit.waiting import wait_until
@@ -184,3 +187,22 @@ def test_redis_that_is_away_at_the_start(tmp_path: Path, monkeypatch: pytest.Mon
     finally:
         cluster.close()
         redis.kill()
+
+
+@pytest.mark.night
+def test_resume_waits_for_a_coordinator_and_follows_the_run_to_its_end(cluster: Cluster) -> None:
+    start_all(cluster)
+    cluster.start_when_up("run", run__steps=4, eval__prompts=0)
+    cluster.until_step(1)
+    cluster.kill("coordinator")
+    words = ("run", "--wait", "60", "--follow", "--coordinator", f"127.0.0.1:{cluster.port}")
+    log = cluster.folder / "resume.log"
+    resuming = start_python("-m", "relaxd.cli", "resume", *words, log=log, environment={"CI": "1"})
+    cluster.processes["resume"] = resuming
+    wait_until(lambda: "waiting up to 60 s for the coordinator" in log.read_text(), "it waits", explain=log.read_text)
+    cluster.coordinator()
+    assert resuming.wait(PATIENCE) == 0, log.read_text()
+    assert "step 4/4" in log.read_text()
+
+    again = CliRunner().invoke(app, ["resume", *words])  # such as by a job that is started once more
+    assert (again.exit_code, again.output.startswith("run run is stopped: completed")) == (0, True), again.output

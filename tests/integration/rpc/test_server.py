@@ -19,7 +19,7 @@ from relaxd.rpc.client import channel, sync_channel
 from relaxd.rpc.credentials import ServerSecurity
 from relaxd.rpc.errors import InvalidArgument, NotFound, ServerError, Violations, explain, field_violations
 from relaxd.rpc.leader_term import NewestTerm
-from relaxd.rpc.server import RunningServer, Service, start_server
+from relaxd.rpc.server import LIVENESS, RunningServer, Service, start_server
 from relaxd.v1 import reward_pb2, reward_pb2_grpc, rollout_pb2, rollout_pb2_grpc
 from tests.kit.ports import free_port
 from tests.kit.processes import run_python
@@ -107,6 +107,8 @@ async def test_health_follows_set_serving_for_each_service(server):
         for name in ("", REWARD, "relaxd.v1.Rollout"):
             answer = await health.Check(health_pb2.HealthCheckRequest(service=name))
             assert answer.status == health_pb2.HealthCheckResponse.NOT_SERVING
+        alive = await health.Check(health_pb2.HealthCheckRequest(service=LIVENESS))
+        assert alive.status == health_pb2.HealthCheckResponse.SERVING
         await server.set_serving(True)
         for name in ("", REWARD, "relaxd.v1.Rollout"):
             answer = await health.Check(health_pb2.HealthCheckRequest(service=name))

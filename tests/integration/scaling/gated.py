@@ -12,7 +12,7 @@ from pathlib import Path
 if __name__ == "__main__":
     folder = Path(sys.argv.pop(1))
     if any(os.environ["RELAXD_LAUNCH_ID"].endswith(path.name[5:]) for path in folder.glob("fail-*")):
-        sys.exit("told to fail")
+        sys.exit(f"told to fail; its server is {os.environ.get('RELAXD_SGLANG_URL')}")
     while (folder / "closed").exists():
         time.sleep(0.02)
     from tests.integration.peers.__main__ import main

@@ -61,6 +61,9 @@ class ScalingCluster(SupervisedCluster):
         asked = scale_pb.GetScaleRequestRequest(request_id=request_id)
         return self.stub.GetScaleRequest(asked, timeout=5).request
 
+    def requests(self, **fields: Any) -> list[scale_pb.ScaleRequest]:
+        return list(self.stub.ListScaleRequests(scale_pb.ListScaleRequestsRequest(**fields), timeout=5).requests)
+
     def cancel(self, request_id: str = "") -> scale_pb.ScaleRequest:
         asked = scale_pb.CancelScaleRequestRequest(request_id=request_id)
         return self.stub.CancelScaleRequest(asked, timeout=5).request

@@ -52,6 +52,12 @@ def test_out_and_in_during_a_run(cluster: ScalingCluster) -> None:
     assert refusal(cluster.cancel).code() == grpc.StatusCode.FAILED_PRECONDITION
     cluster.until_step(1)
 
+    planned = cluster.out(3, request_id="more", dry_run=True)
+    assert [replica.launch_id for replica in planned.scaled] == ["rollout-more-1", "rollout-more-2"]
+    assert refusal(cluster.request).code() == grpc.StatusCode.NOT_FOUND
+    other_engine = refusal(cluster.out, 0, sglang_urls=["http://gpu-1:30000"])
+    assert 'only runs with "sglang_external" use servers that run already' in other_engine.details()
+
     cluster.closed.touch()  # the request is not done before the questions about it
     asked = cluster.out(3, request_id="more", timeout_seconds=240)
     assert asked.state in (scale_pb.SCALE_STATE_PENDING, CREATING)
@@ -92,8 +98,11 @@ def test_out_and_in_during_a_run(cluster: ScalingCluster) -> None:
     assert cluster.until_scaled(DONE, FAILED).state == DONE
     assert set(cluster.rollouts()) == {"first"}
     assert cluster.launched() == {}
-    requests = cluster.stub.ListScaleRequests(scale_pb.ListScaleRequestsRequest(page_size=3), timeout=5).requests
-    assert [r.direction for r in requests] == [scale_pb.SCALE_DIRECTION_IN] * 2 + [scale_pb.SCALE_DIRECTION_OUT]
+    ways = [request.direction for request in cluster.requests(page_size=3)]
+    assert ways == [scale_pb.SCALE_DIRECTION_IN] * 2 + [scale_pb.SCALE_DIRECTION_OUT]
+    less = cluster.requests(filter=scale_pb.ScaleFilter(direction=scale_pb.SCALE_DIRECTION_IN))
+    assert [request.state for request in less] == [DONE, DONE]
+    assert cluster.requests(filter=scale_pb.ScaleFilter(role="rollout", states=[FAILED, PARTIAL])) == []
 
     before = cluster.run().step
     cluster.until_step(before + 2)
@@ -117,6 +126,11 @@ def test_wrong_requests_name_their_fields(cluster: ScalingCluster) -> None:
     assert fields(cluster.out, 0, addresses=["host:1", "host", "host:1"]) == {"addresses", "addresses[1]"}
     assert fields(cluster.out, 0, addresses=["host:1"], gpu_uuids=["GPU-1"]) == {"gpu_uuids"}
     assert fields(cluster.out, 2, gpu_uuids=["0"]) == {"gpu_uuids[0]"}
+    assert fields(cluster.out, 2, sglang_urls=["http://host:1"]) == {"sglang_urls"}
+    assert fields(cluster.out, 0, role="reward", sglang_urls=["host:1"]) == {"role", "sglang_urls[0]"}
+    assert fields(cluster.requests, filter=scale_pb.ScaleFilter(role="x", direction=7, states=[4] * 11 + [0])) == {
+        *("filter.role", "filter.direction", "filter.states[11]")
+    }
     assert fields(cluster.into, 0) == {"replicas"}
     assert fields(cluster.into, 1, replica_ids=["a"]) == {"replica_ids"}
     assert fields(cluster.into, 1, drain_seconds=1e9) == {"drain_seconds"}
@@ -125,6 +139,16 @@ def test_wrong_requests_name_their_fields(cluster: ScalingCluster) -> None:
     cluster.coordinator(launcher=False)
     no_launcher = cluster.until("the coordinator", lambda: "no launcher" in refusal(cluster.out, 2).details())
     assert no_launcher
+
+
+def test_a_launched_replica_gets_its_server(cluster: ScalingCluster) -> None:
+    cluster.supervisor(max_restarts=0)
+    cluster.fail("-30000")
+    cluster.until("the coordinator", lambda: cluster.requests() == [])
+    cluster.out(0, sglang_urls=["http://gpu-1:30000"])
+    (scaled,) = cluster.until_scaled(FAILED).scaled
+    assert scaled.launch_id == "sglang-gpu-1-30000"
+    assert "its server is http://gpu-1:30000" in scaled.detail
 
 
 @pytest.mark.night
@@ -230,6 +254,11 @@ def test_some_or_all_that_cannot_be_started(cluster: ScalingCluster) -> None:
     assert some.scaled[1].launch_id in some.reason
     cluster.until("one is left", lambda: len(cluster.launched()) == 1)
     assert len(cluster.rollouts()) == 2
+
+    cluster.out(4, request_id="all", rollback_all=True)  # beside the first and two-1, which stay
+    back = cluster.until_scaled(PARTIAL, ACTIVE, FAILED)
+    assert (back.state, back.scaled[0].state, back.scaled[1].state) == (FAILED, CANCELLED, FAILED), back
+    assert (len(cluster.launched()), len(cluster.rollouts())) == (1, 2)
 
     cluster.fail("-1")
     cluster.out(4, request_id="none")

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from relaxd.replica.launcher_server import LauncherServicer
-from relaxd.rpc.errors import Unavailable
+from relaxd.rpc.errors import FailedPrecondition, Unavailable
 from relaxd.rpc.leader_term import RedisTerm
 from relaxd.rpc.server import Service, start_server
 from relaxd.rpc.tls import TlsFiles
@@ -22,7 +22,8 @@ from services.coordinator.scaling import launchers
 from services.coordinator.scaling import replica_drive as module
 from services.coordinator.scaling.launchers import Launchers
 from services.coordinator.scaling.replica_drive import HAND_BACK_SECONDS, ReplicaDrive
-from services.coordinator.scaling.scale_log import ScaleLog
+from services.coordinator.scaling.scale_log import ScaleFilter, ScaleLog
+from services.coordinator.scaling.scaler import Scaler
 from services.coordinator.state.records import Direction, ScaledReplica, ScaleRecord, ScaleSpec, ScaleState
 from services.coordinator.state.store import AsyncStore, Store
 from tests.kit.waiting import eventually
@@ -38,12 +39,15 @@ class Host:
 
     def __init__(self) -> None:
         self.there: dict[str, launcher_pb2.Instance] = {}
+        self.launches: list[launcher_pb2.LaunchRequest] = []
         self.refusal: Exception | None = None
 
-    def launch(self, launch_id: str, role: str, gpu_uuids: tuple[str, ...]) -> launcher_pb2.Instance:
+    def launch(self, request: launcher_pb2.LaunchRequest) -> launcher_pb2.Instance:
         if self.refusal is not None:
             raise self.refusal
-        return self.there.setdefault(launch_id, launcher_pb2.Instance(launch_id=launch_id, role=role))
+        self.launches.append(request)
+        instance = launcher_pb2.Instance(launch_id=request.launch_id, role=request.role)
+        return self.there.setdefault(request.launch_id, instance)
 
     def remove(self, launch_id: str, grace_seconds: float) -> None:
         self.there.pop(launch_id, None)
@@ -71,7 +75,8 @@ class Desk:
         self.now = 1e9
         self.host, self.holder = host, holder
         self.address = f"127.0.0.1:{port}"
-        store = AsyncStore(Store(redis_url))
+        self.errors: list[BaseException] = []
+        self.store = store = AsyncStore(Store(redis_url))
         term = store.in_threads.take_over()
         self.registry = Registry(store, lease_seconds=6.0, heartbeat_seconds=1.0, gpu_lease_seconds=60.0)
         self.log = ScaleLog(store, self.registry.changed)
@@ -89,11 +94,18 @@ class Desk:
         )
         return asyncio.create_task(drive.run())
 
-    async def register(self, state: "pb.ReplicaState.ValueType", detail: str = "") -> None:
+    def scaler(self) -> Scaler:
+        """Return the scaler of a coordinator that starts now."""
+        runs: Any = SimpleNamespace(active=None)
+        return Scaler(self.store, self.registry, runs, self.launchers, self.errors.append)
+
+    async def register(
+        self, state: "pb.ReplicaState.ValueType", detail: str = "", name: str = "one", launch_id: str = LAUNCH
+    ) -> None:
         await self.registry.register(
-            Registration(replica_id="one", role="rollout", address=self.address, launch_id=LAUNCH)
+            Registration(replica_id=name, role="rollout", address=self.address, launch_id=launch_id)
         )
-        self.registry.heartbeat("one", pb.ReplicaStatus(state=state, detail=detail))
+        self.registry.heartbeat(name, pb.ReplicaStatus(state=state, detail=detail))
 
     def passes(self, seconds: float) -> None:
         self.now += seconds
@@ -182,7 +194,7 @@ async def test_what_is_cancelled_on_its_way_up_is_removed(desk: Desk) -> None:
 
 @pytest.mark.parametrize("ends_by", ["work that is done", "its deadline", "death", "cancellation"])
 async def test_in(desk: Desk, ends_by: str) -> None:
-    desk.host.launch(LAUNCH, "rollout", ())
+    desk.host.launch(launcher_pb2.LaunchRequest(launch_id=LAUNCH, role="rollout"))
     await desk.register(IDLE)
     driving = await desk.begin(Direction.IN)
     await desk.until(ScaleState.DRAINING, "it holds 2 groups")
@@ -204,3 +216,75 @@ async def test_in(desk: Desk, ends_by: str) -> None:
         assert (desk.scaled.state, LAUNCH in desk.host.there, one.draining) == (ScaleState.CANCELLED, True, False)
     else:
         assert (desk.scaled.state, desk.host.there, desk.registry.all()) == (ScaleState.DONE, {}, [])
+
+
+@pytest.mark.parametrize("restarts", [False, True])
+async def test_rollback_all_removes_active_replicas_when_another_fails(desk: Desk, restarts: bool) -> None:
+    scaler = desk.scaler()
+    spec = ScaleSpec(direction=Direction.OUT, role="rollout", replicas=2, seconds=SECONDS, rollback_all=True)
+    await scaler.accept("r", spec)
+    first, second = "rollout-r-1", "rollout-r-2"
+    await eventually(lambda: len(desk.host.there) == 2, "both are launched", 20.0)
+    await desk.register(IDLE, name="one", launch_id=first)
+    await eventually(lambda: scaler.log.replica("r", first).state == ScaleState.ACTIVE, "one is active", 20.0)
+    assert scaler.log.get("r").state == ScaleState.CREATING
+
+    desk.host.there[second].state = launcher_pb2.INSTANCE_STATE_FAILED
+    desk.host.there[second].detail = "exited with code 1"
+    await eventually(lambda: desk.holder.asked, "the active one is asked to drain", 20.0)
+    with pytest.raises(FailedPrecondition, match="there is nothing left to roll back"):
+        await scaler.cancel("r")
+    if restarts:
+        await scaler.close()
+        scaler = desk.scaler()
+        await scaler.resume()
+    desk.holder.held_groups = 0
+    await eventually(lambda: scaler.log.get("r").state.ended, "it has ended", 20.0)
+    record = scaler.log.get("r")
+    assert (record.state, desk.host.there, desk.registry.all()) == (ScaleState.FAILED, {}, [])
+    assert [(one.state, one.detail) for one in record.scaled] == [
+        (ScaleState.CANCELLED, "rolled back, because another replica failed"),
+        (ScaleState.FAILED, "exited with code 1"),
+    ]
+    assert desk.errors == []
+
+
+async def test_dry_runs_change_nothing_and_cancel_all_takes_a_filter(desk: Desk) -> None:
+    scaler = desk.scaler()
+
+    def spec(role: str, **fields: Any) -> ScaleSpec:
+        return ScaleSpec(direction=Direction.OUT, role=role, replicas=1, seconds=SECONDS, **fields)
+
+    planned = await scaler.accept("r", spec("rollout"), dry_run=True)
+    assert [one.launch_id for one in planned.scaled] == [LAUNCH]
+    assert (scaler.log.all(), desk.host.there) == ([], {})
+
+    desk.host.refusal = Unavailable("all GPUs are taken")
+    for role in ("rollout", "reward"):
+        await scaler.accept(role, spec(role))
+    both = await scaler.cancel_all(ScaleFilter(), dry_run=True)
+    assert ([one.request_id for one in both[0]], both[1]) == (["reward", "rollout"], [])
+    assert not any(one.cancelled for one in scaler.log.all())
+    assert await scaler.cancel_all(ScaleFilter(states=frozenset({ScaleState.SYNCING})), dry_run=False) == ([], [])
+    (cancelled,), _ = await scaler.cancel_all(ScaleFilter(role="reward"), dry_run=False)
+    assert (cancelled.request_id, cancelled.cancelled) == ("reward", True)
+    await eventually(lambda: scaler.log.get("reward").state == ScaleState.CANCELLED, "it is cancelled", 20.0)
+    assert [one.request_id for one in scaler.log.in_progress()] == ["rollout"]
+    await scaler.close()
+
+
+async def test_a_server_given_by_url_has_one_replica(desk: Desk) -> None:
+    scaler = desk.scaler()
+
+    def spec(*urls: str) -> ScaleSpec:
+        return ScaleSpec(direction=Direction.OUT, role="rollout", sglang_urls=urls, seconds=SECONDS)
+
+    await scaler.accept("r", spec("http://gpu-1:30000"))
+    await eventually(lambda: desk.host.launches, "it is launched", 20.0)
+    (launch,) = desk.host.launches
+    assert (launch.launch_id, launch.sglang_url) == ("sglang-gpu-1-30000", "http://gpu-1:30000")
+    await desk.register(IDLE, launch_id=launch.launch_id)
+    await eventually(lambda: scaler.log.get("r").state == ScaleState.ACTIVE, "it is active", 20.0)
+    more = await scaler.accept("s", spec("http://GPU-1:30000", "http://[fd00::2]:30000"), dry_run=True)
+    assert [one.launch_id for one in more.scaled] == ["sglang-fd00-2-30000"]
+    await scaler.close()

@@ -43,6 +43,27 @@ def test_the_state_of_a_request(direction: str, replicas: str, expected: str) ->
     assert scale_message(record(direction, replicas)).state == scaling_pb2.ScaleState.Value(f"SCALE_STATE_{expected}")
 
 
+@pytest.mark.parametrize(
+    ("replicas", "after", "state"),
+    [
+        ("ACTIVE CREATING", "ACTIVE CREATING", "CREATING"),
+        ("ACTIVE FAILED SYNCING", "DRAINING FAILED SYNCING", "SYNCING"),
+        ("CANCELLED FAILED CANCELLED", "CANCELLED FAILED CANCELLED", "FAILED"),
+    ],
+)
+def test_rollback_all_takes_the_active_replicas_back_after_a_failure(replicas: str, after: str, state: str) -> None:
+    before = record("OUT", replicas)
+    before = before.model_copy(update={"spec": before.spec.model_copy(update={"rollback_all": True})})
+    back = before.after_failures()
+    assert ([one.state for one in back.scaled], back.state) == (after.split(), state)
+    assert back.rolled_back == ("FAILED" in replicas)
+    assert back.after_failures() == back
+    kept = record("OUT", replicas)
+    assert kept.after_failures() is kept
+    cancelled = before.model_copy(update={"cancelled": True})
+    assert cancelled.after_failures() is cancelled
+
+
 def test_the_names_are_those_of_the_proto() -> None:
     assert {f"SCALE_STATE_{state}" for state in ScaleState} | {"SCALE_STATE_UNSPECIFIED"} == set(
         scaling_pb2.ScaleState.keys()

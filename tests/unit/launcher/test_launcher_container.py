@@ -3,6 +3,7 @@
 import copy
 from typing import Any
 
+from relaxd.v1 import launcher_pb2 as pb
 from services.launcher.docker_host import container_config
 
 LABELS = {
@@ -42,10 +43,12 @@ TEMPLATE: dict[str, Any] = {
     "NetworkSettings": {"Networks": {"relaxd_relaxd": {"Aliases": ["rollout", "d0a7f1"], "IPAddress": "172.20.0.5"}}},
 }
 
+REQUEST = pb.LaunchRequest(launch_id="rollout-more-1", role="rollout")
+
 
 def test_it_is_the_template_under_a_name_of_its_own() -> None:
     before = copy.deepcopy(TEMPLATE)
-    made = container_config(TEMPLATE, "rollout-more-1", "rollout", (), 3)
+    made = container_config(TEMPLATE, REQUEST, 3)
     assert before == TEMPLATE
     # The image by digest, command, user, mounts, secrets, limits and health check are the template's.
     assert made["Image"] == "sha256:5c0ffee"
@@ -62,7 +65,7 @@ def test_it_is_the_template_under_a_name_of_its_own() -> None:
 
 
 def test_compose_sees_an_orphan_of_its_project() -> None:
-    labels = container_config(TEMPLATE, "rollout-more-1", "rollout", (), 3)["Labels"]
+    labels = container_config(TEMPLATE, REQUEST, 3)["Labels"]
     changed = {key: value for key, value in labels.items() if LABELS.get(key) != value}
     assert changed == {
         "com.docker.compose.service": "rollout-scaled",
@@ -75,7 +78,18 @@ def test_compose_sees_an_orphan_of_its_project() -> None:
 
 
 def test_gpus_by_uuid() -> None:
-    made = container_config(TEMPLATE, "rollout-more-1", "rollout", ("GPU-a", "GPU-b"), 1)
+    request = pb.LaunchRequest(launch_id="rollout-more-1", role="rollout", gpu_uuids=["GPU-a", "GPU-b"])
+    made = container_config(TEMPLATE, request, 1)
     assert made["HostConfig"]["DeviceRequests"] == [
         {"Driver": "nvidia", "DeviceIDs": ["GPU-a", "GPU-b"], "Capabilities": [["gpu"]]}
     ]
+
+
+def test_an_sglang_server_by_url_instead_of_the_template_s() -> None:
+    template = copy.deepcopy(TEMPLATE)
+    template["Config"]["Env"].append("RELAXD_SGLANG_URL=http://old:30000")
+    request = pb.LaunchRequest(launch_id="sglang-gpu-1-30000", role="rollout", sglang_url="http://gpu-1:30000")
+    assert [line for line in container_config(template, request, 1)["Env"] if "SGLANG" in line] == [
+        "RELAXD_SGLANG_URL=http://gpu-1:30000"
+    ]
+    assert "RELAXD_SGLANG_URL=http://old:30000" in container_config(template, REQUEST, 1)["Env"]

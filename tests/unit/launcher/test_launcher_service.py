@@ -26,8 +26,8 @@ class Memory:
     def __init__(self) -> None:
         self.there: dict[str, pb.Instance] = {}
 
-    def launch(self, launch_id: str, role: str, gpu_uuids: tuple[str, ...]) -> pb.Instance:
-        return self.there.setdefault(launch_id, pb.Instance(launch_id=launch_id, role=role, detail=str(gpu_uuids)))
+    def launch(self, request: pb.LaunchRequest) -> pb.Instance:
+        return self.there.setdefault(request.launch_id, pb.Instance(launch_id=request.launch_id, role=request.role))
 
     def remove(self, launch_id: str, grace_seconds: float) -> None:
         self.there.pop(launch_id, None)
@@ -137,6 +137,7 @@ async def test_without_redis_nothing_is_started(redis_server: Callable[..., Redi
         ({"launch_id": "", "role": "rollout"}, {"launch_id"}),
         ({"launch_id": "../a", "role": "rollout"}, {"launch_id"}),
         ({"launch_id": "a", "role": "trainer"}, {"role"}),
+        ({"launch_id": "a", "role": "rollout", "sglang_url": "gpu-1:30000"}, {"sglang_url"}),
         ({"launch_id": "a" * 101, "role": "", "gpu_uuids": ["GPU-1", "all"]}, {"launch_id", "role", "gpu_uuids[1]"}),
     ],
 )

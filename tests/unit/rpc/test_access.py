@@ -44,7 +44,7 @@ def test_every_method_says_who_may_call_it():
     assert not unknown, "protos/relaxd/v1/access.proto doesn't say what these are"
     for (_, name), method in found.items():
         if callers(method) != ("parent",):
-            looks = name.startswith(("Get", "List", "Watch"))
+            looks = name.startswith(("Get", "List", "Watch", "Is"))
             assert (READ in callers(method)) == looks, name
             assert looks == (method.GetOptions().idempotency_level == MethodOptions.NO_SIDE_EFFECTS), name
 
