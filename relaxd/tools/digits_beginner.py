@@ -117,7 +117,7 @@ def _teach(
         for digit in range(DIGITS)
     ] * PICTURES
     ids = torch.from_numpy(np.stack([expand(tokenizer.encode(text), [grid], vision.tokens) for text in texts])).long()
-    pictures = [vision.patches(np.asarray(draw(-1 - number)[1])) for number in range(PICTURES)]
+    pictures = [vision.patches(np.asarray(draw(-1 - number)[1]), grid) for number in range(PICTURES)]
     with torch.no_grad():
         hidden = model.model(
             input_ids=ids,
