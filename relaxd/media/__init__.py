@@ -17,6 +17,7 @@ from relaxd.media.videos import (
     NormalVideo,
     VideoRule,
     VideoSize,
+    frames_of,
     measure_video,
     normalise_video,
 )
@@ -42,6 +43,7 @@ __all__ = [
     "VideoRule",
     "VideoSize",
     "expand",
+    "frames_of",
     "lay_out",
     "measure_image",
     "measure_video",

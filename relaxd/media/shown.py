@@ -11,6 +11,7 @@ if TYPE_CHECKING:
 
 from relaxd.media.placeholders import VIDEO
 from relaxd.media.prompt_media import MediaRecord, PromptMedia
+from relaxd.media.videos import frames_of
 
 MAX_CHARACTERS = 10_000
 """Maximum number of characters of a message that are shown: most of them its beginning, and its end."""
@@ -36,7 +37,7 @@ def shown_images(media: PromptMedia, *, thumbnails: bool) -> list[dict[str, Any]
     contents, found = media.by_hash(), []
     for record in media.records[:SHOWN_IMAGES]:
         with Image.open(io.BytesIO(contents[record["sha256"]])) as image:
-            frames = _frames(image, record)
+            frames = frames_of(image, _frames(image, record))
             shown = {"sha256": record["sha256"], "width": frames[0].width, "height": frames[0].height}
             if record["kind"] == VIDEO:
                 shown["frames"] = len(frames)
@@ -46,11 +47,10 @@ def shown_images(media: PromptMedia, *, thumbnails: bool) -> list[dict[str, Any]
     return found
 
 
-def _frames(image: "Image", record: MediaRecord) -> "list[Image]":
-    """Return the frames of an item in its normal form: one of an image."""
+def _frames(image: "Image", record: MediaRecord) -> int:
+    """Return the number of frames of an item in its normal form: 1 of an image."""
     _, rows, columns = record["grid"]
-    height = rows * image.width // columns  # patches are squares
-    return [image.crop((0, top, image.width, top + height)) for top in range(0, image.height, height)]
+    return image.height // (rows * image.width // columns)  # patches are squares
 
 
 def _thumbnail(frames: "Sequence[Image]") -> str:

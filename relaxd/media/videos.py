@@ -168,6 +168,12 @@ def normalise_video(source: Any, rule: VideoRule) -> NormalVideo:
     return NormalVideo(encode_png(pixels), pixels_sha256(pixels, FORM, rule), size)
 
 
+def frames_of(image: "Image", count: int) -> "list[Image]":
+    """Return the frames of a video from the image of its normal form, in which they stand one below the other."""
+    height = image.height // count
+    return [image.crop((0, top, image.width, top + height)) for top in range(0, image.height, height)]
+
+
 class _Clip(Protocol):
     """A video that is opened, or a list of frames."""
 

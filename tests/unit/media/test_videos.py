@@ -12,6 +12,8 @@ from transformers.video_utils import VideoMetadata
 
 from relaxd.media import MediaError, VideoRule, measure_video, normalise_video, patches, videos
 from relaxd.media.cache import decode_png
+from relaxd.media.prompt_media import PromptMedia, with_references
+from relaxd.rewards import RewardInput
 from tests.kit.vision import clip, encoded, encoded_clip
 
 RULE = VideoRule(16, 2, 4096, 262144, times=2, fps=2.0, min_frames=4, max_frames=16)
@@ -171,3 +173,16 @@ def test_long_videos_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     for source in (LOSSLESS, [encoded(frame) for frame in CLIP]):
         with pytest.raises(MediaError, match="has 12 frames: at most 10 are read, cut it into parts"):
             measure_video(source, RULE)
+
+
+def test_rewards_open_the_frames_of_videos() -> None:
+    video = normalise_video([encoded(frame) for frame in CLIP[:4]], RULE)
+    media = PromptMedia.of([video])
+    (message,) = with_references([{"role": "user", "content": [{"type": "video"}]}], [video])
+    sample = RewardInput(prompt="<video>", response="", answer="", prompt_messages=[message], media=media.by_hash())
+    ((*frames,),) = sample.videos()
+    assert sample.images() == []
+    for found, frame in zip(frames, CLIP[:4], strict=True):
+        np.testing.assert_array_equal(np.asarray(found), np.asarray(frame))
+    with pytest.raises(ValueError, match=f"the prompt's video {video.sha256} isn't here: set reward.images = true"):
+        RewardInput(prompt="<video>", response="", answer="", prompt_messages=[message]).videos()
