@@ -27,7 +27,7 @@ from relaxd.media import (
     patches,
 )
 from relaxd.media.layout import NONE
-from relaxd.media.patches import SCALE
+from relaxd.media.patches import SCALE, cut_patches
 from relaxd.models import DataError
 
 PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
@@ -65,6 +65,13 @@ class VisionModel:
     """Frames of a patch of a video. A patch of an image is repeated so many times."""
     video: VideoRule | None = None
     """The rule for video; None: prompts of the run have none."""
+
+    def cut(self, pixels: np.ndarray, grid: Grid) -> np.ndarray:
+        """Return the pixels of an item by patch (`cut_patches`). Raises MediaError: they don't fit its grid."""
+        found = cut_patches(pixels, self.rule, grid)
+        if found.shape[2] not in (1, self.times):
+            raise MediaError(f"has {found.shape[2]} frames for each of its times: a video has {self.times}")
+        return found
 
     def patches(self, pixels: np.ndarray, grid: Grid) -> np.ndarray:
         """Return the patches of an item in its normal form (`relaxd.media.patches`)."""

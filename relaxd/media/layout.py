@@ -115,6 +115,8 @@ def lay_out(tokens: np.ndarray, grids: Sequence[Grid], images: ImageTokens, star
     Raises:
         MediaError: the tokens of media aren't those of these items.
     """
+    if wrong := next((grid for grid in grids if min(grid) < 1), None):
+        raise MediaError(f"has an item with the grid {list(wrong)}: each number must be at least 1")
     tokens = np.asarray(tokens, np.int32)
     modality = np.zeros(len(tokens), np.uint8)
     modality[tokens == images.token] = IMAGE

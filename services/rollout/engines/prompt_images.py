@@ -11,7 +11,6 @@ from relaxd.data.special_tokens import read_object
 from relaxd.data.vision import VisionModel, read_vision
 from relaxd.media import Grid, Layout, MediaError, lay_out
 from relaxd.media.cache import decode_png
-from relaxd.media.patches import cut_patches
 from relaxd.media.prompt_media import contents_of, grids_of, hashes_of
 from services.rollout.engines.request_types import EngineError, Request
 
@@ -99,7 +98,7 @@ def see(request: Request, vision: VisionModel | None) -> SeenPrompt | None:
         layout = lay_out(np.asarray(request.prompt_tokens, np.int32), grids, vision.tokens)
         stored = contents_of(media.records, media.array)
         patches = {
-            name: cut_patches(decode_png(stored[name]), vision.rule, grid)
+            name: vision.cut(decode_png(stored[name]), grid)
             for name, grid in dict(zip(hashes, grids, strict=True)).items()
         }
     except (MediaError, KeyError, OSError, ValueError) as error:

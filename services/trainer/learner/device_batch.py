@@ -11,7 +11,6 @@ from torch import Tensor
 
 from relaxd.data.device_patches import normalised
 from relaxd.data.vision import VisionModel
-from relaxd.media.patches import cut_patches
 from services.trainer.batch.micro_batch import PackedMicroBatch, with_padding
 from services.trainer.batch.prompt_images import PackedImages
 from services.trainer.megatron.world import World
@@ -145,7 +144,7 @@ def _device_images(images: PackedImages, vision: VisionModel, tokens: int, world
 
     def patches(indices: Sequence[int]) -> Tensor:
         chosen = [images.images[index] for index in indices]
-        cut = [cut_patches(image.pixels, vision.rule, image.grid) for image in chosen]
+        cut = [vision.cut(image.pixels, image.grid) for image in chosen]
         return torch.cat([normalised(to_device(one, world.device), vision) for one in cut])
 
     return DeviceImages(

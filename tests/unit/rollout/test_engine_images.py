@@ -13,7 +13,16 @@ from relaxd.media.prompt_media import PromptMedia
 from relaxd.weights.manifest import ManifestMismatch, TensorBucket, TensorSpec
 from services.rollout.engines.request_types import Version
 from services.rollout.engines.transformers.transformers_weights import check_manifest, named_parameters
-from tests.kit.vision import Item, clip, image_logprobs, make_vision_model, picture, prompt_with_images, without_images
+from tests.kit.vision import (
+    Item,
+    clip,
+    image_logprobs,
+    make_vision_model,
+    normal_media,
+    picture,
+    prompt_with_images,
+    without_images,
+)
 from tests.unit.rollout.engine_harness import Answer, Harness, full_logprobs
 
 PICTURES = [picture(100, 60), picture(64, 64, 1), picture(70, 150, 2)]
@@ -123,13 +132,19 @@ def test_answers_go_on_whatever_they_have_sampled(
 def test_a_request_whose_images_are_wrong_fails_alone(harness: Harness, vision: VisionModel) -> None:
     prompt, media = prompt_with_images(vision, PICTURES[:1])
     other = prompt_with_images(vision, PICTURES[1:2])[1]
-    misfit = PromptMedia(({**media.records[0], "grid": [1, 2, 12]},), media.contents)
+    misfit, none = (
+        PromptMedia(({**media.records[0], "grid": grid},), media.contents) for grid in ([1, 2, 12], [0, 4, 6])
+    )
+    many = PromptMedia.of(normal_media(vision, [picture(96, 192)]))  # three frames for one time
+    three = PromptMedia(({**many.records[0], "grid": [1, 4, 6]},), many.contents)
     wrong = {
         "more tokens": ([*prompt, vision.tokens.token], media, "tokens of images and video, but its items have"),
         "other": (prompt, other, "tokens of images and video, but its items have"),
         "cut": (prompt, PromptMedia(media.records, media.contents[:-1]), "bytes of media, but prompt_media says"),
         "broken": (prompt, PromptMedia(media.records, b"x" * len(media.contents)), "can't be used: cannot identify"),
         "grid": (prompt, misfit, "don't fit its grid"),
+        "none": (prompt, none, "grid [0, 4, 6]: each number must be at least 1"),
+        "three": (prompt, three, "has 3 frames for each of its times: a video has 2"),
     }
     for name, (tokens, given, _) in wrong.items():
         harness.submit(name, tokens, media=given, max_new_tokens=4)
