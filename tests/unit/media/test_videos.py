@@ -24,7 +24,7 @@ def test_sampling_sizes_and_times_are_those_of_transformers() -> None:
     processor = object.__new__(Qwen3VLVideoProcessor)  # its constructor needs torchvision
     processor.min_frames, processor.max_frames = RULE.min_frames, RULE.max_frames
     random = np.random.default_rng(0)
-    for _ in range(300):
+    for _ in range(3000):
         frames, rate = int(random.integers(2, 400)), float(random.choice([1, 4, 12.5, 24000 / 1001, 30, 60]))
         width, height = (int(side) for side in random.integers(20, 700, 2))
         size = videos.VideoSize.of(width, height, frames, rate, RULE)
@@ -115,6 +115,20 @@ def test_turned_videos_are_made_upright() -> None:
     assert measure_video(bytes(content), RULE) == found.size
 
 
+def test_frames_before_an_edit_are_left_out() -> None:
+    """As in a part of a file that was cut out without encoding it again."""
+    content = bytearray(MP4)
+    place = content.index(b"elst") + 4 + 8 + 4  # of the media's time, behind version, count and duration
+    (begin,) = struct.unpack_from(">i", content, place)
+    (scale,) = struct.unpack_from(">I", content, content.index(b"mdhd") + 4 + 12)
+    struct.pack_into(">i", content, place, begin + scale * 3 // 4)  # three frames
+    found = normalise_video(bytes(content), RULE)
+    assert found.size == measure_video(bytes(content), RULE)
+    assert found.size.sampled[-1] == 8
+    whole = decode_png(normalise_video(MP4, VideoRule(16, 2, 4096, 262144, 2, 4.0, 4, 16)).png)
+    np.testing.assert_array_equal(decode_png(found.png)[:96], whole[3 * 96 : 4 * 96])
+
+
 def sound() -> bytes:
     """Return a file that has sound and no video."""
     import io
@@ -133,6 +147,7 @@ def sound() -> bytes:
 
 LOSSLESS = encoded_clip(CLIP)
 MP4 = encoded_clip(CLIP, 4, "mp4", "mpeg4", "yuv420p")
+AVI = encoded_clip(CLIP, 4, "avi", "mpeg4", "yuv420p")
 
 
 @pytest.mark.parametrize(
@@ -145,6 +160,7 @@ MP4 = encoded_clip(CLIP, 4, "mp4", "mpeg4", "yuv420p")
         ("https://name:secret@host/a.mp4", "is a URL of host: relaxd fetches no media"),
         (MP4[:-200], "is a broken video"),
         (LOSSLESS[:300], "is a broken video|without frames"),
+        (AVI[: len(AVI) // 2], r"is a broken video: it says 12 frames, but has only \d"),
         (sound(), "is a file without video"),
         (encoded_clip(CLIP[:1]), r"has too few frames \(1\): a video must have at least 2"),
         (encoded(CLIP[0], "GIF"), "has too few frames"),
