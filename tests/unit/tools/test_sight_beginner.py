@@ -14,7 +14,10 @@ from relaxd.tools.digit_pictures import DigitPictures
 from relaxd.tools.moving_dots import MovingDots
 from relaxd.tools.sight_beginner import Task, make
 
-SOURCES = {"images": (DigitPictures, digits_beginner.TASK), "videos": (MovingDots, dots_beginner.TASK)}
+SOURCES: dict[str, tuple[Any, Task]] = {
+    "images": (DigitPictures, digits_beginner.TASK),
+    "videos": (MovingDots, dots_beginner.TASK),
+}
 
 
 @pytest.mark.parametrize("column", SOURCES)
