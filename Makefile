@@ -121,7 +121,7 @@ protos: $(STAMP) ## regenerate relaxd/v1 from protos/
 .PHONY: lock
 lock: ## write requirements.lock from what pyproject.toml asks for now
 	$(PYTHON) -m venv build/lock
-	build/lock/bin/pip install --quiet $(if $(TORCH_INDEX_URL),--extra-index-url $(TORCH_INDEX_URL)) '.[coordinator,data,media,reward,ifeval,agent,advantage,launcher,rollout,trainer,demo,migrate,trackers,alerts,watch,mcp,dev]'
+	build/lock/bin/pip install --quiet $(if $(TORCH_INDEX_URL),--extra-index-url $(TORCH_INDEX_URL)) '.[coordinator,data,media,video,reward,ifeval,agent,advantage,launcher,rollout,trainer,demo,migrate,trackers,alerts,watch,mcp,dev]'
 	{ sed '/^[^#]/,$$d' requirements.lock; build/lock/bin/pip freeze --exclude relaxd | sed 's/+cpu//'; } > build/requirements.lock
 	mv build/requirements.lock requirements.lock
 	build/lock/bin/pip freeze > build/frozen && build/lock/bin/pip install --quiet '.[reasoning]'

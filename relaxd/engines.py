@@ -49,7 +49,7 @@ class EngineCapabilities:
     gives_likeliest: bool = False
     """True if it says which tokens it finds likeliest, beside those of an answer."""
     sees_images: bool = False
-    """True if it takes prompts with images."""
+    """True if it takes prompts with images and video."""
     takes_candidates: bool = False
     """True if it gives log-probs of other tokens in each place of an answer, as a teacher."""
 

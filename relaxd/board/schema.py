@@ -99,7 +99,7 @@ TEACHER_CANDIDATE_LOGPROBS = "teacher_candidate_logprobs"
 TEACHER_PROMPT_TOKENS = "teacher_prompt_tokens"
 """The column that a run has where the teacher's prompts have more than the student's."""
 PROMPT_MEDIA = "prompt_media"
-"""The column that a run has where data.media_keys names a column with images."""
+"""The column that a run has where data.media_keys names a column with media."""
 MEDIA_CONTENTS = "media_contents"
 """The column that goes with `PROMPT_MEDIA`."""
 OF_MEDIA = (PROMPT_MEDIA, MEDIA_CONTENTS)
@@ -148,8 +148,8 @@ COLUMNS: dict[str, ColumnSpec] = {
             "publish",
             "uint8",
             "B",
-            "The prompt's media in their normal form (images: PNG), one after the other as prompt_media says "
-            "(relaxd/media/prompt_media.py).",
+            "The prompt's media in their normal form (PNG; of a video with its frames one below the other), one after "
+            "the other as prompt_media says (relaxd/media/prompt_media.py).",
             optional=True,
         ),
         ColumnSpec("tokens", "rollout", "int32", "T", "Token ids of the sequences, end tokens included."),

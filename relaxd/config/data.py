@@ -207,12 +207,19 @@ class DataConfig(Section):
     """verl's file of tools (YAML), whose schemas the chat template of every prompt gets that has none in tools_key. No
     tool is called while an answer is generated; the reward verl_tools calls them (docs/rewards.md)."""
     media_keys: dict[str, str] = Field(default_factory=dict)
-    """Columns with the images of prompts, as { image = "images" }, which rows may lack: a list of items, or one. Each
-    <image> in a prompt's text stands for the next one (docs/media.md)."""
+    """Columns with the media of prompts by kind, as { image = "images", video = "videos" }, which rows may lack: a list
+    of items, or one. Each <image> or <video> in a prompt's text stands for the next one (docs/media.md)."""
     min_image_tokens: int = Field(default=0, ge=0)
     """Enlarge images to at least about this many tokens; 0 means the model's minimum."""
     max_image_tokens: int = Field(default=0, ge=0)
     """Shrink images to at most this many tokens; 0 means the model's maximum."""
+    video_fps: float = Field(default=0.0, ge=0, le=60)
+    """Frames that are taken from a second of a video; 0 means the model's rate. A video that is a list of frames has
+    them at this rate."""
+    max_video_frames: int = Field(default=0, ge=0)
+    """Take at most this many frames from a video, evenly spread over it; 0 means the model's maximum."""
+    max_video_tokens: int = Field(default=0, ge=0, le=40_000)
+    """Shrink frames so that those of a video have at most this many tokens; 0 means the model's maximum."""
     prompt_function: str = ""
     """Your own function "package.module:function" or "file.py:function", which gets a row as a dict and returns the
     prompt: text, or a list of chat messages. prompt_key isn't read then."""
@@ -254,14 +261,16 @@ class DataConfig(Section):
 
     @field_validator("media_keys")
     @classmethod
-    def _are_images(cls, keys: dict[str, str]) -> dict[str, str]:
+    def _are_read(cls, keys: dict[str, str]) -> dict[str, str]:
+        if not keys:
+            return keys
+        from relaxd.media.placeholders import KINDS  # with numpy, which few configurations need
+
         for kind, column in keys.items():
-            if kind != "image":
-                raise ValueError(
-                    f"data.media_keys has {kind!r}: of media, relaxd reads only images so far (image = ...)"
-                )
+            if kind not in KINDS:
+                raise ValueError(f"data.media_keys has {kind!r}: the kinds that relaxd reads are {', '.join(KINDS)}")
             if not column:
-                raise ValueError("data.media_keys.image is empty: it must name a column, or be left out")
+                raise ValueError(f"data.media_keys.{kind} is empty: it must name a column, or be left out")
         return keys
 
     @field_validator("prompt_function")

@@ -267,7 +267,7 @@ class RunConfig(Section):
     def _rewards_open_images_that_are_there(self) -> Self:
         if self.reward.images and not self.data.media_keys:
             raise ValueError(
-                "reward.images is true, but data.media_keys names no column with images: set it, or leave it out"
+                "reward.images is true, but data.media_keys names no column with media: set it, or leave it out"
             )
         return self
 
@@ -279,18 +279,18 @@ class RunConfig(Section):
         teacher, critic = self.roles.teacher, self.roles.critic
         if self.algorithm.needs_critic and critic.placement == "service":
             raise ValueError(
-                f'{critic.section}.placement is "service", but data.media_keys names a column with images, which only '
+                f'{critic.section}.placement is "service", but data.media_keys names a column with media, which only '
                 'a critic in the trainer\'s ranks sees: set "trainer"'
             )
         if "teacher" in self.frozen_roles() and not ENGINES[teacher.engine].in_ranks:
             raise ValueError(
-                f'{teacher.section}.engine is "{teacher.engine}", but data.media_keys names a column with images, '
+                f'{teacher.section}.engine is "{teacher.engine}", but data.media_keys names a column with media, '
                 "which this engine doesn't see as a teacher: leave it out"
             )
         if self.has_privileged_teacher:
             raise ValueError(
                 f'roles.teacher.privileged_key is "{self.roles.teacher.privileged_key}", but data.media_keys names a '
-                "column with images, which prompts of the teacher's own can't have: remove one of them"
+                "column with media, which prompts of the teacher's own can't have: remove one of them"
             )
         return self
 

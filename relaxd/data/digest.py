@@ -56,6 +56,8 @@ def _text(example: Example) -> bytes:
 
 def _source(source: Any) -> Any:
     """Return a media item as the data have it, and of a file also its size: contents would take too long to read."""
+    if isinstance(source, list | tuple):  # a video's frames
+        return [_source(one) for one in source]
     path = source.get("path") if isinstance(source, dict) and source.get("bytes") is None else source
     try:
         return [source, os.stat(path).st_size] if isinstance(path, str) else source

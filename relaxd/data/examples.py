@@ -7,8 +7,8 @@ from relaxd.media import MediaItem, shown_text
 
 Message = dict[str, Any]
 """A chat message: {"role": "user" | "assistant" | "system" | ..., "content": text}, perhaps with further fields such as
-"tool_calls", beside which the content may be None. Content with images is a list of parts, {"type": "text", "text":
-text} or {"type": "image"}."""
+"tool_calls", beside which the content may be None. Content with media is a list of parts, {"type": "text", "text":
+text}, {"type": "image"} or {"type": "video"}."""
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Example:
     place: str = ""
     """Origin for error messages, such as "train.jsonl line 3"."""
     media: tuple[MediaItem, ...] = ()
-    """Its images, in the order of their places in the prompt."""
+    """Its media, in the order of their places in the prompt."""
 
     def with_system_prompt(self, text: str) -> Self:
         """Return it with a system message, unless it has one or the text is empty."""

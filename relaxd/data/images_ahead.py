@@ -1,4 +1,4 @@
-"""Images of prompts whose turn comes soon, which are normalised in threads beside whoever publishes them."""
+"""Images and videos of prompts whose turn comes soon, which are normalised in threads beside whoever publishes them."""
 
 import os
 from collections import OrderedDict
@@ -7,7 +7,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 from relaxd.data.examples import Example
 from relaxd.data.vision import VisionModel, normalise
-from relaxd.media import NormalImage
+from relaxd.media import NormalMedia
 from relaxd.models import DataError
 
 KEPT = 48
@@ -19,12 +19,12 @@ DEADLINE_SECONDS = 300
 
 
 class ImagesAhead:
-    """The normal images of prompts, by index. For one caller at a time."""
+    """The images and videos of prompts in their normal form, by index. For one caller at a time."""
 
     def __init__(self, vision: VisionModel) -> None:
         self._vision = vision
         self._pool = ThreadPoolExecutor(min(THREADS, os.cpu_count() or 1), "images")
-        self._found: OrderedDict[int, Future[list[NormalImage]]] = OrderedDict()
+        self._found: OrderedDict[int, Future[list[NormalMedia]]] = OrderedDict()
 
     def expect(self, examples: Iterable[tuple[int, Example]]) -> None:
         """Begin to normalise the images of prompts that aren't on the way yet."""
@@ -32,7 +32,7 @@ class ImagesAhead:
             if example.media and index not in self._found:
                 self._found[index] = self._pool.submit(normalise, example, self._vision)
 
-    def take(self, index: int, example: Example) -> list[NormalImage]:
+    def take(self, index: int, example: Example) -> list[NormalMedia]:
         """Return a prompt's images, and drop the oldest ones that are kept. Raises DataError."""
         self.expect([(index, example)])
         if index not in self._found:

@@ -13,8 +13,8 @@ from tokenizers import AddedToken, Tokenizer, models
 from relaxd.config import RunConfig
 from relaxd.data.examples import Example
 from relaxd.data.templating import load_chat_template
-from relaxd.data.vision import VisionModel, measure, read_vision
-from relaxd.media import Grid, MediaError, NormalImage, expand
+from relaxd.data.vision import VisionModel, measure, read_vision, unseen
+from relaxd.media import MediaError, MediaSize, NormalMedia, expand
 from relaxd.models import DataError
 
 LONG_TEXT = 20_000
@@ -23,8 +23,6 @@ NFC_GROWTH = 3
 """Maximum number of bytes of UTF-8 that Unicode's normal form C makes of one (Unicode FAQ, Normalization)."""
 SPLITS = {"ByteLevel", "Digits", "Punctuation", "Split"}
 """Steps before a tokenizer's model that add nothing to a text."""
-
-UNSEEN = 'has images, but data.media_keys doesn\'t say so: set data.media_keys = {image = "images"}, or another column'
 
 
 @lru_cache(maxsize=4)
@@ -40,7 +38,7 @@ class PromptTokenizer:
     """Templates and tokenises prompts for one model."""
 
     vision: VisionModel | None = None
-    """The model's rules for images; None: prompts have none."""
+    """The model's rules for images and video; None: prompts have none."""
 
     def __init__(
         self,
@@ -58,7 +56,7 @@ class PromptTokenizer:
             chat_template: a template, or the path of one, instead of the model's.
             arguments: variables for the template.
             continue_final: whether prompts may end in a message of the assistant, which the model continues.
-            vision: the model's rules for images, if prompts may have some.
+            vision: the model's rules for images and video, if prompts may have some.
 
         Raises:
             DataError: the tokenizer or the template is missing or invalid.
@@ -86,21 +84,21 @@ class PromptTokenizer:
             model.chat_template,
             model.chat_template_arguments,
             continue_final=data.continue_final_message,
-            vision=read_vision(folder, data.min_image_tokens, data.max_image_tokens) if data.media_keys else None,
+            vision=read_vision(folder, data) if data.media_keys else None,
         )
 
     def encode(self, examples: Sequence[Example]) -> list[np.ndarray]:
-        """Tokenise prompts, those of their images included: an int32 array [P] each.
+        """Tokenise prompts, those of their media included: an int32 array [P] each.
 
         Raises DataError if the template rejects a prompt, a conversation has no template, or a prompt has no tokens,
-        isn't valid Unicode, or has images that can't be used.
+        isn't valid Unicode, or has media that can't be used.
         """
-        return self._with_images(examples, self._encode(examples, [self.render(example) for example in examples]))
+        return self._with_media(examples, self._encode(examples, [self.render(example) for example in examples]))
 
-    def encode_seen(self, example: Example, images: Sequence[NormalImage]) -> np.ndarray:
-        """Tokenise a prompt whose images are normalised already, as `encode`. Raises DataError."""
+    def encode_seen(self, example: Example, media: Sequence[NormalMedia]) -> np.ndarray:
+        """Tokenise a prompt whose media are normalised already, as `encode`. Raises DataError."""
         (tokens,) = self._encode([example], [self.render(example)])
-        return self._expanded(example, tokens, [image.size.grid for image in images])
+        return self._expanded(example, tokens, self._vision_of(example), [item.size for item in media])
 
     def longer(self, examples: Sequence[Example], limit: int) -> dict[int, int]:
         """Return the numbers of tokens of prompts that have more than `limit`, by index.
@@ -110,7 +108,7 @@ class PromptTokenizer:
         texts = [self.render(example) for example in examples]
         doubtful = [index for index, text in enumerate(texts) if examples[index].media or self._may_exceed(text, limit)]
         chosen = [examples[index] for index in doubtful]
-        encoded = self._with_images(chosen, self._encode(chosen, [texts[index] for index in doubtful]))
+        encoded = self._with_media(chosen, self._encode(chosen, [texts[index] for index in doubtful]))
         return {index: len(tokens) for index, tokens in zip(doubtful, encoded, strict=True) if len(tokens) > limit}
 
     def decode(self, tokens: Sequence[int], *, special: bool = False) -> str:
@@ -171,23 +169,27 @@ class PromptTokenizer:
                 raise DataError("data", f"{example.place} has no tokens")
         return [np.asarray(encoding.ids, dtype=np.int32) for encoding in encodings]
 
-    def _with_images(self, examples: Sequence[Example], encoded: Sequence[np.ndarray]) -> list[np.ndarray]:
-        """Return the tokens of prompts with those of their images, from what is tokenised of their texts."""
+    def _with_media(self, examples: Sequence[Example], encoded: Sequence[np.ndarray]) -> list[np.ndarray]:
+        """Return the tokens of prompts with those of their media, from what is tokenised of their texts."""
         return [
-            self._expanded(example, tokens, [size.grid for size in measure(example, self._sight(example))])
+            self._expanded(example, tokens, vision := self._vision_of(example), measure(example, vision))
             if example.media
             else tokens
             for example, tokens in zip(examples, encoded, strict=True)
         ]
 
-    def _sight(self, example: Example) -> VisionModel:
+    def _vision_of(self, example: Example) -> VisionModel:
         if self.vision is None:
-            raise DataError("data", f"{example.place} {UNSEEN}")
+            raise unseen(example, example.media[0].kind)
         return self.vision
 
-    def _expanded(self, example: Example, tokens: np.ndarray, grids: Sequence[Grid]) -> np.ndarray:
+    def _expanded(
+        self, example: Example, tokens: np.ndarray, vision: VisionModel, sizes: Sequence[MediaSize]
+    ) -> np.ndarray:
+        # As Qwen3-VL's processor writes them.
+        labels = [[self.encode_text(f"<{seconds:.1f} seconds>") for seconds in size.times] for size in sizes]
         try:
-            return expand(tokens, grids, self._sight(example).tokens)
+            return expand(tokens, [size.grid for size in sizes], vision.tokens, labels)
         except MediaError as error:
             raise DataError("data", f"{example.place} {error}") from error
 

@@ -1,43 +1,60 @@
-"""Images of prompts for one model: its rules, read from its folder, and prompts with their images laid out."""
+"""Images and video of prompts for one model: its rules, read from its folder, and items read by them."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 
+from relaxd.config import DataConfig
 from relaxd.data.examples import Example
 from relaxd.data.special_tokens import read_object
 from relaxd.media import (
+    IMAGE,
+    VIDEO,
+    Grid,
     ImageRule,
-    ImageSize,
     ImageTokens,
     MediaError,
-    NormalImage,
+    MediaSize,
+    NormalMedia,
+    VideoRule,
     measure_image,
+    measure_video,
     normalise_image,
+    normalise_video,
     patches,
 )
-from relaxd.media.patches import SCALE
+from relaxd.media.layout import NONE
+from relaxd.media.patches import SCALE, cut_patches
 from relaxd.models import DataError
-
-Read = TypeVar("Read")
 
 PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
 """Files with the settings of a model's image processor; in the second, which newer models have, under that name."""
+VIDEO_FILES = ("video_preprocessor_config.json", "processor_config.json")
+"""The same of the video processor."""
 MODEL_TYPES = ("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
 """Models whose layout of images is compared with transformers'."""
+VIDEO_TYPES = ("qwen3_vl", "qwen3_vl_moe")
+"""Those whose layout of video is, too."""
 CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
 CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
 """By what Qwen2VLImageProcessor normalises pixels where its settings don't say."""
 BICUBIC = 3
 """Number of the interpolation in Pillow."""
+VIDEO_DEFAULTS: dict[str, Any] = {
+    "size": {"shortest_edge": 128 * 32 * 32, "longest_edge": 768 * 32 * 32},
+    "fps": 2,
+    "min_frames": 4,
+    "max_frames": 768,
+}
+"""Settings of Qwen3VLVideoProcessor where the folder's don't say."""
 
 
 @dataclass(frozen=True)
 class VisionModel:
-    """A model's rules for images."""
+    """A model's rules for images and video."""
 
     rule: ImageRule
     tokens: ImageTokens
@@ -45,23 +62,31 @@ class VisionModel:
     """By which pixels are normalised, of each channel, of values from 0 to 1."""
     std: tuple[float, ...]
     times: int
-    """Times that a patch is repeated: the frames of a patch of a video."""
+    """Frames of a patch of a video. A patch of an image is repeated so many times."""
+    video: VideoRule | None = None
+    """The rule for video; None: prompts of the run have none."""
 
-    def patches(self, pixels: np.ndarray) -> np.ndarray:
-        """Return the patches of an image in its normal form (`relaxd.media.patches`)."""
-        return patches(pixels, self.rule, self.mean, self.std, self.times)
+    def cut(self, pixels: np.ndarray, grid: Grid) -> np.ndarray:
+        """Return the pixels of an item by patch (`cut_patches`). Raises MediaError: they don't fit its grid."""
+        found = cut_patches(pixels, self.rule, grid)
+        if found.shape[2] not in (1, self.times):
+            raise MediaError(f"has {found.shape[2]} frames for each of its times: a video has {self.times}")
+        return found
+
+    def patches(self, pixels: np.ndarray, grid: Grid) -> np.ndarray:
+        """Return the patches of an item in its normal form (`relaxd.media.patches`)."""
+        return patches(pixels, self.rule, grid, self.mean, self.std, self.times)
 
 
-def read_vision(folder: Path, min_tokens: int = 0, max_tokens: int = 0) -> VisionModel:
-    """Return a model's rules for images.
+def read_vision(folder: Path, data: DataConfig | None = None) -> VisionModel:
+    """Return a model's rules for images, and for video if the prompts of `data` have some.
 
     Args:
         folder: the model's.
-        min_tokens: data.min_image_tokens; 0 for the model's.
-        max_tokens: data.max_image_tokens; 0 for the model's.
+        data: limits of items; None for the model's.
 
     Raises:
-        DataError: it sees no images, its rules aren't known here, its files are damaged or disagree, or the limits
+        DataError: it sees no such media, its rules aren't known here, its files are damaged or disagree, or the limits
             exclude each other.
     """
     config = read_object(folder / "config.json")
@@ -71,7 +96,7 @@ def read_vision(folder: Path, min_tokens: int = 0, max_tokens: int = 0) -> Visio
             "model.path",
             f"prompts have images, but {folder} has a model of type {kind!r}: {', '.join(MODEL_TYPES)} see",
         )
-    processor, file = _processor(folder)
+    processor, file = _processor(folder, PROCESSOR_FILES, "image")
     size = processor.get("size") or {}
     try:
         patch, merge = int(processor["patch_size"]), int(processor["merge_size"])
@@ -80,7 +105,10 @@ def read_vision(folder: Path, min_tokens: int = 0, max_tokens: int = 0) -> Visio
         vision = config["vision_config"]
         # The configuration may leave out what its class has by default.
         sizes = (int(vision.get("patch_size") or patch), int(vision.get("spatial_merge_size") or merge))
-        token = int(config["image_token_id"])
+        tokens = ImageTokens(int(config["image_token_id"]), merge)
+        if kind in VIDEO_TYPES:
+            names = ("video_token_id", "vision_start_token_id", "vision_end_token_id")
+            tokens = ImageTokens(tokens.token, merge, *(int(config.get(name, NONE)) for name in names))
         mean, std = (
             tuple(map(float, processor.get(name) or usual))
             for name, usual in (("image_mean", CLIP_MEAN), ("image_std", CLIP_STD))
@@ -104,39 +132,102 @@ def read_vision(folder: Path, min_tokens: int = 0, max_tokens: int = 0) -> Visio
     if not all(scaled):
         raise DataError("model.path", f"{file} doesn't divide pixels by 255 and normalise them, as relaxd does")
     area = (patch * merge) ** 2
-    least, most = min_tokens * area or least, max_tokens * area or most
+    if data is not None:
+        least, most = data.min_image_tokens * area or least, data.max_image_tokens * area or most
     if least > most:
         raise DataError(
             "data.max_image_tokens",
             f"is {most / area:g} and data.min_image_tokens {least / area:g} (0 means the model's): the minimum must be "
             "at most the maximum",
         )
-    return VisionModel(ImageRule(patch, merge, least, most), ImageTokens(token, merge), mean, std, times)
+    vision = VisionModel(ImageRule(patch, merge, least, most), tokens, mean, std, times)
+    if data is None or VIDEO not in data.media_keys:
+        return vision
+    if kind not in VIDEO_TYPES:
+        what = f"has a model of type {kind!r}, which sees no video here: {', '.join(VIDEO_TYPES)} do"
+        raise DataError("model.path", f"prompts have video (data.media_keys), but {folder} {what}")
+    return replace(vision, video=_video_rule(folder, vision, data))
 
 
-def _processor(folder: Path) -> tuple[dict[str, Any], Path]:
-    for name in PROCESSOR_FILES:
+def _video_rule(folder: Path, vision: VisionModel, data: DataConfig) -> VideoRule:
+    """Return a model's rule for video. Raises DataError: its files are damaged or disagree."""
+    processor, file = _processor(folder, VIDEO_FILES, "video")
+    images = {
+        "patch_size": vision.rule.patch,
+        "merge_size": vision.rule.merge,
+        "temporal_patch_size": vision.times,
+        "image_mean": list(vision.mean),
+        "image_std": list(vision.std),
+    }
+    given = VIDEO_DEFAULTS | {name: value for name, value in processor.items() if value is not None}
+    if other := next((name for name, value in images.items() if given.get(name, value) != value), ""):
+        raise DataError("model.path", f"{file} has {other} {given[other]}, but images have {images[other]}")
+    if NONE in (vision.tokens.video, vision.tokens.start, vision.tokens.end):
+        raise DataError("model.path", f"{folder / 'config.json'} lacks the ids of the tokens of video")
+    try:
+        least, most = int(given["size"]["shortest_edge"]), int(given["size"]["longest_edge"])
+        fps, fewest = data.video_fps or float(given["fps"]), int(given["min_frames"])
+        frames = data.max_video_frames or int(given["max_frames"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise DataError("model.path", f"{file} is damaged: no usable {error}") from error
+    if min(least, fps, fewest, frames) <= 0 or most < least:
+        raise DataError("model.path", f"{file} is damaged: sizes {least}, {most}, frames {fewest}, {frames}, {fps} fps")
+    most = data.max_video_tokens * vision.times * vision.rule.factor**2 or most
+    rule = vision.rule
+    return VideoRule(rule.patch, rule.merge, min(least, most), most, vision.times, fps, min(fewest, frames), frames)
+
+
+def _processor(folder: Path, names: tuple[str, ...], kind: str) -> tuple[dict[str, Any], Path]:
+    for name in names:
         if (file := folder / name).is_file():
             found = read_object(file)
-            return found.get("image_processor", found), file
-    raise DataError("model.path", f"{folder} has no settings of an image processor: {PROCESSOR_FILES[0]} is missing")
+            if (own := found.get(f"{kind}_processor")) or name == names[0]:
+                return own or found, file
+    raise DataError("model.path", f"{folder} has no settings of its {kind} processor: {names[0]} is missing")
 
 
-def measure(example: Example, vision: VisionModel) -> list[ImageSize]:
-    """Return the sizes of a prompt's images, without decoding most of them. Raises DataError, as `normalise`."""
-    return _read_each(example, lambda source: measure_image(source, vision.rule))
+def unseen(example: Example, kind: str) -> DataError:
+    """Return the error of a prompt whose media the settings don't name."""
+    setting = f'{{{kind} = "{kind}s"}}'
+    what = f"has {kind}s, but data.media_keys doesn't say so: set data.media_keys = {setting}, or another column"
+    return DataError("data", f"{example.place} {what}")
 
 
-def normalise(example: Example, vision: VisionModel) -> list[NormalImage]:
-    """Return a prompt's images in their normal form. Raises DataError, which names the row and the item."""
-    return _read_each(example, lambda source: normalise_image(source, vision.rule))
+def measure(example: Example, vision: VisionModel) -> list[MediaSize]:
+    """Return the sizes of a prompt's media, without decoding most of them. Raises DataError, as `normalise`."""
+    return _read_each(example, vision, lambda reading: reading.measure)
 
 
-def _read_each(example: Example, read: Callable[[Any], Read]) -> list[Read]:
+def normalise(example: Example, vision: VisionModel) -> list[NormalMedia]:
+    """Return a prompt's media in their normal form. Raises DataError, which names the row and the item."""
+    return _read_each(example, vision, lambda reading: reading.normalise)
+
+
+@dataclass(frozen=True)
+class _Reading:
+    """Functions that read a kind of media, each from an item's source by the model's rule for that kind."""
+
+    rule: Callable[[VisionModel], Any]
+    measure: Callable[[Any, Any], Any]
+    normalise: Callable[[Any, Any], Any]
+
+
+_READINGS = {
+    IMAGE: _Reading(lambda vision: vision.rule, measure_image, normalise_image),
+    VIDEO: _Reading(lambda vision: vision.video, measure_video, normalise_video),
+}
+
+
+def _read_each(
+    example: Example, vision: VisionModel, function: Callable[[_Reading], Callable[[Any, Any], Any]]
+) -> list[Any]:
     found = []
     for item in example.media:
+        reading = _READINGS[item.kind]
+        if (rule := reading.rule(vision)) is None:
+            raise unseen(example, item.kind)
         try:
-            found.append(read(item.source))
+            found.append(function(reading)(item.source, rule))
         except MediaError as error:
             raise DataError("data", f"{example.place}: {item.place} {error}") from error
     return found

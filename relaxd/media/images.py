@@ -11,10 +11,11 @@ import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import numpy as np
 
+from relaxd.media.placeholders import IMAGE
 from relaxd.media.sources import MediaError, read_source
 
 if TYPE_CHECKING:
@@ -50,15 +51,18 @@ class ImageRule:
         """Side of the square that a token stands for, in pixels."""
         return self.patch * self.merge
 
-    def resized(self, width: int, height: int) -> tuple[int, int]:
-        """Return the size that an image gets: `smart_resize` of Qwen2-VL, which Qwen2.5-VL and Qwen3-VL use, too."""
+    def resized(self, width: int, height: int, frames: int = 1, counted: int = 1) -> tuple[int, int]:
+        """Return the size that an image gets: `smart_resize` of Qwen2-VL, which Qwen2.5-VL and Qwen3-VL use, too.
+
+        The limits of a video are for the pixels of all of its `frames`, of which `counted` are compared with them.
+        """
         factor = self.factor
         wide, high = round(width / factor) * factor, round(height / factor) * factor
-        if wide * high > self.max_pixels:
-            scale = math.sqrt(width * height / self.max_pixels)
+        if counted * wide * high > self.max_pixels:
+            scale = math.sqrt(frames * width * height / self.max_pixels)
             wide, high = (max(factor, math.floor(side / scale / factor) * factor) for side in (width, height))
-        elif wide * high < self.min_pixels:
-            scale = math.sqrt(self.min_pixels / (width * height))
+        elif counted * wide * high < self.min_pixels:
+            scale = math.sqrt(self.min_pixels / (frames * width * height))
             wide, high = (math.ceil(side * scale / factor) * factor for side in (width, height))
         return wide, high
 
@@ -75,16 +79,13 @@ class ImageSize:
     """Patches of the normal form: 1, rows, columns; the model's image_grid_thw."""
     tokens: int
     """Number of tokens that it takes in a prompt."""
+    times: tuple[float, ...] = ()
+    """Empty: an image has no time."""
 
     @classmethod
     def of(cls, width: int, height: int, rule: ImageRule) -> Self:
         """Return the sizes of an image. Raises MediaError: it is too small, too large or too narrow."""
-        if min(width, height) < MIN_SIDE:
-            raise MediaError(f"is {width} x {height} pixels: each side must have at least {MIN_SIDE}")
-        if width * height > MAX_PIXELS:
-            raise MediaError(f"is {width} x {height} pixels: at most {MAX_PIXELS:,} are decoded, make it smaller")
-        if max(width, height) > MAX_RATIO * min(width, height):
-            raise MediaError(f"is {width} x {height} pixels: one side may be at most {MAX_RATIO} times the other")
+        check_sides(width, height)
         wide, high = rule.resized(width, height)
         grid = (1, high // rule.patch, wide // rule.patch)
         return cls((width, height), (wide, high), grid, wide * high // rule.factor**2)
@@ -94,6 +95,8 @@ class ImageSize:
 class NormalImage:
     """An image in its normal form."""
 
+    kind: ClassVar[str] = IMAGE
+    media_type: ClassVar[str] = "image/png"
     png: bytes
     """The RGB pixels, as PNG without anything else."""
     sha256: str
@@ -107,8 +110,10 @@ def measure_image(source: Any, rule: ImageRule) -> ImageSize:
 
     Raises MediaError, as `normalise_image`, except for pixels that are broken.
     """
-    with _opened(source, rule) as image:
-        return _size(image, rule)
+    with opened_image(source) as image:
+        width, height = image.size
+        lies = image.getexif().get(ORIENTATION) in (5, 6, 7, 8)
+        return ImageSize.of(*((height, width) if lies else (width, height)), rule)
 
 
 def normalise_image(source: Any, rule: ImageRule) -> NormalImage:
@@ -125,27 +130,44 @@ def normalise_image(source: Any, rule: ImageRule) -> NormalImage:
         MediaError: it can't be read or decoded, or is too small, too large or too narrow. The message continues a
             sentence that names the item.
     """
-    from PIL import Image, ImageOps
+    from PIL import Image
 
-    with _opened(source, rule) as image:
-        upright = _rgb(ImageOps.exif_transpose(image))
+    with opened_image(source) as image:
+        upright = upright_rgb(image)
         size = ImageSize.of(*upright.size, rule)
         if upright.size != size.normal:
             upright = upright.resize(size.normal, Image.Resampling.BICUBIC)
         pixels = np.asarray(upright)
-        stored = io.BytesIO()
-        Image.fromarray(pixels).save(stored, "PNG")  # from the pixels alone, so that no comment or profile is kept
-    return NormalImage(stored.getvalue(), _sha256(pixels, rule), size)
+    return NormalImage(encode_png(pixels), pixels_sha256(pixels, FORM, rule), size)
 
 
-def _sha256(pixels: np.ndarray, rule: ImageRule) -> str:
-    """Return the hash of RGB pixels, uint8 [height, width, 3], and of the rule that patches are cut by."""
-    described = json.dumps({"form": FORM, "shape": pixels.shape, **asdict(rule)}, sort_keys=True)
+def check_sides(width: int, height: int) -> None:
+    """Check the size of an image or a frame. Raises MediaError: it is too small, too large or too narrow."""
+    if min(width, height) < MIN_SIDE:
+        raise MediaError(f"is {width} x {height} pixels: each side must have at least {MIN_SIDE}")
+    if width * height > MAX_PIXELS:
+        raise MediaError(f"is {width} x {height} pixels: at most {MAX_PIXELS:,} are decoded, make it smaller")
+    if max(width, height) > MAX_RATIO * min(width, height):
+        raise MediaError(f"is {width} x {height} pixels: one side may be at most {MAX_RATIO} times the other")
+
+
+def encode_png(pixels: np.ndarray) -> bytes:
+    """Return RGB pixels, uint8 [height, width, 3], as a PNG without comments and profiles."""
+    from PIL import Image
+
+    stored = io.BytesIO()
+    Image.fromarray(pixels).save(stored, "PNG")
+    return stored.getvalue()
+
+
+def pixels_sha256(pixels: np.ndarray, form: str, rule: ImageRule) -> str:
+    """Return the hash of RGB pixels, uint8 [height, width, 3], of their form and of the rule that made them."""
+    described = json.dumps({"form": form, "shape": pixels.shape, **asdict(rule)}, sort_keys=True)
     return hashlib.sha256(described.encode() + b"\n" + pixels.tobytes()).hexdigest()
 
 
 @contextmanager
-def _opened(source: Any, rule: ImageRule) -> "Iterator[Image]":
+def opened_image(source: Any) -> "Iterator[Image]":
     """Open an image whose header says that it may be decoded. Raises MediaError, also for what decoding raises."""
     try:
         from PIL import Image, UnidentifiedImageError
@@ -154,7 +176,7 @@ def _opened(source: Any, rule: ImageRule) -> "Iterator[Image]":
     content = read_source(source)
     try:
         with Image.open(io.BytesIO(content), formats=FORMATS) as image:
-            ImageSize.of(*image.size, rule)
+            check_sides(*image.size)
             yield image
     except MediaError:
         raise
@@ -166,16 +188,11 @@ def _opened(source: Any, rule: ImageRule) -> "Iterator[Image]":
         raise MediaError(f"is a broken image: {str(error) or type(error).__name__}") from error
 
 
-def _size(image: "Image", rule: ImageRule) -> ImageSize:
-    width, height = image.size
-    lies = image.getexif().get(ORIENTATION) in (5, 6, 7, 8)
-    return ImageSize.of(*((height, width) if lies else (width, height)), rule)
+def upright_rgb(image: "Image") -> "Image":
+    """Return an image as 8-bit RGB, turned as its EXIF data say. Raises MediaError: nobody knows its range."""
+    from PIL import Image, ImageOps
 
-
-def _rgb(image: "Image") -> "Image":
-    """Return an image as 8-bit RGB."""
-    from PIL import Image
-
+    image = ImageOps.exif_transpose(image)
     if image.has_transparency_data:
         white = Image.new("RGBA", image.size, "white")
         white.alpha_composite(image.convert("RGBA"))

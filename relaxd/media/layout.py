@@ -1,7 +1,8 @@
-"""Prompts with images as engine and trainer lay them out: expanded ids, modality and positions, in numpy.
+"""Prompts with images and video as engine and trainer lay them out: expanded ids, modality and positions, in numpy.
 
-A chat template writes one image token for each image. The model sees one for each merged square of patches, with
-three positions (M-RoPE: time, row, column; Qwen2-VL, arXiv 2409.12191). Qwen2.5-VL and Qwen3-VL lay out images alike.
+A chat template writes one token for each item. The model sees one for each merged square of patches, with three
+positions (M-RoPE: time, row, column; Qwen2-VL, arXiv 2409.12191). Qwen2.5-VL and Qwen3-VL lay out images alike.
+Qwen3-VL (arXiv 2511.21631) lays out a video as images, one for each of its times, each of which a text says before it.
 """
 
 from collections.abc import Sequence
@@ -11,24 +12,41 @@ import numpy as np
 
 from relaxd.media.sources import MediaError
 
-TEXT, IMAGE = 0, 1
-"""Modalities of tokens. 2 and 3 are for video and sound."""
+TEXT, IMAGE, VIDEO = 0, 1, 2
+"""Modalities of tokens. 3 is for sound."""
+NONE = -1
+"""In place of the id of a token that a model doesn't have."""
 Grid = tuple[int, int, int]
-"""Patches of an image: time (1), rows, columns."""
+"""Patches of an item: time (1 of an image), rows, columns."""
+Labels = Sequence[Sequence[int]]
+"""Ids of the texts that say the times of a video, one for each; empty for an image."""
 
 
 @dataclass(frozen=True)
 class ImageTokens:
-    """Tokens by which a model's prompts have images."""
+    """Tokens by which a model's prompts have images and video."""
 
     token: int
     """Id of the image token."""
     merge: int
     """Number of patches, along each side, that become one token."""
+    video: int = NONE
+    """Id of the video token."""
+    start: int = NONE
+    """Id of the token before each time of a video."""
+    end: int = NONE
+    """Id of the token behind it."""
 
     def count(self, grid: Grid) -> int:
-        """Return the number of tokens of an image."""
+        """Return the number of tokens that an item's patches become."""
         return grid[0] * grid[1] * grid[2] // self.merge**2
+
+    def of_item(self, grid: Grid, labels: Labels) -> np.ndarray:
+        """Return the ids of an item, int32 [T]."""
+        if not labels:
+            return np.full(self.count(grid), self.token, np.int32)
+        frame = [self.start, *[self.video] * self.count((1, *grid[1:])), self.end]
+        return np.array([token for label in labels for token in (*label, *frame)], np.int32)
 
 
 @dataclass(frozen=True)
@@ -38,76 +56,90 @@ class Layout:
     tokens: np.ndarray
     """Token ids, int32 [T]."""
     modality: np.ndarray
-    """TEXT or IMAGE, uint8 [T]. The rows of the vision tower's output belong to the image's tokens in order."""
+    """TEXT, IMAGE or VIDEO, uint8 [T]. The rows of the vision tower's output belong to tokens of the last two in order.
+    """
     positions: np.ndarray
     """Positions by time, row and column, float32 [3, T]."""
     next_position: float
     """Position, on all three axes, of what follows the prompt: the first token of the answer. An answer isn't searched
-    for images, so a sampled image token is a token like any other."""
+    for media, so a sampled image token is a token like any other."""
 
 
-def expand(short: Sequence[int] | np.ndarray, grids: Sequence[Grid], images: ImageTokens) -> np.ndarray:
-    """Repeat each image token once for each token of its image.
+def expand(
+    short: Sequence[int] | np.ndarray, grids: Sequence[Grid], images: ImageTokens, labels: Sequence[Labels] = ()
+) -> np.ndarray:
+    """Put the tokens of each item into the place of its one token.
 
     Args:
-        short: ids with one image token for each image.
-        grids: the images' patches, in the order of the prompt.
+        short: ids with one token for each item.
+        grids: the items' patches, in the order of the prompt.
         images: the model's.
+        labels: the items' labels, in the same order; empty: there are only images.
 
     Returns:
         Token ids, int32 [T].
 
     Raises:
-        MediaError: there are more or fewer image tokens than images.
+        MediaError: there are more or fewer tokens than items, or those of images and video have another order.
     """
-    ids = np.asarray(short, np.int32)
-    is_image = ids == images.token
-    if (found := int(is_image.sum())) != len(grids):
-        raise MediaError(
-            f"has {found} image tokens (id {images.token}) for {len(grids)} images after templating: the chat template "
-            "must write one for each image, and texts none"
-        )
-    repeats = np.ones(len(ids), np.int64)
-    repeats[is_image] = [images.count(grid) for grid in grids]
-    return np.repeat(ids, repeats)
+    ids, labels = np.asarray(short, np.int32), labels or [()] * len(grids)
+    places = np.flatnonzero((ids == images.token) | ((ids == images.video) & (ids != NONE)))
+    items = [images.video if one else images.token for one in labels]
+    for kind, token in (("image", images.token), ("video", images.video)):
+        if (found := int((ids[places] == token).sum())) != (wanted := items.count(token)):
+            raise MediaError(
+                f"has {found} {kind} tokens (id {token}) for {wanted} {kind}s after templating: the chat template must "
+                f"write one for each {kind}, and texts none"
+            )
+    if ids[places].tolist() != items:
+        raise MediaError("has its images and videos in another order after templating: change the chat template")
+    pieces, end = [], 0
+    for place, grid, label in zip(places.tolist(), grids, labels, strict=True):
+        pieces += [ids[end:place], images.of_item(grid, label)]
+        end = place + 1
+    return np.concatenate([*pieces, ids[end:]])
 
 
 def lay_out(tokens: np.ndarray, grids: Sequence[Grid], images: ImageTokens, start: float = 0.0) -> Layout:
     """Return modality and positions of expanded ids.
 
     An image of h rows and w columns of tokens that begins at p has the positions (p, p + row, p + column), and what
-    follows it goes on at p + max(h, w). Text has equal positions on all axes.
+    follows it goes on at p + max(h, w). So does each time of a video. Text has equal positions on all axes.
 
     Args:
         tokens: expanded ids, [T].
-        grids: the images' patches, in the order of the prompt.
+        grids: the items' patches, in the order of the prompt.
         images: the model's.
         start: position of the first token, for a part that follows an answer.
 
     Raises:
-        MediaError: the image tokens aren't those of these images.
+        MediaError: the tokens of media aren't those of these items.
     """
+    if wrong := next((grid for grid in grids if min(grid) < 1), None):
+        raise MediaError(f"has an item with the grid {list(wrong)}: each number must be at least 1")
     tokens = np.asarray(tokens, np.int32)
-    modality = (tokens == images.token).astype(np.uint8)
-    if int(modality.sum()) != sum(map(images.count, grids)):
-        raise MediaError(
-            f"has {int(modality.sum())} tokens of images, but its images have {sum(map(images.count, grids))}"
-        )
-    advances = (
-        1.0 - modality
-    )  # by how much each token moves what follows it: an image's first token by all of the image
-    places, seen, firsts = np.flatnonzero(modality), 0, []
-    for grid in grids:
+    modality = np.zeros(len(tokens), np.uint8)
+    modality[tokens == images.token] = IMAGE
+    if images.video != NONE:
+        modality[tokens == images.video] = VIDEO
+    places = np.flatnonzero(modality)
+    if len(places) != (wanted := sum(map(images.count, grids))):
+        raise MediaError(f"has {len(places)} tokens of images and video, but its items have {wanted}")
+    frames: list[Grid] = [(1, *grid[1:]) for grid in grids for _ in range(grid[0])]
+    # By how much each token moves what follows it: an image's first token by all of the image.
+    advances = (modality == TEXT).astype(np.float64)
+    seen, firsts = 0, []
+    for grid in frames:
         count = images.count(grid)
         first, last = int(places[seen]), int(places[seen + count - 1])
-        if last != first + count - 1:
+        if last != first + count - 1 or (modality[first : last + 1] != modality[first]).any():
             raise MediaError(f"has other tokens among those of the image that begins at token {first}")
         advances[first] = max(grid[1:]) // images.merge
         firsts.append(first)
         seen += count
     line = start + np.cumsum(advances) - advances
     positions = np.tile(line, (3, 1))
-    for first, grid in zip(firsts, grids, strict=True):
+    for first, grid in zip(firsts, frames, strict=True):
         rows, columns = grid[1] // images.merge, grid[2] // images.merge
         block = np.stack([np.zeros(rows * columns), *(axis.ravel() for axis in np.indices((rows, columns)))])
         positions[:, first : first + rows * columns] = line[first] + block

@@ -1,49 +1,59 @@
-"""Patches of images in their normal form, which are what vision towers get, in numpy."""
+"""Patches of images and video in their normal form, which are what vision towers get, in numpy."""
 
 from collections.abc import Sequence
 
 import numpy as np
 
 from relaxd.media.images import ImageRule
+from relaxd.media.layout import Grid
+from relaxd.media.sources import MediaError
 
 SCALE = 1 / 255
 """Factor of every known image processor."""
 
 
-def cut_patches(pixels: np.ndarray, rule: ImageRule) -> np.ndarray:
-    """Return the pixels of an image by patch, uint8 [rows x columns, 3, patch, patch].
+def cut_patches(pixels: np.ndarray, rule: ImageRule, grid: Grid) -> np.ndarray:
+    """Return the pixels of an item by patch, uint8 [times x rows x columns, 3, frames of a patch, patch, patch].
 
     Args:
         pixels: RGB of the normal form, uint8 [height, width, 3]; both sides are multiples of `rule.factor`.
         rule: the model's. Patches that become one token are neighbours.
+        grid: the item's patches.
+
+    Raises:
+        MediaError: it isn't the grid of these pixels.
     """
     patch, merge = rule.patch, rule.merge
-    rows, columns = pixels.shape[0] // patch, pixels.shape[1] // patch
-    squares = pixels.reshape(rows // merge, merge, patch, columns // merge, merge, patch, 3)
-    return squares.transpose(0, 3, 1, 4, 6, 2, 5).reshape(rows * columns, 3, patch, patch)
+    times, rows, columns = grid
+    frames, rest = divmod(pixels.shape[0], times * rows * patch)
+    if rest or not frames or pixels.shape[1] != columns * patch:
+        raise MediaError(f"has {pixels.shape[1]} x {pixels.shape[0]} pixels, which don't fit its grid {list(grid)}")
+    squares = pixels.reshape(times, frames, rows // merge, merge, patch, columns // merge, merge, patch, 3)
+    return squares.transpose(0, 2, 5, 3, 6, 8, 1, 4, 7).reshape(times * rows * columns, 3, frames, patch, patch)
 
 
 def patches(
-    pixels: np.ndarray, rule: ImageRule, mean: Sequence[float], std: Sequence[float], times: int = 2
+    pixels: np.ndarray, rule: ImageRule, grid: Grid, mean: Sequence[float], std: Sequence[float], times: int = 2
 ) -> np.ndarray:
-    """Return the patches of an image, bit for bit those of transformers' Qwen2VLImageProcessorPil.
+    """Return the patches of an item, bit for bit those of transformers' Qwen2VLImageProcessorPil for an image.
 
     Args:
         pixels: as for `cut_patches`.
         rule: the model's.
+        grid: the item's patches.
         mean: of each channel, of values from 0 to 1.
         std: the same.
-        times: how often a patch is repeated, as the frames that a video would have (temporal_patch_size).
+        times: frames of a patch (temporal_patch_size), which an image repeats.
 
     Returns:
-        float32 [rows x columns, 3 x times x patch x patch].
+        float32 [patches, 3 x times x patch x patch].
     """
-    cut = cut_patches(pixels, rule)
+    cut = cut_patches(pixels, rule, grid)
     # The processor scales in float64, rounds to float32 and normalises there.
     scaled = (cut * SCALE).astype(np.float32)
     normal = (scaled - _by_channel(mean)) / _by_channel(std)
-    return np.broadcast_to(normal[:, :, None], (*cut.shape[:2], times, *cut.shape[2:])).reshape(len(cut), -1)
+    return np.broadcast_to(normal, (*cut.shape[:2], times, *cut.shape[3:])).reshape(len(cut), -1)
 
 
 def _by_channel(values: Sequence[float]) -> np.ndarray:
-    return np.asarray(values, np.float32)[:, None, None]
+    return np.asarray(values, np.float32)[:, None, None, None]

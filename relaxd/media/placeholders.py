@@ -7,14 +7,14 @@ from typing import Any
 
 from relaxd.media.sources import MediaError
 
-IMAGE = "image"
-KINDS = (IMAGE, "video", "audio")
-"""Kinds of media. Only images are read so far."""
+IMAGE, VIDEO = "image", "video"
+KINDS = (IMAGE, VIDEO)
+"""Kinds of media that are read. Sound isn't so far."""
 PARTS = {
     IMAGE: (IMAGE, IMAGE),
     "image_url": (IMAGE, "image_url"),
-    "video": ("video", "video"),
-    "video_url": ("video", "video_url"),
+    VIDEO: (VIDEO, VIDEO),
+    "video_url": (VIDEO, "video_url"),
     "audio": ("audio", "audio"),
     "input_audio": ("audio", "input_audio"),
 }
@@ -22,7 +22,8 @@ PARTS = {
 
 Message = dict[str, Any]
 Content = str | list[dict[str, Any]] | None
-"""A message's content: text, or parts {"type": "text", "text": ...} and {"type": "image"}, if there are any items."""
+"""A message's content: text, or parts {"type": "text", "text": ...}, {"type": "image"} and {"type": "video"}, if it
+has items."""
 
 
 @dataclass(frozen=True)
@@ -30,9 +31,9 @@ class MediaItem:
     """An item of a prompt, before it is read."""
 
     kind: str
-    """IMAGE."""
+    """One of KINDS."""
     source: Any
-    """The item as the data have it, in one of the forms of `read_source`."""
+    """The item as the data have it, in one of the forms of `read_source`; of a video also a list of its frames."""
     place: str
     """Place in its row, for errors: '"images"[0]' or '"prompt"[0].content[1]'."""
 
@@ -77,7 +78,7 @@ class MediaReader:
     def content(self, place: str, role: str, content: str | list[Any]) -> Content:
         """Return a message's content without its items, which are added to `found`; text if it has none.
 
-        Raises MediaError: a part is no text and no image, an item is missing, or the assistant's message has one.
+        Raises MediaError: a part is of another kind, an item is missing, or the assistant's message has one.
         """
         if isinstance(content, str) and not self.columns:
             return content
@@ -108,7 +109,7 @@ class MediaReader:
         if kind not in PARTS:
             shown = f'a part of type "{kind}"' if isinstance(kind, str) else "no part"
             form = '{"type": "text", "text": "..."} or {"type": "image", "image": "..."}'
-            raise MediaError(f"{place} is {shown}: there are only text and images, as {form}")
+            raise MediaError(f"{place} is {shown}: there are only text, images and video, as {form}")
         self._take(place, *PARTS[kind], {name: one for name, one in part.items() if name != "type" and one is not None})
         return [{"type": PARTS[kind][0]}]
 
@@ -116,8 +117,8 @@ class MediaReader:
         check_kind(kind, place)
         source = fields.pop(name, None)
         if fields and fields != {"detail": "auto"}:
-            raise MediaError(f"{place} has {', '.join(map(repr, fields))}, which images don't have: leave it out")
-        if name == "image_url" and isinstance(source, dict):  # OpenAI's form
+            raise MediaError(f"{place} has {', '.join(map(repr, fields))}, which {kind}s don't have: leave it out")
+        if name.endswith("_url") and isinstance(source, dict):  # OpenAI's form
             source = source.get("url")
         if source is not None:
             self.found.append(MediaItem(kind, source, place))
@@ -141,12 +142,12 @@ class MediaReader:
 
 def check_kind(kind: str, place: str) -> None:
     """Raise MediaError for a kind of media that relaxd doesn't read yet."""
-    if kind != IMAGE:
-        raise MediaError(f"{place} is of type {kind}: of media, relaxd reads only images so far")
+    if kind not in KINDS:
+        raise MediaError(f"{place} is of type {kind}: of media, relaxd reads only images and video so far")
 
 
 def shown_text(content: Content) -> str:
-    """Return a message's content as text, with <image> where an image is."""
+    """Return a message's content as text, with <image> or <video> where an item is."""
     if isinstance(content, list):
         return "".join(part["text"] if part["type"] == "text" else f"<{part['type']}>" for part in content)
     return content or ""

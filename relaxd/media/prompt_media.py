@@ -1,4 +1,4 @@
-"""A prompt's images as they are stored with its group: what they are (column prompt_media), and their bytes
+"""A prompt's media as they are stored with its group: what they are (column prompt_media), and their bytes
 (media_contents).
 """
 
@@ -9,36 +9,40 @@ from typing import Any
 
 import numpy as np
 
-from relaxd.media.images import NormalImage
 from relaxd.media.layout import Grid
-from relaxd.media.placeholders import IMAGE
 from relaxd.media.sources import MediaError
+from relaxd.media.videos import NormalMedia
 from relaxd.v1 import rollout_pb2
 
 MediaRecord = Mapping[str, Any]
-"""One of prompt_media: {"kind": "image", "sha256": ..., "grid": [1, rows, columns], "bytes": ...}."""
+"""One of prompt_media: {"kind": "image" or "video", "sha256": ..., "grid": [times, rows, columns], "bytes": ...}."""
 
 
-def to_columns(images: Sequence[NormalImage]) -> tuple[list[dict[str, Any]], np.ndarray]:
-    """Return the columns prompt_media and media_contents (uint8). An image that comes twice is stored once."""
+def to_columns(images: Sequence[NormalMedia]) -> tuple[list[dict[str, Any]], np.ndarray]:
+    """Return the columns prompt_media and media_contents (uint8). An item that comes twice is stored once."""
     records: list[dict[str, Any]] = []
     stored: dict[str, bytes] = {}
     for image in images:
         size = 0 if image.sha256 in stored else len(image.png)
         stored.setdefault(image.sha256, image.png)
-        records.append({"kind": IMAGE, "sha256": image.sha256, "grid": list(image.size.grid), "bytes": size})
+        records.append({"kind": image.kind, "sha256": image.sha256, "grid": list(image.size.grid), "bytes": size})
     return records, np.frombuffer(b"".join(stored.values()), np.uint8)
 
 
-def with_references(messages: Sequence[Mapping[str, Any]], images: Sequence[NormalImage]) -> list[dict[str, Any]]:
-    """Return messages whose parts say by hash which image is there, as rewards get them (relaxd/media/messages.py)."""
+def with_references(messages: Sequence[Mapping[str, Any]], images: Sequence[NormalMedia]) -> list[dict[str, Any]]:
+    """Return messages whose parts say by hash which item is there, as rewards get them (relaxd/media/messages.py)."""
     rest = iter(images)
 
     def part(one: Mapping[str, Any]) -> dict[str, Any]:
-        if one["type"] != IMAGE:
+        if one["type"] == "text":
             return dict(one)
-        name = next(rest).sha256
-        return {"type": IMAGE, "uri": f"sha256:{name}", "media_type": "image/png", "sha256": name}
+        item = next(rest)
+        return {
+            "type": item.kind,
+            "uri": f"sha256:{item.sha256}",
+            "media_type": item.media_type,
+            "sha256": item.sha256,
+        }
 
     return [
         {**message, "content": [part(one) for one in message["content"]]}
@@ -49,7 +53,7 @@ def with_references(messages: Sequence[Mapping[str, Any]], images: Sequence[Norm
 
 
 def grids_of(records: Sequence[MediaRecord]) -> list[Grid]:
-    """Return the patches of a prompt's images, for `lay_out`."""
+    """Return the patches of a prompt's media, for `lay_out`."""
     return [(int(time), int(rows), int(columns)) for time, rows, columns in (record["grid"] for record in records)]
 
 
@@ -86,8 +90,8 @@ class PromptMedia:
         return bool(self.records)
 
     @classmethod
-    def of(cls, images: Sequence[NormalImage]) -> "PromptMedia":
-        """Return those of normal images."""
+    def of(cls, images: Sequence[NormalMedia]) -> "PromptMedia":
+        """Return those of items in their normal form."""
         records, contents = to_columns(images)
         return cls(tuple(records), contents.tobytes())
 

@@ -3,10 +3,15 @@
 import base64
 import io
 import json
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
-from relaxd.media.prompt_media import PromptMedia
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+from relaxd.media.placeholders import VIDEO
+from relaxd.media.prompt_media import MediaRecord, PromptMedia
+from relaxd.media.videos import frames_of
 
 MAX_CHARACTERS = 10_000
 """Maximum number of characters of a message that are shown: most of them its beginning, and its end."""
@@ -14,15 +19,17 @@ END_CHARACTERS = 2_000
 """Those of its end."""
 
 SHOWN_IMAGES = 4
-"""Maximum number of images of a prompt that are shown."""
+"""Maximum number of images and videos of a prompt that are shown."""
+SHOWN_FRAMES = 4
+"""Maximum number of frames in the thumbnail of a video, which stand side by side."""
 THUMBNAIL_SIDE = 96
-"""Maximum width and height of a thumbnail, in pixels."""
+"""Maximum width and height of a thumbnail, or of a frame in it, in pixels."""
 THUMBNAIL_URI = "data:image/jpeg;base64,"
 """Beginning of a thumbnail."""
 
 
 def shown_images(media: PromptMedia, *, thumbnails: bool) -> list[dict[str, Any]]:
-    """Return the first images of a prompt with the fields of ShownImage in coordinator.proto."""
+    """Return the first images and videos of a prompt with the fields of ShownImage in coordinator.proto."""
     if not media:
         return []
     from PIL import Image
@@ -30,19 +37,43 @@ def shown_images(media: PromptMedia, *, thumbnails: bool) -> list[dict[str, Any]
     contents, found = media.by_hash(), []
     for record in media.records[:SHOWN_IMAGES]:
         with Image.open(io.BytesIO(contents[record["sha256"]])) as image:
-            shown = {"sha256": record["sha256"], "width": image.width, "height": image.height}
+            frames = frames_of(image, _frames(image, record))
+            shown = {"sha256": record["sha256"], "width": frames[0].width, "height": frames[0].height}
+            if record["kind"] == VIDEO:
+                shown["frames"] = len(frames)
             if thumbnails:
-                image.thumbnail((THUMBNAIL_SIDE, THUMBNAIL_SIDE))
-                file = io.BytesIO()
-                image.save(file, "JPEG")
-                shown["thumbnail"] = THUMBNAIL_URI + base64.b64encode(file.getvalue()).decode()
+                shown["thumbnail"] = _thumbnail(frames)
         found.append(shown)
     return found
 
 
+def _frames(image: "Image", record: MediaRecord) -> int:
+    """Return the number of frames of an item in its normal form: 1 of an image."""
+    _, rows, columns = record["grid"]
+    return image.height // (rows * image.width // columns)  # patches are squares
+
+
+def _thumbnail(frames: "Sequence[Image]") -> str:
+    """Return some of the frames side by side, evenly spread, as a data URI."""
+    from PIL import Image
+
+    count = min(len(frames), SHOWN_FRAMES)
+    chosen = [frames[(len(frames) - 1) * number // max(count - 1, 1)] for number in range(count)]
+    for frame in chosen:
+        frame.thumbnail((THUMBNAIL_SIDE, THUMBNAIL_SIDE))
+    width, height = chosen[0].size
+    picture, file = Image.new("RGB", (width * count, height)), io.BytesIO()
+    for number, frame in enumerate(chosen):
+        picture.paste(frame, (number * width, 0))
+    picture.save(file, "JPEG")
+    return THUMBNAIL_URI + base64.b64encode(file.getvalue()).decode()
+
+
 def image_line(image: Mapping[str, Any]) -> str:
-    """Return an image of a sample as text, such as "image 3f2a9c01, 640 x 480"."""
-    return f"image {str(image['sha256'])[:8]}, {image['width']} x {image['height']}"
+    """Return an item of a sample as text, such as "image 3f2a9c01, 640 x 480"."""
+    frames = image.get("frames", 0)
+    kind, more = ("video", f", {frames} frames") if frames else ("image", "")
+    return f"{kind} {str(image['sha256'])[:8]}, {image['width']} x {image['height']}{more}"
 
 
 def shown_message(message: Mapping[str, Any]) -> dict[str, Any]:

@@ -12,8 +12,10 @@ MAX_BYTES = 64 << 20
 """Maximum size of an item, in bytes."""
 FORMS = 'a path, file://, bytes, {"bytes": ...}, {"path": ...}, base64 or a data URI'
 """The forms of an item, for people."""
-BEGINNINGS = (b"\x89PNG", b"\xff\xd8\xff", b"RIFF", b"GIF8", b"BM", b"II*\0", b"MM\0*")
+BEGINNINGS = (b"\x89PNG", b"\xff\xd8\xff", b"RIFF", b"GIF8", b"BM", b"II*\0", b"MM\0*", b"\x1aE\xdf\xa3")
 """First bytes of files in the formats that are read: base64 of anything else is taken for a path."""
+MP4_BOXES = (b"ftyp", b"moov", b"mdat", b"wide", b"free", b"skip")
+"""First boxes of MP4 and QuickTime files, whose names are behind their lengths of four bytes."""
 _SHOWN = 100
 
 
@@ -54,6 +56,8 @@ def read_source(source: Any) -> bytes:
 
 def content_hash(source: Any) -> str:
     """Return a hash of an item's content, whichever its form; of one that can't be read, whatever stands for it."""
+    if isinstance(source, list | tuple):  # a video's frames
+        return "/".join(map(content_hash, source))
     try:
         return hashlib.sha256(read_source(source)).hexdigest()
     except MediaError:  # it is refused when its turn comes
@@ -67,7 +71,7 @@ def _from_text(text: str) -> bytes:
         is_there = path.exists()
     except (OSError, ValueError):  # a text that is too long for a path, or has a zero byte
         is_there = False
-    if not is_there and (content := _from_base64(text)) is not None and content.startswith(BEGINNINGS):
+    if not is_there and (content := _from_base64(text)) is not None and _is_media(content):
         return _checked(content)
     return _from_file(path)
 
@@ -112,6 +116,10 @@ def _from_base64(text: str) -> bytes | None:
         return base64.b64decode(text, validate=True)
     except (binascii.Error, ValueError):
         return None
+
+
+def _is_media(content: bytes) -> bool:
+    return content.startswith(BEGINNINGS) or content[4:8] in MP4_BOXES
 
 
 def _checked(content: bytes) -> bytes:

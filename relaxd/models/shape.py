@@ -135,7 +135,7 @@ FAMILIES = {
 }
 """Families that the trainer knows (docs/models.md), by `model_type`."""
 SEEING = tuple(name for name, family in FAMILIES.items() if family.sees)
-"""Families whose models see images."""
+"""Families whose models see images and video."""
 
 
 VISION_DEFAULTS: Config = {

@@ -233,7 +233,7 @@ def sample_values(sample: pb.TrainedSample) -> dict[str, Any]:
         {"role": message.role, "content": message.content, "tool_calls": list(message.tool_calls)}
         for message in sample.conversation
     ]
-    names = ("sha256", "width", "height", "thumbnail")
+    names = ("sha256", "width", "height", "thumbnail", "frames")
     values["images"] = [{name: getattr(image, name) for name in names} for image in sample.images]
     left_out = {*(() if sample.turns else OF_CONVERSATIONS), *(() if sample.images else ("images",))}
     return {name: value for name, value in values.items() if name not in left_out}

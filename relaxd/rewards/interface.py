@@ -15,6 +15,7 @@ from numbers import Real
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
+from relaxd.media import frames_of
 from relaxd.media.messages import Message, text_message
 
 if TYPE_CHECKING:
@@ -49,7 +50,7 @@ class RewardInput:
     environment_info: Mapping[str, float] = field(default_factory=dict)
     """The environment's own numbers."""
     media: Mapping[str, bytes] = field(default_factory=dict)
-    """The images of the prompt's messages by their hash, as PNG; {} unless reward.images is set."""
+    """The images and videos of the prompt's messages by their hash, as PNG; {} unless reward.images is set."""
 
     def images(self) -> list[Image]:
         """Open the prompt's images with Pillow, in their order, as the model sees them: RGB, in its size.
@@ -57,14 +58,28 @@ class RewardInput:
         Raises:
             ValueError: reward.images isn't set, so that they aren't here.
         """
-        parts = [part for message in self.prompt_messages for part in message["content"] if part["type"] == "image"]
+        return [image for image, _ in self._opened("image")]
+
+    def videos(self) -> list[list[Image]]:
+        """Open the frames of the prompt's videos with Pillow, as the model sees them.
+
+        Raises:
+            ValueError: reward.images isn't set, so that they aren't here.
+        """
+        return [
+            frames_of(image, int(part["media_type"].rpartition("frames=")[2])) for image, part in self._opened("video")
+        ]
+
+    def _opened(self, kind: str) -> list[tuple[Image, Mapping[str, Any]]]:
+        """Return the images that the prompt's parts of a kind are stored as, and the parts."""
+        parts = [part for message in self.prompt_messages for part in message["content"] if part["type"] == kind]
         if lacking := next((part["sha256"] for part in parts if part["sha256"] not in self.media), None):
-            raise ValueError(f"the prompt's image {lacking} isn't here: set reward.images = true")
+            raise ValueError(f"the prompt's {kind} {lacking} isn't here: set reward.images = true")
         if not parts:
             return []
         from PIL import Image
 
-        return [Image.open(io.BytesIO(self.media[part["sha256"]])) for part in parts]
+        return [(Image.open(io.BytesIO(self.media[part["sha256"]])), part) for part in parts]
 
     @property
     def messages(self) -> list[Message]:

@@ -74,6 +74,11 @@ MODELS: dict[str, FetchableModel | TaughtModel] = {
             description="0.3 M parameters, for examples/digits.toml: answers pictures with random digits; made here",
             program="relaxd.tools.digits_beginner",
         ),
+        TaughtModel(
+            name="dots-beginner",
+            description="0.3 M parameters, for examples/dots.toml: answers videos with random sides; made here",
+            program="relaxd.tools.dots_beginner",
+        ),
     )
 }
 

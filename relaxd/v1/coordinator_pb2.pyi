@@ -1368,7 +1368,7 @@ class TrainedSample(_message.Message):
 
     @_builtins.property
     def images(self) -> _containers.RepeatedCompositeFieldContainer[Global___ShownImage]:
-        """The first images of the prompt."""
+        """The first images and videos of the prompt."""
 
     def __init__(
         self,
@@ -1399,7 +1399,7 @@ Global___TrainedSample: _TypeAlias = TrainedSample  # noqa: Y015
 
 @_typing.final
 class ShownImage(_message.Message):
-    """An image of a prompt, for people."""
+    """An image or a video of a prompt, for people."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1407,6 +1407,7 @@ class ShownImage(_message.Message):
     WIDTH_FIELD_NUMBER: _builtins.int
     HEIGHT_FIELD_NUMBER: _builtins.int
     THUMBNAIL_FIELD_NUMBER: _builtins.int
+    FRAMES_FIELD_NUMBER: _builtins.int
     sha256: _builtins.str
     """Hexadecimal digits of its hash."""
     width: _builtins.int
@@ -1414,7 +1415,9 @@ class ShownImage(_message.Message):
     height: _builtins.int
     """Its height."""
     thumbnail: _builtins.str
-    """A small picture of it, as data URI with a JPEG; empty where none was kept."""
+    """A small picture of it, or of some of its frames, as data URI with a JPEG; empty where none was kept."""
+    frames: _builtins.int
+    """Number of frames of a video that the model sees; 0 for an image."""
     def __init__(
         self,
         *,
@@ -1422,10 +1425,11 @@ class ShownImage(_message.Message):
         width: _builtins.int = ...,
         height: _builtins.int = ...,
         thumbnail: _builtins.str = ...,
+        frames: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["height", b"height", "sha256", b"sha256", "thumbnail", b"thumbnail", "width", b"width"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["frames", b"frames", "height", b"height", "sha256", b"sha256", "thumbnail", b"thumbnail", "width", b"width"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -215,7 +215,7 @@ class GenerateRequest(_message.Message):
     less, and a caller that loses the engine loses the tokens that weren't sent.
     """
     media_contents: _builtins.bytes
-    """Their bytes in the normal form (PNG), one after the other."""
+    """Their bytes in the normal form (PNG; of a video with its frames one below the other), one after the other."""
     @_builtins.property
     def prompt_tokens(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """The prompt's token ids; at least one."""
@@ -232,7 +232,7 @@ class GenerateRequest(_message.Message):
 
     @_builtins.property
     def media(self) -> _containers.RepeatedCompositeFieldContainer[Global___PromptMedia]:
-        """The prompt's images in their order, whose tokens prompt_tokens has. An engine that sees none refuses them."""
+        """The prompt's images and videos in their order, whose tokens prompt_tokens has. An engine that sees none refuses them."""
 
     def __init__(
         self,
@@ -267,14 +267,14 @@ class PromptMedia(_message.Message):
     GRID_FIELD_NUMBER: _builtins.int
     BYTES_FIELD_NUMBER: _builtins.int
     kind: _builtins.str
-    """"image"."""
+    """"image" or "video"."""
     sha256: _builtins.str
     """Hexadecimal digits of its hash."""
     bytes: _builtins.int
     """Number of bytes of media_contents that are its own; 0 for one that came before in the same prompt."""
     @_builtins.property
     def grid(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Patches in time (1), rows and columns."""
+        """Patches in time (1 of an image), rows and columns."""
 
     def __init__(
         self,

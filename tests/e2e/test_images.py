@@ -1,4 +1,4 @@
-"""A run on prompts with images, from files to the gradient, on a tiny random model that sees."""
+"""A run on prompts with images and videos, from files to the gradient, on a tiny random model that sees."""
 
 import json
 from pathlib import Path
@@ -9,27 +9,32 @@ from relaxd.cli.preparing.config_command import check
 from relaxd.config.load_toml import load_file
 from tests.e2e.conftest import Workplace
 from tests.e2e.test_run import check_books, read_summary, warnings_of
-from tests.kit.vision import encoded, make_vision_model, picture
+from tests.kit.vision import clip, encoded, encoded_clip, make_vision_model, picture
 
 SETTINGS = """
 [data]
 source = "files"
 path = "rows.jsonl"
 eval_path = "rows.jsonl"
-media_keys = { image = "images" }
-max_prompt_tokens = 128
+media_keys = { image = "images", video = "videos" }
+max_prompt_tokens = 200
 """
 
 
 def write_run(folder: Path) -> Path:
-    """Write a run whose prompts have no image, one or two."""
+    """Write a run whose prompts have no image, one or two, and some a video."""
     make_vision_model(folder / "seeing")
     rows = []
     for number in range(12):
         images = [f"{number}-{place}.png" for place in range(number % 3)]
         for place, name in enumerate(images):
             (folder / name).write_bytes(encoded(picture(64 + 32 * place, 64, number)))
-        rows.append({"prompt": "What is here?" + "<image>" * len(images), "images": images})
+        videos = [f"{number}.mp4"] if number % 2 else []
+        for name in videos:
+            frames = clip(6, 64, 96, number)
+            (folder / name).write_bytes(encoded_clip(frames, 4, "mp4", "mpeg4", "yuv420p"))
+        prompt = "What is here?" + "<image>" * len(images) + "<video>" * len(videos)
+        rows.append({"prompt": prompt, "images": images, "videos": videos})
     (folder / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
     usual = (folder / "tiny.toml").read_text()
     begin, end = usual.index("[data]"), usual.index("[reward]")
@@ -41,7 +46,7 @@ def write_run(folder: Path) -> Path:
 
 @pytest.mark.night
 @pytest.mark.timeout(900)
-def test_a_run_trains_on_images(workplace: Workplace, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_trains_on_images_and_videos(workplace: Workplace, monkeypatch: pytest.MonkeyPatch) -> None:
     file = write_run(workplace.folder)
     monkeypatch.chdir(workplace.folder)
     assert check(load_file(file, []), call_reward=False) == []
@@ -51,8 +56,9 @@ def test_a_run_trains_on_images(workplace: Workplace, monkeypatch: pytest.Monkey
     check_books(read_summary(folder), steps=3)
     assert warnings_of(folder) == []
     steps = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    # Engine and trainer have seen the same pictures in the same places, or their log-probs would differ.
+    # Engine and trainer have seen the same frames in the same places, or their log-probs would differ.
     gaps = [line["logprob_difference_max"] for line in steps if "logprob_difference_max" in line]
     assert gaps  # of a step whose samples are all of older weights there is none
     assert max(gaps) < 1e-4
-    assert any("<image>" in text.read_text() for text in folder.glob("*.jsonl"))
+    texts = [text.read_text() for text in folder.glob("*.jsonl")]
+    assert all(any(mark in text for text in texts) for mark in ("<image>", "<video>"))

@@ -1,8 +1,9 @@
-"""A folder of a model that sees images, with all but its weights, and pictures to look at."""
+"""A folder of a model that sees images and video, with all but its weights, and pictures and clips to look at."""
 
 import io
 import json
 from collections.abc import Mapping, Sequence
+from fractions import Fraction
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -10,22 +11,33 @@ import numpy as np
 from PIL import Image
 from tokenizers import Tokenizer
 
-from relaxd.data.vision import VisionModel
-from relaxd.media import expand, normalise_image
+from relaxd.config import DataConfig
+from relaxd.data.vision import CLIP_MEAN, CLIP_STD, VisionModel
+from relaxd.media import NormalMedia, VideoRule, expand, normalise_image, normalise_video
 from relaxd.media.prompt_media import PromptMedia
 from tests.kit.tokenizer import write_tokenizer
 
 if TYPE_CHECKING:
     import torch
 
+Item = Image.Image | Sequence[Image.Image]
+"""A picture, or the frames of a clip."""
+WITH_VIDEO = DataConfig(source="addition", media_keys={"image": "images", "video": "videos"})
+"""Settings of data with images and video."""
 SPECIAL = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>", "<|vision_pad|>")
 TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.content is string %}{{ m.content }}{% else %}"
-    "{% for c in m.content %}{% if c.type == 'image' %}<|vision_start|><|image_pad|><|vision_end|>"
+    "{% for c in m.content %}{% if c.type != 'text' %}<|vision_start|><|{{ c.type }}_pad|><|vision_end|>"
     "{% else %}{{ c.text }}{% endif %}{% endfor %}{% endif %}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 """As the templates of Qwen2.5-VL and Qwen3-VL, without tools."""
+TOKENS = {
+    "image_token_id": "<|image_pad|>",
+    "video_token_id": "<|video_pad|>",
+    "vision_start_token_id": "<|vision_start|>",
+    "vision_end_token_id": "<|vision_end|>",
+}
 PROCESSOR: dict[str, Any] = {
     "image_processor_type": "Qwen2VLImageProcessor",
     "patch_size": 16,
@@ -35,7 +47,7 @@ PROCESSOR: dict[str, Any] = {
 
 
 def write_vision_model(folder: Path, model_type: str = "qwen3_vl", patch: int = 16) -> Path:
-    """Write tokenizer, template, configuration, image processor of 4 to 64 tokens an image; returns the folder."""
+    """Write tokenizer, template, configuration, processors of 4 to 64 tokens an image; returns the folder."""
     write_tokenizer(folder)
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     tokenizer.add_special_tokens(list(SPECIAL))
@@ -44,9 +56,11 @@ def write_vision_model(folder: Path, model_type: str = "qwen3_vl", patch: int = 
     area = (2 * patch) ** 2
     processor = PROCESSOR | {"patch_size": patch, "size": {"shortest_edge": area * 4, "longest_edge": area * 64}}
     (folder / "preprocessor_config.json").write_text(json.dumps(processor))
+    size = {"shortest_edge": area * 4, "longest_edge": area * 256}
+    (folder / "video_preprocessor_config.json").write_text(json.dumps(processor | {"size": size}))
     config = {
         "model_type": model_type,
-        "image_token_id": tokenizer.token_to_id("<|image_pad|>"),
+        **{name: tokenizer.token_to_id(token) for name, token in TOKENS.items()},
         "vision_config": {"patch_size": patch, "spatial_merge_size": 2},
     }
     (folder / "config.json").write_text(json.dumps(config))
@@ -63,6 +77,27 @@ def encoded(image: Image.Image, kind: str = "PNG", **options: Any) -> bytes:
     """Return a picture as a file's content."""
     file = io.BytesIO()
     image.save(file, kind, **options)
+    return file.getvalue()
+
+
+def clip(frames: int, width: int, height: int, seed: int = 0) -> list[Image.Image]:
+    """Return smooth random pictures."""
+    return [picture(width, height, 1000 * seed + number) for number in range(frames)]
+
+
+def encoded_clip(
+    frames: Sequence[Image.Image], rate: float = 4.0, kind: str = "matroska", codec: str = "ffv1", pixels: str = "bgr0"
+) -> bytes:
+    """Return a clip as a file's content, without loss unless the codec says otherwise."""
+    import av
+
+    file = io.BytesIO()
+    with av.open(file, "w", format=kind) as container:
+        stream = container.add_stream(codec, rate=Fraction(rate).limit_denominator(1001))
+        stream.width, stream.height, stream.pix_fmt = *frames[0].size, pixels
+        for frame in frames:
+            container.mux(stream.encode(av.VideoFrame.from_image(frame)))
+        container.mux(stream.encode())
     return file.getvalue()
 
 
@@ -101,15 +136,8 @@ def make_vision_model(
 
     folder.mkdir(parents=True, exist_ok=True)
     write_vision_model(folder)
-    ids = {
-        name: Tokenizer.from_file(str(folder / "tokenizer.json")).token_to_id(token)
-        for name, token in {
-            "image_token_id": "<|image_pad|>",
-            "video_token_id": "<|video_pad|>",
-            "vision_start_token_id": "<|vision_start|>",
-            "vision_end_token_id": "<|vision_end|>",
-        }.items()
-    }
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    ids = {name: tokenizer.token_to_id(token) for name, token in TOKENS.items()}
     size = Tokenizer.from_file(str(folder / "tokenizer.json")).get_vocab_size()
     torch.manual_seed(seed)
     config = Qwen3VLConfig(
@@ -123,31 +151,72 @@ def make_vision_model(
     return folder
 
 
-def prompt_with_images(vision: VisionModel, pictures: Sequence[Image.Image]) -> tuple[list[int], PromptMedia]:
-    """Return a prompt with images between text."""
-    images = [normalise_image(encoded(one), vision.rule) for one in pictures]
+def normal_media(vision: VisionModel, items: Sequence[Item]) -> list[NormalMedia]:
+    """Return items in their normal form."""
+    rule = VideoRule(vision.rule.patch, 2, 4096, 262144, times=vision.times, fps=2.0, min_frames=4, max_frames=768)
+    return [
+        normalise_image(encoded(one), vision.rule)
+        if isinstance(one, Image.Image)
+        else normalise_video([encoded(frame) for frame in one], rule)
+        for one in items
+    ]
+
+
+def prompt_with_images(vision: VisionModel, items: Sequence[Item]) -> tuple[list[int], PromptMedia]:
+    """Return a prompt with images and videos between text."""
+    media = normal_media(vision, items)
     short = [5, 6]
-    for number in range(len(images)):
-        short += [vision.tokens.token, 40 + number]
-    tokens = expand(short, [one.size.grid for one in images], vision.tokens).tolist()
-    return tokens, PromptMedia.of(images)
+    for number, one in enumerate(media):
+        short += [vision.tokens.video if one.kind == "video" else vision.tokens.token, 40 + number]
+    return expand_media(short, media, vision), PromptMedia.of(media)
+
+
+def expand_media(short: Sequence[int], media: Sequence[NormalMedia], vision: VisionModel) -> list[int]:
+    """Return a prompt with the tokens of its items, in which the texts of times are two tokens."""
+    labels = [[(50 + number, 51) for number in range(len(one.size.times))] for one in media]
+    tokens: list[int] = expand(short, [one.size.grid for one in media], vision.tokens, labels).tolist()
+    return tokens
 
 
 def without_images(answer: list[int], vision: VisionModel) -> list[int]:
-    """Return an answer up to its first image token: transformers can't compute what follows one."""
-    return answer[: answer.index(vision.tokens.token)] if vision.tokens.token in answer else answer
+    """Return an answer up to its first token of media: transformers can't compute what follows one."""
+    marks = {vision.tokens.token, vision.tokens.video}
+    return answer[: next((place for place, token in enumerate(answer) if token in marks), len(answer))]
 
 
-def image_logprobs(
-    model: Any, prompt: Sequence[int], answer: Sequence[int], pictures: Sequence[Image.Image]
-) -> "torch.Tensor":
-    """Return log-probs of an answer by transformers' own processor and forward pass, without cache or padding."""
+def seen_by_transformers(items: Sequence[Item]) -> "dict[str, torch.Tensor]":
+    """Return what transformers' own processors make of pictures, and of clips whose frames need no resizing."""
     import torch
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+    from transformers.models.qwen3_vl.video_processing_qwen3_vl import Qwen3VLVideoProcessor
 
-    seen = Qwen2VLImageProcessorPil(patch_size=16, size=PROCESSOR["size"])(list(pictures), return_tensors="pt")
+    pictures = [one for one in items if isinstance(one, Image.Image)]
+    found: dict[str, Any] = {}
+    if pictures:
+        found |= Qwen2VLImageProcessorPil(patch_size=16, size=PROCESSOR["size"])(pictures, return_tensors="pt")
+    videos = object.__new__(Qwen3VLVideoProcessor)  # its constructor needs torchvision
+    mean, std = torch.tensor(CLIP_MEAN), torch.tensor(CLIP_STD)
+    patches, grids = [], []
+    for one in items:
+        if not isinstance(one, Image.Image):
+            pixels = torch.from_numpy(np.stack([np.asarray(frame) for frame in one]))
+            normal = ((pixels.double() / 255).float() - mean) / std
+            cut, *grid = videos.patchify(normal.permute(0, 3, 1, 2)[None], 16, 2, 2)
+            patches.append(cut[0])
+            grids.append(grid)
+    if patches:
+        found |= {"pixel_values_videos": torch.cat(patches), "video_grid_thw": torch.tensor(grids)}
+    return found
+
+
+def image_logprobs(model: Any, prompt: Sequence[int], answer: Sequence[int], items: Sequence[Item]) -> "torch.Tensor":
+    """Return log-probs of an answer by transformers' own processors and forward pass, without cache or padding."""
+    import torch
+
+    seen = seen_by_transformers(items)
     ids = torch.tensor([[*prompt, *answer]])
-    modality = torch.nn.functional.pad((ids[:, : len(prompt)] == model.config.image_token_id).long(), (0, len(answer)))
+    modality = (ids == model.config.image_token_id).long() + 2 * (ids == model.config.video_token_id).long()
+    modality[:, len(prompt) :] = 0
     inputs = {name: value.to(model.device) for name, value in {**seen, "mm_token_type_ids": modality}.items()}
     with torch.no_grad():
         logits = model(ids.to(model.device), **inputs).logits[0, len(prompt) - 1 : -1].cpu()

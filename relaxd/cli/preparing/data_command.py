@@ -75,11 +75,11 @@ def set_of(path: Path) -> str:
 
 MOST_READ = 2000
 """Maximum number of prompts that are read of a source, evenly spread over it."""
-MOST_READ_WITH_IMAGES = 200
-"""The same with data.media_keys: all that are read are held in memory, and files with images are opened."""
+MOST_READ_WITH_MEDIA = 200
+"""The same with data.media_keys: all that are read are held in memory, and files with media are opened."""
 
-MOST_COMPARED_WITH_IMAGES = 20_000
-"""Maximum number of prompts of a source with images among which repeats are counted, because all files are read."""
+MOST_COMPARED_WITH_MEDIA = 20_000
+"""Maximum number of prompts of a source with media among which repeats are counted, because all files are read."""
 
 
 def data(
@@ -119,7 +119,7 @@ def _show(
     weight: float = 1.0,
 ) -> None:
     """Print what a source has, and how many of its prompts are repeated or in an evaluation set."""
-    most = MOST_READ_WITH_IMAGES if config.data.media_keys else MOST_READ
+    most = MOST_READ_WITH_MEDIA if config.data.media_keys else MOST_READ
     places = evenly_spread(len(source.examples), most)
     examples = read_some(source, places)
     seen = [example for example in examples if example.media]
@@ -139,10 +139,11 @@ def _show(
     if source.tools.key:
         table.add_row("with tools", f"{sum(bool(example.tools) for example in examples)}{read}")
     if seen:
-        images = sum(len(example.media) for example in seen)
-        table.add_row("with images", f"{len(seen)}{read}, {images} images")
-    if seen and len(source.examples) > MOST_COMPARED_WITH_IMAGES:
-        table.add_row("repeated", f"not counted of more than {MOST_COMPARED_WITH_IMAGES:,} prompts with images")
+        items = Counter(item.kind for example in seen for item in example.media)
+        counted = ", ".join(f"{count} {kind}s" for kind, count in items.items())
+        table.add_row("with media", f"{len(seen)}{read}, {counted}")
+    if seen and len(source.examples) > MOST_COMPARED_WITH_MEDIA:
+        table.add_row("repeated", f"not counted of more than {MOST_COMPARED_WITH_MEDIA:,} prompts with media")
     else:
         keys = keys_of(source.examples)
         table.add_row("repeated", _repeated(repeats(keys)))
@@ -158,22 +159,24 @@ def _show(
         console.print(Text(f"\n{example.place}, answer {example.answer!r}:", style="bold"))
         console.print(Text(tokenizer.render(example)), soft_wrap=True)
         if example.media:
-            _show_images(example, tokenizer, console)
+            _show_media(example, tokenizer, console)
     console.print()
 
 
-def _show_images(example: Example, tokenizer: PromptTokenizer, console: Console) -> None:
-    """Print what the model gets of a prompt's images, which are decoded for that."""
+def _show_media(example: Example, tokenizer: PromptTokenizer, console: Console) -> None:
+    """Print what the model gets of a prompt's media, which are decoded for that."""
     assert tokenizer.vision is not None  # or the prompt would have been refused
-    images = normalise(example, tokenizer.vision)
+    media = normalise(example, tokenizer.vision)
     table = Table(box=None, pad_edge=False)
-    for name in ("image", "original", "normal", "tokens", "sha256"):
+    for name in ("item", "original", "normal", "times", "tokens", "sha256"):
         table.add_column(name)
-    for item, image in zip(example.media, images, strict=True):
-        sizes = (f"{width} x {height}" for width, height in (image.size.original, image.size.normal))
-        table.add_row(escape(item.place), *sizes, str(image.size.tokens), image.sha256[:12])
+    for item, found in zip(example.media, media, strict=True):
+        sizes = (f"{width} x {height}" for width, height in (found.size.original, found.size.normal))
+        times = found.size.times
+        when = f"{len(times)}: {times[0]:.1f} to {times[-1]:.1f} s" if times else ""
+        table.add_row(escape(item.place), *sizes, when, str(found.size.tokens), found.sha256[:12])
     console.print(table)
-    console.print(f"{len(tokenizer.encode_seen(example, images))} tokens with images", highlight=False)
+    console.print(f"{len(tokenizer.encode_seen(example, media))} tokens with media", highlight=False)
 
 
 def _repeated(found: Repeats) -> str:

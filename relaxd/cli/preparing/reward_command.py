@@ -163,7 +163,7 @@ def _images_of(config: RunConfig, examples: Sequence[Example]) -> list[tuple[tup
     """Return each prompt's messages and images as rewards get them. Raises DataError."""
     if not config.reward.images:
         return [((), {})] * len(examples)
-    vision = read_vision(resolve_model(config.model.path), config.data.min_image_tokens, config.data.max_image_tokens)
+    vision = read_vision(resolve_model(config.model.path), config.data)
     found = []
     for example in examples:
         images = normalise(example, vision)

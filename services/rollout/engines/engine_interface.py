@@ -58,7 +58,7 @@ class RolloutEngine(ABC):
     quarantined: bool
     """True if a failed update left the model between two versions."""
     sees_images: bool
-    """True if it takes prompts with images."""
+    """True if it takes prompts with images and video."""
     asleep: frozenset[MemoryPart]
     """The parts of its memory that it has freed."""
     gauges: dict[str, float]

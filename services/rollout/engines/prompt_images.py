@@ -1,4 +1,4 @@
-"""Images of prompts on their way into an engine's model: what both engines with a model do alike."""
+"""Images and videos of prompts on their way into an engine's model: what both engines with a model do alike."""
 
 import hashlib
 from collections.abc import Sequence
@@ -11,32 +11,48 @@ from relaxd.data.special_tokens import read_object
 from relaxd.data.vision import VisionModel, read_vision
 from relaxd.media import Grid, Layout, MediaError, lay_out
 from relaxd.media.cache import decode_png
-from relaxd.media.patches import cut_patches
 from relaxd.media.prompt_media import contents_of, grids_of, hashes_of
 from services.rollout.engines.request_types import EngineError, Request
 
 SEEING = ("qwen3_vl",)
-"""Types of models whose images the engines understand."""
+"""Types of models whose images and videos the engines understand."""
 
 
 def read_model_vision(folder: Path) -> VisionModel | None:
-    """Return a model's rules for images; None if it sees none. Raises DataError: they are missing or damaged."""
+    """Return a model's rules for images and video; None if it sees none.
+
+    Raises DataError: they are missing or damaged.
+    """
     return read_vision(folder) if read_object(folder / "config.json").get("model_type") in SEEING else None
 
 
 @dataclass(frozen=True)
+class SeenFrame:
+    """An image, or a time of a video: what the tower sees alone."""
+
+    sha256: str
+    """Its identity."""
+    grid: Grid
+    """Patches: 1, rows, columns."""
+    span: tuple[int, int]
+    """Its first and last token in the prompt."""
+    patches: np.ndarray
+    """uint8 [patches, 3, frames, side, side], to be normalised on the device."""
+
+
+@dataclass(frozen=True)
 class SeenPrompt:
-    """A prompt with images, ready for the model."""
+    """A prompt with images or videos, ready for the model."""
 
     vision: VisionModel
     """The model's rules."""
     layout: Layout
     hashes: tuple[str, ...]
-    """Of its images, in order."""
+    """Of its items, in order."""
     grids: Sequence[Grid]
-    """Of its images, in order."""
+    """Of its items, in order."""
     patches: dict[str, np.ndarray]
-    """Of each image, by hash: uint8 [patches, 3, side, side], to be normalised on the device."""
+    """Of each item, by hash: uint8 [patches, 3, frames, side, side], to be normalised on the device."""
 
     @property
     def offset(self) -> int:
@@ -44,12 +60,17 @@ class SeenPrompt:
         return int(self.layout.next_position) - len(self.layout.tokens)
 
     @property
-    def spans(self) -> list[tuple[int, int]]:
-        """First and last token of each image, in order."""
-        places = np.flatnonzero(self.layout.modality)
-        ends = np.cumsum([self.vision.tokens.count(grid) for grid in self.grids])
-        firsts = [0, *ends[:-1]]
-        return [(int(places[first]), int(places[end - 1])) for first, end in zip(firsts, ends, strict=True)]
+    def frames(self) -> list[SeenFrame]:
+        """Its images and the times of its videos, in order."""
+        places, seen, found = np.flatnonzero(self.layout.modality), 0, []
+        for name, (times, rows, columns) in zip(self.hashes, self.grids, strict=True):
+            grid = (1, rows, columns)
+            count = self.vision.tokens.count(grid)
+            for number, cut in enumerate(np.split(self.patches[name], times)):
+                own = hashlib.sha256(f"{name}/{number}".encode()).hexdigest()
+                found.append(SeenFrame(own, grid, (int(places[seen]), int(places[seen + count - 1])), cut))
+                seen += count
+        return found
 
     def positions(self, more: int) -> np.ndarray:
         """Return positions of the prompt's tokens and of `more` tokens behind it, int64 [3, T + more]."""
@@ -58,7 +79,7 @@ class SeenPrompt:
 
     @property
     def identity(self) -> str:
-        """Hash of all its images: prompts with the same tokens and identity are the same."""
+        """Hash of all its items: prompts with the same tokens and identity are the same."""
         return hashlib.sha256("/".join(self.hashes).encode()).hexdigest()
 
 
@@ -76,10 +97,10 @@ def see(request: Request, vision: VisionModel | None) -> SeenPrompt | None:
     try:
         layout = lay_out(np.asarray(request.prompt_tokens, np.int32), grids, vision.tokens)
         stored = contents_of(media.records, media.array)
-        patches = {name: cut_patches(decode_png(stored[name]), vision.rule) for name in dict.fromkeys(hashes)}
+        patches = {
+            name: vision.cut(decode_png(stored[name]), grid)
+            for name, grid in dict(zip(hashes, grids, strict=True)).items()
+        }
     except (MediaError, KeyError, OSError, ValueError) as error:
         raise EngineError(f"the prompt's images can't be used: {error}") from error
-    for name, (time, rows, columns) in zip(hashes, grids, strict=True):
-        if len(patches[name]) != time * rows * columns:
-            raise EngineError(f"the prompt's image {name} has {len(patches[name])} patches, but its grid is {grids}")
     return SeenPrompt(vision, layout, hashes, grids, patches)

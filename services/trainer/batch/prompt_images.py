@@ -1,4 +1,4 @@
-"""Images of prompts: in sequences and in packed micro-batches."""
+"""Images and videos of prompts: in sequences and in packed micro-batches."""
 
 import threading
 from collections.abc import Mapping, Sequence
@@ -20,19 +20,19 @@ KEPT_BYTES = 1 << 30
 @message
 @dataclass(frozen=True)
 class Image:
-    """An image in its normal form."""
+    """An image or a video in its normal form."""
 
     sha256: str
     """Its identity."""
     grid: Grid
     """Patches by time, row and column."""
     pixels: NDArray[np.uint8]
-    """uint8 [height, width, 3]."""
+    """uint8 [height, width, 3]; a video's frames are one below the other."""
 
 
 @dataclass(frozen=True)
 class PromptImages:
-    """The images of a prompt of P tokens, and where the model has them."""
+    """The images and videos of a prompt of P tokens, and where the model has them."""
 
     images: tuple[Image, ...]
     """In the order of the prompt."""

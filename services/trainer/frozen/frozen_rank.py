@@ -144,7 +144,7 @@ def _image_tokens(models: Models) -> dict[str, ImageTokens]:
     for name, model in models.items():
         if model.forward.vision is None:
             raise ModelError(
-                f"data.media_keys names a column with images, but {model.forward.folder} has a model of type "
+                f"data.media_keys names a column with media, but {model.forward.folder} has a model of type "
                 f"{model.forward.architecture.model_type!r}, which the trainer doesn't let see"
             )
         found[name] = model.forward.vision.tokens

@@ -5,12 +5,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
 from relaxd.data.device_patches import normalised
 from relaxd.data.vision import VisionModel
-from relaxd.media.patches import cut_patches
 from services.trainer.batch.micro_batch import PackedMicroBatch, with_padding
 from services.trainer.batch.prompt_images import PackedImages
 from services.trainer.megatron.world import World
@@ -143,8 +143,9 @@ def _device_images(images: PackedImages, vision: VisionModel, tokens: int, world
     own = np.flatnonzero((images.places >= begin) & (images.places < begin + own_tokens))
 
     def patches(indices: Sequence[int]) -> Tensor:
-        cut = np.concatenate([cut_patches(images.images[index].pixels, vision.rule) for index in indices])
-        return normalised(to_device(cut, world.device), vision)
+        chosen = [images.images[index] for index in indices]
+        cut = [vision.cut(image.pixels, image.grid) for image in chosen]
+        return torch.cat([normalised(to_device(one, world.device), vision) for one in cut])
 
     return DeviceImages(
         hashes=tuple(image.sha256 for image in images.images),

@@ -12,7 +12,7 @@ from rich.console import Console
 
 from relaxd.cli.execute import result_table
 from relaxd.cli.reading.live_view import Picture, RunView, samples_table, sparkline, step_line
-from relaxd.media import ImageRule, normalise_image
+from relaxd.media import ImageRule, VideoRule, normalise_image, normalise_video
 from relaxd.media.prompt_media import PromptMedia
 from relaxd.media.shown import THUMBNAIL_URI, shown_images, shown_message
 from relaxd.report.html_page import _samples_table
@@ -163,5 +163,16 @@ def test_images_are_shown_small_in_the_report_and_named_on_a_terminal() -> None:
     assert f"image {image.sha256[:8]}, 640 x 64" in shown(samples_table([sample]), width=200)
     assert "640 x 64" not in shown(samples_table([sample], one_line=True), width=200)
     assert f'<td>&lt;image&gt;?<br><img src="{found[0]["thumbnail"]}"' in _samples_table([sample_values(sample)])
+    frames = [encoded(Image.new("RGB", (64, 32), color)) for color in ("red", "red", "blue", "blue", "blue", "lime")]
+    video = normalise_video(frames, VideoRule(16, 2, 4096, 1 << 20, times=2, fps=2.0, min_frames=4, max_frames=8))
+    (clip,) = shown_images(PromptMedia.of([video]), thumbnails=True)
+    assert (clip["width"], clip["height"], clip["frames"]) == (64, 32, 6)
+    with Image.open(io.BytesIO(base64.b64decode(clip["thumbnail"].removeprefix(THUMBNAIL_URI)))) as thumbnail:
+        assert thumbnail.size == (4 * 64, 32)
+        colors = [max(range(3), key=lambda one, at=at: thumbnail.getpixel((64 * at + 32, 16))[one]) for at in range(4)]
+        assert colors == [0, 0, 2, 1]  # of frames 0, 1, 3 and 5
+    sample = sample_message({"prompt": "<video>?", "images": [clip]})
+    assert f"video {video.sha256[:8]}, 64 x 32, 6 frames" in shown(samples_table([sample]), width=200)
+    assert sample_values(sample)["images"] == [clip]
     harmful = {"sha256": "<b>", "width": 1, "height": 1, "thumbnail": "http://example.com/"}
     assert "<br>image &lt;b&gt;, 1 x 1</td>" in _samples_table([{"prompt": "", "images": [harmful]}])

@@ -50,15 +50,15 @@ def test_parts_and_patterns_choose_what_is_trained(option: str, trained: set[str
         (['trainer.train_only=["vision"]', "trainer.freeze=[]"], "trainer.freeze is []"),
         (
             ["algorithm.name=ppo", "roles.critic.placement=service", IMAGES],
-            'roles.critic.placement is "service", but data.media_keys names a column with images',
+            'roles.critic.placement is "service", but data.media_keys names a column with media',
         ),
         (
             [*OPD, "roles.teacher.engine=sglang", IMAGES],
-            'roles.teacher.engine is "sglang", but data.media_keys names a column with images',
+            'roles.teacher.engine is "sglang", but data.media_keys names a column with media',
         ),
         (
             [*OPD, "roles.teacher.privileged_key=answer", IMAGES],
-            'roles.teacher.privileged_key is "answer", but data.media_keys names a column with images',
+            'roles.teacher.privileged_key is "answer", but data.media_keys names a column with media',
         ),
     ],
 )

@@ -10,6 +10,7 @@ from typer.testing import CliRunner
 
 from relaxd.board import stages_for
 from relaxd.cli.main import app
+from relaxd.config import DataConfig
 from relaxd.config.load_toml import ConfigError, load_file
 from relaxd.data import images_ahead
 from relaxd.data.dataset import Cursor, load_data
@@ -55,10 +56,10 @@ def shown(*words: str) -> list[str]:
 def test_images_of_prompts_are_shown_with_sizes_and_tokens() -> None:
     lines = shown()
     assert "tokens shortest 21, median 54, 95 % 84, longest 87" in lines  # 19 + 4 of text, 4 marks, 6 + 54
-    assert "with images 1, 2 images" in lines
+    assert "with media 1, 2 images" in lines
     assert any(line.startswith('"images"[0] 100 x 60 96 x 64 6 ') for line in lines), lines
     assert any(line.startswith('"images"[1] 640 x 480 288 x 192 54 ') for line in lines), lines
-    assert "87 tokens with images" in lines
+    assert "87 tokens with media" in lines
     assert "metadata.level 1 a number, 1 missing" in lines
     assert not any(line.startswith("metadata.images") for line in lines)
     assert any(line.startswith('"images"[1] 640 x 480 64 x 32 2 ') for line in shown("--data.max_image_tokens=4"))
@@ -174,17 +175,21 @@ def test_runs_with_images_that_cannot_be_seen_are_refused(settings: list[str], c
     assert complaint in str(caught.value)
 
 
-@pytest.mark.parametrize("keys", ['{ video = "videos" }', '{ image = "" }', '{ picture = "images" }'])
+@pytest.mark.parametrize("keys", ['{ image = "" }', '{ picture = "images" }'])
 def test_other_kinds_of_media_are_refused(keys: str) -> None:
     with pytest.raises(ConfigError, match=r"data\.media_keys"):
         load_file(Path("run.toml"), [f"--data.media_keys={keys}"])
+
+
+def limits(least: int, most: int) -> DataConfig:
+    return DataConfig(source="addition", min_image_tokens=least, max_image_tokens=most)
 
 
 def test_rules_are_read_from_every_form_of_the_settings() -> None:
     folder = Path("model")
     usual = read_vision(folder)
     assert usual.rule.max_pixels == 64 * 1024
-    assert read_vision(folder, 2, 8).rule.max_pixels == 8 * 1024
+    assert read_vision(folder, limits(2, 8)).rule.max_pixels == 8 * 1024
     file = folder / "preprocessor_config.json"
     old = {name: value for name, value in PROCESSOR.items() if name != "size"}
     file.write_text(json.dumps(old | {"min_pixels": 4096, "max_pixels": 65536}))
@@ -215,7 +220,7 @@ def test_models_without_usable_rules_are_refused(file: str, changes: Any, compla
 
 def test_limits_that_exclude_each_other_are_refused() -> None:
     with pytest.raises(DataError, match=r"data.max_image_tokens: is 2 and data.min_image_tokens 4"):
-        read_vision(Path("model"), 0, 2)
+        read_vision(Path("model"), limits(0, 2))
     (Path("model") / "preprocessor_config.json").unlink()
     with pytest.raises(DataError, match=r"preprocessor_config.json is missing"):
         read_vision(Path("model"))

@@ -113,7 +113,7 @@ def test_neighbouring_images_keep_their_places() -> None:
 @pytest.mark.parametrize(
     ("tokens", "grids", "complaint"),
     [
-        ([1, 9, 9], [(1, 4, 4)], "has 2 tokens of images, but its images have 4"),
+        ([1, 9, 9], [(1, 4, 4)], "has 2 tokens of images and video, but its items have 4"),
         ([9, 9, 1, 9, 9], [(1, 4, 4)], "has other tokens among those of the image that begins at token 0"),
     ],
 )

@@ -33,7 +33,7 @@ def test_patches_are_transformers_bit_for_bit(
         image = picture(width, height, number)
         found = normalise_image(encoded(image), rule)
         pixels = MediaCache(1).load([found.sha256], lambda hashes, png=found.png: dict.fromkeys(hashes, png))  # type: ignore[misc]
-        ours = patches(pixels[found.sha256], rule, mean, std, times)
+        ours = patches(pixels[found.sha256], rule, found.size.grid, mean, std, times)
         theirs = processor([image], return_tensors="np")["pixel_values"]
         assert ours.dtype == theirs.dtype == np.float32
         np.testing.assert_array_equal(ours, theirs)

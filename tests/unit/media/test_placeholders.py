@@ -87,7 +87,6 @@ def test_prompts_that_differ_in_an_image_are_different_ones() -> None:
         ),
         ({"prompt": "<image>"}, 'than "images" has items (0; rows without that column have 0)'),
         ({"prompt": "none", "images": ["a"]}, '"images" has 1 items, but the prompt has 0 placeholders <image>'),
-        ({"prompt": user({"type": "video", "video": "a.mp4"})}, '"prompt"[0].content[0] is of type video: of media'),
         ({"prompt": user({"type": "input_audio", "input_audio": {}})}, "is of type audio: of media"),
         ({"prompt": user({"type": "file"})}, '"prompt"[0].content[0] is a part of type "file": there are only text'),
         ({"prompt": user(7)}, '"prompt"[0].content[0] is no part: there are only text'),

@@ -1,4 +1,4 @@
-"""Answers to prompts with images from the transformers engine, beside transformers itself."""
+"""Answers to prompts with images and videos from the transformers engine, beside transformers itself."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,10 +13,20 @@ from relaxd.media.prompt_media import PromptMedia
 from relaxd.weights.manifest import ManifestMismatch, TensorBucket, TensorSpec
 from services.rollout.engines.request_types import Version
 from services.rollout.engines.transformers.transformers_weights import check_manifest, named_parameters
-from tests.kit.vision import image_logprobs, make_vision_model, picture, prompt_with_images, without_images
+from tests.kit.vision import (
+    Item,
+    clip,
+    image_logprobs,
+    make_vision_model,
+    normal_media,
+    picture,
+    prompt_with_images,
+    without_images,
+)
 from tests.unit.rollout.engine_harness import Answer, Harness, full_logprobs
 
 PICTURES = [picture(100, 60), picture(64, 64, 1), picture(70, 150, 2)]
+CLIP = clip(6, 64, 96, 3)
 
 
 @pytest.fixture(scope="module")
@@ -42,11 +52,18 @@ def harness(folder: Path) -> Iterator[Harness]:
 
 
 def test_log_probs_equal_transformers(harness: Harness, reference: PreTrainedModel, vision: VisionModel) -> None:
-    """Prompts with no image, one and three, of different lengths, in one batch; others join it while it runs."""
-    counts = {"three": PICTURES, "one": PICTURES[1:2], "none": [], "twice": [PICTURES[0], PICTURES[1], PICTURES[0]]}
+    """Prompts with none to three items, of different lengths, in one batch; others join it while it runs."""
+    counts: dict[str, list[Item]] = {
+        "three": [*PICTURES],
+        "one": [PICTURES[1]],
+        "none": [],
+        "video": [CLIP],
+        "twice": [PICTURES[0], PICTURES[1], PICTURES[0]],
+        "mixed": [CLIP, PICTURES[1], clip(3, 64, 64, 4)],
+    }
     for number, (name, pictures) in enumerate(counts.items()):
         prompt, media = prompt_with_images(vision, pictures)
-        harness.submit(name, prompt, 2, media=media, max_new_tokens=12 - 2 * number, seed=number, ignore_eos=True)
+        harness.submit(name, prompt, 2, media=media, max_new_tokens=12 - number, seed=number, ignore_eos=True)
         if number == 1:
             harness.wait_for_tokens("three", 4)
     compared = 0
@@ -61,7 +78,21 @@ def test_log_probs_equal_transformers(harness: Harness, reference: PreTrainedMod
             )
             np.testing.assert_allclose(answer.logprobs[: len(tokens)], full.float(), atol=1e-5)
             compared += len(tokens)
-    assert compared > 40
+    assert compared > 60
+
+
+def test_a_video_with_its_frames_in_another_order_is_another_one(
+    harness: Harness, reference: PreTrainedModel, vision: VisionModel
+) -> None:
+    swapped = [CLIP[index] for index in (1, 0, 2, 3, 4, 5)]  # the first two make up one time
+    prompt, media = prompt_with_images(vision, [CLIP])
+    assert prompt_with_images(vision, [swapped])[0] == prompt
+    harness.submit("video", prompt, media=media, max_new_tokens=8, ignore_eos=True)
+    (answer,) = harness.wait("video")
+    tokens = without_images(answer.tokens, vision)
+    own, other = (image_logprobs(reference, prompt, tokens, [frames]).numpy() for frames in (CLIP, swapped))
+    np.testing.assert_allclose(answer.logprobs[: len(tokens)], own, atol=1e-5)
+    assert np.abs(own - other).max() > 1e-3
 
 
 def test_other_pictures_of_the_same_size_are_another_prompt(harness: Harness, vision: VisionModel) -> None:
@@ -101,11 +132,19 @@ def test_answers_go_on_whatever_they_have_sampled(
 def test_a_request_whose_images_are_wrong_fails_alone(harness: Harness, vision: VisionModel) -> None:
     prompt, media = prompt_with_images(vision, PICTURES[:1])
     other = prompt_with_images(vision, PICTURES[1:2])[1]
+    misfit, none = (
+        PromptMedia(({**media.records[0], "grid": grid},), media.contents) for grid in ([1, 2, 12], [0, 4, 6])
+    )
+    many = PromptMedia.of(normal_media(vision, [picture(96, 192)]))  # three frames for one time
+    three = PromptMedia(({**many.records[0], "grid": [1, 4, 6]},), many.contents)
     wrong = {
-        "more tokens": ([*prompt, vision.tokens.token], media, "tokens of images, but its images have"),
-        "other": (prompt, other, "tokens of images, but its images have"),
+        "more tokens": ([*prompt, vision.tokens.token], media, "tokens of images and video, but its items have"),
+        "other": (prompt, other, "tokens of images and video, but its items have"),
         "cut": (prompt, PromptMedia(media.records, media.contents[:-1]), "bytes of media, but prompt_media says"),
         "broken": (prompt, PromptMedia(media.records, b"x" * len(media.contents)), "can't be used: cannot identify"),
+        "grid": (prompt, misfit, "don't fit its grid"),
+        "none": (prompt, none, "grid [0, 4, 6]: each number must be at least 1"),
+        "three": (prompt, three, "has 3 frames for each of its times: a video has 2"),
     }
     for name, (tokens, given, _) in wrong.items():
         harness.submit(name, tokens, media=given, max_new_tokens=4)

@@ -35,7 +35,7 @@ def test_places_and_positions(
     prompt, media = prompt_with_images(vision, pictures)
     seen = see(Request("a", tuple(prompt), 1, Sampling(4), media=media), vision)
     assert isinstance(seen, SeenPrompt)
-    assert seen.spans == spans
+    assert [frame.span for frame in seen.frames] == spans
     assert {prompt[place] for first, last in spans for place in range(first, last + 1)} == {vision.tokens.token}
     positions = seen.positions(3)
     assert positions.dtype == np.int64
@@ -43,7 +43,7 @@ def test_places_and_positions(
     np.testing.assert_array_equal(positions[:, : len(prompt)], seen.layout.positions)
     np.testing.assert_array_equal(positions[:, len(prompt) :], [[behind, behind + 1, behind + 2]] * 3)
     assert seen.offset == behind - len(prompt)
-    assert all(seen.patches[name].shape[1:] == (3, 16, 16) for name in seen.hashes)
+    assert all(seen.patches[name].shape[1:] == (3, 1, 16, 16) for name in seen.hashes)
 
 
 def test_identity_is_that_of_all_images_in_order(folder: Path) -> None:

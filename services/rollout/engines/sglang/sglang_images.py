@@ -1,7 +1,8 @@
-"""Images of prompts as SGLang takes them, and the change in its model that takes them.
+"""Images and videos of prompts as SGLang takes them, and the change in its model that takes them.
 
-Items carry an image's pixels as bytes, cut into patches, which are normalised on the device: a float32 for each pixel
-of each frame would be eight times as much, in every message of a group's samples and in the scheduler's memory.
+Each time of a video is an image of its own, as the tower sees it. Items carry an image's pixels as bytes, cut into
+patches, which are normalised on the device: a float32 for each pixel of each frame would be eight times as much, in
+every message of a group's samples and in the scheduler's memory.
 """
 
 import copy
@@ -18,19 +19,19 @@ from services.rollout.engines.prompt_images import SeenPrompt
 
 
 def to_sglang(prompt: SeenPrompt, more: int) -> MultimodalProcessorOutput:
-    """Return a prompt's images with the positions of its tokens and of `more` tokens behind it.
+    """Return a prompt's media with the positions of its tokens and of `more` tokens behind it.
 
     SGLang computes nothing itself: hashes, places and positions are ours.
     """
     items = [
         MultimodalDataItem(
             modality=Modality.IMAGE,
-            hash=int(name, 16),
-            offsets=[span],
-            feature=prompt.patches[name],
-            model_specific_data={"image_grid_thw": torch.tensor([grid])},
+            hash=int(frame.sha256, 16),
+            offsets=[frame.span],
+            feature=frame.patches,
+            model_specific_data={"image_grid_thw": torch.tensor([frame.grid])},
         )
-        for name, grid, span in zip(prompt.hashes, prompt.grids, prompt.spans, strict=True)
+        for frame in prompt.frames
     ]
     return MultimodalProcessorOutput(
         mm_items=items,

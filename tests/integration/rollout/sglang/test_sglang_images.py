@@ -1,11 +1,10 @@
-"""Answers to prompts with images from SGLang's own Qwen3-VL, beside transformers'."""
+"""Answers to prompts with images and videos from SGLang's own Qwen3-VL, beside transformers'."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
 import torch
-from PIL import Image
 from transformers import PreTrainedModel, Qwen3VLForConditionalGeneration
 
 from relaxd.data.vision import read_vision
@@ -16,7 +15,7 @@ from tests.integration.rollout.rollout_kit import Source
 from tests.integration.rollout.sglang.syncs import sync
 from tests.integration.rollout.weight_source import weights_of
 from tests.kit.engines import Answer, EngineRunner
-from tests.kit.vision import image_logprobs, make_vision_model, picture, prompt_with_images, without_images
+from tests.kit.vision import Item, clip, image_logprobs, make_vision_model, picture, prompt_with_images, without_images
 
 pytestmark = pytest.mark.night
 
@@ -49,7 +48,7 @@ class Checker:
         reference.load_state_dict(weights_of(self._model, version), strict=False)
         return reference
 
-    def check(self, prompt: list[int], answer: Answer, pictures: Sequence[Image.Image], begun: int = 0) -> int:
+    def check(self, prompt: list[int], answer: Answer, pictures: Sequence[Item], begun: int = 0) -> int:
         """Compare each token's log-prob with that under its version; returns how many were compared.
 
         The first `begun` of the answer's tokens are from before the request.
@@ -70,11 +69,19 @@ def checker(model: Path) -> Checker:
 def test_log_probs_equal_transformers_under_each_version(
     engine: EngineRunner, source: Source, checker: Checker
 ) -> None:
-    """Of prompts with one to three images, in groups, together, before and after the tower's weights change."""
+    """Of prompts with one to three items, in groups, together, before and after the tower's weights change."""
     compared = 0
     for version in (1, 2):
         sync(engine, source, version)
-        cases = [PICTURES, PICTURES[1:2], [PICTURES[0], PICTURES[1], PICTURES[0]], LARGE]
+        cases: list[list[Item]] = [
+            [*PICTURES],
+            [PICTURES[1]],
+            [PICTURES[0], PICTURES[1], PICTURES[0]],
+            [*LARGE],
+            [clip(7, 64, 96, 5)],
+            [clip(3, 64, 64, 6), PICTURES[1], clip(4, 96, 64, 7)],
+            [clip(24, 96, 96, 8)],  # of so many tokens that a prompt is computed once for all samples
+        ]
         prompts = [prompt_with_images(checker.vision, pictures) for pictures in cases]
         sampling = {"max_new_tokens": 12, "temperature": 1.0, "ignore_eos": True}
         going = [engine.ask(prompt, 3, media=media, **sampling) for prompt, media in prompts]
@@ -135,7 +142,7 @@ def test_requests_whose_images_are_wrong_fail_alone(engine: EngineRunner, checke
     prompt, media = prompt_with_images(checker.vision, PICTURES[:1])
     other = prompt_with_images(checker.vision, PICTURES[1:2])[1]
     wrong = {
-        "tokens of images, but its images have": (prompt, other),
+        "tokens of images and video, but its items have": (prompt, other),
         "bytes of media, but prompt_media says": (prompt, PromptMedia(media.records, media.contents[:-1])),
         "can't be used: cannot identify": (prompt, PromptMedia(media.records, b"x" * len(media.contents))),
     }

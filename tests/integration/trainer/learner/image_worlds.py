@@ -1,4 +1,4 @@
-"""Samples whose prompts have images, and ranks that compute log-probs and gradients of them."""
+"""Samples whose prompts have images and videos, and ranks that compute log-probs and gradients of them."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -8,28 +8,42 @@ from typing import Any
 import numpy as np
 
 from relaxd.data.vision import VisionModel, read_vision
-from relaxd.media import expand, normalise_image
+from relaxd.media.cache import decode_png
 from tests.integration.trainer.trainer_worlds import Job as LearnerJob
 from tests.integration.trainer.trainer_worlds import copied, make_learner
-from tests.kit.vision import encoded, picture
+from tests.kit.vision import Item, clip, expand_media, normal_media, picture
 
-PROMPTS: tuple[tuple[tuple[int, int], ...], ...] = (((64, 64),), (), ((100, 60), (40, 200), (200, 150)), ((64, 64),))
-"""Sizes of each prompt's images, in pixels. The first and the last prompt have the same tokens, but other pictures."""
+PROMPTS: tuple[tuple[tuple[int, ...], ...], ...] = (
+    ((64, 64),),
+    (),
+    ((100, 60), (40, 200), (200, 150)),
+    ((64, 64),),
+    ((64, 96, 5), (64, 64)),
+)
+"""Width and height of each prompt's images in pixels, with a number of frames that of a video. The first and the fourth
+prompt have the same tokens, but other pictures."""
 ANSWERS = 2
 
 
-def make_samples(vision: VisionModel, prompts: Sequence[Sequence[tuple[int, int]]] = PROMPTS) -> list[Any]:
-    """Two samples a prompt; in the second one's answer an image token was sampled."""
+def make_samples(
+    vision: VisionModel, prompts: Sequence[Sequence[tuple[int, ...]]] = PROMPTS, *, swapped: bool = False
+) -> list[Any]:
+    """Two samples a prompt; in the second one's answer an image token was sampled.
+
+    With `swapped`, the first two frames of videos change their places.
+    """
     from services.trainer.batch.micro_batch import TrainSequence
     from services.trainer.batch.prompt_images import Image, PromptImages
 
     rng, token = np.random.default_rng(0), vision.tokens.token
     samples = []
     for number, sizes in enumerate(prompts):
-        normal = [normalise_image(encoded(picture(*size, seed=number)), vision.rule) for size in sizes]
-        images = [Image(one.sha256, one.size.grid, pixels(one.png)) for one in normal]
-        short = [65, 66, *[258, token, 259] * len(sizes), 67, 68, 69]
-        prompt = expand(short, [image.grid for image in images], vision.tokens)
+        items: list[Item] = [_item(*size, seed=number, swapped=swapped) for size in sizes]
+        normal = normal_media(vision, items)
+        images = [Image(one.sha256, one.size.grid, decode_png(one.png)) for one in normal]
+        marks = (vision.tokens.video if one.kind == "video" else token for one in normal)
+        short = [65, 66, *(each for mark in marks for each in (258, mark, 259)), 67, 68, 69]
+        prompt = np.array(expand_media(short, normal, vision))
         laid_out = PromptImages.of(prompt, images, vision.tokens) if images else None
         for answer in range(ANSWERS):
             tokens = rng.integers(0, 250, 5 + 3 * answer)
@@ -52,13 +66,11 @@ def make_samples(vision: VisionModel, prompts: Sequence[Sequence[tuple[int, int]
     return samples
 
 
-def pixels(png: bytes) -> np.ndarray:
-    import io
-
-    from PIL import Image
-
-    with Image.open(io.BytesIO(png)) as image:
-        return np.array(image)
+def _item(width: int, height: int, frames: int = 0, *, seed: int, swapped: bool) -> Item:
+    if not frames:
+        return picture(width, height, seed)
+    found = clip(frames, width, height, seed)
+    return [found[1], found[0], *found[2:]] if swapped else found
 
 
 @dataclass(frozen=True)
@@ -68,7 +80,9 @@ class Job:
     model: Path
     settings: dict[str, Any] = field(default_factory=dict)
     plain_positions: bool = False
-    """Give image tokens the positions of text: a control that must fail."""
+    """Give tokens of media the positions of text: a control that must fail."""
+    swapped: bool = False
+    """Swap two frames of the videos: another control."""
     steps: int = 1
     save: Path | None = None
 
@@ -79,7 +93,7 @@ def run_job(job: Job, ranks: int = 1) -> dict[str, Any]:
     from services.trainer.megatron.world import leave_layout
 
     learner = make_learner(LearnerJob(job.model, job.settings, {"old_logprobs": "current"}), ranks)
-    samples = make_samples(read_vision(job.model))
+    samples = make_samples(read_vision(job.model), swapped=job.swapped)
     rows = [pack(samples[:5]), pack(samples[5:])]
     if job.plain_positions:
         rows = [

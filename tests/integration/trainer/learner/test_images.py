@@ -1,18 +1,19 @@
-"""Qwen3-VL with images in packed rows, against transformers' own pass of each sample."""
+"""Qwen3-VL with images and video in packed rows, against transformers' own pass of each sample."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import PIL.Image
 import pytest
 import torch
 from safetensors.torch import load_file
 from transformers import Qwen3VLForConditionalGeneration
-from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 from relaxd.data.vision import read_vision
 from services.trainer.batch.micro_batch import PackedMicroBatch, pack
+from services.trainer.batch.prompt_images import Image as SeenImage
 from services.trainer.learner.learner import Learner
 from services.trainer.megatron.world import leave_layout
 from services.trainer.model.architecture import ModelError
@@ -23,7 +24,7 @@ from tests.integration.trainer.learner.image_worlds import Job, make_samples, ru
 from tests.integration.trainer.trainer_worlds import Job as LearnerJob
 from tests.integration.trainer.trainer_worlds import make_learner, run_world, trainer_config
 from tests.kit.ports import free_port
-from tests.kit.vision import make_vision_model
+from tests.kit.vision import Item, make_vision_model, seen_by_transformers
 
 PROGRAM = "tests.integration.trainer.learner.image_worlds"
 
@@ -49,22 +50,32 @@ def reference(folder: Path) -> tuple[np.ndarray, dict[str, torch.Tensor]]:
     """
     whole = Qwen3VLForConditionalGeneration.from_pretrained(folder, dtype=torch.float32)
     model, found, loss = whole.model, [], torch.zeros(())
-    cut = Qwen2VLImageProcessorPil(patch_size=16, do_resize=False)
+    kinds = (
+        (1, whole.config.image_token_id, model.get_image_features, "pixel_values", "image_grid_thw"),
+        (2, whole.config.video_token_id, model.get_video_features, "pixel_values_videos", "video_grid_thw"),
+    )
     for sample in make_samples(read_vision(folder)):
         ids = torch.from_numpy(sample.tokens)[None]
         embeddings, more = model.get_input_embeddings()(ids), {}
         position = torch.arange(ids.shape[1]).expand(3, 1, -1)
         if sample.images is not None:
-            seen = cut(images=[image.pixels for image in sample.images.images], return_tensors="pt")
-            own = model.get_image_features(seen["pixel_values"], seen["image_grid_thw"], return_dict=True)
-            is_image = ids == whole.config.image_token_id
-            is_image[:, sample.prompt_length :] = False
-            embeddings = embeddings.masked_scatter(is_image[..., None], torch.cat(list(own.pooler_output)))
-            deep = [torch.cat(list(rows)).reshape(is_image.sum(), -1) for rows in own.deepstack_features]
-            more = {"visual_pos_masks": is_image, "deepstack_visual_embeds": deep}
-            position, _ = model.get_rope_index(
-                ids, image_grid_thw=seen["image_grid_thw"], mm_token_type_ids=is_image.long()
-            )
+            seen = seen_by_transformers([_item(image) for image in sample.images.images])
+            modality, deep = torch.zeros_like(ids), [torch.zeros_like(embeddings)] * 3
+            for kind, token, features, patches, grids in kinds:
+                if patches not in seen:
+                    continue
+                own = features(seen[patches], seen[grids], return_dict=True)
+                is_own = (ids == token) & (torch.arange(ids.shape[1]) < sample.prompt_length)
+                modality[is_own] = kind
+                embeddings = embeddings.masked_scatter(is_own[..., None], torch.cat(list(own.pooler_output)))
+                deep = [
+                    before.masked_scatter(is_own[..., None], torch.cat(list(rows)))
+                    for before, rows in zip(deep, own.deepstack_features, strict=True)
+                ]
+            deep = [rows[modality != 0] for rows in deep]
+            more = {"visual_pos_masks": modality != 0, "deepstack_visual_embeds": deep}
+            grids = {name: seen[name] for name in ("image_grid_thw", "video_grid_thw") if name in seen}
+            position, _ = model.get_rope_index(ids, mm_token_type_ids=modality, **grids)
         hidden = model.language_model(inputs_embeds=embeddings, position_ids=position, **more).last_hidden_state
         logprobs = whole.lm_head(hidden)[0, :-1].log_softmax(-1).gather(-1, ids[0, 1:, None])[:, 0]
         logprobs = logprobs[torch.from_numpy(sample.loss_mask)[1:] == 1]
@@ -75,6 +86,13 @@ def reference(folder: Path) -> tuple[np.ndarray, dict[str, torch.Tensor]]:
     return np.concatenate(found), {name: parameter.grad for name, parameter in whole.named_parameters()}
 
 
+def _item(image: SeenImage) -> Item:
+    """Return an item as the data had it, but in its normal size."""
+    height = image.pixels.shape[1] * image.grid[1] // image.grid[2]
+    frames = [PIL.Image.fromarray(one) for one in np.split(image.pixels, len(image.pixels) // height)]
+    return frames if len(frames) > 1 else frames[0]
+
+
 @pytest.mark.parametrize("settings", [ALL, {**ALL, "recompute": "full"}], ids=["plain", "recomputed"])
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
 def test_log_probs_and_gradients_equal_those_of_transformers(
@@ -83,7 +101,7 @@ def test_log_probs_and_gradients_equal_those_of_transformers(
     folder = models(tied)
     logprobs, gradients = reference(folder)
     found = run_job(Job(folder, settings))
-    assert found["images"] == [4, 4]
+    assert found["images"] == [4, 6]
     np.testing.assert_allclose(found["logprobs"], logprobs, atol=1e-5)
     assert found["gradients"].keys() == gradients.keys()
     for name, gradient in found["gradients"].items():
@@ -91,8 +109,9 @@ def test_log_probs_and_gradients_equal_those_of_transformers(
         assert difference <= 1e-4 * np.linalg.norm(gradients[name].numpy()), name
 
 
-def test_control_plain_positions_give_other_log_probs(models: Callable[..., Path], alone: None) -> None:
-    found = run_job(Job(models(), plain_positions=True))
+@pytest.mark.parametrize("control", ["plain_positions", "swapped"])
+def test_controls_give_other_log_probs(models: Callable[..., Path], alone: None, control: str) -> None:
+    found = run_job(Job(models(), **{control: True}))
     logprobs, _ = reference(models())
     assert np.abs(found["logprobs"] - logprobs).max() > 0.01
 
@@ -122,12 +141,12 @@ def test_a_frozen_tower_sees_an_image_once_until_its_weights_change(models: Call
         return [found[row.loss_mask == 1] for found, row in zip(learner.log_probs(rows), rows, strict=True)]
 
     first = log_probs([pack(samples[:5]), pack(samples[5:])])
-    assert (outputs.asked, outputs.runs) == (8, 5)  # four images in each row, and three of them in both
+    assert (outputs.asked, outputs.runs) == (10, 7)  # four images and six in the rows, and three of them in both
     alone_in_row = [pack([sample]) for sample in samples]
     again = log_probs(alone_in_row)
-    assert outputs.runs == 5
+    assert outputs.runs == 7
     learner.accumulate(alone_in_row)
-    assert outputs.runs == 5
+    assert outputs.runs == 7
 
     module.tower_outputs = none_kept = TowerOutputs(0)
     for ours, theirs in zip(log_probs(alone_in_row), again, strict=True):
@@ -138,7 +157,7 @@ def test_a_frozen_tower_sees_an_image_once_until_its_weights_change(models: Call
     module.tower_outputs = outputs
     load_hf(module, make_vision_model(models().parent / "other", seed=2), learner._forward.architecture, learner.world)
     changed = log_probs(alone_in_row)
-    assert outputs.runs == 10
+    assert outputs.runs == 14
     module.tower_outputs = TowerOutputs()
     np.testing.assert_array_equal(np.concatenate(changed), np.concatenate(log_probs(alone_in_row)))
     leave_layout()

@@ -87,7 +87,8 @@ def test_a_run_needs_what_its_roles_and_rewards_need() -> None:
     assert extras_of(load(RUN)) == ["coordinator", "reward", "advantage", "rollout", "trainer"]
     config = load(RUN.replace('reward.name = "addition"', 'reward.name = "boxed_ifeval"\nrollout.engine = "sglang"'))
     assert extras_of(config) == ["coordinator", "reward", "advantage", "sglang", "trainer", "ifeval"]
-    assert "media" in extras_of(load(RUN + 'data.media_keys = {image = "images"}\n'))
+    assert extras_of(load(RUN + 'data.media_keys = {image = "images"}\n'))[-1] == "media"
+    assert extras_of(load(RUN + 'data.media_keys = {video = "videos"}\n'))[-2:] == ["media", "video"]
 
 
 def test_optional_packages_are_no_problem(tmp_path: Path) -> None:

@@ -102,7 +102,7 @@ def test_rows_of_text_are_packed_as_before(vision: VisionModel) -> None:
         ({MEDIA_CONTENTS: np.zeros(7, np.int32)}, "media_contents must be an array .* of uint8"),
         ({PROMPT_MEDIA: [{"kind": "image"}]}, "prompt_media is malformed: KeyError"),
         ({PROMPT_MEDIA: 5}, "prompt_media is malformed: TypeError"),
-        ({"prompt_tokens": np.arange(9, dtype=np.int32)}, "has 0 tokens of images, but its images have 14"),
+        ({"prompt_tokens": np.arange(9, dtype=np.int32)}, "has 0 tokens of images and video, but its items have 14"),
         ({"shares_prompt": np.array([1, 0], np.uint8), "loss_mask": np.array([1, 1, 1, 0, 1], np.uint8)}, "sequence 1"),
     ],
 )

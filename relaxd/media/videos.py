@@ -1,0 +1,286 @@
+"""Videos in their normal form: sampled frames, upright RGB in the size that the model's rule gives, in one PNG.
+
+The frames stand one below the other, so that what reads normal images reads them, too. Their hash is that of their
+pixels, so it tells apart whatever a decoder or a setting changes. Files need PyAV (extra [video]), which brings FFmpeg
+and is imported when the first one is read.
+"""
+
+import io
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self
+
+import numpy as np
+
+from relaxd.media.images import (
+    ImageRule,
+    ImageSize,
+    NormalImage,
+    check_sides,
+    encode_png,
+    opened_image,
+    pixels_sha256,
+    upright_rgb,
+)
+from relaxd.media.placeholders import VIDEO
+from relaxd.media.sources import MP4_BOXES, MediaError, read_source
+
+if TYPE_CHECKING:
+    from av.container import InputContainer
+    from PIL.Image import Image
+
+FORM = "video/1"
+"""Name of the normal form, part of every hash."""
+FORMATS = {"mp4": "MP4 or QuickTime", "matroska": "WebM or Matroska", "avi": "AVI", "gif": "GIF"}
+"""Formats that are decoded, by FFmpeg's names. It knows others that open further files or addresses."""
+MIN_FRAMES = 2
+"""Minimum number of frames: one is an image."""
+MAX_FRAMES = 1 << 17
+"""Maximum number of frames before they are sampled: more than an hour at 30 a second."""
+
+
+@dataclass(frozen=True)
+class VideoRule(ImageRule):
+    """A model's rule for video. The limits of pixels are for all sampled frames together."""
+
+    times: int
+    """Frames that become one time: those of a patch."""
+    fps: float
+    """Frames a second that are sampled."""
+    min_frames: int
+    max_frames: int
+
+    def sampled(self, frames: int, rate: float) -> list[int]:
+        """Return which of a video's frames are sampled, as Qwen3-VL's processor in transformers does.
+
+        They are evenly spread from the first to the last one: `fps` for each second, between the limits.
+        """
+        wanted = min(max(int(frames / rate * self.fps), self.min_frames), self.max_frames, frames)
+        indices: list[int] = np.linspace(0, frames - 1, wanted).round().astype(int).tolist()
+        return indices
+
+    def resized_frames(self, frames: int, width: int, height: int) -> tuple[int, int]:
+        """Return the size that sampled frames get: `smart_resize` of Qwen3-VL's video processor."""
+        if min(width, height) < self.factor:
+            scale = max(self.factor / height, self.factor / width)
+            width, height = int(width * scale), int(height * scale)
+        return self.resized(width, height, frames, round(frames / self.times) * self.times)
+
+
+@dataclass(frozen=True)
+class VideoSize:
+    """Sizes of a video, all of which follow from its frames' number, rate and size."""
+
+    original: tuple[int, int]
+    """Width and height of a frame in pixels, upright."""
+    normal: tuple[int, int]
+    """Width and height of a frame of the normal form."""
+    grid: tuple[int, int, int]
+    """Patches of the normal form: times, rows, columns; the model's video_grid_thw."""
+    tokens: int
+    """Number of tokens that its frames take in a prompt, without those of the texts that say their times."""
+    times: tuple[float, ...]
+    """Seconds from its begin at each of its times: the mean of the first and the last frame of that one."""
+    sampled: tuple[int, ...]
+    """Indices of the frames that are sampled. The last one is repeated to fill up the last time."""
+
+    @classmethod
+    def of(cls, width: int, height: int, frames: int, rate: float, rule: VideoRule) -> Self:
+        """Return the sizes of a video. Raises MediaError: its frames are too many, too few, or of a wrong size."""
+        check_sides(width, height)
+        if frames < MIN_FRAMES:
+            raise MediaError(f"has too few frames ({frames}): a video must have at least {MIN_FRAMES}")
+        if frames > MAX_FRAMES:
+            raise MediaError(f"has {frames:,} frames: at most {MAX_FRAMES:,} are read, cut it into parts")
+        sampled = rule.sampled(frames, rate)
+        wide, high = rule.resized_frames(len(sampled), width, height)
+        sampled += sampled[-1:] * (-len(sampled) % rule.times)
+        seconds = [index / rate for index in sampled]
+        times = [
+            (first + last) / 2
+            for first, last in zip(seconds[:: rule.times], seconds[rule.times - 1 :: rule.times], strict=True)
+        ]
+        grid = (len(times), high // rule.patch, wide // rule.patch)
+        tokens = len(times) * wide * high // rule.factor**2
+        return cls((width, height), (wide, high), grid, tokens, tuple(times), tuple(sampled))
+
+
+@dataclass(frozen=True)
+class NormalVideo:
+    """A video in its normal form."""
+
+    kind: ClassVar[str] = VIDEO
+    png: bytes
+    """The RGB pixels of its frames, one below the other, as PNG without anything else."""
+    sha256: str
+    """Hexadecimal digits of the hash of pixels and rule."""
+    size: VideoSize
+
+    @property
+    def media_type(self) -> str:
+        """What the PNG has."""
+        return f"image/png; frames={len(self.size.sampled)}"
+
+
+NormalMedia = NormalImage | NormalVideo
+"""An item in its normal form."""
+MediaSize = ImageSize | VideoSize
+"""Sizes of an item."""
+
+
+def measure_video(source: Any, rule: VideoRule) -> VideoSize:
+    """Return a video's sizes, for which its file is read, but only one frame decoded.
+
+    Raises MediaError, as `normalise_video`, except for what is broken behind the first frame.
+    """
+    with _opened(source, rule) as clip:
+        return VideoSize.of(*clip.size, clip.frames, clip.rate, rule)
+
+
+def normalise_video(source: Any, rule: VideoRule) -> NormalVideo:
+    """Return a video in its normal form.
+
+    Its frames are sampled, turned upright and resized by bicubic interpolation.
+
+    Args:
+        source: an item in one of the forms of `read_source`, or a list of frames in these forms, which are taken for
+            `rule.fps` frames a second.
+        rule: the model's.
+
+    Raises:
+        MediaError: it can't be read or decoded, or its frames are too many, too few, too small, too large or too
+            narrow. The message continues a sentence that names the item.
+    """
+    from PIL import Image
+
+    with _opened(source, rule) as clip:
+        size = VideoSize.of(*clip.size, clip.frames, clip.rate, rule)
+        found = {}
+        for index, frame in clip.read(set(size.sampled)):
+            if frame.size != clip.size:
+                raise MediaError(f"has frames of different sizes: {size.original} and, at {index}, {frame.size}")
+            resized = frame if frame.size == size.normal else frame.resize(size.normal, Image.Resampling.BICUBIC)
+            found[index] = np.asarray(resized)
+    if lacking := sorted(set(size.sampled) - found.keys()):
+        raise MediaError(f"is a broken video: its file has {clip.frames} frames, but frame {lacking[0]} isn't decoded")
+    pixels = np.concatenate([found[index] for index in size.sampled])
+    return NormalVideo(encode_png(pixels), pixels_sha256(pixels, FORM, rule), size)
+
+
+def frames_of(image: "Image", count: int) -> "list[Image]":
+    """Return the frames of a video from the image of its normal form, in which they stand one below the other."""
+    height = image.height // count
+    return [image.crop((0, top, image.width, top + height)) for top in range(0, image.height, height)]
+
+
+class _Clip(Protocol):
+    """A video that is opened, or a list of frames."""
+
+    frames: int
+    """Number of frames."""
+    rate: float
+    """Frames a second."""
+    size: tuple[int, int]
+    """Width and height of a frame, upright."""
+
+    def read(self, wanted: Collection[int]) -> "Iterator[tuple[int, Image]]":
+        """Yield some frames and their indices, upright, in RGB. May raise anything."""
+
+
+@contextmanager
+def _opened(source: Any, rule: VideoRule) -> Iterator[_Clip]:
+    """Open a video. Raises MediaError, also for what decoding raises."""
+    if isinstance(source, list | tuple):
+        yield _FrameList(source, rule.fps)
+        return
+    content = read_source(source)
+    try:
+        yield _File(content)
+    except MediaError:
+        raise
+    except Exception as error:  # decoders raise almost anything for broken files
+        raise MediaError(f"is a broken video: {getattr(error, 'strerror', None) or error}") from error
+
+
+class _FrameList:
+    """A video whose frames are images."""
+
+    def __init__(self, sources: Sequence[Any], rate: float) -> None:
+        self._sources = sources
+        self.frames, self.rate = len(sources), rate
+        if not sources:
+            raise MediaError("is an empty list: a video has frames")
+        self.size = self._frame(0).size
+
+    def read(self, wanted: Collection[int]) -> "Iterator[tuple[int, Image]]":
+        for index in sorted(wanted):
+            yield index, self._frame(index)
+
+    def _frame(self, index: int) -> "Image":
+        try:
+            with opened_image(self._sources[index]) as image:
+                return upright_rgb(image)
+        except MediaError as error:
+            raise MediaError(f"has a wrong frame: frame {index} {error}") from error
+
+
+class _File:
+    """A video in a file's content."""
+
+    def __init__(self, content: bytes) -> None:
+        self._content, self._format = content, _format_of(content)
+        with self._container() as container:
+            stream = container.streams.video[0]
+            width, height = stream.codec_context.width, stream.codec_context.height
+            if not width or not height:
+                raise MediaError("is a broken video: its file doesn't say how large it is")
+            check_sides(width, height)
+            rate = stream.average_rate or stream.guessed_rate
+            if not rate:
+                raise MediaError("is a video that doesn't say how many frames a second has")
+            self.rate = float(rate)
+            stored = self.frames = 0
+            for packet in container.demux(stream):
+                stored += packet.size > 0
+                self.frames += packet.size > 0 and not packet.is_discard
+            if stored < stream.frames:
+                raise MediaError(f"is a broken video: it says {stream.frames} frames, but has only {stored}")
+        if not self.frames:
+            raise MediaError("is a video without frames")
+        first = next((frame for _, frame in self.read([0])), None)
+        if first is None:
+            raise MediaError("is a broken video: its first frame isn't decoded")
+        self.size = first.size
+
+    def read(self, wanted: Collection[int]) -> "Iterator[tuple[int, Image]]":
+        with self._container() as container:
+            for index, frame in enumerate(container.decode(container.streams.video[0])):
+                if index in wanted:
+                    yield index, frame.to_image().rotate(frame.rotation, expand=True)
+                if index == max(wanted):
+                    return
+
+    def _container(self) -> "InputContainer":
+        try:
+            import av
+        except ImportError as error:
+            raise MediaError("can't be read without the package av: pip install 'relaxd[video]'") from error
+        container = av.open(io.BytesIO(self._content), "r", self._format, metadata_errors="replace")
+        if not container.streams.video:
+            container.close()
+            raise MediaError("is a file without video")
+        return container
+
+
+def _format_of(content: bytes) -> str:
+    """Return FFmpeg's name of a file's format, by its first bytes. Raises MediaError."""
+    if content[4:8] in MP4_BOXES:
+        return "mp4"
+    if content.startswith(b"\x1aE\xdf\xa3"):
+        return "matroska"
+    if content.startswith(b"RIFF") and content[8:12] == b"AVI ":
+        return "avi"
+    if content.startswith(b"GIF8"):
+        return "gif"
+    raise MediaError(f"is no video in a format that is read ({', '.join(FORMATS.values())}), or is broken")

@@ -1,0 +1,70 @@
+"""Source of prompts of examples/dots.toml: videos of a dot that moves, and the side to which it does as the answer.
+
+A way to the left has the frames of one to the right in reverse order.
+"""
+
+from random import Random
+from typing import Any, Self
+
+from PIL import Image, ImageDraw
+
+from relaxd.tools.digit_pictures import GREY, encoded
+
+PROMPT = "<video>Where does the dot go?"
+SIDES = {"left": (-1, 0), "right": (1, 0), "up": (0, -1), "down": (0, 1)}
+"""Answers, and the directions of their movements."""
+FRAMES = 4
+SIDE = 32
+"""Width and height of a frame, in pixels."""
+RADIUS = 4
+STEPS = (4.0, 6.0)
+"""Range of a dot's movements from frame to frame, in pixels."""
+MIDDLE = (12.0, 20.0)
+"""Range of the middles of its ways, in pixels."""
+HELD_OUT = 200
+"""Number of held-out videos, whose seeds are those behind the training videos'."""
+
+
+class MovingDots:
+    """A source of prompts (docs/data.md, "A source of your own"), each with a video of a moving dot."""
+
+    def __init__(self, count: int = 2500, blank: bool = False, first: int = 0) -> None:
+        """Make a source.
+
+        Args:
+            count: number of videos.
+            blank: whether all frames are grey, so that nothing tells the side.
+            first: seed of the first video.
+        """
+        self._count, self._blank, self._first = count, blank, first
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        """Return a row. The video's column is "videos", in which it is a list of frames."""
+        answer, frames = draw(self._first + index)
+        if self._blank:
+            frames = [Image.new("RGB", (SIDE, SIDE), (GREY, GREY, GREY))] * FRAMES
+        return {"prompt": PROMPT, "answer": answer, "videos": [[encoded(frame) for frame in frames]]}
+
+    def held_out(self) -> Self:
+        """Return other videos, for evaluation."""
+        return type(self)(HELD_OUT, self._blank, self._first + self._count)
+
+
+def draw(seed: int) -> tuple[str, list[Image.Image]]:
+    """Return a random side and the frames of a dot that moves there, whose way, speed and colors are random."""
+    random = Random(seed)
+    answer = random.choice(list(SIDES))
+    ground = tuple(random.randrange(0, 60) for _ in range(3))
+    ink = tuple(random.randrange(195, 256) for _ in range(3))
+    middle, step = (random.uniform(*MIDDLE), random.uniform(*MIDDLE)), random.uniform(*STEPS)
+    frames = []
+    for number in range(FRAMES):
+        way = step * (number - (FRAMES - 1) / 2)
+        x, y = (place + way * side for place, side in zip(middle, SIDES[answer], strict=True))
+        frame = Image.new("RGB", (SIDE, SIDE), ground)
+        ImageDraw.Draw(frame).ellipse((x - RADIUS, y - RADIUS, x + RADIUS, y + RADIUS), ink)
+        frames.append(frame)
+    return answer, frames

@@ -1,0 +1,188 @@
+"""Makes tiny models of examples: a Qwen3-VL that answers any picture or video with any of a task's answers.
+
+Only its output layer is taught: to answer with one of them, all alike, and to end. Everything else is random, the
+vision tower, too.
+"""
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import PreTrainedTokenizerFast, Qwen3VLConfig, Qwen3VLForConditionalGeneration
+
+from relaxd.config import DataConfig
+from relaxd.data.examples import Example
+from relaxd.data.tokenizer import PromptTokenizer
+from relaxd.data.vision import VisionModel, normalise, read_vision
+from relaxd.media import VIDEO, MediaItem
+from relaxd.media.cache import decode_png
+from relaxd.tools.tool_beginner import END, labels, tokenizer_of
+
+IMAGE_MARKS = {"image_token_id": "<|image|>"}
+VIDEO_MARKS = {"video_token_id": "<|video|>", "vision_start_token_id": "<|start|>", "vision_end_token_id": "<|stop|>"}
+"""Tokens of media by their names in config.json."""
+CHAT_TEMPLATE = """\
+{%- for message in messages -%}
+<|{{ message.role }}|>
+{%- if message.content is string -%}{{ message.content }}{%- else -%}
+{%- for part in message.content -%}
+{%- if part.type == 'text' -%}{{ part.text }}{%- else -%}<|{{ part.type }}|>{%- endif -%}
+{%- endfor -%}
+{%- endif -%}
+<|end|>
+{%- endfor -%}
+{%- if add_generation_prompt -%}
+<|assistant|>
+{%- endif -%}
+"""
+PATCH, MERGE = 8, 2
+TEXT = {
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "max_position_embeddings": 256,
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 10000.0,
+        "mrope_section": [6, 5, 5],
+        "mrope_interleaved": True,
+    },
+}
+TOWER = {
+    "depth": 1,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_heads": 4,
+    "patch_size": PATCH,
+    "spatial_merge_size": MERGE,
+    "out_hidden_size": 64,
+    "deepstack_visual_indexes": [0],
+}
+UPDATES = 200
+LEARNING_RATE = 1e-2
+ITEMS = 8
+"""Number of items that the output layer is taught with."""
+
+
+@dataclass(frozen=True)
+class Task:
+    """A question about pictures or videos."""
+
+    kind: str
+    """Kind of media."""
+    question: str
+    answers: Sequence[str]
+    item: Callable[[int], Any]
+    """Returns the item of a seed, in a form that data may have. No run draws those of negative seeds."""
+    side: int
+    """Width and height of a picture or frame, in pixels."""
+    frames: int = 1
+    """Frames of an item."""
+
+    @property
+    def times(self) -> int:
+        """Frames of a patch."""
+        return min(self.frames, 2)
+
+    @property
+    def marks(self) -> dict[str, str]:
+        """Tokens of media that its model has."""
+        return IMAGE_MARKS | (VIDEO_MARKS if self.kind == VIDEO else {})
+
+
+def make(folder: Path, task: Task, updates: int = UPDATES) -> None:
+    """Make a task's model and write it with its tokenizer, chat template and processors into `folder`."""
+    folder.mkdir(parents=True, exist_ok=True)
+    torch.manual_seed(0)
+    torch.set_num_threads(1)  # more would only wait for each other
+    tokenizer = _tokenizer(task)
+    marks = {name: tokenizer.convert_tokens_to_ids(mark) for name, mark in task.marks.items()}
+    text = {**TEXT, "vocab_size": len(tokenizer), "pad_token_id": 0, "eos_token_id": 1, "bos_token_id": None}
+    tower = {**TOWER, "temporal_patch_size": task.times, "num_position_embeddings": (task.side // PATCH) ** 2}
+    model = Qwen3VLForConditionalGeneration(
+        Qwen3VLConfig(text_config=text, vision_config=tower, tie_word_embeddings=False, **marks)
+    )
+    model.generation_config.eos_token_id, model.generation_config.pad_token_id = 1, 0
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    (folder / "preprocessor_config.json").write_text(json.dumps(_processor(task, 1)))
+    if task.kind == VIDEO:
+        (folder / "video_preprocessor_config.json").write_text(json.dumps(_processor(task, task.frames)))
+    _teach(model, folder, task, updates)
+    model.save_pretrained(folder)
+
+
+def _processor(task: Task, frames: int) -> dict[str, Any]:
+    """Return settings of a processor that resizes no item, and takes all of its frames."""
+    area = task.side**2 * frames
+    return {
+        "image_processor_type": "Qwen2VLImageProcessor",
+        "patch_size": PATCH,
+        "merge_size": MERGE,
+        "temporal_patch_size": task.times,
+        "image_mean": [0.5] * 3,
+        "image_std": [0.5] * 3,
+        "size": {"shortest_edge": area, "longest_edge": area},
+    }
+
+
+def _tokenizer(task: Task) -> PreTrainedTokenizerFast:
+    """Return a tokenizer with one token for each answer, for the question and for an item's marks."""
+    words = [answer for answer in task.answers if not answer.isdigit()]  # digits are tokens anyway
+    times = ["< seconds>"] if task.kind == VIDEO else []
+    tokenizer = tokenizer_of([task.question, *words, *times] * 10)
+    tokenizer.add_special_tokens({"additional_special_tokens": list(task.marks.values())})
+    tokenizer.chat_template = CHAT_TEMPLATE
+    return tokenizer
+
+
+def _teach(model: Qwen3VLForConditionalGeneration, folder: Path, task: Task, updates: int) -> None:
+    """Teach the output layer with items that no run draws, each answered with every answer."""
+    vision = read_vision(folder, DataConfig(source="addition", media_keys={task.kind: "items"}))
+    tokenizer = PromptTokenizer(folder, vision=vision)
+    ids, hidden = [], []
+    for number in range(ITEMS):
+        question = [{"type": task.kind}, {"type": "text", "text": task.question}]
+        item = MediaItem(task.kind, task.item(-1 - number), "lesson")
+        example = Example([{"role": "user", "content": question}], media=(item,))
+        (found,) = normalise(example, vision)
+        prompt = tokenizer.encode_seen(example, [found])
+        texts = [tokenizer.encode_text(f"{answer}{END}") for answer in task.answers]
+        ids.append(torch.from_numpy(np.stack([[*prompt, *text] for text in texts])).long())
+        hidden.append(_hidden(model, ids[-1], vision, decode_png(found.png), found.size.grid))
+    states, answers = torch.cat(hidden)[:, :-1], labels(torch.cat(ids))[:, 1:].flatten()
+    optimizer = torch.optim.Adam(model.lm_head.parameters(), lr=LEARNING_RATE)
+    for _ in range(updates):
+        loss = torch.nn.functional.cross_entropy(model.lm_head(states).flatten(0, 1), answers)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+
+
+@torch.no_grad()
+def _hidden(
+    model: Qwen3VLForConditionalGeneration,
+    ids: torch.Tensor,
+    vision: VisionModel,
+    pixels: np.ndarray,
+    grid: tuple[int, int, int],
+) -> torch.Tensor:
+    """Return the hidden states of answers [answers, T] to one item."""
+    patches = torch.tensor(vision.patches(pixels, grid)).repeat(len(ids), 1)
+    grids = torch.tensor([grid] * len(ids))
+    is_video = (ids == vision.tokens.video).long()
+    own = (
+        {"pixel_values_videos": patches, "video_grid_thw": grids}
+        if is_video.any()
+        else {"pixel_values": patches, "image_grid_thw": grids}
+    )
+    modality = (ids == vision.tokens.token).long() + 2 * is_video
+    states: torch.Tensor = model.model(input_ids=ids, mm_token_type_ids=modality, **own).last_hidden_state
+    return states

@@ -1,0 +1,63 @@
+"""The pictures and videos of examples, and the tiny models that learn to see them."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoTokenizer
+
+from relaxd.config import DataConfig
+from relaxd.data.vision import read_vision
+from relaxd.media import measure_image, measure_video, normalise_image, normalise_video
+from relaxd.tools import digits_beginner, dots_beginner
+from relaxd.tools.digit_pictures import DigitPictures
+from relaxd.tools.moving_dots import MovingDots
+from relaxd.tools.sight_beginner import Task, make
+
+SOURCES: dict[str, tuple[Any, Task]] = {
+    "images": (DigitPictures, digits_beginner.TASK),
+    "videos": (MovingDots, dots_beginner.TASK),
+}
+
+
+@pytest.mark.parametrize("column", SOURCES)
+def test_items_are_always_the_same_ones_and_held_out_ones_are_others(column: str) -> None:
+    source, task = SOURCES[column]
+    items = source(40)
+    rows = [items[index] for index in range(40)]
+    assert rows[:5] == [source(40)[index] for index in range(5)]
+    assert {row["answer"] for row in rows} == set(task.answers)
+    held_out = items.held_out()
+    assert not {str(row[column]) for row in rows} & {str(held_out[index][column]) for index in range(40)}
+
+
+@pytest.mark.parametrize("column", SOURCES)
+def test_blank_items_are_all_the_same_one_beside_the_same_answers(column: str) -> None:
+    source, _ = SOURCES[column]
+    blank, drawn = source(20, blank=True), source(20)
+    assert [blank[index]["answer"] for index in range(20)] == [drawn[index]["answer"] for index in range(20)]
+    for items in (blank, blank.held_out()):
+        assert len({str(items[index][column]) for index in range(20)}) == 1
+
+
+def made(folder: Path, task: Task) -> Any:
+    """Make a model, whose tokenizer must have a token for each answer; returns its rules."""
+    make(folder, task, updates=1)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    assert all(len(tokenizer.encode(answer)) == 1 for answer in task.answers)
+    return read_vision(folder, DataConfig(source="addition", media_keys={task.kind: "items"}))
+
+
+def test_a_picture_has_four_tokens(tmp_path: Path) -> None:
+    rule = made(tmp_path, digits_beginner.TASK).rule
+    (picture,) = DigitPictures(1)[0]["images"]
+    assert measure_image(picture, rule).tokens == 4
+    assert normalise_image(picture, rule).size.normal == (32, 32)  # isn't resized
+
+
+def test_a_video_has_two_times_of_four_tokens(tmp_path: Path) -> None:
+    rule = made(tmp_path, dots_beginner.TASK).video
+    (video,) = MovingDots(1)[0]["videos"]
+    size = measure_video(video, rule)
+    assert (size.tokens, size.times, size.normal) == (8, (0.25, 1.25), (32, 32))
+    assert normalise_video(video, rule).size == size
