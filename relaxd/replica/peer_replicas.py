@@ -1,11 +1,11 @@
-"""The replicas of another role that work on a run, found through the coordinator, for services that call them."""
+"""The replicas of another role that work on a run, of which the coordinator tells, for services that call them."""
 
 import asyncio
 import logging
 import random
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Generic, TypeVar
 
 import grpc
@@ -13,7 +13,7 @@ import grpc
 from relaxd.rpc.client import channel
 from relaxd.rpc.errors import explain
 from relaxd.rpc.service_settings import ServiceSettings
-from relaxd.v1.coordinator_pb2 import ListReplicasRequest, RegisteredReplica
+from relaxd.v1.coordinator_pb2 import CallableReplica, WatchReplicasRequest, WatchReplicasResponse
 from relaxd.v1.coordinator_pb2_grpc import CoordinatorStub
 from relaxd.v1.replica_pb2 import (
     REPLICA_STATE_IDLE,
@@ -21,11 +21,18 @@ from relaxd.v1.replica_pb2 import (
     REPLICA_STATE_STARTING,
     REPLICA_STATE_UNSPECIFIED,
 )
+from relaxd.waiting import Backoff
 
 AVOIDED_SECONDS = 5.0
 """A replica that did not answer isn't called for this long; by then the coordinator knows if it has ended."""
-LIST_SECONDS = 5.0
-PAGE = 1000
+FIRST_SECONDS = 5.0
+"""Time in which the coordinator has to name the replicas for the first time."""
+WATCH_SECONDS = 60.0
+WATCH_GRACE_SECONDS = 15.0
+"""Time beyond that for the end of a watch."""
+CLOSE_SECONDS = 5.0
+PAUSE = Backoff(first_seconds=0.2, max_seconds=5.0)
+"""Pauses between two watches while the coordinator is away, to which up to a half is added at random."""
 
 _TO_COME = (REPLICA_STATE_UNSPECIFIED, REPLICA_STATE_IDLE, REPLICA_STATE_STARTING)
 Stub = TypeVar("Stub")
@@ -54,9 +61,9 @@ class Peer(Generic[Stub]):
         self.avoided_why = ""
         """Why it isn't called until then, such as "did not answer a moment ago"."""
         self.ready = True
-        """By the last look."""
+        """By the coordinator's last word."""
         self.version: int | None = None
-        """Version of the weights that it serves, by the last look; None if it serves none."""
+        """Version of the weights that it serves, by the coordinator's last word or its own; None if it serves none."""
         self.term = 0
         """Term of the trainer that sent them."""
 
@@ -71,7 +78,7 @@ class Peer(Generic[Stub]):
 
 
 class PeerReplicas(Generic[Stub]):
-    """Finds the ready replicas of a role, and chooses those with the fewest open calls. Lives in one event loop."""
+    """Follows the replicas of a role, and chooses ready ones with the fewest open calls. Lives in one event loop."""
 
     def __init__(
         self,
@@ -81,10 +88,9 @@ class PeerReplicas(Generic[Stub]):
         settings: ServiceSettings,
         run_id: str,
         *,
-        look_seconds: Callable[[int], float],
         serving: bool = False,
     ) -> None:
-        """Find nothing yet.
+        """Begin to follow them.
 
         Args:
             role: the role.
@@ -92,7 +98,6 @@ class PeerReplicas(Generic[Stub]):
             coordinator: the coordinator.
             settings: of this process.
             run_id: the run.
-            look_seconds: interval of looks at the coordinator while calls are made, by the number of replicas.
             serving: whether only replicas that serve weights can be called.
         """
         self.role = role
@@ -100,22 +105,20 @@ class PeerReplicas(Generic[Stub]):
         self._coordinator = coordinator
         self._settings = settings
         self._run_id = run_id
-        self._look_seconds = look_seconds
         self._serving = serving
+        self._known: dict[str, CallableReplica] = {}
+        """All replicas of the role, by id."""
         self._peers: dict[str, Peer[Stub]] = {}
         """Replicas that are ready or still have a call, by id."""
         self._came = False
         """True once a replica was ready."""
-        self._to_come: str | None = None
-        """The replicas that are only starting, for people; None if there is another reason why none is ready."""
-        self._unable = ""
-        """Details of the replicas that can't be called, for people."""
-        self._look_at = 0.0
-        self._looking = asyncio.Lock()
+        self._listed = asyncio.Event()
+        """Set once the coordinator has named the replicas."""
+        self._watching = asyncio.create_task(self._watch(), name=f"watch the {role} replicas")
 
     @property
     def ready(self) -> list[Peer[Stub]]:
-        """The replicas that were ready at the last look."""
+        """The ready replicas."""
         return [peer for peer in self._peers.values() if peer.ready]
 
     async def choose(self, preferred: str = "", fits: Callable[[Peer[Stub]], bool] | None = None) -> Peer[Stub]:
@@ -123,18 +126,11 @@ class PeerReplicas(Generic[Stub]):
 
         With `fits`, only replicas for which it returns True. Raises NoReplicaError.
         """
-        if time.monotonic() >= self._look_at:
-            await self.look()
+        await self._wait_listed()
         now = time.monotonic()
         able = [peer for peer in self.ready if peer.avoided_until <= now]
         if not able:
-            if not self.ready and self._to_come is not None:
-                raise NoReplicaError(self._to_come, starting=True)
-            names = ", ".join(peer.replica_id for peer in self.ready[:3])
-            why = " or ".join(sorted({peer.avoided_why for peer in self.ready}))
-            known = f" but those that {why} ({names})" if names else ""
-            said = f" ({self._unable})" if self._unable else ""
-            raise NoReplicaError(f"no {self.role} replica is ready{known}{said}")
+            raise self._no_replica()
         if fits is not None and not (able := list(filter(fits, able))):
             raise NoReplicaError(f"no ready {self.role} replica serves the version")
         if (peer := self._peers.get(preferred)) in able:
@@ -142,74 +138,95 @@ class PeerReplicas(Generic[Stub]):
         fewest = min(peer.open for peer in able)
         return random.choice([peer for peer in able if peer.open == fewest])
 
-    def avoid(self, peer: Peer[Stub], seconds: float = AVOIDED_SECONDS) -> None:
-        """Call a replica that did not answer no more for a while, and look for others before the next call."""
-        self.postpone(peer, seconds, "did not answer a moment ago")
-        self._look_at = 0.0
-
-    def postpone(self, peer: Peer[Stub], seconds: float, why: str) -> None:
+    def avoid(
+        self, peer: Peer[Stub], seconds: float = AVOIDED_SECONDS, why: str = "did not answer a moment ago"
+    ) -> None:
         """Call a replica no more for so long. `why` goes on after "those that"."""
         peer.avoided_until, peer.avoided_why = time.monotonic() + seconds, why
 
-    async def look(self) -> None:
-        """Ask the coordinator which replicas there are. While it is away, those that were there stay."""
-        asked_at = time.monotonic()
-        async with self._looking:
-            if asked_at < self._look_at:
-                return  # somebody else has looked
-            try:
-                listed = await self._list()
-            except grpc.aio.AioRpcError as error:
-                _log.warning(
-                    "calling the same %s replicas, because the coordinator is away: %s", self.role, explain(error)
-                )
-                self._look_at = time.monotonic() + LIST_SECONDS
-                return
-            found = {one.registration.replica_id: one for one in listed if self._is_able(one)}
-            self._to_come = self._describe_start(listed)
-            unable = [one for one in listed if one.status.detail and not self._is_able(one)]
-            self._unable = ", ".join(f"{one.registration.replica_id}: {one.status.detail}" for one in unable[:3])
-            self._came |= bool(found)
-            self._look_at = time.monotonic() + self._look_seconds(len(found)) * bool(found)
-            for name, replica in found.items():
-                if name not in self._peers:
-                    own = self._settings
-                    to = channel(replica.registration.address, token=own.token, tls=own.tls, stack=own.stack)
-                    self._peers[name] = Peer(name, to, self._stub(to))
-                weights = replica.status.weights if replica.status.HasField("weights") else None
-                self._peers[name].version = None if weights is None else weights.version
-                self._peers[name].term = 0 if weights is None else weights.term
-            for name, peer in list(self._peers.items()):
-                peer.ready = name in found
-                if not peer.ready and not peer.open:  # closing its channel would end its calls
-                    del self._peers[name]
-                    await peer.channel.close(None)
-
     async def close(self) -> None:
         """Close the connections."""
+        self._watching.cancel()
+        await asyncio.wait({self._watching}, timeout=CLOSE_SECONDS)
         peers, self._peers = self._peers, {}
         for peer in peers.values():
             await peer.channel.close(None)
 
-    async def _list(self) -> list[RegisteredReplica]:
-        found: list[RegisteredReplica] = []
-        token = ""
+    async def _wait_listed(self) -> None:
+        """Wait until the replicas are known. Raises NoReplicaError."""
+        if self._watching.done() and (error := self._watching.exception()) is not None:
+            raise error
+        if self._listed.is_set():
+            return
+        with suppress(TimeoutError):
+            async with asyncio.timeout(FIRST_SECONDS):
+                await self._listed.wait()
+                return
+        raise NoReplicaError(f"the coordinator has not named the {self.role} replicas within {FIRST_SECONDS:g} s")
+
+    async def _watch(self) -> None:
+        """Follow the replicas for ever. While the coordinator is away, those that were there stay."""
+        after, failures = 0, 0
         while True:
-            request = ListReplicasRequest(role=self.role, page_size=PAGE, page_token=token)
-            answer = await self._coordinator.ListReplicas(request, timeout=LIST_SECONDS)
-            found += answer.replicas
-            if not (token := answer.next_page_token):
-                return found
+            request = WatchReplicasRequest(role=self.role, after=after, max_seconds=WATCH_SECONDS)
+            try:
+                timeout = WATCH_SECONDS + WATCH_GRACE_SECONDS
+                async for news in self._coordinator.WatchReplicas(request, timeout=timeout):
+                    if failures:
+                        _log.info("the coordinator is back, and names the %s replicas", self.role)
+                    await self._take_in(news)
+                    after, failures = news.change, 0
+            except grpc.aio.AioRpcError as error:
+                failures += 1
+                if failures == 1:
+                    _log.warning(
+                        "calling the same %s replicas, because the coordinator is away: %s", self.role, explain(error)
+                    )
+                await asyncio.sleep(PAUSE.pause(failures) * (1 + random.random() / 2))  # named: by the warning
 
-    def _describe_start(self, listed: list[RegisteredReplica]) -> str | None:
-        """Name the replicas that are starting; None if there are none, though there were."""
-        starting = [one for one in listed if one.status.state in _TO_COME]
-        if not starting and (self._came or listed):
-            return None
-        names = [f"{one.registration.replica_id} {one.status.detail}".rstrip() for one in starting[:3]]
-        return ", ".join(names) or "no replica of it is registered yet"
+    async def _take_in(self, news: WatchReplicasResponse) -> None:
+        """Take in what the coordinator says."""
+        gone = self._known.keys() - {one.replica_id for one in news.replicas} if news.complete else news.gone
+        for name in list(gone):
+            self._known.pop(name, None)
+            if name in self._peers:
+                self._peers[name].ready = False
+        for replica in news.replicas:
+            name = replica.replica_id
+            if name in self._known and replica.state == REPLICA_STATE_UNSPECIFIED:
+                continue  # the coordinator has just started, and has not heard of it yet
+            self._known[name] = replica
+            able = self._is_able(replica)
+            self._came |= able
+            if able and name not in self._peers:
+                own = self._settings
+                to = channel(replica.address, token=own.token, tls=own.tls, stack=own.stack)
+                self._peers[name] = Peer(name, to, self._stub(to))
+            if (peer := self._peers.get(name)) is not None:
+                weights = replica.weights if replica.HasField("weights") else None
+                peer.ready = able
+                peer.version = None if weights is None else weights.version
+                peer.term = 0 if weights is None else weights.term
+        for name, peer in list(self._peers.items()):
+            if not peer.ready and not peer.open:  # closing its channel would end its calls
+                del self._peers[name]
+                await peer.channel.close(None)
+        self._listed.set()
 
-    def _is_able(self, replica: RegisteredReplica) -> bool:
-        status = replica.status
-        is_ready = status.state == REPLICA_STATE_READY and status.run_id == self._run_id
-        return is_ready and (status.HasField("weights") or not self._serving)
+    def _no_replica(self) -> NoReplicaError:
+        """Return the error that says why no replica can be called."""
+        ready, known = self.ready, self._known.values()
+        starting = [one for one in known if one.state in _TO_COME]
+        if not ready and (starting or not (self._came or known)):
+            names = ", ".join(f"{one.replica_id} {one.detail}".rstrip() for one in starting[:3])
+            return NoReplicaError(names or "no replica of it is registered yet", starting=True)
+        names = ", ".join(peer.replica_id for peer in ready[:3])
+        why = " or ".join(sorted({peer.avoided_why for peer in ready}))
+        avoided = f" but those that {why} ({names})" if names else ""
+        unable = [f"{one.replica_id}: {one.detail}" for one in known if one.detail and not self._is_able(one)]
+        said = f" ({', '.join(unable[:3])})" if unable else ""
+        return NoReplicaError(f"no {self.role} replica is ready{avoided}{said}")
+
+    def _is_able(self, replica: CallableReplica) -> bool:
+        is_ready = replica.state == REPLICA_STATE_READY and replica.run_id == self._run_id
+        return is_ready and (replica.HasField("weights") or not self._serving)

@@ -1,4 +1,4 @@
-"""Parts that messages share: pages of lists, words of enums, UUIDs of GPUs, URLs of SGLang servers."""
+"""Parts that messages share: pages of lists, times of watches, words of enums, UUIDs of GPUs, URLs of servers."""
 
 import base64
 import re
@@ -83,6 +83,17 @@ def _decoded(token: str) -> str:
         return base64.urlsafe_b64decode(token.encode()).decode()
     except ValueError:  # also UnicodeError and binascii.Error
         return ""
+
+
+MAX_WATCH_SECONDS = 300.0
+DEFAULT_WATCH_SECONDS = 60.0
+
+
+def watch_seconds(max_seconds: float, violations: Violations) -> float:
+    """Check the max_seconds of a watch, and return the seconds after which it ends."""
+    in_range = 0 <= max_seconds <= MAX_WATCH_SECONDS
+    violations.check(in_range, "max_seconds", f"is {max_seconds:g}: it must be 0 to {MAX_WATCH_SECONDS:.0f}")
+    return max_seconds or DEFAULT_WATCH_SECONDS
 
 
 @cache

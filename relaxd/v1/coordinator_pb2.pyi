@@ -1838,6 +1838,122 @@ class ListReplicasResponse(_message.Message):
 Global___ListReplicasResponse: _TypeAlias = ListReplicasResponse  # noqa: Y015
 
 @_typing.final
+class WatchReplicasRequest(_message.Message):
+    """Asks for the replicas of a role."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ROLE_FIELD_NUMBER: _builtins.int
+    AFTER_FIELD_NUMBER: _builtins.int
+    MAX_SECONDS_FIELD_NUMBER: _builtins.int
+    role: _builtins.str
+    """Their role."""
+    after: _builtins.int
+    """Change number of the last message that the caller has; 0 means none."""
+    max_seconds: _builtins.float
+    """Seconds after which the stream ends; at most 300, 0 means 60."""
+    def __init__(
+        self,
+        *,
+        role: _builtins.str = ...,
+        after: _builtins.int = ...,
+        max_seconds: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["after", b"after", "max_seconds", b"max_seconds", "role", b"role"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WatchReplicasRequest: _TypeAlias = WatchReplicasRequest  # noqa: Y015
+
+@_typing.final
+class CallableReplica(_message.Message):
+    """A replica, as far as its callers need it."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REPLICA_ID_FIELD_NUMBER: _builtins.int
+    ADDRESS_FIELD_NUMBER: _builtins.int
+    STATE_FIELD_NUMBER: _builtins.int
+    RUN_ID_FIELD_NUMBER: _builtins.int
+    WEIGHTS_FIELD_NUMBER: _builtins.int
+    DETAIL_FIELD_NUMBER: _builtins.int
+    replica_id: _builtins.str
+    """Its id."""
+    address: _builtins.str
+    """Where it serves, as host:port."""
+    state: _replica_pb2.ReplicaState.ValueType
+    """Its state. Unspecified if it has sent no heartbeat to this coordinator: one that was known before is as it was."""
+    run_id: _builtins.str
+    """The run that it works on; empty means none."""
+    detail: _builtins.str
+    """Why it can't be called, for people; empty if it is ready and serves weights."""
+    @_builtins.property
+    def weights(self) -> _replica_pb2.WeightVersion:
+        """Weights that it serves; absent if it serves none."""
+
+    def __init__(
+        self,
+        *,
+        replica_id: _builtins.str = ...,
+        address: _builtins.str = ...,
+        state: _replica_pb2.ReplicaState.ValueType = ...,
+        run_id: _builtins.str = ...,
+        weights: _replica_pb2.WeightVersion | None = ...,
+        detail: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["weights", b"weights"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "detail", b"detail", "replica_id", b"replica_id", "run_id", b"run_id", "state", b"state", "weights", b"weights"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CallableReplica: _TypeAlias = CallableReplica  # noqa: Y015
+
+@_typing.final
+class WatchReplicasResponse(_message.Message):
+    """What has changed. The first message comes at once. Changes that follow closely, or faster than the caller reads, arrive as
+    one message.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CHANGE_FIELD_NUMBER: _builtins.int
+    COMPLETE_FIELD_NUMBER: _builtins.int
+    REPLICAS_FIELD_NUMBER: _builtins.int
+    GONE_FIELD_NUMBER: _builtins.int
+    change: _builtins.int
+    """Number of the last change in it. A coordinator that has just started has higher ones than all before."""
+    complete: _builtins.bool
+    """`replicas` are all there are. It is true in the first message, unless the coordinator knows what has changed since
+    `after`.
+    """
+    @_builtins.property
+    def replicas(self) -> _containers.RepeatedCompositeFieldContainer[Global___CallableReplica]:
+        """Replicas that are new or other than before."""
+
+    @_builtins.property
+    def gone(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Ids of replicas that are gone."""
+
+    def __init__(
+        self,
+        *,
+        change: _builtins.int = ...,
+        complete: _builtins.bool = ...,
+        replicas: _abc.Iterable[Global___CallableReplica] | None = ...,
+        gone: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["change", b"change", "complete", b"complete", "gone", b"gone", "replicas", b"replicas"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WatchReplicasResponse: _TypeAlias = WatchReplicasResponse  # noqa: Y015
+
+@_typing.final
 class DrainReplicaRequest(_message.Message):
     """Asks to drain a replica."""
 

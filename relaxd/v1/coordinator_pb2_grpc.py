@@ -112,6 +112,11 @@ class CoordinatorStub:
                 request_serializer=relaxd_dot_v1_dot_coordinator__pb2.ListReplicasRequest.SerializeToString,
                 response_deserializer=relaxd_dot_v1_dot_coordinator__pb2.ListReplicasResponse.FromString,
                 _registered_method=True)
+        self.WatchReplicas = channel.unary_stream(
+                '/relaxd.v1.Coordinator/WatchReplicas',
+                request_serializer=relaxd_dot_v1_dot_coordinator__pb2.WatchReplicasRequest.SerializeToString,
+                response_deserializer=relaxd_dot_v1_dot_coordinator__pb2.WatchReplicasResponse.FromString,
+                _registered_method=True)
         self.DrainReplica = channel.unary_unary(
                 '/relaxd.v1.Coordinator/DrainReplica',
                 request_serializer=relaxd_dot_v1_dot_coordinator__pb2.DrainReplicaRequest.SerializeToString,
@@ -298,6 +303,14 @@ class CoordinatorServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def WatchReplicas(self, request, context):
+        """WatchReplicas streams the replicas of a role to those who call them, for a bounded time: at first all of them, then
+        those that have changed. Go on with the last change number.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def DrainReplica(self, request, context):
         """DrainReplica asks one replica to stop taking work and to hand back what it can't finish.
         """
@@ -477,6 +490,11 @@ def add_CoordinatorServicer_to_server(servicer, server):
                     servicer.ListReplicas,
                     request_deserializer=relaxd_dot_v1_dot_coordinator__pb2.ListReplicasRequest.FromString,
                     response_serializer=relaxd_dot_v1_dot_coordinator__pb2.ListReplicasResponse.SerializeToString,
+            ),
+            'WatchReplicas': grpc.unary_stream_rpc_method_handler(
+                    servicer.WatchReplicas,
+                    request_deserializer=relaxd_dot_v1_dot_coordinator__pb2.WatchReplicasRequest.FromString,
+                    response_serializer=relaxd_dot_v1_dot_coordinator__pb2.WatchReplicasResponse.SerializeToString,
             ),
             'DrainReplica': grpc.unary_unary_rpc_method_handler(
                     servicer.DrainReplica,
@@ -956,6 +974,33 @@ class Coordinator:
             '/relaxd.v1.Coordinator/ListReplicas',
             relaxd_dot_v1_dot_coordinator__pb2.ListReplicasRequest.SerializeToString,
             relaxd_dot_v1_dot_coordinator__pb2.ListReplicasResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def WatchReplicas(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/relaxd.v1.Coordinator/WatchReplicas',
+            relaxd_dot_v1_dot_coordinator__pb2.WatchReplicasRequest.SerializeToString,
+            relaxd_dot_v1_dot_coordinator__pb2.WatchReplicasResponse.FromString,
             options,
             channel_credentials,
             insecure,

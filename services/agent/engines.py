@@ -16,8 +16,6 @@ from relaxd.v1.rollout_pb2_grpc import RolloutStub
 from relaxd.v1.sample_pb2 import FINISH_REASON_ABORT, FINISH_REASON_LENGTH, FINISH_REASON_UNSPECIFIED, SamplingParams
 from relaxd.waiting import waiting
 
-ENGINES_A_LOOK = 100.0
-"""Engines that a second between two looks at the coordinator is for; the shortest time is a second."""
 WAIT_SECONDS = 0.2
 """Pause between two tries while no engine serves, and after a reply that ended with a pause of the engine."""
 REPORT_TOKENS = 64
@@ -99,7 +97,6 @@ class RunEngines:
             context.coordinator,
             context.settings,
             run_id,
-            look_seconds=lambda engines: max(1.0, engines / ENGINES_A_LOOK),
             serving=True,
         )
         self.pieces = 0
@@ -160,7 +157,7 @@ class RunEngines:
                     raise RefusedPrompt(explain(error)) from error
                 full = error.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
                 if full and (pause := retry_seconds(error)) is not None:
-                    self._peers.postpone(peer, pause, "are full")
+                    self._peers.avoid(peer, pause, "are full")
                 elif error.code() in _AWAY:  # one that sleeps says when to ask again
                     self._peers.avoid(peer, retry_seconds(error) or AVOIDED_SECONDS)
                 else:

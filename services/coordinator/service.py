@@ -21,6 +21,7 @@ from services.coordinator.api.keda_server import start_keda_server
 from services.coordinator.api.server import CoordinatorService
 from services.coordinator.fleet.peers import Peers
 from services.coordinator.fleet.registry import Registry
+from services.coordinator.fleet.replica_feed import ReplicaFeed
 from services.coordinator.runs.run_manager import RunManager
 from services.coordinator.scaling.autoscaler import Autoscaler
 from services.coordinator.scaling.launchers import Launchers
@@ -64,6 +65,7 @@ class CoordinatorProcess:
             heartbeat_seconds=settings.lease_seconds / HEARTBEATS_PER_LEASE,
             gpu_lease_seconds=settings.gpu_lease_seconds,
         )
+        self._replica_feed = ReplicaFeed(self._registry)
         self._peers = Peers(settings.token, settings.tls, store.term, settings.stack)
         self._failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._manager = RunManager(store, self._registry, self._peers, settings, self._fail)
@@ -79,7 +81,14 @@ class CoordinatorProcess:
         services = [
             Service(
                 add_CoordinatorServicer_to_server,
-                CoordinatorService(self._manager, self._registry, self._peers, self._scaler, self._autoscaler),
+                CoordinatorService(
+                    self._manager,
+                    self._registry,
+                    self._replica_feed,
+                    self._peers,
+                    self._scaler,
+                    self._autoscaler,
+                ),
                 "relaxd.v1.Coordinator",
             ),
             Service(
@@ -91,6 +100,7 @@ class CoordinatorProcess:
         self._registry.load(await self._store.replicas(), await self._store.gpu_holders())
         tasks: list[asyncio.Future[Any]] = [
             asyncio.ensure_future(self._registry.expire_forever()),
+            asyncio.ensure_future(self._replica_feed.look_forever()),
             asyncio.ensure_future(self._housekeeping()),
             asyncio.ensure_future(self._delete_expired_runs()),
             asyncio.ensure_future(stop.wait()),

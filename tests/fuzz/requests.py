@@ -46,6 +46,7 @@ SLOW = frozenset(
     {
         "/relaxd.v1.Coordinator/SyncWeights",
         "/relaxd.v1.Coordinator/WatchRun",
+        "/relaxd.v1.Coordinator/WatchReplicas",
         "/relaxd.v1.Coordinator/DrainReplica",
         "/relaxd.v1.Trainer/JoinWeightGroup",
         "/relaxd.v1.Rollout/JoinWeightGroup",
@@ -139,6 +140,7 @@ def good_requests(fleet: Fleet, now: int) -> dict[str, Callable[[int], Message]]
         "/relaxd.v1.Coordinator/WatchRun": lambda i: pb.WatchRunRequest(
             run_id=RUN_ID, resume_token="0", max_seconds=0.2
         ),
+        "/relaxd.v1.Coordinator/WatchReplicas": lambda i: pb.WatchReplicasRequest(role="rollout", max_seconds=0.2),
         "/relaxd.v1.Coordinator/RestoreRun": lambda i: pb.RestoreRunRequest(
             folder=str(fleet.folder / "victim" / RUN_ID)
         ),

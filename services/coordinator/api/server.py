@@ -14,7 +14,7 @@ from relaxd.client.metric_series import read_series
 from relaxd.roles import REPLICA_ROLES
 from relaxd.rpc.access import speak_for
 from relaxd.rpc.errors import FailedPrecondition, NotFound, Unavailable, Violations, explain, shortened
-from relaxd.rpc.message_parts import Page, newest_first
+from relaxd.rpc.message_parts import Page, newest_first, watch_seconds
 from relaxd.v1 import coordinator_pb2 as pb
 from relaxd.v1 import scaling_pb2
 from relaxd.v1.coordinator_pb2_grpc import CoordinatorServicer
@@ -35,6 +35,7 @@ from services.coordinator.api.validation import (
 from services.coordinator.fleet.checkpoints import NoCriticCheckpoint, await_critic, save_checkpoint
 from services.coordinator.fleet.peers import Peers
 from services.coordinator.fleet.registry import Registry, Replica
+from services.coordinator.fleet.replica_feed import ReplicaFeed
 from services.coordinator.runs.record_messages import sample_message
 from services.coordinator.runs.run_manager import RunManager, read_board
 from services.coordinator.runs.starting import check_run_id
@@ -56,11 +57,18 @@ class CoordinatorService(CoordinatorServicer):
     """relaxd.v1.Coordinator over the runs, the replicas and the scale requests."""
 
     def __init__(
-        self, manager: RunManager, registry: Registry, peers: Peers, scaler: Scaler, autoscaler: Autoscaler
+        self,
+        manager: RunManager,
+        registry: Registry,
+        replica_feed: ReplicaFeed,
+        peers: Peers,
+        scaler: Scaler,
+        autoscaler: Autoscaler,
     ) -> None:
         self._manager = manager
         self._feed = RunFeed(manager)
         self._registry = registry
+        self._replica_feed = replica_feed
         self._peers = peers
         self._scaler = scaler
         self._autoscaler = autoscaler
@@ -222,6 +230,18 @@ class CoordinatorService(CoordinatorServicer):
             if not page.add(key, replica):
                 break
         return pb.ListReplicasResponse(replicas=page.items, next_page_token=page.next_page_token)
+
+    async def WatchReplicas(
+        self, request: pb.WatchReplicasRequest, context: Any
+    ) -> AsyncIterator[pb.WatchReplicasResponse]:
+        """Stream the replicas of a role for a limited time."""
+        violations = Violations()
+        check_role(request.role, REPLICA_ROLES, violations)
+        violations.check(request.after >= 0, "after", f"is {request.after}: it must be a change number; 0 means none")
+        seconds = watch_seconds(request.max_seconds, violations)
+        violations.raise_if_any()
+        async for message in self._replica_feed.watch(request.role, request.after, seconds):
+            yield message
 
     async def DrainReplica(self, request: pb.DrainReplicaRequest, context: Any) -> pb.DrainReplicaResponse:
         """Ask a replica to take no more groups and finish those that it holds."""

@@ -11,6 +11,7 @@ from typing import Literal
 from relaxd.board.committed_steps import CommittedSteps
 from relaxd.client.run_changes import changes
 from relaxd.rpc.errors import Violations
+from relaxd.rpc.message_parts import MAX_WATCH_SECONDS, watch_seconds
 from relaxd.v1 import coordinator_pb2 as pb
 from services.coordinator.fleet.changes import Signal
 from services.coordinator.runs.record_messages import event_messages, step_messages
@@ -19,8 +20,6 @@ from services.coordinator.runs.starting import check_run_id
 from services.coordinator.state.records import RunRecord
 
 TOKEN = re.compile(r"([0-9]{1,18})(?:-([0-9]{1,18}))?", re.ASCII)
-MAX_SECONDS = 300.0
-DEFAULT_SECONDS = 60.0
 TICK_SECONDS = 0.25
 SILENCE_SECONDS = 1.0
 """Limit of the time between two messages."""
@@ -56,7 +55,7 @@ class RunFeed:
     async def message(self, record: RunRecord, glance: RunDigest) -> pb.Run:
         """Return a message that is at most TICK_SECONDS old, and not older than the glance. Raises Unavailable."""
         now = time.monotonic()
-        self._reads = {run_id: read for run_id, read in self._reads.items() if now - read.began < MAX_SECONDS}
+        self._reads = {run_id: read for run_id, read in self._reads.items() if now - read.began < MAX_WATCH_SECONDS}
         read = self._reads.get(record.run_id)
         if read is None or not read.serves(glance, now):
             read = _Read(glance, now, asyncio.create_task(self._manager.message(record)))
@@ -74,12 +73,12 @@ class RunFeed:
         token = request.resume_token
         valid = not token or TOKEN.fullmatch(token)
         violations.check(valid, "resume_token", "must be empty or a token from an earlier message")
-        violations.check(0 <= request.max_seconds <= MAX_SECONDS, "max_seconds", f"must be 0 to {MAX_SECONDS:.0f}")
+        seconds = watch_seconds(request.max_seconds, violations)
         violations.raise_if_any()
         manager = self._manager
         record = await manager.record(request.run_id)
         committed = CommittedSteps(manager.board(record).in_threads.ledger, Path(record.folder))
-        end = time.monotonic() + (request.max_seconds or DEFAULT_SECONDS)
+        end = time.monotonic() + seconds
         last_step, last_event = _parts(token)
         shown, silent_since, sent = None, 0.0, None
         while True:

@@ -18,9 +18,6 @@ from relaxd.v1.judge_pb2_grpc import JudgeStub
 from services.reward.remote.foreign_calls import MismatchError, UnreachableError
 from services.reward.remote.patience import PatientCaller
 
-LOOK_SECONDS = 10.0
-"""Interval of looking for new replicas at the coordinator while questions are answered."""
-
 _AWAY = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.RESOURCE_EXHAUSTED)
 
 
@@ -29,12 +26,9 @@ class JudgeReplicas:
 
     def __init__(self, coordinator: CoordinatorStub, settings: ServiceSettings, run_id: str) -> None:
         self.who, self.on = "the judge", JUDGE
-        self._replicas = PeerReplicas(
-            JUDGE, JudgeStub, coordinator, settings, run_id, look_seconds=lambda replicas: LOOK_SECONDS
-        )
+        self._replicas = PeerReplicas(JUDGE, JudgeStub, coordinator, settings, run_id)
 
     async def probe(self) -> None:
-        await self._replicas.look()
         await self._choose()
 
     async def ask(self, question: AskRequest, seconds: float) -> AskResponse:

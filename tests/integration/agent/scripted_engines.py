@@ -1,4 +1,4 @@
-"""Engines whose replies a test writes, behind real gRPC servers, with a coordinator that lists them."""
+"""Engines whose replies a test writes, behind real gRPC servers, with a coordinator that tells of them."""
 
 import asyncio
 from collections.abc import AsyncIterator, Iterator, Sequence
@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any, Literal, cast
 
-from relaxd.roles import ROLLOUT
 from relaxd.rpc.client import channel
 from relaxd.rpc.errors import InvalidArgument, ResourceExhausted, Unavailable
 from relaxd.rpc.server import RunningServer, start_server
@@ -15,6 +14,7 @@ from relaxd.rpc.service_settings import ServiceSettings
 from relaxd.v1 import coordinator_pb2, coordinator_pb2_grpc, replica_pb2, rollout_pb2, rollout_pb2_grpc, sample_pb2
 from services.agent.engines import RunEngines
 from tests.kit.models import SPECIAL_TOKENS, byte_tokenizer
+from tests.kit.replicas import watch_replicas
 
 RUN_ID = "run-1"
 STOP = SPECIAL_TOKENS.index("<|im_end|>")
@@ -46,7 +46,7 @@ class ScriptedEngine(rollout_pb2_grpc.RolloutServicer):
         self.port = 0
         self.ready = True
         self.asleep = False
-        """True while the trainer of a colocated run has its GPU, which the coordinator's list says, too."""
+        """True while the trainer of a colocated run has its GPU, which the coordinator says, too."""
 
     async def Generate(
         self, request: rollout_pb2.GenerateRequest, context: Any
@@ -110,26 +110,23 @@ class Fleet(coordinator_pb2_grpc.CoordinatorServicer):
         self._dying.append(asyncio.create_task(self._servers.pop(engine.name).stop(0)))
         await asyncio.Event().wait()  # until the server cancels this call
 
-    async def ListReplicas(
-        self, request: coordinator_pb2.ListReplicasRequest, context: Any
-    ) -> coordinator_pb2.ListReplicasResponse:
-        """List the engines."""
-        states = {True: replica_pb2.REPLICA_STATE_READY, False: replica_pb2.REPLICA_STATE_DRAINING}
-        replicas = [
-            coordinator_pb2.RegisteredReplica(
-                registration=coordinator_pb2.Registration(
-                    role=ROLLOUT, replica_id=engine.name, address=f"127.0.0.1:{engine.port}"
-                ),
-                status=replica_pb2.ReplicaStatus(
-                    state=states[engine.ready],
-                    run_id=RUN_ID,
-                    detail="asleep" if engine.asleep else "",
-                    weights=None if engine.asleep else replica_pb2.WeightVersion(term=1, version=engine.version),
-                ),
-            )
-            for engine in self.engines
-        ]
-        return coordinator_pb2.ListReplicasResponse(replicas=replicas)
+    async def WatchReplicas(
+        self, request: coordinator_pb2.WatchReplicasRequest, context: Any
+    ) -> AsyncIterator[coordinator_pb2.WatchReplicasResponse]:
+        """Tell of the engines."""
+        async for message in watch_replicas(lambda: [self._described(engine) for engine in self.engines]):
+            yield message
+
+    def _described(self, engine: ScriptedEngine) -> coordinator_pb2.CallableReplica:
+        ready, draining = replica_pb2.REPLICA_STATE_READY, replica_pb2.REPLICA_STATE_DRAINING
+        return coordinator_pb2.CallableReplica(
+            replica_id=engine.name,
+            address=f"127.0.0.1:{engine.port}",
+            state=ready if engine.ready else draining,
+            run_id=RUN_ID,
+            detail="asleep" if engine.asleep else "",
+            weights=None if engine.asleep else replica_pb2.WeightVersion(term=1, version=engine.version),
+        )
 
     @asynccontextmanager
     async def serving(self) -> AsyncIterator[RunEngines]:

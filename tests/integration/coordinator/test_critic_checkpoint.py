@@ -117,7 +117,7 @@ async def test_the_call_answers_once_both_are_there_and_says_which_one_is(kit: F
         trainer_awake=nullcontext,
     )
     manager: Any = SimpleNamespace(require_active=lambda run_id: active)
-    service = CoordinatorService(manager, kit.registry, kit.peers, None, None)  # type: ignore[arg-type]
+    service = CoordinatorService(manager, kit.registry, None, kit.peers, None, None)  # type: ignore[arg-type]
     with pytest.raises(
         Unavailable, match=r"of step 5: no critic .* trainer is on the disk: /runs/run/checkpoints/step"
     ):

@@ -124,7 +124,7 @@ def test_it_does_what_a_reward_service_does(guarded: Guarded) -> None:
         assert outcome(stub.Register, registration("reward", "reward-2")) == ""
         assert outcome(stub.Heartbeat, pb.HeartbeatRequest(replica_id="reward-2", status=PULSE)) == ""
         assert outcome(stub.LeaseGpus, pb.LeaseGpusRequest(replica_id="reward-2", count=0)) == ""
-        assert outcome(stub.ListReplicas, pb.ListReplicasRequest(role="judge")) == ""
+        assert next(stub.WatchReplicas(pb.WatchReplicasRequest(role="judge"), timeout=20)).complete
         unknown = outcome(stub.Heartbeat, pb.HeartbeatRequest(replica_id="nobody", status=PULSE))
         assert unknown.startswith("NOT_FOUND: no replica 'nobody' is registered: register again")
 

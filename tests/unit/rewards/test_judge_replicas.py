@@ -13,20 +13,19 @@ from relaxd.roles import JUDGE
 from relaxd.rpc.client import channel
 from relaxd.rpc.server import start_server
 from relaxd.rpc.service_settings import ServiceSettings
-from relaxd.v1 import coordinator_pb2, coordinator_pb2_grpc, judge_pb2, judge_pb2_grpc
-from relaxd.v1.coordinator_pb2 import RegisteredReplica, Registration
+from relaxd.v1 import coordinator_pb2_grpc, judge_pb2, judge_pb2_grpc
+from relaxd.v1.coordinator_pb2 import CallableReplica
 from relaxd.v1.replica_pb2 import (
     REPLICA_STATE_FAILED,
     REPLICA_STATE_IDLE,
     REPLICA_STATE_READY,
     REPLICA_STATE_STARTING,
     ReplicaState,
-    ReplicaStatus,
 )
 from relaxd.waiting import Backoff, waits
-from services.reward.judge import judge_replicas
 from services.reward.judge.judge_replicas import JudgeClient, JudgeReplicas
 from services.reward.remote import patience
+from tests.kit.replicas import watch_replicas
 from tests.kit.waiting import eventually
 
 RUN = "run"
@@ -38,14 +37,15 @@ class Judge(judge_pb2_grpc.JudgeServicer):
 
 
 class Coordinator(coordinator_pb2_grpc.CoordinatorServicer):
-    """Lists the judge's replicas that a test decides."""
+    """Tells of the judge's replicas that a test decides."""
 
     def __init__(self) -> None:
-        self.replicas: list[RegisteredReplica] = []
+        self.replicas: list[CallableReplica] = []
 
-    async def ListReplicas(self, request, context):
+    async def WatchReplicas(self, request, context):
         assert request.role == JUDGE
-        return coordinator_pb2.ListReplicasResponse(replicas=self.replicas)
+        async for message in watch_replicas(lambda: self.replicas):
+            yield message
 
 
 class Place:
@@ -55,9 +55,9 @@ class Place:
         self.address = address
 
     def judge_is(self, state: "ReplicaState.ValueType", detail: str = "") -> None:
-        status = ReplicaStatus(state=state, detail=detail, run_id="" if state == REPLICA_STATE_IDLE else RUN)
-        registration = Registration(replica_id="judge-1", role=JUDGE, address=self.address)
-        self._coordinator.replicas = [RegisteredReplica(registration=registration, status=status)]
+        run_id = "" if state == REPLICA_STATE_IDLE else RUN
+        judge = CallableReplica(replica_id="judge-1", address=self.address, state=state, run_id=run_id, detail=detail)
+        self._coordinator.replicas = [judge]
 
     def nobody_is_there(self) -> None:
         self._coordinator.replicas = []
@@ -70,7 +70,6 @@ class Place:
 async def place(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Place]:
     monkeypatch.setattr(patience, "PROBE_PAUSE", Backoff(0.01, 0.05))
     monkeypatch.setattr(patience, "PAUSE", Backoff(0.01, 0.02))
-    monkeypatch.setattr(judge_replicas, "LOOK_SECONDS", 0.0)
     async with AsyncExitStack() as stack:
         coordinator = Coordinator()
         add, add_judge = (
@@ -133,5 +132,11 @@ async def test_a_judge_that_has_failed_or_has_gone_is_an_outage(place: Place, ca
     place.judge_is(REPLICA_STATE_READY)
     assert await place.ask() == "Score: 8"
     place.nobody_is_there()
+
+    async def ask_until_it_is_known() -> None:
+        async with asyncio.timeout(20):
+            while True:
+                await place.ask()
+
     with pytest.raises(JudgeError, match="the judge does not answer, for"):
-        await place.ask()
+        await ask_until_it_is_known()

@@ -52,7 +52,7 @@ def test_every_method_says_who_may_call_it():
 def test_grpc_repeats_reads_and_what_comes_to_the_same():
     repeated = {method.name for method in methods() if may_repeat(method)}
     assert {"GetRun", "ListReplicas", "GetStatus", "LeaseGpus", "StartRun"} <= repeated
-    assert not repeated & {"WatchRun", "Generate", "Score", "Heartbeat", "Restart", "Launch"}
+    assert not repeated & {"WatchRun", "WatchReplicas", "Generate", "Score", "Heartbeat", "Restart", "Launch"}
 
 
 def test_orders_to_replicas_and_launchers_carry_a_term():
@@ -65,8 +65,8 @@ def test_orders_to_replicas_and_launchers_carry_a_term():
 @pytest.mark.parametrize(
     ("role", "calls"),
     [
-        ("reward", {"Coordinator/ListReplicas", "Judge/Ask"}),  # who is a judge, and what it says
-        ("agent", {"Coordinator/ListReplicas", "Rollout/Generate"}),  # which engines there are, and what they write
+        ("reward", {"Coordinator/WatchReplicas", "Judge/Ask"}),  # who is a judge, and what it says
+        ("agent", {"Coordinator/WatchReplicas", "Rollout/Generate"}),  # which engines there are, and what they write
         ("trainer", {"Coordinator/AnnounceVersion"}),
         *((role, set()) for role in ("rollout", "advantage", "reference", "teacher", "critic", "judge")),
     ],
@@ -131,9 +131,9 @@ def test_a_token_allows_what_is_for_its_role(file, token, allowed, denied):
 
 def test_who_may_call_is_said(file):
     with pytest.raises(PermissionDenied) as caught:
-        AccessTokens(file).check("/relaxd.v1.Coordinator/ListReplicas", f"Bearer {TRAINER_TOKEN}")
+        AccessTokens(file).check("/relaxd.v1.Coordinator/WatchReplicas", f"Bearer {TRAINER_TOKEN}")
     assert caught.value.message == (
-        'token "trains" is for trainer, but /relaxd.v1.Coordinator/ListReplicas is for read, reward, agent or admin: '
+        'token "trains" is for trainer, but /relaxd.v1.Coordinator/WatchReplicas is for read, reward, agent or admin: '
         "call it with such a token"
     )
 
