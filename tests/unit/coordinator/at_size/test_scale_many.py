@@ -38,10 +38,11 @@ class Host:
         self.calls: Counter[str] = Counter()
         self.failing = ""
 
-    def launch(self, launch_id: str, role: str, gpu_uuids: tuple[str, ...]) -> launcher_pb2.Instance:
+    def launch(self, request: launcher_pb2.LaunchRequest) -> launcher_pb2.Instance:
+        launch_id = request.launch_id
         self.calls["launch"] += 1
         running = launcher_pb2.INSTANCE_STATE_RUNNING
-        instance = launcher_pb2.Instance(launch_id=launch_id, role=role, state=running)
+        instance = launcher_pb2.Instance(launch_id=launch_id, role=request.role, state=running)
         if launch_id == self.failing:
             instance.state, instance.detail = launcher_pb2.INSTANCE_STATE_FAILED, "no disk"
         return self.there.setdefault(launch_id, instance)
