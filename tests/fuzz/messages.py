@@ -184,8 +184,10 @@ class Fuzzer:
         rng = self.random
         if field.name in self._tame:
             return rng.choice(self._tame[field.name])
-        if field.name in self._hints and rng.random() < 0.4:
-            return rng.choice(self._hints[field.name])
+        hints = self._hints.get(field.name, ())
+        is_text = field.cpp_type == FieldDescriptor.CPPTYPE_STRING  # a reward is a name here and a number there
+        if hints and isinstance(hints[0], str) == is_text and rng.random() < 0.4:
+            return rng.choice(hints)
         match field.cpp_type:
             case FieldDescriptor.CPPTYPE_BOOL:
                 return rng.random() < 0.5
