@@ -1,4 +1,4 @@
-"""Prompts with images as engine and trainer lay them out: expanded ids, modality and positions, in numpy.
+"""Token ids with images as engine and trainer lay them out: expanded ids, modality and positions, in numpy.
 
 A chat template writes one image token for each image. The model sees one for each merged square of patches, with
 three positions (M-RoPE: time, row, column; Qwen2-VL, arXiv 2409.12191). Qwen2.5-VL and Qwen3-VL lay out images alike.
@@ -33,7 +33,7 @@ class ImageTokens:
 
 @dataclass(frozen=True)
 class Layout:
-    """A prompt as the model sees it, T tokens."""
+    """Tokens as the model sees them, T of them."""
 
     tokens: np.ndarray
     """Token ids, int32 [T]."""
@@ -42,8 +42,8 @@ class Layout:
     positions: np.ndarray
     """Positions by time, row and column, float32 [3, T]."""
     next_position: float
-    """Position, on all three axes, of what follows the prompt: the first token of the answer. An answer isn't searched
-    for images, so a sampled image token is a token like any other."""
+    """Position, on all three axes, of what follows: the first token of the answer. An answer isn't searched for images,
+    so a sampled image token is a token like any other."""
 
 
 def expand(short: Sequence[int] | np.ndarray, grids: Sequence[Grid], images: ImageTokens) -> np.ndarray:
@@ -72,7 +72,14 @@ def expand(short: Sequence[int] | np.ndarray, grids: Sequence[Grid], images: Ima
     return np.repeat(ids, repeats)
 
 
-def lay_out(tokens: np.ndarray, grids: Sequence[Grid], images: ImageTokens, start: float = 0.0) -> Layout:
+def lay_out(
+    tokens: np.ndarray,
+    grids: Sequence[Grid],
+    images: ImageTokens,
+    start: float = 0.0,
+    *,
+    begins: Sequence[int] | None = None,
+) -> Layout:
     """Return modality and positions of expanded ids.
 
     An image of h rows and w columns of tokens that begins at p has the positions (p, p + row, p + column), and what
@@ -83,31 +90,34 @@ def lay_out(tokens: np.ndarray, grids: Sequence[Grid], images: ImageTokens, star
         grids: the images' patches, in the order of the prompt.
         images: the model's.
         start: position of the first token, for a part that follows an answer.
+        begins: index of each image's first token, for ids that have answers in them; None: every image token is an
+            image's.
 
     Raises:
         MediaError: the image tokens aren't those of these images.
     """
     tokens = np.asarray(tokens, np.int32)
-    modality = (tokens == images.token).astype(np.uint8)
-    if int(modality.sum()) != sum(map(images.count, grids)):
-        raise MediaError(
-            f"has {int(modality.sum())} tokens of images, but its images have {sum(map(images.count, grids))}"
-        )
-    advances = (
-        1.0 - modality
-    )  # by how much each token moves what follows it: an image's first token by all of the image
-    places, seen, firsts = np.flatnonzero(modality), 0, []
-    for grid in grids:
-        count = images.count(grid)
-        first, last = int(places[seen]), int(places[seen + count - 1])
-        if last != first + count - 1:
+    counts = [images.count(grid) for grid in grids]
+    if begins is None:
+        places = np.flatnonzero(tokens == images.token)
+        if len(places) != sum(counts):
+            raise MediaError(f"has {len(places)} tokens of images, but its images have {sum(counts)}")
+        begins = places[np.cumsum([0, *counts[:-1]])].tolist() if counts else []
+    modality, end = np.zeros(len(tokens), np.uint8), 0
+    # By how much each token moves what follows it: an image's first token by all of the image.
+    advances = np.ones(len(tokens))
+    for first, count, grid in zip(begins, counts, grids, strict=True):
+        if first < end:
+            raise MediaError(f"has an image that begins at token {first}, before token {end}, where the last one ends")
+        end = first + count
+        if end > len(tokens) or (tokens[first:end] != images.token).any():
             raise MediaError(f"has other tokens among those of the image that begins at token {first}")
+        modality[first:end] = IMAGE
+        advances[first:end] = 0
         advances[first] = max(grid[1:]) // images.merge
-        firsts.append(first)
-        seen += count
     line = start + np.cumsum(advances) - advances
     positions = np.tile(line, (3, 1))
-    for first, grid in zip(firsts, grids, strict=True):
+    for first, grid in zip(begins, grids, strict=True):
         rows, columns = grid[1] // images.merge, grid[2] // images.merge
         block = np.stack([np.zeros(rows * columns), *(axis.ravel() for axis in np.indices((rows, columns)))])
         positions[:, first : first + rows * columns] = line[first] + block
