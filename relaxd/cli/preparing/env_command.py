@@ -24,6 +24,7 @@ from relaxd.envs.replies import parse_reply
 from relaxd.envs.reply_formats import REPLY_FORMATS
 from relaxd.evaluation.set_checks import environment_problems
 from relaxd.json_text import parse_json
+from relaxd.media import shown_text
 from relaxd.process.child import ChildError
 from relaxd.rpc.client import channel
 
@@ -170,7 +171,8 @@ async def _channel_to(trial: _Trial) -> AsyncIterator[grpc.aio.Channel]:
 
 def _show(messages: Sequence[Message], console: Console) -> None:
     for message in messages:
-        console.print(f"[{message['role']}] {message['content']}", markup=False, highlight=False, soft_wrap=True)
+        text = shown_text(message["content"])
+        console.print(f"[{message['role']}] {text}", markup=False, highlight=False, soft_wrap=True)
 
 
 def _reply(text: str) -> Reply:
