@@ -86,7 +86,7 @@ class PromptTokenizer:
             model.chat_template,
             model.chat_template_arguments,
             continue_final=data.continue_final_message,
-            vision=read_vision(folder, data.min_image_tokens, data.max_image_tokens) if data.media_keys else None,
+            vision=read_vision(folder, data.min_image_tokens, data.max_image_tokens) if config.has_images else None,
         )
 
     def encode(self, examples: Sequence[Example]) -> list[np.ndarray]:

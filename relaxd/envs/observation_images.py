@@ -11,7 +11,6 @@ from typing import Any
 
 from relaxd.media import MediaError, MediaItem, MediaReader
 from relaxd.media.placeholders import IMAGE, Content
-from relaxd.media.prompt_media import StoredImage
 from relaxd.media.sources import data_uri, read_source
 
 MAX_IMAGE_BYTES = 32 << 20
@@ -70,9 +69,9 @@ def put_images(content: Content, uris: Sequence[str]) -> Content:
     return [{"type": IMAGE, "image": next(rest)} if part["type"] == IMAGE else part for part in content]
 
 
-def with_images(messages: Sequence[Mapping[str, Any]], images: Sequence[StoredImage]) -> list[dict[str, Any]]:
-    """Return messages as environments get them: each image of theirs as a data URI."""
-    uris = iter([data_uri(image.png) for image in images])
+def with_images(messages: Sequence[Mapping[str, Any]], images: Sequence[bytes]) -> list[dict[str, Any]]:
+    """Return messages as environments get them: each image of theirs, whose files are given, as a data URI."""
+    uris = iter(map(data_uri, images))
     return [
         {**message, "content": put_images(content, [next(uris) for part in content if part["type"] == IMAGE])}
         if isinstance(content := message.get("content"), list)

@@ -13,7 +13,7 @@ import numpy as np
 
 from relaxd.media.images import NormalImage
 from relaxd.media.layout import Grid, ImageTokens, expand
-from relaxd.media.placeholders import IMAGE
+from relaxd.media.placeholders import IMAGE, shown_text
 from relaxd.media.sources import MediaError
 from relaxd.v1 import agent_pb2, rollout_pb2
 
@@ -114,6 +114,21 @@ def with_references(
         else dict(message)
         for message in messages
     ]
+
+
+def without_missing(messages: Sequence[Mapping[str, Any]], known: Collection[str]) -> list[dict[str, Any]]:
+    """Return messages with the text <image> in the place of each image that isn't among those of the `known` hashes."""
+    found = []
+    for message in messages:
+        content = message["content"]
+        if isinstance(content, list):
+            is_missing = [part["type"] == IMAGE and part.get("sha256") not in known for part in content]
+            content = [
+                {"type": "text", "text": shown_text([part])} if missing else part
+                for part, missing in zip(content, is_missing, strict=True)
+            ]
+        found.append({**message, "content": content})
+    return found
 
 
 def grids_of(records: Sequence[MediaRecord]) -> list[Grid]:
@@ -218,8 +233,10 @@ class PromptMedia:
         return contents_of(self.records, self.array)
 
     def images(self) -> list[StoredImage]:
-        """Return each image. Raises MediaError; KeyError: the contents lack one."""
+        """Return each image. Raises MediaError: the contents lack one, or aren't as long as the records say."""
         contents = self.by_hash()
+        if lacking := next((name for name in hashes_of(self.records) if name not in contents), ""):
+            raise MediaError(f"has no bytes of image {lacking}")
         begins: Sequence[int | None] = begins_of(self.records) or [None] * len(self.records)
         of_each = zip(hashes_of(self.records), grids_of(self.records), begins, strict=True)
         return [StoredImage(name, grid, contents[name], begin) for name, grid, begin in of_each]

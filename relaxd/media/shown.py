@@ -3,10 +3,8 @@
 import base64
 import io
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
-
-from relaxd.media.prompt_media import PromptMedia
 
 MAX_CHARACTERS = 10_000
 """Maximum number of characters of a message that are shown: most of them its beginning, and its end."""
@@ -14,29 +12,35 @@ END_CHARACTERS = 2_000
 """Those of its end."""
 
 SHOWN_IMAGES = 4
-"""Maximum number of images of a prompt that are shown."""
+"""Maximum number of images of a sample that are shown."""
 THUMBNAIL_SIDE = 96
 """Maximum width and height of a thumbnail, in pixels."""
 THUMBNAIL_URI = "data:image/jpeg;base64,"
 """Beginning of a thumbnail."""
 
 
-def shown_images(media: PromptMedia, *, thumbnails: bool) -> list[dict[str, Any]]:
-    """Return the first images of a prompt with the fields of ShownImage in coordinator.proto."""
-    if not media:
-        return []
+def shown_images(
+    contents: Mapping[str, bytes], names: Collection[str], *, thumbnails: bool
+) -> dict[str, dict[str, Any]]:
+    """Return images by their hashes with the fields of ShownImage in coordinator.proto.
+
+    Args:
+        contents: images in their normal form by their hashes.
+        names: hashes of those to show.
+        thumbnails: whether they have thumbnails.
+    """
     from PIL import Image
 
-    contents, found = media.by_hash(), []
-    for record in media.records[:SHOWN_IMAGES]:
-        with Image.open(io.BytesIO(contents[record["sha256"]])) as image:
-            shown = {"sha256": record["sha256"], "width": image.width, "height": image.height}
+    found: dict[str, dict[str, Any]] = {}
+    for name in names:
+        with Image.open(io.BytesIO(contents[name])) as image:
+            shown = {"sha256": name, "width": image.width, "height": image.height}
             if thumbnails:
                 image.thumbnail((THUMBNAIL_SIDE, THUMBNAIL_SIDE))
                 file = io.BytesIO()
                 image.save(file, "JPEG")
                 shown["thumbnail"] = THUMBNAIL_URI + base64.b64encode(file.getvalue()).decode()
-        found.append(shown)
+        found[name] = shown
     return found
 
 

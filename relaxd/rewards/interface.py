@@ -49,17 +49,20 @@ class RewardInput:
     environment_info: Mapping[str, float] = field(default_factory=dict)
     """The environment's own numbers."""
     media: Mapping[str, bytes] = field(default_factory=dict)
-    """The images of the prompt's messages by their hash, as PNG; {} unless reward.images is set."""
+    """The images of the messages by their hash, as PNG; {} unless reward.images is set."""
 
     def images(self) -> list[Image]:
-        """Open the prompt's images with Pillow, in their order, as the model sees them: RGB, in its size.
+        """Open the images of the prompt and of what followed with Pillow, in their order, as the model sees them.
+
+        They are RGB, and in its size.
 
         Raises:
             ValueError: reward.images isn't set, so that they aren't here.
         """
-        parts = [part for message in self.prompt_messages for part in message["content"] if part["type"] == "image"]
+        messages = [*self.prompt_messages, *self.response_messages]
+        parts = [part for message in messages for part in message["content"] if part["type"] == "image"]
         if lacking := next((part["sha256"] for part in parts if part["sha256"] not in self.media), None):
-            raise ValueError(f"the prompt's image {lacking} isn't here: set reward.images = true")
+            raise ValueError(f"image {lacking} isn't here: set reward.images = true")
         if not parts:
             return []
         from PIL import Image

@@ -20,11 +20,13 @@ from relaxd.config.load_toml import ConfigError, Problem
 from relaxd.data.examples import Message
 from relaxd.envs.client import EnvironmentClient, EnvironmentFailed, hosted
 from relaxd.envs.environment import BadEnvironmentError, Reply, Sample
+from relaxd.envs.observation_images import with_images
 from relaxd.envs.replies import parse_reply
 from relaxd.envs.reply_formats import REPLY_FORMATS
 from relaxd.evaluation.set_checks import environment_problems
 from relaxd.json_text import parse_json
-from relaxd.media import shown_text
+from relaxd.media import MediaError, shown_text
+from relaxd.media.sources import read_source
 from relaxd.process.child import ChildError
 from relaxd.rpc.client import channel
 
@@ -116,11 +118,15 @@ def _trial_of_run(words: list[str]) -> _Trial:
     if problems := environment_problems(config):
         raise ConfigError([Problem(setting, message) for setting, message in problems])
     first = first_prompts(config)[0]
+    try:
+        messages = with_images(first.messages, [read_source(item.source) for item in first.media])
+    except MediaError as error:
+        raise CliError(f"{first.place}: an image {error}") from error
     return _Trial(
         agent.environment,
         agent.settings,
         agent.python,
-        Sample(first.messages, first.answer, first.metadata, config.run.seed),
+        Sample(messages, first.answer, first.metadata, config.run.seed),
         agent.call_seconds,
         agent.max_turns,
     )

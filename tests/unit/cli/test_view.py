@@ -13,7 +13,6 @@ from rich.console import Console
 from relaxd.cli.execute import result_table
 from relaxd.cli.reading.live_view import Picture, RunView, samples_table, sparkline, step_line
 from relaxd.media import ImageRule, normalise_image
-from relaxd.media.prompt_media import PromptMedia
 from relaxd.media.shown import THUMBNAIL_URI, shown_images, shown_message
 from relaxd.report.html_page import _samples_table
 from relaxd.report.run_result import sample_values
@@ -152,16 +151,15 @@ def test_the_final_table_shows_the_reward_where_nothing_was_held_out(evaluated: 
 def test_images_are_shown_small_in_the_report_and_named_on_a_terminal() -> None:
     picture = Image.new("RGB", (640, 64), "red")
     image = normalise_image(encoded(picture), ImageRule(16, 2, 32 * 32, 1024 * 1024))
-    media = PromptMedia.of([image] * 6)
-    found = shown_images(media, thumbnails=True)
-    assert len(found) == 4
-    assert found[0].items() >= {"sha256": image.sha256, "width": 640, "height": 64}.items()
-    with Image.open(io.BytesIO(base64.b64decode(found[0]["thumbnail"].removeprefix(THUMBNAIL_URI)))) as thumbnail:
+    name, media = image.sha256, {image.sha256: image.png, "other": b""}
+    found = shown_images(media, [name], thumbnails=True)[name]
+    assert found.items() >= {"sha256": image.sha256, "width": 640, "height": 64}.items()
+    with Image.open(io.BytesIO(base64.b64decode(found["thumbnail"].removeprefix(THUMBNAIL_URI)))) as thumbnail:
         assert thumbnail.size == (96, 10)
-    assert "thumbnail" not in shown_images(media, thumbnails=False)[0]
-    sample = sample_message({"prompt": "<image>?", "images": found[:1]})
+    assert "thumbnail" not in shown_images(media, [name], thumbnails=False)[name]
+    sample = sample_message({"prompt": "<image>?", "images": [found]})
     assert f"image {image.sha256[:8]}, 640 x 64" in shown(samples_table([sample]), width=200)
     assert "640 x 64" not in shown(samples_table([sample], one_line=True), width=200)
-    assert f'<td>&lt;image&gt;?<br><img src="{found[0]["thumbnail"]}"' in _samples_table([sample_values(sample)])
+    assert f'<td>&lt;image&gt;?<br><img src="{found["thumbnail"]}"' in _samples_table([sample_values(sample)])
     harmful = {"sha256": "<b>", "width": 1, "height": 1, "thumbnail": "http://example.com/"}
     assert "<br>image &lt;b&gt;, 1 x 1</td>" in _samples_table([{"prompt": "", "images": [harmful]}])

@@ -145,7 +145,7 @@ def test_opening_messages_and_tools_are_part_of_the_prompt() -> None:
 @pytest.mark.parametrize(
     ("message", "problem"),
     [
-        ({"role": "user", "content": [{"type": "image", "uri": "x"}]}, "a message of user has a part of type 'image'"),
+        ({"role": "user", "content": [{"type": "video", "uri": "x"}]}, "a message of user has a part of type 'video'"),
         ({"role": "tool", "content": {"a": 1}}, "the content of a message of tool is {'a': 1}: it must be text"),
         ({"role": "tool", "content": "\ud83d"}, r"a message of tool has '\ud83d', half of a character"),
         ({"role": "assistant", "content": "5"}, "the last message of an observation is the assistant's"),

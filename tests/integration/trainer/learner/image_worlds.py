@@ -21,7 +21,7 @@ ANSWERS = 2
 def make_samples(vision: VisionModel, prompts: Sequence[Sequence[tuple[int, int]]] = PROMPTS) -> list[Any]:
     """Two samples a prompt; in the second one's answer an image token was sampled."""
     from services.trainer.batch.micro_batch import TrainSequence
-    from services.trainer.batch.prompt_images import Image, PromptImages
+    from services.trainer.batch.prompt_images import Image, SequenceImages
 
     rng, token = np.random.default_rng(0), vision.tokens.token
     samples = []
@@ -30,7 +30,7 @@ def make_samples(vision: VisionModel, prompts: Sequence[Sequence[tuple[int, int]
         images = [Image(one.sha256, one.size.grid, pixels(one.png)) for one in normal]
         short = [65, 66, *[258, token, 259] * len(sizes), 67, 68, 69]
         prompt = expand(short, [image.grid for image in images], vision.tokens)
-        laid_out = PromptImages.of(prompt, images, vision.tokens) if images else None
+        laid_out = SequenceImages.of(prompt, images, vision.tokens) if images else None
         for answer in range(ANSWERS):
             tokens = rng.integers(0, 250, 5 + 3 * answer)
             if answer:
