@@ -74,6 +74,11 @@ MODELS: dict[str, FetchableModel | TaughtModel] = {
             description="0.3 M parameters, for examples/digits.toml: answers pictures with random digits; made here",
             program="relaxd.tools.digits_beginner",
         ),
+        TaughtModel(
+            name="zoom-beginner",
+            description="0.3 M parameters, for examples/zoom.toml: looks at random halves of pictures; taught here",
+            program="relaxd.tools.zoom_beginner",
+        ),
     )
 }
 
