@@ -1,14 +1,12 @@
 """A tool that shows a part of a picture, enlarged, as that of DeepEyes (arXiv 2505.14362) does."""
 
-import io
 from typing import Any
 
 from relaxd.envs.environment import BadEnvironmentError, Sample
 from relaxd.envs.function_tools import FunctionTool, ToolsEnvironment
 from relaxd.media import MediaError
-from relaxd.media.images import FORMATS, MAX_PIXELS, MIN_SIDE
+from relaxd.media.images import MIN_SIDE, open_upright
 from relaxd.media.placeholders import IMAGE
-from relaxd.media.sources import read_source
 
 FULL = 1000
 """Coordinate of the right and the lower edge of a picture."""
@@ -38,19 +36,13 @@ class Zoom(ToolsEnvironment):
 
     def open(self, sample: Sample) -> None:
         """Begin a conversation. Raises BadEnvironmentError: the picture can't be read."""
-        from PIL import Image
-
         parts = [part for one in sample.messages if isinstance(one["content"], list) for part in one["content"]]
         shown = next((part["image"] for part in parts if part["type"] == IMAGE), None)
         if (source := sample.metadata.get(self._column, shown)) is None:
             raise BadEnvironmentError(f'the prompt has no image, and its data no column "{self._column}" with one')
         try:
-            picture = Image.open(io.BytesIO(read_source(source)), formats=FORMATS)
-            if picture.width * picture.height > MAX_PIXELS:
-                size = f"{picture.width} x {picture.height}"
-                raise MediaError(f"is {size} pixels: at most {MAX_PIXELS:,} are decoded, make it smaller")
-            self._picture = picture.convert("RGB")
-        except (OSError, ValueError, Image.DecompressionBombError) as error:
+            self._picture = open_upright(source)
+        except MediaError as error:
             what = f'column "{self._column}"' if self._column in sample.metadata else "the prompt's image"
             raise BadEnvironmentError(f"{what}: the picture {error}") from error
 

@@ -79,12 +79,7 @@ class ImageSize:
     @classmethod
     def of(cls, width: int, height: int, rule: ImageRule) -> Self:
         """Return the sizes of an image. Raises MediaError: it is too small, too large or too narrow."""
-        if min(width, height) < MIN_SIDE:
-            raise MediaError(f"is {width} x {height} pixels: each side must have at least {MIN_SIDE}")
-        if width * height > MAX_PIXELS:
-            raise MediaError(f"is {width} x {height} pixels: at most {MAX_PIXELS:,} are decoded, make it smaller")
-        if max(width, height) > MAX_RATIO * min(width, height):
-            raise MediaError(f"is {width} x {height} pixels: one side may be at most {MAX_RATIO} times the other")
+        _check_sides(width, height)
         wide, high = rule.resized(width, height)
         grid = (1, high // rule.patch, wide // rule.patch)
         return cls((width, height), (wide, high), grid, wide * high // rule.factor**2)
@@ -107,7 +102,7 @@ def measure_image(source: Any, rule: ImageRule) -> ImageSize:
 
     Raises MediaError, as `normalise_image`, except for pixels that are broken.
     """
-    with _opened(source, rule) as image:
+    with _opened(source) as image:
         return _size(image, rule)
 
 
@@ -125,17 +120,34 @@ def normalise_image(source: Any, rule: ImageRule) -> NormalImage:
         MediaError: it can't be read or decoded, or is too small, too large or too narrow. The message continues a
             sentence that names the item.
     """
-    from PIL import Image, ImageOps
+    from PIL import Image
 
-    with _opened(source, rule) as image:
-        upright = _rgb(ImageOps.exif_transpose(image))
-        size = ImageSize.of(*upright.size, rule)
-        if upright.size != size.normal:
-            upright = upright.resize(size.normal, Image.Resampling.BICUBIC)
-        pixels = np.asarray(upright)
-        stored = io.BytesIO()
-        Image.fromarray(pixels).save(stored, "PNG")  # from the pixels alone, so that no comment or profile is kept
+    upright = open_upright(source)
+    size = ImageSize.of(*upright.size, rule)
+    if upright.size != size.normal:
+        upright = upright.resize(size.normal, Image.Resampling.BICUBIC)
+    pixels = np.asarray(upright)
+    stored = io.BytesIO()
+    Image.fromarray(pixels).save(stored, "PNG")  # from the pixels alone, so that no comment or profile is kept
     return NormalImage(stored.getvalue(), _sha256(pixels, rule), size)
+
+
+def open_upright(source: Any) -> "Image":
+    """Return an image as 8-bit RGB in its own size, turned upright and laid on white. Raises as `normalise_image`."""
+    with _opened(source) as image:
+        from PIL import ImageOps
+
+        return _rgb(ImageOps.exif_transpose(image))
+
+
+def _check_sides(width: int, height: int) -> None:
+    """Raise MediaError for an image that is too small, too large or too narrow."""
+    if min(width, height) < MIN_SIDE:
+        raise MediaError(f"is {width} x {height} pixels: each side must have at least {MIN_SIDE}")
+    if width * height > MAX_PIXELS:
+        raise MediaError(f"is {width} x {height} pixels: at most {MAX_PIXELS:,} are decoded, make it smaller")
+    if max(width, height) > MAX_RATIO * min(width, height):
+        raise MediaError(f"is {width} x {height} pixels: one side may be at most {MAX_RATIO} times the other")
 
 
 def _sha256(pixels: np.ndarray, rule: ImageRule) -> str:
@@ -145,7 +157,7 @@ def _sha256(pixels: np.ndarray, rule: ImageRule) -> str:
 
 
 @contextmanager
-def _opened(source: Any, rule: ImageRule) -> "Iterator[Image]":
+def _opened(source: Any) -> "Iterator[Image]":
     """Open an image whose header says that it may be decoded. Raises MediaError, also for what decoding raises."""
     try:
         from PIL import Image, UnidentifiedImageError
@@ -154,7 +166,7 @@ def _opened(source: Any, rule: ImageRule) -> "Iterator[Image]":
     content = read_source(source)
     try:
         with Image.open(io.BytesIO(content), formats=FORMATS) as image:
-            ImageSize.of(*image.size, rule)
+            _check_sides(*image.size)
             yield image
     except MediaError:
         raise

@@ -1,6 +1,7 @@
 """The tool that shows parts of pictures."""
 
 import base64
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,7 @@ from PIL import Image
 from relaxd.envs.environment import BadEnvironmentError, Reply, Sample, Step
 from relaxd.envs.tool_calls import ToolCall
 from relaxd.envs.zoom import Zoom
+from relaxd.media.images import ORIENTATION
 from relaxd.media.sources import data_uri
 from tests.kit.vision import encoded, picture
 
@@ -43,6 +45,15 @@ def test_a_part_is_cut_out_of_the_whole_picture_and_enlarged() -> None:
     assert (end.done, end.info) == (True, {"calls": 2.0, "errors": 0.0})
 
 
+def test_a_picture_is_turned_upright_first(tmp_path: Path) -> None:
+    lying = Image.Exif()
+    lying[ORIENTATION] = 6
+    WHOLE.transpose(Image.Transpose.ROTATE_90).save(tmp_path / "a.png", exif=lying)
+    tool = Zoom()
+    tool.open(Sample(ASKED, metadata={"original": str(tmp_path / "a.png")}))
+    np.testing.assert_array_equal(np.asarray(zoomed(tool, [500, 0, 1000, 1000])), np.asarray(WHOLE)[:, 100:])
+
+
 def test_without_a_whole_picture_parts_are_those_of_the_prompts() -> None:
     tool = Zoom()
     tool.open(Sample(ASKED))
@@ -72,7 +83,7 @@ def test_boxes_that_are_none_are_answered(box: Any, complaint: str) -> None:
     [
         ([{"role": "user", "content": "What?"}], {}, 'the prompt has no image, and its data no column "original"'),
         (ASKED, {"original": "/no/a.png"}, "column \"original\": the picture is '/no/a.png', which is no file here"),
-        (ASKED, {"original": data_uri(b"x" * 99)}, 'column "original": the picture cannot identify image'),
+        (ASKED, {"original": data_uri(b"x" * 99)}, 'column "original": the picture is no image in a format'),
     ],
 )
 def test_pictures_that_cannot_be_read_are_refused(messages: Any, metadata: Any, complaint: str) -> None:
