@@ -2,13 +2,15 @@
 
 import base64
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
 from relaxd.envs import observation_images
-from relaxd.envs.environment import BadEnvironmentError, Step, check_step, check_tools, messages_of
+from relaxd.envs.environment import BadEnvironmentError, Reply, Sample, Step, check_step, check_tools, messages_of
+from relaxd.envs.other_interfaces import RelaxEnvironment
 from relaxd.envs.tool_calls import ToolCall
 from tests.kit.vision import encoded, picture
 
@@ -61,6 +63,21 @@ def test_images_that_cannot_be_read_are_refused(part: Any, sent: bool, complaint
     assert str(refused.value).startswith("step() returned messages of which messages[1].content[1] ")
     assert complaint in str(refused.value)
     assert "secret" not in str(refused.value)
+
+
+def test_images_of_relax_come_before_their_text() -> None:
+    def playing(observation: dict[str, Any]) -> RelaxEnvironment:
+        made = SimpleNamespace(reset=lambda: None, step=lambda text: (observation, False, {}))
+        environment = RelaxEnvironment(lambda sample, args: made, {})
+        environment.open(Sample([]))
+        return environment
+
+    shown = picture(16, 16)
+    step = playing({"obs_str": "see", "multi_modal_data": {"image": [shown]}}).step(Reply("x"))
+    content = [{"type": "image", "image": shown}, {"type": "text", "text": "see"}]
+    assert step.observation == {"role": "user", "content": content}
+    with pytest.raises(BadEnvironmentError, match="multi_modal_data of 'video': only images"):
+        playing({"obs_str": "see", "multi_modal_data": {"video": [b""]}}).step(Reply("x"))
 
 
 def test_images_count_against_a_limit_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
