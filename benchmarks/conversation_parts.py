@@ -21,6 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from relaxd.engines import ENGINES
+from relaxd.media.prompt_media import NO_MEDIA, PromptMedia
 from relaxd.v1.rollout_pb2 import GenerateRequest
 from relaxd.v1.sample_pb2 import SamplingParams
 from services.agent.engines import REPORT_TOKENS, EngineReply, EngineSession, RunEngines
@@ -102,7 +103,12 @@ class TimedEngines(RunEngines):
         await super().close()
 
     async def generate(
-        self, session: EngineSession, prompt: list[int], sampling: SamplingParams, seconds: Callable[[], float]
+        self,
+        session: EngineSession,
+        prompt: list[int],
+        sampling: SamplingParams,
+        seconds: Callable[[], float],
+        media: PromptMedia = NO_MEDIA,
     ) -> EngineReply:
         asked = time.monotonic()
         turn = self._turns[session.name] = self._turns.get(session.name, 0) + 1
@@ -111,7 +117,7 @@ class TimedEngines(RunEngines):
         await self._wait_until_free()
         begun = time.monotonic()
         self._record("asked", session.name, turn, asked)
-        reply = await super().generate(session, prompt, sampling, seconds)
+        reply = await super().generate(session, prompt, sampling, seconds, media)
         self._record("reply", session.name, turn, begun, time.monotonic(), len(reply.tokens))
         return reply
 

@@ -27,7 +27,7 @@ from benchmarks.gpu_models import COMMON, SHAPES, draw, flops, make_sequences, p
 from benchmarks.reporting import report
 from relaxd.config import GRPOConfig, TrainerConfig
 from services.trainer.batch.micro_batch import PackedMicroBatch, pack
-from services.trainer.batch.prompt_images import Image, PromptImages
+from services.trainer.batch.prompt_images import Image, SequenceImages
 from services.trainer.learner import forward
 from services.trainer.learner.learner import Learner
 from services.trainer.megatron.world import shut_down
@@ -78,7 +78,7 @@ def make_batch(learner: Learner, vocabulary: int, groups: int, with_images: bool
         images = None
         if with_images:
             pixels = rng.integers(0, 255, (SIDE, SIDE, 3), dtype=np.uint8)
-            images = PromptImages.of(prompt, [Image(f"{group}", grid, pixels)], vision.tokens)
+            images = SequenceImages.of(prompt, [Image(f"{group}", grid, pixels)], vision.tokens)
         own = (TOKENS - groups * len(prompt)) // 8 if each > 1 else TOKENS // 8 - len(prompt)
         for one in make_sequences(vocabulary, each * own + len(prompt), each, group, len(prompt)):
             tokens = np.concatenate([prompt, one.tokens[len(prompt) :]])

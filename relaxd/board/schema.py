@@ -99,10 +99,15 @@ TEACHER_CANDIDATE_LOGPROBS = "teacher_candidate_logprobs"
 TEACHER_PROMPT_TOKENS = "teacher_prompt_tokens"
 """The column that a run has where the teacher's prompts have more than the student's."""
 PROMPT_MEDIA = "prompt_media"
-"""The column that a run has where data.media_keys names a column with media."""
+"""The column that a run has where its prompts may have images or video."""
 MEDIA_CONTENTS = "media_contents"
 """The column that goes with `PROMPT_MEDIA`."""
 OF_MEDIA = (PROMPT_MEDIA, MEDIA_CONTENTS)
+SEQUENCE_MEDIA = "sequence_media"
+"""The column that a run has where its conversations may have images."""
+SEQUENCE_CONTENTS = "sequence_contents"
+"""The column that goes with `SEQUENCE_MEDIA`."""
+OF_SEQUENCE_MEDIA = (SEQUENCE_MEDIA, SEQUENCE_CONTENTS)
 OLD_LOGPROBS = "old_logprobs"
 """The column that the trainer computes before the first of a step's several updates, if the loss reads it, or before
 the only one, if the advantages do."""
@@ -246,6 +251,24 @@ COLUMNS: dict[str, ColumnSpec] = {
             "n",
             "Messages after the prompt of each sample: the model's as it wrote them, with the tool calls that were "
             "found in them, and the environment's.",
+            optional=True,
+        ),
+        ColumnSpec(
+            SEQUENCE_MEDIA,
+            "rollout",
+            "json",
+            "S",
+            "Media in each sequence's tokens, in their order: [[{kind, sha256, grid, bytes, begin}]]. begin: index of "
+            "the first of its tokens, without a shared prompt; bytes: how many of sequence_contents are this one's, 0 "
+            "for one that the prompt has or that came before in the group. The others are as in prompt_media.",
+            optional=True,
+        ),
+        ColumnSpec(
+            SEQUENCE_CONTENTS,
+            "rollout",
+            "uint8",
+            "B",
+            "Media of the sequences in their normal form, one after the other as sequence_media says.",
             optional=True,
         ),
         ColumnSpec(

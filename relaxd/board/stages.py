@@ -123,7 +123,9 @@ def stages_for(config: RunConfig) -> tuple[Stage, ...]:
     asked |= {schema.CONTINUED} if partial.enabled else set()
     asked |= {schema.OFF_POLICY_TOKENS} if partial.mask_off_policy else set()
     asked |= set(schema.OF_CONVERSATIONS) if config.agent.is_there else set()
-    asked |= set(schema.OF_MEDIA) if config.data.media_keys else set()
+    of_prompts = schema.OF_MEDIA if config.has_images else ()
+    of_sequences = schema.OF_SEQUENCE_MEDIA if config.agent.is_there and config.has_images else ()
+    asked |= {*of_prompts, *of_sequences}
     credit = config.agent.credit
     if credit != "sample" and (needs.values or "advantage" not in names):
         raise ValueError(f'{who}: agent.credit is "{credit}", but its advantages come from the trainer; use "sample"')
@@ -141,14 +143,19 @@ def stages_for(config: RunConfig) -> tuple[Stage, ...]:
     if partial.mask_off_policy:
         own["reward"] = (schema.OFF_POLICY_TOKENS,)  # the model wrote them, too
     if config.reward.images:
-        own["reward"] = (*own.get("reward", ()), *schema.OF_MEDIA)
+        own["reward"] = (*own.get("reward", ()), *of_prompts, *of_sequences)
     if any(source.sampling for source in config.data.sources) or config.agent.is_there:
         own["rollout"] = ("prompt",)  # it says how the answers of its source are sampled, and what environments get
-    if config.data.media_keys:
-        for name in ("rollout", "reference", "teacher"):
-            own[name] = (*own.get(name, ()), *schema.OF_MEDIA)
+    own["rollout"] = (*own.get("rollout", ()), *of_prompts)
+    for name in ("reference", "teacher"):
+        own[name] = (*own.get(name, ()), *of_prompts, *of_sequences)
     if config.agent.is_there:
-        own["reward"] = (schema.RESPONSE_MESSAGES, schema.ENVIRONMENT_REWARD, schema.ENVIRONMENT_INFO)
+        own["reward"] = (
+            *own.get("reward", ()),
+            schema.RESPONSE_MESSAGES,
+            schema.ENVIRONMENT_REWARD,
+            schema.ENVIRONMENT_INFO,
+        )
     return tuple(
         _stage(name, trained if name == TRAIN else optional, own.get(name, ()), candidates, before=names)
         for name in names

@@ -226,14 +226,34 @@ class RunConfig(Section):
         return self.roles.teacher.max_prompt_tokens or self.data.max_prompt_tokens
 
     @property
+    def has_images(self) -> bool:
+        """True if the run's prompts or the messages of its environment may have images or video."""
+        return bool(self.data.media_keys) or self.agent.images
+
+    @property
+    def images_setting(self) -> str:
+        """The setting by which the run has images or video."""
+        return "data.media_keys" if self.data.media_keys else "agent.images"
+
+    @property
     def images_problem(self) -> tuple[str, str] | None:
-        """The setting with which prompts can't have images, and why; None if they can."""
+        """The setting with which a run can't have its images, and why; None if it can, or has none."""
         engine = self.rollout.engine
+        if not self.has_images:
+            return None
         if not ENGINES[engine].sees_images:
             able = list_engines("rollout", lambda one: one.sees_images)
-            return "rollout.engine", f'= "{engine}", which sees no images (data.media_keys): {able} does'
-        if self.agent.is_there:
-            return "data.media_keys", "is set, but conversations (agent) have no images so far: leave one of them out"
+            return "rollout.engine", f'= "{engine}", which sees no images ({self.images_setting}): {able} does'
+        if self.agent.is_there and not self.agent.environment:
+            return (
+                "data.media_keys",
+                f"is set, but {self.agent.shown}: programs and functions get no images so far, only environments do",
+            )
+        if self.agent.is_there and "video" in self.data.media_keys:
+            return (
+                "data.media_keys",
+                f"names a column with video, but {self.agent.shown}: conversations have only images so far",
+            )
         return None
 
     @property
@@ -265,32 +285,34 @@ class RunConfig(Section):
 
     @model_validator(mode="after")
     def _rewards_open_images_that_are_there(self) -> Self:
-        if self.reward.images and not self.data.media_keys:
+        if self.reward.images and not self.has_images:
             raise ValueError(
-                "reward.images is true, but data.media_keys names no column with media: set it, or leave it out"
+                "reward.images is true, but the run has none: name a column with media in data.media_keys, set "
+                "agent.images, or leave it out"
             )
         return self
 
     @model_validator(mode="after")
     def _models_beside_the_trained_one_see(self) -> Self:
         """A critic service and engines that give a teacher's log-probs don't see images."""
-        if not self.data.media_keys:
+        if not self.has_images:
             return self
+        setting = self.images_setting
         teacher, critic = self.roles.teacher, self.roles.critic
         if self.algorithm.needs_critic and critic.placement == "service":
             raise ValueError(
-                f'{critic.section}.placement is "service", but data.media_keys names a column with media, which only '
-                'a critic in the trainer\'s ranks sees: set "trainer"'
+                f'{critic.section}.placement is "service", but the run has media ({setting}), which only a critic in '
+                'the trainer\'s ranks sees: set "trainer"'
             )
         if "teacher" in self.frozen_roles() and not ENGINES[teacher.engine].in_ranks:
             raise ValueError(
-                f'{teacher.section}.engine is "{teacher.engine}", but data.media_keys names a column with media, '
-                "which this engine doesn't see as a teacher: leave it out"
+                f'{teacher.section}.engine is "{teacher.engine}", but the run has media ({setting}), which this '
+                "engine doesn't see as a teacher: leave it out"
             )
         if self.has_privileged_teacher:
             raise ValueError(
-                f'roles.teacher.privileged_key is "{self.roles.teacher.privileged_key}", but data.media_keys names a '
-                "column with media, which prompts of the teacher's own can't have: remove one of them"
+                f'roles.teacher.privileged_key is "{self.roles.teacher.privileged_key}", but the run has media '
+                f"({setting}), which prompts of the teacher's own can't have: remove one of them"
             )
         return self
 

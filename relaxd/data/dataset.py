@@ -320,7 +320,7 @@ def load_data(config: RunConfig, *, first_look: bool = False) -> RunData:
     A `first_look` is for finding most mistakes soon, before another process loads the data: it checks fewer prompts,
     and leaves out what needs them all. Raises DataError, which names the setting and the line.
     """
-    if config.data.media_keys and (problem := config.images_problem):
+    if problem := config.images_problem:
         raise DataError(*problem)
     most = FIRST_LOOK if first_look else None
     folder = resolve_model(config.model.path, weights=False)

@@ -84,7 +84,7 @@ class PromptTokenizer:
             model.chat_template,
             model.chat_template_arguments,
             continue_final=data.continue_final_message,
-            vision=read_vision(folder, data) if data.media_keys else None,
+            vision=read_vision(folder, data) if config.has_images else None,
         )
 
     def encode(self, examples: Sequence[Example]) -> list[np.ndarray]:

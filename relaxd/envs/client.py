@@ -4,7 +4,7 @@ import asyncio
 import json
 import math
 import os
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,7 +15,9 @@ from relaxd.alerts.user_messages import Told, ignore
 from relaxd.data.examples import Message
 from relaxd.envs.environment import BadEnvironmentError, Reply, Sample, check_tools, messages_of
 from relaxd.envs.host import REFUSED
+from relaxd.envs.observation_images import take_images
 from relaxd.json_text import parse_json
+from relaxd.media import MediaItem
 from relaxd.process.child import Child, ChildError, ChildExited
 from relaxd.rpc.errors import Aborted, DeadlineExceeded, RpcError, explain, from_call
 from relaxd.v1 import environment_pb2 as pb
@@ -45,6 +47,8 @@ class OpenedSession:
     """Messages that follow the prompt's."""
     tools: list[dict[str, Any]]
     """Schemas of tools."""
+    images: Sequence[MediaItem] = ()
+    """The messages' images, in order."""
 
 
 @dataclass(frozen=True)
@@ -67,6 +71,8 @@ class SessionStep:
     """Player who speaks next."""
     rewards: Mapping[int, float] = field(default_factory=dict)
     """Rewards of the other players, by number."""
+    images: Sequence[MediaItem] = ()
+    """The messages' images, in order."""
 
 
 class EnvironmentClient:
@@ -101,8 +107,9 @@ class EnvironmentClient:
         answer = await self._call(self._stub.OpenSession, request)
         self._told(answer.user_messages)
         try:
-            messages = messages_of(_list("messages_json", answer.messages_json), "OpenSession returned")
-            return OpenedSession(messages, check_tools(_list("tools_json", answer.tools_json), "OpenSession returned"))
+            messages, images = _messages(answer.messages_json, "OpenSession returned")
+            tools = check_tools(_list("tools_json", answer.tools_json), "OpenSession returned")
+            return OpenedSession(messages, tools, images)
         except BadEnvironmentError as error:
             raise EnvironmentFailed(str(error)) from error
 
@@ -125,11 +132,11 @@ class EnvironmentClient:
             if not math.isfinite(number):
                 raise EnvironmentFailed(f"Step returned {name} = {number}: it must be a finite number")
         try:
-            messages = messages_of(_list("messages_json", answer.messages_json), "Step returned")
+            messages, images = _messages(answer.messages_json, "Step returned")
         except BadEnvironmentError as error:
             raise EnvironmentFailed(str(error)) from error
         info, rewards = dict(answer.info), dict(answer.rewards)
-        return SessionStep(messages, answer.reward, answer.done, info, answer.player, rewards)
+        return SessionStep(messages, answer.reward, answer.done, info, answer.player, rewards, images)
 
     async def close_session(self, session_id: str) -> None:
         """End a conversation. Raises EnvironmentFailed."""
@@ -152,6 +159,17 @@ class EnvironmentClient:
 
 _TOLD = (Aborted, DeadlineExceeded)
 """Errors of a host, whose messages say all."""
+
+
+def _messages(text: str, what: str) -> tuple[list[Message], tuple[MediaItem, ...]]:
+    """Return messages that an environment sent, without their images, and these."""
+    messages, images = messages_of(_list("messages_json", text), what, sent=True), list[MediaItem]()
+    for index, message in enumerate(messages):
+        if isinstance(message["content"], list):
+            place = f"messages[{index}].content"
+            message["content"], items = take_images(place, message["role"], message["content"], sent=True)
+            images += items
+    return messages, tuple(images)
 
 
 def _list(name: str, text: str) -> list[Any]:

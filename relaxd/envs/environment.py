@@ -8,15 +8,18 @@ from numbers import Real
 from typing import Any
 
 from relaxd.data.examples import Message
+from relaxd.envs.observation_images import put_images, take_images
 from relaxd.envs.tool_calls import ToolCall
+from relaxd.media import MediaError, MediaItem
 
 __all__ = ["BadEnvironmentError", "Environment", "Observation", "Reply", "Sample", "Step", "ToolCall"]
 
 Observation = str | Message | Sequence[Message] | None
 """Words of the environment: a text, a message, messages, or nothing. A text answers the tool calls of the model's
-message if it has any, and is the user's otherwise."""
+message if it has any, and is the user's otherwise. The content of a message is a text, or a list of texts and images
+(docs/agents.md)."""
 MAX_BYTES = 1 << 20
-"""Maximum number of bytes of an observation, and of the tools' schemas, as JSON in UTF-8."""
+"""Maximum number of bytes of an observation without its images, and of the tools' schemas, as JSON in UTF-8."""
 STEP = "return Step(observation, reward, done, info), or a tuple of the first two, three or four of these"
 
 
@@ -29,7 +32,7 @@ class Sample:
     """The beginning of a conversation."""
 
     messages: Sequence[Message]
-    """The prompt's messages."""
+    """The prompt's messages. An image in them is a part {"type": "image", "image": a data URI}, in its normal form."""
     answer: str = ""
     """The reference answer; "" if the data has none."""
     metadata: Mapping[str, Any] = field(default_factory=dict)
@@ -149,10 +152,11 @@ def finite_number(value: object, what: str) -> float:
     return found
 
 
-def messages_of(observation: object, what: str, calls: Sequence[ToolCall] = ()) -> list[Message]:
-    """Return an observation as messages, in answer to a message with `calls`.
+def messages_of(observation: object, what: str, calls: Sequence[ToolCall] = (), *, sent: bool = False) -> list[Message]:
+    """Return an observation as messages, in answer to a message with `calls`. Images become data URIs.
 
-    Raises BadEnvironmentError, which begins with `what`, such as "step() returned": it is none.
+    An observation that was `sent` has them already. Raises BadEnvironmentError, which begins with `what`, such as
+    "step() returned": it is none.
     """
     if observation is None:
         return []
@@ -163,25 +167,34 @@ def messages_of(observation: object, what: str, calls: Sequence[ToolCall] = ()) 
         raise BadEnvironmentError(
             f"{what} the observation {_shown(observation)}: it must be a text, a message, a list of messages or None"
         )
-    for message in messages:
+    texts, uris = list[Message](), list[list[str]]()
+    for index, message in enumerate(messages):
         if not isinstance(message, Mapping) or not isinstance(message.get("role"), str) or not message["role"]:
             raise BadEnvironmentError(
                 f'{what} the message {_shown(message)}: it must be like {{"role": "user", "content": "..."}}'
             )
-        if not isinstance(message.get("content"), str):
+        content, items = message.get("content"), list[MediaItem]()
+        if isinstance(content, list | tuple):
+            try:
+                content, items = take_images(f"messages[{index}].content", message["role"], content, sent=sent)
+            except MediaError as error:
+                raise BadEnvironmentError(f"{what} messages of which {error}") from error
+        if not isinstance(content, str | list):
             raise BadEnvironmentError(
-                f"{what} a message with the content {_shown(message.get('content'))}: it must be text; images, sound "
-                "and video of environments aren't there yet"
+                f"{what} a message with the content {_shown(content)}: it must be text, or a list of parts, "
+                '{"type": "text", "text": "..."} or {"type": "image", "image": ...}'
             )
-        if len(message["content"]) > MAX_BYTES:
-            raise _too_large(f"{what} a message of", len(message["content"]))
-    check_size(list(messages), f"{what} messages with")
-    return [dict(message) for message in messages]
+        if len(content) > MAX_BYTES:
+            raise _too_large(f"{what} a message of", len(content))
+        texts.append({**message, "content": content})
+        uris.append([item.source for item in items])
+    check_size(texts, f"{what} messages with")
+    return [{**text, "content": put_images(text["content"], own)} for text, own in zip(texts, uris, strict=True)]
 
 
-def tool_message(call: ToolCall, text: str) -> Message:
-    """Return the message with a tool's answer to a call."""
-    return {"role": "tool", "name": call.name, "tool_call_id": call.id, "content": text}
+def tool_message(call: ToolCall, content: str | Sequence[Any]) -> Message:
+    """Return the message with a tool's answer to a call, a text or parts."""
+    return {"role": "tool", "name": call.name, "tool_call_id": call.id, "content": content}
 
 
 def shorten(text: str, most: int) -> str:

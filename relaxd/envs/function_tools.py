@@ -9,6 +9,7 @@ from typing import Any, Protocol, get_type_hints
 from pydantic import BaseModel, ConfigDict, ValidationError, create_model
 
 from relaxd.envs.environment import BadEnvironmentError, Environment, Reply, Step, tool_message
+from relaxd.envs.observation_images import content_of_result
 from relaxd.envs.tool_calls import ToolCall
 
 _PARAMETER = re.compile(r"^\s*\*{0,2}(\w+)\s*(?:\([^)]*\))?:\s*(.*)$")
@@ -33,10 +34,10 @@ class FunctionTool:
         self.schema: dict[str, Any] = {"type": "function", "function": function_schema}
         """The schema in OpenAI's form."""
 
-    async def answer(self, call: ToolCall) -> str:
-        """Return the function's result as a text. Bad arguments and exceptions are answered with "Error: ...".
+    async def answer(self, call: ToolCall) -> str | list[Any]:
+        """Return the function's result as a text, or as parts if it has images.
 
-        Raises BadEnvironmentError if the function does.
+        Bad arguments and exceptions are answered with "Error: ...". Raises BadEnvironmentError if the function does.
         """
         try:
             checked = self._arguments.model_validate(call.arguments)
@@ -51,7 +52,7 @@ class FunctionTool:
             raise
         except Exception as error:  # a user's function may raise anything
             return f"Error: {type(error).__name__}: {error}"
-        return str(result)
+        return content_of_result(result)
 
 
 class Tool(Protocol):
@@ -63,8 +64,8 @@ class Tool(Protocol):
     awaits: bool
     """True if `answer` awaits something; otherwise it may block."""
 
-    async def answer(self, call: ToolCall) -> str:
-        """Return the answer to a call. That to one that came to nothing begins with "Error: "."""
+    async def answer(self, call: ToolCall) -> str | list[Any]:
+        """Return the answer to a call, a text or parts. That to one that came to nothing begins with "Error: "."""
 
 
 class ToolsEnvironment(Environment):
@@ -102,10 +103,10 @@ class ToolsEnvironment(Environment):
         for call in reply.tool_calls:
             tool = self._tools.get(call.name)
             unknown = f"Error: there is no tool {call.name!r}; there are {', '.join(self._tools)}"
-            text = unknown if tool is None else await tool.answer(call)
+            content = unknown if tool is None else await tool.answer(call)
             self._calls += 1
-            self._errors += text.startswith("Error: ")
-            messages.append(tool_message(call, text))
+            self._errors += isinstance(content, str) and content.startswith("Error: ")
+            messages.append(tool_message(call, content))
         return Step(messages, info=self._info)
 
     @property

@@ -23,6 +23,7 @@ BUNDLED: Mapping[str, str] = {
     "textarena": "relaxd.envs.libraries.textarena_game:TextArenaGame",
     "verifiers": "relaxd.envs.libraries.verifiers_task:VerifiersTask",
     "verl_tools": "relaxd.envs.verl_tools:VerlToolsEnvironment",
+    "zoom": "relaxd.envs.zoom:Zoom",
 }
 """Bundled environments by name."""
 

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from relaxd.envs.environment import BadEnvironmentError, Environment, Reply, Sample, Step
+from relaxd.media.placeholders import IMAGE
 
 
 class RelaxEnvironment(Environment):
@@ -54,13 +55,10 @@ class RelaxEnvironment(Environment):
         format_observation = getattr(self._environment, "format_observation", None)
         if format_observation is not None:
             message = dict(format_observation(observation))
-        elif isinstance(observation, Mapping) and not observation.get("multi_modal_data"):
-            message = {"role": "user", "content": observation.get("obs_str", "")}
+        elif isinstance(observation, Mapping):
+            message = {"role": "user", "content": _content(observation)}
         else:
-            raise BadEnvironmentError(
-                f"step() returned the observation {observation!r:.80}: it must have obs_str; images, sound and "
-                "video of environments aren't there yet"
-            )
+            raise BadEnvironmentError(f"step() returned the observation {observation!r:.80}: it must have obs_str")
         parts = message.get("content")
         if isinstance(parts, list) and all(isinstance(part, Mapping) and part.get("type") == "text" for part in parts):
             message["content"] = "\n".join(str(part["text"]) for part in parts)
@@ -99,6 +97,17 @@ class GymEnvironment(Environment):
     def close(self) -> Any:
         """Close the environment."""
         return self._environment.close() if hasattr(self._environment, "close") else None
+
+
+def _content(observation: Mapping[str, Any]) -> str | list[Any]:
+    """Return an observation of Relax as a message's content: its images before its text."""
+    text, media = observation.get("obs_str", ""), observation.get("multi_modal_data") or {}
+    if other := [kind for kind in media if kind != IMAGE]:
+        raise BadEnvironmentError(f"step() returned an observation with multi_modal_data of {other[0]!r}: only images")
+    images = media.get(IMAGE) or []
+    images = images if isinstance(images, list | tuple) else [images]
+    parts = [{"type": IMAGE, "image": image} for image in images]
+    return [*parts, {"type": "text", "text": text}] if parts else text
 
 
 def _text(observation: Any, what: str) -> str:

@@ -9,6 +9,8 @@ next turn. How this text joins the reply depends on the token at which the model
   place of the sampled one, without loss;
 - the template writes no special token there: the sampled one stays;
 - the model was cut off: the template's text ends its turn.
+
+Messages may have images. The template writes an image token for each, which becomes as many as the image has.
 """
 
 import json
@@ -27,6 +29,9 @@ from relaxd.data.examples import Example, Message
 from relaxd.data.templating import REASONING
 from relaxd.data.tokenizer import PromptTokenizer
 from relaxd.envs.replies import THINKING_TAGS
+from relaxd.media import MediaError
+from relaxd.media.placeholders import IMAGE
+from relaxd.media.prompt_media import StoredImage, expand_at
 from relaxd.models import DataError
 
 
@@ -99,6 +104,7 @@ class TokenHistory:
         tools: Sequence[Mapping[str, Any]] | None = None,
         *,
         opened: Sequence[Message] = (),
+        images: Sequence[StoredImage] = (),
         tokens: Sequence[int] = (),
     ) -> None:
         """Render and tokenise the prompt.
@@ -109,11 +115,13 @@ class TokenHistory:
             tools: schemas of the tools that the model may call; None: those of the example.
             opened: messages of the environment that follow the prompt's. Without them and with the example's tools, the
                 prompt's tokens are those that `PromptTokenizer.encode` makes of the example.
+            images: images of the example's and of these messages, in order.
             tokens: the prompt's token ids, in place of all of these; then only `add_tokens` continues it.
 
         Raises:
             DataError: the model has no chat template, or the template rejects the prompt.
-            CannotContinue: a message of the environment has something else than text.
+            CannotContinue: a message of the environment has something else than text and images, or the template
+                doesn't write one image token for each image.
         """
         if tokenizer.template is None:
             raise DataError("model.chat_template", "is not set, and the model has none, which conversations need")
@@ -127,8 +135,13 @@ class TokenHistory:
             asked = replace(asked, prompt=[*example.messages, *map(self._as_plain_text, opened)])
         self.opens_thinking = False
         """True if the context ends with the tag that begins thinking."""
-        self.prompt_tokens: list[int] = list(tokens) or self._encode(tokenizer.render(asked, self._now), None)
+        self.images: list[StoredImage] = []
+        """Images in the context, and where they are."""
+        self.prompt_tokens: list[int] = list(tokens)
         """Token ids of the first prompt of the engine."""
+        if not tokens:
+            short = self._encode(tokenizer.render(asked, self._now), None)
+            self.prompt_tokens, self.images = self._expanded(short, images)
         if tokens:
             self._note_end(tokens)
         if not self.prompt_tokens:
@@ -143,6 +156,7 @@ class TokenHistory:
         self._segments: list[_Segment] = []
         self._to_reply: list[_Segment] = []
         """Segments up to the end of the last reply, as they were then."""
+        self._images_to_reply: list[StoredImage] = []
         self._reply_ends: list[int] = []
         self._replied = False
         self._stop: int | None = None
@@ -182,6 +196,11 @@ class TokenHistory:
         """Return the columns tokens, loss_mask, logprobs and versions up to the end of the last reply."""
         return {name: _joined(self._to_reply, name) for name in _DTYPES}
 
+    @property
+    def images_to_last_reply(self) -> list[StoredImage]:
+        """Images in the context up to the end of the last reply."""
+        return self._images_to_reply
+
     def reply_lengths(self) -> list[int]:
         """Return the numbers of tokens from the end of a reply, or of the prompt, to the end of the next reply."""
         return [end - begin for begin, end in pairwise([0, *self._reply_ends])]
@@ -214,7 +233,7 @@ class TokenHistory:
                 "be as many, and at least 1"
             )
         self._segments.append(_Segment.of(tokens, 1, logprobs, versions))
-        self._to_reply = list(self._segments)
+        self._to_reply, self._images_to_reply = list(self._segments), list(self.images)
         self._reply_ends.append(self.length)
         last = int(tokens[-1])
         self._stop = last if stopped and last in self._controls.special else None
@@ -226,14 +245,18 @@ class TokenHistory:
         self._messages = [*self._messages, kept]
         self._replied = True
 
-    def add_messages(self, messages: Sequence[Message]) -> int:
+    def add_messages(self, messages: Sequence[Message], images: Sequence[StoredImage] = ()) -> int:
         """Append the messages that follow a reply, and the beginning of the next one; return their number of tokens.
 
         Texts of control tokens in the messages become plain text. If it fails, the history is as before.
 
+        Args:
+            messages: at least one. An image of theirs is a part {"type": "image"}.
+            images: the messages' images, in order.
+
         Raises:
-            CannotContinue: the chat template rejects the conversation or does not show where the reply ends, or a
-                message has something else than text.
+            CannotContinue: the chat template rejects the conversation, does not show where the reply ends or doesn't
+                write one image token for each image, or a message has something else than text and images.
             ValueError: there is no reply before, or no message.
         """
         if not self._replied or not messages:
@@ -242,12 +265,14 @@ class TokenHistory:
             raise CannotContinue("the last message of an observation is the assistant's, whose turn is next")
         new = [self._as_plain_text(message) for message in messages]
         text, keeps_stop, anchor = self._join(self._tail(new))
-        tokens = self._encode(text, anchor)
+        tokens, placed = self._expanded(self._encode(text, anchor), images)
         if not tokens:
             raise CannotContinue("the chat template writes nothing after the model's message")
         version = int(self._segments[-1].versions[-1])
         if not keeps_stop:
             self._segments[-1] = self._segments[-1].without_last()
+        before = len(self.prompt_tokens) + self.length
+        self.images = [*self.images, *(image.shifted(before) for image in placed)]
         self._segments.append(_Segment.of(tokens, 0, 0.0, version))
         self._messages = [*self._messages, *new]
         self._replied = False
@@ -361,18 +386,25 @@ class TokenHistory:
         return [{**self._tools[0], "function": described}, *self._tools[1:]]
 
     def _as_plain_text(self, message: Message) -> Message:
-        """Return a message of text in which control tokens are broken. Raises CannotContinue: it isn't text."""
-        content = message.get("content")
+        """Return a message of text and images in which control tokens are broken.
+
+        Raises CannotContinue: it has something else.
+        """
+        content, text = message.get("content"), message.get("content")
         if isinstance(content, list):
-            if other := [part.get("type") for part in content if part.get("type") != "text"]:
-                raise CannotContinue(f"a message of {message['role']} has a part of type {other[0]!r}: only text works")
-            content = "".join(part["text"] for part in content)
-        if not isinstance(content, str | None):
-            raise CannotContinue(f"the content of a message of {message['role']} is {content!r:.80}: it must be text")
+            kinds = [part.get("type") for part in content]
+            if other := [kind for kind in kinds if kind not in ("text", IMAGE)]:
+                raise CannotContinue(
+                    f"a message of {message['role']} has a part of type {other[0]!r}: only text and images do"
+                )
+            text = "".join(part["text"] for part in content if part["type"] == "text")
+            content = content if IMAGE in kinds else text
+        if not isinstance(text, str | None):
+            raise CannotContinue(f"the content of a message of {message['role']} is {text!r:.80}: it must be text")
         try:
-            (content or "").encode()
+            (text or "").encode()
         except UnicodeEncodeError as error:  # JSON's "\ud83d" without its second half
-            half = content[error.start] if content else ""
+            half = text[error.start] if text else ""
             raise CannotContinue(f"a message of {message['role']} has {half!r}, half of a character") from None
         return {name: self._all_broken(value) for name, value in {**message, "content": content}.items()}
 
@@ -389,6 +421,17 @@ class TokenHistory:
         if found := [re.escape(one) for one in self._controls.texts if one in text]:
             return re.sub(f"(?=(?:{'|'.join(found)}))(.)", rf"\1{self._break}", text, flags=re.DOTALL)
         return text
+
+    def _expanded(self, short: list[int], images: Sequence[StoredImage]) -> tuple[list[int], list[StoredImage]]:
+        """Return ids with the tokens of their images, and the images with their places. Raises CannotContinue."""
+        if not images:
+            return short, []
+        if self._tokenizer.vision is None:
+            raise CannotContinue("a message has an image, but the run has none (data.media_keys, agent.images)")
+        try:
+            return expand_at(short, images, self._tokenizer.vision.tokens)
+        except MediaError as error:
+            raise CannotContinue(f"a conversation {error}") from error
 
     def _encode(self, text: str, anchor: tuple[int, str] | None) -> list[int]:
         """Tokenise a text that follows a special token, or begins the prompt, in pieces between breaks."""

@@ -110,7 +110,7 @@ def measure_image(source: Any, rule: ImageRule) -> ImageSize:
 
     Raises MediaError, as `normalise_image`, except for pixels that are broken.
     """
-    with opened_image(source) as image:
+    with _opened(source) as image:
         width, height = image.size
         lies = image.getexif().get(ORIENTATION) in (5, 6, 7, 8)
         return ImageSize.of(*((height, width) if lies else (width, height)), rule)
@@ -132,13 +132,18 @@ def normalise_image(source: Any, rule: ImageRule) -> NormalImage:
     """
     from PIL import Image
 
-    with opened_image(source) as image:
-        upright = upright_rgb(image)
-        size = ImageSize.of(*upright.size, rule)
-        if upright.size != size.normal:
-            upright = upright.resize(size.normal, Image.Resampling.BICUBIC)
-        pixels = np.asarray(upright)
+    upright = open_upright(source)
+    size = ImageSize.of(*upright.size, rule)
+    if upright.size != size.normal:
+        upright = upright.resize(size.normal, Image.Resampling.BICUBIC)
+    pixels = np.asarray(upright)
     return NormalImage(encode_png(pixels), pixels_sha256(pixels, FORM, rule), size)
+
+
+def open_upright(source: Any) -> "Image":
+    """Return an image as 8-bit RGB in its own size, turned upright and laid on white. Raises as `normalise_image`."""
+    with _opened(source) as image:
+        return _rgb(image)
 
 
 def check_sides(width: int, height: int) -> None:
@@ -167,7 +172,7 @@ def pixels_sha256(pixels: np.ndarray, form: str, rule: ImageRule) -> str:
 
 
 @contextmanager
-def opened_image(source: Any) -> "Iterator[Image]":
+def _opened(source: Any) -> "Iterator[Image]":
     """Open an image whose header says that it may be decoded. Raises MediaError, also for what decoding raises."""
     try:
         from PIL import Image, UnidentifiedImageError
@@ -188,7 +193,7 @@ def opened_image(source: Any) -> "Iterator[Image]":
         raise MediaError(f"is a broken image: {str(error) or type(error).__name__}") from error
 
 
-def upright_rgb(image: "Image") -> "Image":
+def _rgb(image: "Image") -> "Image":
     """Return an image as 8-bit RGB, turned as its EXIF data say. Raises MediaError: nobody knows its range."""
     from PIL import Image, ImageOps
 

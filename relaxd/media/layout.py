@@ -1,4 +1,4 @@
-"""Prompts with images and video as engine and trainer lay them out: expanded ids, modality and positions, in numpy.
+"""Token ids with images and video as engine and trainer lay them out: expanded ids, modality, positions, in numpy.
 
 A chat template writes one token for each item. The model sees one for each merged square of patches, with three
 positions (M-RoPE: time, row, column; Qwen2-VL, arXiv 2409.12191). Qwen2.5-VL and Qwen3-VL lay out images alike.
@@ -51,7 +51,7 @@ class ImageTokens:
 
 @dataclass(frozen=True)
 class Layout:
-    """A prompt as the model sees it, T tokens."""
+    """Tokens as the model sees them, T of them."""
 
     tokens: np.ndarray
     """Token ids, int32 [T]."""
@@ -61,8 +61,8 @@ class Layout:
     positions: np.ndarray
     """Positions by time, row and column, float32 [3, T]."""
     next_position: float
-    """Position, on all three axes, of what follows the prompt: the first token of the answer. An answer isn't searched
-    for media, so a sampled image token is a token like any other."""
+    """Position, on all three axes, of what follows: the first token of the answer. An answer isn't searched for media,
+    so a sampled image token is a token like any other."""
 
 
 def expand(
@@ -100,7 +100,14 @@ def expand(
     return np.concatenate([*pieces, ids[end:]])
 
 
-def lay_out(tokens: np.ndarray, grids: Sequence[Grid], images: ImageTokens, start: float = 0.0) -> Layout:
+def lay_out(
+    tokens: np.ndarray,
+    grids: Sequence[Grid],
+    images: ImageTokens,
+    start: float = 0.0,
+    *,
+    begins: Sequence[int] | None = None,
+) -> Layout:
     """Return modality and positions of expanded ids.
 
     An image of h rows and w columns of tokens that begins at p has the positions (p, p + row, p + column), and what
@@ -111,6 +118,8 @@ def lay_out(tokens: np.ndarray, grids: Sequence[Grid], images: ImageTokens, star
         grids: the items' patches, in the order of the prompt.
         images: the model's.
         start: position of the first token, for a part that follows an answer.
+        begins: index of each image's first token, for ids that have answers in them; None: every image token is an
+            image's.
 
     Raises:
         MediaError: the tokens of media aren't those of these items.
@@ -118,28 +127,34 @@ def lay_out(tokens: np.ndarray, grids: Sequence[Grid], images: ImageTokens, star
     if wrong := next((grid for grid in grids if min(grid) < 1), None):
         raise MediaError(f"has an item with the grid {list(wrong)}: each number must be at least 1")
     tokens = np.asarray(tokens, np.int32)
-    modality = np.zeros(len(tokens), np.uint8)
-    modality[tokens == images.token] = IMAGE
+    kinds = np.zeros(len(tokens), np.uint8)
+    kinds[tokens == images.token] = IMAGE
     if images.video != NONE:
-        modality[tokens == images.video] = VIDEO
-    places = np.flatnonzero(modality)
-    if len(places) != (wanted := sum(map(images.count, grids))):
-        raise MediaError(f"has {len(places)} tokens of images and video, but its items have {wanted}")
+        kinds[tokens == images.video] = VIDEO
     frames: list[Grid] = [(1, *grid[1:]) for grid in grids for _ in range(grid[0])]
+    counts = [images.count(grid) for grid in frames]
+    if begins is None:
+        places = np.flatnonzero(kinds)
+        if len(places) != sum(counts):
+            raise MediaError(f"has {len(places)} tokens of images and video, but its items have {sum(counts)}")
+        begins = places[np.cumsum([0, *counts[:-1]])].tolist() if counts else []
+    if len(begins) != len(frames):
+        raise MediaError(f"has {len(begins)} begins of images, but its items have {len(frames)} images and frames")
+    modality, end = np.zeros(len(tokens), np.uint8), 0
     # By how much each token moves what follows it: an image's first token by all of the image.
-    advances = (modality == TEXT).astype(np.float64)
-    seen, firsts = 0, []
-    for grid in frames:
-        count = images.count(grid)
-        first, last = int(places[seen]), int(places[seen + count - 1])
-        if last != first + count - 1 or (modality[first : last + 1] != modality[first]).any():
+    advances = np.ones(len(tokens))
+    for first, count, grid in zip(begins, counts, frames, strict=True):
+        if first < end:
+            raise MediaError(f"has an image that begins at token {first}, before token {end}, where the last one ends")
+        end = first + count
+        if end > len(tokens) or kinds[first] == TEXT or (kinds[first:end] != kinds[first]).any():
             raise MediaError(f"has other tokens among those of the image that begins at token {first}")
+        modality[first:end] = kinds[first]
+        advances[first:end] = 0
         advances[first] = max(grid[1:]) // images.merge
-        firsts.append(first)
-        seen += count
     line = start + np.cumsum(advances) - advances
     positions = np.tile(line, (3, 1))
-    for first, grid in zip(firsts, frames, strict=True):
+    for first, grid in zip(begins, frames, strict=True):
         rows, columns = grid[1] // images.merge, grid[2] // images.merge
         block = np.stack([np.zeros(rows * columns), *(axis.ravel() for axis in np.indices((rows, columns)))])
         positions[:, first : first + rows * columns] = line[first] + block

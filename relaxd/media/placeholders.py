@@ -125,7 +125,8 @@ class MediaReader:
         elif kind in self.columns:
             self.found.append(self.columns[kind].take(place))
         else:
-            raise MediaError(f'{place} has no item: name its column with data.media_keys = {{{kind} = "..."}}')
+            key = f'{{{kind} = "..."}}'
+            raise MediaError(f"{place} has no item: add it, or name its column with data.media_keys = {key}")
 
     def _split(self, place: str, text: str) -> list[dict[str, Any]]:
         """Return the parts of a text around its placeholders."""

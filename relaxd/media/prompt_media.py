@@ -1,35 +1,107 @@
-"""A prompt's media as they are stored with its group: what they are (column prompt_media), and their bytes
-(media_contents).
+"""Media as they are stored with a group and as requests carry them: what they are, and their bytes.
+
+Those of the prompt are in the columns prompt_media and media_contents, those of each sequence in sequence_media and
+sequence_contents.
 """
 
 import base64
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Self
 
 import numpy as np
 
-from relaxd.media.layout import Grid
+from relaxd.media.images import NormalImage
+from relaxd.media.layout import Grid, ImageTokens, expand
+from relaxd.media.placeholders import IMAGE, shown_text
 from relaxd.media.sources import MediaError
 from relaxd.media.videos import NormalMedia
-from relaxd.v1 import rollout_pb2
+from relaxd.v1 import agent_pb2, rollout_pb2
 
 MediaRecord = Mapping[str, Any]
-"""One of prompt_media: {"kind": "image" or "video", "sha256": ..., "grid": [times, rows, columns], "bytes": ...}."""
+"""One of prompt_media: {"kind": "image" or "video", "sha256": ..., "grid": [times, rows, columns], "bytes": ...}. Those
+of a sequence have "begin", too: the index of the item's first token."""
 
 
-def to_columns(images: Sequence[NormalMedia]) -> tuple[list[dict[str, Any]], np.ndarray]:
+@dataclass(frozen=True)
+class StoredImage:
+    """An image or a video in its normal form, by what is stored of it."""
+
+    sha256: str
+    """Its identity."""
+    grid: Grid
+    """Patches by time, row and column."""
+    png: bytes
+    begin: int | None = None
+    """Index of its first token in a sequence; None where it isn't known."""
+    kind: str = IMAGE
+    media_type: str = NormalImage.media_type
+
+    @classmethod
+    def of(cls, item: NormalMedia) -> Self:
+        """Return an item in its normal form."""
+        return cls(item.sha256, item.size.grid, item.png, kind=item.kind, media_type=item.media_type)
+
+    def shifted(self, by: int) -> Self:
+        """Return it in a sequence that has `by` more tokens before it."""
+        return replace(self, begin=(self.begin or 0) + by)
+
+
+def expand_at(
+    short: Sequence[int], images: Sequence[StoredImage], tokens: ImageTokens
+) -> tuple[list[int], list[StoredImage]]:
+    """Repeat each image token once for each token of its image. Returns the ids, and the images with their begins.
+
+    Args:
+        short: ids with one image token for each image.
+        images: the images, in order.
+        tokens: the model's tokens for images.
+
+    Raises MediaError: there are more or fewer image tokens than images.
+    """
+    ids = expand(short, [image.grid for image in images], tokens)
+    placed, before = [], 0
+    for place, image in zip(np.flatnonzero(np.asarray(short) == tokens.token).tolist(), images, strict=True):
+        placed.append(replace(image, begin=place + before))
+        before += tokens.count(image.grid) - 1
+    return ids.tolist(), placed
+
+
+def to_columns(items: Sequence[NormalMedia]) -> tuple[list[dict[str, Any]], np.ndarray]:
     """Return the columns prompt_media and media_contents (uint8). An item that comes twice is stored once."""
-    records: list[dict[str, Any]] = []
     stored: dict[str, bytes] = {}
-    for image in images:
-        size = 0 if image.sha256 in stored else len(image.png)
-        stored.setdefault(image.sha256, image.png)
-        records.append({"kind": image.kind, "sha256": image.sha256, "grid": list(image.size.grid), "bytes": size})
+    records = _records([StoredImage.of(item) for item in items], stored)
     return records, np.frombuffer(b"".join(stored.values()), np.uint8)
 
 
-def with_references(messages: Sequence[Mapping[str, Any]], images: Sequence[NormalMedia]) -> list[dict[str, Any]]:
+def to_sequence_columns(
+    sequences: Sequence[Sequence[StoredImage]], prompt: Collection[str]
+) -> tuple[list[list[dict[str, Any]]], np.ndarray]:
+    """Return the columns sequence_media and sequence_contents (uint8). An image of a group is stored once.
+
+    Args:
+        sequences: images of each sequence with their begins, but those of a prompt that it shares.
+        prompt: hashes of the prompt's images.
+    """
+    stored = dict.fromkeys(prompt, b"")
+    records = [_records(images, stored) for images in sequences]
+    return records, np.frombuffer(b"".join(stored.values()), np.uint8)
+
+
+def _records(items: Sequence[StoredImage], stored: dict[str, bytes]) -> list[dict[str, Any]]:
+    """Return the records of items, and add the bytes of those that aren't stored yet."""
+    records = []
+    for item in items:
+        size = 0 if item.sha256 in stored else len(item.png)
+        stored.setdefault(item.sha256, item.png)
+        begin = {} if item.begin is None else {"begin": item.begin}
+        records.append({"kind": item.kind, "sha256": item.sha256, "grid": list(item.grid), "bytes": size, **begin})
+    return records
+
+
+def with_references(
+    messages: Sequence[Mapping[str, Any]], images: Sequence[NormalMedia | StoredImage]
+) -> list[dict[str, Any]]:
     """Return messages whose parts say by hash which item is there, as rewards get them (relaxd/media/messages.py)."""
     rest = iter(images)
 
@@ -52,28 +124,60 @@ def with_references(messages: Sequence[Mapping[str, Any]], images: Sequence[Norm
     ]
 
 
+def without_missing(messages: Sequence[Mapping[str, Any]], known: Collection[str]) -> list[dict[str, Any]]:
+    """Return messages with the text <image> in the place of each image that isn't among those of the `known` hashes."""
+    found = []
+    for message in messages:
+        content = message["content"]
+        if isinstance(content, list):
+            is_missing = [part["type"] == IMAGE and part.get("sha256") not in known for part in content]
+            content = [
+                {"type": "text", "text": shown_text([part])} if missing else part
+                for part, missing in zip(content, is_missing, strict=True)
+            ]
+        found.append({**message, "content": content})
+    return found
+
+
 def grids_of(records: Sequence[MediaRecord]) -> list[Grid]:
-    """Return the patches of a prompt's media, for `lay_out`."""
+    """Return the patches of media, for `lay_out`."""
     return [(int(time), int(rows), int(columns)) for time, rows, columns in (record["grid"] for record in records)]
 
 
 def hashes_of(records: Sequence[MediaRecord]) -> tuple[str, ...]:
-    """Return the hashes of a prompt's media. Together with its tokens they are the prompt's identity."""
+    """Return the hashes of media. Together with its tokens those of a prompt are its identity."""
     return tuple(record["sha256"] for record in records)
 
 
-def contents_of(records: Sequence[MediaRecord], contents: np.ndarray) -> dict[str, bytes]:
-    """Return the bytes of a prompt's media by their hashes.
+def begins_of(records: Sequence[MediaRecord]) -> list[int] | None:
+    """Return the index of each image's first token, for `lay_out`; None if the first one doesn't say it."""
+    return [int(record["begin"]) for record in records] if records and "begin" in records[0] else None
 
-    Raises MediaError: the contents aren't as long as the records say.
+
+def contents_of(records: Sequence[MediaRecord], contents: np.ndarray, column: str = "prompt_media") -> dict[str, bytes]:
+    """Return the bytes of media by their hashes.
+
+    Raises MediaError: the contents aren't as long as the records, which are those of `column`, say.
     """
     if (said := sum(record["bytes"] for record in records)) != contents.size:
-        raise MediaError(f"has {contents.size} bytes of media, but prompt_media says {said}")
+        raise MediaError(f"has {contents.size} bytes of media, but {column} says {said}")
     found, start = {}, 0
     for record in records:
         if record["bytes"]:
             found[record["sha256"]] = contents[start : start + record["bytes"]].tobytes()
             start += record["bytes"]
+    return found
+
+
+def contents_of_group(columns: Mapping[str, Any]) -> dict[str, bytes]:
+    """Return the bytes of a group's media by their hashes: the prompt's, and those of its sequences.
+
+    Raises MediaError: they aren't as long as the records say.
+    """
+    found = PromptMedia.of_columns(columns).by_hash()
+    if (of_sequences := columns.get("sequence_media")) is not None:
+        records = [record for one in of_sequences for record in one]
+        found |= contents_of(records, columns["sequence_contents"], "sequence_media")
     return found
 
 
@@ -90,10 +194,15 @@ class PromptMedia:
         return bool(self.records)
 
     @classmethod
-    def of(cls, images: Sequence[NormalMedia]) -> "PromptMedia":
+    def of(cls, items: Sequence[NormalMedia]) -> "PromptMedia":
         """Return those of items in their normal form."""
-        records, contents = to_columns(images)
-        return cls(tuple(records), contents.tobytes())
+        return cls.of_stored([StoredImage.of(item) for item in items])
+
+    @classmethod
+    def of_stored(cls, items: Sequence[StoredImage]) -> "PromptMedia":
+        """Return those of stored items."""
+        stored: dict[str, bytes] = {}
+        return cls(tuple(_records(items, stored)), b"".join(stored.values()))
 
     @classmethod
     def of_columns(cls, columns: Mapping[str, Any]) -> "PromptMedia":
@@ -102,11 +211,12 @@ class PromptMedia:
         return cls(tuple(columns.get("prompt_media") or ()), contents.tobytes() if contents is not None else b"")
 
     @classmethod
-    def from_proto(cls, message: rollout_pb2.GenerateRequest) -> "PromptMedia":
+    def from_proto(cls, message: rollout_pb2.GenerateRequest | agent_pb2.ConverseRequest) -> "PromptMedia":
         """Return those of a request."""
         return cls(
             tuple(
                 {"kind": one.kind, "sha256": one.sha256, "grid": list(one.grid), "bytes": one.bytes}
+                | ({"begin": one.begin} if one.HasField("begin") else {})
                 for one in message.media
             ),
             message.media_contents,
@@ -129,6 +239,20 @@ class PromptMedia:
     def by_hash(self) -> dict[str, bytes]:
         """Return the bytes of each by its hash. Raises MediaError."""
         return contents_of(self.records, self.array)
+
+    def images(self) -> list[StoredImage]:
+        """Return each image.
+
+        Raises MediaError: the contents lack one or aren't as long as the records say, or an item is no image.
+        """
+        if other := next((record["kind"] for record in self.records if record["kind"] != IMAGE), ""):
+            raise MediaError(f"the prompt has a {other}: conversations have only images so far")
+        contents = self.by_hash()
+        if lacking := next((name for name in hashes_of(self.records) if name not in contents), ""):
+            raise MediaError(f"has no bytes of image {lacking}")
+        begins: Sequence[int | None] = begins_of(self.records) or [None] * len(self.records)
+        of_each = zip(hashes_of(self.records), grids_of(self.records), begins, strict=True)
+        return [StoredImage(name, grid, contents[name], begin) for name, grid, begin in of_each]
 
     @property
     def array(self) -> np.ndarray:

@@ -3,14 +3,14 @@
 import base64
 import io
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from PIL.Image import Image
 
 from relaxd.media.placeholders import VIDEO
-from relaxd.media.prompt_media import MediaRecord, PromptMedia
+from relaxd.media.prompt_media import MediaRecord
 from relaxd.media.videos import frames_of
 
 MAX_CHARACTERS = 10_000
@@ -19,7 +19,7 @@ END_CHARACTERS = 2_000
 """Those of its end."""
 
 SHOWN_IMAGES = 4
-"""Maximum number of images and videos of a prompt that are shown."""
+"""Maximum number of images and videos of a sample that are shown."""
 SHOWN_FRAMES = 4
 """Maximum number of frames in the thumbnail of a video, which stand side by side."""
 THUMBNAIL_SIDE = 96
@@ -28,22 +28,29 @@ THUMBNAIL_URI = "data:image/jpeg;base64,"
 """Beginning of a thumbnail."""
 
 
-def shown_images(media: PromptMedia, *, thumbnails: bool) -> list[dict[str, Any]]:
-    """Return the first images and videos of a prompt with the fields of ShownImage in coordinator.proto."""
-    if not media:
-        return []
+def shown_images(
+    contents: Mapping[str, bytes], records: Collection[MediaRecord], *, thumbnails: bool
+) -> dict[str, dict[str, Any]]:
+    """Return images and videos by their hashes with the fields of ShownImage in coordinator.proto.
+
+    Args:
+        contents: media in their normal form by their hashes.
+        records: those to show.
+        thumbnails: whether they have thumbnails.
+    """
     from PIL import Image
 
-    contents, found = media.by_hash(), []
-    for record in media.records[:SHOWN_IMAGES]:
-        with Image.open(io.BytesIO(contents[record["sha256"]])) as image:
+    found: dict[str, dict[str, Any]] = {}
+    for record in records:
+        name = record["sha256"]
+        with Image.open(io.BytesIO(contents[name])) as image:
             frames = frames_of(image, _frames(image, record))
-            shown = {"sha256": record["sha256"], "width": frames[0].width, "height": frames[0].height}
+            shown = {"sha256": name, "width": frames[0].width, "height": frames[0].height}
             if record["kind"] == VIDEO:
                 shown["frames"] = len(frames)
             if thumbnails:
                 shown["thumbnail"] = _thumbnail(frames)
-        found.append(shown)
+        found[name] = shown
     return found
 
 

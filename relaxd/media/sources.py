@@ -54,6 +54,12 @@ def read_source(source: Any) -> bytes:
     return _from_text(source)
 
 
+def data_uri(content: bytes) -> str:
+    """Return a file's content as a data URI."""
+    kind = "image/png" if content.startswith(BEGINNINGS[0]) else "application/octet-stream"
+    return f"data:{kind};base64,{base64.b64encode(content).decode()}"
+
+
 def content_hash(source: Any) -> str:
     """Return a hash of an item's content, whichever its form; of one that can't be read, whatever stands for it."""
     if isinstance(source, list | tuple):  # a video's frames

@@ -19,9 +19,8 @@ from relaxd.media.images import (
     NormalImage,
     check_sides,
     encode_png,
-    opened_image,
+    open_upright,
     pixels_sha256,
-    upright_rgb,
 )
 from relaxd.media.placeholders import VIDEO
 from relaxd.media.sources import MP4_BOXES, MediaError, read_source
@@ -219,8 +218,7 @@ class _FrameList:
 
     def _frame(self, index: int) -> "Image":
         try:
-            with opened_image(self._sources[index]) as image:
-                return upright_rgb(image)
+            return open_upright(self._sources[index])
         except MediaError as error:
             raise MediaError(f"has a wrong frame: frame {index} {error}") from error
 

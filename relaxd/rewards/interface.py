@@ -50,10 +50,12 @@ class RewardInput:
     environment_info: Mapping[str, float] = field(default_factory=dict)
     """The environment's own numbers."""
     media: Mapping[str, bytes] = field(default_factory=dict)
-    """The images and videos of the prompt's messages by their hash, as PNG; {} unless reward.images is set."""
+    """The images and videos of the messages by their hash, as PNG; {} unless reward.images is set."""
 
     def images(self) -> list[Image]:
-        """Open the prompt's images with Pillow, in their order, as the model sees them: RGB, in its size.
+        """Open the images of the prompt and of what followed with Pillow, in their order, as the model sees them.
+
+        They are RGB, and in its size.
 
         Raises:
             ValueError: reward.images isn't set, so that they aren't here.
@@ -71,10 +73,11 @@ class RewardInput:
         ]
 
     def _opened(self, kind: str) -> list[tuple[Image, Mapping[str, Any]]]:
-        """Return the images that the prompt's parts of a kind are stored as, and the parts."""
-        parts = [part for message in self.prompt_messages for part in message["content"] if part["type"] == kind]
+        """Return the images that the messages' parts of a kind are stored as, and the parts."""
+        messages = [*self.prompt_messages, *self.response_messages]
+        parts = [part for message in messages for part in message["content"] if part["type"] == kind]
         if lacking := next((part["sha256"] for part in parts if part["sha256"] not in self.media), None):
-            raise ValueError(f"the prompt's {kind} {lacking} isn't here: set reward.images = true")
+            raise ValueError(f"{kind} {lacking} isn't here: set reward.images = true")
         if not parts:
             return []
         from PIL import Image

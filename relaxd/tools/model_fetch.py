@@ -79,6 +79,11 @@ MODELS: dict[str, FetchableModel | TaughtModel] = {
             description="0.3 M parameters, for examples/dots.toml: answers videos with random sides; made here",
             program="relaxd.tools.dots_beginner",
         ),
+        TaughtModel(
+            name="zoom-beginner",
+            description="0.3 M parameters, for examples/zoom.toml: looks at random halves of pictures; taught here",
+            program="relaxd.tools.zoom_beginner",
+        ),
     )
 }
 

@@ -5,7 +5,7 @@ vision tower, too.
 """
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -99,37 +99,53 @@ class Task:
 
 def make(folder: Path, task: Task, updates: int = UPDATES) -> None:
     """Make a task's model and write it with its tokenizer, chat template and processors into `folder`."""
-    folder.mkdir(parents=True, exist_ok=True)
-    torch.manual_seed(0)
-    torch.set_num_threads(1)  # more would only wait for each other
-    tokenizer = _tokenizer(task)
-    marks = {name: tokenizer.convert_tokens_to_ids(mark) for name, mark in task.marks.items()}
-    text = {**TEXT, "vocab_size": len(tokenizer), "pad_token_id": 0, "eos_token_id": 1, "bos_token_id": None}
-    tower = {**TOWER, "temporal_patch_size": task.times, "num_position_embeddings": (task.side // PATCH) ** 2}
-    model = Qwen3VLForConditionalGeneration(
-        Qwen3VLConfig(text_config=text, vision_config=tower, tie_word_embeddings=False, **marks)
-    )
-    model.generation_config.eos_token_id, model.generation_config.pad_token_id = 1, 0
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    (folder / "preprocessor_config.json").write_text(json.dumps(_processor(task, 1)))
+    model = random_model(folder, _tokenizer(task), task.marks, task.side, task.times)
+    area = task.side**2  # limits with which no item is resized, and all frames are taken
+    (folder / "preprocessor_config.json").write_text(json.dumps(processor(task.times, area, area)))
     if task.kind == VIDEO:
-        (folder / "video_preprocessor_config.json").write_text(json.dumps(_processor(task, task.frames)))
+        area *= task.frames
+        (folder / "video_preprocessor_config.json").write_text(json.dumps(processor(task.times, area, area)))
     _teach(model, folder, task, updates)
     model.save_pretrained(folder)
 
 
-def _processor(task: Task, frames: int) -> dict[str, Any]:
-    """Return settings of a processor that resizes no item, and takes all of its frames."""
-    area = task.side**2 * frames
+def random_model(
+    folder: Path, tokenizer: PreTrainedTokenizerFast, marks: Mapping[str, str], side: int, times: int
+) -> Qwen3VLForConditionalGeneration:
+    """Make a model with random weights, and write it with its tokenizer into `folder`.
+
+    Args:
+        folder: may be missing.
+        tokenizer: the model's, which has the marks.
+        marks: tokens of media by their names in config.json.
+        side: largest width and height of what it sees, in pixels.
+        times: frames of a patch.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    torch.manual_seed(0)
+    torch.set_num_threads(1)  # more would only wait for each other
+    ids = {name: tokenizer.convert_tokens_to_ids(mark) for name, mark in marks.items()}
+    text = {**TEXT, "vocab_size": len(tokenizer), "pad_token_id": 0, "eos_token_id": 1, "bos_token_id": None}
+    tower = {**TOWER, "temporal_patch_size": times, "num_position_embeddings": (side // PATCH) ** 2}
+    model = Qwen3VLForConditionalGeneration(
+        Qwen3VLConfig(text_config=text, vision_config=tower, tie_word_embeddings=False, **ids)
+    )
+    model.generation_config.eos_token_id, model.generation_config.pad_token_id = 1, 0
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return model
+
+
+def processor(times: int, smallest: int, largest: int) -> dict[str, Any]:
+    """Return settings of a processor with frames a patch, and limits of an item's pixels."""
     return {
         "image_processor_type": "Qwen2VLImageProcessor",
         "patch_size": PATCH,
         "merge_size": MERGE,
-        "temporal_patch_size": task.times,
+        "temporal_patch_size": times,
         "image_mean": [0.5] * 3,
         "image_std": [0.5] * 3,
-        "size": {"shortest_edge": area, "longest_edge": area},
+        "size": {"shortest_edge": smallest, "longest_edge": largest},
     }
 
 

@@ -26,22 +26,27 @@ from relaxd.v1 import access_pb2 as relaxd_dot_v1_dot_access__pb2
 from relaxd.v1 import content_pb2 as relaxd_dot_v1_dot_content__pb2
 from relaxd.v1 import replica_pb2 as relaxd_dot_v1_dot_replica__pb2
 from relaxd.v1 import reward_pb2 as relaxd_dot_v1_dot_reward__pb2
+from relaxd.v1 import rollout_pb2 as relaxd_dot_v1_dot_rollout__pb2
 from relaxd.v1 import sample_pb2 as relaxd_dot_v1_dot_sample__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15relaxd/v1/agent.proto\x12\trelaxd.v1\x1a\x16relaxd/v1/access.proto\x1a\x17relaxd/v1/content.proto\x1a\x17relaxd/v1/replica.proto\x1a\x16relaxd/v1/reward.proto\x1a\x16relaxd/v1/sample.proto\"\xb3\x01\n\x0f\x43onverseRequest\x12\x16\n\x0e\x65valuation_set\x18\x01 \x01(\t\x12\x13\n\x0bprompt_json\x18\x02 \x01(\t\x12\t\n\x01n\x18\x03 \x01(\x05\x12+\n\x08sampling\x18\x04 \x01(\x0b\x32\x19.relaxd.v1.SamplingParams\x12)\n\x07weights\x18\x05 \x01(\x0b\x32\x18.relaxd.v1.WeightVersion\x12\x10\n\x08or_later\x18\x06 \x01(\x08\"\xeb\x01\n\x10\x43onverseResponse\x12\x0e\n\x06sample\x18\x01 \x01(\x05\x12.\n\rfinish_reason\x18\x02 \x01(\x0e\x32\x17.relaxd.v1.FinishReason\x12\x0c\n\x04text\x18\x03 \x01(\t\x12\x13\n\x0btoken_count\x18\x04 \x01(\x05\x12$\n\x08messages\x18\x05 \x03(\x0b\x32\x12.relaxd.v1.Message\x12.\n\x07outcome\x18\x06 \x01(\x0b\x32\x1d.relaxd.v1.EnvironmentOutcome\x12\r\n\x05turns\x18\x07 \x01(\x05\x12\x0f\n\x07\x66\x61ilure\x18\x08 \x01(\t2_\n\x05\x41gent\x12V\n\x08\x43onverse\x12\x1a.relaxd.v1.ConverseRequest\x1a\x1b.relaxd.v1.ConverseResponse\"\x0f\x8a\x80\x19\x0b\x63oordinator0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15relaxd/v1/agent.proto\x12\trelaxd.v1\x1a\x16relaxd/v1/access.proto\x1a\x17relaxd/v1/content.proto\x1a\x17relaxd/v1/replica.proto\x1a\x16relaxd/v1/reward.proto\x1a\x17relaxd/v1/rollout.proto\x1a\x16relaxd/v1/sample.proto\"\xf2\x01\n\x0f\x43onverseRequest\x12\x16\n\x0e\x65valuation_set\x18\x01 \x01(\t\x12\x13\n\x0bprompt_json\x18\x02 \x01(\t\x12\t\n\x01n\x18\x03 \x01(\x05\x12+\n\x08sampling\x18\x04 \x01(\x0b\x32\x19.relaxd.v1.SamplingParams\x12)\n\x07weights\x18\x05 \x01(\x0b\x32\x18.relaxd.v1.WeightVersion\x12\x10\n\x08or_later\x18\x06 \x01(\x08\x12%\n\x05media\x18\x07 \x03(\x0b\x32\x16.relaxd.v1.PromptMedia\x12\x16\n\x0emedia_contents\x18\x08 \x01(\x0c\"\xd0\x02\n\x10\x43onverseResponse\x12\x0e\n\x06sample\x18\x01 \x01(\x05\x12.\n\rfinish_reason\x18\x02 \x01(\x0e\x32\x17.relaxd.v1.FinishReason\x12\x0c\n\x04text\x18\x03 \x01(\t\x12\x13\n\x0btoken_count\x18\x04 \x01(\x05\x12$\n\x08messages\x18\x05 \x03(\x0b\x32\x12.relaxd.v1.Message\x12.\n\x07outcome\x18\x06 \x01(\x0b\x32\x1d.relaxd.v1.EnvironmentOutcome\x12\r\n\x05turns\x18\x07 \x01(\x05\x12\x0f\n\x07\x66\x61ilure\x18\x08 \x01(\t\x12\x35\n\x05media\x18\t \x03(\x0b\x32&.relaxd.v1.ConverseResponse.MediaEntry\x1a,\n\nMediaEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x0c:\x02\x38\x01\x32_\n\x05\x41gent\x12V\n\x08\x43onverse\x12\x1a.relaxd.v1.ConverseRequest\x1a\x1b.relaxd.v1.ConverseResponse\"\x0f\x8a\x80\x19\x0b\x63oordinator0\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'relaxd.v1.agent_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
+  _globals['_CONVERSERESPONSE_MEDIAENTRY']._loaded_options = None
+  _globals['_CONVERSERESPONSE_MEDIAENTRY']._serialized_options = b'8\001'
   _globals['_AGENT'].methods_by_name['Converse']._loaded_options = None
   _globals['_AGENT'].methods_by_name['Converse']._serialized_options = b'\212\200\031\013coordinator'
-  _globals['_CONVERSEREQUEST']._serialized_start=159
-  _globals['_CONVERSEREQUEST']._serialized_end=338
-  _globals['_CONVERSERESPONSE']._serialized_start=341
-  _globals['_CONVERSERESPONSE']._serialized_end=576
-  _globals['_AGENT']._serialized_start=578
-  _globals['_AGENT']._serialized_end=673
+  _globals['_CONVERSEREQUEST']._serialized_start=184
+  _globals['_CONVERSEREQUEST']._serialized_end=426
+  _globals['_CONVERSERESPONSE']._serialized_start=429
+  _globals['_CONVERSERESPONSE']._serialized_end=765
+  _globals['_CONVERSERESPONSE_MEDIAENTRY']._serialized_start=721
+  _globals['_CONVERSERESPONSE_MEDIAENTRY']._serialized_end=765
+  _globals['_AGENT']._serialized_start=767
+  _globals['_AGENT']._serialized_end=862
 # @@protoc_insertion_point(module_scope)

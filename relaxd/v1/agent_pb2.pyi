@@ -10,6 +10,7 @@ from google.protobuf.internal import containers as _containers
 from relaxd.v1 import content_pb2 as _content_pb2
 from relaxd.v1 import replica_pb2 as _replica_pb2
 from relaxd.v1 import reward_pb2 as _reward_pb2
+from relaxd.v1 import rollout_pb2 as _rollout_pb2
 from relaxd.v1 import sample_pb2 as _sample_pb2
 import builtins as _builtins
 import sys
@@ -34,6 +35,8 @@ class ConverseRequest(_message.Message):
     SAMPLING_FIELD_NUMBER: _builtins.int
     WEIGHTS_FIELD_NUMBER: _builtins.int
     OR_LATER_FIELD_NUMBER: _builtins.int
+    MEDIA_FIELD_NUMBER: _builtins.int
+    MEDIA_CONTENTS_FIELD_NUMBER: _builtins.int
     evaluation_set: _builtins.str
     """Name of one of the evaluation sets of the service's run, which says which environment it is."""
     prompt_json: _builtins.str
@@ -42,6 +45,8 @@ class ConverseRequest(_message.Message):
     """Number of conversations; at least 1. Their environments have one seed, and begin in the same state."""
     or_later: _builtins.bool
     """Engines that serve a later version are asked, too."""
+    media_contents: _builtins.bytes
+    """See media."""
     @_builtins.property
     def sampling(self) -> _sample_pb2.SamplingParams:
         """How the model's messages are sampled. max_new_tokens is for a whole conversation; seed is also the environment's."""
@@ -49,6 +54,10 @@ class ConverseRequest(_message.Message):
     @_builtins.property
     def weights(self) -> _replica_pb2.WeightVersion:
         """Only engines that serve this version are asked. Its weights are the same in every later term."""
+
+    @_builtins.property
+    def media(self) -> _containers.RepeatedCompositeFieldContainer[_rollout_pb2.PromptMedia]:
+        """The prompt's images in their order, and their bytes in the normal form (PNG), one after the other."""
 
     def __init__(
         self,
@@ -59,10 +68,12 @@ class ConverseRequest(_message.Message):
         sampling: _sample_pb2.SamplingParams | None = ...,
         weights: _replica_pb2.WeightVersion | None = ...,
         or_later: _builtins.bool = ...,
+        media: _abc.Iterable[_rollout_pb2.PromptMedia] | None = ...,
+        media_contents: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["sampling", b"sampling", "weights", b"weights"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["evaluation_set", b"evaluation_set", "n", b"n", "or_later", b"or_later", "prompt_json", b"prompt_json", "sampling", b"sampling", "weights", b"weights"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["evaluation_set", b"evaluation_set", "media", b"media", "media_contents", b"media_contents", "n", b"n", "or_later", b"or_later", "prompt_json", b"prompt_json", "sampling", b"sampling", "weights", b"weights"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -74,6 +85,26 @@ class ConverseResponse(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
+    @_typing.final
+    class MediaEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.bytes
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.bytes = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
     SAMPLE_FIELD_NUMBER: _builtins.int
     FINISH_REASON_FIELD_NUMBER: _builtins.int
     TEXT_FIELD_NUMBER: _builtins.int
@@ -82,6 +113,7 @@ class ConverseResponse(_message.Message):
     OUTCOME_FIELD_NUMBER: _builtins.int
     TURNS_FIELD_NUMBER: _builtins.int
     FAILURE_FIELD_NUMBER: _builtins.int
+    MEDIA_FIELD_NUMBER: _builtins.int
     sample: _builtins.int
     """Which of the n conversations."""
     finish_reason: _sample_pb2.FinishReason.ValueType
@@ -102,6 +134,10 @@ class ConverseResponse(_message.Message):
     def outcome(self) -> _reward_pb2.EnvironmentOutcome:
         """What the environment gave."""
 
+    @_builtins.property
+    def media(self) -> _containers.ScalarMap[_builtins.str, _builtins.bytes]:
+        """Images of the messages by their hashes, if the set's rewards may open them (reward.images)."""
+
     def __init__(
         self,
         *,
@@ -113,10 +149,11 @@ class ConverseResponse(_message.Message):
         outcome: _reward_pb2.EnvironmentOutcome | None = ...,
         turns: _builtins.int = ...,
         failure: _builtins.str = ...,
+        media: _abc.Mapping[_builtins.str, _builtins.bytes] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["outcome", b"outcome"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["failure", b"failure", "finish_reason", b"finish_reason", "messages", b"messages", "outcome", b"outcome", "sample", b"sample", "text", b"text", "token_count", b"token_count", "turns", b"turns"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["failure", b"failure", "finish_reason", b"finish_reason", "media", b"media", "messages", b"messages", "outcome", b"outcome", "sample", b"sample", "text", b"text", "token_count", b"token_count", "turns", b"turns"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

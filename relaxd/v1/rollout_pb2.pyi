@@ -266,12 +266,17 @@ class PromptMedia(_message.Message):
     SHA256_FIELD_NUMBER: _builtins.int
     GRID_FIELD_NUMBER: _builtins.int
     BYTES_FIELD_NUMBER: _builtins.int
+    BEGIN_FIELD_NUMBER: _builtins.int
     kind: _builtins.str
     """"image" or "video"."""
     sha256: _builtins.str
     """Hexadecimal digits of its hash."""
     bytes: _builtins.int
     """Number of bytes of media_contents that are its own; 0 for one that came before in the same prompt."""
+    begin: _builtins.int
+    """Index of its first token in prompt_tokens. All media have it, or none: then every image token is an image's. A
+    conversation needs it, because the model may have written an image token that stands for nothing.
+    """
     @_builtins.property
     def grid(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Patches in time (1 of an image), rows and columns."""
@@ -283,12 +288,15 @@ class PromptMedia(_message.Message):
         sha256: _builtins.str = ...,
         grid: _abc.Iterable[_builtins.int] | None = ...,
         bytes: _builtins.int = ...,
+        begin: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_begin", b"_begin", "begin", b"begin"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes", b"bytes", "grid", b"grid", "kind", b"kind", "sha256", b"sha256"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_begin", b"_begin", "begin", b"begin", "bytes", b"bytes", "grid", b"grid", "kind", b"kind", "sha256", b"sha256"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__begin: _TypeAlias = _typing.Literal["begin"]  # noqa: Y015
+    _WhichOneofArgType__begin: _TypeAlias = _typing.Literal["_begin", b"_begin"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__begin) -> _WhichOneofReturnType__begin | None: ...
 
 Global___PromptMedia: _TypeAlias = PromptMedia  # noqa: Y015
 

@@ -97,7 +97,8 @@ class AgentService(StageReplica):
         }
         places = asyncio.Semaphore(config.agent.max_sessions)
         self._groups = groups = GroupConversations(config, self._begin, engines, of_run, places, self._look_for_room)
-        self.evaluations = evaluations = EvaluationConversations(config.agent, by_set, places)
+        opened = [one.name for one in sets_of(config) if (one.reward or config.reward).images]
+        self.evaluations = evaluations = EvaluationConversations(config.agent, by_set, places, opened)
 
         def room() -> int:
             return groups.room(self._worker.held if self._worker is not None else 0, evaluations.unfinished)

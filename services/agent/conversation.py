@@ -1,5 +1,6 @@
 """A conversation of the model with the environment: a sample of a group."""
 
+import asyncio
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -15,8 +16,11 @@ from relaxd import telemetry
 from relaxd.data.examples import Example, Message
 from relaxd.envs.client import EnvironmentFailed
 from relaxd.envs.environment import Reply, Sample
+from relaxd.envs.observation_images import with_images
 from relaxd.envs.reply_formats import ParsedReply
 from relaxd.envs.token_history import CannotContinue, TokenHistory
+from relaxd.media import MediaError, MediaItem, normalise_image
+from relaxd.media.prompt_media import NO_MEDIA, PromptMedia, StoredImage, hashes_of, with_references, without_missing
 from relaxd.models import DataError
 from relaxd.seeds import seed_of
 from services.agent.engines import EngineSession, OutOfTime, WantedWeights
@@ -38,14 +42,18 @@ class ConversationTokens:
     versions: NDArray[np.int64] = field(default_factory=lambda: np.empty(0, np.int64))
     message_lengths: list[int] = field(default_factory=list)
     """Numbers of tokens from the end of each message of the model, or from the beginning, to the end of the next."""
+    images: list[StoredImage] = field(default_factory=list)
+    """Images in the tokens, and where they begin."""
 
     @classmethod
     def of(cls, history: TokenHistory, published: Sequence[int]) -> "ConversationTokens":
         """Copy a history up to its last reply. If its prompt isn't the published one, it stands before the tokens."""
-        own, columns = list(history.prompt_tokens), history.to_last_reply()
+        own, columns, images = list(history.prompt_tokens), history.to_last_reply(), history.images_to_last_reply
         versions = columns["versions"]
         if own == list(published) or not len(versions):
-            return cls(True, **columns, message_lengths=history.reply_lengths())
+            shifted = [image.shifted(-len(own)) for image in images]
+            behind = [image for image in shifted if (image.begin or 0) >= 0]
+            return cls(True, **columns, message_lengths=history.reply_lengths(), images=behind)
         before = {
             "tokens": np.array(own, np.int32),
             "loss_mask": np.zeros(len(own), np.uint8),
@@ -54,7 +62,7 @@ class ConversationTokens:
         }
         first, *others = history.reply_lengths()
         whole = {name: np.concatenate([before[name], column]) for name, column in columns.items()}
-        return cls(False, **whole, message_lengths=[len(own) + first, *others])
+        return cls(False, **whole, message_lengths=[len(own) + first, *others], images=images)
 
 
 @dataclass
@@ -140,6 +148,8 @@ class ConversationStart:
     """Seed of the model's messages."""
     seconds: Callable[[], float]
     """Returns the time that is left."""
+    images: Sequence[StoredImage] = ()
+    """Images of the prompt."""
 
     async def turns(
         self,
@@ -149,6 +159,8 @@ class ConversationStart:
         opened: Sequence[Message],
         branch: int = 0,
         tokens: Sequence[int] = (),
+        *,
+        images: Sequence[StoredImage] = (),
     ) -> ModelTurns:
         """Return the model's turns after a prompt. Raises as `ModelTurns.begin` does.
 
@@ -159,6 +171,7 @@ class ConversationStart:
             opened: messages that follow the prompt's.
             branch: number of this history of the sample, from 0 on.
             tokens: the prompt's token ids, in place of example, tools and messages.
+            images: images of `opened`.
         """
         seed = seed_of(self.sample_seed, "branch", branch) if branch else self.sample_seed
         return await ModelTurns.begin(
@@ -167,6 +180,7 @@ class ConversationStart:
             example,
             tools,
             opened=opened,
+            images=[*self.images, *images],
             seed=seed,
             seconds=self.seconds,
             long_prompt=bool(branch),
@@ -177,7 +191,8 @@ class ConversationStart:
     def sample(self) -> Sample:
         """The sample as environments and programs get it."""
         example = self.example
-        return Sample(example.messages, example.answer, example.metadata, self.group_seed, example.tools)
+        messages = with_images(example.messages, [image.png for image in self.images])
+        return Sample(messages, example.answer, example.metadata, self.group_seed, example.tools)
 
 
 class Conversations(ABC):
@@ -198,6 +213,8 @@ class Conversations(ABC):
         group_seed: int,
         sample_seed: int,
         wanted: WantedWeights | None = None,
+        *,
+        media: PromptMedia = NO_MEDIA,
     ) -> Conversation:
         """Hold a conversation to its end.
 
@@ -208,6 +225,7 @@ class Conversations(ABC):
             group_seed: seed of the environment or of the program.
             sample_seed: seed of the model's messages.
             wanted: weights that its engines must serve; None means any.
+            media: the prompt's images.
 
         Raises:
             BadPrompt: it can't begin or go on.
@@ -221,12 +239,13 @@ class Conversations(ABC):
             return limit - (time.monotonic() - begun - engine.waited_seconds)
 
         try:
-            await self._converse(result, ConversationStart(engine, example, group_seed, sample_seed, seconds))
+            images = media.images()
+            await self._converse(result, ConversationStart(engine, example, group_seed, sample_seed, seconds, images))
         except OutOfTime:
             result.finish = "timeout"
         except EnvironmentFailed as error:
             result.finish, result.failure = "env_failed", str(error)
-        except (CannotContinue, DataError) as error:
+        except (CannotContinue, DataError, MediaError) as error:
             raise BadPrompt(str(error)) from error
         finally:
             result.outside_seconds = time.monotonic() - begun - engine.asked_seconds
@@ -236,6 +255,9 @@ class Conversations(ABC):
                 key: ConversationTokens.of(history, published) for key, history in result.histories.items()
             }
             result.histories = {}
+        # Images that the model didn't come to see aren't stored.
+        seen = {image.sha256 for one in result.sequences.values() for image in one.images}
+        result.messages = without_missing(result.messages, seen.union(hashes_of(media.records)))
         return result
 
     @abstractmethod
@@ -275,9 +297,10 @@ class EnvironmentConversations(Conversations):
             opened = await self._environments.open(name, start.sample)
         tools = [*start.example.tools, *opened.tools]
         names = tool_names(tools)
-        players = {0: await start.turns(self._model, start.example, tools, opened.messages)}
+        images = await self._normalised(opened.images)
+        players = {0: await start.turns(self._model, start.example, tools, opened.messages, images=images)}
         player = 0
-        result.messages += opened.messages
+        result.messages += with_references(opened.messages, images)
         while not result.finish:
             turns = players[player]
             if turns.room < 1:
@@ -293,7 +316,6 @@ class EnvironmentConversations(Conversations):
                 span.set_attribute("relaxd.reward", step.reward)
             result.add_rewards(player, {**step.rewards, player: step.reward + step.rewards.get(player, 0.0)})
             result.info |= dict(list(step.info.items())[:MAX_INFO])
-            result.messages += step.messages
             if step.done:
                 result.finish = "env_done"
             elif message.cut_by:
@@ -302,14 +324,38 @@ class EnvironmentConversations(Conversations):
                 result.finish = "turns"
             elif not step.messages:
                 result.finish = "stop"
-            elif seconds() <= 0:
-                raise OutOfTime
+            if result.finish or seconds() <= 0:
+                result.messages += step.messages
+                if not result.finish:
+                    raise OutOfTime
+                return
+            images = await self._normalised(step.images)
+            result.messages += with_references(step.messages, images)
+            player = self._checked_player(step.player)
+            if player in players:
+                await players[player].add_messages(step.messages, images)
             else:
-                player = self._checked_player(step.player)
-                if player in players:
-                    await players[player].add_messages(step.messages)
-                else:
-                    players[player] = await start.turns(self._model, start.example, tools, step.messages, branch=player)
+                begun = start.turns(self._model, start.example, tools, step.messages, branch=player, images=images)
+                players[player] = await begun
+
+    async def _normalised(self, items: Sequence[MediaItem]) -> list[StoredImage]:
+        """Return the environment's images in the model's normal form. Raises EnvironmentFailed."""
+        if not items:
+            return []
+        if (vision := self._model.tokenizer.vision) is None:
+            raise EnvironmentFailed(f"{items[0].place} is an image, but agent.images is false: set it to true")
+        rule = vision.rule
+
+        def normalise_all() -> list[StoredImage]:
+            found = []
+            for item in items:
+                try:
+                    found.append(StoredImage.of(normalise_image(item.source, rule)))
+                except MediaError as error:
+                    raise EnvironmentFailed(f"the environment's image {item.place} {error}") from error
+            return found
+
+        return await asyncio.to_thread(normalise_all)
 
     def _checked_player(self, player: int) -> int:
         """Return a player's number. Raises EnvironmentFailed: there is no such player."""

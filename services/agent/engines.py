@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 import grpc
 
+from relaxd.media.prompt_media import NO_MEDIA, PromptMedia
 from relaxd.replica.peer_replicas import AVOIDED_SECONDS, NoReplicaError, Peer, PeerReplicas
 from relaxd.replica.replica_context import ReplicaContext
 from relaxd.roles import ROLLOUT
@@ -108,7 +109,12 @@ class RunEngines:
         return min(peer.version for peer in self._peers.ready if peer.version is not None)
 
     async def generate(
-        self, session: EngineSession, prompt: list[int], sampling: SamplingParams, seconds: Callable[[], float]
+        self,
+        session: EngineSession,
+        prompt: list[int],
+        sampling: SamplingParams,
+        seconds: Callable[[], float],
+        media: PromptMedia = NO_MEDIA,
     ) -> EngineReply:
         """Return a reply to a prompt.
 
@@ -119,6 +125,7 @@ class RunEngines:
             prompt: token ids.
             sampling: how to sample.
             seconds: returns the time that is left.
+            media: the prompt's images, and where they are.
 
         Raises:
             RefusedPrompt: the engine can't answer it.
@@ -127,12 +134,17 @@ class RunEngines:
         """
         begun = time.monotonic()
         try:
-            return await self._generate(session, prompt, sampling, seconds)
+            return await self._generate(session, prompt, sampling, seconds, media)
         finally:
             session.asked_seconds += time.monotonic() - begun
 
     async def _generate(
-        self, session: EngineSession, prompt: list[int], sampling: SamplingParams, seconds: Callable[[], float]
+        self,
+        session: EngineSession,
+        prompt: list[int],
+        sampling: SamplingParams,
+        seconds: Callable[[], float],
+        media: PromptMedia,
     ) -> EngineReply:
         reply = EngineReply()
         while True:
@@ -147,6 +159,8 @@ class RunEngines:
                 session_id=session.name,
                 begun_tokens=reply.tokens,
                 report_every=REPORT_TOKENS,
+                media=media.to_proto(),
+                media_contents=media.contents,
             )
             try:
                 await self._ask(peer, request, left, reply)

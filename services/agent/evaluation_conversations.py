@@ -2,7 +2,7 @@
 
 import asyncio
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Collection, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -10,6 +10,7 @@ from relaxd.config import AgentConfig
 from relaxd.data.examples import Example
 from relaxd.finish_reasons import ENV_FAILED
 from relaxd.media.messages import to_proto
+from relaxd.media.prompt_media import NO_MEDIA, PromptMedia
 from relaxd.rpc.errors import Unavailable
 from relaxd.rpc.message_parts import numbers
 from relaxd.seeds import seed_of
@@ -25,9 +26,19 @@ from services.agent.model_turns import BadPrompt
 class EvaluationConversations:
     """Holds the conversations of a run's evaluations."""
 
-    def __init__(self, agent: AgentConfig, by_set: Mapping[str, Conversations], places: asyncio.Semaphore) -> None:
-        """`by_set` holds conversations with the environment of each evaluation set; `places` limits those at once."""
+    def __init__(
+        self,
+        agent: AgentConfig,
+        by_set: Mapping[str, Conversations],
+        places: asyncio.Semaphore,
+        opened: Collection[str] = (),
+    ) -> None:
+        """`by_set` holds conversations with the environment of each evaluation set; `places` limits those at once.
+
+        `opened` are the sets whose rewards may open images.
+        """
         self._agent = agent
+        self._opened = opened
         self._by_set = by_set
         self._places = places
         self._running: set[asyncio.Task[ConverseResponse]] = set()
@@ -43,7 +54,13 @@ class EvaluationConversations:
         return len(self._running)
 
     async def hold(
-        self, name: str, example: Example, count: int, sampling: SamplingParams, wanted: WantedWeights
+        self,
+        name: str,
+        example: Example,
+        count: int,
+        sampling: SamplingParams,
+        wanted: WantedWeights,
+        media: PromptMedia = NO_MEDIA,
     ) -> AsyncIterator[ConverseResponse]:
         """Yield conversations about a prompt, each once it has ended.
 
@@ -53,6 +70,7 @@ class EvaluationConversations:
             count: number of conversations.
             sampling: how the model's messages are sampled.
             wanted: weights that engines must serve.
+            media: the prompt's images.
 
         Raises:
             Unavailable: `cancel` was called.
@@ -61,7 +79,7 @@ class EvaluationConversations:
         own = {field.name: _plain(getattr(sampling, field.name)) for field in sampling.DESCRIPTOR.fields}
         example = replace(example, sampling=own)
         tasks = [
-            asyncio.create_task(self._hold(self._by_set[name], name, example, sample, sampling.seed, wanted))
+            asyncio.create_task(self._hold(name, example, sample, sampling.seed, wanted, media))
             for sample in range(count)
         ]
         self._running.update(tasks)
@@ -83,12 +101,13 @@ class EvaluationConversations:
             task.cancel()
 
     async def _hold(
-        self, conversations: Conversations, name: str, example: Example, sample: int, seed: int, wanted: WantedWeights
+        self, name: str, example: Example, sample: int, seed: int, wanted: WantedWeights, media: PromptMedia
     ) -> ConverseResponse:
+        conversations = self._by_set[name]
         session = f"evaluation/{name}/{sample}/{uuid.uuid4().hex}"
 
-        def hold_once(name: str) -> Awaitable[Conversation]:
-            return conversations.hold(name, example, [], seed, seed_of(seed, sample), wanted)
+        def hold_once(session: str) -> Awaitable[Conversation]:
+            return conversations.hold(session, example, [], seed, seed_of(seed, sample), wanted, media=media)
 
         try:
             held = await hold_with_retries(self._agent, self._places, session, hold_once)
@@ -103,6 +122,9 @@ class EvaluationConversations:
             outcome=EnvironmentOutcome(reward=held.reward, info=held.info),
             turns=held.turns,
             failure=held.failure,
+            media={image.sha256: image.png for one in held.sequences.values() for image in one.images}
+            if name in self._opened
+            else {},
         )
 
 

@@ -20,6 +20,8 @@ from relaxd.board import (
     OUTSIDE_SECONDS,
     PLAYER,
     RESPONSE_MESSAGES,
+    SEQUENCE_CONTENTS,
+    SEQUENCE_MEDIA,
     SEQUENCE_REWARD,
     TOOL_CALLS,
     TOOL_ERRORS,
@@ -33,6 +35,7 @@ from relaxd.board import (
 from relaxd.board.worker import Result
 from relaxd.config import AgentConfig, RunConfig
 from relaxd.data.examples import Example
+from relaxd.media.prompt_media import PromptMedia, hashes_of, to_sequence_columns
 from relaxd.seeds import seed_of
 from relaxd.waiting import Backoff, waiting
 from services.agent.conversation import Conversation, Conversations
@@ -100,6 +103,7 @@ class GroupConversations:
     async def _hold_group(self, delivery: Delivery, columns: dict[str, Column]) -> Result:
         prompt, published = columns["prompt"], np.asarray(columns["prompt_tokens"]).tolist()
         assert isinstance(prompt, dict)
+        media = PromptMedia.of_columns(columns)
         count = self._config.rollout.samples_per_prompt
         self._unfinished[delivery.group_id] = count
         try:
@@ -108,7 +112,7 @@ class GroupConversations:
                 raise asyncio.CancelledError  # another replica has it
             async with asyncio.TaskGroup() as tasks:
                 held = [
-                    tasks.create_task(self._hold(delivery, example_of(prompt), published, sample))
+                    tasks.create_task(self._hold(delivery, example_of(prompt), published, sample, media))
                     for sample in range(count)
                 ]
             conversations = await asyncio.gather(*held)  # they have ended
@@ -117,7 +121,8 @@ class GroupConversations:
                 failed = _Failed(f"no conversation has a message of the model: {'; '.join(reasons)}")
                 return self._dropped(delivery, failed)
             agent = self._config.agent
-            return columns_of(conversations, masked=agent.on_failure == "mask", credit=agent.credit)
+            made = columns_of(conversations, masked=agent.on_failure == "mask", credit=agent.credit)
+            return made | media_columns_of(conversations, media) if self._config.has_images else made
         except BoardUnavailable as error:
             raise asyncio.CancelledError from error  # not the group's fault: handed back, uncounted
         except ExceptionGroup as errors:  # the first failure has ended the other conversations
@@ -125,12 +130,14 @@ class GroupConversations:
         finally:
             self._unfinished.pop(delivery.group_id, None)
 
-    async def _hold(self, delivery: Delivery, example: Example, published: Sequence[int], sample: int) -> Conversation:
+    async def _hold(
+        self, delivery: Delivery, example: Example, published: Sequence[int], sample: int, media: PromptMedia
+    ) -> Conversation:
         """Hold a conversation. Raises _Failed: its environment failed, which ends its group."""
         agent, seed = self._config.agent, seed_of(self._config.run.seed, delivery.group_id)
 
         def hold(name: str) -> Awaitable[Conversation]:
-            return self._conversations.hold(name, example, published, seed, seed_of(seed, sample))
+            return self._conversations.hold(name, example, published, seed, seed_of(seed, sample), media=media)
 
         name = f"{delivery.group_id}/{sample}/{delivery.attempt}"
         conversation = await hold_with_retries(agent, self._places, name, hold)
@@ -258,3 +265,10 @@ def columns_of(conversations: Sequence[Conversation], *, masked: bool, credit: C
         TOOL_ERRORS: np.array([one.tool_errors for one in conversations], np.int32),
         **of_credit,
     }
+
+
+def media_columns_of(conversations: Sequence[Conversation], prompt: PromptMedia) -> dict[str, Column]:
+    """Return the columns of the images in the conversations of a group, whose prompt may have some itself."""
+    sequences = [sequence.images for one in conversations for sequence in one.sequences.values()]
+    records, contents = to_sequence_columns(sequences, hashes_of(prompt.records))
+    return {SEQUENCE_MEDIA: records, SEQUENCE_CONTENTS: contents}

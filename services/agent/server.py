@@ -6,6 +6,7 @@ from typing import Any
 
 from relaxd.config.evaluation import MAX_SAMPLES
 from relaxd.json_text import parse_json
+from relaxd.media.prompt_media import PromptMedia
 from relaxd.rpc.errors import Unavailable, Violations
 from relaxd.v1 import agent_pb2, agent_pb2_grpc
 from services.agent.agent_service import AgentService
@@ -41,7 +42,8 @@ class AgentServicer(agent_pb2_grpc.AgentServicer):
             violations.check(has_text, "prompt_json", 'must be an object with "text", as in the column "prompt"')
         violations.raise_if_any()
         wanted = WantedWeights(request.weights.term, request.weights.version, request.or_later)
-        held = evaluations.hold(name, example_of(prompt), request.n, request.sampling, wanted)
+        media = PromptMedia.from_proto(request)
+        held = evaluations.hold(name, example_of(prompt), request.n, request.sampling, wanted, media)
         async with aclosing(held):  # type: ignore[type-var]
             async for conversation in held:
                 yield conversation

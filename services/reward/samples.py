@@ -9,13 +9,12 @@ import numpy as np
 from relaxd.board import (
     ENVIRONMENT_INFO,
     ENVIRONMENT_REWARD,
-    MEDIA_CONTENTS,
     OFF_POLICY_TOKENS,
     RESPONSE_MESSAGES,
     Column,
 )
 from relaxd.media.messages import text_and_media, text_message, to_proto, with_parts
-from relaxd.media.prompt_media import PromptMedia
+from relaxd.media.prompt_media import contents_of_group
 from relaxd.rewards import RewardInput, RewardOutput
 from relaxd.rpc.message_parts import numbers, words
 from relaxd.v1.content_pb2 import Conversation
@@ -88,7 +87,7 @@ def samples_of_columns(columns: dict[str, Column]) -> list[RewardInput]:
     tokens = np.bincount(of_token, weights=np.asarray(columns["loss_mask"]) != 0, minlength=count)
     if OFF_POLICY_TOKENS in columns:
         tokens += np.bincount(samples, weights=np.asarray(columns[OFF_POLICY_TOKENS]), minlength=count)
-    media = PromptMedia.of_columns(columns).by_hash() if MEDIA_CONTENTS in columns else {}
+    media = contents_of_group(columns)
     found = [
         RewardInput(
             prompt=prompt["text"],

@@ -20,10 +20,13 @@ from relaxd.config.load_toml import ConfigError, Problem
 from relaxd.data.examples import Message
 from relaxd.envs.client import EnvironmentClient, EnvironmentFailed, hosted
 from relaxd.envs.environment import BadEnvironmentError, Reply, Sample
+from relaxd.envs.observation_images import with_images
 from relaxd.envs.replies import parse_reply
 from relaxd.envs.reply_formats import REPLY_FORMATS
 from relaxd.evaluation.set_checks import environment_problems
 from relaxd.json_text import parse_json
+from relaxd.media import MediaError, shown_text
+from relaxd.media.sources import read_source
 from relaxd.process.child import ChildError
 from relaxd.rpc.client import channel
 
@@ -112,14 +115,20 @@ def _trial_of_run(words: list[str]) -> _Trial:
     agent = config.agent
     if not agent.environment:
         raise CliError(f"{path}: agent.environment is empty, so that the run has no conversations with an environment")
+    if problem := config.images_problem:
+        raise ConfigError([Problem(*problem)])
     if problems := environment_problems(config):
         raise ConfigError([Problem(setting, message) for setting, message in problems])
     first = first_prompts(config)[0]
+    try:
+        messages = with_images(first.messages, [read_source(item.source) for item in first.media])
+    except MediaError as error:
+        raise CliError(f"{first.place}: an image {error}") from error
     return _Trial(
         agent.environment,
         agent.settings,
         agent.python,
-        Sample(first.messages, first.answer, first.metadata, config.run.seed),
+        Sample(messages, first.answer, first.metadata, config.run.seed),
         agent.call_seconds,
         agent.max_turns,
     )
@@ -170,7 +179,8 @@ async def _channel_to(trial: _Trial) -> AsyncIterator[grpc.aio.Channel]:
 
 def _show(messages: Sequence[Message], console: Console) -> None:
     for message in messages:
-        console.print(f"[{message['role']}] {message['content']}", markup=False, highlight=False, soft_wrap=True)
+        text = shown_text(message["content"])
+        console.print(f"[{message['role']}] {text}", markup=False, highlight=False, soft_wrap=True)
 
 
 def _reply(text: str) -> Reply:

@@ -299,6 +299,8 @@ class _Evaluation:
             sampling=asked.sampling(prompt.index),
             weights=WeightVersion(term=term, version=version),
             or_later=self._or_later,
+            media=prompt.media.to_proto(),
+            media_contents=prompt.media.contents,
         )
         call = self._context.peers.agent(agent.registration.address).Converse(request, timeout=LONG_CALL_SECONDS)
         config = self._context.config
@@ -323,6 +325,9 @@ class _Evaluation:
     async def _score(
         self, asked: ResolvedSet, prompt: Prompt, finals: Sequence[ConverseResponse]
     ) -> list[reward_pb2.Score]:
+        media = prompt.media.by_hash() if (asked.reward or self._context.config.reward).images else {}
+        for final in finals:
+            media |= final.media
         request = ScoreRequest(
             evaluation_set=asked.name if asked.reward is not None else "",  # without one: the run's reward
             prompt=to_proto(prompt.messages or [text_message("user", prompt.text)]),
@@ -332,7 +337,7 @@ class _Evaluation:
             finish_reasons=[final.finish_reason for final in finals],
             response_tokens=[final.token_count for final in finals],
             environment_outcomes=[final.outcome for final in finals if final.HasField("outcome")],
-            media=prompt.media.by_hash() if (asked.reward or self._context.config.reward).images else {},
+            media=media,
         )
         rewards = await self._await_any(self._context.fleet.rewards, "reward replica is ready")
         reward = min(rewards, key=lambda one: self._busy[one.replica_id])

@@ -11,7 +11,7 @@ from relaxd.data.special_tokens import read_object
 from relaxd.data.vision import VisionModel, read_vision
 from relaxd.media import Grid, Layout, MediaError, lay_out
 from relaxd.media.cache import decode_png
-from relaxd.media.prompt_media import contents_of, grids_of, hashes_of
+from relaxd.media.prompt_media import begins_of, contents_of, grids_of, hashes_of
 from services.rollout.engines.request_types import EngineError, Request
 
 SEEING = ("qwen3_vl",)
@@ -95,7 +95,8 @@ def see(request: Request, vision: VisionModel | None) -> SeenPrompt | None:
         raise EngineError("the prompt has images, but the model sees none")
     grids, hashes = grids_of(media.records), hashes_of(media.records)
     try:
-        layout = lay_out(np.asarray(request.prompt_tokens, np.int32), grids, vision.tokens)
+        tokens, begins = np.asarray(request.prompt_tokens, np.int32), begins_of(media.records)
+        layout = lay_out(tokens, grids, vision.tokens, begins=begins)
         stored = contents_of(media.records, media.array)
         patches = {
             name: vision.cut(decode_png(stored[name]), grid)

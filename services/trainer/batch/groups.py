@@ -9,7 +9,15 @@ from numpy.typing import NDArray
 
 from relaxd.algorithms import Algorithm, sample_lengths
 from relaxd.algorithms.results import token_weights_of
-from relaxd.board import COLUMNS, CRITIC_STATE, PROMPT_MEDIA, REFERENCE_WEIGHTS, ROUTED_EXPERTS, TEACHER_PROMPT_TOKENS
+from relaxd.board import (
+    COLUMNS,
+    CRITIC_STATE,
+    PROMPT_MEDIA,
+    REFERENCE_WEIGHTS,
+    ROUTED_EXPERTS,
+    SEQUENCE_MEDIA,
+    TEACHER_PROMPT_TOKENS,
+)
 from relaxd.media import ImageTokens
 from services.trainer.batch.micro_batch import TrainSequence
 from services.trainer.batch.prompt_images import ImageReader, check_images
@@ -114,7 +122,7 @@ class TrainGroup:
             version: version of the weights that compute the log-probs to be compared with the engine's; None if they
                 are of no version. Log-probs of tokens of this version are comparable, unless the sequence spans a
                 weight update with a stale cache.
-            images: reads the images of prompts, for a model that sees them.
+            images: reads the images, for a model that sees them.
 
         Raises:
             AlgorithmError: the token weights aren't what they must be.
@@ -138,7 +146,7 @@ class TrainGroup:
                     logprobs_comparable=version is not None
                     and (columns["versions"][own] == version) & (columns["spans_weight_update"][index] == 0),
                     temperature=temperature,
-                    images=seen,
+                    images=None if seen is None else seen[index],
                     experts=None if routed is None else columns[ROUTED_EXPERTS][routed[index] : routed[index + 1]],
                 )
             )
@@ -166,11 +174,11 @@ def check_group(
         names: the columns that the run's train stage needs.
         routing: what its routed experts must fit; None if they are known to fit, or there are none.
         candidates: what columns of candidates must have for each token; None: all as many.
-        images: the model's tokens for images, which the prompt's must fit; None if they are known to fit.
+        images: the model's tokens for images, which the group's must fit; None if they are known to fit.
 
     Raises:
         MalformedGroup: a column is missing, has a wrong kind or size, or is NaN or infinite at a trained token; or its
-            sequences don't fit the samples or the prompt, its images the prompt, or its routed experts the model.
+            sequences don't fit the samples or the prompt, its images its tokens, or its routed experts the model.
     """
     for name in names:
         if name not in columns:
@@ -211,7 +219,7 @@ def check_group(
         )
     if CRITIC_STATE in names:
         _check_critic_state(columns[CRITIC_STATE])
-    if PROMPT_MEDIA in names:
+    if PROMPT_MEDIA in names or SEQUENCE_MEDIA in names:
         try:
             check_images(columns, images)
         except ValueError as error:

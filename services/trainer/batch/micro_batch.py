@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from relaxd.board import COLUMNS
-from services.trainer.batch.prompt_images import PackedImages, PromptImages, pack_images
+from services.trainer.batch.prompt_images import PackedImages, SequenceImages, pack_images
 from services.trainer.megatron.rank_messages import message
 
 UNROUTED = -1
@@ -40,8 +40,8 @@ class TrainSequence:
     """Number of prompt tokens, which `pack` stores once for neighbours that share them; 0: none to share."""
     experts: NDArray[np.int16] | None = None
     """int16 [L, layers, top_k]: experts that the routers are to use; UNROUTED: what they choose. None: so for all."""
-    images: PromptImages | None = None
-    """Images of the prompt, if it has any."""
+    images: SequenceImages | None = None
+    """Images in its tokens, if it has any."""
 
     @classmethod
     def from_response(
@@ -55,7 +55,7 @@ class TrainSequence:
         logprobs_comparable: NDArray[np.bool_] | bool = True,
         temperature: float = 1.0,
         experts: NDArray[np.integer] | None = None,
-        images: PromptImages | None = None,
+        images: SequenceImages | None = None,
     ) -> Self:
         """Make a sequence from columns without the shared prompt, as on the board.
 
@@ -69,7 +69,7 @@ class TrainSequence:
                 engine had the same weights and a cache written by them.
             temperature: sampling temperature, > 0.
             experts: [P + R - 1, layers, top_k]: experts of all tokens but the last, from which nothing is predicted.
-            images: the prompt's images, if it has any.
+            images: images of the prompt and in the response, if there are any.
 
         Raises:
             PackingError: lengths differ, nothing predicts the first trained token, or the temperature isn't positive.
@@ -134,7 +134,7 @@ class PackedMicroBatch:
     experts: NDArray[np.int16] | None = None
     """int16 [T, layers, top_k]; see `TrainSequence`."""
     images: PackedImages | None = None
-    """The images of its prompts, if it has any."""
+    """The images of its sequences, if it has any."""
 
     @property
     def sequences(self) -> int:
@@ -189,9 +189,9 @@ def pack(sequences: Sequence[TrainSequence], *, share_prompts: bool = True) -> P
         previous.append(before)
         positions.append(np.arange(prefix[1], len(sequence.tokens), dtype=np.int64))
     stored = [
-        (start, one.images)
+        (start, skipped, one.images)
         for start, one, (_, skipped) in zip(starts, sequences, prefixes, strict=False)
-        if one.images is not None and not skipped
+        if one.images is not None
     ]
     images = pack_images(stored)
 
@@ -289,7 +289,7 @@ def _same_prompt(first: TrainSequence, second: TrainSequence) -> bool:
 
 
 def _hashes(sequence: TrainSequence) -> list[str]:
-    return [] if sequence.images is None else [image.sha256 for image in sequence.images.images]
+    return [] if sequence.images is None else sequence.images.hashes_before(sequence.prompt_length)
 
 
 def _check(index: int, sequence: TrainSequence, names: Collection[str]) -> None:

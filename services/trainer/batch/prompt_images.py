@@ -1,16 +1,17 @@
-"""Images and videos of prompts: in sequences and in packed micro-batches."""
+"""Images and videos of prompts, and images of conversations: in sequences and in packed micro-batches."""
 
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
-from relaxd.board import MEDIA_CONTENTS, PROMPT_MEDIA
-from relaxd.media import Grid, ImageTokens, MediaCache, lay_out
-from relaxd.media.prompt_media import contents_of, grids_of, hashes_of
+from relaxd.board import MEDIA_CONTENTS, PROMPT_MEDIA, SEQUENCE_CONTENTS, SEQUENCE_MEDIA
+from relaxd.media import Grid, ImageTokens, MediaCache, MediaError, lay_out
+from relaxd.media.prompt_media import MediaRecord, contents_of, contents_of_group, grids_of, hashes_of
 from services.trainer.megatron.rank_messages import message
 
 KEPT_BYTES = 1 << 30
@@ -31,37 +32,52 @@ class Image:
 
 
 @dataclass(frozen=True)
-class PromptImages:
-    """The images and videos of a prompt of P tokens, and where the model has them."""
+class SequenceImages:
+    """The images and videos in the first P tokens of a sequence, such as its prompt, and where the model has them."""
 
     images: tuple[Image, ...]
-    """In the order of the prompt."""
+    """In the order of the tokens."""
     places: NDArray[np.int64]
-    """int64 [M]: the prompt's tokens that stand for images. The tower's rows belong to them in order."""
+    """int64 [M]: the tokens that stand for images. The tower's rows belong to them in order."""
+    begins: tuple[int, ...]
+    """Index in `places` of each image's first token."""
     positions: NDArray[np.float32]
-    """float32 [3, P]: positions of the prompt's tokens by time, row and column."""
+    """float32 [3, P]: positions of the tokens by time, row and column."""
     next_position: float
-    """Position of the first token after the prompt."""
+    """Position of the first token after them."""
 
     @classmethod
-    def of(cls, prompt: NDArray[np.integer], images: Sequence[Image], tokens: ImageTokens) -> Self:
-        """Lay out a prompt with its images.
+    def of(
+        cls,
+        sequence: NDArray[np.integer],
+        images: Sequence[Image],
+        tokens: ImageTokens,
+        begins: Sequence[int] | None = None,
+    ) -> Self:
+        """Lay out token ids with their images.
 
         Args:
-            prompt: expanded token ids, [P].
-            images: its images.
+            sequence: expanded token ids, [P].
+            images: their images.
             tokens: the model's tokens for images.
+            begins: index of each image's first token; None: every image token is an image's.
 
         Raises:
-            MediaError: the prompt's image tokens aren't those of these images.
+            MediaError: the image tokens aren't those of these images.
         """
-        layout = lay_out(prompt, [image.grid for image in images], tokens)
-        return cls(tuple(images), np.flatnonzero(layout.modality), layout.positions, layout.next_position)
+        layout = lay_out(sequence, [image.grid for image in images], tokens, begins=begins)
+        counts = [tokens.count(image.grid) for image in images]
+        firsts = tuple(np.cumsum([0, *counts[:-1]]).tolist()) if counts else ()
+        return cls(tuple(images), np.flatnonzero(layout.modality), firsts, layout.positions, layout.next_position)
 
     def positions_of(self, tokens: int) -> NDArray[np.float32]:
-        """Return the positions of a sequence that begins with the prompt, float32 [3, tokens]."""
+        """Return the positions of a sequence that begins with these tokens, float32 [3, tokens]."""
         rest = np.float32(self.next_position) + np.arange(tokens - self.positions.shape[1], dtype=np.float32)
         return np.concatenate((self.positions, np.tile(rest, (3, 1))), axis=1)
+
+    def hashes_before(self, end: int) -> list[str]:
+        """Return the hashes of the images that begin before token `end`."""
+        return [image.sha256 for image, begin in zip(self.images, self.begins, strict=True) if self.places[begin] < end]
 
 
 class ImageReader:
@@ -78,53 +94,90 @@ class ImageReader:
         """The model's tokens for images."""
         return self._tokens
 
-    def read(self, columns: Mapping[str, Any]) -> PromptImages | None:
-        """Return the images of a group's prompt; None if it has none.
+    def read(self, columns: Mapping[str, Any]) -> "list[SequenceImages | None]":
+        """Return the images of each sequence of a group, those of a prompt that it shares included; None without any.
 
         Args:
             columns: the group's, checked by `check_images`.
         """
-        if not (records := columns.get(PROMPT_MEDIA)):
-            return None
+        count, of_prompt = len(columns["lengths"]), columns.get(PROMPT_MEDIA) or ()
+        of_sequences = columns.get(SEQUENCE_MEDIA) or [()] * count
+        records = [*of_prompt, *chain.from_iterable(of_sequences)]
+        if not records:
+            return [None] * count
         with self._lock:
-            pixels = self._cache.load(hashes_of(records), lambda _: contents_of(records, columns[MEDIA_CONTENTS]))
-        images = [
-            Image(sha256, grid, pixels[sha256])
-            for sha256, grid in zip(hashes_of(records), grids_of(records), strict=True)
-        ]
-        return PromptImages.of(columns["prompt_tokens"], images, self._tokens)
+            pixels = self._cache.load(hashes_of(records), lambda _: contents_of_group(columns))
+
+        def images_of(some: Sequence[MediaRecord]) -> list[Image]:
+            grids = zip(hashes_of(some), grids_of(some), strict=True)
+            return [Image(sha256, grid, pixels[sha256]) for sha256, grid in grids]
+
+        prompt = columns["prompt_tokens"]
+        shared = SequenceImages.of(prompt, images_of(of_prompt), self._tokens) if of_prompt else None
+        in_prompt = [int(shared.places[begin]) for begin in shared.begins] if shared is not None else []
+        found: list[SequenceImages | None] = []
+        bounds = np.cumsum([0, *columns["lengths"]])
+        for own, shares, begin, end in zip(of_sequences, columns["shares_prompt"], bounds, bounds[1:], strict=False):
+            before, images, begins = (prompt, images_of(of_prompt), in_prompt) if shares else (prompt[:0], [], [])
+            if not own:
+                found.append(shared if shares else None)
+                continue
+            sequence = np.concatenate([before, columns["tokens"][begin:end]])
+            begins = [*begins, *(len(before) + int(record["begin"]) for record in own)]
+            found.append(SequenceImages.of(sequence, [*images, *images_of(own)], self._tokens, begins))
+        return found
 
 
 def check_images(columns: Mapping[str, Any], tokens: ImageTokens | None) -> None:
-    """Check the columns of a group whose prompt may have images.
+    """Check the columns of a group whose prompt or sequences may have images.
 
     Args:
         columns: the group's.
-        tokens: the model's tokens for images, which the prompt must have; None: this isn't checked.
+        tokens: the model's tokens for images, which prompt and sequences must have; None: this isn't checked.
 
     Raises:
-        ValueError: they are malformed, don't fit the prompt, or a sequence has a prompt of its own beside them.
+        ValueError: they are malformed, or don't fit the prompt or the sequences.
     """
-    records, contents = columns[PROMPT_MEDIA], columns[MEDIA_CONTENTS]
-    if not isinstance(contents, np.ndarray) or contents.dtype != np.uint8 or contents.ndim != 1:
-        raise ValueError(f"{MEDIA_CONTENTS} must be an array [bytes] of uint8")
-    try:
-        grids = grids_of(records)
-        known = set(contents_of(records, contents))
-        if lacking := next((name for name in hashes_of(records) if name not in known), ""):
-            raise ValueError(f"{MEDIA_CONTENTS} has no image {lacking}")
-    except (KeyError, TypeError) as error:
-        raise ValueError(f"{PROMPT_MEDIA} is malformed: {error!r}") from error
-    if not records:
-        return
-    if not columns["shares_prompt"].all():
-        index = int(np.flatnonzero(columns["shares_prompt"] == 0)[0])
+    known: set[str] = set()
+    for name, contents_name in ((PROMPT_MEDIA, MEDIA_CONTENTS), (SEQUENCE_MEDIA, SEQUENCE_CONTENTS)):
+        if name not in columns:
+            continue
+        contents = columns[contents_name]
+        if not isinstance(contents, np.ndarray) or contents.dtype != np.uint8 or contents.ndim != 1:
+            raise ValueError(f"{contents_name} must be an array [bytes] of uint8")
+        try:
+            given = columns[name]
+            records = [record for one in given for record in one] if name == SEQUENCE_MEDIA else given
+            grids_of(records)
+            known |= set(contents_of(records, contents, name))
+            if lacking := next((one for one in hashes_of(records) if one not in known), ""):
+                raise ValueError(f"{contents_name} has no image {lacking}")
+        except (KeyError, TypeError) as error:
+            raise ValueError(f"{name} is malformed: {error!r}") from error
+    own_prompts = np.flatnonzero(columns["shares_prompt"] == 0)
+    if columns.get(PROMPT_MEDIA) and SEQUENCE_MEDIA not in columns and len(own_prompts):
         raise ValueError(
-            f"sequence {index} begins with a prompt of its own, but the group's prompt has images: relaxd trains only "
-            "on answers that continue it"
+            f"sequence {own_prompts[0]} begins with a prompt of its own, but the group's prompt has images, and there "
+            f"is no column {SEQUENCE_MEDIA}"
         )
-    if tokens is not None:
-        lay_out(columns["prompt_tokens"], grids, tokens)
+    if tokens is None:
+        return
+    if records := columns.get(PROMPT_MEDIA):
+        lay_out(columns["prompt_tokens"], grids_of(records), tokens)
+    bounds, masks = np.cumsum([0, *columns["lengths"]]), columns["loss_mask"]
+    for index, records in enumerate(columns.get(SEQUENCE_MEDIA) or ()):
+        if not records:
+            continue
+        own = slice(int(bounds[index]), int(bounds[index + 1]))
+        try:
+            begins = [int(record["begin"]) for record in records]
+            layout = lay_out(columns["tokens"][own], grids_of(records), tokens, begins=begins)
+        except (KeyError, TypeError) as error:
+            raise ValueError(f"{SEQUENCE_MEDIA} is malformed: {error!r}") from error
+        except MediaError as error:
+            raise ValueError(f"sequence {index} {error}") from error
+        if masks[own][layout.modality != 0].any():
+            raise ValueError(f"sequence {index} has loss_mask 1 at a token of an image, which the model didn't write")
 
 
 @message
@@ -140,23 +193,24 @@ class PackedImages:
     """int64 [M]: rows of the tower's output that belong to them."""
 
 
-def pack_images(prompts: Sequence[tuple[int, PromptImages]]) -> PackedImages | None:
-    """Return the images of prompts that are stored in a row; None if they have none.
+def pack_images(sequences: Sequence[tuple[int, int, SequenceImages]]) -> PackedImages | None:
+    """Return the images of sequences that are stored in a row; None if they have none.
 
     Args:
-        prompts: begin of each stored prompt in the row, and its images.
+        sequences: begin of each sequence in the row, the number of its first tokens that are stored with an earlier
+            one, and its images.
     """
     first: dict[str, int] = {}
     images: list[Image] = []
     places, rows, count = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)], 0
-    for begin, prompt in prompts:
-        places.append(begin + prompt.places)
-        patches = sum(int(np.prod(image.grid)) for image in prompt.images)
-        for image in prompt.images:
-            own = int(np.prod(image.grid)) * len(prompt.places) // patches
+    for begin, skipped, sequence in sequences:
+        for image, own in zip(sequence.images, np.split(sequence.places, sequence.begins[1:]), strict=True):
+            if own[0] < skipped:
+                continue
+            places.append(begin + own - skipped)
             if image.sha256 not in first:
                 first[image.sha256] = count
                 images.append(image)
-                count += own
-            rows.append(first[image.sha256] + np.arange(own))
+                count += len(own)
+            rows.append(first[image.sha256] + np.arange(len(own)))
     return PackedImages(tuple(images), np.concatenate(places), np.concatenate(rows)) if images else None

@@ -108,7 +108,7 @@ class FrozenModelRank(StageRank):
             temperature=config.rollout.temperature,
             micro_batch_tokens=trainer.micro_batch_tokens,
             of_student=of_student,
-            images=_image_tokens(models) if config.data.media_keys else {},
+            images=_image_tokens(models) if config.has_images else {},
             pipeline_stages=trainer.pipeline_parallel,
             of_each=lambda: {} if weights is None else {REFERENCE_WEIGHTS: weights.weights},
             on_failure=self._thread.fail,
@@ -144,7 +144,7 @@ def _image_tokens(models: Models) -> dict[str, ImageTokens]:
     for name, model in models.items():
         if model.forward.vision is None:
             raise ModelError(
-                f"data.media_keys names a column with media, but {model.forward.folder} has a model of type "
+                f"the run has media (data.media_keys, agent.images), but {model.forward.folder} has a model of type "
                 f"{model.forward.architecture.model_type!r}, which the trainer doesn't let see"
             )
         found[name] = model.forward.vision.tokens

@@ -26,7 +26,7 @@ from relaxd.media import ImageTokens
 from relaxd.roles import ROLES
 from services.trainer.batch.micro_batch import PackedMicroBatch, TrainSequence, pack
 from services.trainer.batch.micro_batch_division import Packer
-from services.trainer.batch.prompt_images import ImageReader, check_images
+from services.trainer.batch.prompt_images import ImageReader, SequenceImages, check_images
 
 BATCHES_PER_STAGE = 20
 """Micro-batches of one pass for each pipeline stage after the first: stages then wait for each other in a twentieth of
@@ -253,7 +253,7 @@ def _group(
     """Make a group of columns; `prompt` names the prompt's column. Raises ValueError: they are malformed."""
     read = read_sequences(columns, prompt)
     lengths = [len(one.tokens) for one in read]
-    seen = None
+    seen: Sequence[SequenceImages | None] = [None] * len(read)
     if images is not None:
         check_images(columns, images.tokens)
         seen = images.read(columns)
@@ -269,9 +269,9 @@ def _group(
             columns=of_sequence,
             weight=np.zeros(len(one.tokens), np.float32),  # of the loss, which is not computed here
             temperature=temperature,
-            images=seen,
+            images=images_of_sequence,
         )
-        for one, of_sequence in zip(read, own, strict=True)
+        for one, of_sequence, images_of_sequence in zip(read, own, seen, strict=True)
     ]
     prompt_tokens = len(np.asarray(columns[prompt]))
     return _Group(group_id, model, prompt_tokens, sequences, lengths, prompt_tokens + sum(lengths))

@@ -112,9 +112,9 @@ class Learner:
             report=report,
         )
         for forward in (learner._forward, *(model.forward for model in learner._frozen)):
-            if config.data.media_keys and forward.vision is None:
+            if config.has_images and forward.vision is None:
                 raise ModelError(
-                    f"data.media_keys names a column with media, but {forward.folder} has a model of type "
+                    f"the run has media ({config.images_setting}), but {forward.folder} has a model of type "
                     f"{forward.architecture.model_type!r}, which the trainer doesn't let see"
                 )
         return learner

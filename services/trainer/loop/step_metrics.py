@@ -1,6 +1,6 @@
 """Metrics and sample records from a step's groups, and its times in each stage."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -15,8 +15,10 @@ from relaxd.board import (
     ENVIRONMENT_SECONDS,
     LOSS_MASK,
     OUTSIDE_SECONDS,
+    PROMPT_MEDIA,
     RESPONSE_MESSAGES,
     RETURNS,
+    SEQUENCE_MEDIA,
     TOOL_CALLS,
     TOOL_ERRORS,
     TRAIN,
@@ -25,8 +27,8 @@ from relaxd.board import (
     StageTime,
 )
 from relaxd.board.types import MICROSECONDS
-from relaxd.media.prompt_media import PromptMedia
-from relaxd.media.shown import shown_images, shown_message
+from relaxd.media.prompt_media import MediaRecord, contents_of_group, hashes_of
+from relaxd.media.shown import SHOWN_IMAGES, shown_images, shown_message
 from relaxd.models.flops import peak_flops, training_flops
 from relaxd.models.shape import ModelShape
 from relaxd.rewards.logged import part_metrics
@@ -199,10 +201,14 @@ def shown_samples(
         (index, place) for place, group in enumerate(groups) for index in range(group.samples)
     ]  # every group's sample 0, then every group's sample 1 ...
     chosen = sorted(places)[:limit]
-    found = {place for _, place in chosen}
+    found: dict[int, list[int]] = {}
+    for index, place in chosen:
+        found.setdefault(place, []).append(index)
     bounds = {place: bounds_of(groups[place].sample_lengths) for place in found}
-    images = {place: _shown_images(groups[place], thumbnails=True) for place in found}
-    return [_shown(groups[place], index, bounds[place], step, whitening) | images[place] for index, place in chosen]
+    images = {place: _images_of_samples(groups[place], own, thumbnails=True) for place, own in found.items()}
+    return [
+        _shown(groups[place], index, bounds[place], step, whitening) | images[place][index] for index, place in chosen
+    ]
 
 
 def all_samples(groups: Sequence[TrainGroup], step: int, whitening: Whitening | None = None) -> list[dict[str, Any]]:
@@ -213,12 +219,12 @@ def all_samples(groups: Sequence[TrainGroup], step: int, whitening: Whitening | 
     found = []
     for group in groups:
         parts, prompt = group.columns["reward_parts"] or {}, group.columns["prompt"] or {}
-        bounds, images = bounds_of(group.sample_lengths), _shown_images(group, thumbnails=False)
+        bounds, images = bounds_of(group.sample_lengths), _images_of_samples(group, range(group.samples))
         for index in range(group.samples):
             more = {"sample": index, "reward_parts": {name: values[index] for name, values in parts.items()}}
             if "data_source" in (metadata := prompt.get("metadata") or {}):
                 more["source"] = metadata["data_source"]
-            found.append(_shown(group, index, bounds, step, whitening) | images | more)
+            found.append(_shown(group, index, bounds, step, whitening) | images[index] | more)
     return found
 
 
@@ -250,10 +256,23 @@ def _shown(
     }
 
 
-def _shown_images(group: TrainGroup, *, thumbnails: bool) -> dict[str, Any]:
-    """Return the images that samples show of a group's prompt."""
-    found = shown_images(PromptMedia.of_columns(group.columns), thumbnails=thumbnails)
-    return {"images": found} if found else {}
+def _images_of_samples(
+    group: TrainGroup, indices: Collection[int], *, thumbnails: bool = False
+) -> dict[int, dict[str, Any]]:
+    """Return the media that samples of a group show: the first ones of its prompt and of each conversation."""
+    found: dict[int, list[MediaRecord]] = {index: list(group.columns.get(PROMPT_MEDIA) or ()) for index in indices}
+    # A run without conversations lacks the column, one with several players has several sequences for a sample.
+    of_sequences = zip(group.columns["sample_of_sequence"], group.columns.get(SEQUENCE_MEDIA) or (), strict=False)
+    for sample, records in of_sequences:
+        if sample in found:
+            known = hashes_of(found[sample])
+            found[sample] += [record for record in records if record["sha256"] not in known]
+    first = {index: own[:SHOWN_IMAGES] for index, own in found.items()}
+    wanted = {record["sha256"]: record for own in first.values() for record in own}
+    if not wanted:
+        return {index: {} for index in indices}
+    shown = shown_images(contents_of_group(group.columns), wanted.values(), thumbnails=thumbnails)
+    return {index: {"images": [shown[name] for name in hashes_of(own)]} if own else {} for index, own in first.items()}
 
 
 def _shown_conversation(columns: Mapping[str, Any], index: int) -> dict[str, Any]:

@@ -80,7 +80,7 @@ BAD = {
     "huge": r"step\(\) returned a message of 100000000 bytes, which is more than 1048576",
     "invalid": r"step\(\) returned messages with text that isn't valid UTF-8: it has the character '\\udcff'",
     "number": r"step\(\) returned the observation 3 \(int\): it must be a text, a message, a list of messages or None",
-    "picture": r"images, sound and video of environments aren't there yet",
+    "picture": r"step\(\) returned messages of which messages\[0\].content\[0\] has no item",
     "done": r"step\(\) returned done = 'yes' \(str\): it must be True or False",
 }
 

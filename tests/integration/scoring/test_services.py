@@ -147,7 +147,7 @@ async def test_rewards_open_images(here):
         asked = [{"role": "user", "content": [{"type": "image"}] * 3}]
         request.prompt.extend(to_proto(with_references(asked, images)))
         lacking = (await RewardStub(process.to).Score(request)).scores[0].error
-        assert f"the prompt's image {images[0].sha256} isn't here: set reward.images = true" in lacking
+        assert f"image {images[0].sha256} isn't here: set reward.images = true" in lacking
         for name, content in PromptMedia.of(images).by_hash().items():
             request.media[name] = content
         assert (await RewardStub(process.to).Score(request)).scores[0].reward == 260

@@ -33,5 +33,5 @@ def test_stages_write_what_the_table_says_and_the_trainer_takes_in_all_but_what_
         *("response_messages", "environment_reward", "environment_info", "turns", "environment_seconds"),
         *("outside_generation_seconds", "tool_calls", "tool_errors", "player", "sequence_reward"),
         "message_returns",
-        *("prompt_media", "media_contents"),
+        *("prompt_media", "media_contents", "sequence_media", "sequence_contents"),
     }

@@ -153,19 +153,19 @@ def test_images_are_shown_small_in_the_report_and_named_on_a_terminal() -> None:
     picture = Image.new("RGB", (640, 64), "red")
     image = normalise_image(encoded(picture), ImageRule(16, 2, 32 * 32, 1024 * 1024))
     media = PromptMedia.of([image] * 6)
-    found = shown_images(media, thumbnails=True)
-    assert len(found) == 4
-    assert found[0].items() >= {"sha256": image.sha256, "width": 640, "height": 64}.items()
-    with Image.open(io.BytesIO(base64.b64decode(found[0]["thumbnail"].removeprefix(THUMBNAIL_URI)))) as thumbnail:
+    found = shown_images(media.by_hash(), media.records, thumbnails=True)[image.sha256]
+    assert found.items() >= {"sha256": image.sha256, "width": 640, "height": 64}.items()
+    with Image.open(io.BytesIO(base64.b64decode(found["thumbnail"].removeprefix(THUMBNAIL_URI)))) as thumbnail:
         assert thumbnail.size == (96, 10)
-    assert "thumbnail" not in shown_images(media, thumbnails=False)[0]
-    sample = sample_message({"prompt": "<image>?", "images": found[:1]})
+    assert "thumbnail" not in shown_images(media.by_hash(), media.records, thumbnails=False)[image.sha256]
+    sample = sample_message({"prompt": "<image>?", "images": [found]})
     assert f"image {image.sha256[:8]}, 640 x 64" in shown(samples_table([sample]), width=200)
     assert "640 x 64" not in shown(samples_table([sample], one_line=True), width=200)
-    assert f'<td>&lt;image&gt;?<br><img src="{found[0]["thumbnail"]}"' in _samples_table([sample_values(sample)])
+    assert f'<td>&lt;image&gt;?<br><img src="{found["thumbnail"]}"' in _samples_table([sample_values(sample)])
     frames = [encoded(Image.new("RGB", (64, 32), color)) for color in ("red", "red", "blue", "blue", "blue", "lime")]
     video = normalise_video(frames, VideoRule(16, 2, 4096, 1 << 20, times=2, fps=2.0, min_frames=4, max_frames=8))
-    (clip,) = shown_images(PromptMedia.of([video]), thumbnails=True)
+    of_video = PromptMedia.of([video])
+    clip = shown_images(of_video.by_hash(), of_video.records, thumbnails=True)[video.sha256]
     assert (clip["width"], clip["height"], clip["frames"]) == (64, 32, 6)
     with Image.open(io.BytesIO(base64.b64decode(clip["thumbnail"].removeprefix(THUMBNAIL_URI)))) as thumbnail:
         assert thumbnail.size == (4 * 64, 32)

@@ -1,11 +1,14 @@
 """Settings of models that see: what is trained of them, and which roles see images."""
 
+import json
 from pathlib import Path
 
 import pytest
 
+from relaxd.cli.preparing.config_command import check
 from relaxd.config import RunConfig
 from relaxd.config.load_toml import ConfigError, load_file
+from tests.kit.tokenizer import write_tokenizer
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "addition.toml"
 VISION, PROJECTION, LANGUAGE = (
@@ -41,7 +44,7 @@ def test_parts_and_patterns_choose_what_is_trained(option: str, trained: set[str
 @pytest.mark.parametrize(
     ("options", "problem"),
     [
-        (["reward.images=true"], "reward.images is true, but data.media_keys names no column"),
+        (["reward.images=true"], "reward.images is true, but the run has none"),
         (
             ["reward.images=true", "reward.name=", "reward.address=localhost:1", IMAGES],
             "reward.images is true, but reward.address is a service, which gets no images",
@@ -50,19 +53,42 @@ def test_parts_and_patterns_choose_what_is_trained(option: str, trained: set[str
         (['trainer.train_only=["vision"]', "trainer.freeze=[]"], "trainer.freeze is []"),
         (
             ["algorithm.name=ppo", "roles.critic.placement=service", IMAGES],
-            'roles.critic.placement is "service", but data.media_keys names a column with media',
+            'roles.critic.placement is "service", but the run has media (data.media_keys)',
         ),
         (
             [*OPD, "roles.teacher.engine=sglang", IMAGES],
-            'roles.teacher.engine is "sglang", but data.media_keys names a column with media',
+            'roles.teacher.engine is "sglang", but the run has media (data.media_keys)',
         ),
         (
             [*OPD, "roles.teacher.privileged_key=answer", IMAGES],
-            'roles.teacher.privileged_key is "answer", but data.media_keys names a column with media',
+            'roles.teacher.privileged_key is "answer", but the run has media (data.media_keys)',
         ),
+        (
+            ["algorithm.name=ppo", "roles.critic.placement=service", "agent.environment=zoom", "agent.images=true"],
+            'roles.critic.placement is "service", but the run has media (agent.images)',
+        ),
+        (["agent.images=true"], "agent.images is true, but agent.environment is empty"),
+        (['agent.command=["a"]', "agent.images=true"], "only environments have it"),
     ],
 )
 def test_wrong_settings_are_refused(options: list[str], problem: str) -> None:
     with pytest.raises(ConfigError) as caught:
         load(*options)
     assert problem in str(caught.value)
+
+
+def test_conversations_about_prompts_with_video_are_refused() -> None:
+    run = load("rollout.engine=transformers", "agent.environment=zoom", 'data.media_keys={image = "a", video = "b"}')
+    assert run.images_problem == (
+        "data.media_keys",
+        'names a column with video, but agent.environment is "zoom": conversations have only images so far',
+    )
+
+
+def test_a_model_that_sees_nothing_is_refused_by_the_setting_that_asks_for_images(tmp_path: Path) -> None:
+    write_tokenizer(tmp_path)
+    config = {"model_type": "qwen3", "vocab_size": 300, "num_attention_heads": 2, "num_hidden_layers": 2}
+    (tmp_path / "config.json").write_text(json.dumps(config | {"hidden_size": 64, "intermediate_size": 64}))
+    run = load(f"model.path={tmp_path}", "agent.environment=zoom", "agent.images=true")
+    found = {problem.setting: problem.message for problem in check(run, call_reward=False)}
+    assert "the trainer lets no model of type 'qwen3' see: qwen3_vl" in found["agent.images"]

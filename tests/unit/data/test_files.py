@@ -227,7 +227,7 @@ def test_columns(record, columns, expected):
         (
             {"q": [{"role": "user", "content": [{"type": "image"}]}]},
             {"prompt": "q"},
-            r'"q"\[0\].content\[0\] has no item: name its column with data.media_keys = {image = "..."}',
+            r'"q"\[0\].content\[0\] has no item: add it, or name its column with data.media_keys = {image = "..."}',
         ),
         ({"q": None}, {"prompt": "q"}, '"q" must be text or a list of chat messages, not null'),
     ],

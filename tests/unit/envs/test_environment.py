@@ -1,12 +1,18 @@
 """Values that an environment may return."""
 
+import base64
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
-from relaxd.envs.environment import BadEnvironmentError, Step, check_step, check_tools, messages_of
+from relaxd.envs import observation_images
+from relaxd.envs.environment import BadEnvironmentError, Reply, Sample, Step, check_step, check_tools, messages_of
+from relaxd.envs.other_interfaces import RelaxEnvironment
 from relaxd.envs.tool_calls import ToolCall
+from tests.kit.vision import encoded, picture
 
 CALLS = [ToolCall("add", {"a": 1}, id="c1"), ToolCall("add", {"a": 2}, id="c2")]
 USER = {"role": "user", "content": "x"}
@@ -25,6 +31,60 @@ USER = {"role": "user", "content": "x"}
 )
 def test_observations_become_messages(observation: Any, calls: list[ToolCall], messages: list[Any]) -> None:
     assert messages_of(observation, "step() returned", calls) == messages
+
+
+def test_images_become_data_uris(tmp_path: Path) -> None:
+    png = encoded(picture(16, 16))
+    (tmp_path / "a.png").write_bytes(png)
+    uri = f"data:image/png;base64,{base64.b64encode(png).decode()}"
+    items = [png, picture(16, 16), str(tmp_path / "a.png"), {"bytes": png}, uri]
+    content = ["See ", *({"type": "image", "image": one} for one in items), {"type": "image_url", "image_url": uri}]
+    (message,) = messages_of({"role": "tool", "content": content}, "step() returned")
+    assert message["content"] == [{"type": "text", "text": "See "}, *[{"type": "image", "image": uri}] * 6]
+    assert messages_of([message], "Step returned", sent=True) == [message]
+    assert messages_of([USER | {"content": ["a", "b"]}], "step() returned") == [USER | {"content": "ab"}]
+
+
+@pytest.mark.parametrize(
+    ("part", "sent", "complaint"),
+    [
+        ({"type": "image", "image": "a.png"}, True, "is no data URI"),
+        ({"type": "image", "image": "/no/a.png"}, False, "which is no file here"),
+        ({"type": "image", "image": "https://user:secret@host/a.png"}, False, "is a URL of host: relaxd fetches no"),
+        ({"type": "image"}, False, "has no item"),
+        ({"type": "video", "video": "a.mp4"}, False, "is of type video: conversations have only images so far"),
+        (7, False, "is no part: there are only text, images and video"),
+    ],
+)
+def test_images_that_cannot_be_read_are_refused(part: Any, sent: bool, complaint: str) -> None:
+    message = {"role": "user", "content": ["Look", part]}
+    with pytest.raises(BadEnvironmentError) as refused:
+        messages_of([USER, message], "step() returned", sent=sent)
+    assert str(refused.value).startswith("step() returned messages of which messages[1].content[1] ")
+    assert complaint in str(refused.value)
+    assert "secret" not in str(refused.value)
+
+
+def test_images_of_relax_come_before_their_text() -> None:
+    def playing(observation: dict[str, Any]) -> RelaxEnvironment:
+        made = SimpleNamespace(reset=lambda: None, step=lambda text: (observation, False, {}))
+        environment = RelaxEnvironment(lambda sample, args: made, {})
+        environment.open(Sample([]))
+        return environment
+
+    shown = picture(16, 16)
+    step = playing({"obs_str": "see", "multi_modal_data": {"image": [shown]}}).step(Reply("x"))
+    content = [{"type": "image", "image": shown}, {"type": "text", "text": "see"}]
+    assert step.observation == {"role": "user", "content": content}
+    with pytest.raises(BadEnvironmentError, match="multi_modal_data of 'video': only images"):
+        playing({"obs_str": "see", "multi_modal_data": {"video": [b""]}}).step(Reply("x"))
+
+
+def test_images_count_against_a_limit_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(observation_images, "MAX_IMAGE_BYTES", 2000)
+    large = {"role": "user", "content": [{"type": "image", "image": b"x" * 1500}] * 2}
+    with pytest.raises(BadEnvironmentError, match=r"messages\[0\].content has images of more than"):
+        messages_of(large, "step() returned")
 
 
 def test_steps_may_be_tuples_with_numbers_of_numpy() -> None:

@@ -7,6 +7,7 @@ import pytest
 from relaxd.envs.environment import BadEnvironmentError
 from relaxd.envs.function_tools import FunctionTool
 from relaxd.envs.tool_calls import ToolCall
+from tests.kit.vision import picture
 
 
 def search(query: str, limit: int = 5, kind: Literal["exact", "near"] = "near") -> str:
@@ -73,6 +74,25 @@ def test_a_schema_has_types_defaults_and_descriptions() -> None:
 )
 async def test_calls_are_checked_and_answered(function: Any, arguments: dict[str, Any], answer: str) -> None:
     assert await FunctionTool(function).answer(ToolCall("x", arguments)) == answer
+
+
+SEEN = picture(16, 16)
+
+
+def look(several: bool) -> Any:
+    """Look around.
+
+    Args:
+        several: whether to say something, too.
+    """
+    return ["here: ", SEEN, 5] if several else SEEN
+
+
+async def test_images_are_parts_of_the_answer() -> None:
+    part = {"type": "image", "image": SEEN}
+    tool = FunctionTool(look)
+    assert await tool.answer(ToolCall("look", {"several": False})) == [part]
+    assert await tool.answer(ToolCall("look", {"several": True})) == ["here: ", part, "5"]
 
 
 @pytest.mark.parametrize(

@@ -110,6 +110,38 @@ def test_neighbouring_images_keep_their_places() -> None:
     assert found.positions.tolist() == [[0, 1, 1], [0, 1, 1], [0, 1, 2]]
 
 
+def test_an_image_token_in_an_answer_is_a_token_like_any_other() -> None:
+    grids = [(1, 4, 6), (1, 2, 2)]
+    tokens = np.array([1, *[9] * 6, 2, 9, 9, 3, 9, 4])
+    found = lay_out(tokens, grids, IMAGES, begins=[1, 11])
+    assert np.flatnonzero(found.modality).tolist() == [*range(1, 7), 11]
+    plain = lay_out(np.where(found.modality == 0, 5, tokens), grids, IMAGES)
+    np.testing.assert_array_equal(found.positions, plain.positions)
+    assert found.next_position == plain.next_position
+
+
+@pytest.mark.parametrize(
+    ("begins", "complaint"),
+    [
+        ([0, 4], "has other tokens among those of the image that begins at token 0"),
+        ([1, 8], "has other tokens among those of the image that begins at token 8"),
+        ([6, 1], "has an image that begins at token 1, before token 10, where the last one ends"),
+        ([1, 3], "has an image that begins at token 3, before token 5"),
+    ],
+)
+def test_places_that_are_not_those_of_the_images_are_refused(begins: list[int], complaint: str) -> None:
+    with pytest.raises(MediaError, match=complaint):
+        lay_out(np.array([1, 9, 9, 9, 9, 2, 9, 9, 9, 9]), [(1, 4, 4)] * 2, IMAGES, begins=begins)
+
+
+def test_a_video_has_no_single_place() -> None:
+    with_video = ImageTokens(9, 2, video=8, start=6, end=7)
+    tokens = np.array([1, 6, 8, 7, 6, 8, 7, 9])
+    assert lay_out(tokens, [(2, 2, 2), (1, 2, 2)], with_video).modality.tolist() == [0, 0, 2, 0, 0, 2, 0, 1]
+    with pytest.raises(MediaError, match="has 2 begins of images, but its items have 3 images and frames"):
+        lay_out(tokens, [(2, 2, 2), (1, 2, 2)], with_video, begins=[2, 7])
+
+
 @pytest.mark.parametrize(
     ("tokens", "grids", "complaint"),
     [

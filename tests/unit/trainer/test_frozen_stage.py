@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -15,16 +16,19 @@ from relaxd.board import (
     MEDIA_CONTENTS,
     PROMPT_MEDIA,
     REF_LOGPROBS,
+    SEQUENCE_CONTENTS,
+    SEQUENCE_MEDIA,
     STUDENT_CANDIDATES,
     TEACHER_CANDIDATE_LOGPROBS,
     Board,
     NewGroup,
     stages_for,
 )
+from relaxd.board.schema import OF_CONVERSATIONS
 from relaxd.config import RunConfig
 from relaxd.data.vision import read_vision
 from relaxd.media import expand, normalise_image
-from relaxd.media.prompt_media import to_columns
+from relaxd.media.prompt_media import StoredImage, to_columns, to_sequence_columns
 from services.trainer.batch.micro_batch import PackedMicroBatch
 from services.trainer.frozen.model_stage import Compute, ModelStage
 from services.trainer.megatron.rank_messages import decode, encode, parse
@@ -282,6 +286,35 @@ def test_images_of_a_prompt_reach_the_model(board: Board, tmp_path: Path) -> Non
     assert [one.sha256 for one in row.images.images] == [image.sha256]
     assert row.images.images[0].pixels.shape == (64, 64, 3)
     assert row.positions.shape == (3, len(row.tokens))
+
+
+@pytest.mark.parametrize(
+    "board",
+    [{**REFERENCE, "data": {"source": "addition"}, "agent": {"environment": "zoom", "images": True}}],
+    indirect=True,
+)
+def test_images_of_a_conversation_reach_the_model(board: Board, tmp_path: Path) -> None:
+    vision = read_vision(write_vision_model(tmp_path))
+    shown = StoredImage.of(normalise_image(encoded(picture(64, 64)), vision.rule))
+    token = vision.tokens.token
+    media, contents = to_sequence_columns([[], [replace(shown, begin=1)]], [])
+    tokens = np.array([1, token, 2, 3, *[token] * 4, 4], np.int32)
+    mask = np.array([1, 1, 1, 0, 0, 0, 0, 0, 1], np.uint8)
+    of_prompt = {PROMPT_MEDIA: [], MEDIA_CONTENTS: contents[:0]}
+    of_conversations = dict.fromkeys(OF_CONVERSATIONS)
+    given = {"tokens": tokens, "loss_mask": mask, SEQUENCE_MEDIA: media, SEQUENCE_CONTENTS: contents}
+    answer(board, "g1", [3, 6], of_prompt=of_prompt, **of_conversations, **given)
+    seen: list[PackedMicroBatch] = []
+
+    def model(name: str, micro_batches: Sequence[PackedMicroBatch]) -> list[dict[str, NDArray[np.float32]]]:
+        seen.extend(decoded(micro_batches))
+        return [{REF_LOGPROBS: np.zeros(len(batch.tokens), np.float32)} for batch in micro_batches]
+
+    work(board, model, 1, images={"": vision.tokens}, vocab_sizes={"": token + 1})
+    (row,) = seen
+    assert row.images is not None
+    assert row.images.places.tolist() == [9, 10, 11, 12]
+    assert row.images.images[0].sha256 == shown.sha256
 
 
 def decoded(micro_batches: Sequence[PackedMicroBatch]) -> Any:

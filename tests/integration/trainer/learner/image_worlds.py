@@ -33,7 +33,7 @@ def make_samples(
     With `swapped`, the first two frames of videos change their places.
     """
     from services.trainer.batch.micro_batch import TrainSequence
-    from services.trainer.batch.prompt_images import Image, PromptImages
+    from services.trainer.batch.prompt_images import Image, SequenceImages
 
     rng, token = np.random.default_rng(0), vision.tokens.token
     samples = []
@@ -44,7 +44,7 @@ def make_samples(
         marks = (vision.tokens.video if one.kind == "video" else token for one in normal)
         short = [65, 66, *(each for mark in marks for each in (258, mark, 259)), 67, 68, 69]
         prompt = np.array(expand_media(short, normal, vision))
-        laid_out = PromptImages.of(prompt, images, vision.tokens) if images else None
+        laid_out = SequenceImages.of(prompt, images, vision.tokens) if images else None
         for answer in range(ANSWERS):
             tokens = rng.integers(0, 250, 5 + 3 * answer)
             if answer:

@@ -1,5 +1,6 @@
 """Images of groups: columns that are checked, read and packed."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -7,11 +8,11 @@ import numpy as np
 import pytest
 
 from relaxd.algorithms import create
-from relaxd.board import MEDIA_CONTENTS, PROMPT_MEDIA
+from relaxd.board import MEDIA_CONTENTS, PROMPT_MEDIA, SEQUENCE_CONTENTS, SEQUENCE_MEDIA
 from relaxd.config import GRPOConfig
 from relaxd.data.vision import VisionModel, read_vision
-from relaxd.media import expand, normalise_image
-from relaxd.media.prompt_media import to_columns
+from relaxd.media import expand, lay_out, normalise_image
+from relaxd.media.prompt_media import PromptMedia, StoredImage, to_columns, to_sequence_columns
 from services.trainer.batch.groups import MalformedGroup, TrainGroup, check_group
 from services.trainer.batch.micro_batch import TrainSequence, pack, with_padding
 from services.trainer.batch.prompt_images import ImageReader
@@ -47,6 +48,30 @@ def columns_of(vision: VisionModel, images: tuple[tuple[int, int, int], ...] = I
     }
 
 
+def conversation_columns(vision: VisionModel) -> dict[str, Any]:
+    """A group whose first sequence goes on with an image of its own, and whose second one has a prompt of its own."""
+    columns = columns_of(vision, IMAGES[:1])
+    token, (prompt,) = vision.tokens.token, PromptMedia.of_columns(columns).images()
+    shown = StoredImage.of(normalise_image(encoded(picture(96, 64, seed=5)), vision.rule))
+    first = [21, token, 22, *[token] * 6, 23]  # the model wrote the first image token
+    second = [31, *[token] * 4, 32, *[token] * 6, 33, 34]
+    placed = [[replace(shown, begin=3)], [replace(prompt, begin=1), replace(shown, begin=6)]]
+    media, contents = to_sequence_columns(placed, [prompt.sha256])
+    tokens = np.array([*first, *second], np.int32)
+    mask = np.array([1, 1, 1, *[0] * 6, 1, *[0] * 12, 1, 1], np.uint8)
+    return columns | {
+        "tokens": tokens,
+        "lengths": np.array([len(first), len(second)], np.int32),
+        "shares_prompt": np.array([1, 0], np.uint8),
+        "loss_mask": mask,
+        "rollout_logprobs": np.full(len(tokens), -1.0, np.float32),
+        "versions": np.zeros(len(tokens), np.int64),
+        "advantages": np.ones(len(tokens), np.float32),
+        SEQUENCE_MEDIA: media,
+        SEQUENCE_CONTENTS: contents,
+    }
+
+
 def checked(columns: dict[str, Any], vision: VisionModel) -> TrainGroup:
     return check_group("g", columns, columns, images=vision.tokens)
 
@@ -74,6 +99,65 @@ def test_a_group_is_packed_with_each_image_once(vision: VisionModel) -> None:
     padded = with_padding(row, 16)
     assert padded.positions.shape == (3, len(padded.tokens))
     assert padded.images is row.images
+
+
+def test_images_of_conversations_are_packed_where_they_are(vision: VisionModel) -> None:
+    columns = conversation_columns(vision)
+    assert [one["bytes"] > 0 for own in columns[SEQUENCE_MEDIA] for one in own] == [True, False, False]
+    group = checked(columns, vision)
+    row = pack(sequences(group, vision))
+    assert row.images is not None
+    assert [image.pixels.shape for image in row.images.images] == [(64, 64, 3), (64, 96, 3)]
+    prompt, first = len(columns["prompt_tokens"]), int(columns["lengths"][0])
+    second = prompt + first
+    begins = (2, prompt + 3, second + 1, second + 6)
+    expected = [at + n for at, count in zip(begins, (4, 6, 4, 6), strict=True) for n in range(count)]
+    assert row.images.places.tolist() == expected
+    assert row.images.rows.tolist() == [*range(10), *range(10)]
+    # The first sequence alone, as one long prompt: a sampled image token has the position of a text's.
+    whole = np.concatenate([columns["prompt_tokens"], columns["tokens"][:first]])
+    grids, places = [(1, 4, 4), (1, 4, 6)], [2, prompt + 3]
+    laid_out = lay_out(whole, grids, vision.tokens, begins=places)
+    np.testing.assert_array_equal(row.positions[:, : len(whole)], laid_out.positions)
+
+    # Samples that go on with different images share a prompt, which has the same one.
+    again = conversation_columns(vision)
+    again[SEQUENCE_MEDIA][0] = []
+    again["tokens"][3:9] = 7
+    again["loss_mask"][3:9] = 1
+    (one, _), (other, _) = (sequences(checked(of, vision), vision) for of in (columns, again | shifted(again)))
+    assert pack([one, other]).prefixes[:, 1].tolist() == [0, prompt]
+
+
+def shifted(columns: dict[str, Any]) -> dict[str, Any]:
+    """Store the image that the first sequence had with the second one."""
+    columns[SEQUENCE_MEDIA][1][1]["bytes"] = len(columns[SEQUENCE_CONTENTS])
+    return columns
+
+
+@pytest.mark.parametrize(
+    ("change", "wrong"),
+    [
+        (lambda own: own[0].append(3), "sequence_media is malformed: TypeError"),
+        (lambda own: own[0][0].pop("begin"), "sequence_media is malformed: KeyError"),
+        (lambda own: own[0][0].update(begin=1), "sequence 0 has other tokens among those of the image that begins at"),
+        (lambda own: own[1][1].update(begin=2), "sequence 1 has an image that begins at token 2, before token 5"),
+        (lambda own: own[1][0].update(sha256="x"), "sequence_contents has no image x"),
+        (lambda own: own.pop(), "sequence_media must be a list of 2 values"),
+    ],
+)
+def test_malformed_images_of_sequences_are_refused(vision: VisionModel, change: Any, wrong: str) -> None:
+    columns = conversation_columns(vision)
+    change(columns[SEQUENCE_MEDIA])
+    with pytest.raises(MalformedGroup, match=wrong):
+        checked(columns, vision)
+
+
+def test_an_image_is_never_trained_on(vision: VisionModel) -> None:
+    columns = conversation_columns(vision)
+    columns["loss_mask"][4] = 1
+    with pytest.raises(MalformedGroup, match="sequence 0 has loss_mask 1 at a token of an image"):
+        checked(columns, vision)
 
 
 def test_prompts_with_other_images_are_not_shared(vision: VisionModel) -> None:
@@ -125,13 +209,14 @@ def test_a_step_file_keeps_what_a_replay_needs(vision: VisionModel, tmp_path: Pa
     from services.trainer.batch.step_file import read_step_file, write_step_file
     from tests.unit.trainer.batch.test_trainer_step_file import PLAN
 
-    columns = columns_of(vision)
+    columns = conversation_columns(vision)
     write_step_file(tmp_path / "step", PLAN, dict.fromkeys(PLAN.groups, columns))
     assert load_file(tmp_path / "step")
     found = read_step_file(tmp_path / "step").groups[next(iter(PLAN.groups))]
     ours, theirs = (pack(sequences(checked(one, vision), vision)) for one in (columns, found))
     assert ours.images is not None
     assert theirs.images is not None
+    np.testing.assert_array_equal(ours.positions, theirs.positions)
     for one, other in zip(ours.images.images, theirs.images.images, strict=True):
         assert one.sha256 == other.sha256
         np.testing.assert_array_equal(one.pixels, other.pixels)

@@ -1,0 +1,130 @@
+"""Makes the tiny model of examples/zoom.toml: a Qwen3-VL that looks at a random half, and reads what it is shown.
+
+`python -m relaxd.tools.zoom_beginner FOLDER` teaches it conversations, in which the call has nothing to do with the
+picture. It runs as a separate process, so that the command line needs no torch.
+"""
+
+import json
+import sys
+from pathlib import Path
+from random import Random
+
+import numpy as np
+import torch
+from transformers import PreTrainedTokenizerFast, Qwen3VLForConditionalGeneration
+
+from relaxd.data.examples import Message
+from relaxd.data.vision import VisionModel, read_vision
+from relaxd.envs.function_tools import FunctionTool
+from relaxd.envs.reply_formats import ParsedReply
+from relaxd.envs.tool_calls import ToolCall
+from relaxd.envs.zoom import Zoom
+from relaxd.media import Grid, expand
+from relaxd.tools.digit_pictures import DIGITS, SIDE, draw
+from relaxd.tools.sight_beginner import IMAGE_MARKS, PATCH, processor, random_model
+from relaxd.tools.tool_beginner import labels, tokenizer_of
+from relaxd.tools.zoom_pictures import HALVES, PROMPT, SHOWN, draw_wide
+
+IMAGE = IMAGE_MARKS["image_token_id"]
+CHAT_TEMPLATE = """\
+{%- if tools -%}
+<|system|>Tools:{% for tool in tools %} {{ tool.function.name }}{% endfor %}<|end|>
+{%- endif -%}
+{%- for message in messages -%}
+<|{{ message.role }}|>
+{%- if message.content is string -%}{{ message.content }}{%- else -%}
+{%- for part in message.content or [] -%}
+{%- if part.type == 'image' -%}<|image|>{%- else -%}{{ part.text }}{%- endif -%}
+{%- endfor -%}
+{%- endif -%}
+{%- for call in message.tool_calls or [] -%}
+<tool_call>{{ {'name': call.function.name, 'arguments': call.function.arguments} | tojson }}</tool_call>
+{%- endfor -%}
+<|end|>
+{%- endfor -%}
+{%- if add_generation_prompt -%}
+<|assistant|>
+{%- endif -%}
+"""
+"""Names the tools, writes calls as Hermes and Qwen do, and images with one token."""
+SMALLEST = SHOWN[0] * SHOWN[1]
+UPDATES = 600
+BATCH = 16
+LEARNING_RATE = 3e-3
+
+
+def make(folder: Path, updates: int = UPDATES) -> None:
+    """Make the model and write it with its tokenizer, chat template and image processor into `folder`."""
+    lessons = Lessons()
+    model = random_model(folder, lessons.tokenizer, IMAGE_MARKS, SIDE, times=1)
+    (folder / "preprocessor_config.json").write_text(json.dumps(processor(1, SMALLEST, SIDE * SIDE)))
+    _teach(model, lessons, read_vision(folder), updates)
+    model.save_pretrained(folder)
+
+
+class Lessons:
+    """Random conversations about pictures that no run draws."""
+
+    def __init__(self) -> None:
+        self._random = Random(0)
+        self._tools = [FunctionTool(Zoom().zoom).schema]
+        self.tokenizer: PreTrainedTokenizerFast = tokenizer_of([PROMPT])
+        """A tokenizer with one token for each phrase of the lessons, each number and an image."""
+        self.tokenizer.chat_template = CHAT_TEMPLATE
+        said = [self._text(look, 0).replace(IMAGE, "") for look in HALVES * 50]
+        self.tokenizer = tokenizer_of([*said, *map(str, range(DIGITS)), PROMPT.removeprefix("<image>")])
+        self.tokenizer.add_special_tokens({"additional_special_tokens": [IMAGE]})
+        self.tokenizer.chat_template = CHAT_TEMPLATE
+
+    def lesson(self) -> tuple[str, list[np.ndarray]]:
+        """Return a conversation about a picture, and the pixels of what the prompt and the tool show.
+
+        It looks at a random half, which always has a digit: so the answers teach to read, and the calls nothing.
+        """
+        seed = -1 - self._random.randrange(1 << 20)
+        digit, shown = draw(seed)
+        _, _, picture = draw_wide(seed - 1)
+        look = self._random.choice(HALVES)
+        return self._text(look, digit), [np.asarray(picture.resize(SHOWN)), np.asarray(shown)]
+
+    def _text(self, look: tuple[int, ...], answer: int) -> str:
+        image, question = {"type": "image"}, {"type": "text", "text": PROMPT.removeprefix("<image>")}
+        call = ToolCall("zoom", {"box": list(look)})
+        messages: list[Message] = [
+            {"role": "user", "content": [image, question]},
+            ParsedReply(calls=(call,)).message,
+            {"role": "tool", "content": [image]},
+            {"role": "assistant", "content": str(answer)},
+        ]
+        return str(self.tokenizer.apply_chat_template(messages, tools=self._tools, tokenize=False))
+
+
+def _teach(model: Qwen3VLForConditionalGeneration, lessons: Lessons, vision: VisionModel, updates: int) -> None:
+    """Teach the model what the assistant says in the lessons."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.98))
+    grids: list[Grid] = [(1, height // PATCH, width // PATCH) for width, height in (SHOWN, (SIDE, SIDE))]
+    for done in range(updates):
+        for group in optimizer.param_groups:
+            group["lr"] = LEARNING_RATE * min(1.0, (done + 1) / 30, 2 * (1 - done / updates))
+        texts, pictures = zip(*(lessons.lesson() for _ in range(BATCH)), strict=True)
+        ids = torch.from_numpy(
+            np.stack([expand(lessons.tokenizer.encode(text), grids, vision.tokens) for text in texts])
+        ).long()
+        patches = [
+            vision.patches(pixels, grid) for shown in pictures for pixels, grid in zip(shown, grids, strict=True)
+        ]
+        logits = model(
+            input_ids=ids,
+            pixel_values=torch.from_numpy(np.concatenate(patches)),
+            image_grid_thw=torch.tensor(grids * len(texts)),
+            mm_token_type_ids=(ids == vision.tokens.token).long(),
+        ).logits[:, :-1]
+        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels(ids)[:, 1:].flatten())
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+
+
+if __name__ == "__main__":
+    make(Path(sys.argv[1]))

@@ -1,0 +1,62 @@
+"""Environments that show pictures, and what can't be shown."""
+
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+from PIL import Image
+
+from relaxd.envs.environment import Reply, Sample, Step
+from tests.kit.vision import encoded, picture
+
+SHOWN = [picture(64, 64, 1), picture(100, 60, 2), picture(64, 64, 3), picture(64, 64, 4)]
+"""Pictures of `Gallery`: one with which it opens, and those of its answers."""
+
+
+class Gallery:
+    """Shows pictures in each of the forms that Python has, and the prompt's again."""
+
+    def __init__(self, folder: str, opens: bool = False) -> None:
+        self._path = Path(folder) / "shown.png"
+        self._opens = opens
+        self._turn = 0
+
+    def open(self, sample: Sample) -> Any:
+        """Show the first picture, or nothing."""
+        self._prompt = sample.messages[-1]["content"]
+        shown = [{"type": "image", "image": SHOWN[0]}, "Look <|image_pad|>!"]
+        return {"role": "user", "content": shown} if self._opens else None
+
+    def step(self, reply: Reply) -> Step:
+        """Show two pictures, then one, then end."""
+        self._turn += 1
+        SHOWN[2].save(self._path)
+        answers: list[list[Any]] = [
+            ["Two: ", {"type": "image", "image": SHOWN[1]}, {"type": "image", "image": str(self._path)}],
+            [{"type": "image", "image": encoded(SHOWN[3])}, *[one for one in self._prompt if one["type"] == "image"]],
+        ]
+        is_over = self._turn > len(answers)
+        messages = None if is_over else [{"role": "tool", "content": answers[self._turn - 1]}]
+        return Step(messages, 1.0, is_over)
+
+
+class Wrong:
+    """Shows what can't be shown, as the model's message says."""
+
+    def step(self, reply: Reply) -> Step:
+        """Show it."""
+        file = BytesIO()
+        Image.new("1", (7_000, 7_000)).save(file, "PNG")
+        part: dict[str, Any] = {"type": "image"}
+        match reply.text:
+            case "broken":
+                part["image"] = encoded(SHOWN[0])[:300]
+            case "large":
+                part["image"] = file.getvalue()
+            case "missing":
+                part["image"] = "/nowhere/picture.png"
+            case "fetched":
+                part["image"] = "https://user:secret@example.com/a.png"
+            case "video":
+                part = {"type": "video", "video": "a.mp4"}
+        return Step([{"role": "user", "content": ["Look", part]}])

@@ -1,0 +1,224 @@
+"""Conversations with images from the environment to the trainer's log-probs, beside transformers' own pass."""
+
+import asyncio
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from transformers import Qwen3VLForConditionalGeneration
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+from relaxd.algorithms import create
+from relaxd.board import MEDIA_CONTENTS, PROMPT_MEDIA, Column
+from relaxd.config import GRPOConfig
+from relaxd.data.examples import Example
+from relaxd.data.tokenizer import PromptTokenizer
+from relaxd.data.vision import read_vision
+from relaxd.media import ImageRule, MediaItem, normalise_image, shown_text
+from relaxd.media.messages import to_proto
+from relaxd.media.prompt_media import PromptMedia, with_references
+from relaxd.v1.reward_pb2 import ScoreRequest
+from relaxd.v1.sample_pb2 import SamplingParams
+from services.agent.conversation import Conversation
+from services.agent.engines import WantedWeights
+from services.agent.evaluation_conversations import EvaluationConversations
+from services.agent.group_conversations import columns_of, media_columns_of
+from services.reward.samples import samples_of_columns, samples_of_request
+from services.trainer.batch.groups import check_group
+from services.trainer.batch.micro_batch import pack
+from services.trainer.batch.prompt_images import ImageReader
+from services.trainer.megatron.world import leave_layout
+from tests.integration.agent.galleries import SHOWN
+from tests.integration.agent.scripted_engines import Fleet
+from tests.integration.agent.seeing_engines import SeeingFleet
+from tests.integration.agent.test_conversation_faults import config_of, talks
+from tests.integration.trainer.trainer_worlds import Job, make_learner
+from tests.kit.models import byte_tokenizer
+from tests.kit.vision import PROCESSOR, encoded, make_vision_model, picture
+from tests.unit.rollout.engine_harness import Harness
+
+GALLERY = "tests.integration.agent.galleries:Gallery"
+ASKED = picture(70, 130, 9)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_vision_model(tmp_path_factory.mktemp("seeing"))
+
+
+@pytest.fixture(scope="module")
+def harness(folder: Path) -> Iterator[Harness]:
+    harness = Harness(folder)
+    yield harness
+    harness.engine.stop()
+
+
+def asked(pictures: Sequence[Image.Image], tokenizer: PromptTokenizer) -> tuple[Example, np.ndarray, PromptMedia]:
+    """Return a prompt, its published tokens and its images."""
+    assert tokenizer.vision is not None
+    items = tuple(MediaItem("image", encoded(one), "") for one in pictures)
+    parts = [{"type": "image"} for _ in pictures]
+    example = Example([{"role": "user", "content": [*parts, {"type": "text", "text": "What is it?"}]}], media=items)
+    images = [normalise_image(item.source, tokenizer.vision.rule) for item in items]
+    tokens = tokenizer.encode_seen(example, images)
+    return Example(with_references(example.messages, images)), tokens, PromptMedia.of(images)
+
+
+def normal_size(shown: Image.Image) -> tuple[int, int]:
+    return normalise_image(encoded(shown), ImageRule(16, 2, 32 * 32 * 4, 32 * 32 * 64)).size.normal
+
+
+def group_columns(conversations: Sequence[Conversation], tokens: np.ndarray, media: PromptMedia) -> dict[str, Column]:
+    columns = columns_of(conversations, masked=False) | media_columns_of(conversations, media)
+    if media:
+        columns |= {PROMPT_MEDIA: list(media.records), MEDIA_CONTENTS: media.array}
+    advantages = np.ones(len(np.asarray(columns["tokens"])), np.float32)
+    return {**columns, "prompt_tokens": tokens, "advantages": advantages, "reward": np.array([0.0, 1.0])}
+
+
+def trained_log_probs(learner: Any, columns: dict[str, Column]) -> np.ndarray:
+    """Return the trainer's log-probs of the model's tokens of all sequences, packed into one row."""
+    tokens = learner.image_tokens
+    names = [name for name in columns if name not in ("response_messages",)]
+    group = check_group("g", columns, names, images=tokens)
+    every, packed = range(len(group.lengths)), ("rollout_logprobs", "advantages")
+    row = pack(group.sequences(every, packed, create(GRPOConfig()), 1.0, 0, images=ImageReader(tokens)))
+    (found,) = learner.log_probs([row])
+    return np.asarray(found[row.loss_mask == 1])
+
+
+def reference(whole: Any, tokens: np.ndarray, mask: np.ndarray, pictures: Sequence[Image.Image]) -> np.ndarray:
+    """Return log-probs of the tokens with mask 1 by transformers' own processor, positions and modules.
+
+    An image token that the model wrote is text, as it isn't for transformers.
+    """
+    model = whole.model
+    seen = Qwen2VLImageProcessorPil(patch_size=16, size=PROCESSOR["size"])(list(pictures), return_tensors="pt")
+    ids = torch.from_numpy(tokens)[None].long()
+    is_image = (ids == whole.config.image_token_id) & (torch.from_numpy(mask)[None] == 0)
+    with torch.no_grad():
+        own = model.get_image_features(seen["pixel_values"], seen["image_grid_thw"], return_dict=True)
+        embeddings = model.get_input_embeddings()(ids)
+        embeddings = embeddings.masked_scatter(is_image[..., None], torch.cat(list(own.pooler_output)))
+        deep = [torch.cat(list(rows)).reshape(is_image.sum(), -1) for rows in own.deepstack_features]
+        grids, kinds = seen["image_grid_thw"], is_image.long()
+        position, _ = model.get_rope_index(ids, image_grid_thw=grids, mm_token_type_ids=kinds)
+        images = {"visual_pos_masks": is_image, "deepstack_visual_embeds": deep}
+        hidden = model.language_model(inputs_embeds=embeddings, position_ids=position, **images).last_hidden_state
+        logits = whole.lm_head(hidden)[0, :-1]
+    found = logits.log_softmax(-1).gather(-1, ids[0, 1:, None])[:, 0].numpy()
+    return np.asarray(found[mask[1:] == 1])
+
+
+@pytest.mark.parametrize(
+    ("opens", "in_prompt"),
+    [
+        pytest.param(False, 0, id="a text"),
+        pytest.param(False, 1, id="a prompt with an image"),
+        pytest.param(True, 1, id="a prompt of its own"),
+    ],
+)
+async def test_the_trainer_sees_what_the_engine_saw(
+    folder: Path, harness: Harness, tmp_path: Path, alone: None, opens: bool, in_prompt: int
+) -> None:
+    config = config_of(GALLERY, images=True, settings={"folder": str(tmp_path), "opens": opens}, turn_tokens=6)
+    tokenizer = PromptTokenizer.of_run(config, folder)
+    example, tokens, media = asked([ASKED] * in_prompt, tokenizer)
+    fleet = SeeingFleet(harness)
+    async with fleet.serving() as engines, talks(config, tokenizer, engines) as conversations:
+        held = [await conversations.hold(f"s{seed}", example, tokens.tolist(), 7, seed, media=media) for seed in (1, 2)]
+        evaluations = EvaluationConversations(config.agent, {"e": conversations}, asyncio.Semaphore(2), ["e"])
+        wanted = WantedWeights(1, 0, or_later=False)
+        asked_for = evaluations.hold("e", example, 1, SamplingParams(max_new_tokens=90, seed=1), wanted, media)
+        (evaluated,) = [one async for one in asked_for]
+    assert [(one.failure, one.finish, one.turns, list(one.sequences)) for one in held] == [("", "env_done", 3, [0])] * 2
+    columns = group_columns(held, tokens, media)
+    shares = np.asarray(columns["shares_prompt"])
+    assert shares.tolist() == [not opens] * 2
+    pictures = [*[ASKED] * in_prompt, *SHOWN[not opens :], *[ASKED] * in_prompt]
+    assert len(fleet.requests[2].media) == len(pictures), "an engine gets all images with every request"
+    records: Any = columns["sequence_media"]
+    whole = sum(one["bytes"] for own in records for one in own)
+    assert whole == len(np.asarray(columns["sequence_contents"])), "the images of both samples are stored once"
+    assert [one["bytes"] for one in records[1]] == [0] * len(records[1])
+
+    # Rewards may open what the conversation showed, in training and in evaluations.
+    prompt = {"text": "", "messages": example.messages}
+    scored = samples_of_columns({**columns, "prompt": prompt})
+    assert [[one.size for one in sample.images()] for sample in scored] == [[normal_size(one) for one in pictures]] * 2
+    answered = {"messages": evaluated.messages}
+    request = ScoreRequest(
+        prompt=to_proto(example.messages), responses=[answered], media=media.by_hash() | dict(evaluated.media)
+    )
+    (sample,) = samples_of_request(request)
+    assert len(sample.images()) == len(pictures)
+
+    model = Qwen3VLForConditionalGeneration.from_pretrained(folder, dtype=torch.float32).eval()
+    bounds, lengths = np.cumsum([0, *columns["lengths"]]), len(tokens) * shares
+    expected = []
+    for index in range(2):
+        own = slice(bounds[index], bounds[index + 1])
+        before = tokens[: lengths[index]]
+        mask = np.concatenate([np.zeros(len(before)), np.asarray(columns["loss_mask"])[own]])
+        sequence = np.concatenate([before, np.asarray(columns["tokens"])[own]])
+        expected.append(reference(model, sequence, mask, pictures))
+    of_engine = np.asarray(columns["rollout_logprobs"])[np.asarray(columns["loss_mask"]) == 1]
+    np.testing.assert_allclose(of_engine, np.concatenate(expected), atol=1e-5)
+
+    learner = make_learner(Job(folder))
+    np.testing.assert_allclose(trained_log_probs(learner, columns), np.concatenate(expected), atol=1e-5)
+    # With two pictures of one size in each other's place the log-probs are others.
+    for own in records:
+        one, other = (own[len(own) - place] for place in (2 + in_prompt, 1 + in_prompt))
+        one["sha256"], other["sha256"] = other["sha256"], one["sha256"]
+    assert np.abs(trained_log_probs(learner, columns) - np.concatenate(expected)).max() > 1e-2
+    leave_layout()
+
+
+WRONG = {
+    "broken": "the environment's image messages[0].content[1] is a broken image",
+    "large": "messages[0].content[1] is 7000 x 7000 pixels: at most 33,554,432 are decoded, make it smaller",
+    "missing": "content[1] is '/nowhere/picture.png', which is no file here",
+    "fetched": "content[1] is a URL of example.com: relaxd fetches no media",
+    "video": "content[1] is of type video: conversations have only images so far",
+    "": "content[1] has no item",
+}
+
+
+async def test_what_cannot_be_shown_fails_the_conversation_by_name(folder: Path, tmp_path: Path) -> None:
+    config = config_of("tests.integration.agent.galleries:Wrong", images=True)
+    byte_tokenizer().save_pretrained(tmp_path)  # the scripted engine's
+    tokenizer = PromptTokenizer(tmp_path, vision=read_vision(folder))
+    fleet = Fleet([*WRONG, "broken"], versions=[3])
+    async with fleet.serving() as engines, talks(config, tokenizer, engines) as conversations:
+        for number, (what, complaint) in enumerate(WRONG.items()):
+            held = await conversations.hold(f"s{number}", Example(f"Show {number}!"), [1], 7, 8)
+            assert held.finish == "env_failed"
+            assert complaint in held.failure, what
+            assert "secret" not in held.failure
+        tokenizer.vision = None
+        held = await conversations.hold("s", Example("Show!"), [1], 7, 8)
+    assert held.failure == "messages[0].content[1] is an image, but agent.images is false: set it to true"
+
+
+@pytest.mark.parametrize(("tokens", "seen", "finish"), [(90, 2, "turns"), (20, 0, "budget")])
+async def test_images_that_the_model_does_not_come_to_see_are_not_stored(
+    folder: Path, harness: Harness, tmp_path: Path, tokens: int, seen: int, finish: str
+) -> None:
+    config = config_of(GALLERY, images=True, settings={"folder": str(tmp_path)}, max_turns=2, turn_tokens=6)
+    tokenizer = PromptTokenizer.of_run(config, folder)
+    fleet = SeeingFleet(harness)
+    async with fleet.serving() as engines, talks(config, tokenizer, engines) as conversations:
+        example = Example(
+            [{"role": "user", "content": [{"type": "text", "text": "Show!"}]}], sampling={"max_new_tokens": tokens}
+        )
+        held = await conversations.hold("s", example, [1], 7, 8)
+    assert held.finish == finish
+    assert len(held.sequences[0].images) == seen
+    parts = [part for one in held.messages if isinstance(one["content"], list) for part in one["content"]]
+    assert len([part for part in parts if part["type"] == "image"]) == seen
+    assert "<image>" in shown_text(held.messages[-1]["content"])
