@@ -197,7 +197,7 @@ class RankSupervisor:
 
     async def _turn(self, processes: RankProcesses, take_turn: TakeTurn) -> None:
         """Wait for the devices. Raises ChildError if a rank dies meanwhile."""
-        turn, failed = asyncio.create_task(take_turn(self._set_detail)), asyncio.create_task(processes.failed())
+        turn, failed = asyncio.ensure_future(take_turn(self._set_detail)), asyncio.create_task(processes.failed())
         try:
             await asyncio.wait({turn, failed}, return_when=asyncio.FIRST_COMPLETED)
             if failed.done():
