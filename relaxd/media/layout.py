@@ -118,8 +118,8 @@ def lay_out(
         grids: the items' patches, in the order of the prompt.
         images: the model's.
         start: position of the first token, for a part that follows an answer.
-        begins: index of each image's first token, for ids that have answers in them; None: every image token is an
-            image's.
+        begins: index of each image's first token, for ids that have answers in them; None: every token of media is an
+            item's. A video has no single place, so there must be none with begins.
 
     Raises:
         MediaError: the tokens of media aren't those of these items.

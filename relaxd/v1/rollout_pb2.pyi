@@ -274,8 +274,8 @@ class PromptMedia(_message.Message):
     bytes: _builtins.int
     """Number of bytes of media_contents that are its own; 0 for one that came before in the same prompt."""
     begin: _builtins.int
-    """Index of its first token in prompt_tokens. All media have it, or none: then every image token is an image's. A
-    conversation needs it, because the model may have written an image token that stands for nothing.
+    """Index of its first token in prompt_tokens. All media have it, and then all are images, or none: then every token of
+    media is an item's. A conversation needs it, because the model may have written an image token that stands for nothing.
     """
     @_builtins.property
     def grid(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
