@@ -54,7 +54,11 @@ def test_each_role_does_its_part_in_a_container_of_its_own(stack: Stack, tmp_pat
         stack.compose("cp", str(tmp_path / "tiny"), "coordinator:/models/")
         run = Run(stack, "examples/placed.toml", "--run-id", "roles")
         run.reach(1)
-        assert sum(one.status.done_groups > 0 for one in stack.replicas("reward")) == 2
+        wait_until(
+            lambda: all(one.status.done_groups > 0 for one in stack.replicas("reward")),
+            "groups of both reward replicas, which their heartbeats tell of",
+            60,
+        )
         for role in ("reference", "teacher"):
             wait_until(lambda role=role: stack.replicas(role)[0].status.done_groups > 0, f"groups of the {role}", 60)
         run.finish()

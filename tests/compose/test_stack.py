@@ -12,7 +12,7 @@ from tests.kit.otlp import OtlpReceiver, otlp_receiver
 from tests.kit.waiting import wait_until
 
 pytestmark = pytest.mark.slow
-MEGABYTES = {"advantage": 350, "coordinator": 750, "reward": 500}
+MEGABYTES = {"advantage": 350, "coordinator": 850, "reward": 500}
 
 
 @pytest.mark.timeout(1800)
