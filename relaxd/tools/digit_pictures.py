@@ -7,9 +7,11 @@ import base64
 import io
 from functools import lru_cache
 from random import Random
-from typing import Any, Self, cast
+from typing import Any, cast
 
 from PIL import Image, ImageDraw, ImageFont
+
+from relaxd.tools.drawn_prompts import DrawnPrompts
 
 PROMPT = "<image>Which digit is this?"
 DIGITS = 5
@@ -19,36 +21,17 @@ SIDE = 32
 SIZES = (26, 30)
 """Range of the sizes of digits, in pixels."""
 GREY = 128
-HELD_OUT = 200
-"""Number of held-out pictures, whose seeds are those behind the training pictures'."""
 
 
-class DigitPictures:
-    """A source of prompts (docs/data.md, "A source of your own"), each with a picture of a digit."""
+class DigitPictures(DrawnPrompts):
+    """A source of prompts, each with a picture of a digit."""
 
-    def __init__(self, count: int = 2500, blank: bool = False, first: int = 0) -> None:
-        """Make a source.
-
-        Args:
-            count: number of pictures.
-            blank: whether all pictures are grey, so that nothing tells the digit.
-            first: seed of the first picture.
-        """
-        self._count, self._blank, self._first = count, blank, first
-
-    def __len__(self) -> int:
-        return self._count
-
-    def __getitem__(self, index: int) -> dict[str, Any]:
+    def row(self, seed: int, *, blank: bool) -> dict[str, Any]:
         """Return a row. The picture's column is "images"."""
-        digit, picture = draw(self._first + index)
-        if self._blank:
+        digit, picture = draw(seed)
+        if blank:
             picture = Image.new("RGB", picture.size, (GREY, GREY, GREY))
         return {"prompt": PROMPT, "answer": str(digit), "images": [encoded(picture)]}
-
-    def held_out(self) -> Self:
-        """Return other pictures, for evaluation."""
-        return type(self)(HELD_OUT, self._blank, self._first + self._count)
 
 
 def draw(seed: int) -> tuple[int, Image.Image]:

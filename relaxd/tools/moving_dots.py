@@ -4,11 +4,12 @@ A way to the left has the frames of one to the right in reverse order.
 """
 
 from random import Random
-from typing import Any, Self
+from typing import Any
 
 from PIL import Image, ImageDraw
 
 from relaxd.tools.digit_pictures import GREY, encoded
+from relaxd.tools.drawn_prompts import DrawnPrompts
 
 PROMPT = "<video>Where does the dot go?"
 SIDES = {"left": (-1, 0), "right": (1, 0), "up": (0, -1), "down": (0, 1)}
@@ -21,36 +22,17 @@ STEPS = (4.0, 6.0)
 """Range of a dot's movements from frame to frame, in pixels."""
 MIDDLE = (12.0, 20.0)
 """Range of the middles of its ways, in pixels."""
-HELD_OUT = 200
-"""Number of held-out videos, whose seeds are those behind the training videos'."""
 
 
-class MovingDots:
-    """A source of prompts (docs/data.md, "A source of your own"), each with a video of a moving dot."""
+class MovingDots(DrawnPrompts):
+    """A source of prompts, each with a video of a moving dot."""
 
-    def __init__(self, count: int = 2500, blank: bool = False, first: int = 0) -> None:
-        """Make a source.
-
-        Args:
-            count: number of videos.
-            blank: whether all frames are grey, so that nothing tells the side.
-            first: seed of the first video.
-        """
-        self._count, self._blank, self._first = count, blank, first
-
-    def __len__(self) -> int:
-        return self._count
-
-    def __getitem__(self, index: int) -> dict[str, Any]:
+    def row(self, seed: int, *, blank: bool) -> dict[str, Any]:
         """Return a row. The video's column is "videos", in which it is a list of frames."""
-        answer, frames = draw(self._first + index)
-        if self._blank:
+        answer, frames = draw(seed)
+        if blank:
             frames = [Image.new("RGB", (SIDE, SIDE), (GREY, GREY, GREY))] * FRAMES
         return {"prompt": PROMPT, "answer": answer, "videos": [[encoded(frame) for frame in frames]]}
-
-    def held_out(self) -> Self:
-        """Return other videos, for evaluation."""
-        return type(self)(HELD_OUT, self._blank, self._first + self._count)
 
 
 def draw(seed: int) -> tuple[str, list[Image.Image]]:
