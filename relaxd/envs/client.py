@@ -13,9 +13,8 @@ import grpc
 
 from relaxd.alerts.user_messages import Told, ignore
 from relaxd.data.examples import Message
-from relaxd.envs.environment import BadEnvironmentError, Reply, Sample, check_tools, messages_of
+from relaxd.envs.environment import BadEnvironmentError, Reply, Sample, check_tools, read_observation
 from relaxd.envs.host import REFUSED
-from relaxd.envs.observation_images import take_images
 from relaxd.json_text import parse_json
 from relaxd.media import MediaItem
 from relaxd.process.child import Child, ChildError, ChildExited
@@ -163,13 +162,8 @@ _TOLD = (Aborted, DeadlineExceeded)
 
 def _messages(text: str, what: str) -> tuple[list[Message], tuple[MediaItem, ...]]:
     """Return messages that an environment sent, without their images, and these."""
-    messages, images = messages_of(_list("messages_json", text), what, sent=True), list[MediaItem]()
-    for index, message in enumerate(messages):
-        if isinstance(message["content"], list):
-            place = f"messages[{index}].content"
-            message["content"], items = take_images(place, message["role"], message["content"], sent=True)
-            images += items
-    return messages, tuple(images)
+    read = read_observation(_list("messages_json", text), what, sent=True)
+    return [message for message, _ in read], tuple(item for _, items in read for item in items)
 
 
 def _list(name: str, text: str) -> list[Any]:

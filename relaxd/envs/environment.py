@@ -153,10 +153,20 @@ def finite_number(value: object, what: str) -> float:
 
 
 def messages_of(observation: object, what: str, calls: Sequence[ToolCall] = (), *, sent: bool = False) -> list[Message]:
-    """Return an observation as messages, in answer to a message with `calls`. Images become data URIs.
+    """Return an observation as messages whose images are data URIs, as `read_observation`."""
+    return [
+        {**message, "content": put_images(message["content"], [item.source for item in items])}
+        for message, items in read_observation(observation, what, calls, sent=sent)
+    ]
 
-    An observation that was `sent` has them already. Raises BadEnvironmentError, which begins with `what`, such as
-    "step() returned": it is none.
+
+def read_observation(
+    observation: object, what: str, calls: Sequence[ToolCall] = (), *, sent: bool = False
+) -> list[tuple[Message, list[MediaItem]]]:
+    """Return an observation as messages without their images, each with its images as data URIs.
+
+    It may answer a message with `calls`. One that was `sent` must have data URIs. Raises BadEnvironmentError, which
+    begins with `what`, such as "step() returned": it is no observation.
     """
     if observation is None:
         return []
@@ -167,7 +177,7 @@ def messages_of(observation: object, what: str, calls: Sequence[ToolCall] = (), 
         raise BadEnvironmentError(
             f"{what} the observation {_shown(observation)}: it must be a text, a message, a list of messages or None"
         )
-    texts, uris = list[Message](), list[list[str]]()
+    found = list[tuple[Message, list[MediaItem]]]()
     for index, message in enumerate(messages):
         if not isinstance(message, Mapping) or not isinstance(message.get("role"), str) or not message["role"]:
             raise BadEnvironmentError(
@@ -186,10 +196,9 @@ def messages_of(observation: object, what: str, calls: Sequence[ToolCall] = (), 
             )
         if len(content) > MAX_BYTES:
             raise _too_large(f"{what} a message of", len(content))
-        texts.append({**message, "content": content})
-        uris.append([item.source for item in items])
-    check_size(texts, f"{what} messages with")
-    return [{**text, "content": put_images(text["content"], own)} for text, own in zip(texts, uris, strict=True)]
+        found.append(({**message, "content": content}, items))
+    check_size([text for text, _ in found], f"{what} messages with")
+    return found
 
 
 def tool_message(call: ToolCall, content: str | Sequence[Any]) -> Message:
