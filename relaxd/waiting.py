@@ -6,6 +6,7 @@ logged by itself. tests/unit/source_code/test_waits_are_named.py says which wait
 """
 
 import logging
+import random
 import threading
 import time
 from collections.abc import Iterator
@@ -132,3 +133,7 @@ class Backoff:
     def pause(self, failures: int) -> float:
         """Return the seconds to wait after this many failures in a row, counted from 1."""
         return min(self.first_seconds * 2.0 ** min(failures - 1, 64), self.max_seconds)
+
+    def spread_pause(self, failures: int) -> float:
+        """Return `pause` with up to a half added at random, so that many callers don't come back at once."""
+        return self.pause(failures) * (1 + random.random() / 2)

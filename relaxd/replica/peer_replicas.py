@@ -32,7 +32,7 @@ WATCH_GRACE_SECONDS = 15.0
 """Time beyond that for the end of a watch."""
 CLOSE_SECONDS = 5.0
 PAUSE = Backoff(first_seconds=0.2, max_seconds=5.0)
-"""Pauses between two watches while the coordinator is away, to which up to a half is added at random."""
+"""Pauses between two watches while the coordinator is away."""
 
 _TO_COME = (REPLICA_STATE_UNSPECIFIED, REPLICA_STATE_IDLE, REPLICA_STATE_STARTING)
 Stub = TypeVar("Stub")
@@ -182,7 +182,7 @@ class PeerReplicas(Generic[Stub]):
                     _log.warning(
                         "calling the same %s replicas, because the coordinator is away: %s", self.role, explain(error)
                     )
-                await asyncio.sleep(PAUSE.pause(failures) * (1 + random.random() / 2))  # named: by the warning
+                await asyncio.sleep(PAUSE.spread_pause(failures))  # named: by the warning
 
     async def _take_in(self, news: WatchReplicasResponse) -> None:
         """Take in what the coordinator says."""

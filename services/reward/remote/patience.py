@@ -2,7 +2,6 @@
 
 import asyncio
 import logging
-import random
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -180,7 +179,7 @@ T = TypeVar("T")
 ATTEMPTS = 10
 """Attempts for the same call: it may be what crashes the service."""
 PAUSE = Backoff(first_seconds=0.5, max_seconds=30.0)
-"""Pauses between them, to which up to a half is added at random."""
+"""Pauses between them."""
 
 LOOK_SECONDS = 5.0
 """Interval at which a call that waits for its turn looks again. Shorter than any health limit: each look counts as
@@ -265,7 +264,7 @@ class PatientCaller:
                 if attempt == ATTEMPTS:
                     raise UnreachableError(f"{self._who} can't be reached: {error} ({ATTEMPTS} tries)") from error
             with waiting(f"the next try to reach {self._who}", on=self._on):
-                await asyncio.sleep(PAUSE.pause(attempt) * (1 + random.random() / 2))
+                await asyncio.sleep(PAUSE.spread_pause(attempt))
         raise AssertionError("the last attempt returns or raises")
 
     def close(self) -> None:
