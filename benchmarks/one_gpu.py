@@ -1,8 +1,8 @@
-"""A service that takes the first GPU of this machine for one of its own: `python -m benchmarks.one_gpu NAME MODULE`.
+"""Run a service that shares the first GPU of this machine with others: `python -m benchmarks.one_gpu NAME MODULE`.
 
-So the services of a stack share one GPU, and a benchmark that isn't about speed needs no more. Each has its own name:
-the coordinator leases it a GPU "GPU-NAME", and NCCL takes the services for hosts that are connected by sockets. Nothing
-limits their memory.
+A benchmark that isn't about speed needs no more than one GPU then. Each service has its own name: the coordinator
+leases it a GPU "GPU-NAME", and NCCL takes the services for hosts that are connected by sockets.
+Nothing limits their memory.
 """
 
 import os

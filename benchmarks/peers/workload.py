@@ -39,7 +39,7 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None, **re
 
 @dataclass(frozen=True)
 class Task:
-    """What the systems learn."""
+    """A task that all systems learn: questions, a reward and a learning rate."""
 
     learning_rate: float
     reward: str

@@ -62,7 +62,7 @@ class VisionModel:
     """By which pixels are normalised, of each channel, of values from 0 to 1."""
     std: tuple[float, ...]
     times: int
-    """Frames of a patch of a video. A patch of an image is repeated so many times."""
+    """Number of frames in a patch of a video. A patch of an image repeats its frame as often."""
     video: VideoRule | None = None
     """The rule for video; None: prompts of the run have none."""
 

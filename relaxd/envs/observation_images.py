@@ -24,7 +24,7 @@ def is_picture(value: object) -> bool:
 
 
 def content_of_result(result: object) -> Any:
-    """Return what a function returned as a message's content: a text, or parts if it is an image or has some."""
+    """Return a function's result as the content of a message: a text, or a list of parts if it has images."""
     several = list(result) if isinstance(result, list | tuple) else [result]
     if not any(is_picture(one) or (isinstance(one, Mapping) and one.get("type") == IMAGE) for one in several):
         return str(result)

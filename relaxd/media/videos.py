@@ -118,7 +118,7 @@ class NormalVideo:
 
     @property
     def media_type(self) -> str:
-        """What the PNG has."""
+        """MIME type of the PNG, and the number of frames in it."""
         return f"image/png; frames={len(self.size.sampled)}"
 
 

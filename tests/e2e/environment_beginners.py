@@ -28,7 +28,7 @@ Lesson = Callable[[Random, float], list[Message]]
 
 @dataclass(frozen=True)
 class Course:
-    """What a model is taught."""
+    """The lessons of a model."""
 
     lesson: Lesson
     tool: str = ""

@@ -1,6 +1,6 @@
-"""deploy/helm rendered by Helm and checked against Kubernetes' schemas, in a process with packages of its own.
+"""Render deploy/helm with Helm and check it against Kubernetes' schemas, in a process with separate packages.
 
-They are only for this: ~/.cache/relaxd/helm-VERSIONS has them, and is made when it is missing.
+The packages are only for this: ~/.cache/relaxd/helm-VERSIONS has them, and is made when it is missing.
 """
 
 import fcntl
