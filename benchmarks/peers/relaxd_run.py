@@ -46,6 +46,7 @@ drop_zero_variance = false
 
 [trainer]
 dtype = "{dtype}"
+offload = {offload}
 groups_per_step = {work.prompts}
 micro_batch_tokens = {work.micro_batch}
 
@@ -72,6 +73,7 @@ def launch(work: Workload, folder: Path, *, cpu: bool, extra: list[str]) -> Laun
             prompt=MAX_PROMPT_TOKENS,
             reward=REWARD,
             colocate=json.dumps(not cpu),
+            offload=json.dumps(cpu),  # verl and TRL keep the trainer's state on the GPU by default, too
             engine="transformers" if cpu else "sglang",
             dtype="float32" if cpu else "bfloat16",
             memory=0 if cpu else work.memory_fraction,

@@ -58,8 +58,8 @@ class RunSection(Section):
     """Folder in which each run creates a folder named by its id."""
     colocate: bool = False
     """Share the devices between trainer and engines, which take turns: the engines release their memory while the
-    trainer trains, and the trainer moves weights, gradients and optimizer state to host memory while the engines
-    generate. Needs board.max_staleness = 0."""
+    trainer trains, and the trainer moves its state to host memory while the engines generate (trainer.offload).
+    Needs board.max_staleness = 0."""
     switch_timeout_seconds: float = Field(default=120.0, gt=0)
     """With colocate: repeat a request to sleep or wake up that takes longer."""
     stop_early: StopEarlyConfig = StopEarlyConfig()
@@ -572,6 +572,7 @@ class RunConfig(Section):
                     'weights.transport is "cuda_ipc", which needs trainer and engines on the same GPUs: set '
                     'run.colocate = true, or use "nccl"'
                 )
+            refuse_unused(self.trainer, "trainer", ("offload",), "run.colocate is false: set true")
             return self
         wrong = None
         if self.board.max_staleness != 0:

@@ -190,6 +190,10 @@ class TrainerConfig(Section):
     """Pinned host memory in which each rank keeps what `recompute` leaves of the layers' activations, instead of on its
     GPU; 0: none. It is copied while the layers compute. What has no room stays on the GPU. It pays for long rows, whose
     layers take longer than the copies: with recompute = "full" for more tokens, with "selective" for less work."""
+    offload: bool = True
+    """With run.colocate: move weights and optimizer state to the host's memory while the engines generate. false: keep
+    them on the GPU, where they have room beside the engine (`relaxd fit`), so that turns take less time. Gradients are
+    freed in either case."""
     overlap_grad_reduce: bool = False
     """Overlap, where ranks share parameters, as in data parallelism: add up their gradients during the backward pass of
     an update's last micro-batch, in buckets of 40 million parameters or more, instead of afterwards. The sums are the

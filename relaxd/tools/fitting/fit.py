@@ -144,7 +144,14 @@ def fit(config: RunConfig, hardware: Hardware, judges: int = 1) -> Fit:
     sleepers: list[str] = []
     if config.run.colocate and "rollout" in own_engines:
         judge = own_engines.get("judge") if config.roles.judge.shares_gpus else None
-        held = in_turns(trainer, own_engines["rollout"], hardware, config.weights.bucket_bytes, judge)
+        held = in_turns(
+            trainer,
+            own_engines["rollout"],
+            hardware,
+            config.weights.bucket_bytes,
+            judge,
+            offload=config.trainer.offload,
+        )
         sleepers = ["rollout"] if judge is None else ["rollout", "judge"]
         if judge is not None:
             judge_weights = judges * judge.weights * config.roles.judge.tensor_parallel

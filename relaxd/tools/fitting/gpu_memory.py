@@ -193,14 +193,29 @@ def in_turns(
     hardware: Hardware,
     bucket_bytes: int,
     judge: EngineMemory | None = None,
+    *,
+    offload: bool = True,
 ) -> list[Held]:
-    """Return the memory of a GPU that trainer and engine share, in each turn. `judge`: a judge on the same GPU."""
+    """Return the memory of a GPU that trainer and engine share, in each turn.
+
+    Args:
+        trainer: the trainer's ranks, by pipeline stage.
+        engine: the engine.
+        hardware: the GPU.
+        bucket_bytes: bytes of a weight bucket.
+        judge: a judge on the same GPU.
+        offload: True if the sleeping trainer's state is in the host's memory, else it stays without its gradients.
+    """
     worst = max(trainer, key=lambda held: held.total)
     waiting = {name: size for name, size in worst.bytes.items() if name.split(":")[0] not in _OF_A_PASS}
     awake = {f"judge's {name}": size for name, size in judge.bytes.items()} if judge is not None else {}
     asleep = {"sleeping judge": ASLEEP["rollout"]} if judge is not None else {}
+    state = {
+        f"trainer's {name}": size for name, size in waiting.items() if "gradients" not in name and name != "process"
+    }
+    generate = {**engine.bytes, **awake, **({} if offload else state), "sleeping trainer": ASLEEP[TRAINER]}
     return [
-        Held("both", "generate", {**engine.bytes, **awake, "sleeping trainer": ASLEEP[TRAINER]}, hardware.gpu_bytes),
+        Held("both", "generate", generate, hardware.gpu_bytes),
         Held("both", "train", {**worst.bytes, "sleeping engine": ASLEEP["rollout"], **asleep}, hardware.room),
         Held(
             "both",

@@ -103,7 +103,7 @@ def host_bytes(config: RunConfig, models: Models, element: int, expert_bytes: in
         found["activations"] = trainer.ranks * trainer.activation_offload_bytes
     if trainer.checkpoint.every:
         found["a checkpoint being written"] = checkpoint_bytes(config, models)
-    if config.run.colocate:
+    if config.run.colocate and config.trainer.offload:
         state = state_bytes(config, models, element + (4 if element < 4 else 0))
         weights = element * sum(stage_parameters(shape, Layout(1), 0).all for shape in models.frozen)
         found["the sleeping trainer"] = state + weights

@@ -425,8 +425,9 @@ class Learner:
         return bit_sum((parameter for model in models for parameter in model.parameters()), self.world.device)
 
     def offload(self) -> tuple[int, int]:
-        """Move weights, gradients and optimizer state to the host's memory. The next call must be `onload`.
+        """Free the device's memory until `onload`, which must be the next call: weights, gradients, optimizer state.
 
+        They move to the host's memory. With `trainer.offload` = false only gradients without content are freed.
         Returns the bytes in use on this rank's device before and after; see `memory_in_use`.
         """
         self._wait_for_copies()
@@ -439,7 +440,7 @@ class Learner:
             critic.model.wait_for_reduction()
             gradients += critic.model.gradient_tensors
         kept, zeros = (gradients, []) if self._accumulated else ([], gradients)
-        self._offload.offload([*tensors, *kept], zeros)
+        self._offload.offload([*tensors, *kept] if self._config.offload else [], zeros)
         return before, memory_in_use(self.world.device)
 
     def onload(self) -> tuple[int, int]:

@@ -51,6 +51,7 @@ CASES = [
     ("trainer.recompute_layers=2", "trainer.recompute=full", 'trainer.recompute is "none"'),
     ("trainer.fp32_lm_head=true", "trainer.dtype=bfloat16", 'trainer.dtype is "float32"'),
     ("run.switch_timeout_seconds=5", "run.colocate=true board.max_staleness=0", "run.colocate is false"),
+    ("trainer.offload=false", "run.colocate=true board.max_staleness=0", "run.colocate is false"),
     (
         "algorithm.kl_coef=0.1 roles.reference.tensor_parallel=2",
         "roles.reference.placement=service",

@@ -325,6 +325,12 @@ def test_offload_and_colocation_need_the_hosts_memory(small: Path) -> None:
     assert beside.host.keys() - found.host.keys() == {"sleeping judges' weights"}
     greedy = shared.model_copy(update={"rollout": shared.rollout.model_copy(update={"memory_fraction": 0.95})})
     assert not fit(greedy, H200).held[0].fits  # no room for the sleeping trainer's context
+    staying = fit(shared.model_copy(update={"trainer": shared.trainer.model_copy(update={"offload": False})}), H200)
+    assert "the sleeping trainer" not in staying.host
+    more = staying.held[0].total - found.held[0].total
+    print(staying.held[0].bytes, found.held[1].bytes)
+    assert more == pytest.approx(14 * 1.72e9, rel=0.05)  # weights, main weights, moments, buckets; no gradients
+    assert staying.held[1:] == found.held[1:]
 
 
 @pytest.mark.parametrize(("judges", "tensor_parallel"), [(1, 1), (3, 1), (2, 2)])
