@@ -1,4 +1,4 @@
-"""Prompts with images in the SGLang engine on a GPU: log-probs beside transformers', text as the control.
+"""Prompts with images and videos in the SGLang engine on a GPU: log-probs beside transformers', text as the control.
 
 In bfloat16 only: SGLang's normalisation has no float32 there. tests/integration/rollout/sglang/test_sglang_images.py
 compares in float32, on a CPU.
@@ -26,6 +26,8 @@ from tests.integration.rollout.weight_source import weights_of
 from tests.kit.engines import EngineRunner, reference_logprobs
 from tests.kit.vision import (
     TOWER,
+    Item,
+    clip,
     image_logprobs,
     make_vision_model,
     picture,
@@ -48,10 +50,12 @@ EYES = TOWER | {"hidden_size": 128, "intermediate_size": 256, "out_hidden_size":
 MEAN, LARGEST = 0.05, 0.2
 """Tolerances of log-probs: bfloat16 alone gives 0.013 and 0.041 in transformers itself, another picture 0.55."""
 TOKENS = 24
-CASES = {
+CASES: dict[str, list[Item]] = {
     "text": [],
     "one image": [picture(256, 250, 3)],
     "three images": [picture(100, 60), picture(64, 64, 1), picture(70, 150, 2)],
+    "one video": [clip(24, 96, 96, 8)],
+    "videos and an image": [clip(3, 64, 64, 6), picture(64, 64, 1), clip(4, 96, 64, 7)],
 }
 
 
@@ -94,7 +98,14 @@ def reference(model: Path, version: int) -> PreTrainedModel:
     return found.float().cuda()
 
 
-def prompt_of(vision: VisionModel, pictures: list[Image.Image]) -> tuple[list[int], dict[str, object]]:
+def unlike(item: Item, seed: int) -> Item:
+    """Another picture, or clip, of the same size."""
+    if isinstance(item, Image.Image):
+        return picture(*item.size, seed)
+    return clip(len(item), *item[0].size, seed)
+
+
+def prompt_of(vision: VisionModel, pictures: list[Item]) -> tuple[list[int], dict[str, object]]:
     """A prompt, and what its request has beside it."""
     if not pictures:
         return list(range(40, 140)), {}
@@ -122,7 +133,7 @@ def test_log_probs_are_those_of_transformers_under_each_version(
                     differences.append((reference_logprobs(right, prompt, tokens) - got).abs())
                     continue
                 differences.append((image_logprobs(right, prompt, tokens, pictures).double() - got).abs())
-                others = [picture(*one.size, 90 + number) for number, one in enumerate(pictures)]
+                others = [unlike(one, 90 + number) for number, one in enumerate(pictures)]
                 other.append((image_logprobs(right, prompt, tokens, others).double() - got).abs())
             found = torch.cat(differences)
             facts(f"{name} {version}", f"{found.mean():.3f} to {found.max():.3f}")
@@ -137,7 +148,7 @@ def test_prompts_with_equal_tokens_and_other_pictures_are_others(
     engine: EngineRunner, model: Path, vision: VisionModel
 ) -> None:
     """Asked together, and again when their keys and values are cached: each answer is to its own picture."""
-    pictures = [[picture(256, 250, seed)] for seed in (1, 2)]
+    pictures: list[list[Item]] = [[picture(256, 250, seed)] for seed in (1, 2)]
     asked = [prompt_with_images(vision, one) for one in pictures]
     assert asked[0][0] == asked[1][0]
     assert engine.engine.weights is not None
