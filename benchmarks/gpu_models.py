@@ -83,7 +83,7 @@ def make_learner(shape: str, ranks: int, settings: dict[str, object], keep: Path
 
 
 @torch.no_grad()
-def draw(model: torch.nn.Module, *_: object) -> None:
+def draw(model: torch.nn.Module, *_: object, **__: object) -> None:
     """Draw random weights, in place of reading a model's."""
     torch.manual_seed(0)
     for name, parameter in model.named_parameters():

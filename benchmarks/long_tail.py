@@ -67,7 +67,7 @@ def make_long_tail_model(folder: Path, shape: str, mean: float, *, dtype: torch.
         embeddings[:, CONSTANT] = SIZE
         for layer in body.layers:
             for output in (layer.self_attn.o_proj, layer.mlp.down_proj):
-                output.weight.mul_(0.02)
+                output.weight.mul_(0.02 * min(1.0, 1024 / config.hidden_size))  # wide layers add up to more
                 output.weight[CONSTANT] = 0
         body.norm.weight[CONSTANT] = OUTPUT / config.hidden_size**0.5
         embeddings[END] = 0

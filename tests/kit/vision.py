@@ -196,16 +196,17 @@ def seen_by_transformers(items: Sequence[Item]) -> "dict[str, torch.Tensor]":
         found |= Qwen2VLImageProcessorPil(patch_size=16, size=PROCESSOR["size"])(pictures, return_tensors="pt")
     videos = object.__new__(Qwen3VLVideoProcessor)  # its constructor needs torchvision
     mean, std = torch.tensor(CLIP_MEAN), torch.tensor(CLIP_STD)
-    patches, grids = [], []
+    clips: list[torch.Tensor] = []
     for one in items:
         if not isinstance(one, Image.Image):
             pixels = torch.from_numpy(np.stack([np.asarray(frame) for frame in one]))
             normal = ((pixels.double() / 255).float() - mean) / std
-            cut, *grid = videos.patchify(normal.permute(0, 3, 1, 2)[None], 16, 2, 2)
-            patches.append(cut[0])
-            grids.append(grid)
-    if patches:
-        found |= {"pixel_values_videos": torch.cat(patches), "video_grid_thw": torch.tensor(grids)}
+            clips.append(normal.permute(0, 3, 1, 2))
+    if clips:
+        sizes = {"patch_size": 16, "temporal_patch_size": 2, "merge_size": 2, "size": None, "resample": None}
+        done = {"do_convert_rgb": False, "do_resize": False, "do_rescale": False, "do_normalize": False}
+        rest = {"rescale_factor": 1.0, "image_mean": None, "image_std": None, "cap_pixels_per_frame": False}
+        found |= videos._preprocess(clips, **sizes, **done, **rest)
     return found
 
 
