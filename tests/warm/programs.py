@@ -57,7 +57,7 @@ PROGRAMS = {
         *(
             "services.trainer.loop.training_rank",
             "services.trainer.critic.critic_rank",
-            "services.trainer.frozen.frozen_rank",
+            "services.trainer.reference_models.frozen_rank",
         ),
         *("services.trainer.rehearsal", "services.trainer.offline.replay", "tests.chaos.models"),
         *("services.trainer.offline.export_checkpoint", "services.rollout.engines.transformers.transformers_process"),

@@ -2,7 +2,7 @@
 
 from relaxd.config import RunConfig
 from relaxd.roles import CRITIC
-from services.trainer.frozen.frozen_service import StageService, main
+from services.trainer.reference_models.frozen_service import StageService, main
 
 
 class CriticService(StageService):

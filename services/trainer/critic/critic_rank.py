@@ -19,10 +19,10 @@ from services.trainer.batch.micro_batch import PackedMicroBatch
 from services.trainer.checkpoints.rank_part import CheckpointPart
 from services.trainer.critic.critic_learner import CriticLearner, CriticRank, Value
 from services.trainer.critic.follower import Follower
-from services.trainer.frozen.model_stage import ModelStage
-from services.trainer.frozen.stage_rank import StageRank, world_config
 from services.trainer.loop.checkpoint_control import REMOVAL_SECONDS
 from services.trainer.megatron.channels import RankChannel
+from services.trainer.reference_models.model_stage import ModelStage
+from services.trainer.reference_models.stage_rank import StageRank, world_config
 
 
 class CriticServiceRank(StageRank):

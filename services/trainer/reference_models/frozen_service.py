@@ -21,7 +21,7 @@ from relaxd.rpc.service_settings import parse_settings
 from relaxd.v1 import rank_pb2 as pb
 from relaxd.v1.coordinator_pb2 import Assignment
 from relaxd.weights import NCCL_ENVIRONMENT
-from services.trainer.frozen.followed_folder import await_run_folder
+from services.trainer.reference_models.followed_folder import await_run_folder
 from services.trainer.service.rank_processes import RankProcess, RankProcesses
 
 REQUEST_SECONDS = 10.0
@@ -39,7 +39,7 @@ class StageService(ReplicaService):
     coordinator sees that the process is gone.
     """
 
-    rank_module = "services.trainer.frozen.frozen_rank"
+    rank_module = "services.trainer.reference_models.frozen_rank"
     """The program of its ranks."""
 
     def __init__(self, context: ReplicaContext, role: str) -> None:
