@@ -40,7 +40,7 @@ from services.trainer.learner.snapshots.snapshot import Kept, Snapshot, Stateful
 from services.trainer.learner.update import TooManySkippedUpdates, UpdateStats, step_metrics, update_weights
 from services.trainer.loop.commanded_rank import CommandedRank
 from services.trainer.megatron.rank_messages import message
-from services.trainer.reference_models.stage_rank import world_config
+from services.trainer.reference_models.model_rank import world_config
 
 COLUMNS = ("prompt_tokens", "tokens", "lengths", "sample_of_sequence", "shares_prompt", "loss_mask", "reward", VALUES)
 """Columns of a step file that it reads, besides RETURNS, which needn't be finite."""

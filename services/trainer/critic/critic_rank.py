@@ -21,11 +21,11 @@ from services.trainer.critic.critic_learner import CriticLearner, CriticRank, Va
 from services.trainer.critic.follower import Follower
 from services.trainer.loop.checkpoint_control import REMOVAL_SECONDS
 from services.trainer.megatron.channels import RankChannel
+from services.trainer.reference_models.model_rank import ModelRank, world_config
 from services.trainer.reference_models.model_stage import ModelStage
-from services.trainer.reference_models.stage_rank import StageRank, world_config
 
 
-class CriticServiceRank(StageRank):
+class CriticServiceRank(ModelRank):
     """A rank of the critic."""
 
     def __init__(self) -> None:

@@ -19,8 +19,8 @@ from services.trainer.loop.checkpoint_control import Answer, Checkpoints
 from services.trainer.loop.checkpoint_restore import restore
 from services.trainer.megatron import TICK_SECONDS
 from services.trainer.reference_models.followed_folder import await_file
+from services.trainer.reference_models.model_rank import world_config
 from services.trainer.reference_models.model_stage import ModelStage
-from services.trainer.reference_models.stage_rank import world_config
 
 RETRY_SECONDS = 5.0
 """Between two tries to write a checkpoint that the trainer asked for."""

@@ -33,8 +33,8 @@ from services.trainer.megatron.world import World
 from services.trainer.model.architecture import ModelError
 from services.trainer.model.architectures import read_architecture
 from services.trainer.reference_models.followed_folder import LedgerWeights
+from services.trainer.reference_models.model_rank import ModelRank, world_config
 from services.trainer.reference_models.model_stage import ModelStage
-from services.trainer.reference_models.stage_rank import StageRank, world_config
 
 logger = logging.getLogger(__name__)
 
@@ -69,7 +69,7 @@ class TakeOver:
         model.load(self.folder)
 
 
-class FrozenModelRank(StageRank):
+class FrozenModelRank(ModelRank):
     """A rank of the reference or the teacher."""
 
     def _compute(self, request: pb.WorkRequest, config: RunConfig) -> None:

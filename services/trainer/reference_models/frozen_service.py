@@ -32,8 +32,8 @@ DRAIN_MARGIN_SECONDS = 2.0
 logger = logging.getLogger(__name__)
 
 
-class StageService(ReplicaService):
-    """Works on the stage of its role, in runs that have one.
+class ModelService(ReplicaService):
+    """Works on the stage of its role with a model in ranks, in runs that have one.
 
     A replica whose ranks fail ends, and its supervisor starts another: others get its groups at once, because the
     coordinator sees that the process is gone.
@@ -169,11 +169,11 @@ class StageService(ReplicaService):
             self._done, self._turns = event.progress.done_groups, event.progress.iterations
 
 
-def main(role: str, service: type[StageService] = StageService) -> None:
+def main(role: str, service: type[ModelService] = ModelService) -> None:
     """Run the service of a role until it is stopped."""
     asyncio.run(_run(role, service))
 
 
-async def _run(role: str, service: type[StageService]) -> None:
+async def _run(role: str, service: type[ModelService]) -> None:
     async with open_context(parse_settings(role)) as context:
         await run_replica(service(context, role), context)

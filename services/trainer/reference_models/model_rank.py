@@ -12,7 +12,7 @@ from services.trainer.loop.commanded_rank import RankThread
 from services.trainer.reference_models.model_stage import ModelStage
 
 
-class StageRank(rank_pb2_grpc.RankServicer):
+class ModelRank(rank_pb2_grpc.RankServicer):
     """The rank's handlers, and the thread that computes. It has no weights to hold or send: those calls are refused.
 
     A subclass says what is computed.
