@@ -21,6 +21,8 @@ def pytest_configure(config: pytest.Config) -> None:
         nurseries = programs.nurseries()
         nurseries.__enter__()
         config.add_cleanup(lambda: nurseries.__exit__(None, None, None))
+        if config.args_source is config.ArgsSource.TESTPATHS:  # of a run of all tests, which first collects for long
+            programs.begin_imports()
     programs.show_parents()
 
 

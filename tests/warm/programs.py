@@ -230,6 +230,13 @@ def _warm(named: Mapping[str, Any]) -> str | None:
     return name
 
 
+def begin_imports() -> None:
+    """Have the nurseries import now, because many programs will be asked for."""
+    if FOLDER in os.environ:
+        for name in ("light", "heavy"):
+            _is_ready(name)
+
+
 def _is_ready(name: str) -> bool:
     """Return whether a nursery has imported; else have it do that. Programs start as usual meanwhile."""
     folder = os.environ[FOLDER]
