@@ -1,6 +1,7 @@
 """Fixtures for every test: a real Redis (Valkey), shared by the session or one of your own that may die."""
 
 import contextlib
+import gc
 import os
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -32,6 +33,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         mark = item.get_closest_marker("timeout")
         seconds = float(mark.args[0] if mark else config.getini("timeout"))
         item.add_marker(pytest.mark.timeout(seconds * PATIENCE), append=False)
+
+
+def pytest_collection_finish() -> None:
+    """Leave what is there by now out of searches for garbage, which took seconds: every trainer in a test makes two."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")
