@@ -65,8 +65,9 @@ class ExcludedEngines:
     def __init__(self) -> None:
         self._blame: dict[Member, tuple[int, float]] = {}
         """An engine's consecutive failures, and the monotonic time until which it is excluded."""
-        self._refusals: Counter[Member] = Counter()
-        """Failures since the last success with an error answer of a member and no dead or late one."""
+        self.refusals: Counter[Member] = Counter()
+        """Failures since the last success with an error answer of a member and no dead or late one. They exclude
+        nobody."""
 
     def members(self) -> list[Member]:
         """Return the engines that are excluded now."""
@@ -75,7 +76,7 @@ class ExcludedEngines:
 
     def failures(self, member: Member) -> int:
         """Return the consecutive synchronisations that failed, most likely because of this member."""
-        return self._blame.get(member, (0, 0.0))[0] + self._refusals[member]
+        return self._blame.get(member, (0, 0.0))[0] + self.refusals[member]
 
     def blame(self, members: Iterable[Member], known: Callable[[Member], bool]) -> None:
         """Exclude members, longer after each failure, and forget those that aren't `known` any more."""
@@ -89,14 +90,6 @@ class ExcludedEngines:
     def forgive(self, member: Member) -> None:
         """Forget the failures of a member that has taken part in a synchronisation."""
         self._blame.pop(member, None)
-
-    def count_refusals(self, members: Iterable[Member]) -> None:
-        """Count a failure with an error answer of these members, without excluding them."""
-        self._refusals.update(members)
-
-    def forgive_refusals(self) -> None:
-        """Forget error answers after a success."""
-        self._refusals.clear()
 
 
 def is_due(announced: Version, served: Sequence[Version | None], *, interval: int, last: int) -> bool:

@@ -198,7 +198,7 @@ class WeightSync:
                 await self._abort_recorded()
             await self._synchronise(trainer, engines, announced, then)
             self.last_failure, self.began, self._failures_in_a_row = "", None, 0
-            self._excluded.forgive_refusals()
+            self._excluded.refusals.clear()
             return 0.0
         except SyncFailed as error:
             self.last_failure, blamed = str(error), error.blamed
@@ -210,7 +210,7 @@ class WeightSync:
             unfit = {(trainer, member): text for member, text in error.unfit.items() if member != trainer}
             self._unfit = {pair: text for pair, text in self._unfit.items() if pair[0] == trainer} | unfit
             if not blamed:  # a trainer also answers with an error when the engines are at fault
-                self._excluded.count_refusals(error.refused - {trainer} or error.refused)
+                self._excluded.refusals.update(error.refused - {trainer} or error.refused)
         except StoreUnavailable as error:
             self.last_failure = str(error)
         finally:
