@@ -1,6 +1,7 @@
 """Fixtures for every test: a real Redis (Valkey), shared by the session or one of your own that may die."""
 
 import contextlib
+import gc
 import os
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -21,6 +22,8 @@ def pytest_configure(config: pytest.Config) -> None:
         nurseries = programs.nurseries()
         nurseries.__enter__()
         config.add_cleanup(lambda: nurseries.__exit__(None, None, None))
+        if config.args_source is config.ArgsSource.TESTPATHS:  # of a run of all tests, which first collects for long
+            programs.begin_imports()
     programs.show_parents()
 
 
@@ -30,6 +33,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         mark = item.get_closest_marker("timeout")
         seconds = float(mark.args[0] if mark else config.getini("timeout"))
         item.add_marker(pytest.mark.timeout(seconds * PATIENCE), append=False)
+
+
+def pytest_collection_finish() -> None:
+    """Leave what is there by now out of searches for garbage, which took seconds: every trainer in a test makes two."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")

@@ -83,9 +83,7 @@ class _Pool:
                 self._free.append(sandbox)
 
 
-@lru_cache(maxsize=1)  # a host has one environment, with the same settings in all conversations
-def _pool(limits: Limits) -> _Pool:
-    return _Pool(limits)
+_pool = lru_cache(maxsize=1)(_Pool)  # a host has one environment, with the same settings in all conversations
 
 
 def _run(sandbox: Sandbox, code: str) -> tuple[str, str]:

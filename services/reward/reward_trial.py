@@ -73,7 +73,7 @@ async def try_reward(
         if own is not None and (failure := await pool.load(REWARD_OF_RUN)):
             return {"error": failure.reason}
         if terms is not None:
-            await terms.check()
+            await terms.probe()
 
         async def score(samples: Sequence[RewardInput]) -> Scored:
             return await pool.score(REWARD_OF_RUN, samples, config.timeout_seconds)
@@ -98,7 +98,7 @@ async def _try_remote(config: RewardConfig, samples: Sequence[RewardInput], work
     except MissingVariableError as error:
         return {"error": str(error)}
     try:
-        await remote.check()
+        await remote.probe()
         return {"outcomes": await _try_all(remote.score, samples, workers)}
     except UnreachableError as error:
         return {"error": f"the reward service at {config.address} can't be reached: {error}"}

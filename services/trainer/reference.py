@@ -1,9 +1,9 @@
 """python -m services.trainer.reference: the service that computes log-probs under the reference model of a KL term.
-`services.trainer.frozen` is what it does.
+`services.trainer.reference_models` is what it does.
 """
 
 from relaxd.roles import REFERENCE
-from services.trainer.frozen.frozen_service import main
+from services.trainer.reference_models.frozen_service import main
 
 if __name__ == "__main__":
     main(REFERENCE)

@@ -58,12 +58,12 @@ class ScriptedLearner:
         """Wait as long as forward and backward would take."""
         tokens = sum(len(batch.tokens) for batch in micro_batches)
         self._tokens += tokens
-        self._compute(tokens / self._tokens_per_second)
+        time.sleep(tokens / self._tokens_per_second)
 
     def log_probs(self, micro_batches: Sequence[PackedMicroBatch]) -> list[NDArray[np.float32]]:
         """Return float32 [T] for each micro-batch, after the time of a forward pass."""
         tokens = sum(len(batch.tokens) for batch in micro_batches)
-        self._compute(tokens / self._tokens_per_second / FORWARD_SPEED)
+        time.sleep(tokens / self._tokens_per_second / FORWARD_SPEED)
         return [np.zeros(len(batch.tokens), np.float32) for batch in micro_batches]
 
     def frozen_columns(
@@ -81,7 +81,7 @@ class ScriptedLearner:
 
     def update(self, normalizer: float, *, skip: bool | None = None) -> UpdateStats:
         """Return an update's statistics, after the time that it takes."""
-        self._compute(self._rehearsal.update_seconds)
+        time.sleep(self._rehearsal.update_seconds)
         tokens, self._tokens = self._tokens, 0
         self.optimizer_steps += 1
         return UpdateStats(
@@ -102,9 +102,6 @@ class ScriptedLearner:
 
     def save_hf(self, folder: Path) -> None:
         """Write nothing: there is no model."""
-
-    def _compute(self, seconds: float) -> None:
-        time.sleep(seconds)
 
 
 CHECKSUM = {"scripted": 1}

@@ -1,9 +1,9 @@
 """python -m services.trainer.teacher: the service that computes log-probs under the teacher of on-policy distillation.
-`services.trainer.frozen` is what it does.
+`services.trainer.reference_models` is what it does.
 """
 
 from relaxd.roles import TEACHER
-from services.trainer.frozen.frozen_service import main
+from services.trainer.reference_models.frozen_service import main
 
 if __name__ == "__main__":
     main(TEACHER)

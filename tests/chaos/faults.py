@@ -456,7 +456,7 @@ ENGINE, RANK, WORKER, FROZEN_RANK, CRITIC_RANK, TEACHER_ENGINE = (
     "services.rollout.engines.transformers.transformers_process",
     "services.trainer.loop.training_rank",
     "services.reward.worker",
-    "services.trainer.frozen.frozen_rank",
+    "services.trainer.reference_models.frozen_rank",
     "services.trainer.critic.critic_rank",
     MODULE,
 )

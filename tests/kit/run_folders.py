@@ -60,7 +60,7 @@ def write_run(
     written = RunRecord(run_id=run_id, config_json=config.model_dump_json(), folder=str(folder.resolve()), **fields)
     files.write_record(written)
     files.take_over_steps(lambda after, limit: [], lambda: None, ())
-    files.append_metrics((step, {"reward_mean": step / 10, "loss": 0.5}) for step in range(1, done + 1))
+    files.metrics.append((step, {"reward_mean": step / 10, "loss": 0.5}) for step in range(1, done + 1))
     files.append_samples(
         {"step": step, "prompt": f"prompt {step}", "response": f"answer {step}{letter}", "reward": 0.5}
         for step in range(1, done + 1)

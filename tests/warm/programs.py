@@ -57,7 +57,7 @@ PROGRAMS = {
         *(
             "services.trainer.loop.training_rank",
             "services.trainer.critic.critic_rank",
-            "services.trainer.frozen.frozen_rank",
+            "services.trainer.reference_models.frozen_rank",
         ),
         *("services.trainer.rehearsal", "services.trainer.offline.replay", "tests.chaos.models"),
         *("services.trainer.offline.export_checkpoint", "services.rollout.engines.transformers.transformers_process"),
@@ -228,6 +228,13 @@ def _warm(named: Mapping[str, Any]) -> str | None:
     if str(HERE) not in path or other_source or changed or "LD_PRELOAD" in variables or not _is_ready(name):
         return None
     return name
+
+
+def begin_imports() -> None:
+    """Have the nurseries import now, because many programs will be asked for."""
+    if FOLDER in os.environ:
+        for name in ("light", "heavy"):
+            _is_ready(name)
 
 
 def _is_ready(name: str) -> bool:

@@ -37,7 +37,7 @@ class Fleet:
         self._clock = clock
         self._failing: dict[str, float] = {}
         """Clock time of a role's first failure since it last worked."""
-        self._set_aside: frozenset[str] = frozenset()
+        self._excluded: frozenset[str] = frozenset()
         """Ids of engines that are excluded from weight synchronisation: their old version must not close the gate."""
         self.given_up: frozenset[str] = frozenset()
         """Instances that health has given up."""
@@ -60,12 +60,12 @@ class Fleet:
         return [r for r in self.of_role(ROLLOUT) if r.status.state in ABLE and not r.draining]
 
     def candidates(self) -> list[Replica]:
-        """Return the engines that can receive weights and are not set aside."""
-        return [engine for engine in self.engines() if engine.replica_id not in self._set_aside]
+        """Return the engines that can receive weights and are not excluded."""
+        return [engine for engine in self.engines() if engine.replica_id not in self._excluded]
 
-    def set_aside(self, replica_ids: Iterable[str]) -> None:
+    def exclude(self, replica_ids: Iterable[str]) -> None:
         """Exclude these engines, and no others, from weight synchronisation."""
-        self._set_aside = frozenset(replica_ids)
+        self._excluded = frozenset(replica_ids)
 
     def rewards(self) -> list[Replica]:
         """Return the reward replicas that can score."""
@@ -85,7 +85,7 @@ class Fleet:
     def serves(self, replica: Replica, term: int) -> bool:
         """Return whether `serving` has a replica."""
         works = replica.registration.role == ROLLOUT and replica.status.run_id == self.run_id
-        able = replica.status.state in ABLE and not replica.draining and replica.replica_id not in self._set_aside
+        able = replica.status.state in ABLE and not replica.draining and replica.replica_id not in self._excluded
         return works and able and replica.version is not None and replica.version[0] == term
 
     def give_up(self, instances: Iterable[str]) -> None:

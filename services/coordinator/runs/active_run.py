@@ -472,7 +472,7 @@ class ActiveRun:
         await self._save(evaluations=(*self.record.evaluations, evaluation), evaluating=0)
         telemetry.record_step(self.record.run_id, step, metrics)
         # It asks Redis whether this coordinator was replaced, before it replaces the file.
-        await self._redis.call(self._disk.in_thread, self._files.add_evaluation, evaluation)
+        await self._redis.call(self._disk.in_thread, self._files.metrics.add, evaluation)
 
     async def _last_sync(self, version: int) -> bool:
         """Wait until the engines serve the last version; otherwise adds a note and returns False.

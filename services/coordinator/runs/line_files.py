@@ -92,7 +92,7 @@ Identity = tuple[int, int, float]
 """`LedgerEntry.identity`. Trainer terms begin at 1; 0: which commit it is isn't known."""
 
 
-class LedgerFile:
+class LedgerFile(AppendedFile):
     """Keeps ledger.jsonl as the board's ledger is.
 
     Redis may lose its newest writes, and a step be committed again with other groups. So each look at the ledger begins
@@ -100,8 +100,7 @@ class LedgerFile:
     """
 
     def __init__(self, path: Path) -> None:
-        self._path = path
-        self._file = AppendedFile(path)
+        super().__init__(path)
         self._check: Check = lambda: None
         self._last: Identity = (0, 0, 0.0)
         self.rewound_to: int | None = None
@@ -118,7 +117,7 @@ class LedgerFile:
         Returns the last of the steps that were in it and are in the ledger, too.
         """
         self._check = check
-        self._file.remove_leftovers()
+        self.remove_leftovers()
         self._rewind(read)
         self.rewound_to = None
         kept = self.last_step
@@ -148,17 +147,9 @@ class LedgerFile:
         elif before:
             entries = entries[1:]
         if entries:
-            self._file.append([json.dumps(asdict(entry)).encode() + b"\n" for entry in entries])
+            self.append([json.dumps(asdict(entry)).encode() + b"\n" for entry in entries])
             self._last = entries[-1].identity
         return entries
-
-    def sync(self) -> None:
-        """Wait until the disk has the file. Raises OSError."""
-        self._file.sync()
-
-    def close(self) -> None:
-        """Close the file."""
-        self._file.close()
 
     def _rewind(self, read: ReadLedger) -> None:
         """Replace the file by its lines up to the last one that the ledger has, too."""
@@ -174,10 +165,10 @@ class LedgerFile:
                 end, last = found_end, found
                 break
         if not end:
-            self._file.replace((), self._check)
+            self.replace((), self._check)
         else:
             with self._path.open("rb") as file:
-                self._file.replace(_lines_until(file, end), self._check)
+                self.replace(_lines_until(file, end), self._check)
         self._last = last
 
 

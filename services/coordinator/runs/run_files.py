@@ -42,7 +42,7 @@ from relaxd.run_folder import (
     read_lines,
     replace_file,
 )
-from services.coordinator.runs.line_files import PAGE, Check, LedgerFile, MetricsFile, Steps, finite, json_line
+from services.coordinator.runs.line_files import PAGE, Check, LedgerFile, MetricsFile, finite, json_line
 from services.coordinator.state.records import Evaluation, RunRecord
 
 GIT_SECONDS = 5.0
@@ -91,8 +91,8 @@ class RunFiles:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self._ledger = LedgerFile(folder / LEDGER)
-        self._metrics = MetricsFile(folder / METRICS)
+        self.ledger = LedgerFile(folder / LEDGER)
+        self.metrics = MetricsFile(folder / METRICS)
         self._kept = sys.maxsize
         """The last step that ledger.jsonl and the board's ledger agreed on, when it was taken over."""
         self._check: Check = lambda: None
@@ -100,7 +100,7 @@ class RunFiles:
     @property
     def last_step(self) -> int:
         """The last step in metrics.jsonl, once it was taken over."""
-        return self._metrics.last_step
+        return self.metrics.last_step
 
     def create(self, config_toml: str, config: RunConfig) -> None:
         """Create the folder and write the configuration and the version of the code. Raises OSError."""
@@ -124,43 +124,31 @@ class RunFiles:
         Raises what `read` and `check` raise; then it can be repeated.
         """
         self._check = check
-        self._kept = min(self._kept, self._ledger.take_over(read, check))
+        self._kept = min(self._kept, self.ledger.take_over(read, check))
         steps = CommittedSteps(read, self.folder)
-        self._metrics.take_over(steps, check, self._kept, self._ledger.last_step, evaluations)
+        self.metrics.take_over(steps, check, self._kept, self.ledger.last_step, evaluations)
 
     def next_steps(self, read: ReadLedger) -> list[LedgerEntry]:
         """Append the next steps to ledger.jsonl and return them; their metrics are to be appended, too.
 
         Steps that the ledger has lost, or has with other groups now, are replaced in both files.
         """
-        entries = self._ledger.follow(read)
-        if self._ledger.rewound_to is not None:
-            self._metrics.rewind(self._ledger.rewound_to)
-            self._ledger.rewound_to = None
+        entries = self.ledger.follow(read)
+        if self.ledger.rewound_to is not None:
+            self.metrics.rewind(self.ledger.rewound_to)
+            self.ledger.rewound_to = None
         if not entries or entries[0].step != self.last_step + 1:  # the last call was interrupted
             entries = CommittedSteps(read, self.folder)(self.last_step, PAGE)
         return entries
-
-    def sync_ledger(self) -> None:
-        """Wait until the disk has ledger.jsonl. Raises OSError."""
-        self._ledger.sync()
-
-    def append_metrics(self, steps: Steps) -> None:
-        """Append new steps to metrics.jsonl."""
-        self._metrics.append(steps)
 
     def step_metrics(self) -> list[dict[str, Any]]:
         """Return the lines of metrics.jsonl."""
         return list(read_lines(self.folder / METRICS))
 
-    def add_evaluation(self, evaluation: Evaluation) -> None:
-        """Add an evaluation to its step in metrics.jsonl."""
-        self._metrics.add(evaluation)
-
     def close(self) -> None:
         """Close the files that stay open."""
-        self._ledger.close()
-        self._metrics.close()
+        self.ledger.close()
+        self.metrics.close()
 
     def write_record(self, record: RunRecord) -> None:
         """Write run.json."""

@@ -101,7 +101,7 @@ class StepRecorder:
             lines.append((entry.step, {**metrics, **usage.line}))
         if lines:
             self._record_replicas(usage)
-        await self._disk.in_thread(self._files.append_metrics, lines)
+        await self._disk.in_thread(self._files.metrics.append, lines)
         await self._append_samples()
         await self._trim_ledger()
 
@@ -129,7 +129,7 @@ class StepRecorder:
         written = self._files.last_step
         if written < self._trimmed_at + TRIM_STEPS:
             return
-        await self._disk.in_thread(self._files.sync_ledger)
+        await self._disk.in_thread(self._files.ledger.sync)
         await self._redis.call(self._board.trim_ledger, term=self._context.term, written=written)
         self._trimmed_at = written
 

@@ -2,7 +2,7 @@
 
 If the membership changed, the members leave the old weight group and connect a new one while the engines keep
 generating. Then the trainer broadcasts, while each engine pauses, receives and resumes. When a member dies or is late,
-all members leave the group, which aborts their collectives; the engines to blame are set aside for a while, and the
+all members leave the group, which aborts their collectives; the engines to blame are excluded for a while, and the
 next attempt runs without them. An engine that finds the trainer's tensors wrong is never asked again.
 """
 
@@ -22,7 +22,7 @@ from services.coordinator.fleet.registry import Replica
 from services.coordinator.fleet.run_fleet import RunContext
 from services.coordinator.state.records import Announcement, GroupRecord, Member, RoleFailure, WeightsRecord
 from services.coordinator.state.store import StoreUnavailable
-from services.coordinator.weights.sync_members import Newcomers, SetAside, is_due
+from services.coordinator.weights.sync_members import ExcludedEngines, JoinBatcher, is_due
 from services.coordinator.weights.weight_group_client import SyncFailed, WeightGroupClient
 
 logger = logging.getLogger(__name__)
@@ -48,8 +48,8 @@ class WeightSync:
         self._saving = asyncio.Lock()
         self._recorded_ahead = False
         """True if Redis says already that a synchronisation may be in progress."""
-        self._set_aside = SetAside()
-        self._newcomers = Newcomers()
+        self._excluded = ExcludedEngines()
+        self._joins = JoinBatcher()
         self._waiting_for_newest = 0
         """Callers that wait until the engines serve the newest version, whatever weights.interval is."""
         self._unfit: dict[tuple[Member, Member], str] = {}
@@ -88,7 +88,7 @@ class WeightSync:
         asyncio.get_running_loop().call_later(OTHERS_SECONDS, self._registry.changed.fire)
 
     def up_to_date(self) -> bool:
-        """Return whether all engines that are not set aside, and at least one, serve the announced version."""
+        """Return whether all engines that are not excluded, and at least one, serve the announced version."""
         announced = self.announced
         engines = self._fleet.candidates()
         if announced is None or not engines:
@@ -113,7 +113,7 @@ class WeightSync:
 
     def failures(self, replica: Replica) -> int:
         """Return the consecutive synchronisations that failed, most likely because of this replica."""
-        return self._set_aside.failures(replica.member)
+        return self._excluded.failures(replica.member)
 
     def refusal(self, replica: Replica) -> str:
         """Return why an engine refuses this trainer's weights, as its next process would; "" if it doesn't."""
@@ -143,7 +143,7 @@ class WeightSync:
             trainer, announced = self._fleet.trainer(), self.announced
             admitted = [engine.member for engine in engines]
             if trainer is not None:
-                admitted = self._newcomers.admit(trainer.member, admitted, self.record.group)
+                admitted = self._joins.admit(trainer.member, admitted, self.record.group)
             members = set(admitted)
             receivers = [engine for engine in engines if engine.member in members]
             # A lost trainer's version can't be fetched any more; its successor announces it again after its replay.
@@ -156,7 +156,7 @@ class WeightSync:
             if not able or done or not engines or self.waiting_for:
                 self.began = (self.began or time.time()) if self.waiting_for else None
                 # Without a trainer nobody asks when newcomers are due: an old time would be no pause at all.
-                pause = IDLE_SECONDS if trainer is None else min(IDLE_SECONDS, self._newcomers.due_seconds)
+                pause = IDLE_SECONDS if trainer is None else min(IDLE_SECONDS, self._joins.due_seconds)
                 await self._news.wait(pause)  # named: Run.waiting_for has `waiting_for`
             else:
                 assert trainer is not None  # `able` says so, but not to mypy
@@ -168,7 +168,7 @@ class WeightSync:
     def candidates(self) -> list[Replica]:
         """Return the engines that may receive weights now."""
         refusing = [engine.replica_id for engine in self._fleet.engines() if self.refusal(engine)]
-        self._fleet.set_aside([*refusing, *(member.replica_id for member in self._set_aside.members())])
+        self._fleet.exclude([*refusing, *(member.replica_id for member in self._excluded.members())])
         return self._fleet.candidates()
 
     async def synchronise(
@@ -198,7 +198,7 @@ class WeightSync:
                 await self._abort_recorded()
             await self._synchronise(trainer, engines, announced, then)
             self.last_failure, self.began, self._failures_in_a_row = "", None, 0
-            self._set_aside.forgive_refusals()
+            self._excluded.refusals.clear()
             return 0.0
         except SyncFailed as error:
             self.last_failure, blamed = str(error), error.blamed
@@ -210,14 +210,14 @@ class WeightSync:
             unfit = {(trainer, member): text for member, text in error.unfit.items() if member != trainer}
             self._unfit = {pair: text for pair, text in self._unfit.items() if pair[0] == trainer} | unfit
             if not blamed:  # a trainer also answers with an error when the engines are at fault
-                self._set_aside.count_refusals(error.refused - {trainer} or error.refused)
+                self._excluded.refusals.update(error.refused - {trainer} or error.refused)
         except StoreUnavailable as error:
             self.last_failure = str(error)
         finally:
             self._add_totals(sync_seconds=time.monotonic() - started)
         telemetry.record("sync.failures", 1, {"relaxd.run_id": self._context.run_id})
         logger.warning("weight synchronisation %d failed: %s", self.record.last_sync_id, self.last_failure)
-        self._set_aside.blame(blamed, known=self._registry.holds)
+        self._excluded.blame(blamed, known=self._registry.holds)
         # The next attempt excludes these engines, so it can start at once.
         excluded = bool(blamed or unfit)
         self._failures_in_a_row = 0 if excluded else self._failures_in_a_row + 1
@@ -267,7 +267,7 @@ class WeightSync:
         if then is not None:
             await then()
         for member in (trainer, *engines):
-            self._set_aside.forgive(member)
+            self._excluded.forgive(member)
         for engine in engines:
             self._registry.mark_synced(engine, version)
             self._verified.add((trainer, engine))
@@ -311,7 +311,7 @@ class WeightSync:
         group = GroupRecord(name=name, trainer=trainer, engines=tuple(engines))
         await self._save(group=group)
         await self._client.join(sync_id, group, manifest)
-        self._newcomers.connect_seconds = time.monotonic() - began
+        self._joins.connect_seconds = time.monotonic() - began
         return group
 
     async def _abort_recorded(self) -> None:

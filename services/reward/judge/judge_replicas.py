@@ -72,13 +72,11 @@ class Judges(Protocol):
         """Close its connections."""
 
 
-class JudgeClient:
+class JudgeClient(PatientCaller):
     """Asks the run's judge. Lives in one event loop."""
 
     def __init__(self, config: JudgeConfig, judges: Judges) -> None:
-        self._config = config
-        self._judges = judges
-        self._caller = PatientCaller(
+        super().__init__(
             judges.who,
             judges.on,
             judges.probe,
@@ -88,32 +86,21 @@ class JudgeClient:
             per_second=config.questions_per_second,
             turn="a question's turn (roles.judge.questions_per_second)",
         )
+        self._config = config
+        self._judges = judges
         self._replies = 0
 
     @property
     def pieces(self) -> int:
         """A counter of replies, probes and looks, which shows that the replica isn't stuck."""
-        return self._replies + self._caller.pieces
-
-    @property
-    def detail(self) -> str:
-        """Call that takes long, in one sentence; empty if none does."""
-        return self._caller.detail
-
-    async def start(self) -> None:
-        """Begin with a judge that may be away for now. Raises MismatchError: it can't be asked."""
-        await self._caller.start()
-
-    def forgive(self) -> None:
-        """Count roles.judge.outage_seconds of a judge that is away from now on."""
-        self._caller.forgive()
+        return self._replies + super().pieces
 
     async def ask(self, question: AskRequest) -> AskResponse:
         """Return the judge's reply. Raises JudgeError. Cancelling this ends the call."""
         outcome = "failed"
         begun = time.monotonic()
         try:
-            reply = await self._caller.call(lambda: self._judges.ask(question, self._config.timeout_seconds))
+            reply = await self.call(lambda: self._judges.ask(question, self._config.timeout_seconds))
             outcome = "answered"
             return reply
         except (UnreachableError, MismatchError) as error:
@@ -125,5 +112,5 @@ class JudgeClient:
 
     async def close(self) -> None:
         """End its calls."""
-        self._caller.close()
+        self.end_probing()
         await self._judges.close()

@@ -208,7 +208,8 @@ class PatientCaller:
         second, 0 any number; `turn` is what a call then waits for, with its setting.
         """
         self._who, self._on = who, on
-        self._probe = probe
+        self.probe = probe
+        """Ask whether the service works. Raises UnreachableError, MismatchError."""
         self._breaker = Breaker(who, on, probe)
         self._room = asyncio.Semaphore(max_in_flight)
         self._timeout_seconds = timeout_seconds
@@ -239,12 +240,12 @@ class PatientCaller:
     async def start(self) -> None:
         """Begin with a service that may be away for now. Raises MismatchError: it isn't such a service."""
         try:
-            await self._probe()
+            await self.probe()
         except UnreachableError as error:
             self._breaker.open(error)
 
     def forgive(self) -> None:
-        """Count the time that the service is away from now on."""
+        """Count `outage_seconds` of a service that is away from now on."""
         self._breaker.forgive()
 
     async def call(self, call: Callable[[], Awaitable[T]]) -> T:
@@ -267,7 +268,7 @@ class PatientCaller:
                 await asyncio.sleep(PAUSE.spread_pause(attempt))
         raise AssertionError("the last attempt returns or raises")
 
-    def close(self) -> None:
+    def end_probing(self) -> None:
         """End probing."""
         self._breaker.close()
 

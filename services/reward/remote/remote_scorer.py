@@ -38,13 +38,12 @@ def _client(config: RewardConfig) -> Client:
     return HttpClient(config)
 
 
-class RemoteScorer:
+class RemoteScorer(PatientCaller):
     """Calls a reward service: limits the calls in flight, repeats those that don't reach it, waits while it is down."""
 
     def __init__(self, config: RewardConfig) -> None:
-        self._timeout_seconds = config.timeout_seconds
         self._client = _client(config)
-        self._caller = PatientCaller(
+        super().__init__(
             f"the reward service at {config.address}",
             config.address,
             self._client.probe,
@@ -57,24 +56,7 @@ class RemoteScorer:
     @property
     def pieces(self) -> int:
         """A counter of samples, probes and looks, which shows that the replica isn't stuck."""
-        return self._scored + self._caller.pieces
-
-    @property
-    def detail(self) -> str:
-        """Call that takes long, in one sentence; empty if none does."""
-        return self._caller.detail
-
-    async def check(self) -> None:
-        """Ask whether the service works. Raises UnreachableError, MismatchError."""
-        await self._client.probe()
-
-    async def start(self) -> None:
-        """Begin with a service that may be away for now. Raises MismatchError: it isn't one of these rewards."""
-        await self._caller.start()
-
-    def forgive(self) -> None:
-        """Count reward.outage_seconds of a service that is away from now on."""
-        self._caller.forgive()
+        return self._scored + super().pieces
 
     async def score(self, samples: Sequence[RewardInput]) -> list[RewardOutput | Failure]:
         """Score samples of one prompt; the outcomes are in their order. Cancelling this cancels its calls."""
@@ -90,12 +72,12 @@ class RemoteScorer:
 
     async def close(self) -> None:
         """End its calls."""
-        self._caller.close()
+        self.end_probing()
         await self._client.close()
 
     async def _score(self, samples: list[RewardInput]) -> list[RewardOutput | Failure]:
         try:
-            return await self._caller.call(lambda: self._client.score(samples, self._timeout_seconds))
+            return await self.call(lambda: self._client.score(samples, self._timeout_seconds))
         except (UnreachableError, MismatchError) as error:
             return [Failure(str(error))] * len(samples)
 
@@ -127,10 +109,10 @@ class RemoteTerms:
     def detail(self) -> str:
         return next((remote.detail for remote in self._remote.values() if remote.detail), "")
 
-    async def check(self) -> None:
+    async def probe(self) -> None:
         """Ask whether every service works. Raises UnreachableError, MismatchError."""
         for remote in self._remote.values():
-            await remote.check()
+            await remote.probe()
 
     async def start(self) -> None:
         """See RemoteScorer. Raises MismatchError."""

@@ -172,10 +172,8 @@ class _Sample:
         return len(self.request.tokens_of(self.index))
 
 
-@cache
-def _pool() -> _Pool:
-    """Return the pool of this process, which may have many engines."""
-    return _Pool()
+_pool = cache(_Pool)
+"""The pool of this process, which may have many engines."""
 
 
 async def start_engine(start: EngineStart) -> "ScriptedEngine":

@@ -82,10 +82,6 @@ class RolloutService(ReplicaService):
         """Maximum number of samples of callers' requests that run or wait."""
         return QUEUE_FACTOR * self._config.rollout.max_running_samples if self._config is not None else 0
 
-    def weights_changed(self) -> None:
-        """Take groups or not, depending on the engine's weights, after they have changed."""
-        self._update_intake()
-
     async def start_run(self, config: RunConfig, assignment: Assignment) -> None:
         self._config, self._run_paused = config, False
         self._run_id = assignment.run_id
@@ -102,7 +98,7 @@ class RolloutService(ReplicaService):
             config,
             self._board,
             lambda: self.engine,
-            self._update_intake,
+            self.update_intake,
             self.occupancy,
             lambda group_id: worker.hold(group_id),
         )
@@ -117,7 +113,7 @@ class RolloutService(ReplicaService):
         worker.pause()  # until there are weights
         self._worker = worker
         await asyncio.to_thread(worker.start)
-        self._update_intake()
+        self.update_intake()
 
     async def stop_run(self) -> None:
         if self._generator is not None:
@@ -139,11 +135,11 @@ class RolloutService(ReplicaService):
 
     async def pause_run(self) -> None:
         self._run_paused = True
-        self._update_intake()
+        self.update_intake()
 
     async def resume_run(self) -> None:
         self._run_paused = False
-        self._update_intake()
+        self.update_intake()
 
     async def drain(self, seconds: float) -> int:
         """See ReplicaService. Groups not finished in time return to the board, so none is held afterwards.
@@ -207,7 +203,8 @@ class RolloutService(ReplicaService):
             gauges={**gauges, **self.occupancy.gauges(), "rss_bytes": float(self._process.memory_info().rss)},
         )
 
-    def _update_intake(self) -> None:
+    def update_intake(self) -> None:
+        """Take groups, or take none, depending on whether the engine has weights that serve."""
         worker, engine = self._worker, self.engine
         if worker is None:
             return
@@ -256,7 +253,7 @@ class RolloutService(ReplicaService):
         self._detail = reason
         logger.error("%s", self._detail)
         self._engine = None
-        self._update_intake()  # before its groups are released, or this replica would take them again
+        self.update_intake()  # before its groups are released, or this replica would take them again
         self._restarting = asyncio.create_task(self._restart(self._config), name="restart the engine")
 
     async def _restart(self, config: RunConfig) -> None:

@@ -115,7 +115,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServicer):
         self._sync_ids.take(request.sync_id)
         await engine.resume()
         self._service.occupancy.resume()
-        self._service.weights_changed()
+        self._service.update_intake()
         weights = engine.weights
         if weights is None:
             return rollout_pb2.ResumeGenerationResponse()
@@ -180,7 +180,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServicer):
         if request.resume:
             self._service.occupancy.resume()
         # After the answer, which the next optimizer step waits for: this wakes threads.
-        asyncio.get_running_loop().call_soon(self._service.weights_changed)
+        asyncio.get_running_loop().call_soon(self._service.update_intake)
         return response
 
     async def LeaveWeightGroup(
@@ -193,7 +193,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServicer):
         if engine is None:
             return rollout_pb2.LeaveWeightGroupResponse()
         quarantined = await engine.leave(request.group_name, quarantine=request.quarantine)
-        self._service.weights_changed()
+        self._service.update_intake()
         return rollout_pb2.LeaveWeightGroupResponse(quarantined=quarantined)
 
     async def Sleep(self, request: rollout_pb2.SleepRequest, context: Any) -> rollout_pb2.SleepResponse:
@@ -209,7 +209,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServicer):
         try:
             return rollout_pb2.SleepResponse(memory=await engine.sleep(timeout))
         finally:
-            self._service.weights_changed()
+            self._service.update_intake()
 
     async def Wake(self, request: rollout_pb2.WakeRequest, context: Any) -> rollout_pb2.WakeResponse:
         """See the proto."""
@@ -223,7 +223,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServicer):
         engine = self._child_engine()
         self._sync_ids.take(request.sync_id)
         memory = await engine.wake([MEMORY_PARTS[part] for part in request.parts], timeout)
-        self._service.weights_changed()
+        self._service.update_intake()
         return rollout_pb2.WakeResponse(memory=memory)
 
     def _child_engine(self) -> ChildEngine:

@@ -2,10 +2,10 @@
 
 from relaxd.config import RunConfig
 from relaxd.roles import CRITIC
-from services.trainer.frozen.frozen_service import StageService, main
+from services.trainer.reference_models.frozen_service import ModelService, main
 
 
-class CriticService(StageService):
+class CriticService(ModelService):
     """Gives the values of groups, and trains on each step once it is committed."""
 
     rank_module = "services.trainer.critic.critic_rank"

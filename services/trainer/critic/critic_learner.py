@@ -31,7 +31,6 @@ from services.trainer.batch.micro_batch import PackedMicroBatch, pack
 from services.trainer.batch.micro_batch_division import Packer, pack_rounds
 from services.trainer.batch.step_file import StepFile, StepFileError, read_committed
 from services.trainer.batch.step_plan import MicroBatchRound, MiniBatch
-from services.trainer.frozen.stage_rank import world_config
 from services.trainer.learner.critic import VALUE_LOSS, Critic
 from services.trainer.learner.forward import Forward
 from services.trainer.learner.measures import bit_sum, merge_reported, reduce_over_ranks
@@ -41,6 +40,7 @@ from services.trainer.learner.snapshots.snapshot import Kept, Snapshot, Stateful
 from services.trainer.learner.update import TooManySkippedUpdates, UpdateStats, step_metrics, update_weights
 from services.trainer.loop.commanded_rank import CommandedRank
 from services.trainer.megatron.rank_messages import message
+from services.trainer.reference_models.model_rank import world_config
 
 COLUMNS = ("prompt_tokens", "tokens", "lengths", "sample_of_sequence", "shares_prompt", "loss_mask", "reward", VALUES)
 """Columns of a step file that it reads, besides RETURNS, which needn't be finite."""

@@ -19,13 +19,13 @@ from services.trainer.batch.micro_batch import PackedMicroBatch
 from services.trainer.checkpoints.rank_part import CheckpointPart
 from services.trainer.critic.critic_learner import CriticLearner, CriticRank, Value
 from services.trainer.critic.follower import Follower
-from services.trainer.frozen.model_stage import ModelStage
-from services.trainer.frozen.stage_rank import StageRank, world_config
 from services.trainer.loop.checkpoint_control import REMOVAL_SECONDS
 from services.trainer.megatron.channels import RankChannel
+from services.trainer.reference_models.model_rank import ModelRank, world_config
+from services.trainer.reference_models.model_stage import ModelStage
 
 
-class CriticServiceRank(StageRank):
+class CriticServiceRank(ModelRank):
     """A rank of the critic."""
 
     def __init__(self) -> None:

@@ -15,12 +15,12 @@ from relaxd.config import RunConfig
 from relaxd.roles import CRITIC
 from services.trainer.batch.step_file import step_file_path
 from services.trainer.critic.critic_learner import CriticRank, TrainStep
-from services.trainer.frozen.followed_folder import await_file
-from services.trainer.frozen.model_stage import ModelStage
-from services.trainer.frozen.stage_rank import world_config
 from services.trainer.loop.checkpoint_control import Answer, Checkpoints
 from services.trainer.loop.checkpoint_restore import restore
 from services.trainer.megatron import TICK_SECONDS
+from services.trainer.reference_models.followed_folder import await_file
+from services.trainer.reference_models.model_rank import world_config
+from services.trainer.reference_models.model_stage import ModelStage
 
 RETRY_SECONDS = 5.0
 """Between two tries to write a checkpoint that the trainer asked for."""

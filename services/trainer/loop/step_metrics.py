@@ -294,11 +294,11 @@ WORK_NAMES = {"rollout": "generate", "reward": "score", TRAIN: "in_step"}
 """Names of a stage's work, in metrics, that differ from the stage's."""
 
 
-def group_times(opened: StepBuilder, ended: int) -> dict[str, float]:
+def group_times(open_step: StepBuilder, ended: int) -> dict[str, float]:
     """Return the times that a step's groups spent in each stage, in seconds, averaged over groups.
 
     Args:
-        opened: the step, with its groups.
+        open_step: the step, with its groups.
         ended: end of the step's work, in microseconds of Unix time.
 
     Returns:
@@ -308,14 +308,16 @@ def group_times(opened: StepBuilder, ended: int) -> dict[str, float]:
     """
     stages: dict[str, list[StageTime]] = {}
     ages = []
-    for group_id, taken in opened.members.items():
-        before = opened.times.get(group_id)
+    for group_id, taken in open_step.members.items():
+        before = open_step.times.get(group_id)
         if before is None:  # closed meanwhile: the step can't be committed
             continue
         ages.append(max(0, ended - before.published) / MICROSECONDS)
         for name, time in before.stages.items():
             stages.setdefault(name, []).append(time)
-        stages.setdefault(TRAIN, []).append(StageTime(taken.delivery.enqueued_at, opened.started_at[group_id], ended))
+        stages.setdefault(TRAIN, []).append(
+            StageTime(taken.delivery.enqueued_at, open_step.started_at[group_id], ended)
+        )
     result = {"group_seconds": _mean(ages)} if ages else {}
     for name, all_times in stages.items():
         work = WORK_NAMES.get(name, name)
@@ -326,22 +328,22 @@ def group_times(opened: StepBuilder, ended: int) -> dict[str, float]:
     return result
 
 
-def trainer_times(opened: StepBuilder, step_seconds: float, checkpoint_seconds: float) -> dict[str, float]:
+def trainer_times(open_step: StepBuilder, step_seconds: float, checkpoint_seconds: float) -> dict[str, float]:
     """Return the trainer's times in a step, in seconds.
 
     Args:
-        opened: the step.
+        open_step: the step.
         step_seconds: time from the end of the last step to the end of this one.
         checkpoint_seconds: time in which checkpoints blocked training.
     """
     return {
         "step_seconds": step_seconds,
-        "wait_seconds": opened.waited,
-        "train_seconds": opened.worked,
-        "sync_wait_seconds": opened.held_back,
-        "step_file_seconds": opened.wrote,
+        "wait_seconds": open_step.waited,
+        "train_seconds": open_step.worked,
+        "sync_wait_seconds": open_step.held_back,
+        "step_file_seconds": open_step.wrote,
         **({"checkpoint_seconds": checkpoint_seconds} if checkpoint_seconds else {}),
-        "trainer_idle_share": max(0.0, 1 - opened.worked / step_seconds) if step_seconds else 0.0,
+        "trainer_idle_share": max(0.0, 1 - open_step.worked / step_seconds) if step_seconds else 0.0,
     }
 
 

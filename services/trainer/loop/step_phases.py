@@ -133,16 +133,16 @@ class StepPhases(Protocol):
     def packer(self) -> Packer:
         """Return an empty packer of what is worked on while the step fills."""
 
-    def take(self, opened: StepBuilder, entry: MicroBatchRound, *, last: bool) -> None:
+    def take(self, open_step: StepBuilder, entry: MicroBatchRound, *, last: bool) -> None:
         """Work on the step's next round of micro-batches, while it fills.
 
         Args:
-            opened: the step.
+            open_step: the step.
             entry: the round.
             last: whether the step closes with it.
         """
 
-    def close(self, opened: StepBuilder) -> bool:
+    def close(self, open_step: StepBuilder) -> bool:
         """Set the mini-batches of the step, which is full. Return whether all ranks have their groups.
 
         If not, groups were closed meanwhile, or here, because they can't be trained on. May be repeated.
@@ -181,17 +181,17 @@ class _Phases:
 class TrainedWhileFilling(_Phases):
     """Adds up gradients as micro-batches come: a step with one update."""
 
-    def take(self, opened: StepBuilder, entry: MicroBatchRound, *, last: bool) -> None:
+    def take(self, open_step: StepBuilder, entry: MicroBatchRound, *, last: bool) -> None:
         """Run forward and backward. With the last round's gradients the reduction begins, so no other may follow."""
-        self._rank.groups = opened.groups
-        self._rank.run(Round(entry, opened.deliveries_of(entry), last=last))
-        opened.rounds.append(entry)
-        opened.sealed = last
+        self._rank.groups = open_step.groups
+        self._rank.run(Round(entry, open_step.deliveries_of(entry), last=last))
+        open_step.rounds.append(entry)
+        open_step.sealed = last
 
-    def close(self, opened: StepBuilder) -> bool:
+    def close(self, open_step: StepBuilder) -> bool:
         """Make one mini-batch of all rounds."""
-        self._rank.groups = opened.groups
-        opened.mini_batches = (mini_batch(opened.groups.values(), opened.rounds, self._algorithm),)
+        self._rank.groups = open_step.groups
+        open_step.mini_batches = (mini_batch(open_step.groups.values(), open_step.rounds, self._algorithm),)
         return True
 
     def rounds(self, update: MiniBatch) -> Sequence[MicroBatchRound]:
@@ -202,34 +202,34 @@ class TrainedWhileFilling(_Phases):
 class PreparedThenTrained(_Phases):
     """Columns are prepared while the step fills. Then come the updates: epochs times mini-batches."""
 
-    def take(self, opened: StepBuilder, entry: MicroBatchRound, *, last: bool) -> None:
+    def take(self, open_step: StepBuilder, entry: MicroBatchRound, *, last: bool) -> None:
         """Run the forward passes."""
-        self._rank.groups = opened.groups
+        self._rank.groups = open_step.groups
         if self._rank.runner.prepares:
-            self._rank.run(Prepare(entry, opened.deliveries_of(entry)))
+            self._rank.run(Prepare(entry, open_step.deliveries_of(entry)))
 
-    def close(self, opened: StepBuilder) -> bool:
+    def close(self, open_step: StepBuilder) -> bool:
         """Measure the advantages; divide the groups into mini-batches; hand them out with their prepared columns."""
-        groups, count = list(opened.groups.values()), self._config.trainer.mini_batches
+        groups, count = list(open_step.groups.values()), self._config.trainer.mini_batches
         # The other ranks don't wait in a collective: with many tokens this takes as long as one may.
-        with self._rank.rank0_only(f"dividing step {opened.number} into mini-batches") as progress:
+        with self._rank.rank0_only(f"dividing step {open_step.number} into mini-batches") as progress:
             prepared, failed = self._prepared(groups, progress)
             if not failed:
                 groups = [group.with_columns(prepared[group.group_id]) for group in groups]
                 if self._algorithm.needs.whitened:
-                    opened.whitening = Whitening.of(
+                    open_step.whitening = Whitening.of(
                         [group.columns[ADVANTAGES] for group in groups], [group.columns[LOSS_MASK] for group in groups]
                     )
-                parts = split(groups, count, seed=(self._config.run.seed, opened.number))
-                opened.mini_batches = tuple(
+                parts = split(groups, count, seed=(self._config.run.seed, open_step.number))
+                open_step.mini_batches = tuple(
                     mini_batch(part, pack_rounds(part, training_packer(self._config)), self._algorithm)
                     for part in parts
                 )
-        self._rank.groups = opened.groups
+        self._rank.groups = open_step.groups
         for group_id, problem in failed.items():
             logger.error("group %s is dropped: %s", group_id, problem)
-            self._rank.board.drop(opened.members[group_id].delivery, reason=problem.reason, detail=str(problem))
-        return not failed and self._assemble(opened, groups, prepared)
+            self._rank.board.drop(open_step.members[group_id].delivery, reason=problem.reason, detail=str(problem))
+        return not failed and self._assemble(open_step, groups, prepared)
 
     def rounds(self, update: MiniBatch) -> Sequence[MicroBatchRound]:
         """Return all."""
@@ -253,21 +253,21 @@ class PreparedThenTrained(_Phases):
 
     def _assemble(
         self,
-        opened: StepBuilder,
+        open_step: StepBuilder,
         groups: Sequence[TrainGroup],
         columns: Mapping[str, Mapping[str, NDArray[Any]]],
     ) -> bool:
         """Hand out the groups, which have their prepared columns. Return whether all ranks have theirs."""
-        dp_ranks, done = dp_ranks_of_groups(opened.mini_batches), 0
+        dp_ranks, done = dp_ranks_of_groups(open_step.mini_batches), 0
         for bundle in bundles(groups, BUNDLE_BYTES):
             ids = [group.group_id for group in bundle]
             command = Assemble(
-                tuple(opened.members[group_id].delivery for group_id in ids),
+                tuple(open_step.members[group_id].delivery for group_id in ids),
                 {group_id: columns[group_id] for group_id in ids},
                 {group_id: dp_ranks[group_id] for group_id in ids},
             )
             if not self._rank.run(command):
                 return False
             done += len(bundle)
-            self._rank.channel.disk.report(f"step {opened.number}: {done} of {len(groups)} groups are handed out")
+            self._rank.channel.disk.report(f"step {open_step.number}: {done} of {len(groups)} groups are handed out")
         return True

@@ -108,53 +108,53 @@ class Training:
         while self._learner.step < self._config.run.steps:
             with telemetry.root_span("step", attributes={"relaxd.step": self._learner.step + 1}) as span:
                 packer = self._phases.packer()
-                opened = self._fill(StepBuilder(self._learner.step + 1, packer, telemetry.inject(span)))
-                if opened is None:
+                open_step = self._fill(StepBuilder(self._learner.step + 1, packer, telemetry.inject(span)))
+                if open_step is None:
                     continue
-                refreshed = self._config.refreshed_after(opened.number)
+                refreshed = self._config.refreshed_after(open_step.number)
                 seed, reference = self._config.run.seed, self._reference
-                plan = opened.plan(self._term, seed, self._epochs, refreshed, reference)
+                plan = open_step.plan(self._term, seed, self._epochs, refreshed, reference)
                 groups = [self.rank.groups[group_id] for group_id in plan.groups]
-                if not self._write(opened, plan, groups):
+                if not self._write(open_step, plan, groups):
                     continue
                 self.checkpoints.wait_for_copies()
                 began = time.monotonic()
-                updates = self._update(opened, plan)
-                opened.worked += time.monotonic() - began - opened.held_back
+                updates = self._update(open_step, plan)
+                open_step.worked += time.monotonic() - began - open_step.held_back
                 self._write_reference(plan)
-                self._commit(opened, groups, plan, updates)
+                self._commit(open_step, groups, plan, updates)
                 self._set_reference(plan)
                 self._announce(telemetry.inject(span))
                 self._export_if_due(plan.step)
-                self.checkpoints.after_step(plan.step, opened.worked, step_file_path(self._run_folder, plan.step))
-                del opened, groups, updates  # not kept while the next step fills
+                self.checkpoints.after_step(plan.step, open_step.worked, step_file_path(self._run_folder, plan.step))
+                del open_step, groups, updates  # not kept while the next step fills
         while True:
             self._serve_requests(f"all {self._config.run.steps} steps are done")
             time.sleep(IDLE_SECONDS)  # idle: there is nothing left to train
 
-    def _fill(self, opened: StepBuilder) -> StepBuilder | None:
+    def _fill(self, open_step: StepBuilder) -> StepBuilder | None:
         """Take groups and work on them as they arrive, until the step may close. Return None if it was discarded."""
         unavailable = False
         while True:
-            self._serve_requests(f"step {opened.number}: {len(opened.members)} groups")
+            self._serve_requests(f"step {open_step.number}: {len(open_step.members)} groups")
             try:
-                if opened.sealed or self._add(opened):
+                if open_step.sealed or self._add(open_step):
                     # A step that is kept open by a pause may have to take further groups.
                     paused = self._controls.paused.is_set()
-                    if (entry := opened.packer.rest()) is not None:
-                        self._take(opened, entry, last=not paused)
+                    if (entry := open_step.packer.rest()) is not None:
+                        self._take(open_step, entry, last=not paused)
                     if paused:
                         continue
-                    complete = self._phases.close(opened)
-                    if self._starts_over(opened):
+                    complete = self._phases.close(open_step)
+                    if self._starts_over(open_step):
                         return None
                     if not complete:
-                        raise RuntimeError(f"a rank can't load groups of step {opened.number}, which are open")
-                    opened.times = self._board.times(list(opened.members))
-                    return opened
+                        raise RuntimeError(f"a rank can't load groups of step {open_step.number}, which are open")
+                    open_step.times = self._board.times(list(open_step.members))
+                    return open_step
                 began = time.monotonic()
                 self._intake.take(self._take_seconds)
-                opened.waited += time.monotonic() - began
+                open_step.waited += time.monotonic() - began
                 unavailable = False
             except BoardUnavailable as error:
                 if not unavailable:
@@ -162,25 +162,25 @@ class Training:
                 unavailable = True
                 time.sleep(TICK_SECONDS)  # named: by the warning
 
-    def _add(self, opened: StepBuilder) -> bool:
+    def _add(self, open_step: StepBuilder) -> bool:
         """Add available groups, and work on full rounds. Return True if the step may close with the rest."""
-        selection = self._intake.select(opened.number, opened.members, self._reference)
-        opened.add(selection.chosen)
-        while (entry := opened.packer.full_round()) is not None:  # leaves a rest
-            self._take(opened, entry, last=False)
+        selection = self._intake.select(open_step.number, open_step.members, self._reference)
+        open_step.add(selection.chosen)
+        while (entry := open_step.packer.full_round()) is not None:  # leaves a rest
+            self._take(open_step, entry, last=False)
         return selection.may_close
 
-    def _starts_over(self, opened: StepBuilder) -> bool:
+    def _starts_over(self, open_step: StepBuilder) -> bool:
         """Discard the step if groups of it were closed. Return whether it was. Raises BoardUnavailable."""
-        lost = self._intake.lost(opened.members)
+        lost = self._intake.lost(open_step.members)
         if lost:
-            logger.warning("step %d starts over: groups %s were closed", opened.number, ", ".join(lost))
+            logger.warning("step %d starts over: groups %s were closed", open_step.number, ", ".join(lost))
             self._intake.forget(lost)
-            opened.end_spans()
+            open_step.end_spans()
             self.rank.run(Discard())
         return bool(lost)
 
-    def _write(self, opened: StepBuilder, plan: StepPlan, groups: Sequence[TrainGroup]) -> bool:
+    def _write(self, open_step: StepBuilder, plan: StepPlan, groups: Sequence[TrainGroup]) -> bool:
         """Write the step's file; while its disk refuses it, as a full one does, wait and try again.
 
         The other ranks wait for commands meanwhile, and requests are served: the weights are still those before the
@@ -192,9 +192,9 @@ class Training:
             lambda problem: self._serve_requests(problem, REPLICA_WAIT_DISK),
         ):
             with suppress(BoardUnavailable):  # the commit waits for the board
-                if self._starts_over(opened):
+                if self._starts_over(open_step):
                     return False
-        opened.wrote = time.monotonic() - began
+        open_step.wrote = time.monotonic() - began
         return True
 
     def _refusals(self, attempt: Callable[[], str], meanwhile: Callable[[str], None]) -> Iterator[str]:
@@ -272,14 +272,14 @@ class Training:
                 except OSError as error:
                     logger.warning("old weights of the reference could not be removed, and take room: %s", error)
 
-    def _take(self, opened: StepBuilder, entry: MicroBatchRound, *, last: bool) -> None:
+    def _take(self, open_step: StepBuilder, entry: MicroBatchRound, *, last: bool) -> None:
         """Work on one round on all ranks, while the step fills."""
-        self._report(f"step {opened.number}: {len(opened.members)} groups")
+        self._report(f"step {open_step.number}: {len(open_step.members)} groups")
         began = time.monotonic()
-        self._phases.take(opened, entry, last=last)
-        opened.worked += time.monotonic() - began
+        self._phases.take(open_step, entry, last=last)
+        open_step.worked += time.monotonic() - began
 
-    def _update(self, opened: StepBuilder, plan: StepPlan) -> list[UpdateStats]:
+    def _update(self, open_step: StepBuilder, plan: StepPlan) -> list[UpdateStats]:
         """Make the step's updates on all ranks, once no broadcast reads the weights. Return their statistics."""
         updates: list[UpdateStats] = []
         for mini_batch in plan.updates:
@@ -290,7 +290,7 @@ class Training:
                 self._abandon_if_draining()
                 self.rank.run(Round(entry, (), plan.whitening, last=number == len(rounds)))
             if not updates:
-                opened.held_back = self._begin_change(plan.step)
+                open_step.held_back = self._begin_change(plan.step)
             self._report(place)
             stats = self.rank.run(Update(mini_batch.normalizer))
             updates.append(stats)
@@ -300,7 +300,7 @@ class Training:
                     "%s is skipped: %s, groups %s",
                     *(place, stats.shown, ", ".join(groups)),
                 )
-                self._check_skipped_updates(opened, plan, groups, stats.cause)
+                self._check_skipped_updates(open_step, plan, groups, stats.cause)
             self._skipped.record(plan.step, groups, skipped=stats.skipped)
         self._weights_checksum = self.rank.run(EndStep(plan.refreshed))
         return updates
@@ -327,19 +327,19 @@ class Training:
 
         return self._weights.begin_change(f"step {step}", on_wait, TICK_SECONDS)
 
-    def _check_skipped_updates(self, opened: StepBuilder, plan: StepPlan, groups: Sequence[str], cause: str) -> None:
+    def _check_skipped_updates(self, open_step: StepBuilder, plan: StepPlan, groups: Sequence[str], cause: str) -> None:
         """Raise TooManySkippedUpdates if an update of these groups exceeds the limit. The step isn't committed then."""
         try:
             self._skipped.check(plan.step, groups, cause)
         except TooManySkippedUpdates:
             # A board that is restored from the run's folder must not see this step as done.
             step_file_path(self._run_folder, plan.step).unlink(missing_ok=True)
-            for taken in opened.members.values():
+            for taken in open_step.members.values():
                 self._board.drop(taken.delivery, reason=DropReason.NON_FINITE_GRADIENTS)
             raise
 
     def _commit(
-        self, opened: StepBuilder, groups: Sequence[TrainGroup], plan: StepPlan, updates: Sequence[UpdateStats]
+        self, open_step: StepBuilder, groups: Sequence[TrainGroup], plan: StepPlan, updates: Sequence[UpdateStats]
     ) -> None:
         """Commit the step to the ledger, with the outcome of its updates."""
         plan = replace(plan, skipped_updates=tuple(index for index, stats in enumerate(updates) if stats.skipped))
@@ -355,11 +355,11 @@ class Training:
             metrics["rescored_groups"] = float(self._intake.take_redone(REFERENCE))
         metrics |= {
             "optimizer_steps": float(self._learner.optimizer_steps),
-            **trainer_times(opened, seconds, self.checkpoints.take_stall()),
-            **group_times(opened, ended),
+            **trainer_times(open_step, seconds, self.checkpoints.take_stall()),
+            **group_times(open_step, ended),
             **performance(
                 groups,
-                *(plan.epochs, opened.worked, self._learner.world.size),
+                *(plan.epochs, open_step.worked, self._learner.world.size),
                 *(self._learner.shape, self._learner.device_name),
             ),
             **self._bubble(plan),
@@ -371,7 +371,7 @@ class Training:
         samples = shown_samples(groups, plan.step, self._config.telemetry.samples_per_step, plan.whitening)
         if self._config.telemetry.all_samples:
             self._sample_files.write(plan.step, all_samples(groups, plan.step, plan.whitening))
-        traces = [taken.delivery.trace for taken in opened.members.values()]
+        traces = [taken.delivery.trace for taken in open_step.members.values()]
         while True:
             try:
                 with telemetry.BatchSpan("commit_step", "settle", TRAIN, traces, {"relaxd.step": plan.step}):
@@ -383,7 +383,7 @@ class Training:
                 logger.warning("step %d can't be committed yet: %s", plan.step, error)
                 self.rank.channel.tick()
                 time.sleep(TICK_SECONDS)  # named: by the warning
-        opened.end_spans(ended)
+        open_step.end_spans(ended)
         self._intake.forget(plan.groups)
         self._done_groups += len(groups)
         record_samples(self._run_id, groups, plan.step)

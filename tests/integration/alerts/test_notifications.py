@@ -90,7 +90,7 @@ def test_one_address_that_is_down_holds_no_other_up_and_nothing_shows_a_secret(s
     try:
         process.tell(status())
         process.until("the beginning", lambda: server.titles == ["run r begins"])
-        process.files.append_metrics((step, {"reward_mean": step / 4}) for step in range(1, 4))
+        process.files.metrics.append((step, {"reward_mean": step / 4}) for step in range(1, 4))
         process.until("a report", lambda: server.titles[1:] == ["run r: step 2"])
         process.tell(status("running", 3, "kl"))
         process.until("the alarm", lambda: server.titles[2:] == ["run r: alarm"])

@@ -80,7 +80,7 @@ class Tracked:
 
     def write(self, first: int, last: int, reward: float = 0.0) -> None:
         """Write steps as the coordinator does, each with two samples."""
-        self.files.append_metrics((step, {"reward": reward + step, "loss": 0.5}) for step in range(first, last + 1))
+        self.files.metrics.append((step, {"reward": reward + step, "loss": 0.5}) for step in range(first, last + 1))
         for step in range(first, last + 1):
             rows = [
                 {"step": step, "prompt": f"p{step}", "response": f"<a|{step}>", "reward": 0.5, "entry": f"{step}-0"}

@@ -31,11 +31,11 @@ def test_an_offline_session_has_every_step_once(tracked: Tracked) -> None:
     process.process.kill()
     process.process.wait(20)
 
-    tracked.files._metrics.rewind(1)  # Redis has lost step 2
+    tracked.files.metrics.rewind(1)  # Redis has lost step 2
     tracked.files.rewind_samples(1)
     tracked.write(2, 3, reward=100.0)
     process = tracked.start("clearml", **how)
-    tracked.files.add_evaluation(Evaluation(step=2, metrics={"eval_reward": 0.25}))
+    tracked.files.metrics.add(Evaluation(step=2, metrics={"eval_reward": 0.25}))
     process.end()
     task, events = session(tracked)
     assert (task["project_name"], task["name"]) == ("adders", "first")

@@ -84,7 +84,7 @@ def test_a_real_server_has_every_step_once(server: Server, tracked: Tracked) -> 
     process.process.wait(20)
     process = tracked.start("mlflow", **how)
     tracked.write(4, 5)
-    tracked.files.add_evaluation(Evaluation(step=2, metrics={"eval_reward": 0.25}))
+    tracked.files.metrics.add(Evaluation(step=2, metrics={"eval_reward": 0.25}))
     process.end()
     (run,) = server.runs("adders")
     assert server.curve(run, "train/reward") == rewards(1, 5)
@@ -98,7 +98,7 @@ def test_a_real_server_has_every_step_once(server: Server, tracked: Tracked) -> 
     assert table["columns"] == ["prompt", "response", "reward"]
     assert table["data"] == [["p2", "<a|2>", 0.5]]
 
-    tracked.files._metrics.rewind(3)  # Redis has lost steps 4 and 5
+    tracked.files.metrics.rewind(3)  # Redis has lost steps 4 and 5
     tracked.files.rewind_samples(3)
     tracked.write(4, 4, reward=100.0)
     process = tracked.start("mlflow", **how)

@@ -42,7 +42,7 @@ def test_tensorboard_reads_what_was_written(tracked: Tracked) -> None:
     process = tracked.start("tensorboard")
     process.until("three steps", lambda: len(curve(tracked.folder, "train/reward")) == 3)
     tracked.write(4, 4)
-    tracked.files.add_evaluation(Evaluation(step=2, metrics={"eval_reward": 0.25, "eval/gsm8k/reward": 0.5}))
+    tracked.files.metrics.add(Evaluation(step=2, metrics={"eval_reward": 0.25, "eval/gsm8k/reward": 0.5}))
     process.end()
     read = events(tracked.folder)
     assert curve(tracked.folder, "train/reward") == rewards(1, 4)
@@ -67,7 +67,7 @@ def test_curves_of_tensorboard_do_not_fork_when_steps_are_trained_again(tracked:
     process = tracked.start("tensorboard")  # goes on after step 5
     tracked.write(6, 6)
     process.until("step 6", lambda: curve(tracked.folder, "train/reward") == rewards(1, 6))
-    tracked.files._metrics.rewind(3)
+    tracked.files.metrics.rewind(3)
     tracked.files.rewind_samples(3)
     tracked.write(4, 7, reward=100.0)
     process.end()
@@ -92,7 +92,7 @@ def test_wandb_offline_files_have_every_step_once(tracked: Tracked) -> None:
     process.process.wait(20)
     process = tracked.start("wandb", wandb_mode="offline", project="adders", name="first")
     tracked.write(3, 3)
-    tracked.files.add_evaluation(Evaluation(step=2, metrics={"eval_reward": 0.25}))
+    tracked.files.metrics.add(Evaluation(step=2, metrics={"eval_reward": 0.25}))
     process.end()
     rows = wandb_rows(tracked.folder)
     assert [(row["step"], row["train/reward"]) for row in rows if "train/reward" in row] == rewards(1, 3)
@@ -144,7 +144,7 @@ def test_one_tracker_that_hangs_and_one_that_fails_hold_no_other_up(tracked: Tra
 
 
 def test_the_example_writes_a_line_for_each_step(tracked: Tracked, tmp_path: Path) -> None:
-    tracked.files.append_metrics((step, {"reward_mean": step / 4}) for step in (1, 2))
+    tracked.files.metrics.append((step, {"reward_mean": step / 4}) for step in (1, 2))
     example = str(Path(__file__).parents[3] / "examples" / "own_tracker.py:CsvTracker")
     process = tracked.start(example, options={"file": str(tmp_path / "rewards.csv")})
     process.end()

@@ -48,11 +48,11 @@ def test_its_database_has_every_step_once(tracked: Tracked, python: str) -> None
     process.process.kill()
     process.process.wait(20)
 
-    tracked.files._metrics.rewind(1)  # Redis has lost step 2
+    tracked.files.metrics.rewind(1)  # Redis has lost step 2
     tracked.files.rewind_samples(1)
     tracked.write(2, 3, reward=100.0)
     process = tracked.start("trackio", **how)
-    tracked.files.add_evaluation(Evaluation(step=2, metrics={"eval_reward": 0.25}))
+    tracked.files.metrics.add(Evaluation(step=2, metrics={"eval_reward": 0.25}))
     process.end()
     tracked.write(4, 4)  # after a restart
     tracked.start("trackio", **how).end()

@@ -108,7 +108,7 @@ async def bench(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Bench]:
 async def test_a_group_is_one_call_and_has_all_that_a_reward_gets(bench):
     await bench.serve()
     remote = bench.remote(settings={"strict": True})
-    await remote.check()
+    await remote.probe()
     assert await remote.score(samples("2", "3", "bad", "nan", finish_reason="stop")) == [
         RewardOutput(1.0, {"length": 1.0}),
         RewardOutput(0.0, {"length": 1.0}),
@@ -307,7 +307,7 @@ async def test_remote_rm_over_http(bench):
     await web.TCPSite(runner, "127.0.0.1", bench.port).start()
     url = f"http://127.0.0.1:{bench.port}/score"
     remote = bench.remote(address=url)
-    await remote.check()
+    await remote.probe()
     fine, mapping, text, broken, busy, huge = await remote.score(
         samples("fine", "mapping", "text", "broken", "busy", "huge")
     )
@@ -421,7 +421,7 @@ async def test_the_token_is_sent_and_a_missing_one_is_named(bench, monkeypatch):
     assert "names JUDGE_KEY, not set" in tried["error"]
     monkeypatch.setenv("JUDGE_KEY", "a-secret\n")
     remote = bench.remote(address_token="JUDGE_KEY")
-    await remote.check()
+    await remote.probe()
     await remote.score(samples("2"))
     assert given == ["Bearer a-secret"] * 2
     app, headers = web.Application(), []

@@ -11,7 +11,7 @@ CHILDREN = {
     "services/reward/worker/worker_rewards.py": "Rewards",
     "services/rollout/engines/engine_process.py": "EngineProcess",
     "services/rollout/engines/sglang/scheduler.py": "ControlHandlers",
-    "services/trainer/frozen/stage_rank.py": "StageRank",
+    "services/trainer/reference_models/model_rank.py": "ModelRank",
     "services/trainer/loop/training_rank.py": "Rank",
 }
 """Handlers that only a parent process calls, through a Unix socket: the file is the child's program, or its base."""

@@ -127,7 +127,7 @@ WITHOUT_DEADLINE = {
         ("services/trainer/learner/snapshots/checkpoint_copies.py", "HostCopies.check"),  # copies within this process
         ("services/trainer/service/rank_processes.py", "RankProcesses.kill"),  # SIGKILL was sent
         ("services/trainer/service/server.py", "TrainerService.stop_run"),  # cancelled
-        ("services/trainer/frozen/frozen_service.py", "StageService.start_run"),  # see health.start_seconds
+        ("services/trainer/reference_models/frozen_service.py", "ModelService.start_run"),  # see health.start_seconds
     },
 }
 

@@ -30,8 +30,8 @@ from relaxd.data.vision import read_vision
 from relaxd.media import expand, normalise_image
 from relaxd.media.prompt_media import StoredImage, to_columns, to_sequence_columns
 from services.trainer.batch.micro_batch import PackedMicroBatch
-from services.trainer.frozen.model_stage import Compute, ModelStage
 from services.trainer.megatron.rank_messages import decode, encode, parse
+from services.trainer.reference_models.model_stage import Compute, ModelStage
 from tests.kit.vision import encoded, picture, write_vision_model
 from tests.kit.waiting import wait_until
 

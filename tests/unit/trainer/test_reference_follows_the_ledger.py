@@ -7,8 +7,8 @@ import pytest
 
 from services.trainer.batch.step_file import StepFileError
 from services.trainer.checkpoints.reference_weights import weights_path
-from services.trainer.frozen import followed_folder
-from services.trainer.frozen.followed_folder import LedgerWeights
+from services.trainer.reference_models import followed_folder
+from services.trainer.reference_models.followed_folder import LedgerWeights
 from tests.kit.boards import make_board
 
 INITIAL = Path("initial")

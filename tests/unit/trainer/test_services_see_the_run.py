@@ -10,7 +10,7 @@ from relaxd.rpc.errors import FailedPrecondition
 from relaxd.v1.coordinator_pb2 import Assignment
 from services.coordinator.state.records import RunRecord
 from services.trainer.batch.step_file import StepFileError, step_file_path
-from services.trainer.frozen import followed_folder
+from services.trainer.reference_models import followed_folder
 from tests.integration.trainer.service_kit import BEGUN, mark_folder
 
 

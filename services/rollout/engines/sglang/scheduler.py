@@ -35,7 +35,6 @@ from services.rollout.engines.request_types import BadManifest, EngineError
 from services.rollout.engines.sglang.given_logprobs import TEMPERATURE_VARIABLE, set_temperature
 from services.rollout.engines.sglang.gpu_share import memory_of_all, show_share
 from services.rollout.engines.sglang.scheduler_messages import ChangeMade, HeldRequest, PauseForUpdate, with_weights
-from services.rollout.engines.sglang.scheduler_updates import NewsSender, SchedulerUpdates
 from services.rollout.engines.sglang.schedulers import (
     ANSWER_SECONDS,
     FOLDER_VARIABLE,
@@ -46,6 +45,7 @@ from services.rollout.engines.sglang.schedulers import (
 )
 from services.rollout.engines.sglang.sglang_images import forget_features, take_cut_patches
 from services.rollout.engines.sglang.sglang_weights import SGLangWeights
+from services.rollout.engines.sglang.weight_updates import NewsSender, WeightUpdates
 
 PAUSED_SECONDS = 0.002
 """Wait of a paused loop between two polls of its messages: spinning would slow down receiving weights."""
@@ -77,7 +77,7 @@ class ControlledScheduler(Scheduler):
             self.cuda_device = torch.device("cuda", torch.cuda.current_device()) if self.device == "cuda" else None
             device = self.cuda_device or torch.device("cpu")
             self.weights = SGLangWeights(runner.model, device, self.ps.tp_size)
-            self.updates = SchedulerUpdates(
+            self.updates = WeightUpdates(
                 self.weights,
                 self.ps.tp_rank,
                 self.news,

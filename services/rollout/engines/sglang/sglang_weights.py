@@ -91,7 +91,7 @@ class SGLangWeights:
         try:
             group.connect(timeout)
         except WeightGroupError:
-            self._forget(group.name)
+            self.leave(group.name)
             raise
 
     def begin(self, name: str, timeout: float) -> "Reception":
@@ -135,12 +135,8 @@ class SGLangWeights:
             with torch.no_grad(), stream:
                 yield
         except BaseException:
-            self._forget(name)
+            self.leave(name)
             raise
-
-    def leave(self, name: str) -> None:
-        """Abort and forget a group, also in the middle of `join` or `finish`, from any thread."""
-        self._forget(name)
 
     @property
     def unusable(self) -> bool:
@@ -159,7 +155,8 @@ class SGLangWeights:
     def _touch(self) -> None:
         self._dirty = True
 
-    def _forget(self, name: str) -> None:
+    def leave(self, name: str) -> None:
+        """Abort and forget a group, also in the middle of `join` or `finish`, from any thread."""
         with self._lock:
             receiver = self._receiver
             if receiver is None or receiver.group.name != name:

@@ -120,13 +120,13 @@ def run_job(job: AssemblyJob) -> dict[str, Any]:
         if intake is None:
             rank.follow()
         phases = step_phases.PreparedThenTrained(config, create(config.algorithm), rank)
-        opened = StepBuilder(1, step_phases.training_packer(config), {})
-        opened.add(intake.select(1, ()).chosen)
-        while (entry := opened.packer.full_round() or opened.packer.rest()) is not None:
-            phases.take(opened, entry, last=False)
+        open_step = StepBuilder(1, step_phases.training_packer(config), {})
+        open_step.add(intake.select(1, ()).chosen)
+        while (entry := open_step.packer.full_round() or open_step.packer.rest()) is not None:
+            phases.take(open_step, entry, last=False)
         # It is never stopped: that may crash while a thread without the GIL allocates (CPython's issue 128679).
         tracemalloc.start()
-        assert phases.close(opened)
+        assert phases.close(open_step)
         rank.run(End())
     except Ended:
         pass

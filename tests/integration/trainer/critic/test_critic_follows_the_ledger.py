@@ -16,9 +16,9 @@ from relaxd.run_folder import KEPT, LEDGER, checkpoint_path, checkpoint_steps, c
 from services.trainer.batch.step_file import step_file_path
 from services.trainer.critic import follower
 from services.trainer.critic.follower import Follower, LedgerWentBack
-from services.trainer.frozen.model_stage import ModelStage
 from services.trainer.loop import commanded_rank
 from services.trainer.megatron.world import shut_down
+from services.trainer.reference_models.model_stage import ModelStage
 from tests.integration.trainer.critic.test_critic import config_of, prepare_run
 from tests.integration.trainer.critic.test_critic_service import critic_rank
 from tests.integration.trainer.service_kit import RUN_ID

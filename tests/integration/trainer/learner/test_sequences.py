@@ -64,11 +64,11 @@ def test_one_more_column_reaches_the_loss_and_the_step_file_by_itself(
     feeder.board.new_trainer_term()
     feeder.feed(1, 0, surprise=np.arange(12, dtype=np.float32))
     feeder.feed(1, 0, surprise=np.arange(12, 24, dtype=np.float32))
-    opened = taken_step(feeder, config)
+    open_step = taken_step(feeder, config)
     learner = Learner(tiny_qwen3, config.trainer, config.algorithm, steps=3, seed=5)
     runner = RoundRunner(learner, config)
-    for entry in opened.rounds:
-        runner.run(entry, opened.groups)
+    for entry in open_step.rounds:
+        runner.run(entry, open_step.groups)
     expected = [
         [
             (position, value)
@@ -77,7 +77,7 @@ def test_one_more_column_reaches_the_loss_and_the_step_file_by_itself(
             )
             for value in range((int(group_id[1:]) - 1) * 12 + 6 * index, (int(group_id[1:]) - 1) * 12 + 6 * index + 6)
         ]
-        for micro_batch in micro_batches(opened.rounds)
+        for micro_batch in micro_batches(open_step.rounds)
     ]
     found = [
         list(zip(inputs.sequence.tolist(), inputs.columns["surprise"].tolist(), strict=True)) for inputs in Curious.seen
@@ -85,9 +85,9 @@ def test_one_more_column_reaches_the_loss_and_the_step_file_by_itself(
     assert len(found) > 1
     assert found == expected
 
-    opened.mini_batches = (mini_batch(opened.groups.values(), opened.rounds, create(config.algorithm)),)
-    plan = opened.plan(1, 5, epochs=1)
-    write_step_file(tmp_path / "step", plan, {name: group.columns for name, group in opened.groups.items()})
+    open_step.mini_batches = (mini_batch(open_step.groups.values(), open_step.rounds, create(config.algorithm)),)
+    plan = open_step.plan(1, 5, epochs=1)
+    write_step_file(tmp_path / "step", plan, {name: group.columns for name, group in open_step.groups.items()})
     stats = learner.finish(plan.updates[0].normalizer)
     shut_down()
     again = RoundRunner(Learner(tiny_qwen3, config.trainer, config.algorithm, steps=3, seed=5), config)
@@ -120,16 +120,16 @@ def taken_step(feeder: Feeder, config: RunConfig) -> StepBuilder:
         max_sequence_tokens=config.micro_batch_tokens,
         lease_seconds=config.board.lease_seconds,
     )
-    opened = StepBuilder(1, Packer(config.trainer.micro_batch_tokens, 1), {})
+    open_step = StepBuilder(1, Packer(config.trainer.micro_batch_tokens, 1), {})
     while intake.take(0.05):
         pass
-    opened.add(intake.select(1, []).chosen)
-    assert len(opened.members) == config.trainer.groups_per_step
-    rest = opened.packer.rest()
+    open_step.add(intake.select(1, []).chosen)
+    assert len(open_step.members) == config.trainer.groups_per_step
+    rest = open_step.packer.rest()
     assert rest is not None
-    opened.rounds.append(rest)
+    open_step.rounds.append(rest)
     intake.close()
-    return opened
+    return open_step
 
 
 def micro_batches(rounds: list[MicroBatchRound]) -> Iterator[Any]:

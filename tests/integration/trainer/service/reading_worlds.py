@@ -182,14 +182,14 @@ def run_step(rank: Any, job: StepJob) -> None:
     while intake.held < trainer.groups_per_step:
         intake.take(1.0)
     phases = step_phases.phases_for(job.config, create(job.config.algorithm), rank)
-    opened = StepBuilder(1, phases.packer(), {})
+    open_step = StepBuilder(1, phases.packer(), {})
     chosen = intake.select(1, ()).chosen
     for some in (chosen[job.late :], chosen[: job.late]):
-        opened.add(some)
-        while (entry := opened.packer.full_round() or opened.packer.rest()) is not None:
-            phases.take(opened, entry, last=False)
-        assert phases.close(opened)
-    for mini_batch in opened.mini_batches:
+        open_step.add(some)
+        while (entry := open_step.packer.full_round() or open_step.packer.rest()) is not None:
+            phases.take(open_step, entry, last=False)
+        assert phases.close(open_step)
+    for mini_batch in open_step.mini_batches:
         for entry in phases.rounds(mini_batch):
             rank.run(Round(entry, ()))
     intake.close()

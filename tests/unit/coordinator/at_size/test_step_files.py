@@ -59,7 +59,7 @@ def open_files(folder: Path, ledger: Ledger, *evaluations: Evaluation) -> RunFil
 def follow(files: RunFiles, ledger: Ledger, **measured: float) -> None:
     """What the run does at each new step."""
     while entries := files.next_steps(ledger.read):
-        files.append_metrics((entry.step, {**entry.metrics, **measured}) for entry in entries)
+        files.metrics.append((entry.step, {**entry.metrics, **measured}) for entry in entries)
 
 
 def lines(folder: Path, name: str) -> list[dict[str, Any]]:
@@ -136,12 +136,12 @@ def test_steps_are_appended_after_an_evaluation_that_could_not_be_added(tmp_path
     follow(files, ledger)
     away[0], evaluation = True, Evaluation(step=1, metrics={"eval_reward": 0.5})
     with pytest.raises(StoreUnavailable):
-        files.add_evaluation(evaluation)
+        files.metrics.add(evaluation)
     ledger.commit(3)
     follow(files, ledger)
     check(tmp_path, ledger)
     away[0] = False
-    files.add_evaluation(evaluation)
+    files.metrics.add(evaluation)
     check(tmp_path, ledger)
     assert [line.get("eval_reward") for line in lines(tmp_path, "metrics.jsonl")] == [0.5, None, None]
 
@@ -199,11 +199,11 @@ def test_a_line_that_somebody_removed_is_written_again(tmp_path: Path) -> None:
 def test_an_evaluation_is_in_its_steps_line_whichever_comes_first(tmp_path: Path) -> None:
     ledger = Ledger()
     files = open_files(tmp_path, ledger)
-    files.add_evaluation(Evaluation(step=0, metrics={"eval_reward": 0.0}))
+    files.metrics.add(Evaluation(step=0, metrics={"eval_reward": 0.0}))
     ledger.commit(1, 2)
     follow(files, ledger, measured=1.0)
-    files.add_evaluation(Evaluation(step=1, metrics={"eval_reward": 0.1}))
-    files.add_evaluation(Evaluation(step=3, metrics={"eval_reward": float("nan")}))
+    files.metrics.add(Evaluation(step=1, metrics={"eval_reward": 0.1}))
+    files.metrics.add(Evaluation(step=3, metrics={"eval_reward": float("nan")}))
     ledger.commit(3)
     follow(files, ledger, measured=1.0)
     check(tmp_path, ledger)
@@ -235,7 +235,7 @@ def test_a_long_run_is_read_from_where_its_files_end(tmp_path: Path) -> None:
     ledger.read_entries = 0
     ledger.commit(2 * PAGE + 10)
     follow(files, ledger)
-    files.add_evaluation(Evaluation(step=2 * PAGE, metrics={"eval_reward": 1.0}))
+    files.metrics.add(Evaluation(step=2 * PAGE, metrics={"eval_reward": 1.0}))
     follow(open_files(tmp_path, ledger), ledger)
     check(tmp_path, ledger)
     assert ledger.read_entries < 10
@@ -284,8 +284,8 @@ def test_a_full_disk_leaves_no_part_of_a_line(tmp_path: Path) -> None:
     fates = [GroupOutcome(f"{number}-0", {"group": f"0-{number}"}) for number in range(100)]
     writes: dict[str, Callable[[], object]] = {
         "ledger.jsonl": lambda: files.next_steps(ledger.read),
-        "metrics.jsonl": lambda: files.append_metrics((entry.step, entry.metrics) for entry in ledger.entries[20:]),
-        "metrics.jsonl.tmp": lambda: files.add_evaluation(evaluation),
+        "metrics.jsonl": lambda: files.metrics.append((entry.step, entry.metrics) for entry in ledger.entries[20:]),
+        "metrics.jsonl.tmp": lambda: files.metrics.add(evaluation),
         "samples.jsonl": lambda: files.append_samples(samples),
         "groups.jsonl": lambda: files.append_groups(fates),
     }
@@ -294,8 +294,8 @@ def test_a_full_disk_leaves_no_part_of_a_line(tmp_path: Path) -> None:
             write()
         assert {path.name: path.read_bytes() for path in tmp_path.iterdir() if path.stat().st_size} == before
     entries = files.next_steps(ledger.read)
-    files.append_metrics((entry.step, entry.metrics) for entry in entries)
-    files.add_evaluation(evaluation)
+    files.metrics.append((entry.step, entry.metrics) for entry in entries)
+    files.metrics.add(evaluation)
     files.append_samples(samples)
     assert files.append_groups(fates) == (tmp_path / "groups.jsonl").stat().st_size
     check(tmp_path, ledger)
@@ -312,7 +312,7 @@ def test_an_evaluation_changes_its_steps_line_only(tmp_path: Path) -> None:
     follow(files, ledger)
     before = (tmp_path / "metrics.jsonl").read_bytes().splitlines(keepends=True)
     for number, step in enumerate((12, 121, 0, 0)):
-        files.add_evaluation(Evaluation(step=step, metrics={"eval_reward": float(number)}))
+        files.metrics.add(Evaluation(step=step, metrics={"eval_reward": float(number)}))
     after = (tmp_path / "metrics.jsonl").read_bytes().splitlines(keepends=True)
     check(tmp_path, ledger)
     assert [(json.loads(line)["step"], json.loads(line)["eval_reward"]) for line in after if line not in before] == [
@@ -327,9 +327,9 @@ def test_an_evaluation_of_a_long_run_is_added_without_encoding_all_steps(tmp_pat
     metrics = {f"metric_{number}": number / 7 for number in range(80)}
     files = open_files(tmp_path, Ledger())
     began = time.process_time()
-    files.append_metrics((step, metrics) for step in range(1, 5001))
+    files.metrics.append((step, metrics) for step in range(1, 5001))
     written = time.process_time()
-    files.add_evaluation(Evaluation(step=5000, metrics={"eval_reward": 0.5}))
+    files.metrics.add(Evaluation(step=5000, metrics={"eval_reward": 0.5}))
     seconds, encoding = time.process_time() - written, written - began
     assert json.loads((tmp_path / "metrics.jsonl").read_bytes().splitlines()[-1])["eval_reward"] == 0.5
     assert seconds < encoding / 3, "it encodes all lines again"

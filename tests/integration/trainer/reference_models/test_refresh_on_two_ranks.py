@@ -14,10 +14,10 @@ from services.trainer.batch.micro_batch import pack
 from services.trainer.batch.step_file import read_committed
 from services.trainer.checkpoints.reference_weights import weights_path
 from services.trainer.megatron.world import shut_down
-from tests.integration.trainer.frozen import refresh_worlds
-from tests.integration.trainer.frozen.refresh_worlds import REFRESHED_AFTER, RefreshJob
-from tests.integration.trainer.frozen.test_frozen_in_trainer import log_softmax
-from tests.integration.trainer.frozen.test_reference_refresh import (
+from tests.integration.trainer.reference_models import refresh_worlds
+from tests.integration.trainer.reference_models.refresh_worlds import REFRESHED_AFTER, RefreshJob
+from tests.integration.trainer.reference_models.test_frozen_in_trainer import log_softmax
+from tests.integration.trainer.reference_models.test_reference_refresh import (
     AS_SERVICE,
     REFRESHED,
     Reference,

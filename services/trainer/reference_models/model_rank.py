@@ -8,11 +8,11 @@ from relaxd import telemetry
 from relaxd.config import RunConfig, TrainerConfig
 from relaxd.v1 import rank_pb2 as pb
 from relaxd.v1 import rank_pb2_grpc
-from services.trainer.frozen.model_stage import ModelStage
 from services.trainer.loop.commanded_rank import RankThread
+from services.trainer.reference_models.model_stage import ModelStage
 
 
-class StageRank(rank_pb2_grpc.RankServicer):
+class ModelRank(rank_pb2_grpc.RankServicer):
     """The rank's handlers, and the thread that computes. It has no weights to hold or send: those calls are refused.
 
     A subclass says what is computed.

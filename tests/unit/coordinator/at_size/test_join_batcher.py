@@ -12,7 +12,7 @@ from relaxd.v1 import rollout_pb2, rollout_pb2_grpc, trainer_pb2, trainer_pb2_gr
 from relaxd.v1.sample_pb2 import ELEMENT_TYPE_BFLOAT16
 from relaxd.v1.weights_pb2 import TensorSpec, WeightBucket, WeightManifest
 from services.coordinator.state.records import GroupRecord, Member, WeightsRecord
-from services.coordinator.weights.sync_members import Newcomers
+from services.coordinator.weights.sync_members import JoinBatcher
 from services.coordinator.weights.weight_group_client import WeightGroupClient
 from services.coordinator.weights.weight_sync import IDLE_SECONDS, WeightSync
 from tests.integration.coordinator.fleet_kit import FleetKit
@@ -45,29 +45,29 @@ CONNECTING = 10.0
 )
 def test_newcomers_join_together(looks: list[tuple[float, tuple[Member, ...]]], expected: tuple[Member, ...]) -> None:
     times = [0.0]
-    newcomers = Newcomers(lambda: times[-1])
-    newcomers.connect_seconds = CONNECTING
+    batcher = JoinBatcher(lambda: times[-1])
+    batcher.connect_seconds = CONNECTING
     admitted: list[Member] = []
     for seconds, engines in looks:
         times.append(seconds)
-        admitted = newcomers.admit(TRAINS, engines, GROUP)
+        admitted = batcher.admit(TRAINS, engines, GROUP)
     assert tuple(admitted) == expected
     held_back = len(admitted) < len(looks[-1][1])
-    assert held_back == (newcomers.due_seconds < float("inf"))
+    assert held_back == (batcher.due_seconds < float("inf"))
     if held_back:
-        times.append(times[-1] + newcomers.due_seconds)
-        assert tuple(newcomers.admit(TRAINS, looks[-1][1], GROUP)) == looks[-1][1]
+        times.append(times[-1] + batcher.due_seconds)
+        assert tuple(batcher.admit(TRAINS, looks[-1][1], GROUP)) == looks[-1][1]
 
 
 @pytest.mark.parametrize("group", [None, GroupRecord(name="old", trainer=member("before"), engines=(A, B))])
 def test_all_join_a_group_that_is_connected_in_any_case(group: GroupRecord | None) -> None:
-    newcomers = Newcomers(lambda: 0.0)
-    newcomers.connect_seconds = CONNECTING
-    assert newcomers.admit(TRAINS, (A, B, C), group) == [A, B, C]
+    batcher = JoinBatcher(lambda: 0.0)
+    batcher.connect_seconds = CONNECTING
+    assert batcher.admit(TRAINS, (A, B, C), group) == [A, B, C]
 
 
 def test_before_anything_was_connected_nobody_waits() -> None:
-    assert Newcomers(lambda: 0.0).admit(TRAINS, (A, B, C), GROUP) == [A, B, C]
+    assert JoinBatcher(lambda: 0.0).admit(TRAINS, (A, B, C), GROUP) == [A, B, C]
 
 
 async def test_without_a_trainer_those_that_were_due_keep_nobody_busy(
@@ -79,7 +79,7 @@ async def test_without_a_trainer_those_that_were_due_keep_nobody_busy(
         kit = FleetKit(redis_url)
         stack.push_async_callback(kit.close)
         sync = WeightSync(kit.context(config), WeightsRecord())
-        sync._newcomers.due_seconds = 0.0  # when the trainer was lost
+        sync._joins.due_seconds = 0.0  # when the trainer was lost
         pauses: list[float] = []
 
         async def wait(seconds: float) -> None:

@@ -21,7 +21,7 @@ from relaxd.rpc.service_settings import parse_settings
 from relaxd.v1 import rank_pb2 as pb
 from relaxd.v1.coordinator_pb2 import Assignment
 from relaxd.weights import NCCL_ENVIRONMENT
-from services.trainer.frozen.followed_folder import await_run_folder
+from services.trainer.reference_models.followed_folder import await_run_folder
 from services.trainer.service.rank_processes import RankProcess, RankProcesses
 
 REQUEST_SECONDS = 10.0
@@ -32,14 +32,14 @@ DRAIN_MARGIN_SECONDS = 2.0
 logger = logging.getLogger(__name__)
 
 
-class StageService(ReplicaService):
-    """Works on the stage of its role, in runs that have one.
+class ModelService(ReplicaService):
+    """Works on the stage of its role with a model in ranks, in runs that have one.
 
     A replica whose ranks fail ends, and its supervisor starts another: others get its groups at once, because the
     coordinator sees that the process is gone.
     """
 
-    rank_module = "services.trainer.frozen.frozen_rank"
+    rank_module = "services.trainer.reference_models.frozen_rank"
     """The program of its ranks."""
 
     def __init__(self, context: ReplicaContext, role: str) -> None:
@@ -169,11 +169,11 @@ class StageService(ReplicaService):
             self._done, self._turns = event.progress.done_groups, event.progress.iterations
 
 
-def main(role: str, service: type[StageService] = StageService) -> None:
+def main(role: str, service: type[ModelService] = ModelService) -> None:
     """Run the service of a role until it is stopped."""
     asyncio.run(_run(role, service))
 
 
-async def _run(role: str, service: type[StageService]) -> None:
+async def _run(role: str, service: type[ModelService]) -> None:
     async with open_context(parse_settings(role)) as context:
         await run_replica(service(context, role), context)

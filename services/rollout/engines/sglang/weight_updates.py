@@ -41,7 +41,7 @@ class NewsSender:
             self._socket.send_pyobj(news)
 
 
-class SchedulerUpdates:
+class WeightUpdates:
     """Takes up weights in pauses of the loop, and tells the engine's process."""
 
     def __init__(

@@ -49,6 +49,6 @@ def run_job(job: RunJob | RefreshJob, ranks: int = 1) -> dict[str, Any]:
 
 if __name__ == "__main__":
     # Under its own name, or the pickled jobs would be of another class than __main__'s.
-    from tests.integration.trainer.frozen import refresh_worlds
+    from tests.integration.trainer.reference_models import refresh_worlds
 
     trainer_worlds.work(refresh_worlds.run_job)

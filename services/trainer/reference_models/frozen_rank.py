@@ -24,9 +24,6 @@ from relaxd.roles import ROLES
 from relaxd.v1 import rank_pb2 as pb
 from relaxd.v1 import rank_pb2_grpc
 from services.trainer.batch.micro_batch import PackedMicroBatch
-from services.trainer.frozen.followed_folder import LedgerWeights
-from services.trainer.frozen.model_stage import ModelStage
-from services.trainer.frozen.stage_rank import StageRank, world_config
 from services.trainer.learner.forward import Forward
 from services.trainer.learner.frozen_model import FrozenModel, model_of
 from services.trainer.megatron import TICK_SECONDS
@@ -35,6 +32,9 @@ from services.trainer.megatron.rank_messages import message
 from services.trainer.megatron.world import World
 from services.trainer.model.architecture import ModelError
 from services.trainer.model.architectures import read_architecture
+from services.trainer.reference_models.followed_folder import LedgerWeights
+from services.trainer.reference_models.model_rank import ModelRank, world_config
+from services.trainer.reference_models.model_stage import ModelStage
 
 logger = logging.getLogger(__name__)
 
@@ -69,7 +69,7 @@ class TakeOver:
         model.load(self.folder)
 
 
-class FrozenModelRank(StageRank):
+class FrozenModelRank(ModelRank):
     """A rank of the reference or the teacher."""
 
     def _compute(self, request: pb.WorkRequest, config: RunConfig) -> None:
