@@ -244,11 +244,6 @@ class RunConfig(Section):
         if not ENGINES[engine].sees_images:
             able = list_engines("rollout", lambda one: one.sees_images)
             return "rollout.engine", f'= "{engine}", which sees no images ({self.images_setting}): {able} does'
-        if self.agent.is_there and not self.agent.environment:
-            return (
-                "data.media_keys",
-                f"is set, but {self.agent.shown}: programs and functions get no images so far, only environments do",
-            )
         if self.agent.is_there and "video" in self.data.media_keys:
             return (
                 "data.media_keys",
