@@ -66,6 +66,8 @@ class Campaign:
     total: str = ""
     """How many there will be, for people, such as " of 200"."""
     outcomes: list[Outcome] = field(default_factory=list)
+    generated_tokens: int = 0
+    """Tokens that the engines have generated in conversations, at the end."""
 
     def __post_init__(self) -> None:
         deliberate = {"teacher-engine": WRONG_ANSWERS, "agent": (*MOODS.values(), BUSY)}.get(self.stack.algorithm, ())
@@ -96,6 +98,7 @@ class Campaign:
 
     def end(self) -> list[str]:
         """End the run; returns what is wrong then. A critic service dies while its last checkpoint is awaited."""
+        self.generated_tokens = self.stack.generated_tokens() if self.stack.algorithm == "agent" else 0
         critics = self.stack.names("critic")
         with self.stack.frozen([process for name in critics for process in self.stack.tree(name)]):
             self.stack.coordinator.stop_run(RUN, "the faults are over")

@@ -419,6 +419,11 @@ class ChaosStack:
                 with contextlib.suppress(psutil.NoSuchProcess):
                     process.send_signal(signal.SIGCONT)
 
+    def generated_tokens(self) -> int:
+        """Return the number of tokens that the engines have generated in conversations since they started."""
+        replicas = self.coordinator.replicas()
+        return sum(one.status.progress for one in replicas if one.registration.role == "rollout")
+
     # --- being whole
 
     def missing(self, since: float) -> str:
