@@ -18,6 +18,7 @@ from relaxd.client import CliError
 from relaxd.config.agent import SERVICE
 from relaxd.config.load_toml import ConfigError, Problem
 from relaxd.data.examples import Message
+from relaxd.data.vision import normalise, read_vision
 from relaxd.envs.client import EnvironmentClient, EnvironmentFailed, hosted
 from relaxd.envs.environment import BadEnvironmentError, Reply, Sample
 from relaxd.envs.observation_images import with_images
@@ -25,8 +26,9 @@ from relaxd.envs.replies import parse_reply
 from relaxd.envs.reply_formats import REPLY_FORMATS
 from relaxd.evaluation.set_checks import environment_problems
 from relaxd.json_text import parse_json
-from relaxd.media import MediaError, shown_text
-from relaxd.media.sources import read_source
+from relaxd.media import shown_text
+from relaxd.models import DataError
+from relaxd.models.folders import resolve_model
 from relaxd.process.child import ChildError
 from relaxd.rpc.client import channel
 
@@ -120,10 +122,13 @@ def _trial_of_run(words: list[str]) -> _Trial:
     if problems := environment_problems(config):
         raise ConfigError([Problem(setting, message) for setting, message in problems])
     first = first_prompts(config)[0]
-    try:
-        messages = with_images(first.messages, [read_source(item.source) for item in first.media])
-    except MediaError as error:
-        raise CliError(f"{first.place}: an image {error}") from error
+    messages = first.messages
+    if first.media:
+        try:
+            vision = read_vision(resolve_model(config.model.path), config.data)
+            messages = with_images(messages, [image.png for image in normalise(first, vision)])
+        except DataError as error:
+            raise ConfigError([Problem(error.field, error.message)]) from error
     return _Trial(
         agent.environment,
         agent.settings,
