@@ -15,7 +15,7 @@ from rich.console import Console
 from relaxd.cli.options import PASS_ON, load_words, new_console
 from relaxd.cli.preparing.reward_command import first_prompts
 from relaxd.client import CliError
-from relaxd.config.agent import SERVICE
+from relaxd.config.agent import SERVICE, check_environment
 from relaxd.config.load_toml import ConfigError, Problem
 from relaxd.data.examples import Message
 from relaxd.data.vision import normalise, read_vision
@@ -104,11 +104,14 @@ def env_test(
 
 
 def _trial_of_name(words: Sequence[str]) -> _Trial:
-    """Return a conversation with an environment outside of a run. Raises CliError: there are other words."""
+    """Return a conversation with an environment outside of a run. Raises CliError: a wrong address, other words."""
     name, *others = words
     if others:
         raise CliError(f"{others[0]}: there is no such option for an environment; settings are for FILE.toml")
-    return _Trial(name)
+    try:
+        return _Trial(check_environment(name) if name.startswith(SERVICE) else name)
+    except ValueError as error:
+        raise CliError(str(error)) from error
 
 
 def _trial_of_run(words: list[str]) -> _Trial:

@@ -45,6 +45,7 @@ def test_a_conversation_is_shown_turn_by_turn() -> None:
         (["calculator", "--metadata", "[]"], "--metadata is []: it must be a JSON object"),
         (["grpc://127.0.0.1:1", "--settings", "a=1"], "an environment at an address has settings of its own"),
         (["grpc://127.0.0.1:1"], "Connection refused"),
+        (["grpc://127.0.0.1:99999"], "'grpc://127.0.0.1:99999' must be the name of a bundled environment"),
         (["calculator", "--promt", "6 times 7?"], "--promt: there is no such option for an environment"),
     ],
 )
