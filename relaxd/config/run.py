@@ -227,7 +227,7 @@ class RunConfig(Section):
 
     @property
     def has_images(self) -> bool:
-        """True if the run's prompts or the messages of its environment may have images or video."""
+        """True if the run's prompts or other messages of its conversations may have images or video."""
         return bool(self.data.media_keys) or self.agent.images
 
     @property

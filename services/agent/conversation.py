@@ -46,15 +46,15 @@ class ConversationTokens:
     """Images in the tokens, and where they begin."""
 
     @classmethod
-    def of(cls, history: TokenHistory, published: Sequence[int], shown: Sequence[str]) -> "ConversationTokens":
+    def of(cls, history: TokenHistory, published: Sequence[int], hashes: Sequence[str]) -> "ConversationTokens":
         """Copy a history up to its last reply. If its prompt isn't the published one, it stands before the tokens.
 
-        The published one has these tokens, and images of the hashes `shown`: other images may have as many tokens.
+        `hashes` are those of the published one's images: others may have as many tokens.
         """
         own, columns, images = list(history.prompt_tokens), history.to_last_reply(), history.images_to_last_reply
         versions = columns["versions"]
         of_prompt = [image.sha256 for image in images if (image.begin or 0) < len(own)]
-        if (own == list(published) and of_prompt == list(shown)) or not len(versions):
+        if (own == list(published) and of_prompt == list(hashes)) or not len(versions):
             shifted = [image.shifted(-len(own)) for image in images]
             behind = [image for image in shifted if (image.begin or 0) >= 0]
             return cls(True, **columns, message_lengths=history.reply_lengths(), images=behind)
