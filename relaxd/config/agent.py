@@ -59,8 +59,8 @@ class AgentConfig(Section):
     settings: dict[str, Any] = Field(default_factory=dict)
     """The environment's own settings, or the function's: keyword arguments of its class, or of the function."""
     images: bool = False
-    """Messages may have images, those of the environment and those of prompts, whether or not data.media_keys names a
-    column with them (docs/media.md)."""
+    """Messages may have images, those of the environment, the program or the function and those of prompts, whether or
+    not data.media_keys names a column with them (docs/media.md)."""
     max_turns: int = Field(default=8, ge=1)
     """Maximum number of the model's messages in a conversation, in all of its histories."""
     turn_tokens: int = Field(default=0, ge=0)
@@ -150,12 +150,12 @@ class AgentConfig(Section):
             if not self.command[0] or any("\0" in word for word in self.command):
                 raise ValueError(f"{self.shown}: it must begin with a program, and no word may have a null character")
             reason = f"{self.shown}: only environments have it; remove it"
-            refuse_unused(self, "agent", ("settings", "python", "call_seconds", "players", "credit", "images"), reason)
+            refuse_unused(self, "agent", ("settings", "python", "call_seconds", "players", "credit"), reason)
         elif self.is_there and (given := self.changed(_OF_CONTAINERS)):
             raise ValueError(f"agent.{given[0]} is set, but {self.shown}: only agent.command has it; remove it")
         elif self.function:
             reason = f"{self.shown}: only environments have it; remove it"
-            refuse_unused(self, "agent", ("call_seconds", "players", "credit", "images"), reason)
+            refuse_unused(self, "agent", ("call_seconds", "players", "credit"), reason)
         elif not self.environment:
             reason = "agent.environment is empty: name it (or agent.command or agent.function), or remove it"
             refuse_unused(self, "agent", type(self).model_fields, reason)

@@ -227,7 +227,7 @@ class RunConfig(Section):
 
     @property
     def has_images(self) -> bool:
-        """True if the run's prompts or the messages of its environment may have images or video."""
+        """True if the run's prompts or other messages of its conversations may have images or video."""
         return bool(self.data.media_keys) or self.agent.images
 
     @property
@@ -244,11 +244,6 @@ class RunConfig(Section):
         if not ENGINES[engine].sees_images:
             able = list_engines("rollout", lambda one: one.sees_images)
             return "rollout.engine", f'= "{engine}", which sees no images ({self.images_setting}): {able} does'
-        if self.agent.is_there and not self.agent.environment:
-            return (
-                "data.media_keys",
-                f"is set, but {self.agent.shown}: programs and functions get no images so far, only environments do",
-            )
         if self.agent.is_there and "video" in self.data.media_keys:
             return (
                 "data.media_keys",

@@ -23,6 +23,11 @@ def is_picture(value: object) -> bool:
     return pillow is not None and isinstance(value, pillow.Image)
 
 
+def is_data_uri(source: object) -> bool:
+    """Return True for a data URI, the only form in which images are sent: paths would be of another machine."""
+    return isinstance(source, str) and source[:5].lower() == "data:"
+
+
 def content_of_result(result: object) -> Any:
     """Return a function's result as the content of a message: a text, or a list of parts if it has images."""
     several = list(result) if isinstance(result, list | tuple) else [result]
@@ -41,7 +46,7 @@ def take_images(place: str, role: str, content: Sequence[Any], *, sent: bool) ->
         place: name of the content in errors.
         role: the message's.
         content: its parts, each of which may also be a text.
-        sent: True for a message of the wire, whose images must be data URIs: paths would be of another machine.
+        sent: True for a message of the wire, whose images must be data URIs.
 
     Raises MediaError: a part is no text and no image, or an image can't be read.
     """
@@ -52,7 +57,7 @@ def take_images(place: str, role: str, content: Sequence[Any], *, sent: bool) ->
         if item.kind != IMAGE:
             raise MediaError(f"{item.place} is of type {item.kind}: conversations have only images so far")
         source = _png(item.source) if is_picture(item.source) else item.source
-        if sent and not (isinstance(source, str) and source[:5].lower() == "data:"):
+        if sent and not is_data_uri(source):
             raise MediaError(f'{item.place} is no data URI, such as "data:image/png;base64,...", which is sent')
         try:
             items.append(MediaItem(item.kind, source if sent else data_uri(read_source(source)), item.place))

@@ -13,6 +13,7 @@ from urllib.parse import urlsplit
 
 from relaxd.data.examples import Message
 from relaxd.envs.environment import BadEnvironmentError, Reply, Sample, Step
+from relaxd.envs.observation_images import put_images, take_images
 from relaxd.envs.sessions import MAX_STUCK
 from relaxd.envs.tool_calls import ToolCall, call_of
 from relaxd.importing import ImportProblem, describe_error, import_own
@@ -67,7 +68,7 @@ class Model:
         """Have the model write the next message.
 
         Args:
-            messages: all messages so far.
+            messages: all messages so far. Their content may have images as an environment's.
             tools: schemas of the tools that it may call, in OpenAI's form.
             max_tokens: maximum length of the message, besides the run's limits.
             stop: texts that end it, besides the run's.
@@ -77,7 +78,8 @@ class Model:
             ValueError: the request is refused; the message says what is wrong with it.
         """
         wanted = {"tools": list(tools), "max_tokens": max_tokens, "stop": list(stop)}
-        body = {"model": "policy", "messages": list(messages)} | {name: one for name, one in wanted.items() if one}
+        sent = [_with_sent_images(f"messages[{index}]", message) for index, message in enumerate(messages)]
+        body = {"model": "policy", "messages": sent} | {name: one for name, one in wanted.items() if one}
         status, answer = await asyncio.to_thread(self._post, json.dumps(body).encode())
         if status != 200:
             error = answer.get("error", {})
@@ -100,6 +102,15 @@ class Model:
             raise ConversationOver(f"the endpoint is gone: {error}") from error
         finally:
             connection.close()
+
+
+def _with_sent_images(place: str, message: Message) -> Message:
+    """Return a message whose images are data URIs. Raises MediaError, a ValueError."""
+    content = message.get("content")
+    if not isinstance(content, list | tuple):
+        return message
+    left, items = take_images(f"{place}.content", message.get("role", ""), content, sent=False)
+    return {**message, "content": put_images(left, [item.source for item in items])}
 
 
 def _calls(message: Mapping[str, Any]) -> list[tuple[Mapping[str, Any], ToolCall]]:

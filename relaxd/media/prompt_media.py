@@ -99,6 +99,11 @@ def _records(items: Sequence[StoredImage], stored: dict[str, bytes]) -> list[dic
     return records
 
 
+def reference_part(item: NormalMedia | StoredImage) -> dict[str, Any]:
+    """Return the part of a message that says by hash which item is there."""
+    return {"type": item.kind, "uri": f"sha256:{item.sha256}", "media_type": item.media_type, "sha256": item.sha256}
+
+
 def with_references(
     messages: Sequence[Mapping[str, Any]], images: Sequence[NormalMedia | StoredImage]
 ) -> list[dict[str, Any]]:
@@ -108,13 +113,7 @@ def with_references(
     def part(one: Mapping[str, Any]) -> dict[str, Any]:
         if one["type"] == "text":
             return dict(one)
-        item = next(rest)
-        return {
-            "type": item.kind,
-            "uri": f"sha256:{item.sha256}",
-            "media_type": item.media_type,
-            "sha256": item.sha256,
-        }
+        return reference_part(next(rest))
 
     return [
         {**message, "content": [part(one) for one in message["content"]]}

@@ -151,6 +151,8 @@ def _difference(ours: Message, theirs: Message) -> str:
             return f"its tool_calls are {shown(now)}, and were {shown(was)}"
     elif ours.get("tool_call_id") != theirs.get("tool_call_id"):
         return f"its tool_call_id is {shown(theirs.get('tool_call_id'))}, and was {shown(ours.get('tool_call_id'))}"
+    if mine != other and (isinstance(mine, list) or isinstance(other, list)):
+        return f"its content is {shown(other)}, and was {shown(mine)}"
     if mine != other:
         at = next((i for i, (a, b) in enumerate(zip(mine, other, strict=False)) if a != b), min(len(mine), len(other)))
         begin = max(at - 20, 0)

@@ -20,6 +20,7 @@ from services.agent.chat_requests import (
 from services.agent.conversation import Conversation, ConversationStart
 from services.agent.model_turns import MessageTokens, ModelTurns, PolicyModel, tool_names
 from services.agent.prompt_tokens import PromptTokens, opening
+from services.agent.session_images import SessionImages
 from services.agent.stored_messages import StoredMessages
 
 
@@ -48,7 +49,9 @@ class ChatSession:
         """The same for the last message, if one cut it off."""
         self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         """Raises why the conversation can't go on, as soon as it can't."""
-        self.prompts = PromptTokens(model, start.example)
+        self.images = SessionImages(model.tokenizer.vision, start.images)
+        """Images of its prompt and of its requests."""
+        self.prompts = PromptTokens(model, start, self.images)
         """Tokens of its requests."""
         self.stored = StoredMessages()
         """Messages from which requests may go on by an id."""
@@ -142,7 +145,7 @@ class ChatSession:
         if branch is None:
             return await self._begin(request)
         if branch.turns.room > 0:
-            await branch.turns.add_messages(new)
+            await branch.turns.add_messages(new, self.images.of(new))
         return branch, new
 
     async def _with_tokens(self, request: ChatRequest) -> tuple[_Branch, list[Message]]:
@@ -155,6 +158,11 @@ class ChatSession:
         for index, token in enumerate(tokens[kept:], kept):
             if not tokenizer.has_token(token):
                 raise BadRequest(f"token_ids[{index}] = {token} isn't a token of the model", f"token_ids[{index}]")
+            if tokenizer.vision is not None and token == tokenizer.vision.tokens.token:
+                raise BadRequest(
+                    f"token_ids[{index}] = {token} is the token of images: send new ones in messages",
+                    f"token_ids[{index}]",
+                )
         if branch is None:
             self._check_room_for_another("token_ids continue none of the sample's histories")
             turns = await self._start.turns(self._model, example, [], [], len(self._branches), tokens)
@@ -208,7 +216,9 @@ class ChatSession:
         messages = with_tool_names(request.messages)
         told = max((common_messages(branch.known or [], messages) for branch in self._branches), default=0)
         example, opened = opening(self._start.example, messages)
-        turns = await self._start.turns(self._model, example, request.tools, opened, len(self._branches))
+        turns = await self._start.turns(
+            self._model, example, request.tools, opened, len(self._branches), images=self.images.of(opened)
+        )
         told = max(told - (len(messages) - len(opened)), 0)
         return _Branch(turns, [], request.tools), list(opened[told:])
 

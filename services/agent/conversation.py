@@ -46,11 +46,15 @@ class ConversationTokens:
     """Images in the tokens, and where they begin."""
 
     @classmethod
-    def of(cls, history: TokenHistory, published: Sequence[int]) -> "ConversationTokens":
-        """Copy a history up to its last reply. If its prompt isn't the published one, it stands before the tokens."""
+    def of(cls, history: TokenHistory, published: Sequence[int], hashes: Sequence[str]) -> "ConversationTokens":
+        """Copy a history up to its last reply. If its prompt isn't the published one, it stands before the tokens.
+
+        `hashes` are those of the published one's images: others may have as many tokens.
+        """
         own, columns, images = list(history.prompt_tokens), history.to_last_reply(), history.images_to_last_reply
         versions = columns["versions"]
-        if own == list(published) or not len(versions):
+        of_prompt = [image.sha256 for image in images if (image.begin or 0) < len(own)]
+        if (own == list(published) and of_prompt == list(hashes)) or not len(versions):
             shifted = [image.shifted(-len(own)) for image in images]
             behind = [image for image in shifted if (image.begin or 0) >= 0]
             return cls(True, **columns, message_lengths=history.reply_lengths(), images=behind)
@@ -180,12 +184,16 @@ class ConversationStart:
             example,
             tools,
             opened=opened,
-            images=[*self.images, *images],
+            images=[*self.images_of(example), *images],
             seed=seed,
             seconds=self.seconds,
             long_prompt=bool(branch),
             tokens=tokens,
         )
+
+    def images_of(self, example: Example) -> Sequence[StoredImage]:
+        """Return the images of a prompt: none of one that stands in the place of the sample's."""
+        return self.images if example is self.example else ()
 
     @property
     def sample(self) -> Sample:
@@ -252,7 +260,8 @@ class Conversations(ABC):
             self._end(name)
         if result.histories:
             result.sequences = {
-                key: ConversationTokens.of(history, published) for key, history in result.histories.items()
+                key: ConversationTokens.of(history, published, hashes_of(media.records))
+                for key, history in result.histories.items()
             }
             result.histories = {}
         # Images that the model didn't come to see aren't stored.

@@ -1,9 +1,10 @@
 """HTTP server that programs ask, with an address for each conversation."""
 
+import asyncio
 import secrets
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 from aiohttp import web
 
@@ -16,6 +17,8 @@ from services.agent.protocols.protocol import MODEL, Protocol, error_body, read_
 from services.agent.protocols.token_generation import TOKEN_GENERATION
 from services.agent.protocols.tokenize import read_tokenize_request
 
+Asked = TypeVar("Asked")
+
 PROTOCOLS: Mapping[str, Protocol] = {
     "/{session}/v1/chat/completions": CHAT_COMPLETIONS,
     "/{session}/v1/responses": OPENAI_RESPONSES,
@@ -23,8 +26,8 @@ PROTOCOLS: Mapping[str, Protocol] = {
     "/{session}/inference/v1/generate": TOKEN_GENERATION,
 }
 """Protocols by their addresses."""
-MAX_BODY = 16 << 20
-"""Maximum number of bytes of a request."""
+MAX_BODY = 64 << 20
+"""Maximum number of bytes of a request, which has all images of its messages."""
 CLOSE_SECONDS = 1.0
 """Time for open requests when the server ends."""
 
@@ -85,8 +88,7 @@ class Endpoint:
 
     async def _answer(self, protocol: Protocol, request: web.Request) -> web.StreamResponse:
         session = self._session(request)
-        asked = read_object(await request.read())
-        read = protocol.read(asked, session.stored)
+        asked, read = await _read(session, request, lambda body: protocol.read(body, session.stored, session.images))
         answer = await session.answer(read)
         if read.kept is not None:
             session.stored.keep(answer.id, [*read.kept, answer.message], read.tools)
@@ -101,13 +103,15 @@ class Endpoint:
     async def _count_tokens(self, request: web.Request) -> web.Response:
         """Answer in Anthropic's form."""
         session = self._session(request)
-        asked = ANTHROPIC_MESSAGES.read(read_object(await request.read()), session.stored)
+        _, asked = await _read(
+            session, request, lambda body: ANTHROPIC_MESSAGES.read(body, session.stored, session.images)
+        )
         return web.json_response({"input_tokens": len(await session.prompts.of(asked.messages, asked.tools))})
 
     async def _tokenize(self, request: web.Request) -> web.Response:
         """Answer in vLLM's form."""
         session = self._session(request)
-        asked = read_tokenize_request(read_object(await request.read()))
+        _, asked = await _read(session, request, lambda body: read_tokenize_request(body, session.images))
         if isinstance(asked, str):
             tokens = await session.prompts.of_text(asked)
         else:
@@ -128,6 +132,19 @@ class Endpoint:
             code="unknown_url",
             status=404,
         )
+
+
+async def _read(
+    session: ChatSession, request: web.Request, read: Callable[[dict[str, Any]], Asked]
+) -> tuple[dict[str, Any], Asked]:
+    """Return a request's body, and what is read of it: in a thread if it may have images, which take long."""
+    body = await request.read()
+
+    def parse() -> tuple[dict[str, Any], Asked]:
+        asked = read_object(body)
+        return asked, read(asked)
+
+    return await asyncio.to_thread(parse) if session.images.vision is not None else parse()
 
 
 def _described(model: str, session: ChatSession) -> dict[str, Any]:

@@ -7,9 +7,11 @@ import time
 from numbers import Real
 from pathlib import Path
 
+from relaxd.data.examples import Message
 from relaxd.envs.client import EnvironmentFailed
 from relaxd.envs.environment import MAX_BYTES, BadEnvironmentError, finite_number
 from relaxd.json_text import parse_json
+from relaxd.media.placeholders import IMAGE
 from relaxd.sandbox.processes import describe_exit
 from services.agent.chat_session import ChatSession
 from services.agent.conversation import MAX_INFO, Conversation, Conversations, ConversationStart
@@ -34,7 +36,7 @@ class ProgramConversations(Conversations):
     async def _converse(self, result: Conversation, start: ConversationStart) -> None:
         session = ChatSession(self._model, start, result)
         sample = {
-            "messages": list(start.sample.messages),
+            "messages": [_in_openai_form(message) for message in start.sample.messages],
             "answer": start.sample.answer,
             "metadata": dict(start.sample.metadata),
             "seed": start.sample.seed,
@@ -65,6 +67,18 @@ class ProgramConversations(Conversations):
                 return code
             if not session.generating and start.seconds() <= 0:  # a request that runs has the limit itself
                 raise OutOfTime
+
+
+def _in_openai_form(message: Message) -> Message:
+    """Return a message of the prompt as programs send it."""
+    content = message.get("content")
+    if not isinstance(content, list):
+        return message
+    parts = [
+        {"type": "image_url", "image_url": {"url": part["image"]}} if part["type"] == IMAGE else part
+        for part in content
+    ]
+    return {**message, "content": parts}
 
 
 def _check_end(code: int, output: str, session: ChatSession, result: Conversation) -> None:

@@ -10,16 +10,19 @@ from relaxd.data.examples import Example, Message
 from relaxd.envs.token_history import CannotContinue, TokenHistory
 from relaxd.models import DataError
 from services.agent.chat_requests import BadRequest
+from services.agent.conversation import ConversationStart
 from services.agent.model_turns import PolicyModel
+from services.agent.session_images import SessionImages, joined
 
 
 class PromptTokens:
     """Tells the tokens of one session's requests."""
 
-    def __init__(self, model: PolicyModel, example: Example) -> None:
-        """`example` is the sample's prompt."""
+    def __init__(self, model: PolicyModel, start: ConversationStart, images: SessionImages) -> None:
+        """`start` has the sample's prompt."""
         self._model = model
-        self._example = example
+        self._start = start
+        self._images = images
         self._answered: dict[bytes, tuple[TokenHistory, int]] = {}
         """Histories of answered requests, and how many of their tokens were the engine's prompt."""
 
@@ -27,7 +30,7 @@ class PromptTokens:
     def most(self) -> int:
         """Maximum number of tokens of a conversation."""
         config = self._model.config
-        own = self._example.sampling.get("max_new_tokens")
+        own = self._start.example.sampling.get("max_new_tokens")
         return int(config.data.max_prompt_tokens + (own or config.rollout.max_new_tokens))
 
     def remember(
@@ -44,9 +47,12 @@ class PromptTokens:
         if (answered := self._answered.get(_digest(messages, tools))) is not None:
             history, count = answered
             return history.context[:count]
-        example, opened = opening(self._example, messages)
+        example, opened = opening(self._start.example, messages)
+        images = [*self._start.images_of(example), *self._images.of(opened)]
         try:
-            begun = await asyncio.to_thread(TokenHistory, self._model.tokenizer, example, tools, opened=opened)
+            begun = await asyncio.to_thread(
+                TokenHistory, self._model.tokenizer, example, tools, opened=opened, images=images
+            )
         except (CannotContinue, DataError) as error:
             raise BadRequest(str(error), "messages") from error
         return begun.prompt_tokens
@@ -61,7 +67,11 @@ def opening(example: Example, messages: Sequence[Message]) -> tuple[Example, Seq
 
     If they don't begin with the sample's prompt, all follow an empty one.
     """
-    prompt = [{**message, "content": message.get("content") or ""} for message in example.messages]
+    contents = (message.get("content") or "" for message in example.messages)
+    prompt = [
+        {**message, "content": joined(content) if isinstance(content, list) else content}
+        for message, content in zip(example.messages, contents, strict=True)
+    ]
     if prompt == messages[: len(prompt)]:
         return example, messages[len(prompt) :]
     return Example([], sampling=example.sampling, place=example.place), messages

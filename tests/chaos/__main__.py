@@ -116,6 +116,8 @@ def main() -> None:
         console.print(f"VIOLATION at the end: {text}")
     name = options.result or result_name(options)
     drops = {f"dropped: {why}": count for why, count in Counter(campaign.books.dropped.values()).most_common()}
+    generated, trained = campaign.generated_tokens, round(campaign.books.conversation_tokens)
+    tokens = {"generated": generated, "trained": trained} if generated else {}
     document = {
         "name": name,
         "date": time.strftime("%Y-%m-%d"),
@@ -131,6 +133,7 @@ def main() -> None:
         "steps": len(campaign.books.steps),
         "groups": {"trained": len(campaign.books.trained), **drops},
         "recomputed": campaign.books.recomputed,
+        "conversation_tokens": tokens,
         "most_payloads": campaign.payloads.most if campaign.payloads else {},
         "rows": table,
         "outcomes": [
@@ -163,6 +166,8 @@ def main() -> None:
         f"{len(campaign.outcomes)} faults, {violations} violations, {len(campaign.books.steps)} steps, "
         f"{len(campaign.books.trained)} groups trained, {drops}, seed {seed}"
     )
+    if generated:
+        console.print(f"{generated} tokens generated, {trained} trained: {1 - trained / generated:.3f} were wasted")
     sys.exit(1 if violations else 0)
 
 

@@ -73,6 +73,8 @@ class Books:
     steps: list[Step] = field(default_factory=list)
     recomputed: int = 0
     """Deliveries beyond a group's first at a stage, so far."""
+    conversation_tokens: float = 0.0
+    """Tokens of the model in trained conversations."""
     updates: list[int] = field(default_factory=list)
     """Updates of each step that were applied; one of a run with a critic is of policy and critic."""
     critic_skipped: dict[int, float] = field(default_factory=dict)
@@ -181,6 +183,7 @@ class Books:
             made, due = metrics.get("optimizer_steps"), sum(self.updates)
             if made is not None and made != due:
                 wrong.append(f"the trainer had made {made:g} updates after step {number}, but the ledger has {due}")
+            self.conversation_tokens += metrics.get("model_tokens_mean", 0.0) * metrics["samples"]
             self.steps.append(Step(number, committed, committed - metrics["step_seconds"], bool(skipped)))
             if len(plan["groups"]) < self.groups_per_step:  # more where more are due (TrainingQueue)
                 wrong.append(f"step {number} has {len(plan['groups'])} groups, not {self.groups_per_step}")

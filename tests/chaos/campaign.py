@@ -18,6 +18,7 @@ from tests.chaos.environment import BUSY, MOODS
 from tests.chaos.faults import PASSING, Fault, MomentMissed
 from tests.chaos.models import audit_models
 from tests.chaos.planes.payloads import Payloads
+from tests.chaos.program import MOODS as PROGRAM_MOODS
 from tests.chaos.stack import MAX_STALENESS, RUN, ChaosStack
 from tests.chaos.teacher_engine import WRONG_ANSWERS
 
@@ -66,9 +67,15 @@ class Campaign:
     total: str = ""
     """How many there will be, for people, such as " of 200"."""
     outcomes: list[Outcome] = field(default_factory=list)
+    generated_tokens: int = 0
+    """Tokens that the engines have generated in conversations, at the end."""
 
     def __post_init__(self) -> None:
-        deliberate = {"teacher-engine": WRONG_ANSWERS, "agent": (*MOODS.values(), BUSY)}.get(self.stack.algorithm, ())
+        deliberate = {
+            "teacher-engine": WRONG_ANSWERS,
+            "agent": (*MOODS.values(), BUSY),
+            "program": tuple(PROGRAM_MOODS.values()),
+        }.get(self.stack.algorithm, ())
         nodes = self.stack.data_nodes.clients if self.stack.data_nodes else ()
         self.payloads = None if self.stack.columns == "small" else Payloads(self.stack.redis, RUN, nodes=nodes)
         self.books = Books(self.stack.redis, RUN, self.stack.run_folder, MAX_STALENESS, GROUPS_PER_STEP, deliberate)
@@ -96,6 +103,7 @@ class Campaign:
 
     def end(self) -> list[str]:
         """End the run; returns what is wrong then. A critic service dies while its last checkpoint is awaited."""
+        self.generated_tokens = self.stack.generated_tokens() if "agent" in self.stack.replicas else 0
         critics = self.stack.names("critic")
         with self.stack.frozen([process for name in critics for process in self.stack.tree(name)]):
             self.stack.coordinator.stop_run(RUN, "the faults are over")
@@ -156,6 +164,7 @@ class Campaign:
         else:
             outcome.whole = time.time() - over
         outcome.violations += self.books.audit()
+        outcome.violations += self.stack.harm_of_tricks()
         if self.payloads:
             outcome.violations += self.payloads.audit()
         outcome.recomputed = self.books.recomputed - before

@@ -47,7 +47,7 @@ FAILURES: list[tuple[str, tuple[str, ...], str]] = [
     (
         "an agent replica dies, is stopped or loses its connections",
         ("kill agent", "kill both agents", "restart agent", "stall agent *"),
-        "others hold the conversations of its groups anew; the host of its environment ends with it",
+        "others hold the conversations of its groups anew; the host of its environment, or its programs, end with it",
     ),
     (
         "the process that hosts a run's environment dies, also after it has forked, or hangs for good",
@@ -63,6 +63,18 @@ FAILURES: list[tuple[str, tuple[str, ...], str]] = [
             "agent environment writes *",
         ),
         "the conversation has failed (`agent.on_failure`); groups are dropped as `environment_failed`, with a detail",
+    ),
+    (
+        "a program that leads conversations dies, hangs for good, never asks the model or ends with an exit code",
+        ("kill agent program", "freeze agent program", "agent program never asks", "agent program exits"),
+        "the conversation has failed, of one that hangs or never asks at `agent.conversation_seconds`, where it is "
+        "killed; a group without a message of the model is dropped as `environment_failed`",
+    ),
+    (
+        "a program sends requests three times at once, goes on from what the model never said, or asks in another's "
+        "session",
+        ("agent program repeats *", "agent program asks *", "agent program sends *"),
+        "repetitions get one answer, other histories are sequences of their own, other sessions refuse its key",
     ),
     (
         "a judge or its engine dies, or its engine hangs for good",

@@ -21,9 +21,11 @@ from relaxd.client.coordinator_client import CoordinatorClient
 from relaxd.redis_client import key_prefix
 from relaxd.roles import ROLES
 from tests.chaos.environment import FORKS, MOODS
+from tests.chaos.program import HARMED, PLAYED, TRICKS
+from tests.chaos.program import MOODS as PROGRAM_MOODS
 from tests.chaos.proxy import Link
 from tests.chaos.relay import Moment
-from tests.chaos.stack import LEASE_SECONDS, REPLICA_LEASE_SECONDS, RUN, ChaosStack
+from tests.chaos.stack import LEASE_SECONDS, PROGRAM, REPLICA_LEASE_SECONDS, RUN, ChaosStack
 from tests.chaos.teacher_engine import MODULE, WRONG_ANSWERS
 from tests.kit.disks import no_descriptors
 from tests.kit.processes import is_alive, start_python
@@ -312,37 +314,71 @@ def fail_teacher(stack: ChaosStack, rng: random.Random) -> float:
         stack.failing_teacher.unlink()
 
 
-def misbehave(mood: str, stack: ChaosStack, rng: random.Random) -> float:
-    """The environment of conversations does this until two groups are dropped for it."""
-    dropped, deadline = f"{key_prefix(RUN)}dropped", time.monotonic() + NOTICE_SECONDS
+def misbehave(mood: str, words: str, stack: ChaosStack, rng: random.Random) -> float:
+    """What leads the conversations does this until two groups are dropped with these words."""
+    dropped = f"{key_prefix(RUN)}dropped"
     last = (stack.redis.xrevrange(dropped, count=1) or [(b"0-0", {})])[0][0].decode()
-    stack.mood.write_text(mood)
-    try:
-        while sum(_has(MOODS[mood], fields) for _, fields in stack.redis.xrange(dropped, f"({last}")) < 2:
-            if time.monotonic() > deadline:
-                raise MomentMissed(f"no two groups were dropped in {NOTICE_SECONDS:g} s")
-            time.sleep(0.02)
-    finally:
-        stack.mood.unlink()
+
+    def two_are_dropped() -> bool:
+        details = [fields.get(b"detail", b"") for _, fields in stack.redis.xrange(dropped, f"({last}")]
+        return sum(words.encode() in detail for detail in details) >= 2
+
+    _in_mood(stack, mood, two_are_dropped, "two groups were dropped")
     return time.time()
 
 
-def _has(words: str, dropped: dict[bytes, bytes]) -> bool:
-    return words.encode() in dropped.get(b"detail", b"")
+def play_trick(trick: str, stack: ChaosStack, rng: random.Random) -> float:
+    """Programs do this until two of them have come through with it, or one had harm done to it or to another."""
+    played, harmed = (stack.mood.with_suffix(suffix) for suffix in (PLAYED, HARMED))
+    played.unlink(missing_ok=True)
+
+    def two_have_ended() -> bool:
+        return harmed.exists() or (played.exists() and played.read_text().count("\n") >= 2)
+
+    _in_mood(stack, trick, two_have_ended, "two programs ended")
+    return time.time()
+
+
+def _in_mood(stack: ChaosStack, mood: str, reached: Callable[[], bool], what: str) -> None:
+    """Set the mood of what leads conversations until something is reached. Raises MomentMissed."""
+    deadline = time.monotonic() + NOTICE_SECONDS
+    stack.mood.write_text(mood)
+    try:
+        while not reached():
+            if time.monotonic() > deadline:
+                raise MomentMissed(f"not within {NOTICE_SECONDS:g} s: {what}")
+            time.sleep(0.02)
+    finally:
+        stack.mood.unlink()
+
+
+def kill_program(stack: ChaosStack, rng: random.Random) -> float:
+    """A program that leads a conversation."""
+    return kill_now([_program(stack, rng)])
+
+
+def freeze_program(stack: ChaosStack, rng: random.Random) -> float:
+    """A program stands still for good."""
+    program, now = _program(stack, rng), time.time()
+    program.suspend()
+    return now
+
+
+def _program(stack: ChaosStack, rng: random.Random) -> psutil.Process:
+    """Return a running program. Raises MomentMissed: there is none."""
+    deadline = time.monotonic() + NOTICE_SECONDS
+    while time.monotonic() < deadline:
+        if found := [one for name in stack.names("agent") for one in stack.children(name, PROGRAM.name)]:
+            return rng.choice(found)
+        time.sleep(0.001)
+    raise MomentMissed(f"no program has run in {NOTICE_SECONDS:g} s")
 
 
 def fork_and_kill_host(stack: ChaosStack, rng: random.Random) -> float:
     """The environment forks; its host is killed. What it has forked must end, too."""
-    left, deadline = stack.mood.with_suffix(f".{FORKS}"), time.monotonic() + NOTICE_SECONDS
+    left = stack.mood.with_suffix(f".{FORKS}")
     left.unlink(missing_ok=True)
-    stack.mood.write_text(FORKS)
-    try:
-        while not left.exists():
-            if time.monotonic() > deadline:
-                raise MomentMissed(f"nothing was forked in {NOTICE_SECONDS:g} s")
-            time.sleep(0.02)
-    finally:
-        stack.mood.unlink()
+    _in_mood(stack, FORKS, left.exists, "something was forked")
     hosts = [host for name in stack.names("agent") for host in stack.children(name, HOST)]
     now = kill_now(hosts)
     forked = [int(line) for line in left.read_text().split()]
@@ -493,7 +529,29 @@ def teacher_engine_faults() -> list[Fault]:
 
 
 def agent_faults() -> list[Fault]:
-    """Faults of runs whose samples are conversations."""
+    """Faults of runs whose samples are conversations with an environment."""
+    return [
+        *replica_faults(),
+        _named("kill agent environment", kill_child, "agent", HOST, 0),
+        _named("freeze agent environment", freeze_child, "agent", HOST),
+        _named("agent environment forks and dies", fork_and_kill_host),
+        *(_named(f"agent environment {mood}", misbehave, mood, words) for mood, words in MOODS.items()),
+    ]
+
+
+def program_faults() -> list[Fault]:
+    """Faults of runs whose samples are conversations that programs lead."""
+    return [
+        *replica_faults(),
+        _named("kill agent program", kill_program),
+        _named("freeze agent program", freeze_program),
+        *(_named(f"agent program {mood}", misbehave, mood, words) for mood, words in PROGRAM_MOODS.items()),
+        *(_named(f"agent program {trick}", play_trick, trick) for trick in TRICKS),
+    ]
+
+
+def replica_faults() -> list[Fault]:
+    """Faults of agent replicas."""
     return [
         _named("kill agent", kill_service, "agent"),
         _named("kill both agents", kill_all, "agent"),
@@ -501,10 +559,6 @@ def agent_faults() -> list[Fault]:
         *(_named(f"stall agent {length}", stall, "agent", seconds) for length, seconds in LENGTHS.items()),
         _named("cut: agent - redis", network, "cut", "agent", "redis"),
         _named("drop: agent - coordinator", network, "drop", "agent", "coordinator"),
-        _named("kill agent environment", kill_child, "agent", HOST, 0),
-        _named("freeze agent environment", freeze_child, "agent", HOST),
-        _named("agent environment forks and dies", fork_and_kill_host),
-        *(_named(f"agent environment {mood}", misbehave, mood) for mood in MOODS),
     ]
 
 
@@ -582,7 +636,12 @@ def all_faults(algorithm: str = "grpo") -> list[Fault]:
         ("coordinator dies after commit", "rollout", "ReceiveWeights", "answered", "coordinator", ""),
     ]
     faults += [_named(f"sync: {name}", kill_in_sync, *rest) for name, *rest in sync]
-    own = {"critic": critic_faults, "teacher-engine": teacher_engine_faults, "agent": agent_faults}
+    own = {
+        "critic": critic_faults,
+        "teacher-engine": teacher_engine_faults,
+        "agent": agent_faults,
+        "program": program_faults,
+    }
     return faults + (own[algorithm]() if algorithm in own else [])
 
 

@@ -5,6 +5,7 @@ import os
 import re
 import signal
 import struct
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -27,6 +28,7 @@ from relaxd.v1.coordinator_pb2_grpc import CoordinatorStub
 from relaxd.v1.replica_pb2 import REPLICA_STATE_READY
 from tests.chaos.planes.data_nodes import DataNodes
 from tests.chaos.planes.primaries import RUN, primaries_of
+from tests.chaos.program import HARMED
 from tests.chaos.proxy import Link, Loop
 from tests.chaos.relay import Relay
 from tests.chaos.reward import HUGE_FILE, HUGE_VARIABLE
@@ -35,6 +37,8 @@ from tests.kit.models import make_tiny_model
 from tests.kit.ports import free_port
 from tests.kit.processes import is_alive
 
+PROGRAM = Path(__file__).parent / "program.py"
+"""The program that leads conversations with the algorithm "program"."""
 CLOCK = Path(__file__).parent / "clock"
 """The folder on services' PYTHONPATH that lets faults set their clocks."""
 LEASE_SECONDS = 2.0
@@ -45,7 +49,7 @@ MAX_STALENESS = 1
 REPLICAS = {"rollout": 2, "reward": 2, "advantage": 2, "trainer": 1}
 FROZEN_REPLICAS = {"reference": 1, "teacher": 1, "judge": 1}
 """Besides, where the configuration has these roles."""
-OWN_REPLICAS = {"critic": {"critic": 1}, "agent": {"agent": 2}}
+OWN_REPLICAS = {"critic": {"critic": 1}, "agent": {"agent": 2}, "program": {"agent": 2}}
 """Besides, by algorithm."""
 MARGIN_SECONDS = 0.5
 """A heartbeat that came so soon after a fault may have been written before it."""
@@ -145,15 +149,21 @@ stop_token_ids = [2, {stops}]
 prompts = 0
 
 [agent]
-environment = "tests.chaos.environment:Moody"
-settings = {{mood = "{mood}"}}
 max_turns = 4
 turn_tokens = 8
-call_seconds = 2
 on_failure = "retry"
 max_retries = 2
 """
 """Random models rarely end a message by themselves."""
+WITH_ENVIRONMENT = """
+environment = "tests.chaos.environment:Moody"
+settings = {{mood = "{mood}"}}
+call_seconds = 2
+"""
+WITH_PROGRAM = f"""
+command = ["{sys.executable}", "{PROGRAM}", "{{mood}}"]
+conversation_seconds = 10
+"""
 # Faults fall upon the same few groups over and over: limits that are meant for a single bad group would only hide them.
 ALGORITHMS = {
     "grpo": {
@@ -201,11 +211,12 @@ ALGORITHMS["plain"] = ALGORITHMS["grpo"] | {
     "roles": "",
     "reward": "unjudged",
 }
-ALGORITHMS["agent"] = ALGORITHMS["plain"] | {"answers": CONVERSATIONS, "most": "128"}
+ALGORITHMS["agent"] = ALGORITHMS["plain"] | {"answers": CONVERSATIONS + WITH_ENVIRONMENT, "most": "128"}
+ALGORITHMS["program"] = ALGORITHMS["plain"] | {"answers": CONVERSATIONS + WITH_PROGRAM, "most": "128"}
 """What the run trains with: one update a step, while the step fills; or a critic, too, and four updates of both; or the
 same with the critic as a service, which is trained again at the end from all step files (tests.chaos.models); or as the
 first, with a teacher in an engine; or as the first, without reference, teacher and judge, for short suites; or as the
-last, with conversations as samples."""
+last, with conversations as samples, which an environment holds or a program leads."""
 
 
 class ChaosStack:
@@ -418,6 +429,18 @@ class ChaosStack:
             for process in processes:
                 with contextlib.suppress(psutil.NoSuchProcess):
                     process.send_signal(signal.SIGCONT)
+
+    def harm_of_tricks(self) -> list[str]:
+        """Return the harm that tricks of programs have done since this was asked last, each once."""
+        file = self.mood.with_suffix(HARMED)
+        found = set(file.read_text().splitlines() if file.exists() else ())
+        file.unlink(missing_ok=True)
+        return sorted(found)
+
+    def generated_tokens(self) -> int:
+        """Return the number of tokens that the engines have generated in conversations since they started."""
+        replicas = self.coordinator.replicas()
+        return sum(one.status.progress for one in replicas if one.registration.role == "rollout")
 
     # --- being whole
 

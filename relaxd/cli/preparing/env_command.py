@@ -15,9 +15,10 @@ from rich.console import Console
 from relaxd.cli.options import PASS_ON, load_words, new_console
 from relaxd.cli.preparing.reward_command import first_prompts
 from relaxd.client import CliError
-from relaxd.config.agent import SERVICE
+from relaxd.config.agent import SERVICE, check_environment
 from relaxd.config.load_toml import ConfigError, Problem
 from relaxd.data.examples import Message
+from relaxd.data.vision import normalise, read_vision
 from relaxd.envs.client import EnvironmentClient, EnvironmentFailed, hosted
 from relaxd.envs.environment import BadEnvironmentError, Reply, Sample
 from relaxd.envs.observation_images import with_images
@@ -25,8 +26,9 @@ from relaxd.envs.replies import parse_reply
 from relaxd.envs.reply_formats import REPLY_FORMATS
 from relaxd.evaluation.set_checks import environment_problems
 from relaxd.json_text import parse_json
-from relaxd.media import MediaError, shown_text
-from relaxd.media.sources import read_source
+from relaxd.media import shown_text
+from relaxd.models import DataError
+from relaxd.models.folders import resolve_model
 from relaxd.process.child import ChildError
 from relaxd.rpc.client import channel
 
@@ -102,11 +104,14 @@ def env_test(
 
 
 def _trial_of_name(words: Sequence[str]) -> _Trial:
-    """Return a conversation with an environment outside of a run. Raises CliError: there are other words."""
+    """Return a conversation with an environment outside of a run. Raises CliError: a wrong address, other words."""
     name, *others = words
     if others:
         raise CliError(f"{others[0]}: there is no such option for an environment; settings are for FILE.toml")
-    return _Trial(name)
+    try:
+        return _Trial(check_environment(name) if name.startswith(SERVICE) else name)
+    except ValueError as error:
+        raise CliError(str(error)) from error
 
 
 def _trial_of_run(words: list[str]) -> _Trial:
@@ -120,10 +125,13 @@ def _trial_of_run(words: list[str]) -> _Trial:
     if problems := environment_problems(config):
         raise ConfigError([Problem(setting, message) for setting, message in problems])
     first = first_prompts(config)[0]
-    try:
-        messages = with_images(first.messages, [read_source(item.source) for item in first.media])
-    except MediaError as error:
-        raise CliError(f"{first.place}: an image {error}") from error
+    messages = first.messages
+    if first.media:
+        try:
+            vision = read_vision(resolve_model(config.model.path), config.data)
+            messages = with_images(messages, [image.png for image in normalise(first, vision)])
+        except DataError as error:
+            raise ConfigError([Problem(error.field, error.message)]) from error
     return _Trial(
         agent.environment,
         agent.settings,

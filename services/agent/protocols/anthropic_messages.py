@@ -7,18 +7,20 @@ from typing import Any
 from relaxd.data.examples import Message
 from services.agent.chat_requests import BadRequest, ChatAnswer, ChatRequest, shown
 from services.agent.protocols.protocol import (
+    Parts,
     Protocol,
     Supported,
     call_of,
     check_supported,
     model_of,
     named_events,
+    read_content,
     read_functions,
     read_list,
     read_part,
-    read_text,
     request_of,
 )
+from services.agent.session_images import SessionImages, joined
 from services.agent.stored_messages import Stored, StoredMessages
 
 ROLES = ("user", "assistant", "system")
@@ -33,7 +35,18 @@ _ERRORS = {401: "authentication_error", 404: "not_found_error", 413: "request_to
 _STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 
 
-def read_request(asked: dict[str, Any], stored: StoredMessages) -> ChatRequest:
+def _image(part: Mapping[str, Any]) -> Any:
+    source = part.get("source")
+    if not isinstance(source, dict) or source.get("type") != "base64":
+        return None
+    return f"data:{source.get('media_type')};base64,{source.get('data')}"
+
+
+PARTS = Parts(("text",), {"image": _image})
+"""Blocks that are text or an image."""
+
+
+def read_request(asked: dict[str, Any], stored: StoredMessages, images: SessionImages) -> ChatRequest:
     """Read a request. Raises BadRequest, which names what isn't supported."""
     check_supported(asked, SUPPORTED)
     output = asked.get("output_config")
@@ -41,10 +54,10 @@ def read_request(asked: dict[str, Any], stored: StoredMessages) -> ChatRequest:
         raise BadRequest("output_config.format isn't supported: ask for the format in a message", "output_config")
     before = _thread(asked, stored)
     messages = list(before.messages)
-    if system := read_text("system", asked.get("system")):
+    if system := read_content("system", asked.get("system"), PARTS):
         messages.append({"role": "system", "content": system})
     for index, message in enumerate(read_list(asked, "messages")):
-        messages += _messages(f"messages[{index}]", message)
+        messages += _messages(f"messages[{index}]", message, images)
     return request_of(
         asked,
         messages,
@@ -92,7 +105,7 @@ def _tools(tools: Any) -> list[dict[str, Any]]:
     return read_functions(found)
 
 
-def _messages(place: str, message: Any) -> Iterator[Message]:
+def _messages(place: str, message: Any, images: SessionImages) -> Iterator[Message]:
     """Yield a message in the form of chat templates, and each result of a tool as another message."""
     role = message.get("role") if isinstance(message, dict) else None
     if role not in ROLES:
@@ -102,8 +115,8 @@ def _messages(place: str, message: Any) -> Iterator[Message]:
         raise BadRequest(f"{place}.content is missing", f"{place}.content")
     blocks = content
     if not isinstance(content, list):
-        blocks = [{"type": "text", "text": read_text(f"{place}.content", content)}]
-    texts: list[str] = []
+        blocks = [{"type": "text", "text": read_content(f"{place}.content", content, PARTS)}]
+    parts: list[dict[str, Any]] = []
     calls = []
     for index, block in enumerate(blocks):
         where = f"{place}.content[{index}]"
@@ -113,16 +126,16 @@ def _messages(place: str, message: Any) -> Iterator[Message]:
             case "assistant", "tool_use":
                 calls.append(_call(where, block))
             case "user", "tool_result":
-                if texts:
-                    yield {"role": role, "content": "".join(texts)}
-                    texts = []
-                yield _result(where, block)
+                if parts:
+                    yield {"role": role, "content": joined(parts)}
+                    parts = []
+                yield _result(where, block, images)
             case _:
-                texts.append(read_part(where, block))
+                parts.append(read_part(where, block, PARTS, images if role != "assistant" else None))
     if role == "assistant":
-        yield {"role": role, "content": "".join(texts), **({"tool_calls": calls} if calls else {})}
-    elif texts or not blocks:
-        yield {"role": role, "content": "".join(texts)}
+        yield {"role": role, "content": joined(parts), **({"tool_calls": calls} if calls else {})}
+    elif parts or not blocks:
+        yield {"role": role, "content": joined(parts)}
 
 
 def _call(place: str, block: Mapping[str, Any]) -> dict[str, Any]:
@@ -134,10 +147,10 @@ def _call(place: str, block: Mapping[str, Any]) -> dict[str, Any]:
         ) from error
 
 
-def _result(place: str, block: Mapping[str, Any]) -> Message:
+def _result(place: str, block: Mapping[str, Any], images: SessionImages) -> Message:
     if not isinstance(block.get("tool_use_id"), str):
         raise BadRequest(f"{place}.tool_use_id is missing: it says which call is answered", place)
-    content = read_text(f"{place}.content", block.get("content"))
+    content = read_content(f"{place}.content", block.get("content"), PARTS, images)
     return {"role": "tool", "content": content, "tool_call_id": block["tool_use_id"]}
 
 

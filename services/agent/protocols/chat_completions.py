@@ -8,16 +8,18 @@ from typing import Any
 from relaxd.data.examples import Message
 from services.agent.chat_requests import BadRequest, ChatAnswer, ChatRequest, shown
 from services.agent.protocols.protocol import (
+    Parts,
     Protocol,
     Supported,
     call_of,
     check_supported,
     model_of,
+    read_content,
     read_functions,
     read_list,
-    read_text,
     request_of,
 )
+from services.agent.session_images import SessionImages
 from services.agent.stored_messages import StoredMessages
 
 ROLES: Mapping[str, str] = {
@@ -46,10 +48,19 @@ SUPPORTED: Supported = {
 }
 
 
-def read_request(asked: dict[str, Any], stored: StoredMessages) -> ChatRequest:
+def _image_url(part: Mapping[str, Any]) -> Any:
+    url = part.get("image_url")
+    return url.get("url") if isinstance(url, dict) else url
+
+
+PARTS = Parts(("text",), {"image_url": _image_url, "image": lambda part: part.get("image")})
+"""Parts of contents; an image may also have the form in which environments show it."""
+
+
+def read_request(asked: dict[str, Any], stored: StoredMessages, images: SessionImages) -> ChatRequest:
     """Read a request. Raises BadRequest, which names what isn't supported."""
     check_supported(asked, SUPPORTED)
-    messages = [_message(f"messages[{index}]", one) for index, one in enumerate(read_list(asked, "messages"))]
+    messages = [_message(f"messages[{index}]", one, images) for index, one in enumerate(read_list(asked, "messages"))]
     request = request_of(
         asked,
         messages,
@@ -61,11 +72,13 @@ def read_request(asked: dict[str, Any], stored: StoredMessages) -> ChatRequest:
     return replace(request, with_ids=asked.get("logprobs") is True or asked.get("return_token_ids") is True)
 
 
-def _message(place: str, message: Any) -> Message:
+def _message(place: str, message: Any, images: SessionImages) -> Message:
     if not isinstance(message, dict) or message.get("role") not in ROLES:
         raise BadRequest(f"{place} = {shown(message)} must be a message of one of the roles {', '.join(ROLES)}", place)
     role = ROLES[message["role"]]
-    read: Message = {"role": role, "content": read_text(f"{place}.content", message.get("content"))}
+    shows = images if role != "assistant" else None
+    content = read_content(f"{place}.content", message.get("content"), PARTS, shows)
+    read: Message = {"role": role, "content": content}
     if role == "assistant" and message.get("tool_calls"):
         read["tool_calls"] = _calls(place, message["tool_calls"])
     elif message.get("content") is None and role != "assistant":

@@ -8,17 +8,19 @@ from relaxd.data.examples import Message
 from services.agent.chat_requests import BadRequest, ChatAnswer, ChatRequest, shown
 from services.agent.protocols.chat_completions import ROLES
 from services.agent.protocols.protocol import (
+    Parts,
     Protocol,
     Supported,
     call_of,
     check_supported,
     model_of,
     named_events,
+    read_content,
     read_functions,
     read_list,
-    read_text,
     request_of,
 )
+from services.agent.session_images import SessionImages
 from services.agent.stored_messages import Stored, StoredMessages
 
 SUPPORTED: Supported = {
@@ -33,11 +35,11 @@ SUPPORTED: Supported = {
 }
 IGNORED_TOOLS = ("namespace", "web_search", "web_search_preview")
 """Types of tools that some programs offer to every model, and that this one isn't told of."""
-TEXTS = ("input_text", "output_text", "text")
-"""Types of parts that are text."""
+PARTS = Parts(("input_text", "output_text", "text"), {"input_image": lambda part: part.get("image_url")})
+"""Parts of contents."""
 
 
-def read_request(asked: dict[str, Any], stored: StoredMessages) -> ChatRequest:
+def read_request(asked: dict[str, Any], stored: StoredMessages, images: SessionImages) -> ChatRequest:
     """Read a request. Raises BadRequest, which names what isn't supported."""
     check_supported(asked, SUPPORTED)
     text = asked.get("text")
@@ -52,9 +54,9 @@ def read_request(asked: dict[str, Any], stored: StoredMessages) -> ChatRequest:
     if (previous := asked.get("previous_response_id")) is not None:
         before = stored.find("previous_response_id", previous, "resp_")
     tools = _tools(asked["tools"]) if "tools" in asked else list(before.tools)
-    kept = [*before.messages, *_items(asked)]
+    kept = [*before.messages, *_items(asked, images)]
     messages = list(kept)
-    if instructions := read_text("instructions", asked.get("instructions")):
+    if instructions := read_content("instructions", asked.get("instructions"), PARTS):
         messages.insert(0, {"role": "system", "content": instructions})
     return request_of(
         asked,
@@ -79,7 +81,7 @@ def _tools(tools: Any) -> list[dict[str, Any]]:
     return read_functions(found)
 
 
-def _items(asked: Mapping[str, Any]) -> list[Message]:
+def _items(asked: Mapping[str, Any], images: SessionImages) -> list[Message]:
     """Return the input as messages. A message of the assistant and the calls after it are one."""
     given = asked.get("input")
     if isinstance(given, str):
@@ -89,14 +91,16 @@ def _items(asked: Mapping[str, Any]) -> list[Message]:
         place = f"input[{index}]"
         match item.get("type", "message") if isinstance(item, dict) else None:
             case "message" if item.get("role") in ROLES and item["role"] != "tool" and item.get("content") is not None:
-                content = read_text(f"{place}.content", item["content"], TEXTS)
-                messages.append({"role": ROLES[item["role"]], "content": content})
+                role = ROLES[item["role"]]
+                shows = images if role != "assistant" else None
+                content = read_content(f"{place}.content", item["content"], PARTS, shows)
+                messages.append({"role": role, "content": content})
             case "function_call":
                 if not messages or messages[-1]["role"] != "assistant":
                     messages.append({"role": "assistant", "content": ""})
                 messages[-1].setdefault("tool_calls", []).append(_call(place, item))
             case "function_call_output":
-                messages.append(_result(place, item))
+                messages.append(_result(place, item, images))
             case "reasoning":
                 pass  # the tokens have it
             case _:
@@ -117,10 +121,10 @@ def _call(place: str, item: Mapping[str, Any]) -> dict[str, Any]:
         ) from error
 
 
-def _result(place: str, item: Mapping[str, Any]) -> Message:
+def _result(place: str, item: Mapping[str, Any], images: SessionImages) -> Message:
     if not isinstance(item.get("call_id"), str) or item.get("output") is None:
         raise BadRequest(f"{place} = {shown(item)} must have a call_id and an output", place)
-    content = read_text(f"{place}.output", item["output"], TEXTS)
+    content = read_content(f"{place}.output", item["output"], PARTS, images)
     return {"role": "tool", "content": content, "tool_call_id": item["call_id"]}
 
 

@@ -6,12 +6,13 @@ from typing import Any
 
 from services.agent.chat_requests import BadRequest, ChatAnswer, ChatRequest, shown
 from services.agent.protocols.protocol import Protocol, Supported, check_supported, digest_of, positive, texts
+from services.agent.session_images import SessionImages
 from services.agent.stored_messages import StoredMessages
 
 SUPPORTED: Supported = {
     "stream": ((False, True), "use true or false"),
-    "features": ((), "prompts have no images"),
-    "content_parts": ((), "prompts have no images"),
+    "features": ((), "send images in messages"),
+    "content_parts": ((), "send images in messages"),
     "kv_transfer_params": ((), "the run's engines keep their caches"),
 }
 SAMPLING = "sampling_params"
@@ -27,7 +28,7 @@ SUPPORTED_SAMPLING: Supported = {
 }
 
 
-def read_request(asked: dict[str, Any], stored: StoredMessages) -> ChatRequest:
+def read_request(asked: dict[str, Any], stored: StoredMessages, images: SessionImages) -> ChatRequest:
     """Read a request. Raises BadRequest, which names what isn't supported."""
     check_supported(asked, SUPPORTED)
     sampling = asked.get(SAMPLING, {})

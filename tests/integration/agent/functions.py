@@ -4,10 +4,14 @@ import asyncio
 import time
 from pathlib import Path
 
+import pytest
+
 import relaxd
 from relaxd.envs.environment import Sample
 from relaxd.envs.function_tools import FunctionTool
 from relaxd.envs.own_function import Model
+from tests.integration.agent.galleries import OTHER, SHOWN
+from tests.kit.vision import encoded
 
 
 def add(a: int, b: int) -> int:
@@ -27,6 +31,26 @@ async def use_tools(sample: Sample, model: Model, paid: float = 1.0) -> tuple[fl
         calls += len(answer.tool_calls)
         for call in answer.tool_calls:
             messages.append({"role": "tool", "tool_call_id": call.id, "content": await tool.answer(call)})
+
+
+async def pictures(sample: Sample, model: Model) -> float:
+    """Do as the programs of this name, with pictures of Pillow."""
+    messages, shown = list(sample.messages), [*SHOWN[:3:2], OTHER]
+    own = next(part for part in messages[0]["content"] if part["type"] == "image")
+    first = {"type": "image", "image": shown[0]}
+    second = {"type": "image", "image": encoded(shown[1])}
+    for content in (["This?", first], [second, "Or?", own]):
+        answer = await model.generate(messages)
+        messages += [answer.message, {"role": "user", "content": content}]
+    await model.generate(messages)
+    other = {"type": "image", "image": shown[2]}
+    await model.generate(
+        [{"role": "user", "content": [other if part == own else part for part in messages[0]["content"]]}]
+    )
+    far = {"type": "image", "image": "https://example.com/a.png"}
+    with pytest.raises(ValueError, match="relaxd fetches no media"):
+        await model.generate([{"role": "user", "content": [far]}])
+    return 1.0
 
 
 async def misbehave(sample: Sample, model: Model) -> object:

@@ -12,6 +12,9 @@ from tests.kit.vision import encoded, picture
 SHOWN = [picture(64, 64, 1), picture(100, 60, 2), picture(64, 64, 3), picture(64, 64, 4)]
 """Pictures of `Gallery`: one with which it opens, and those of its answers."""
 
+OTHER = picture(70, 130, 5)
+"""A picture of the size of the prompt's."""
+
 
 class Gallery:
     """Shows pictures in each of the forms that Python has, and the prompt's again."""

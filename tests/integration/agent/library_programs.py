@@ -49,6 +49,29 @@ def agents(model: str, *, streamed: bool) -> Any:
     return asyncio.run(run())
 
 
+def agents_with_mcp() -> Any:
+    """Run an agent of openai-agents by streamed responses, whose tools are those of an MCP server."""
+    from agents import Agent, OpenAIResponsesModel, Runner, set_tracing_disabled
+    from agents.mcp import MCPServerStdio, MCPServerStdioParams, create_static_tool_filter
+    from openai import AsyncOpenAI
+
+    set_tracing_disabled(True)
+    params = MCPServerStdioParams(command=sys.executable, args=["-m", "tests.kit.mcp_server"])
+
+    async def run() -> Any:
+        few = create_static_tool_filter(allowed_tool_names=["add"])
+        async with MCPServerStdio(params, client_session_timeout_seconds=60, tool_filter=few) as server:
+            asked = OpenAIResponsesModel(model="any", openai_client=AsyncOpenAI())
+            result = Runner.run_streamed(
+                Agent(name="adder", instructions="Use the tool.", mcp_servers=[server], model=asked), QUESTION
+            )
+            async for _ in result.stream_events():
+                pass
+            return result.final_output
+
+    return asyncio.run(run())
+
+
 def langgraph(*, responses: bool, streamed: bool) -> Any:
     """Run an agent of langgraph."""
     from langchain.agents import create_agent
@@ -65,6 +88,7 @@ PROGRAMS = {
     "agents-chat-streamed": lambda: agents("chat", streamed=True),
     "agents-responses": lambda: agents("responses", streamed=False),
     "agents-responses-streamed": lambda: agents("responses", streamed=True),
+    "agents-mcp": agents_with_mcp,
     "langgraph-chat": lambda: langgraph(responses=False, streamed=False),
     "langgraph-chat-streamed": lambda: langgraph(responses=False, streamed=True),
     "langgraph-responses": lambda: langgraph(responses=True, streamed=False),

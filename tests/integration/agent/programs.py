@@ -8,6 +8,7 @@ import subprocess
 import sys
 import urllib.error
 import urllib.request
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,14 @@ def post(address: str, asked: dict[str, Any], key: str = os.environ["OPENAI_API_
     except urllib.error.HTTPError as error:
         print(error.code, error.read().decode())
         sys.exit(9)
+
+
+def refusal(address: str, asked: dict[str, Any]) -> str:
+    """Send a request that is refused; return the status and the parameter."""
+    request = urllib.request.Request(address, json.dumps(asked).encode(), {"x-api-key": os.environ["OPENAI_API_KEY"]})
+    with pytest.raises(urllib.error.HTTPError) as refused:
+        urllib.request.urlopen(request, timeout=60)
+    return f"{refused.value.code} {json.load(refused.value)['error']['param']}"
 
 
 async def loop() -> None:
@@ -188,6 +197,114 @@ def end(text: str, calls: int) -> None:
     Path(os.environ["RELAXD_RESULT"]).write_text(json.dumps(result))
 
 
+Ask = Callable[[list[dict[str, Any]]], str]
+"""Asks with messages in the form of chat completions; returns the answer."""
+
+
+def chat_completions() -> Ask:
+    """Ask with the openai package."""
+    import openai
+
+    client = openai.OpenAI(max_retries=0)
+
+    def ask(messages: list[Any]) -> str:
+        answer: Any = client.chat.completions.create(
+            model="any", messages=messages, extra_body={"return_token_ids": True}
+        )
+        tokenized = post(os.environ["ANTHROPIC_BASE_URL"] + "/tokenize", {"messages": messages})
+        assert tokenized["tokens"] == answer.prompt_token_ids
+        return answer.choices[0].message.content or ""
+
+    return ask
+
+
+def with_parts(messages: list[dict[str, Any]], written: str, said: str, image: Callable[[str], Any]) -> list[Any]:
+    """Return messages with parts of another protocol: types of texts, and the part of a data URI."""
+
+    def parts(message: dict[str, Any]) -> list[Any]:
+        kind, content = said if message["role"] == "assistant" else written, message["content"]
+        if isinstance(content, str):
+            return [{"type": kind, "text": content}]
+        urls = (part.get("image_url", {}).get("url") for part in content)
+        return [image(url) if url else {**part, "type": kind} for part, url in zip(content, urls, strict=True)]
+
+    return [{"role": message["role"], "content": parts(message)} for message in messages]
+
+
+def openai_responses() -> Ask:
+    """Ask for responses with the openai package."""
+    import openai
+
+    client = openai.OpenAI(max_retries=0)
+
+    def ask(messages: list[Any]) -> str:
+        items = with_parts(
+            messages,
+            "input_text",
+            "output_text",
+            lambda url: {"type": "input_image", "image_url": url, "detail": "auto"},
+        )
+        return str(client.responses.create(model="any", input=items).output_text)
+
+    return ask
+
+
+def anthropic_messages() -> Ask:
+    """Ask with the anthropic package."""
+    import anthropic
+
+    client = anthropic.Anthropic(max_retries=0)
+
+    def block(url: str) -> Any:
+        head, _, data = url.partition(";base64,")
+        source = {"type": "base64", "media_type": head.removeprefix("data:"), "data": data}
+        return {"type": "image", "source": source if data else {"type": "url", "url": url}}
+
+    def ask(messages: list[Any]) -> str:
+        asked = with_parts(messages, "text", "text", block)
+        answer = client.messages.create(model="any", max_tokens=1000, messages=asked)
+        counted = client.messages.count_tokens(model="any", messages=asked)
+        assert counted.input_tokens == answer.usage.input_tokens
+        return str(answer.content[0].text)
+
+    return ask
+
+
+def pictures(ask: Ask) -> None:
+    """Talk about pictures, then about another one in the place of the prompt's, then about one that isn't sent."""
+    shown = [{"type": "image_url", "image_url": {"url": url}} for url in SAMPLE["metadata"]["pictures"]]
+    messages = SAMPLE["messages"]
+    (own,) = (part for part in messages[0]["content"] if part["type"] == "image_url")
+    for parts in ([{"type": "text", "text": "This?"}, shown[0]], [shown[1], {"type": "text", "text": "Or?"}, own]):
+        messages = [*messages, {"role": "assistant", "content": ask(messages)}, {"role": "user", "content": parts}]
+    ask(messages)
+    ask([{"role": "user", "content": [shown[2] if part == own else part for part in SAMPLE["messages"][0]["content"]]}])
+    far = {"type": "image_url", "image_url": {"url": "https://user:secret@example.com/a.png"}}
+    with pytest.raises(Exception, match="relaxd fetches no media") as caught:
+        ask([*messages, {"role": "assistant", "content": "x"}, {"role": "user", "content": [far]}])
+    assert getattr(caught.value, "status_code", 0) == 400
+    assert "secret" not in str(caught.value)
+    end(SAMPLE["answer"], 0)
+
+
+def pictures_openai() -> None:
+    """Talk about pictures in chat completions; token ids may have no new ones."""
+    image_token = SAMPLE["metadata"]["image_token"]
+    address = os.environ["ANTHROPIC_BASE_URL"] + "/inference/v1/generate"
+    assert refusal(address, {"token_ids": [image_token]}) == "400 token_ids[0]"
+    pictures(chat_completions())
+
+
+def pictures_anthropic() -> None:
+    """Talk about pictures in Anthropic's messages."""
+    pictures(anthropic_messages())
+
+
+def pictures_responses() -> None:
+    """Talk about pictures in responses."""
+    pictures(openai_responses())
+
+
 def fail() -> None:
     """Ask, and fail with much output."""
     ask(SAMPLE["messages"])
@@ -268,10 +385,7 @@ def tokens() -> None:
         {"token_ids": more, "sampling_params": {"max_tokens": 0}},
         {"token_ids": more * 500, "sampling_params": {"logprobs": 3}},
     ):
-        request = urllib.request.Request(address, json.dumps(wrong).encode(), dict(request.headers))
-        with pytest.raises(urllib.error.HTTPError) as refused:
-            urllib.request.urlopen(request, timeout=60)
-        refusals.append(f"{refused.value.code} {json.load(refused.value)['error']['param']}")
+        refusals.append(refusal(address, wrong))
     Path(os.environ["RELAXD_RESULT"]).write_text('{"reward": 0.5}')
     Path(SAMPLE["metadata"]["refusals"]).write_text("\n".join(refusals))
 

@@ -38,16 +38,23 @@ def interpreter(library: str) -> str:
     return os.environ[variable]
 
 
-@pytest.mark.parametrize("how", ["chat", "chat-streamed", "responses", "responses-streamed"])
-@pytest.mark.parametrize("library", ["agents", "langgraph"])
-async def test_a_library_is_trained_on_the_engines_tokens(tokenizer: PromptTokenizer, library: str, how: str) -> None:
-    texts = [f"<think>Add.</think>{CALLS}", SUMS]
-    fleet = Fleet(texts, versions=[3])
-    async with holding(tokenizer, fleet, f"{library}-{how}", program=(interpreter(library), PROGRAMS)) as held:
+WAYS = [
+    *(("agents", way) for way in ("chat", "chat-streamed", "responses", "responses-streamed", "mcp")),
+    *(("langgraph", way) for way in ("chat", "chat-streamed", "responses", "responses-streamed")),
+]
+"""Libraries, and ways in which they ask."""
+TWO_CALLS = [f"<think>Add.</think>{CALLS}", SUMS]
+"""Messages of the model for programs that add twice."""
+
+
+@pytest.mark.parametrize(("library", "way"), WAYS)
+async def test_a_library_is_trained_on_the_engines_tokens(tokenizer: PromptTokenizer, library: str, way: str) -> None:
+    fleet = Fleet(TWO_CALLS, versions=[3])
+    async with holding(tokenizer, fleet, f"{library}-{way}", program=(interpreter(library), PROGRAMS)) as held:
         result = await held.hold()
     assert result.failure == ""
     assert (result.finish, result.turns, result.reward, result.tool_calls) == ("env_done", 2, 1.0, 2)
-    check_tokens(fleet, texts, result)
+    check_tokens(fleet, TWO_CALLS, result)
     roles = [message["role"] for message in result.messages]
     assert roles == ["system", "user", "assistant", "tool", "tool", "assistant"]
 
@@ -56,25 +63,36 @@ def call(name: str, arguments: dict[str, Any]) -> str:
     return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
 
 
+DOUBLED = [
+    call("integers_double", {"number": 5}),
+    call("bash", {"command": "echo $((5 * 2)) > sum.txt"}),
+    "It is 10.",
+]
+"""Messages of the model for a task of verifiers."""
+
+
+def verifiers_settings(**agent_config: int) -> dict[str, Any]:
+    return {"taskset": TASKSET, "agent_config": {"harness": {"id": "bash", "edit": False}, **agent_config}}
+
+
+def verifiers_variables(python: str) -> dict[str, str]:
+    """Return what a service that hosts verifiers with this interpreter has in its environment; uv is beside it."""
+    path = f"{Path(python).parent}:{os.environ['PATH']}"
+    return {"PATH": path, "UV_PYTHON_DOWNLOADS": "never", "PYTHONPATH": os.getcwd()}
+
+
 async def test_a_task_of_verifiers_is_led_by_its_bash_harness(
     tokenizer: PromptTokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     python = interpreter("verifiers")
-    monkeypatch.setenv("PATH", f"{Path(python).parent}:{os.environ['PATH']}")  # uv is there
-    monkeypatch.setenv("UV_PYTHON_DOWNLOADS", "never")
-    monkeypatch.setenv("PYTHONPATH", os.getcwd())
-    texts = [
-        call("integers_double", {"number": 5}),
-        call("bash", {"command": "echo $((5 * 2)) > sum.txt"}),
-        "It is 10.",
-    ]
+    for name, value in verifiers_variables(python).items():
+        monkeypatch.setenv(name, value)
     again = [call("bash", {"command": f"echo 12 > sum.txt  # {number}"}) for number in range(3)]
-    fleet = Fleet([*texts, *again], versions=[3])
-    config = {"harness": {"id": "bash", "edit": False}, "max_turns": 3}
-    settings = {"taskset": TASKSET, "agent_config": config}
+    fleet = Fleet([*DOUBLED, *again], versions=[3])
+    settings = verifiers_settings(max_turns=3)
     async with holding_a_function(tokenizer, fleet, SOLVE, python=python, settings=settings) as held:
         result = await held.hold(idx=0)
-        check_tokens(fleet, texts, result)
+        check_tokens(fleet, DOUBLED, result)
         limited = await held.hold(idx=1)
     assert result.failure == ""
     assert (result.finish, result.turns, result.reward, result.tool_calls) == ("env_done", 3, 3.0, 2)

@@ -2,6 +2,8 @@
 
 import asyncio
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractAsyncContextManager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,7 @@ from relaxd.data.vision import read_vision
 from relaxd.media import ImageRule, MediaItem, normalise_image, shown_text
 from relaxd.media.messages import to_proto
 from relaxd.media.prompt_media import PromptMedia, with_references
+from relaxd.media.sources import data_uri
 from relaxd.v1.reward_pb2 import ScoreRequest
 from relaxd.v1.sample_pb2 import SamplingParams
 from services.agent.conversation import Conversation
@@ -32,10 +35,13 @@ from services.trainer.batch.groups import check_group
 from services.trainer.batch.micro_batch import pack
 from services.trainer.batch.prompt_images import ImageReader
 from services.trainer.megatron.world import leave_layout
-from tests.integration.agent.galleries import SHOWN
+from tests.integration.agent.galleries import OTHER, SHOWN
 from tests.integration.agent.scripted_engines import Fleet
 from tests.integration.agent.seeing_engines import SeeingFleet
 from tests.integration.agent.test_conversation_faults import config_of, talks
+from tests.integration.agent.test_functions import holding as function_holding
+from tests.integration.agent.test_programs import config_of as program_config
+from tests.integration.agent.test_programs import holding as program_holding
 from tests.integration.trainer.trainer_worlds import Job, make_learner
 from tests.kit.models import byte_tokenizer
 from tests.kit.vision import PROCESSOR, encoded, make_vision_model, picture
@@ -176,6 +182,51 @@ async def test_the_trainer_sees_what_the_engine_saw(
         one, other = (own[len(own) - place] for place in (2 + in_prompt, 1 + in_prompt))
         one["sha256"], other["sha256"] = other["sha256"], one["sha256"]
     assert np.abs(trained_log_probs(learner, columns) - np.concatenate(expected)).max() > 1e-2
+    leave_layout()
+
+
+@pytest.mark.parametrize(
+    "client", ["openai", "anthropic", "function", pytest.param("responses", marks=pytest.mark.night)]
+)
+async def test_the_trainer_sees_what_a_program_showed(folder: Path, harness: Harness, alone: None, client: str) -> None:
+    """Images come from unmodified clients; a picture in the place of the prompt's begins a sequence of its own."""
+    agent = {"images": True, "turn_tokens": 6}
+    tokenizer = PromptTokenizer.of_run(program_config(["none"], **agent), folder)
+    example, tokens, media = asked([ASKED], tokenizer)
+    shown = [SHOWN[0], SHOWN[2], OTHER]
+    assert tokenizer.vision is not None
+    metadata = {"pictures": [data_uri(encoded(one)) for one in shown], "image_token": tokenizer.vision.tokens.token}
+    example = replace(example, metadata=metadata)
+    fleet = SeeingFleet(harness)
+    held: AbstractAsyncContextManager[Any] = (
+        function_holding(tokenizer, fleet, "pictures", **agent)
+        if client == "function"
+        else program_holding(tokenizer, fleet, f"pictures_{client}", **agent)
+    )
+    async with held as its:
+        (one,) = [await its.conversations.hold("s", example, tokens.tolist(), 7, 1, media=media)]
+    assert (one.failure, one.finish, one.turns, one.reward) == ("", "env_done", 4, 1.0)
+    columns = group_columns([one], tokens, media) | {"reward": np.array([1.0])}
+    assert np.asarray(columns["shares_prompt"]).tolist() == [1, 0]
+    own = [[ASKED, SHOWN[0], SHOWN[2], ASKED], [OTHER]]
+    opened = [*own[0], OTHER]
+    (scored,) = samples_of_columns({**columns, "prompt": {"text": "", "messages": example.messages}})[:1]
+    assert [one.size for one in scored.images()] == [normal_size(one) for one in opened]
+
+    lengths = np.asarray(columns["lengths"])
+    sequences = np.split(np.asarray(columns["tokens"]), np.cumsum(lengths)[:-1])
+    masks = np.split(np.asarray(columns["loss_mask"]), np.cumsum(lengths)[:-1])
+    sequences[0], masks[0] = np.concatenate([tokens, sequences[0]]), np.concatenate([np.zeros(len(tokens)), masks[0]])
+    model = Qwen3VLForConditionalGeneration.from_pretrained(folder, dtype=torch.float32).eval()
+    expected = np.concatenate([reference(model, *parts) for parts in zip(sequences, masks, own, strict=True)])
+    of_engine = np.asarray(columns["rollout_logprobs"])[np.asarray(columns["loss_mask"]) == 1]
+    np.testing.assert_allclose(of_engine, expected, atol=1e-5)
+    learner = make_learner(Job(folder))
+    np.testing.assert_allclose(trained_log_probs(learner, columns), expected, atol=1e-5)
+    records: Any = columns["sequence_media"]
+    first, second, _ = records[0]  # two pictures of one size
+    first["sha256"], second["sha256"] = second["sha256"], first["sha256"]
+    assert np.abs(trained_log_probs(learner, columns) - expected).max() > 1e-2
     leave_layout()
 
 

@@ -3,10 +3,14 @@
 import asyncio
 import os
 import time
+from io import BytesIO
 from pathlib import Path
+
+from PIL import Image
 
 import relaxd
 from relaxd.envs.environment import Reply, Sample, Step
+from relaxd.media.sources import read_source
 
 
 class Echo:
@@ -73,6 +77,18 @@ class Bad:
             case "done":
                 return Step("well", 1.0, done="yes")  # type: ignore[arg-type]
         return "well", 1.0
+
+
+class Measuring:
+    """Tells the size of the prompt's picture."""
+
+    def open(self, sample: Sample) -> str:
+        (shown,) = (part["image"] for part in sample.messages[-1]["content"] if part["type"] == "image")
+        with Image.open(BytesIO(read_source(shown))) as picture:
+            return f"It has {picture.width} x {picture.height} pixels."
+
+    def step(self, reply: Reply) -> Step:
+        return Step(done=True)
 
 
 class Telling:

@@ -1,11 +1,14 @@
 """`relaxd env test`, with environments in their hosts."""
 
+import json
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
 from relaxd.cli.main import app
+from relaxd.media.sources import data_uri
+from tests.kit.vision import encoded, picture, write_vision_model
 
 CALL = '<tool_call>{"name": "calculator", "arguments": {"expression": "6 * 7"}}</tool_call>'
 OWN = "tests.integration.envs.conversations:"
@@ -42,6 +45,7 @@ def test_a_conversation_is_shown_turn_by_turn() -> None:
         (["calculator", "--metadata", "[]"], "--metadata is []: it must be a JSON object"),
         (["grpc://127.0.0.1:1", "--settings", "a=1"], "an environment at an address has settings of its own"),
         (["grpc://127.0.0.1:1"], "Connection refused"),
+        (["grpc://127.0.0.1:99999"], "'grpc://127.0.0.1:99999' must be the name of a bundled environment"),
         (["calculator", "--promt", "6 times 7?"], "--promt: there is no such option for an environment"),
     ],
 )
@@ -62,6 +66,25 @@ environment = "number_guessing"
 settings = { high = 5 }
 max_turns = 2
 """
+
+
+def test_images_of_the_prompt_are_as_in_a_run(tmp_path: Path) -> None:
+    write_vision_model(tmp_path / "model")
+    row = {"prompt": "<image>What is it?", "images": [data_uri(encoded(picture(70, 130)))]}
+    (tmp_path / "data.jsonl").write_text(json.dumps(row))
+    (tmp_path / "run.toml").write_text(
+        f"""
+run.steps = 1
+model.path = "{tmp_path / "model"}"
+data = {{ source = "files", path = "{tmp_path / "data.jsonl"}", media_keys = {{ image = "images" }} }}
+reward.name = "environment"
+rollout.engine = "transformers"
+agent.environment = "{OWN}Measuring"
+"""
+    )
+    result = CliRunner().invoke(app, ["env", "test", str(tmp_path / "run.toml")])
+    assert result.exit_code == 0, result.output + str(result.exception)
+    assert "[user] It has 64 x 128 pixels." in result.output
 
 
 def test_the_environment_of_a_run_talks_about_its_first_prompt(tmp_path: Path) -> None:

@@ -68,13 +68,20 @@ def test_parts_and_patterns_choose_what_is_trained(option: str, trained: set[str
             'roles.critic.placement is "service", but the run has media (agent.images)',
         ),
         (["agent.images=true"], "agent.images is true, but agent.environment is empty"),
-        (['agent.command=["a"]', "agent.images=true"], "only environments have it"),
     ],
 )
 def test_wrong_settings_are_refused(options: list[str], problem: str) -> None:
     with pytest.raises(ConfigError) as caught:
         load(*options)
     assert problem in str(caught.value)
+
+
+@pytest.mark.parametrize("leads", ['agent.command=["a"]', "agent.function=a.b:c"])
+@pytest.mark.parametrize("images", [IMAGES, "agent.images=true"])
+def test_programs_and_functions_may_have_images(leads: str, images: str) -> None:
+    run = load("rollout.engine=transformers", leads, images)
+    assert run.has_images
+    assert run.images_problem is None
 
 
 def test_conversations_about_prompts_with_video_are_refused() -> None:

@@ -10,6 +10,7 @@ from relaxd.envs.tool_calls import ToolCall
 from services.agent.chat_requests import AnswerIds, BadRequest, ChatAnswer, answer_message
 from services.agent.protocols.chat_completions import CHAT_COMPLETIONS
 from services.agent.protocols.protocol import read_object
+from services.agent.session_images import SessionImages
 from services.agent.stored_messages import StoredMessages
 
 USER = {"role": "user", "content": "Hello"}
@@ -21,7 +22,8 @@ def call(arguments: str = '{"a":1}', name: str = "call00001") -> dict[str, Any]:
 
 
 def read(**asked: Any) -> Any:
-    return CHAT_COMPLETIONS.read(read_object(json.dumps({"messages": [USER], **asked}).encode()), StoredMessages())
+    body = read_object(json.dumps({"messages": [USER], **asked}).encode())
+    return CHAT_COMPLETIONS.read(body, StoredMessages(), SessionImages())
 
 
 def test_messages_are_read_as_chat_templates_want_them() -> None:
