@@ -44,7 +44,7 @@ def replay(
 ) -> None:
     """Repeat one recorded step and compare the results; exit with 1 if they differ."""
     found = run_folder(run_id, folder)
-    if step > (done := _steps_done(found)):
+    if step > (done := steps_done(found)):
         raise CliError(f"run {run_id} has done {done} steps: there is no step {step} to repeat")
     result = replay_step(found, step)
     new_console().print(replay_table(result))
@@ -82,7 +82,7 @@ def checkpoints(run_id: RunNameArgument, folder: FolderOption = None) -> None:
         path = checkpoint_path(found, step)
         marks = ["newest"] if step == steps[0] else []
         marks += (
-            [f"best ({_config_of(found).trainer.checkpoint.keep_best} = {best.value:.4g})"]
+            [f"best ({config_of(found).trainer.checkpoint.keep_best} = {best.value:.4g})"]
             if (best is not None and best.step == step)
             else []
         )
@@ -97,7 +97,7 @@ def best_step(folder: Path) -> int:
     """Return the step of a run's best checkpoint. Raises CliError: it has none."""
     best = _best_of(folder)
     if best is None:
-        setting = _config_of(folder).trainer.checkpoint.keep_best
+        setting = config_of(folder).trainer.checkpoint.keep_best
         raise CliError(
             f"{folder} has no best checkpoint: "
             + (f"no evaluation has {setting} of one of its checkpoints" if setting else "it was not asked to keep it"),
@@ -107,10 +107,11 @@ def best_step(folder: Path) -> int:
 
 
 def _best_of(folder: Path) -> BestCheckpoint | None:
-    return find_best(folder, _config_of(folder).trainer.checkpoint.keep_best, checkpoint_steps(folder))
+    return find_best(folder, config_of(folder).trainer.checkpoint.keep_best, checkpoint_steps(folder))
 
 
-def _config_of(folder: Path) -> RunConfig:
+def config_of(folder: Path) -> RunConfig:
+    """Return the configuration of a run."""
     return RunConfig.model_validate_json((folder / CONFIG).read_bytes())
 
 
@@ -152,7 +153,7 @@ def replay_step(folder: Path, step: int) -> dict[str, Any]:
     return run_program(REPLAY, ["--run-folder", str(folder), "--step", str(step)], seconds=REPLAY_SECONDS)
 
 
-def _steps_done(folder: Path) -> int:
+def steps_done(folder: Path) -> int:
     """Return the last step of a run that has a line in its ledger, or a file."""
     files = [int(path.stem.removeprefix("step-")) for path in (folder / STEPS).glob("step-*.safetensors")]
     return max([next(newest_lines(folder / LEDGER), {}).get("step", 0), *files])
