@@ -95,7 +95,7 @@ def changed_config(config: RunConfig, changes: Sequence[str], run_id: str) -> Ru
     data: dict[str, Any] = tomllib.loads(dump_changes(config))
     for section in RENEWED:
         name = f"{section}.name"
-        if name in named and named[name] != str(data.get(section, {}).get("name")):
+        if name in named and named[name] != getattr(config, section).name:
             data[section] = {}
     text = "".join(f"{section} = {toml(values)}\n" for section, values in data.items())
     changed = load(text, [f"--{name}={value}" for name, value in named.items()], name=f"run {run_id}")

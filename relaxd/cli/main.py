@@ -12,6 +12,7 @@ import typer
 from relaxd import __version__
 from relaxd.cli import run_checkpoints, run_commands
 from relaxd.cli.autoscale import autoscale
+from relaxd.cli.bundle_command import bundle
 from relaxd.cli.demo import demo
 from relaxd.cli.execute import execute, find_services, new_run_id
 from relaxd.cli.fork_command import fork
@@ -123,6 +124,8 @@ Recover and inspect:
     relaxd replay RUN --step N       repeat a step and compare (also: checkpoints, export, push)
 
     relaxd fork RUN --step N --set algorithm.name=gspo      train its recorded steps with other settings
+
+    relaxd bundle RUN --step N       pack a step for a colleague or a bug report, without secrets
 """
 
 app = typer.Typer(
@@ -321,6 +324,7 @@ app.command()(run_checkpoints.checkpoints)
 app.command()(run_checkpoints.replay)
 app.command()(run_checkpoints.export)
 app.command()(fork)
+app.command()(bundle)
 app.command()(push)
 app.command()(sweep)
 

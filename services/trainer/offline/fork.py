@@ -11,21 +11,17 @@ import math
 import os
 import sys
 import time
-from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
-from relaxd.board import ADVANTAGES, stages_for
-from relaxd.config import RunConfig
+from relaxd.board import stages_for
 from relaxd.models import DataError
 from relaxd.process.ports import NoFreePort
 from relaxd.run_folder import METRICS, append_lines, checkpoint_steps, read_lines
 from relaxd.run_forks import REWARDS
-from services.trainer.batch.step_file import StepFile, StepFileError, read_step_file
-from services.trainer.batch.step_plan import StepPlan
+from services.trainer.batch.step_file import StepFileError, read_step_file
 from services.trainer.checkpoints.checkpoint_folders import CheckpointBroken
 from services.trainer.offline.program_parts import (
     OfflineError,
@@ -37,94 +33,7 @@ from services.trainer.offline.program_parts import (
 )
 from services.trainer.offline.replay import learner_at, skipped_updates, step_files
 
-if TYPE_CHECKING:
-    from services.trainer.batch.groups import TrainGroup
-    from services.trainer.learner.learner import Learner
-
 MODULE = "services.trainer.offline.fork"
-
-
-class ForkedSteps:
-    """A run's recorded steps, with the columns that the fork's settings give them."""
-
-    def __init__(self, learner: "Learner", config: RunConfig, rewards: Mapping[str, Mapping[str, Any]]) -> None:
-        """`rewards` has the columns of new rewards, by group."""
-        from relaxd.algorithms import create
-        from services.trainer.loop.round_runner import RoundRunner
-
-        self.runner = RoundRunner(learner, config)
-        self._world = learner.world
-        self._config = config
-        self._algorithm = create(config.algorithm)
-        self._rewards = rewards
-
-    def prepare(self, file: StepFile) -> tuple[StepPlan, dict[str, "TrainGroup"]]:
-        """Return the plan and groups of a step under the fork's settings. All ranks call it together.
-
-        The division into micro-batches stays. What follows from rewards and weights is computed anew: advantages,
-        prepared columns, and what the loss is divided by. A group that the algorithm filters has advantages of 0.
-
-        Raises OfflineError: the fork needs a column that wasn't recorded, or an algorithm fails on a group.
-        """
-        from relaxd.algorithms.advantage_terms import Whitening
-        from relaxd.algorithms.results import AlgorithmError
-        from relaxd.board import LOSS_MASK
-        from services.trainer.batch.groups import MalformedGroup
-        from services.trainer.batch.micro_batch_division import mini_batch
-        from services.trainer.loop.round_runner import GroupFailed
-
-        plan = file.plan
-        try:
-            groups = {group_id: self._group(group_id, file) for group_id in plan.groups}
-            prepared = self._prepared(plan, groups)
-            groups = {
-                group_id: group.with_columns(self.runner.prepared_columns(group, prepared))
-                for group_id, group in groups.items()
-            }
-        except (AlgorithmError, GroupFailed, MalformedGroup) as error:
-            raise OfflineError(f"step {plan.step} can't be trained under these settings: {error}") from error
-        every = groups.values()
-        whitening = None
-        if self._algorithm.needs.whitened:
-            whitening = Whitening.of(
-                [one.columns[ADVANTAGES] for one in every], [one.columns[LOSS_MASK] for one in every]
-            )
-        mini_batches = tuple(
-            mini_batch([groups[group_id] for group_id in plan.groups_of(one)], one.rounds, self._algorithm)
-            for one in plan.mini_batches
-        )
-        epochs = self._config.trainer.epochs
-        return replace(plan, mini_batches=mini_batches, epochs=epochs, whitening=whitening), groups
-
-    def _group(self, group_id: str, file: StepFile) -> "TrainGroup":
-        """Return a group with its rewards, and with its advantages if they don't need columns of the trainer's."""
-        from services.trainer.batch.groups import check_group
-
-        columns = {**file.groups[group_id], **self._rewards.get(group_id, {})}
-        names = [name for name in self.runner.columns if name != ADVANTAGES]
-        if missing := [name for name in names if name not in columns]:
-            raise OfflineError(
-                f"the file of step {file.plan.step} has no column {missing[0]}, which these settings need "
-                f"(algorithm.name = {self._config.algorithm.name!r}): it was not recorded"
-            )
-        group = check_group(group_id, columns, names)
-        if ADVANTAGES not in self.runner.columns:
-            return group
-        return group.with_columns({ADVANTAGES: self.runner.advantages(group)[0]})
-
-    def _prepared(self, plan: StepPlan, groups: Mapping[str, "TrainGroup"]) -> dict[tuple[str, int], dict[str, Any]]:
-        """Return the columns of forward passes, of all ranks."""
-        from services.trainer.megatron.channels import all_gather
-
-        prepared: dict[tuple[str, int], dict[str, Any]] = {}
-        if not self.runner.prepares:
-            return prepared
-        first = self._world.tp_rank == self._world.cp_rank == self._world.pp_rank == 0  # the others have the same
-        for entry in (entry for one in plan.mini_batches for entry in one.rounds):
-            for found in self.runner.prepare(entry, groups):
-                for columns in all_gather(found if first else {}):
-                    prepared |= columns
-        return prepared
 
 
 def fork(run_folder: Path, out: Path, start: int, last: int) -> dict[str, Any] | None:
@@ -139,6 +48,7 @@ def fork(run_folder: Path, out: Path, start: int, last: int) -> dict[str, Any] |
     # Here, so that what is refused is refused at once: they load Megatron, which takes seconds.
     from services.trainer.learner.update import step_metrics
     from services.trainer.loop.step_metrics import group_metrics
+    from services.trainer.offline.forked_steps import ForkedSteps
 
     config = read_config(out)
     rewards = {line.pop("group"): {**line, "reward": np.array(line["reward"])} for line in read_lines(out / REWARDS)}
