@@ -102,6 +102,11 @@ def checkpoint_steps(folder: Path) -> list[int]:
     return sorted((int(match[1]) for match in found if match), reverse=True)
 
 
+def step_files(folder: Path) -> dict[int, Path]:
+    """Return the step files in a run's folder, by step."""
+    return {int(path.stem.removeprefix("step-")): path for path in (folder / STEPS).glob("step-*.safetensors")}
+
+
 def holds_run(folder: Path) -> bool:
     """Return whether a run has left its record or results in this folder."""
     return any((folder / name).exists() for name in (RECORD, METRICS, STEPS))

@@ -12,8 +12,10 @@ import typer
 from relaxd import __version__
 from relaxd.cli import run_checkpoints, run_commands
 from relaxd.cli.autoscale import autoscale
+from relaxd.cli.bundle_command import bundle
 from relaxd.cli.demo import demo
 from relaxd.cli.execute import execute, find_services, new_run_id
+from relaxd.cli.fork_command import fork
 from relaxd.cli.options import (
     DEFAULT_STATE,
     PASS_ON,
@@ -120,6 +122,10 @@ Recover and inspect:
     relaxd resume RUN                continue after a crash (also: checkpoint)
 
     relaxd replay RUN --step N       repeat a step and compare (also: checkpoints, export, push)
+
+    relaxd fork RUN --step N --set algorithm.name=gspo      train its recorded steps with other settings
+
+    relaxd bundle RUN --step N       pack a step for a colleague or a bug report, without secrets
 """
 
 app = typer.Typer(
@@ -317,6 +323,8 @@ app.command("eval", context_settings=PASS_ON)(evaluate)
 app.command()(run_checkpoints.checkpoints)
 app.command()(run_checkpoints.replay)
 app.command()(run_checkpoints.export)
+app.command()(fork)
+app.command()(bundle)
 app.command()(push)
 app.command()(sweep)
 

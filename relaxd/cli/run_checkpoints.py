@@ -2,6 +2,7 @@
 services stop.
 """
 
+import math
 from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
@@ -12,6 +13,7 @@ from rich.table import Table
 
 from relaxd.amounts import byte_amount
 from relaxd.best_checkpoint import BestCheckpoint, find_best
+from relaxd.cli.bundle_files import opened_bundle
 from relaxd.cli.options import FolderOption, RunNameArgument, new_console
 from relaxd.cli.output import show
 from relaxd.cli.reading.run_source import RUNS
@@ -26,10 +28,10 @@ from relaxd.run_folder import (
     CONFIG,
     KEPT,
     LEDGER,
-    STEPS,
     checkpoint_path,
     checkpoint_steps,
     newest_lines,
+    step_files,
 )
 from relaxd.v1.coordinator_pb2 import RUN_STATE_PAUSED, RUN_STATE_RUNNING, Run
 
@@ -38,18 +40,26 @@ REPLAY_SECONDS = 24 * 3600.0
 
 
 def replay(
-    run_id: RunNameArgument,
-    step: Annotated[int, typer.Option(min=1, help="Step to repeat.")],
+    run_id: Annotated[str, typer.Argument(metavar="RUN|BUNDLE", help="The run's id, or a bundle's file.")],
+    step: Annotated[int | None, typer.Option(min=1, help="Step to repeat; default: a bundle's.")] = None,
     folder: FolderOption = None,
 ) -> None:
-    """Repeat one recorded step and compare the results; exit with 1 if they differ."""
+    """Repeat one recorded step and compare the results; exit with 1 if they differ.
+
+    A bundle is repeated on this machine, wherever its run was; another kind of device rounds otherwise.
+    """
+    if folder is None and Path(run_id).is_file():
+        with opened_bundle(Path(run_id)) as (found, facts):
+            if step not in (None, facts.step):
+                raise CliError(f"{run_id} is about step {facts.step}: it can't repeat step {step}")
+            _replay_and_compare(found, facts.step)
+        return
+    if step is None:
+        raise CliError(f"which step of run {run_id}?", "--step N names it; only a bundle has one")
     found = run_folder(run_id, folder)
-    if step > (done := _steps_done(found)):
+    if step > (done := steps_done(found)):
         raise CliError(f"run {run_id} has done {done} steps: there is no step {step} to repeat")
-    result = replay_step(found, step)
-    new_console().print(replay_table(result))
-    if any(n["recorded"] not in (None, n["replayed"]) for n in result["numbers"].values()):
-        raise typer.Exit(1)
+    _replay_and_compare(found, step)
 
 
 def export(
@@ -82,7 +92,7 @@ def checkpoints(run_id: RunNameArgument, folder: FolderOption = None) -> None:
         path = checkpoint_path(found, step)
         marks = ["newest"] if step == steps[0] else []
         marks += (
-            [f"best ({_config_of(found).trainer.checkpoint.keep_best} = {best.value:.4g})"]
+            [f"best ({config_of(found).trainer.checkpoint.keep_best} = {best.value:.4g})"]
             if (best is not None and best.step == step)
             else []
         )
@@ -97,7 +107,7 @@ def best_step(folder: Path) -> int:
     """Return the step of a run's best checkpoint. Raises CliError: it has none."""
     best = _best_of(folder)
     if best is None:
-        setting = _config_of(folder).trainer.checkpoint.keep_best
+        setting = config_of(folder).trainer.checkpoint.keep_best
         raise CliError(
             f"{folder} has no best checkpoint: "
             + (f"no evaluation has {setting} of one of its checkpoints" if setting else "it was not asked to keep it"),
@@ -107,10 +117,11 @@ def best_step(folder: Path) -> int:
 
 
 def _best_of(folder: Path) -> BestCheckpoint | None:
-    return find_best(folder, _config_of(folder).trainer.checkpoint.keep_best, checkpoint_steps(folder))
+    return find_best(folder, config_of(folder).trainer.checkpoint.keep_best, checkpoint_steps(folder))
 
 
-def _config_of(folder: Path) -> RunConfig:
+def config_of(folder: Path) -> RunConfig:
+    """Return the configuration of a run."""
     return RunConfig.model_validate_json((folder / CONFIG).read_bytes())
 
 
@@ -152,10 +163,16 @@ def replay_step(folder: Path, step: int) -> dict[str, Any]:
     return run_program(REPLAY, ["--run-folder", str(folder), "--step", str(step)], seconds=REPLAY_SECONDS)
 
 
-def _steps_done(folder: Path) -> int:
+def steps_done(folder: Path) -> int:
     """Return the last step of a run that has a line in its ledger, or a file."""
-    files = [int(path.stem.removeprefix("step-")) for path in (folder / STEPS).glob("step-*.safetensors")]
-    return max([next(newest_lines(folder / LEDGER), {}).get("step", 0), *files])
+    return max([next(newest_lines(folder / LEDGER), {}).get("step", 0), *step_files(folder)])
+
+
+def _replay_and_compare(folder: Path, step: int) -> None:
+    result = replay_step(folder, step)
+    new_console().print(replay_table(result))
+    if any(n["recorded"] not in (None, n["replayed"]) for n in result["numbers"].values()):
+        raise typer.Exit(1)
 
 
 def replay_table(result: dict[str, Any]) -> Table:
@@ -165,9 +182,18 @@ def replay_table(result: dict[str, Any]) -> Table:
         table.add_column(title, justify="right" if title else "left")
     for name, numbers in result["numbers"].items():
         recorded, replayed = numbers["recorded"], numbers["replayed"]
-        same = "" if recorded is None else "the same" if recorded == replayed else "DIFFERENT"
-        table.add_row(name, _shown(recorded), _shown(replayed), same)
+        table.add_row(name, _shown(recorded), _shown(replayed), _compared(name, recorded, replayed))
     return table
+
+
+def _compared(name: str, recorded: float | None, replayed: float) -> str:
+    """Say how far a number is from the recorded one. A checksum is the same or not."""
+    if recorded is None:
+        return ""
+    if recorded == replayed:
+        return "the same"
+    far = abs(replayed - recorded) / abs(recorded) if recorded else math.inf
+    return "DIFFERENT" if name.endswith("checksum") else f"DIFFERENT by {far:.1e}"
 
 
 def _shown(number: float | None) -> str:

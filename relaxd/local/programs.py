@@ -14,6 +14,7 @@ from relaxd.client import CliError
 
 EXPORT_CHECKPOINT = "services.trainer.offline.export_checkpoint"
 REPLAY = "services.trainer.offline.replay"
+FORK = "services.trainer.offline.fork"
 ALGORITHM_TRIAL = "relaxd.algorithms.algorithm_trial"
 REWARD_TRIAL = "services.reward.reward_trial"
 ROLLOUT_OFFLINE = "services.rollout.offline"

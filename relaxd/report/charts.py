@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 from relaxd.evaluation.scored_answers import is_end
 from relaxd.report.step_times import GROUP, PER_REPLICA, SHARES, TRAINER, Breakdown, part_seconds, replica_values
+from relaxd.run_forks import COMPARED, OF_ORIGINAL
 from relaxd.telemetry.metrics import METRICS
 
 COLOURS = (
@@ -143,7 +144,8 @@ def chart_data(lines: Lines) -> dict[str, Any]:
     lines = [_flat(line) for line in lines]
     left = {name for line in lines for name, value in line.items() if _is_number(value) and not is_end(name)} - UNDRAWN
     sections = []
-    for title, charts in ("Evaluation sets", _set_charts(left)), *SECTIONS.items():
+    first = [("Beside the original", _fork_charts(left)), ("Evaluation sets", _set_charts(left))]
+    for title, charts in (*first, *SECTIONS.items()):
         drawn = [_stack(lines, whole) for whole in STACKS] if title == "Time" else []
         for chart in charts:
             names = _take(chart.metrics, left)
@@ -175,6 +177,12 @@ def _set_charts(names: set[str]) -> list[Chart]:
             Chart(f"{one}: reward and its parts", (f"{place}reward", f"{place}*"), "points"),
         ]
     return charts
+
+
+def _fork_charts(names: set[str]) -> list[Chart]:
+    """Return the charts of a fork's metrics with the original's."""
+    pairs = [(name, f"{name}{OF_ORIGINAL}") for name in COMPARED]
+    return [Chart(name, (name, original)) for name, original in pairs if original in names]
 
 
 def color(place: int) -> str:

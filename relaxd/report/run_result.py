@@ -26,6 +26,7 @@ from relaxd.run_folder import (
     answers_folder,
     newest_samples,
 )
+from relaxd.run_forks import with_original
 from relaxd.v1 import coordinator_pb2 as pb
 
 COUNTS = ("prompts", "unscored", "environment_failed", "turns_mean", "response_length", "truncated_share", "step")
@@ -244,7 +245,7 @@ def read_result(folder: Path) -> RunResult:
     try:
         ended = (folder / SUMMARY).exists() or not (folder / "run.json").exists()
         summary = json.loads((folder / (SUMMARY if ended else "run.json")).read_text())
-        lines = read_lines(folder / "metrics.jsonl", growing=not ended)
+        lines = list(with_original(folder, read_lines(folder / "metrics.jsonl", growing=not ended)))
         samples = list(islice(newest_samples(folder), SHOWN_SAMPLES))
         config = folder / "config.toml"
         config_toml = config.read_text() if config.exists() else ""

@@ -764,6 +764,13 @@ METRICS: dict[str, Metric] = {
         Metric("sync.seconds", "histogram", "s", "Duration of a weight synchronisation.", _PER_RUN, _SECONDS),
         Metric("sync.failures", "counter", "{sync}", "Weight synchronisations that had to be repeated.", _PER_RUN),
         Metric(
+            "sync.wrong_engines",
+            "counter",
+            "{engine}",
+            "Engines that held other weights than the trainer sent, and were quarantined (weights.verify).",
+            _PER_RUN,
+        ),
+        Metric(
             "checkpoint.seconds",
             "histogram",
             "s",

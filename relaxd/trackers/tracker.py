@@ -11,6 +11,8 @@ from relaxd.importing import ImportProblem, import_own
 
 SECRET = re.compile(r"(?i)(^|[_-])(api[_-]?key|password|passwd|secret|token|authorization|credentials?)$")
 """Names of settings whose values are secret."""
+VARIABLE = re.compile(r"(^|_)address_token$")
+"""Names of settings whose values are the name of an environment variable with a secret."""
 REDACTED = "***"
 
 
@@ -122,7 +124,7 @@ def redact(value: Any, name: str = "") -> Any:
     if isinstance(value, list | tuple):
         return [redact(inner, name) for inner in value]
     if isinstance(value, str) and value:
-        if SECRET.search(name):
+        if SECRET.search(name) and not VARIABLE.search(name):
             return REDACTED
         if "://" in value and "@" in value:
             return _without_password(value)

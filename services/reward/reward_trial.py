@@ -1,8 +1,9 @@
 """Tries a reward on samples, as workers do, without the service: `python -m services.reward.reward_trial --help`.
 
-Reads a sample per line, as JSON with the fields of RewardInput. Prints one JSON object: {"error": reason} if the reward
-can't be loaded, else {"outcomes": [...]} with reward, parts and seconds of each sample, or error and traceback. A judge
-at an address is asked. One with replicas isn't there: samples whose reward asks it have that error, and "asks_judge".
+Reads a sample per line, as JSON with the fields of RewardInput, or a group per line, with its columns (--columns).
+Prints one JSON object: {"error": reason} if the reward can't be loaded, else {"outcomes": [...]} with reward, parts and
+seconds of each sample, or error and traceback. A judge at an address is asked. One with replicas isn't there: samples
+whose reward asks it have that error, and "asks_judge".
 """
 
 import argparse
@@ -25,6 +26,7 @@ from services.reward.judge.chat_completions import ChatCompletions
 from services.reward.judge_questions import no_judge
 from services.reward.remote.foreign_calls import MismatchError, UnreachableError
 from services.reward.remote.remote_scorer import RemoteScorer, RemoteTerms, of_workers
+from services.reward.samples import samples_of_columns
 from services.reward.worker_enclosure import MissingPathError, MissingVariableError
 from services.reward.worker_pool import REWARD_OF_RUN, Failure, WorkerPool, WorkerStartError
 
@@ -148,8 +150,14 @@ def main() -> None:
     parser.add_argument("--secret-file", action="append", default=[], help="a file that the reward can't open")
     parser.add_argument("--workers", type=int, default=1, help="samples to score at once")
     parser.add_argument("--max-late", type=int, default=0, help="leave out the rest after so many late samples")
+    parser.add_argument("--columns", action="store_true", help="each line has the columns of a group instead")
     words = parser.parse_args()
-    samples = [_sample(line) for line in sys.stdin if line.strip()]
+    lines = [line for line in sys.stdin if line.strip()]
+    samples = [
+        sample
+        for line in lines
+        for sample in (samples_of_columns(json.loads(line)) if words.columns else [_sample(line)])
+    ]
     try:
         reward, judge = RewardConfig.model_validate_json(words.config), JudgeConfig.model_validate_json(words.judge)
         result = asyncio.run(try_reward(reward, samples, words.workers, judge, words.secret_file, words.max_late))

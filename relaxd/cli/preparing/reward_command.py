@@ -3,7 +3,7 @@
 import base64
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
 from typing import Annotated, Any
@@ -142,16 +142,28 @@ def try_reward(
 
     Raises CliError: the reward can't be loaded.
     """
+    lines = [json.dumps(vars(sample), default=_base64_of) for sample in samples]
+    return _run_trial(config, lines, len(samples), "--workers", str(workers), "--max-late", str(max_late))
+
+
+def score_groups(config: RunConfig, groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Score the samples of groups, which are given by the columns that rewards read; see `try_reward`."""
+    samples = sum(max(columns["sample_of_sequence"]) + 1 for columns in groups)
+    lines = list(map(json.dumps, groups))
+    return _run_trial(config, lines, samples, "--workers", str(config.reward.workers), "--columns")
+
+
+def _run_trial(config: RunConfig, lines: Sequence[str], samples: int, *words: str) -> list[dict[str, Any]]:
+    """Run the program that scores samples. Raises CliError: the reward can't be loaded."""
     settings = config.reward
     judge = config.roles.judge
-    words = ["--config", settings.model_dump_json(), "--judge", judge.model_dump_json(), "--workers", str(workers)]
-    words += ["--max-late", str(max_late)]
     state = StateFolder(Path(os.environ.get("RELAXD_STATE", DEFAULT_STATE)))
-    words += ["--secret-file", str(state.redis_password)]
+    named = ["--config", settings.model_dump_json(), "--judge", judge.model_dump_json()]
+    named += ["--secret-file", str(state.redis_password), *words]
     # A sample whose process dies is tried twice.
-    seconds = LOAD_SECONDS + 2 * len(samples) * (settings.timeout_seconds + bool(judge.address) * judge.timeout_seconds)
-    lines = "".join(json.dumps(vars(sample), default=_base64_of) + "\n" for sample in samples)
-    outcomes: list[dict[str, Any]] = run_program(REWARD_TRIAL, words, seconds=seconds, text=lines)["outcomes"]
+    seconds = LOAD_SECONDS + 2 * samples * (settings.timeout_seconds + bool(judge.address) * judge.timeout_seconds)
+    text = "".join(f"{line}\n" for line in lines)
+    outcomes: list[dict[str, Any]] = run_program(REWARD_TRIAL, named, seconds=seconds, text=text)["outcomes"]
     return outcomes
 
 

@@ -36,6 +36,7 @@ from relaxd.report.report_files import write_report
 from relaxd.report.run_result import read_result, sample_values
 from relaxd.report.step_times import tables
 from relaxd.run_folder import METRICS, RECORD, all_samples_file, newest_lines
+from relaxd.run_forks import COMPARED, OF_ORIGINAL, with_original
 from relaxd.v1 import coordinator_pb2 as pb
 
 SHOWN_METRICS = (
@@ -121,7 +122,7 @@ def metrics(
     """Show the metrics of a run's steps (docs/metrics.md explains them)."""
     with open_run(run_id, folder, state, coordinator) as source:
         if Path(source.run.folder).is_dir():
-            lines = list(step_lines(source.folder))
+            lines = list(with_original(source.folder, step_lines(source.folder)))
         else:  # on the coordinator's machine
             asked = [] if as_json and not names else names or SHOWN_METRICS
             first_step = max(1, source.run.step - last + 1) if last else 1
@@ -146,7 +147,7 @@ def metrics(
         else:
             console = new_console()
             console.print(
-                *metrics_tables(lines, names or [name for name in SHOWN_METRICS if name in known], console.width),
+                *metrics_tables(lines, names or shown_metrics(known), console.width),
                 sep="\n",
             )
 
@@ -230,6 +231,13 @@ def _results(folder: Path) -> tuple[str, str]:
     return f"{sum(rewards) / len(rewards):.3f}" if rewards else "", " → ".join(held_out)
 
 
+def shown_metrics(known: Sequence[str]) -> list[str]:
+    """Return the names that are shown if none are asked for: a few, and those of a fork beside the original's."""
+    compared = [name for one in COMPARED for name in (one, f"{one}{OF_ORIGINAL}")]
+    is_fork = any(name.endswith(OF_ORIGINAL) for name in known)
+    return [name for name in (compared if is_fork else SHOWN_METRICS) if name in known]
+
+
 def metrics_tables(lines: Sequence[Mapping[str, Any]], names: Sequence[str], width: int) -> list[Table]:
     """Format metrics as tables of at most `width`, each with as many columns as fit."""
     tables: list[list[list[str]]] = []
@@ -242,9 +250,9 @@ def metrics_tables(lines: Sequence[Mapping[str, Any]], names: Sequence[str], wid
 
 
 def _title(name: str) -> str:
-    """Break a metric's name at underscores into lines of at most MAX_TITLE, where it can."""
+    """Break a metric's name at underscores and spaces into lines of at most MAX_TITLE, where it can."""
     lines = [""]
-    for part in re.findall("[^_]*_*", name):
+    for part in re.findall("[^_ ]*[_ ]*", name):
         if len(lines[-1] + part) <= MAX_TITLE:
             lines[-1] += part
         else:

@@ -254,6 +254,7 @@ class WeightSync:
                 with contextlib.suppress(StoreUnavailable):  # the save below raises it again
                     await recording
                 if error.wrong:
+                    telemetry.record("sync.wrong_engines", len(error.wrong), {"relaxd.run_id": self._context.run_id})
                     logger.error("%s: they are quarantined until the weights are sent again", error)
                 silent = await self._client.abort(sync_id, self.record.group, engines, error.wrong, error.silent)
                 await self._save(running=False, group=None)

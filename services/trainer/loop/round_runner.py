@@ -31,7 +31,7 @@ from services.trainer.batch.groups import TrainGroup, check_group
 from services.trainer.batch.micro_batch import PackedMicroBatch, TrainSequence, empty_micro_batch, pack
 from services.trainer.batch.prompt_images import ImageReader
 from services.trainer.batch.step_file import StepFile, StepFileError
-from services.trainer.batch.step_plan import MicroBatchRound, MicroBatchSlices
+from services.trainer.batch.step_plan import MicroBatchRound, MicroBatchSlices, StepPlan
 from services.trainer.learner.frozen_model import COLUMNS_OF, model_of
 from services.trainer.learner.learner import Learner
 from services.trainer.learner.update import UpdateStats
@@ -75,14 +75,15 @@ class RoundRunner:
         self._algorithm = create(config.algorithm)
         self._temperature = config.rollout.temperature
         self._images = None if learner.image_tokens is None else ImageReader(learner.image_tokens)
-        self._columns = stages_for(config)[-1].needs
+        self.columns = stages_for(config)[-1].needs
+        """Columns that the trainer takes in."""
         needs = self._algorithm.needs
         needed = dict.fromkeys((ROLLOUT_LOGPROBS, *needs.loss, ROUTED_EXPERTS))
-        self._packed_columns = [name for name in needed if name in self._columns]
+        self._packed_columns = [name for name in needed if name in self.columns]
         self._forward: list[ColumnPass] = []
         """Forward passes before a step's updates."""
         several = config.trainer.updates_per_step > 1
-        self.makes_advantages = ADVANTAGES not in self._columns
+        self.makes_advantages = ADVANTAGES not in self.columns
         """True if no stage makes the advantages: they need columns that forward passes compute."""
         of_advantages = needs.advantages if self.makes_advantages else ()
         if config.trainer.routing_replay == "trainer":
@@ -90,10 +91,10 @@ class RoundRunner:
         elif (needs.old_logprobs and several) or OLD_LOGPROBS in of_advantages:
             self._forward.append(ColumnPass((OLD_LOGPROBS,), partial(_named, OLD_LOGPROBS, learner.log_probs)))
         for role, columns in COLUMNS_OF.items():
-            wanted = {*needs.loss, *of_advantages}.difference(self._columns)
+            wanted = {*needs.loss, *of_advantages}.difference(self.columns)
             own = tuple(name for name in columns if name in wanted)
             # A teacher with prompts of its own, or one of several, has other rows than the student.
-            privileged = role == TEACHER and TEACHER_PROMPT_TOKENS in self._columns
+            privileged = role == TEACHER and TEACHER_PROMPT_TOKENS in self.columns
             names = list(dict.fromkeys(config.roles.frozen[role].settings.values()))
             early = several or privileged or len(names) > 1 or set(own).intersection((*of_advantages, *needs.finite))
             if not own or not early:
@@ -102,7 +103,7 @@ class RoundRunner:
             for name in names:
                 compute = partial(learner.frozen_columns, roles=(role,), name=name)
                 self._forward.append(ColumnPass(own, compute, prompt, partial(_is_asked, config, role, name)))
-        if needs.values and VALUES not in self._columns:
+        if needs.values and VALUES not in self.columns:
             self._forward.append(ColumnPass((VALUES,), partial(_named, VALUES, learner.values)))
         self._candidates = needs.candidates.width if needs.candidates is not None else 0
         self._computed = tuple(dict.fromkeys(name for one in self._forward for name in one.columns))
@@ -175,7 +176,7 @@ class RoundRunner:
         self._check_log_probs(group, columns, prepared)
         try:
             if self.makes_advantages:
-                columns[ADVANTAGES], filtered = self._advantages(group.with_columns(columns))
+                columns[ADVANTAGES], filtered = self.advantages(group.with_columns(columns))
             if self._algorithm.needs.values:
                 columns |= self._valued(group.with_columns(columns), filtered=filtered)._asdict()
         except AlgorithmError as error:
@@ -220,14 +221,20 @@ class RoundRunner:
             StepFileError: the file has no column that the trainer had prepared.
             NonFiniteGradients: an update that was applied before isn't finite now.
         """
-        groups = {group_id: self._recorded(group_id, file) for group_id in file.plan.groups}
+        groups = {group_id: self.recorded(group_id, file) for group_id in file.plan.groups}
+        return self.train(file.plan, groups, skipped_updates)
+
+    def train(
+        self, plan: StepPlan, groups: Mapping[str, TrainGroup], skipped_updates: Collection[int] | None = None
+    ) -> list[UpdateStats]:
+        """Make all updates of a step whose groups have their prepared columns; see `replay`."""
         updates = []
-        for index, mini_batch in enumerate(file.plan.updates):
+        for index, mini_batch in enumerate(plan.updates):
             for number, entry in enumerate(mini_batch.rounds, 1):
-                self.run(entry, groups, file.plan.whitening, last=number == len(mini_batch.rounds))
+                self.run(entry, groups, plan.whitening, last=number == len(mini_batch.rounds))
             skip = None if skipped_updates is None else index in skipped_updates
             updates.append(self._learner.update(mini_batch.normalizer, skip=skip))
-        self._learner.end_step(file.plan.refreshed)
+        self._learner.end_step(plan.refreshed)
         return updates
 
     def _check_log_probs(
@@ -246,7 +253,7 @@ class RoundRunner:
                         "finite",
                     )
 
-    def _advantages(self, group: TrainGroup) -> tuple[NDArray[np.float32], bool]:
+    def advantages(self, group: TrainGroup) -> tuple[NDArray[np.float32], bool]:
         """Return the advantages of a group that has its other columns, and whether the algorithm filters it.
 
         They are 0 then: the group has its place in the step. They are NaN where one of the trainer's log-probs isn't
@@ -270,12 +277,12 @@ class RoundRunner:
         mask, lengths = group.columns[LOSS_MASK], group.sample_lengths
         return returns_of(self._algorithm, ValuedGroup(advantages, values, mask, lengths))
 
-    def _recorded(self, group_id: str, file: StepFile) -> TrainGroup:
+    def recorded(self, group_id: str, file: StepFile) -> TrainGroup:
         """Return a group of a step file with the columns that were prepared, which needn't be finite."""
         columns = file.groups[group_id]
         if missing := [name for name in self._prepared if name not in columns]:
             raise StepFileError(f"the file of step {file.plan.step} has no column {missing[0]} of group {group_id}")
-        group = check_group(group_id, columns, [name for name in self._columns if name not in self._prepared])
+        group = check_group(group_id, columns, [name for name in self.columns if name not in self._prepared])
         return group.with_columns({name: columns[name] for name in self._prepared})
 
     def _packed(

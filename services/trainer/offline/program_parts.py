@@ -1,19 +1,26 @@
-"""Shared parts of the offline programs: a run's configuration, its checkpoints, the programs' output."""
+"""Shared parts of the offline programs: a run's configuration, its checkpoints, their ranks and output."""
 
 import json
 import logging
+import os
+import subprocess
 import sys
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
 
 from relaxd.config import RunConfig
+from relaxd.process.ports import reserve_port
 from relaxd.run_folder import checkpoint_path, checkpoint_steps
 from services.trainer.checkpoints.checkpoint_folders import CheckpointBroken, verify
 
 logger = logging.getLogger(__name__)
+
+POLL_SECONDS, RANK0_ERROR_SECONDS = 0.1, 5.0
+"""Interval between checks of the ranks; longest wait for rank 0's own error after another rank has failed."""
 
 
 class OfflineError(Exception):
@@ -43,6 +50,37 @@ def newest_intact(run_folder: Path, up_to: int) -> int | None:
             else:
                 return step
     return None
+
+
+def start_ranks(module: str, config: RunConfig, words: Sequence[str]) -> int:
+    """Run a program once per rank, with the output of rank 0. Returns the exit code.
+
+    When a rank fails, the others are killed, as they would wait for it.
+    """
+    port = reserve_port("127.0.0.1", config.weights.port_range)  # until they have ended
+    world = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port.number), "WORLD_SIZE": str(config.trainer.ranks)}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-m", module, *words],
+            env=os.environ | world | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stdout=None if rank == 0 else subprocess.DEVNULL,
+        )
+        for rank in range(config.trainer.ranks)
+    ]
+    try:
+        while not any(rank.poll() for rank in ranks) and any(rank.poll() is None for rank in ranks):
+            time.sleep(POLL_SECONDS)  # idle: its ranks work
+        codes = [rank.poll() or 0 for rank in ranks]
+        failed = next((f"rank {number} ended with code {code}" for number, code in enumerate(codes) if code), "")
+        try:
+            ranks[0].wait(RANK0_ERROR_SECONDS)  # it may be about to report why another rank failed
+        except subprocess.TimeoutExpired:
+            print(json.dumps({"error": failed}), flush=True)
+        return max(map(abs, codes))
+    finally:
+        for rank in ranks:
+            rank.kill()
+        port.close()
 
 
 def print_result(work: Callable[[], dict[str, Any] | None], expected: tuple[type[Exception], ...]) -> int:

@@ -7,24 +7,32 @@ compares the results with the recorded ones. It has the run's parallel layout an
 import argparse
 import json
 import os
-import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from relaxd.config import RunConfig
 from relaxd.models import DataError
-from relaxd.process.ports import NoFreePort, reserve_port
+from relaxd.process.ports import NoFreePort
 from relaxd.run_folder import checkpoint_path
 from services.trainer.batch.step_file import StepFileError, read_step_file, step_file_path
 from services.trainer.batch.step_plan import OUTCOME
 from services.trainer.checkpoints.checkpoint_folders import CheckpointBroken, read_state
-from services.trainer.offline.program_parts import OfflineError, newest_intact, print_error, print_result, read_config
+from services.trainer.offline.program_parts import (
+    OfflineError,
+    newest_intact,
+    print_error,
+    print_result,
+    read_config,
+    start_ranks,
+)
 
-POLL_SECONDS, RANK0_ERROR_SECONDS = 0.1, 5.0
-"""Interval between checks of the ranks; longest wait for rank 0's own error after another rank has failed."""
+if TYPE_CHECKING:
+    from services.trainer.learner.learner import Learner
+    from services.trainer.megatron.channels import RankChannel
+
+MODULE = "services.trainer.offline.replay"
 COMPARED = ("loss", "grad_norm", "lr", "weights_checksum")
 
 
@@ -41,23 +49,15 @@ def replay(run_folder: Path, step: int, start: int) -> dict[str, Any] | None:
         CheckpointError: the checkpoint doesn't fit the model.
     """
     # Here, so that what is refused is refused at once: they load Megatron, which takes seconds.
-    from services.trainer.learner.learner import Learner
     from services.trainer.learner.update import step_metrics
-    from services.trainer.loop.checkpoint_restore import same_layout
     from services.trainer.loop.round_runner import RoundRunner
-    from services.trainer.megatron.channels import RankChannel
 
     config = read_config(run_folder)
-    learner = Learner.of_run(config)
-    disk = learner.world.disk
-    channel = RankChannel(config.trainer.collective_timeout_seconds, disk)
-    if start:
-        path = checkpoint_path(run_folder, start)
-        learner.restore(path, start, same_layout=same_layout(read_state(path), config))
+    learner, channel = learner_at(config, run_folder, start)
     runner = RoundRunner(learner, config)
     skipped = skipped_updates(run_folder)
     for number, file in step_files(run_folder, step, start).items():
-        with disk.all_ranks(f"reading {file}") as progress:
+        with channel.disk.all_ranks(f"reading {file}") as progress:
             recorded_step = read_step_file(file, progress)
         found = step_metrics(runner.replay(recorded_step, skipped.get(number)), recorded_step.plan.epochs)
         if learner.world.rank == 0:
@@ -73,6 +73,23 @@ def replay(run_folder: Path, step: int, start: int) -> dict[str, Any] | None:
         "start": f"the checkpoint of step {start}" if start else "the initial model",
         "numbers": {name: {"recorded": recorded.get(name), "replayed": found[name]} for name in COMPARED},
     }
+
+
+def learner_at(config: RunConfig, run_folder: Path, start: int) -> tuple["Learner", "RankChannel"]:
+    """Return this rank's learner, with the weights of a run after step `start`, and its channel to the other ranks.
+
+    Raises CheckpointError: the checkpoint doesn't fit the model.
+    """
+    from services.trainer.learner.learner import Learner
+    from services.trainer.loop.checkpoint_restore import same_layout
+    from services.trainer.megatron.channels import RankChannel
+
+    learner = Learner.of_run(config)
+    channel = RankChannel(config.trainer.collective_timeout_seconds, learner.world.disk)
+    if start:
+        path = checkpoint_path(run_folder, start)
+        learner.restore(path, start, same_layout=same_layout(read_state(path), config))
+    return learner, channel
 
 
 def step_files(run_folder: Path, step: int, start: int) -> dict[int, Path]:
@@ -106,37 +123,6 @@ def _lines(path: Path) -> Iterator[dict[str, Any]]:
             continue
 
 
-def start_ranks(config: RunConfig, words: list[str]) -> int:
-    """Run this program once per rank, with the output of rank 0. Returns the exit code.
-
-    When a rank fails, the others are killed, as they would wait for it.
-    """
-    port = reserve_port("127.0.0.1", config.weights.port_range)  # until they have ended
-    world = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port.number), "WORLD_SIZE": str(config.trainer.ranks)}
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-m", "services.trainer.offline.replay", *words],
-            env=os.environ | world | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
-            stdout=None if rank == 0 else subprocess.DEVNULL,
-        )
-        for rank in range(config.trainer.ranks)
-    ]
-    try:
-        while not any(rank.poll() for rank in ranks) and any(rank.poll() is None for rank in ranks):
-            time.sleep(POLL_SECONDS)  # idle: its ranks work
-        codes = [rank.poll() or 0 for rank in ranks]
-        failed = next((f"rank {number} ended with code {code}" for number, code in enumerate(codes) if code), "")
-        try:
-            ranks[0].wait(RANK0_ERROR_SECONDS)  # it may be about to report why another rank failed
-        except subprocess.TimeoutExpired:
-            print(json.dumps({"error": failed}), flush=True)
-        return max(map(abs, codes))
-    finally:
-        for rank in ranks:
-            rank.kill()
-        port.close()
-
-
 def main() -> int:
     """Run the program."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -152,7 +138,7 @@ def main() -> int:
             config = read_config(given.run_folder)
             step_files(given.run_folder, given.step, start)
             if config.trainer.ranks > 1:
-                return start_ranks(config, [*sys.argv[1:], "--start", str(start)])
+                return start_ranks(MODULE, config, [*sys.argv[1:], "--start", str(start)])
         except (OfflineError, NoFreePort) as error:
             return print_error(error)
     from services.trainer.learner.snapshots.snapshot import CheckpointError

@@ -1,7 +1,7 @@
 """Receiving weights into a model, over a real group of two members in this process."""
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -94,6 +94,49 @@ def test_every_weight_arrives_in_the_engine_s_type(
     for name, parameter in pair.model.named_parameters():
         assert torch.equal(parameter, pair.tensors[name].to(dtype))
     assert torch.equal(pair.model.lm_head.weight, pair.tensors["model.embed_tokens.weight"].to(dtype)), "tied"
+
+
+def swap(pair: Pair, names: list[str]) -> None:
+    """Two tensors of one shape get each other's values."""
+    one, other = names
+    parameters = pair.receiver._parameters
+    copies = {one: parameters[other], other: parameters[one]}
+    pair.receiver._copy = with_targets(pair, copies)  # type: ignore[method-assign]
+
+
+def freeze(pair: Pair, names: list[str]) -> None:
+    """A layer keeps the values that it has."""
+    kept = {name: torch.empty_like(pair.receiver._parameters[name]) for name in names}
+    pair.receiver._copy = with_targets(pair, kept)  # type: ignore[method-assign]
+
+
+def with_targets(pair: Pair, targets: dict[str, torch.Tensor]) -> Callable[[int], None]:
+    """A copy that writes some tensors elsewhere."""
+
+    def copy(number: int) -> None:
+        for spec, tensor in pair.receiver._received(number):
+            targets.get(spec.name, pair.receiver._parameters[spec.name]).copy_(tensor)
+
+    return copy
+
+
+@pytest.mark.parametrize("stage_all", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("fault", ["swapped", "frozen", "old"])
+def test_weights_that_are_not_what_was_sent_have_other_checksums(
+    folder: Path, pairs: list[Pair], fault: str, dtype: torch.dtype, stage_all: bool
+) -> None:
+    """Two tensors swapped, a layer frozen, or the version before under a new number."""
+    pairs.append(pair := Pair(folder, dtype, stage_all=stage_all))
+    pair.engine.pause("in_place", 60, 20)
+    layer = [name for name in pair.tensors if ".layers.0." in name]
+    norms = [name for name in layer if name.endswith("layernorm.weight")]
+    wrong = {"swapped": norms, "frozen": layer, "old": list(pair.tensors)}[fault]
+    assert len(norms) == 2
+    (swap if fault == "swapped" else freeze)(pair, wrong)
+    checksums = pair.transfer()
+    sent = {name: checksum(tensor) for name, tensor in pair.tensors.items()}
+    assert {name for name in sent if sent[name] != checksums[name]} == set(wrong)
 
 
 def test_a_broken_broadcast_leaves_a_staging_engine_as_it_was(folder: Path, pairs: list[Pair]) -> None:

@@ -170,10 +170,10 @@ class SGLangProcess(EngineProcess):
         with engine.control.update(version, request, pause):
             results = self._update_all(engine, name)
             engine.mark_update(version, results[0].held)
-        checksums = dict(results[0].checksums)
-        for result in results[1:]:
-            different = sorted(tensor for tensor, value in checksums.items() if result.checksums.get(tensor) != value)
-            checksums |= dict.fromkeys(different, 0)  # ranks disagree: 0 matches no checksum
+        own = results[0].checksums
+        different = {name for result in results for name, value in own.items() if result.checksums.get(name) != value}
+        # Where ranks disagree, one of them has other weights: the sum is wrong then, too. (0 is that of zeros.)
+        checksums = {name: value ^ (name in different) for name, value in own.items()}
         seconds = max(result.seconds for result in results)
         return rollout_pb2.ReceiveWeightsResponse(seconds=seconds, checksums=checksums)
 

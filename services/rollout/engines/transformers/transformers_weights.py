@@ -99,11 +99,12 @@ class WeightReceiver:
                 transfers[number].wait()  # brief: the transfer's deadline
                 if not self._stage_all:
                     self._copy(number)
-                if with_checksums:
-                    checksums |= {spec.name: checksum(tensor) for spec, tensor in self._received(number)}
+                    checksums |= self._checksums(number) if with_checksums else {}
             if self._stage_all:
                 for number in range(len(self._buckets)):
                     self._copy(number)
+                for number in range(len(self._buckets)) if with_checksums else ():
+                    checksums |= self._checksums(number)
         return checksums
 
     def _start(self, number: int, deadline: float) -> Transfer:
@@ -113,6 +114,22 @@ class WeightReceiver:
 
     def _received(self, number: int) -> Iterator[tuple[TensorSpec, torch.Tensor]]:
         return unpack(self._buckets[number], self._buffers[number % len(self._buffers)])
+
+    def _checksums(self, number: int) -> dict[str, int]:
+        """Return the checksums of a bucket's tensors in the model's memory.
+
+        Where the model has another dtype, its values are compared with the received ones, whose checksum it is then, or
+        isn't.
+        """
+        found = {}
+        for spec, tensor in self._received(number):
+            served = self._parameters[spec.name]
+            if served.dtype == tensor.dtype:
+                found[spec.name] = checksum(served)
+            else:
+                equal = torch.equal(served, tensor.to(served.dtype))
+                found[spec.name] = checksum(tensor) if equal else checksum(tensor) ^ 1
+        return found
 
     def _copy(self, number: int) -> None:
         self._engine.touch()

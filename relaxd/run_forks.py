@@ -1,0 +1,58 @@
+"""A fork of a run: the files that only its folder has, and the original's numbers beside its own."""
+
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from relaxd.run_folder import METRICS, read_lines, replace_file
+
+FORK = "fork.json"
+"""The run that a fork's steps were recorded in."""
+REWARDS = "rewards.jsonl"
+"""Columns of the new rewards, a line for each group, if the fork has another reward."""
+EFFECTIVE_SIZE = "policy_drift_ess"
+"""Metric that says how far recorded answers are from the policy: 1 for its own answers."""
+COMPARED = ("reward_mean", "loss", "grad_norm", "entropy", EFFECTIVE_SIZE, "clip_fraction", "lr")
+"""Metrics that are shown beside the original's."""
+
+OF_ORIGINAL = " of original"
+"""End of the names of the original's metrics in a fork's lines."""
+
+
+@dataclass(frozen=True)
+class Fork:
+    """The origin of a fork."""
+
+    run_id: str
+    """The original run."""
+    folder: str
+    """Its folder."""
+    step: int
+    """The step after which its weights were taken."""
+    settings: tuple[str, ...] = ()
+    """The changed settings, each as NAME=VALUE."""
+
+
+def write_fork(folder: Path, fork: Fork) -> None:
+    """Write the origin of a fork into its folder. Raises OSError."""
+    replace_file(folder / FORK, json.dumps(asdict(fork), indent=2) + "\n")
+
+
+def read_fork(folder: Path) -> Fork | None:
+    """Return the origin of a run; None if it isn't a fork."""
+    try:
+        found = json.loads((folder / FORK).read_text(encoding="utf-8"))
+        return Fork(**found | {"settings": tuple(found["settings"])})
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def with_original(folder: Path, lines: Iterable[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
+    """Yield lines of a run's metrics, those of a fork with the original's numbers, such as "loss of original"."""
+    fork = read_fork(folder)
+    originals = {} if fork is None else {line.get("step"): line for line in read_lines(Path(fork.folder) / METRICS)}
+    for line in lines:
+        original = originals.get(line.get("step"), {})
+        yield {**line, **{f"{name}{OF_ORIGINAL}": original[name] for name in COMPARED if name in original}}

@@ -1,0 +1,140 @@
+"""Train a run's recorded steps again under other settings, without generating; `relaxd fork` starts this program.
+
+It loads the weights of the run after a step, and trains the steps after it from their files. The fork's folder has the
+settings (config.json) and, if the reward is another one, the new rewards (`relaxd.run_forks.REWARDS`). Like a replay it
+has the run's parallel layout and starts its ranks itself.
+"""
+
+import argparse
+import json
+import math
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from relaxd.board import stages_for
+from relaxd.models import DataError
+from relaxd.process.ports import NoFreePort
+from relaxd.run_folder import METRICS, append_lines, checkpoint_steps, read_lines
+from relaxd.run_forks import REWARDS
+from services.trainer.batch.step_file import StepFileError, read_step_file
+from services.trainer.checkpoints.checkpoint_folders import CheckpointBroken
+from services.trainer.offline.program_parts import (
+    OfflineError,
+    newest_intact,
+    print_error,
+    print_result,
+    read_config,
+    start_ranks,
+)
+from services.trainer.offline.replay import learner_at, skipped_updates, step_files
+
+MODULE = "services.trainer.offline.fork"
+
+
+def fork(run_folder: Path, out: Path, start: int, last: int) -> dict[str, Any] | None:
+    """Train the steps after `start` up to `last` on this rank, under the settings in `out`.
+
+    Rank 0 appends a line for each step to metrics.jsonl in `out`, and returns the number of steps.
+
+    Raises:
+        OfflineError, StepFileError: a step file is missing or damaged, or lacks what these settings need.
+        CheckpointError: the checkpoint doesn't fit the model and the settings.
+    """
+    # Here, so that what is refused is refused at once: they load Megatron, which takes seconds.
+    from services.trainer.learner.update import step_metrics
+    from services.trainer.loop.step_metrics import group_metrics
+    from services.trainer.offline.forked_steps import ForkedSteps
+
+    config = read_config(out)
+    rewards = {line.pop("group"): {**line, "reward": np.array(line["reward"])} for line in read_lines(out / REWARDS)}
+    changed = config != read_config(run_folder)
+    learner, channel = learner_at(config, run_folder, start)
+    steps = ForkedSteps(learner, config, rewards)
+    skipped = {} if changed else skipped_updates(run_folder)
+    for number, path in step_files(run_folder, last, start).items():
+        with channel.disk.all_ranks(f"reading {path}") as progress:
+            file = read_step_file(path, progress)
+        began = time.monotonic()
+        if changed:
+            plan, groups = steps.prepare(file)
+        else:  # the recorded columns: computed anew, in other micro-batches, they could differ in the last bit
+            plan = file.plan
+            groups = {group_id: steps.runner.recorded(group_id, file) for group_id in plan.groups}
+        updates = steps.runner.train(plan, groups, skipped.get(number))
+        metrics = {**group_metrics(list(groups.values()), number), **step_metrics(updates, plan.epochs)}
+        if plan.whitening is not None:
+            metrics |= {"advantage_mean": plan.whitening.mean, "advantage_std": plan.whitening.deviation}
+        metrics |= {
+            "train_seconds": time.monotonic() - began,
+            "optimizer_steps": float(learner.optimizer_steps),
+            "weights_checksum": float(channel.sum_over_ranks(learner.checksum())),
+        }
+        if learner.world.rank == 0:
+            finite = {name: value for name, value in metrics.items() if math.isfinite(value)}
+            append_lines(out / METRICS, json.dumps({"step": number, **finite}) + "\n")
+            numbers = f"loss {metrics['loss']:.6g}, gradient norm {metrics['grad_norm']:.6g}"
+            print(f"step {number} of {last}: {numbers}", file=sys.stderr)
+    return {"steps": last - start} if learner.world.rank == 0 else None
+
+
+def print_answers(run_folder: Path, start: int, last: int) -> None:
+    """Print the columns that rewards read, a line of JSON for each recorded group. Raises OfflineError."""
+    needs = next(stage.needs for stage in stages_for(read_config(run_folder)) if stage.name == "reward")
+    for path in step_files(run_folder, last, start).values():
+        file = read_step_file(path, names=needs)
+        for group_id in file.plan.groups:
+            columns = file.groups[group_id]
+            if missing := [name for name in needs if name not in columns]:
+                raise OfflineError(f"{path} has no column {missing[0]}, which rewards read: it was not recorded")
+            shown = {
+                name: value.tolist() if isinstance(value, np.ndarray) else value for name, value in columns.items()
+            }
+            print(json.dumps({"group": group_id, "columns": shown}), flush=True)
+
+
+def check(run_folder: Path, start: int, last: int) -> None:
+    """Raise OfflineError unless the run has an intact checkpoint of step `start` and the files of the steps after."""
+    if start and newest_intact(run_folder, start) != start:
+        known = ", ".join(str(step) for step in reversed(checkpoint_steps(run_folder))) or "none"
+        raise OfflineError(
+            f"{run_folder} has no intact checkpoint of step {start}: a fork begins at step 0, the initial model, or at "
+            f"one of these checkpoints: {known}"
+        )
+    step_files(run_folder, last, start)
+
+
+def main() -> int:
+    """Run the program."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--run-folder", type=Path, required=True)
+    parser.add_argument("--start", type=int, required=True, help="step after which the weights are taken")
+    parser.add_argument("--last", type=int, required=True, help="last step to train")
+    parser.add_argument("--out", type=Path, help="the fork's folder; without one, print the recorded answers")
+    given = parser.parse_args()
+    folder, start, last = given.run_folder, given.start, given.last
+    try:
+        if "RANK" not in os.environ:
+            check(folder, start, last)
+            if given.out is None:
+                print_answers(folder, start, last)
+                return 0
+            if (config := read_config(given.out)).trainer.ranks > 1:
+                return start_ranks(MODULE, config, sys.argv[1:])
+    except (OfflineError, StepFileError, NoFreePort) as error:
+        return print_error(error)
+    from services.trainer.learner.snapshots.snapshot import CheckpointError
+    from services.trainer.megatron.disk_work import DiskStalled, DiskWorkFailed
+    from services.trainer.model.architecture import ModelError, ModelFileError
+
+    broken = (OfflineError, StepFileError, CheckpointError, CheckpointBroken, DataError, ValueError, OSError)
+    expected = (*broken, ModelError, ModelFileError, DiskWorkFailed, DiskStalled)
+    return print_result(lambda: fork(folder, given.out, start, last), expected)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
