@@ -162,8 +162,8 @@ class RolloutServicer:
 
     def Profile(self, request, context):
         """Profile records the engine's next steps with torch's profiler, and answers at once where the files will be
-        (docs/profiling.md). A step is one forward pass: the prefill of prompts, or one more token of each running sample.
-        FAILED_PRECONDITION while earlier ones are being recorded, and where the engine is an external server.
+        (docs/profiling.md). In a step prompts are prefilled, or each running sample gets a token. FAILED_PRECONDITION while
+        earlier ones are being recorded, and where the engine is an external server.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -2,14 +2,14 @@
 
 import logging
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 from relaxd.config import RunConfig
-from relaxd.process.torch_profile import TraceRecorder
+from relaxd.process.torch_profile import TraceRecorder, write_or_log
 from relaxd.rpc.errors import FailedPrecondition, Unavailable
 from relaxd.run_folder import PROFILES
 from services.trainer.megatron.rank_messages import message
@@ -109,9 +109,9 @@ class StepProfiler:
         recorder, self.recorder = self.recorder, None
         if recorder is None:
             return
-        _write(recorder.write, trace_path(self.run_folder, self.step, self.rank))
+        write_or_log(recorder.write, trace_path(self.run_folder, self.step, self.rank))
         if self.memory:
-            _write(_write_memory, memory_path(self.run_folder, f"step-{self.step:06d}", self.rank))
+            write_or_log(_write_memory, memory_path(self.run_folder, f"step-{self.step:06d}", self.rank))
             if not self.keeps_memory:
                 torch.cuda.memory._record_memory_history(enabled=None)
 
@@ -128,17 +128,8 @@ def step_profiler(config: RunConfig, rank: int, run_folder: Path) -> StepProfile
         torch.cuda.memory._record_memory_history(max_entries=MEMORY_EVENTS)
         path = memory_path(run_folder, "out-of-memory", rank)
         # torch has no public way to be told: without it, a snapshot would come when the stack's tensors are gone.
-        torch._C._cuda_attach_out_of_memory_observer(lambda *_: _write(_write_memory, path))
+        torch._C._cuda_attach_out_of_memory_observer(lambda *_: write_or_log(_write_memory, path))
     return StepProfiler(rank, run_folder, keeps)
-
-
-def _write(write: Callable[[Path], None], path: Path) -> None:
-    """Write a file. A disk that refuses it is only logged: nothing fails because of a profile."""
-    try:
-        write(path)
-        logger.info("wrote %s", path)
-    except OSError as error:
-        logger.warning("%s is not written: %s", path, error)
 
 
 def _write_memory(path: Path) -> None:

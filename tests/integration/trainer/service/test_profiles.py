@@ -1,7 +1,5 @@
 """Profiles of the trainer's steps: which steps and ranks have one, and what is in it."""
 
-import gzip
-import json
 from pathlib import Path
 
 import grpc
@@ -10,14 +8,8 @@ import pytest
 from relaxd.run_folder import PROFILES
 from relaxd.v1.trainer_pb2 import TrainerProfileRequest
 from tests.integration.trainer.service_kit import make_config, trainer_service
+from tests.kit.profiles import operations
 from tests.kit.waiting import wait_until
-
-
-def operations(path: Path) -> set[str]:
-    """Return the names of what a trace has, which must be one that Perfetto reads."""
-    with gzip.open(path) as file:
-        events = json.load(file)["traceEvents"]
-    return {event["name"] for event in events if event["ph"] == "X" and event["dur"] >= 0}
 
 
 @pytest.mark.slow
@@ -54,7 +46,7 @@ def test_only_the_asked_steps_and_ranks_have_a_profile(tiny_qwen3: Path, redis_u
         wait_until(lambda: {path.name for path in (tmp_path / PROFILES).iterdir()} == wanted)
         for name in wanted:
             found = operations(tmp_path / PROFILES / name)
-            assert {"Round", "Update", "EndStep", "aten::mm"} <= found
+            assert {"Round", "Update", "EndStep", "aten::mm"} <= found.keys()
         stacked = operations(tmp_path / PROFILES / names[0])
         assert any("learner.py" in name for name in stacked)
         assert not any(
