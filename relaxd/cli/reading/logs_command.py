@@ -137,7 +137,7 @@ FACTS = ("step", "version")
 
 def trace(
     group_id: Annotated[
-        str, typer.Argument(metavar="[GROUP]", help="A group's id, as in `relaxd samples --json`.")
+        str, typer.Argument(metavar="GROUP", help="A group's id, as in `relaxd samples --json`.")
     ] = "",
     chrome: Annotated[
         int, typer.Option("--chrome", metavar="STEP", min=0, help="Print a step's timeline for Perfetto, as JSON.")
@@ -147,9 +147,9 @@ def trace(
     state: StateOption = DEFAULT_STATE,
     coordinator: CoordinatorOption = None,
 ) -> None:
-    """Show a group's way from its prompt to its step, in a run with telemetry.traces = "file".
+    """Show a group's way from its prompt to its step, or print a step's timeline, with telemetry.traces = "file".
 
-    With --chrome, print the timeline of a step and its groups instead, a file for https://ui.perfetto.dev.
+    The timeline (--chrome STEP > timeline.json) has the step and its groups, and opens in https://ui.perfetto.dev.
     """
     if bool(group_id) == bool(chrome):
         raise CliError("name either a group or a step", "relaxd trace GROUP, or relaxd trace --chrome STEP")
