@@ -116,8 +116,20 @@ breaking: $(STAMP) ## what in protos/ callers of the commit AGAINST= (default: t
 	cd protos && ../$(BIN)/buf breaking --against "$$(git rev-parse --path-format=absolute --git-common-dir)#ref=$$(git rev-parse $(or $(AGAINST),HEAD)),subdir=protos"
 
 .PHONY: protos
-protos: $(STAMP) ## regenerate relaxd/v1 from protos/
+protos: $(STAMP) ## regenerate relaxd/v1 and docs/calls.md from protos/
 	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m grpc_tools.protoc -Iprotos --python_out=. --grpc_python_out=. --mypy_out=. protos/relaxd/v1/*.proto
+	$(BIN)/python docs/calls.py
+
+DOCS := build/docs
+$(DOCS)/.installed: requirements/docs.lock
+	$(PYTHON) -m venv $(DOCS)
+	$(DOCS)/bin/pip install --quiet --requirement requirements/docs.lock
+	@touch $@
+
+.PHONY: docs
+docs: $(DOCS)/.installed ## build the documentation site in build/site, and check its links
+	$(DOCS)/bin/sphinx-build --quiet --fail-on-warning --keep-going -c docs . build/site
+	@echo "build/site/index.html"
 
 .PHONY: lock
 lock: ## write requirements.lock from what pyproject.toml asks for now
@@ -130,3 +142,7 @@ lock: ## write requirements.lock from what pyproject.toml asks for now
 	mv build/reasoning.lock requirements/reasoning.lock
 	build/lock/bin/python requirements/hashes.py
 	build/lock/bin/python requirements/generate.py
+	$(PYTHON) -m venv build/lock-docs
+	build/lock-docs/bin/pip install --quiet --requirement requirements/docs.in
+	{ sed '/^[^#]/,$$d' requirements/docs.lock; build/lock-docs/bin/pip freeze; } > build/docs.lock
+	mv build/docs.lock requirements/docs.lock

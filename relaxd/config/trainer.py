@@ -115,6 +115,20 @@ class CheckpointConfig(Section):
     """Abandon a checkpoint that is not on disk after this time; training continues."""
 
 
+class ProfileConfig(Section):
+    """Recording of steps with torch's profiler (docs/profiling.md). `Profile` does it by a call, during a run."""
+
+    steps: tuple[Annotated[int, Field(ge=1)], ...] = ()
+    """Steps to record, each in a file in the folder profiles of the run's, which opens in Perfetto."""
+    ranks: tuple[Annotated[int, Field(ge=0)], ...] = (0,)
+    """The trainer's ranks that record them."""
+    stacks: bool = False
+    """Record the lines of Python that call each operation: files become several times as large."""
+    memory: bool = False
+    """Record every allocation of these ranks' GPU memory, from the start on, and write a snapshot after each of the
+    steps, and when memory runs out. Costs a few microseconds for each allocation. CPUs have none."""
+
+
 PARTS = {
     "vision": r"^model\.visual\.(?!merger\.|deepstack_merger_list\.)",
     "projection": r"^model\.visual\.(merger|deepstack_merger_list)\.",
@@ -225,6 +239,8 @@ class TrainerConfig(Section):
     """The optimizer."""
     checkpoint: CheckpointConfig = CheckpointConfig()
     """Checkpoints."""
+    profile: ProfileConfig = ProfileConfig()
+    """Profiles of steps."""
     threads: int = Field(default=0, ge=0)
     """CPU threads of each rank; 0 divides all cores among the ranks."""
     collective_timeout_seconds: float = Field(default=120.0, gt=0)
@@ -242,6 +258,15 @@ class TrainerConfig(Section):
             raise ValueError(
                 f"trainer.ranks is {self.ranks}: it must be a multiple of tensor_parallel x pipeline_parallel x "
                 f"context_parallel = {model_ranks}"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _profiled_ranks_exist(self) -> Self:
+        if not self.profile.ranks or max(self.profile.ranks) >= self.ranks:
+            raise ValueError(
+                f"trainer.profile.ranks is {list(self.profile.ranks)}: it must list ranks from 0 to "
+                f"trainer.ranks - 1 = {self.ranks - 1}"
             )
         return self
 

@@ -1,7 +1,8 @@
-"""The spans of one group, read from the trace files in a run's folder."""
+"""The spans of one group, or of one step, read from the trace files in a run's folder."""
 
 import json
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,9 @@ from typing import Any
 from relaxd.run_folder import TRACES
 
 GROUP = "relaxd.group_id"
+STEP = "relaxd.step"
+TRACE_ID = re.compile(r'"traceId": ?"([0-9a-f]{32})"')
+"""A span's trace, or a link's, in a line of OTLP's JSON."""
 ERROR = 2
 """OTLP's status code of a span that failed."""
 
@@ -63,12 +67,34 @@ def read_group_trace(run_folder: Path, group_id: str) -> GroupTrace | None:
     return GroupTrace(root, spans, sorted(linked.values(), key=lambda span: span.start))
 
 
+def read_step_spans(run_folder: Path, step: int) -> list[TracedSpan]:
+    """Read the spans of a step: those of its own trace, of its traced groups, and of the broadcast of its version.
+
+    Nothing if the step was not traced. Of a step that was repeated, the last one counts.
+    """
+    steps = (
+        span for span in _spans_with(run_folder, '"step"') if span.name == "step" and span.attributes.get(STEP) == step
+    )
+    last = max(steps, key=lambda span: span.start, default=None)
+    if last is None:
+        return []
+    traces = {span.trace_id for span in _spans_with(run_folder, last.span_id) if last.span_id in span.links}
+    traces.add(last.trace_id)
+    found = _spans_of_lines(run_folder, lambda line: not traces.isdisjoint(TRACE_ID.findall(line)))
+    return [span for span in found if span.trace_id in traces]
+
+
 def _spans_with(run_folder: Path, text: str) -> Iterator[TracedSpan]:
     """Yield the spans of all exports in which a text occurs."""
+    return _spans_of_lines(run_folder, lambda line: text in line)
+
+
+def _spans_of_lines(run_folder: Path, wanted: Callable[[str], bool]) -> Iterator[TracedSpan]:
+    """Yield the spans of all exports whose line is wanted."""
     for path in sorted((run_folder / TRACES).glob("*.jsonl")):
         with path.open(encoding="utf-8") as file:
             for line in file:
-                if text in line:
+                if wanted(line):
                     try:
                         export = json.loads(line)
                     except ValueError:  # incomplete: the process died while writing it

@@ -630,3 +630,59 @@ class WatchEndResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___WatchEndResponse: _TypeAlias = WatchEndResponse  # noqa: Y015
+
+@_typing.final
+class RecordStepsRequest(_message.Message):
+    """Asks to record steps with torch's profiler."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PROFILE_FIELD_NUMBER: _builtins.int
+    FOLDER_FIELD_NUMBER: _builtins.int
+    NAME_FIELD_NUMBER: _builtins.int
+    folder: _builtins.str
+    """Folder for the files, which exists."""
+    name: _builtins.str
+    """Beginning of the files' names."""
+    @_builtins.property
+    def profile(self) -> _rollout_pb2.ProfileRequest:
+        """What to record."""
+
+    def __init__(
+        self,
+        *,
+        profile: _rollout_pb2.ProfileRequest | None = ...,
+        folder: _builtins.str = ...,
+        name: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["profile", b"profile"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["folder", b"folder", "name", b"name", "profile", b"profile"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RecordStepsRequest: _TypeAlias = RecordStepsRequest  # noqa: Y015
+
+@_typing.final
+class RecordStepsResponse(_message.Message):
+    """The steps are being recorded."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PATHS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def paths(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """The files that will be written."""
+
+    def __init__(
+        self,
+        *,
+        paths: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["paths", b"paths"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RecordStepsResponse: _TypeAlias = RecordStepsResponse  # noqa: Y015

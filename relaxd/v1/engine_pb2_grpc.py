@@ -56,6 +56,11 @@ class EngineStub:
                 request_serializer=relaxd_dot_v1_dot_engine__pb2.ComputeLogprobsRequest.SerializeToString,
                 response_deserializer=relaxd_dot_v1_dot_engine__pb2.ComputeLogprobsResponse.FromString,
                 _registered_method=True)
+        self.RecordSteps = channel.unary_unary(
+                '/relaxd.v1.Engine/RecordSteps',
+                request_serializer=relaxd_dot_v1_dot_engine__pb2.RecordStepsRequest.SerializeToString,
+                response_deserializer=relaxd_dot_v1_dot_engine__pb2.RecordStepsResponse.FromString,
+                _registered_method=True)
         self.GetEngineStats = channel.unary_unary(
                 '/relaxd.v1.Engine/GetEngineStats',
                 request_serializer=relaxd_dot_v1_dot_engine__pb2.GetEngineStatsRequest.SerializeToString,
@@ -97,6 +102,13 @@ class EngineServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def RecordSteps(self, request, context):
+        """RecordSteps does what Rollout.Profile does.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def GetEngineStats(self, request, context):
         """GetEngineStats returns what the engine does.
         """
@@ -126,6 +138,11 @@ def add_EngineServicer_to_server(servicer, server):
                     servicer.ComputeLogprobs,
                     request_deserializer=relaxd_dot_v1_dot_engine__pb2.ComputeLogprobsRequest.FromString,
                     response_serializer=relaxd_dot_v1_dot_engine__pb2.ComputeLogprobsResponse.SerializeToString,
+            ),
+            'RecordSteps': grpc.unary_unary_rpc_method_handler(
+                    servicer.RecordSteps,
+                    request_deserializer=relaxd_dot_v1_dot_engine__pb2.RecordStepsRequest.FromString,
+                    response_serializer=relaxd_dot_v1_dot_engine__pb2.RecordStepsResponse.SerializeToString,
             ),
             'GetEngineStats': grpc.unary_unary_rpc_method_handler(
                     servicer.GetEngineStats,
@@ -243,6 +260,33 @@ class Engine:
             '/relaxd.v1.Engine/ComputeLogprobs',
             relaxd_dot_v1_dot_engine__pb2.ComputeLogprobsRequest.SerializeToString,
             relaxd_dot_v1_dot_engine__pb2.ComputeLogprobsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def RecordSteps(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/relaxd.v1.Engine/RecordSteps',
+            relaxd_dot_v1_dot_engine__pb2.RecordStepsRequest.SerializeToString,
+            relaxd_dot_v1_dot_engine__pb2.RecordStepsResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -79,6 +79,58 @@ PAUSE_MODE_RETRACT: PauseMode.ValueType  # 4
 Global___PauseMode: _TypeAlias = PauseMode  # noqa: Y015
 
 @_typing.final
+class ProfileRequest(_message.Message):
+    """Asks to record an engine's steps."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    STEPS_FIELD_NUMBER: _builtins.int
+    STACKS_FIELD_NUMBER: _builtins.int
+    steps: _builtins.int
+    """Number of steps, from the next one; 1 to 10000."""
+    stacks: _builtins.bool
+    """Record the lines of Python that call each operation: files become several times as large."""
+    def __init__(
+        self,
+        *,
+        steps: _builtins.int = ...,
+        stacks: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["stacks", b"stacks", "steps", b"steps"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ProfileRequest: _TypeAlias = ProfileRequest  # noqa: Y015
+
+@_typing.final
+class ProfileResponse(_message.Message):
+    """The steps will be recorded."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PATHS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def paths(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """The files, as the engine sees them, one for each tensor-parallel rank. They are there once the step after the last
+        recorded one begins.
+        """
+
+    def __init__(
+        self,
+        *,
+        paths: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["paths", b"paths"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ProfileResponse: _TypeAlias = ProfileResponse  # noqa: Y015
+
+@_typing.final
 class SleepRequest(_message.Message):
     """Asks the engine to sleep."""
 

@@ -80,6 +80,11 @@ class RolloutStub:
                 request_serializer=relaxd_dot_v1_dot_rollout__pb2.WakeRequest.SerializeToString,
                 response_deserializer=relaxd_dot_v1_dot_rollout__pb2.WakeResponse.FromString,
                 _registered_method=True)
+        self.Profile = channel.unary_unary(
+                '/relaxd.v1.Rollout/Profile',
+                request_serializer=relaxd_dot_v1_dot_rollout__pb2.ProfileRequest.SerializeToString,
+                response_deserializer=relaxd_dot_v1_dot_rollout__pb2.ProfileResponse.FromString,
+                _registered_method=True)
 
 
 class RolloutServicer:
@@ -155,6 +160,15 @@ class RolloutServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Profile(self, request, context):
+        """Profile records the engine's next steps with torch's profiler, and answers at once where the files will be
+        (docs/profiling.md). In a step prompts are prefilled, or each running sample gets a token. FAILED_PRECONDITION while
+        earlier ones are being recorded, and where the engine is an external server.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_RolloutServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -202,6 +216,11 @@ def add_RolloutServicer_to_server(servicer, server):
                     servicer.Wake,
                     request_deserializer=relaxd_dot_v1_dot_rollout__pb2.WakeRequest.FromString,
                     response_serializer=relaxd_dot_v1_dot_rollout__pb2.WakeResponse.SerializeToString,
+            ),
+            'Profile': grpc.unary_unary_rpc_method_handler(
+                    servicer.Profile,
+                    request_deserializer=relaxd_dot_v1_dot_rollout__pb2.ProfileRequest.FromString,
+                    response_serializer=relaxd_dot_v1_dot_rollout__pb2.ProfileResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -448,6 +467,33 @@ class Rollout:
             '/relaxd.v1.Rollout/Wake',
             relaxd_dot_v1_dot_rollout__pb2.WakeRequest.SerializeToString,
             relaxd_dot_v1_dot_rollout__pb2.WakeResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Profile(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/relaxd.v1.Rollout/Profile',
+            relaxd_dot_v1_dot_rollout__pb2.ProfileRequest.SerializeToString,
+            relaxd_dot_v1_dot_rollout__pb2.ProfileResponse.FromString,
             options,
             channel_credentials,
             insecure,

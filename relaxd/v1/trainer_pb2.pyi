@@ -484,3 +484,67 @@ class TrainerWakeResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___TrainerWakeResponse: _TypeAlias = TrainerWakeResponse  # noqa: Y015
+
+@_typing.final
+class TrainerProfileRequest(_message.Message):
+    """Asks to record steps, besides those of trainer.profile."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    STEPS_FIELD_NUMBER: _builtins.int
+    RANKS_FIELD_NUMBER: _builtins.int
+    STACKS_FIELD_NUMBER: _builtins.int
+    MEMORY_FIELD_NUMBER: _builtins.int
+    steps: _builtins.int
+    """Number of steps, from the next one that begins; 1 to 100."""
+    stacks: _builtins.bool
+    """Record the lines of Python that call each operation: files become several times as large."""
+    memory: _builtins.bool
+    """Also record allocations of the GPUs' memory, and write a snapshot after each of the steps."""
+    @_builtins.property
+    def ranks(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """The ranks to record; empty: rank 0."""
+
+    def __init__(
+        self,
+        *,
+        steps: _builtins.int = ...,
+        ranks: _abc.Iterable[_builtins.int] | None = ...,
+        stacks: _builtins.bool = ...,
+        memory: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["memory", b"memory", "ranks", b"ranks", "stacks", b"stacks", "steps", b"steps"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TrainerProfileRequest: _TypeAlias = TrainerProfileRequest  # noqa: Y015
+
+@_typing.final
+class TrainerProfileResponse(_message.Message):
+    """The steps will be recorded."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    FIRST_STEP_FIELD_NUMBER: _builtins.int
+    PATHS_FIELD_NUMBER: _builtins.int
+    first_step: _builtins.int
+    """The first of the steps."""
+    @_builtins.property
+    def paths(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """The files, as the trainer sees them. Each is there once its step is done."""
+
+    def __init__(
+        self,
+        *,
+        first_step: _builtins.int = ...,
+        paths: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["first_step", b"first_step", "paths", b"paths"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TrainerProfileResponse: _TypeAlias = TrainerProfileResponse  # noqa: Y015

@@ -75,6 +75,11 @@ class TrainerStub:
                 request_serializer=relaxd_dot_v1_dot_trainer__pb2.TrainerWakeRequest.SerializeToString,
                 response_deserializer=relaxd_dot_v1_dot_trainer__pb2.TrainerWakeResponse.FromString,
                 _registered_method=True)
+        self.Profile = channel.unary_unary(
+                '/relaxd.v1.Trainer/Profile',
+                request_serializer=relaxd_dot_v1_dot_trainer__pb2.TrainerProfileRequest.SerializeToString,
+                response_deserializer=relaxd_dot_v1_dot_trainer__pb2.TrainerProfileResponse.FromString,
+                _registered_method=True)
 
 
 class TrainerServicer:
@@ -141,6 +146,14 @@ class TrainerServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Profile(self, request, context):
+        """Profile records the next steps that begin on some of the ranks, and answers at once where their files will be
+        (docs/profiling.md). FAILED_PRECONDITION if fewer steps are left.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_TrainerServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -183,6 +196,11 @@ def add_TrainerServicer_to_server(servicer, server):
                     servicer.Wake,
                     request_deserializer=relaxd_dot_v1_dot_trainer__pb2.TrainerWakeRequest.FromString,
                     response_serializer=relaxd_dot_v1_dot_trainer__pb2.TrainerWakeResponse.SerializeToString,
+            ),
+            'Profile': grpc.unary_unary_rpc_method_handler(
+                    servicer.Profile,
+                    request_deserializer=relaxd_dot_v1_dot_trainer__pb2.TrainerProfileRequest.FromString,
+                    response_serializer=relaxd_dot_v1_dot_trainer__pb2.TrainerProfileResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -402,6 +420,33 @@ class Trainer:
             '/relaxd.v1.Trainer/Wake',
             relaxd_dot_v1_dot_trainer__pb2.TrainerWakeRequest.SerializeToString,
             relaxd_dot_v1_dot_trainer__pb2.TrainerWakeResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Profile(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/relaxd.v1.Trainer/Profile',
+            relaxd_dot_v1_dot_trainer__pb2.TrainerProfileRequest.SerializeToString,
+            relaxd_dot_v1_dot_trainer__pb2.TrainerProfileResponse.FromString,
             options,
             channel_credentials,
             insecure,

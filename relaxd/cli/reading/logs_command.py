@@ -1,4 +1,4 @@
-"""`relaxd logs` and `relaxd trace`: what the services wrote, by time, and the way of one group through them."""
+"""`relaxd logs` and `relaxd trace`: what the services wrote, by time, and how a group or step went."""
 
 import difflib
 import re
@@ -16,13 +16,14 @@ from rich.table import Table
 from rich.text import Text
 
 from relaxd.cli.options import DEFAULT_STATE, CoordinatorOption, FolderOption, StateOption, new_console
-from relaxd.cli.output import show, show_line
+from relaxd.cli.output import show, show_json, show_line
 from relaxd.cli.reading.run_source import open_run
 from relaxd.client import CliError
 from relaxd.config import RunConfig
 from relaxd.local import compose
 from relaxd.local.state_folder import StateFolder
-from relaxd.report.traces import GroupTrace, TracedSpan, read_group_trace
+from relaxd.report.chrome_timeline import chrome_timeline
+from relaxd.report.traces import GroupTrace, TracedSpan, read_group_trace, read_step_spans
 from relaxd.run_folder import LOGS
 
 POLL_SECONDS = 0.3
@@ -135,22 +136,39 @@ FACTS = ("step", "version")
 
 
 def trace(
-    group_id: Annotated[str, typer.Argument(metavar="GROUP", help="A group's id, as in `relaxd samples --json`.")],
+    group_id: Annotated[
+        str, typer.Argument(metavar="GROUP", help="A group's id, as in `relaxd samples --json`.")
+    ] = "",
+    chrome: Annotated[
+        int, typer.Option("--chrome", metavar="STEP", min=0, help="Print a step's timeline for Perfetto, as JSON.")
+    ] = 0,
     run_id: Annotated[str, typer.Option("--run", help="The run's id or folder; default: the newest.")] = "",
     folder: FolderOption = None,
     state: StateOption = DEFAULT_STATE,
     coordinator: CoordinatorOption = None,
 ) -> None:
-    """Show a group's way from its prompt to its step, in a run with telemetry.traces = "file"."""
+    """Show a group's way from its prompt to its step, or print a step's timeline, with telemetry.traces = "file".
+
+    The timeline (--chrome STEP > timeline.json) has the step and its groups, and opens in https://ui.perfetto.dev.
+    """
+    if bool(group_id) == bool(chrome):
+        raise CliError("name either a group or a step", "relaxd trace GROUP, or relaxd trace --chrome STEP")
     with open_run(run_id, folder, state, coordinator) as source:
+        config = RunConfig.model_validate_json(source.run.config_json)
+        if chrome:
+            spans = read_step_spans(source.folder, chrome)
+            if not spans:
+                raise CliError(*_why_untraced(f"step {chrome}", config))
+            show_json(chrome_timeline(spans))
+            return
         found = read_group_trace(source.folder, group_id)
         if found is None:
-            raise CliError(*_why_untraced(group_id, RunConfig.model_validate_json(source.run.config_json)))
+            raise CliError(*_why_untraced(f"group {group_id}", config))
         new_console().print(trace_table(found, group_id))
 
 
-def _why_untraced(group_id: str, config: RunConfig) -> tuple[str, str]:
-    """Return why there is no trace of a group, and a hint."""
+def _why_untraced(what: str, config: RunConfig) -> tuple[str, str]:
+    """Return why there is no trace of a group or step, and a hint."""
     if config.telemetry.traces != "file":
         return (
             f'there are no traces in the run\'s folder: telemetry.traces is "{config.telemetry.traces}"',
@@ -158,8 +176,8 @@ def _why_untraced(group_id: str, config: RunConfig) -> tuple[str, str]:
         )
     if config.telemetry.sample_ratio < 1:
         ratio = config.telemetry.sample_ratio
-        return f"there is no trace of group {group_id}: telemetry.sample_ratio = {ratio:g} of all are traced", ""
-    return f"there is no trace of group {group_id}", "relaxd samples --json has the ids of groups"
+        return f"there is no trace of {what}: telemetry.sample_ratio = {ratio:g} of all are traced", ""
+    return f"there is no trace of {what}", "relaxd samples --json has the ids of groups and steps"
 
 
 def trace_table(found: GroupTrace, group_id: str) -> Table:

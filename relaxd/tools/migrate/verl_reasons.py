@@ -24,7 +24,7 @@ _REASONS: Mapping[str, str] = {
     r"rollout\.(multi_turn|agent)\..*": _TURNS,
     r"rollout\.engine_kwargs\..*": "there is no vLLM or TensorRT-LLM: options of SGLang are rollout.sglang",
     r"rollout\.checkpoint_engine\..*": "weights.transport says how weights get to the engines",
-    r"rollout\.(trace|prometheus)\..*|.*profiler\..*": "traces, metrics and profiles: docs/metrics.md, `relaxd trace`",
+    r"rollout\.(trace|prometheus)\..*|.*profiler\..*": "traces, metrics, profiles: docs/metrics.md, docs/profiling.md",
     r"rollout\.(log_prob|micro).*|ref\.log_prob.*": "micro-batches are always packed, up to trainer.micro_batch_tokens",
     r"rollout\.(ignore_eos|do_sample)": "training samples answers up to an end token",
     r"rollout\..*": _ENGINE,

@@ -9,6 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
+from pathlib import Path
 from typing import Any, Protocol
 
 from relaxd import telemetry
@@ -133,6 +134,12 @@ class LoadedEngine(Protocol):
     def wake(self, parts: Collection[MemoryPart]) -> None:
         """Allocate memory again."""
 
+    def record(self, request: engine_pb2.RecordStepsRequest) -> list[Path]:
+        """Record the next steps with torch's profiler. Returns the files, which will be there afterwards.
+
+        Raises EngineError: earlier steps are being recorded.
+        """
+
     def stats(self) -> dict[str, int]:
         """Return running_samples, waiting_samples, tokens_generated; tokens_prefilled and _prompted if known."""
 
@@ -170,6 +177,10 @@ class EngineProcess(ABC, engine_pb2_grpc.EngineServicer, rollout_pb2_grpc.Rollou
                 yield message
         finally:
             taking.cancel()
+
+    def RecordSteps(self, request: engine_pb2.RecordStepsRequest, context: Any) -> engine_pb2.RecordStepsResponse:
+        """See the proto."""
+        return engine_pb2.RecordStepsResponse(paths=map(str, self._loaded().record(request)))
 
     def GetEngineStats(
         self, request: engine_pb2.GetEngineStatsRequest, context: Any

@@ -246,6 +246,15 @@ class ChildEngine(RolloutEngine):
     async def resume(self) -> None:
         await self._rollout.ResumeGeneration(rollout_pb2.ResumeGenerationRequest(), timeout=CONTROL_SECONDS)
 
+    async def record(self, profile: rollout_pb2.ProfileRequest, folder: Path, name: str) -> list[str]:
+        """Record the next steps with torch's profiler. Returns the files that will be there afterwards.
+
+        Raises EngineError: earlier steps are being recorded.
+        """
+        request = engine_pb2.RecordStepsRequest(profile=profile, folder=str(folder), name=name)
+        answer = await self._engine.RecordSteps(request, timeout=CONTROL_SECONDS + MARGIN_SECONDS)
+        return list(answer.paths)
+
     async def sleep(self, timeout: float) -> weights_pb2.MemoryChange:
         """Wait for running samples, then free memory."""
         served, self.weights = self.weights, None

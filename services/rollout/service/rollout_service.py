@@ -5,6 +5,7 @@ import contextlib
 import itertools
 import logging
 import time
+from datetime import UTC, datetime
 from importlib import import_module
 from pathlib import Path
 
@@ -20,12 +21,13 @@ from relaxd.replica.replica_context import ReplicaContext
 from relaxd.replica.service_interface import ReplicaService, ServiceStatus
 from relaxd.roles import ROLES, ROLLOUT
 from relaxd.rpc.errors import RpcError
-from relaxd.v1 import replica_pb2
+from relaxd.run_folder import PROFILES
+from relaxd.v1 import replica_pb2, rollout_pb2
 from relaxd.v1.coordinator_pb2 import Assignment
 from relaxd.waiting import Backoff, waiting
 from relaxd.weights import NCCL_ENVIRONMENT
 from services.rollout.engines.engine_interface import EngineStart, RolloutEngine
-from services.rollout.service.child_engine import ALL_MEMORY, loaded_mebibytes
+from services.rollout.service.child_engine import ALL_MEMORY, ChildEngine, loaded_mebibytes
 from services.rollout.service.group_generator import GroupGenerator, Occupancy
 
 DRAIN_POLL_SECONDS = 0.05
@@ -62,6 +64,7 @@ class RolloutService(ReplicaService):
         """Time that the engine was busy and paused."""
         self._detail = ""
         self._run_id = ""
+        self._run_folder = Path()
         self._loading = False
         self._run_paused = False
         self._done_before = 0
@@ -82,9 +85,15 @@ class RolloutService(ReplicaService):
         """Maximum number of samples of callers' requests that run or wait."""
         return QUEUE_FACTOR * self._config.rollout.max_running_samples if self._config is not None else 0
 
+    async def record(self, engine: ChildEngine, profile: rollout_pb2.ProfileRequest) -> list[str]:
+        """Have the engine record its next steps in the run's folder. Returns the files. Raises EngineError."""
+        folder = self._run_folder / PROFILES
+        await asyncio.to_thread(folder.mkdir, exist_ok=True)
+        return await engine.record(profile, folder, f"{self._settings.replica_id}-{datetime.now(UTC):%Y%m%dT%H%M%S%fZ}")
+
     async def start_run(self, config: RunConfig, assignment: Assignment) -> None:
         self._config, self._run_paused = config, False
-        self._run_id = assignment.run_id
+        self._run_id, self._run_folder = assignment.run_id, Path(assignment.folder)
         rollout = config.rollout
         self.engine_ranks = rollout.tensor_parallel
         role = ROLES[ROLLOUT]

@@ -24,6 +24,8 @@ from services.rollout.service.rollout_service import RolloutService
 
 FULL_SECONDS = 0.5
 """Time after which a caller that the engine had no room for may ask again."""
+MAX_PROFILED = 10_000
+"""Maximum number of steps in one call of Profile."""
 REPLY_SECONDS = 0.3
 """A pause fails this long before its caller's deadline, so that the caller gets the reason."""
 
@@ -226,10 +228,21 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServicer):
         self._service.update_intake()
         return rollout_pb2.WakeResponse(memory=memory)
 
+    async def Profile(self, request: rollout_pb2.ProfileRequest, context: Any) -> rollout_pb2.ProfileResponse:
+        """See the proto."""
+        violations = Violations()
+        violations.check(
+            1 <= request.steps <= MAX_PROFILED, "steps", f"is {request.steps}: it must be from 1 to {MAX_PROFILED}"
+        )
+        violations.raise_if_any()
+        return rollout_pb2.ProfileResponse(paths=await self._service.record(self._child_engine(), request))
+
     def _child_engine(self) -> ChildEngine:
         engine = self._engine()
         if not isinstance(engine, ChildEngine):
-            raise FailedPrecondition("this engine is an external server, which can't sleep")
+            raise FailedPrecondition(
+                "this engine is not a process of relaxd's: an external server can't sleep, and is profiled by itself"
+            )
         return engine
 
     def _engine(self) -> RolloutEngine:

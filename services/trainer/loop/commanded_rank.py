@@ -16,6 +16,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import NoReturn, Protocol, TypeVar
 
+from torch.profiler import record_function
+
 from relaxd import telemetry
 from relaxd.board import Board
 from relaxd.board.committed_steps import CommittedSteps
@@ -72,7 +74,7 @@ class CommandedRank:
     def run(self: R, command: Command[R, T_co]) -> T_co:
         """Rank 0: execute a command on all ranks. Return this rank's result."""
         self.channel.send(command)
-        return command.execute(self)
+        return self._execute(command)
 
     def follow(self) -> NoReturn:
         """Other ranks: execute rank 0's commands.
@@ -82,7 +84,11 @@ class CommandedRank:
             BoardUnavailable: the board was unavailable for longer than half of that deadline.
         """
         while True:
-            self.channel.receive().execute(self)
+            self._execute(self.channel.receive())
+
+    def _execute(self: R, command: Command[R, T_co]) -> T_co:
+        with record_function(type(command).__name__):  # its name in a profile
+            return command.execute(self)
 
     @contextmanager
     def rank0_only(self, work: str) -> Iterator[Progress]:

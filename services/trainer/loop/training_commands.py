@@ -18,6 +18,7 @@ from services.trainer.learner.learner import Learner
 from services.trainer.learner.update import UpdateStats
 from services.trainer.loop.commanded_rank import CommandedRank
 from services.trainer.loop.round_runner import PreparedColumns, RoundRunner
+from services.trainer.loop.step_profiler import ProfileOptions, StepProfiler
 from services.trainer.megatron import TICK_SECONDS
 from services.trainer.megatron.channels import ModelParallelChannel
 from services.trainer.megatron.disk_work import DiskRefused
@@ -40,6 +41,8 @@ class TrainingRank(CommandedRank):
     """Runs rounds on the learner."""
     sharing: ModelParallelChannel
     """The channel to the ranks that work on the same groups."""
+    profiler: StepProfiler
+    """Records steps of this rank."""
     groups: dict[str, TrainGroup] = field(default_factory=dict)
     """Groups of the open step, by id. Rank 0 sets them; the other ranks have those that their micro-batches need."""
     shared: set[str] = field(default_factory=set)
@@ -244,3 +247,27 @@ class OffloadState:
         """Return the bytes in use on all devices before and after."""
         before, after = rank.learner.offload() if self.to_host else rank.learner.onload()
         return rank.channel.sum_over_ranks(before), rank.channel.sum_over_ranks(after)
+
+
+@message
+@dataclass(frozen=True)
+class BeginProfile:
+    """Begin to record a step."""
+
+    step: int
+    options: ProfileOptions
+
+    def execute(self, rank: TrainingRank) -> None:
+        """Begin, if this is one of the ranks to record."""
+        rank.profiler.begin(self.step, self.options)
+
+
+@message
+@dataclass(frozen=True)
+class EndProfile:
+    """End the recording of a step."""
+
+    def execute(self, rank: TrainingRank) -> None:
+        """Write this rank's files. The other ranks wait meanwhile."""
+        with rank.channel.disk.all_ranks("writing profiles"):
+            rank.profiler.end()

@@ -13,6 +13,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from relaxd import telemetry
 from relaxd.algorithms.algorithm_trial import create_tried
 from relaxd.board import Board, stages_for
@@ -33,6 +35,7 @@ from services.trainer.learner.frozen_model import model_of
 from services.trainer.learner.learner import Learner
 from services.trainer.loop.commanded_rank import RankThread
 from services.trainer.loop.round_runner import RoundRunner
+from services.trainer.loop.step_profiler import ProfileOptions, ProfilePlan, step_profiler
 from services.trainer.loop.thread_requests import Controls, result_of
 from services.trainer.loop.training_commands import Export, TrainingRank
 from services.trainer.loop.training_queue import TrainingQueue
@@ -53,6 +56,8 @@ class Rank(trainer_pb2_grpc.TrainerServicer, rank_pb2_grpc.RankServicer):
         self._controls: Controls[Training] = Controls()
         self._broadcaster: WeightBroadcaster | None = None
         self._weights: WeightReadLock | None = None
+        self._profiles: ProfilePlan | None = None
+        self._run_folder = Path()
 
     async def Work(self, request: rank_pb.WorkRequest, context: Any) -> AsyncIterator[rank_pb.WorkResponse]:
         """Start the training thread and stream its events."""
@@ -131,6 +136,17 @@ class Rank(trainer_pb2_grpc.TrainerServicer, rank_pb2_grpc.RankServicer):
         path, step = result_of(saved, context.time_remaining())
         return pb.TrainerSaveCheckpointResponse(path=path, weights=self._weight_version(step))
 
+    def Profile(self, request: pb.TrainerProfileRequest, context: Any) -> pb.TrainerProfileResponse:
+        """Plan the recording of steps."""
+        if self._profiles is None:
+            raise Unavailable("the trainer has no weights yet")
+        if request.memory and not torch.cuda.is_available():
+            raise FailedPrecondition("memory is true, but the ranks run on the CPU: torch records that of GPUs only")
+        options = ProfileOptions(ranks=tuple(request.ranks), stacks=request.stacks, memory=request.memory)
+        steps = self._profiles.request(request.steps, options)
+        paths = [str(path) for step in steps for path in options.files(self._run_folder, step)]
+        return pb.TrainerProfileResponse(first_step=steps[0], paths=paths)
+
     def Sleep(self, request: pb.TrainerSleepRequest, context: Any) -> pb.TrainerSleepResponse:
         """Have the ranks sleep."""
         sleep = self._controls.sleep_requests.ask(lambda training: training.sleeping.sleep(), context.time_remaining())
@@ -147,6 +163,8 @@ class Rank(trainer_pb2_grpc.TrainerServicer, rank_pb2_grpc.RankServicer):
         algorithm = create_tried(config.algorithm, with_loss=True)
         for role in config.frozen_roles("trainer"):
             check_vocabularies(config, role)
+        self._run_folder = Path(request.folder)
+        profiler = step_profiler(config, self._thread.number, self._run_folder)
         learner, buckets, self._broadcaster = self._load(config)
         freeze_objects()
         board = Board(request.redis, request.run_id, stages_for(config), config.board)
@@ -154,11 +172,12 @@ class Rank(trainer_pb2_grpc.TrainerServicer, rank_pb2_grpc.RankServicer):
         rank = TrainingRank(
             channel=RankChannel(timeout, learner.world.disk),
             sharing=ModelParallelChannel(learner.world.dp_rank, timeout),
+            profiler=profiler,
             learner=learner,
             runner=RoundRunner(learner, config),
             checkpoint=CheckpointPart(learner),
             board=board,
-            run_folder=Path(request.folder),
+            run_folder=self._run_folder,
         )
         gather = learner.world.gather
         loaded = rank_pb.RankLoaded(
@@ -168,6 +187,7 @@ class Rank(trainer_pb2_grpc.TrainerServicer, rank_pb2_grpc.RankServicer):
         if self._thread.number != 0:
             rank.follow()
         store = host_store(request.store_host, ports=config.weights.port_range)
+        self._profiles = ProfilePlan(config)
         self._weights = WeightReadLock(board.new_trainer_term())
         manifest = pb.GetWeightManifestResponse(
             manifest=to_proto(buckets), source_ranks=learner.world.pp_size, store_port=store.port
@@ -196,6 +216,7 @@ class Rank(trainer_pb2_grpc.TrainerServicer, rank_pb2_grpc.RankServicer):
             algorithm=algorithm,
             weights=self._weights,
             controls=self._controls,
+            profiles=self._profiles,
             emit=self._thread.events.put,
         ).run()
 

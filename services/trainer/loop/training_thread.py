@@ -37,8 +37,19 @@ from services.trainer.loop.step_metrics import (
     trainer_times,
 )
 from services.trainer.loop.step_phases import StepBuilder, phases_for
+from services.trainer.loop.step_profiler import ProfilePlan
 from services.trainer.loop.thread_requests import Controls
-from services.trainer.loop.training_commands import Discard, EndStep, Export, Replay, Round, TrainingRank, Update
+from services.trainer.loop.training_commands import (
+    BeginProfile,
+    Discard,
+    EndProfile,
+    EndStep,
+    Export,
+    Replay,
+    Round,
+    TrainingRank,
+    Update,
+)
 from services.trainer.loop.training_queue import TrainingQueue
 from services.trainer.loop.weight_read_lock import WeightReadLock
 from services.trainer.megatron import TICK_SECONDS
@@ -65,6 +76,7 @@ class Training:
         algorithm: Algorithm,
         weights: WeightReadLock,
         controls: "Controls[Training]",
+        profiles: ProfilePlan,
         emit: Callable[[WorkResponse], None],
     ) -> None:
         """Connect the parts of a run. `emit` sends progress and new versions to the parent."""
@@ -88,6 +100,9 @@ class Training:
         """Name of the weights with which it must have scored the groups of the next step."""
         self._skipped = SkippedUpdates(config.trainer.max_skipped_updates)
         self._controls = controls
+        self._profiles = profiles
+        self._profiled = False
+        """True while the step is recorded."""
         self.sleeping = SleepController(rank, weights)
         self._emit = emit
         # In a colocated run every wait of this thread delays the engines' turn.
@@ -107,6 +122,7 @@ class Training:
         self._announce({})
         while self._learner.step < self._config.run.steps:
             with telemetry.root_span("step", attributes={"relaxd.step": self._learner.step + 1}) as span:
+                self._begin_profile(self._learner.step + 1)
                 packer = self._phases.packer()
                 open_step = self._fill(StepBuilder(self._learner.step + 1, packer, telemetry.inject(span)))
                 if open_step is None:
@@ -125,12 +141,26 @@ class Training:
                 self._commit(open_step, groups, plan, updates)
                 self._set_reference(plan)
                 self._announce(telemetry.inject(span))
+                self._end_profile()
                 self._export_if_due(plan.step)
                 self.checkpoints.after_step(plan.step, open_step.worked, step_file_path(self._run_folder, plan.step))
                 del open_step, groups, updates  # not kept while the next step fills
         while True:
             self._serve_requests(f"all {self._config.run.steps} steps are done")
             time.sleep(IDLE_SECONDS)  # idle: there is nothing left to train
+
+    def _begin_profile(self, step: int) -> None:
+        """Record the step on all ranks, if that is planned. One that starts over is recorded from its first start."""
+        if options := self._profiles.begin(step):
+            self.rank.run(BeginProfile(step, options))
+            self._profiled = True
+
+    def _end_profile(self) -> None:
+        """Write the step's profile, if it was recorded."""
+        if self._profiled:
+            self._profiled = False
+            self._report("writing profiles")
+            self.rank.run(EndProfile())
 
     def _fill(self, open_step: StepBuilder) -> StepBuilder | None:
         """Take groups and work on them as they arrive, until the step may close. Return None if it was discarded."""

@@ -74,8 +74,10 @@ T = TypeVar("T")
 
 LEAVE_SECONDS = 5.0
 """Deadline for leaving a group, which only sets a flag and closes connections."""
-HOLD_SECONDS = 10.0
-"""Deadline for a hold, which only changes a number."""
+CONTROL_SECONDS = 10.0
+"""Deadline for a hold or the plan of a profile, which only change a number."""
+MAX_PROFILED = 100
+"""Maximum number of steps in one call of Profile: a file for each may have hundreds of megabytes."""
 SCRIPTED_RANK = "services.trainer.rehearsal"
 """The program of a rank in a rehearsal."""
 HUGE_PAGES = {"THP_MEM_ALLOC_ENABLE": "1"}
@@ -299,6 +301,21 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServicer):
         world.awake = True
         return await world.rank0.trainer.Wake(request, timeout=request.timeout_seconds)
 
+    async def Profile(self, request: pb.TrainerProfileRequest, context: Any) -> pb.TrainerProfileResponse:
+        """Have the ranks record their next steps."""
+        world = self._ready_world()
+        violations = Violations()
+        violations.check(
+            1 <= request.steps <= MAX_PROFILED, "steps", f"is {request.steps}: it must be from 1 to {MAX_PROFILED}"
+        )
+        last = len(world.ranks) - 1
+        for index, rank in enumerate(request.ranks):
+            violations.check(0 <= rank <= last, f"ranks[{index}]", f"is {rank}: it must be from 0 to {last}")
+        violations.raise_if_any()
+        if not request.ranks:
+            request.ranks.append(0)
+        return await world.rank0.trainer.Profile(request, timeout=CONTROL_SECONDS)
+
     def _world_to_switch(self, seconds: float, metrics: Mapping[str, float] | None = None) -> RankSupervisor:
         violations = Violations()
         violations.check_seconds(seconds, "timeout_seconds")
@@ -331,7 +348,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServicer):
 async def _held(rank0: RankProcess, request: pb.BroadcastWeightsRequest) -> AsyncIterator[None]:
     """Keep the optimizers of all ranks from changing the weights. Raises Aborted if they could before the end."""
     hold = rank_pb.HoldWeightsRequest(weights=request.weights, seconds=request.timeout_seconds + HOLD_MARGIN_SECONDS)
-    held = await rank0.control.HoldWeights(hold, timeout=HOLD_SECONDS)
+    held = await rank0.control.HoldWeights(hold, timeout=CONTROL_SECONDS)
     try:
         yield
     finally:

@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from relaxd.rpc.errors import explain, field_violations
 from relaxd.rpc.message_parts import words
+from relaxd.run_folder import PROFILES
 from relaxd.v1 import coordinator_pb2, replica_pb2, replica_pb2_grpc, rollout_pb2, sample_pb2
 from tests.integration.rollout.rollout_kit import (
     PATIENCE,
@@ -27,6 +28,8 @@ from tests.integration.rollout.rollout_kit import (
 )
 from tests.integration.rollout.weight_source import weights_of
 from tests.kit.models import make_tiny_model
+from tests.kit.profiles import operations
+from tests.kit.waiting import wait_until
 
 PROMPT = [5, 9, 17, 200, 33]
 
@@ -83,6 +86,22 @@ def check_columns(columns: dict[str, Any], reference: PreTrainedModel, prompt: l
         expected = logits.double().log_softmax(-1).gather(-1, torch.tensor(tokens)[:, None]).squeeze(-1).numpy()
         np.testing.assert_allclose(columns["rollout_logprobs"][start : start + length], expected, atol=1e-4)
         start += length
+
+
+def check_profile(replica: Replica) -> None:
+    """The engine's next turns are recorded, one recording at a time."""
+    for steps in (0, 10_001):
+        error = refused(lambda steps=steps: replica.stub.Profile(rollout_pb2.ProfileRequest(steps=steps)))
+        assert explain(error) == f"INVALID_ARGUMENT: steps: is {steps}: it must be from 1 to 10000"
+    request = rollout_pb2.ProfileRequest(steps=3)
+    (path,) = map(Path, replica.stub.Profile(request, timeout=PATIENCE).paths)
+    assert path.parent.name == PROFILES
+    assert "is recording steps already" in explain(refused(lambda: replica.stub.Profile(request, timeout=PATIENCE)))
+    replica.generate(PROMPT, max_new_tokens=8, ignore_eos=True)
+    wait_until(path.exists)
+    assert operations(path)["aten::embedding"] == 4, "a prefill and the three tokens after it"
+    (other,) = map(Path, replica.stub.Profile(request, timeout=PATIENCE).paths)
+    assert other != path
 
 
 def test_calls_weights_and_groups(stage: Stage, model: Path) -> None:
@@ -150,6 +169,7 @@ def test_calls_weights_and_groups(stage: Stage, model: Path) -> None:
     check_abort_and_lease(stage, replica)
     check_cancellation(replica)
     check_request_ids(replica)
+    check_profile(replica)
 
     # A paused run takes nothing, a resumed one does.
     stage.coordinator.assignment.state = coordinator_pb2.RUN_STATE_PAUSED

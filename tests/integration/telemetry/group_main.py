@@ -147,7 +147,7 @@ def main() -> None:
             with telemetry.BatchSpan("commit", "settle", "reward", [carrier]):
                 pass
         case "trainer":
-            with telemetry.root_span("step") as step:
+            with telemetry.root_span("step", attributes={"relaxd.step": 4}) as step:
                 telemetry.open_stage_span("train", "g1", carrier, links=[telemetry.inject(step)]).end()
             telemetry.record_step("run", 7, {"loss": 0.5, "reward_own": 1.0, "kl": float("nan")})
     telemetry.shutdown()

@@ -141,6 +141,27 @@ def test_the_same_spans_are_in_the_runs_folder(receiver, group, run_folder: Path
     assert len(list((run_folder / "traces").iterdir())) == 4  # a file for each process
 
 
+def test_a_steps_timeline_has_its_groups(receiver, group, run_folder: Path) -> None:
+    def relaxd(*words: str) -> Result:
+        return CliRunner().invoke(app, ["trace", *words, "--folder", str(run_folder)])
+
+    sent = {span.span_id: span for span in received(receiver, "create rollout", "process train", "step")}
+    events = json.loads(relaxd("--chrome", "4").stdout)["traceEvents"]
+    names = {event["pid"]: event["args"]["name"] for event in events if event["ph"] == "M"}
+    shown = {event["args"]["span_id"]: event for event in events if event["ph"] == "X"}
+    assert {sent[span_id].name for span_id in shown} >= {"create rollout", "process rollout", "process train", "step"}
+    begin = min(sent[span_id].start for span_id in shown)
+    for span_id, event in shown.items():
+        span = sent[span_id]
+        assert (event["name"], names[event["pid"]]) == (span.name, span.instance)
+        assert event["ts"] == pytest.approx((span.start - begin) / 1e3)
+        assert event["dur"] == pytest.approx((span.end - span.start) / 1e3)
+
+    assert "there is no trace of step 99" in str(relaxd("--chrome", "99").exception)
+    assert "name either a group or a step" in str(relaxd().exception)
+    assert "name either a group or a step" in str(relaxd("g1", "--chrome", "4").exception)
+
+
 def test_a_groups_tree_is_shown(group, run_folder: Path) -> None:
     def relaxd(*words: str) -> Result:
         return CliRunner().invoke(app, [*words, "--folder", str(run_folder)], env={"COLUMNS": "160"})

@@ -57,6 +57,7 @@ def run_job(job: RunJob, ranks: int = 1) -> dict[str, Any]:
     from services.trainer.learner.frozen_model import model_of
     from services.trainer.learner.learner import Learner
     from services.trainer.loop.round_runner import RoundRunner
+    from services.trainer.loop.step_profiler import ProfilePlan, step_profiler
     from services.trainer.loop.thread_requests import Controls
     from services.trainer.loop.training_commands import TrainingRank
     from services.trainer.loop.training_queue import TrainingQueue
@@ -84,6 +85,7 @@ def run_job(job: RunJob, ranks: int = 1) -> dict[str, Any]:
         job.folder,
         runner=RoundRunner(learner, config),
         sharing=ModelParallelChannel(learner.world.dp_rank, 60.0),
+        profiler=step_profiler(config, learner.world.rank, job.folder),
     )
     intake, result = None, {}
     try:
@@ -126,6 +128,7 @@ def run_job(job: RunJob, ranks: int = 1) -> dict[str, Any]:
             algorithm=algorithm,
             weights=weights,
             controls=controls,
+            profiles=ProfilePlan(config),
             emit=emit,
         ).run()
     except Done:

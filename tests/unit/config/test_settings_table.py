@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[3]
 EXAMPLES = sorted((ROOT / "examples").glob("*.toml"))
 
 
-@pytest.mark.parametrize("name", ["algorithms", "coming_from", "python", "settings"])
+@pytest.mark.parametrize("name", ["algorithms", "calls", "coming_from", "python", "settings"])
 def test_the_page_is_written_from_the_table(name: str) -> None:
     spec = importlib.util.spec_from_file_location(name, ROOT / "docs" / f"{name}.py")
     assert spec is not None

@@ -5,15 +5,19 @@ everything in the scheduler was started under the weights before it.
 """
 
 import logging
+import queue
 import threading
 from collections import deque
 from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 from sglang.srt.managers.io_struct import (
     AbortReq,
     BatchTokenIDOutput,
+    ProfileReq,
+    ProfileReqOutput,
     ReleaseMemoryOccupationReqInput,
     ResumeMemoryOccupationReqInput,
 )
@@ -65,6 +69,7 @@ class SGLangEngine(GatedEngine):
         on_output: Callable[[dict[str, list[Output]]], None],
         on_failure: FailureHandler,
         on_broken: Callable[[str], None],
+        on_gpus: bool = False,
     ) -> None:
         """`decode` turns token ids into text; `end_ids` are the model's end tokens.
 
@@ -72,7 +77,7 @@ class SGLangEngine(GatedEngine):
         it sees any.
 
         `on_output` is called with the new outputs by request; `on_broken` with the reason when the scheduler processes
-        don't do what they are told.
+        don't do what they are told. `on_gpus`: whether they run on GPUs.
         """
         super().__init__()
         self._channel = channel
@@ -102,6 +107,10 @@ class SGLangEngine(GatedEngine):
             end_all=self._end_all,
         )
         """Pauses and updates the scheduler processes."""
+        self._activities = ["CPU", "GPU"] if on_gpus else ["CPU"]
+        self._recorded: list[Path] = []
+        """Files of the steps that are recorded, or were last."""
+        self._profile_answers: queue.SimpleQueue[ProfileReqOutput] = queue.SimpleQueue()
         self._tokens_prompted = 0
         self._stats = dict.fromkeys(("running_samples", "waiting_samples", "tokens_generated", "tokens_prefilled"), 0)
         for work in (self.control.supervise, self.control.read_news, self._read):
@@ -179,6 +188,31 @@ class SGLangEngine(GatedEngine):
         self._gate.pause(mode, lease_seconds, timeout)
         with self._gate.changed:
             return sum(group.unfinished for group in self._groups.values())
+
+    def record(self, request: engine_pb2.RecordStepsRequest) -> list[Path]:
+        """See LoadedEngine: by SGLang's own profiler."""
+        if missing := [path for path in self._recorded if not path.exists()]:
+            raise EngineError(f"this engine is recording steps already: wait until {missing[0]} is there")
+        profile = request.profile
+        self._channel.send(
+            ProfileReq(
+                output_dir=request.folder,
+                profile_id=request.name,
+                num_steps=profile.steps + 1,  # SGLang ends before the last of them
+                activities=self._activities,
+                with_stack=profile.stacks,
+                record_shapes=True,
+            )
+        )
+        try:
+            answer = self._profile_answers.get(timeout=ANSWER_SECONDS)
+        except queue.Empty:
+            raise EngineError(f"the schedulers did not begin to record within {ANSWER_SECONDS:g} s") from None
+        if not answer.success:
+            raise EngineError(f"SGLang does not record: {answer.message}")
+        folder, ranks = Path(request.folder), range(self._schedulers.count)
+        self._recorded = [folder / f"{request.name}-TP-{rank}.trace.json.gz" for rank in ranks]
+        return self._recorded
 
     def sleep(self, timeout: float) -> None:
         """Wait for running samples, then free weights and key-value cache. Raises EngineError."""
@@ -270,6 +304,8 @@ class SGLangEngine(GatedEngine):
             elif isinstance(message, AbortReq):
                 self.logprobs.take_abort(message)
                 self._take_abort(message)
+            elif isinstance(message, ProfileReqOutput):
+                self._profile_answers.put(message)
 
     def _take_outputs(self, message: BatchTokenIDOutput) -> None:
         outputs: dict[str, list[Output]] = {}

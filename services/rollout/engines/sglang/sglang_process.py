@@ -116,6 +116,7 @@ class SGLangProcess(EngineProcess):
                 on_output=self.outputs.put,
                 on_failure=self.outputs.fail,
                 on_broken=self._scheduler_gone,
+                on_gpus=self._on_gpus,
             )
         except Exception as error:
             refusal = error if isinstance(error, RpcError) else FailedPrecondition(str(error) or type(error).__name__)

@@ -12,11 +12,14 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 
 import torch
 from transformers import PreTrainedModel
 
 from relaxd.data.vision import VisionModel
+from relaxd.process.torch_profile import StepRecording
+from relaxd.v1.engine_pb2 import RecordStepsRequest
 from services.rollout.engines.generation_gate import GatedEngine
 from services.rollout.engines.prompt_images import see
 from services.rollout.engines.request_types import (
@@ -120,6 +123,7 @@ class TransformersEngine(GatedEngine):
         self._batch: Batch | None = None
         self._cancelled: set[str] = set()
         self._aborted: set[str] = set()
+        self._recording: StepRecording | None = None
         self._stopping = False
         self._tokens_generated = self._tokens_prefilled = self._tokens_prompted = 0
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
@@ -172,6 +176,14 @@ class TransformersEngine(GatedEngine):
         with self._gate.changed:
             return sum(1 for _ in self._samples())
 
+    def record(self, request: RecordStepsRequest) -> list[Path]:
+        """See LoadedEngine."""
+        if self._recording is not None and not self._recording.ended:
+            raise EngineError("this engine is recording steps already: wait until their file is there")
+        path = Path(request.folder) / f"{request.name}-TP-0.trace.json.gz"  # as SGLang's are called
+        self._recording = StepRecording(path, request.profile.steps, stacks=request.profile.stacks)
+        return [path]
+
     def sleep(self, timeout: float) -> None:
         """Wait for running samples, then free the weights' memory. Raises EngineError."""
         if self._memory.released or self._gate.asleep:
@@ -217,6 +229,8 @@ class TransformersEngine(GatedEngine):
         if self._threads:
             torch.set_num_threads(self._threads)  # applies to the calling thread only
         while self._wait_for_work():
+            if self._recording is not None:
+                self._recording.at_step()
             groups = self._take_waiting()
             if groups:
                 starting = [sample for group in groups for sample in group]

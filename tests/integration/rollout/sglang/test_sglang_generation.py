@@ -12,7 +12,7 @@ from transformers import AutoTokenizer
 
 from relaxd.process.child import ChildExited
 from relaxd.rpc.errors import Aborted, FailedPrecondition, InvalidArgument
-from relaxd.v1 import weights_pb2
+from relaxd.v1 import rollout_pb2, weights_pb2
 from services.rollout.engines.request_types import RequestFailed
 from tests.integration.rollout.rollout_kit import Source
 from tests.integration.rollout.sglang.syncs import check_logprobs, join, sync, transfer, with_weights
@@ -24,6 +24,8 @@ from tests.kit.engines import (
     receive_request,
     reference_logprobs,
 )
+from tests.kit.profiles import operations
+from tests.kit.waiting import wait_until
 
 SHORT = [5, 9, 17, 200, 33]
 LONG = list(range(3, 103))
@@ -312,6 +314,20 @@ def test_a_manifest_that_does_not_fit_is_refused(engine: EngineRunner, source: S
     with pytest.raises(InvalidArgument, match=r"model\.no_such\.weight"):
         engine.join("wrong", source.port, wrong)
     assert engine.generate(SHORT, max_new_tokens=2)[0].tokens
+
+
+def test_the_next_steps_are_recorded(engine: EngineRunner, tmp_path: Path) -> None:
+    def record() -> list[Path]:
+        request = rollout_pb2.ProfileRequest(steps=3)
+        return [Path(path) for path in engine.run(engine.engine.record(request, tmp_path, "engine-1"))]
+
+    (path,) = record()
+    assert path == tmp_path / "engine-1-TP-0.trace.json.gz"
+    with pytest.raises(FailedPrecondition, match="is recording steps already"):
+        record()
+    engine.generate(SHORT, max_new_tokens=8, ignore_eos=True)
+    wait_until(path.exists)
+    assert operations(path)["aten::embedding"] == 3
 
 
 def test_all_processes_end_with_the_engine_that_is_killed(engine: EngineRunner) -> None:

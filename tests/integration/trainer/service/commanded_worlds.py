@@ -52,7 +52,7 @@ def run_job(job: CommandJob, ranks: int = 1) -> dict[str, Any]:
     channel = RankChannel(60.0, learner.world.disk)
     nothing: Any = None
     parts = (channel, learner, CheckpointPart(learner), nothing, job.folder)
-    rank = TrainingRank(*parts, runner=nothing, sharing=nothing)
+    rank = TrainingRank(*parts, runner=nothing, sharing=nothing, profiler=nothing)
     result: dict[str, Any] = {}
     try:
         if learner.world.rank == 0:

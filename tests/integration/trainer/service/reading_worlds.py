@@ -117,6 +117,7 @@ def run_job(job: StepJob, ranks: int = 4) -> dict[str, Any]:
     """Run one job on this rank."""
     from services.trainer.checkpoints.rank_part import CheckpointPart
     from services.trainer.loop.round_runner import RoundRunner
+    from services.trainer.loop.step_profiler import step_profiler
     from services.trainer.loop.training_commands import TrainingRank
     from services.trainer.megatron import channels
     from services.trainer.megatron.channels import RankChannel
@@ -140,6 +141,7 @@ def run_job(job: StepJob, ranks: int = 4) -> dict[str, Any]:
         run_folder=job.folder,
         runner=RoundRunner(learner, job.config),
         sharing=channels.ModelParallelChannel(learner.world.dp_rank, 60.0),
+        profiler=step_profiler(job.config, learner.world.rank, job.folder),
     )
     rank.outcomes = []
     checksums: dict[str, int] = {}

@@ -1,0 +1,74 @@
+"""Recording with torch's profiler, into a file that opens in Perfetto or chrome://tracing.
+
+Imports torch, so only processes that hold a model import this.
+"""
+
+import logging
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch.profiler import ProfilerActivity
+
+logger = logging.getLogger(__name__)
+
+
+class TraceRecorder:
+    """Records what this thread runs, and the GPU for it, from its creation to `write`."""
+
+    def __init__(self, *, stacks: bool) -> None:
+        """Begin. `stacks` records the lines of Python that call each operation.
+
+        Raises RuntimeError: this process is being recorded already.
+        """
+        activities = [ProfilerActivity.CPU]
+        if torch.cuda.is_available():
+            activities.append(ProfilerActivity.CUDA)
+        self._profiler = torch.profiler.profile(activities=activities, record_shapes=True, with_stack=stacks)
+        self._profiler.start()
+
+    def write(self, path: Path) -> None:
+        """End, and write the file whole, compressed by gzip. Raises OSError."""
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()  # what the GPU still works on is of these steps, too
+        self._profiler.stop()
+        partial = path.with_name(f"partial-{path.name}")  # torch compresses by the name's end
+        path.parent.mkdir(exist_ok=True)
+        self._profiler.export_chrome_trace(str(partial))
+        os.replace(partial, path)
+
+
+class StepRecording:
+    """The recording of a number of steps of a loop, by its thread."""
+
+    def __init__(self, path: Path, steps: int, *, stacks: bool) -> None:
+        """Record the next `steps` steps, from the next `at_step` on."""
+        self._path = path
+        self._left = steps
+        self._stacks = stacks
+        self._recorder: TraceRecorder | None = None
+
+    @property
+    def ended(self) -> bool:
+        """True if the file is there, unless the disk refused it."""
+        return self._left < 0
+
+    def at_step(self) -> None:
+        """Begin before the first step, and write the file before the one after the last."""
+        if self.ended:
+            return
+        if self._recorder is None:
+            self._recorder = TraceRecorder(stacks=self._stacks)
+        elif self._left == 0:
+            write_or_log(self._recorder.write, self._path)
+        self._left -= 1
+
+
+def write_or_log(write: Callable[[Path], None], path: Path) -> None:
+    """Write a file. A disk that refuses it is only logged: nothing fails because of a profile."""
+    try:
+        write(path)
+        logger.info("wrote %s", path)
+    except OSError as error:
+        logger.warning("%s is not written: %s", path, error)

@@ -1,0 +1,137 @@
+"""Profiles of steps: which ones are recorded, as rank 0 decides, and the recording of one rank."""
+
+import logging
+import threading
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from relaxd.config import RunConfig
+from relaxd.process.torch_profile import TraceRecorder, write_or_log
+from relaxd.rpc.errors import FailedPrecondition, Unavailable
+from relaxd.run_folder import PROFILES
+from services.trainer.megatron.rank_messages import message
+
+logger = logging.getLogger(__name__)
+
+MEMORY_EVENTS = 200_000
+"""Allocations that a rank remembers, the last ones; a few hundred bytes each."""
+
+
+@message
+@dataclass(frozen=True, kw_only=True)
+class ProfileOptions:
+    """The options of a recording."""
+
+    ranks: tuple[int, ...]
+    stacks: bool = False
+    memory: bool = False
+
+    def files(self, run_folder: Path, step: int) -> Iterable[Path]:
+        """Yield the files of a step."""
+        for rank in self.ranks:
+            yield trace_path(run_folder, step, rank)
+            if self.memory:
+                yield memory_path(run_folder, f"step-{step:06d}", rank)
+
+
+def trace_path(run_folder: Path, step: int, rank: int) -> Path:
+    """Return the file with a rank's trace of a step."""
+    return run_folder / PROFILES / f"trainer-step-{step:06d}-rank{rank}.json.gz"
+
+
+def memory_path(run_folder: Path, moment: str, rank: int) -> Path:
+    """Return the file with a snapshot of a rank's GPU memory."""
+    return run_folder / PROFILES / f"trainer-{moment}-rank{rank}-memory.pickle"
+
+
+class ProfilePlan:
+    """The steps to record, by rank 0: those of the configuration, and those that calls ask for."""
+
+    def __init__(self, config: RunConfig) -> None:
+        """Plan the configuration's."""
+        profile = config.trainer.profile
+        options = ProfileOptions(ranks=profile.ranks, stacks=profile.stacks, memory=profile.memory)
+        self._last = config.run.steps
+        self._lock = threading.Lock()
+        self._begun: int | None = None
+        """The last step that has begun; None before the first one since the ranks started."""
+        self._planned = dict.fromkeys(profile.steps, options)
+
+    def request(self, steps: int, options: ProfileOptions) -> range:
+        """Plan the next `steps` steps to begin, and return them. Any thread may call this.
+
+        Raises FailedPrecondition: fewer are left. Unavailable: the ranks replay steps, and don't know the next one yet.
+        """
+        with self._lock:
+            if self._begun is None:
+                raise Unavailable("no step has begun since the trainer's ranks started: ask again later")
+            left = self._last - self._begun
+            if steps > left:
+                raise FailedPrecondition(f"steps is {steps}, but only {left} of the run's {self._last} have not begun")
+            asked = range(self._begun + 1, self._begun + 1 + steps)
+            self._planned |= dict.fromkeys(asked, options)
+            return asked
+
+    def begin(self, step: int) -> ProfileOptions | None:
+        """Return how to record a step that begins; None if it isn't, or is already."""
+        with self._lock:
+            self._begun = step
+            return self._planned.pop(step, None)
+
+
+@dataclass
+class StepProfiler:
+    """The recording of one rank, by its training thread."""
+
+    rank: int
+    run_folder: Path
+    keeps_memory: bool
+    """True if the rank remembers its allocations all the time."""
+    recorder: TraceRecorder | None = None
+    step: int = 0
+    memory: bool = False
+    """True if a snapshot is written after the step."""
+
+    def begin(self, step: int, options: ProfileOptions) -> None:
+        """Begin to record a step, if this is one of the ranks."""
+        if self.rank not in options.ranks:
+            return
+        self.step, self.memory = step, options.memory and torch.cuda.is_available()
+        if self.memory and not self.keeps_memory:
+            torch.cuda.memory._record_memory_history(max_entries=MEMORY_EVENTS)
+        self.recorder = TraceRecorder(stacks=options.stacks)
+
+    def end(self) -> None:
+        """Write the files, if the step was recorded here."""
+        recorder, self.recorder = self.recorder, None
+        if recorder is None:
+            return
+        write_or_log(recorder.write, trace_path(self.run_folder, self.step, self.rank))
+        if self.memory:
+            write_or_log(_write_memory, memory_path(self.run_folder, f"step-{self.step:06d}", self.rank))
+            if not self.keeps_memory:
+                torch.cuda.memory._record_memory_history(enabled=None)
+
+
+def step_profiler(config: RunConfig, rank: int, run_folder: Path) -> StepProfiler:
+    """Return a rank's profiler. With trainer.profile.memory it remembers allocations from now on, and writes a snapshot
+    when memory runs out. Call it before the rank takes memory."""
+    profile = config.trainer.profile
+    keeps = profile.memory and rank in profile.ranks
+    if keeps and not torch.cuda.is_available():
+        logger.warning("trainer.profile.memory is true, but rank %d runs on the CPU: no memory is recorded", rank)
+        keeps = False
+    if keeps:
+        torch.cuda.memory._record_memory_history(max_entries=MEMORY_EVENTS)
+        path = memory_path(run_folder, "out-of-memory", rank)
+        # torch has no public way to be told: without it, a snapshot would come when the stack's tensors are gone.
+        torch._C._cuda_attach_out_of_memory_observer(lambda *_: write_or_log(_write_memory, path))
+    return StepProfiler(rank, run_folder, keeps)
+
+
+def _write_memory(path: Path) -> None:
+    path.parent.mkdir(exist_ok=True)
+    torch.cuda.memory._dump_snapshot(str(path))
