@@ -24,7 +24,7 @@ from relaxd.replica.peer_replicas import Peer, PeerReplicas
 from relaxd.replica.replica_context import ReplicaContext
 from relaxd.roles import RANKS
 from relaxd.rpc.credentials import is_loopback
-from relaxd.rpc.errors import RpcError
+from relaxd.rpc.errors import InvalidArgument, RpcError
 from relaxd.v1 import rank_pb2, ranks_pb2
 from relaxd.v1.coordinator_pb2 import Assignment
 from relaxd.v1.ranks_pb2_grpc import RanksStub
@@ -32,6 +32,8 @@ from services.trainer.service.rank_processes import MeetingPlace, Rank, RankEven
 from services.trainer.service.remote_ranks import HostRefused, RemoteRanks
 
 POLL_SECONDS = 0.1
+CAUSE_SECONDS = 0.3
+"""Time after the first failure in which others are told, too."""
 AVOIDED_SECONDS = 1.0
 """Time for which a host that did not start its ranks isn't asked again."""
 
@@ -186,11 +188,15 @@ class HostRanks:
         parts: list[RankProcesses | RemoteRanks] = [self._own, *self._others]
         waits = [asyncio.create_task(part.failed()) for part in parts]
         try:
-            done, _ = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-            return next(iter(done)).result()
+            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+            # A rank that died on one host ends collectives of others, which may tell sooner.
+            await asyncio.wait(waits, timeout=CAUSE_SECONDS)
         finally:
             for task in waits:
                 task.cancel()
+        errors = [task.result() for task in waits if task.done() and not task.cancelled()]
+        refusals = (error for error in errors if isinstance(error, InvalidArgument))
+        return next(refusals, errors[0] if len(errors) == 1 else ChildError("; ".join(map(str, errors))))
 
     async def kill(self) -> None:
         """Kill this host's ranks, and have the others kill theirs."""

@@ -83,9 +83,9 @@ class Host:
         return [child.pid for child in psutil.Process(self.process.pid).children(recursive=True)]
 
     def kill(self) -> None:
-        """Kill it with its ranks, at once."""
-        for pid in self.rank_pids():
-            with contextlib.suppress(psutil.NoSuchProcess):
+        """Kill it with its ranks, at once, unless it has ended."""
+        with contextlib.suppress(psutil.NoSuchProcess):
+            for pid in self.rank_pids():
                 psutil.Process(pid).kill()
         kill(self.process)
 
@@ -96,10 +96,14 @@ class TrainerOverHosts:
     def __init__(self, coordinator: HostsCoordinator, feeder: Feeder, trainer: TrainerProcess, hosts: list[Host]):
         self.coordinator, self.feeder, self.trainer, self.hosts = coordinator, feeder, trainer, hosts
         self.term, self.step = 1, 0
+        self._begun = time.monotonic()
+        self.start_seconds = 0.0
+        """Time that the start of all services and ranks took."""
 
     def begin(self) -> None:
         """Wait for the first weights."""
         self.coordinator.wait_for_version(1, 0)
+        self.start_seconds = time.monotonic() - self._begun
 
     def train(self, steps: int) -> None:
         """Train steps, one after the other."""
@@ -109,14 +113,15 @@ class TrainerOverHosts:
             self.coordinator.wait_for_version(self.term, self.step)
 
     def again(self) -> float:
-        """Wait until the weights are announced in the next term. Returns the seconds that it took."""
+        """Wait until the weights are announced in the next term. Returns how much longer that took than the start."""
         begun = time.monotonic()
-        term = self.term
-        self.term = self.coordinator.wait(
-            lambda: max(max(self.coordinator.announced)[0], term) > term and max(self.coordinator.announced)[0]
-        )
+        last = self.term
+        self.coordinator.wait(lambda: self.coordinator.announced[-1][0] > last)
+        self.term = self.coordinator.announced[-1][0]
         self.coordinator.wait_for_version(self.term, self.step)
-        return time.monotonic() - begun
+        seconds = time.monotonic() - begun
+        print(f"back after {seconds:.1f} s; the start took {self.start_seconds:.1f} s")
+        return seconds - self.start_seconds
 
     def check_books(self) -> None:
         """Check that each group was trained once, and none was lost."""

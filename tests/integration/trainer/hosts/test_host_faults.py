@@ -38,7 +38,7 @@ def test_a_killed_rank_is_replaced(config: RunConfig, redis_url: str, tmp_path: 
         run.train(3)
         (pid,) = run.hosts[0].rank_pids()
         psutil.Process(pid).kill()
-        assert run.again() < 10 * PATIENCE
+        assert run.again() < 5 * PATIENCE
         assert run.coordinator.wait_for_detail("ranks-1: rank 1 was killed by signal 9")
         run.train(2)
         run.check_books()
@@ -53,7 +53,7 @@ def test_a_killed_host_is_awaited_and_takes_part_again(config: RunConfig, redis_
         run.coordinator.wait(lambda: run.coordinator.status.state == REPLICA_STATE_STARTING)
         time.sleep(3)  # as long as a scheduler takes
         run.hosts[0].start()
-        assert run.again() < 12 * PATIENCE
+        assert run.again() < 5 * PATIENCE
         run.train(2)
         run.check_books()
 
@@ -64,7 +64,7 @@ def test_a_spare_takes_the_place_of_a_dead_host(config: RunConfig, redis_url: st
         run.train(3)
         assert (len(run.hosts[0].rank_pids()), run.hosts[1].rank_pids()) == (1, [])
         run.hosts[0].kill()
-        assert run.again() < 10 * PATIENCE
+        assert run.again() < 5 * PATIENCE
         assert len(run.hosts[1].rank_pids()) == 1
         run.train(2)
         run.check_books()

@@ -89,7 +89,6 @@ def test_a_cut_cable(start: Start, tmp_path: Path) -> None:
         run.coordinator.wait_for_detail("ranks-1 has been silent for 5 s")
         time.sleep(15 - (time.monotonic() - cut))  # how long it is cut
         node.mend()
-        run.again()
-        assert time.monotonic() - cut < 25 * PATIENCE
+        assert run.again() < 5 * PATIENCE
         run.train(2)
         run.check_books()
