@@ -143,6 +143,7 @@ async def test_an_engine_that_returns_at_another_address_is_called_there(
     coordinators: Coordinators, peers: PeerReplicas[Any]
 ) -> None:
     before = await add_engine(coordinators, "rollout-1")
+    await eventually(lambda: ready(peers) == {"rollout-1": 1}, "the engine")
     assert await ask(peers) == "rollout-1"
     after = await add_engine(coordinators, "rollout-1")  # the first server would still answer
     (peer,) = peers.ready

@@ -96,14 +96,10 @@ class TrainerOverHosts:
     def __init__(self, coordinator: HostsCoordinator, feeder: Feeder, trainer: TrainerProcess, hosts: list[Host]):
         self.coordinator, self.feeder, self.trainer, self.hosts = coordinator, feeder, trainer, hosts
         self.term, self.step = 1, 0
-        self._begun = time.monotonic()
-        self.start_seconds = 0.0
-        """Time that the start of all services and ranks took."""
 
     def begin(self) -> None:
         """Wait for the first weights."""
         self.coordinator.wait_for_version(1, 0)
-        self.start_seconds = time.monotonic() - self._begun
 
     def train(self, steps: int) -> None:
         """Train steps, one after the other."""
@@ -113,15 +109,18 @@ class TrainerOverHosts:
             self.coordinator.wait_for_version(self.term, self.step)
 
     def again(self) -> float:
-        """Wait until the weights are announced in the next term. Returns how much longer that took than the start."""
-        begun = time.monotonic()
-        last = self.term
+        """Wait until the weights are announced in the next term. Returns the seconds until its ranks were started.
+
+        How long these take to load depends on the machine.
+        """
+        begun, last = time.monotonic(), self.term
+        self.coordinator.wait(lambda: self.coordinator.status.detail == "starting the ranks")
+        seconds = time.monotonic() - begun
         self.coordinator.wait(lambda: self.coordinator.announced[-1][0] > last)
         self.term = self.coordinator.announced[-1][0]
         self.coordinator.wait_for_version(self.term, self.step)
-        seconds = time.monotonic() - begun
-        print(f"back after {seconds:.1f} s; the start took {self.start_seconds:.1f} s")
-        return seconds - self.start_seconds
+        print(f"started again after {seconds:.1f} s, and trains after {time.monotonic() - begun:.1f} s")
+        return seconds
 
     def check_books(self) -> None:
         """Check that each group was trained once, and none was lost."""
@@ -131,8 +130,9 @@ class TrainerOverHosts:
         assert [entry.step for entry in self.feeder.board.ledger()] == list(range(1, self.step + 1))
 
     def exported(self) -> bytes:
-        """Return the model's bytes."""
-        return (export(self.trainer, f"model-{self.step}") / "model.safetensors").read_bytes()
+        """Return the bytes of the model's files."""
+        files = sorted(export(self.trainer, f"model-{self.step}").glob("*.safetensors"))
+        return b"".join(file.read_bytes() for file in files)
 
 
 def listening(node: Node | None) -> tuple[str, ...]:
