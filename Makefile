@@ -82,7 +82,7 @@ test-compose: $(STAMP) ## the images and the compose files, on Docker (arranges 
 	RELAXD_TEST_COMPOSE=1 deploy/ci/docker.sh $(BIN)/python -m pytest tests/compose -m "not night" --durations=8
 
 .PHONY: chaos
-chaos: $(STAMP) ## break a running job FAULTS= times, or for MINUTES=, and audit its books after each (SEED=, ALGORITHM=critic, agent or program, ROLES=critic,reference, COLUMNS=large or on-nodes, REDIS=sentinel)
+chaos: $(STAMP) ## break a running job FAULTS= times, or for MINUTES=, and audit its books after each (SEED=, ALGORITHM=critic, agent, program or hosts, ROLES=critic,reference, COLUMNS=large or on-nodes, REDIS=sentinel)
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.chaos $(if $(MINUTES),--minutes $(MINUTES),--faults $(or $(FAULTS),200)) --seed $(SEED) --algorithm $(or $(ALGORITHM),grpo) $(if $(ROLES),--roles $(ROLES)) --columns $(or $(COLUMNS),small) --redis $(or $(REDIS),single)
 
 .PHONY: images

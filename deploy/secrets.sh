@@ -11,7 +11,7 @@
 set -eu
 umask 077
 shortest=16
-roles="admin read coordinator trainer rollout reward advantage reference teacher critic judge agent"
+roles="admin read coordinator trainer ranks rollout reward advantage reference teacher critic judge agent"
 folder=${1:?"usage: $0 FOLDER [GIVEN]"}
 given=${2:+$(cd "$2" && pwd)}
 mkdir -p "$folder"

@@ -14,6 +14,7 @@ from relaxd.engines import ENGINES, engines_of
 
 COORDINATOR = "coordinator"
 TRAINER = "trainer"
+RANKS = "ranks"
 ROLLOUT = "rollout"
 REWARD = "reward"
 ADVANTAGE = "advantage"
@@ -43,6 +44,8 @@ class Role:
     """True if a run needs this role although it doesn't work on a stage."""
     replicas: int = 1
     """Replicas that `relaxd up` starts by default."""
+    fewest: Callable[[RunConfig], int] = lambda config: 1
+    """Number of replicas without which a run that needs the role can't work."""
     scalable: bool = True
     """True if replicas may be added and removed."""
     most: int = 0
@@ -88,10 +91,19 @@ ROLES: dict[str, Role] = {
             scalable=False,
             model="policy",
             weights="sends",
-            gpus=lambda config: config.trainer.ranks,
+            gpus=lambda config: config.trainer.ranks_per_host,
             takes_turns=True,
             always_busy=True,
             timeout_seconds=lambda config: config.trainer.collective_timeout_seconds,
+        ),
+        Role(
+            name=RANKS,
+            module="services.trainer.ranks",
+            needed=lambda config: config.trainer.hosts > 1,
+            replicas=0,
+            fewest=lambda config: config.trainer.hosts - 1,
+            model="policy",
+            gpus=lambda config: config.trainer.ranks_per_host,
         ),
         Role(
             name=ROLLOUT,

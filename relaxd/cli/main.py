@@ -63,7 +63,7 @@ from relaxd.rpc.stack_identity import read_stack_identity
 
 HELP = """
 relaxd post-trains language models by reinforcement learning, asynchronously, as five gRPC services:
-coordinator, rollout, reward, advantage and trainer. (Some runs have more: reference, teacher, critic, judge.)
+coordinator, rollout, reward, advantage and trainer. (Some runs have more, such as reference, critic or judge.)
 
 Start here:
 

@@ -7,7 +7,7 @@ from pydantic import Field, PositiveInt, model_validator
 
 from relaxd.config.section import Section
 
-PLACED = ("rollout", "reward", "advantage", "reference", "teacher", "critic", "judge", "agent")
+PLACED = ("ranks", "rollout", "reward", "advantage", "reference", "teacher", "critic", "judge", "agent")
 """Roles that may be placed: all except coordinator and trainer, which every run has once."""
 
 

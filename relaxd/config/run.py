@@ -585,6 +585,8 @@ class RunConfig(Section):
         elif self.autoscale.mode != "off":
             mode = self.autoscale.mode
             wrong = f'autoscale.mode is "{mode}": set "off", since all engines are on GPUs of the trainer'
+        elif self.trainer.hosts > 1:
+            wrong = f"trainer.hosts is {self.trainer.hosts}: set 1, since the trainer takes turns on its own host only"
         elif self.trainer.ranks % self.rollout.tensor_parallel:
             wrong = (
                 f"trainer.ranks is {self.trainer.ranks}: it must be a multiple of rollout.tensor_parallel = "
@@ -639,6 +641,15 @@ class RunConfig(Section):
             raise ValueError(
                 f'weights.pause is "{pause}", which rollout.engine = "{engine.name}" does not support: use {modes}, '
                 f"or rollout.engine = {able}"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _hosts_have_a_model(self) -> Self:
+        if self.trainer.hosts > 1 and not ENGINES[self.rollout.engine].has_model:
+            raise ValueError(
+                f'trainer.hosts is {self.trainer.hosts}, but rollout.engine is "{self.rollout.engine}", with which the '
+                "trainer has no model and one rank: set 1"
             )
         return self
 

@@ -176,7 +176,10 @@ class TrainerConfig(Section):
     to bfloat16, so that log-probs are closer to those of an engine that does the same (docs/mismatch.md). Log-probs of
     references and teachers, too."""
     ranks: int = Field(default=1, ge=1)
-    """Processes of the Megatron world on this node."""
+    """Processes of the Megatron world, on all hosts together."""
+    hosts: int = Field(default=1, ge=1)
+    """Hosts with equally many of the ranks: the trainer's own, and one for each replica of the role `ranks`
+    (docs/deploy.md). Tensor-parallel ranks stay within a host."""
     tensor_parallel: int = Field(default=1, ge=1)
     """Ranks that share each layer's matrices."""
     pipeline_parallel: int = Field(default=1, ge=1)
@@ -271,6 +274,21 @@ class TrainerConfig(Section):
         return self
 
     @model_validator(mode="after")
+    def _hosts_divide(self) -> Self:
+        if self.ranks % self.hosts:
+            raise ValueError(
+                f"trainer.ranks is {self.ranks}: it must be a multiple of trainer.hosts = {self.hosts}, because each "
+                "host has equally many"
+            )
+        if self.ranks_per_host % self.tensor_parallel:
+            raise ValueError(
+                f"trainer.tensor_parallel is {self.tensor_parallel}, but each of the trainer.hosts = {self.hosts} "
+                f"hosts has {self.ranks_per_host} ranks: it must divide them, because the ranks that share a layer's "
+                "matrices stay within a host"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _what_is_set_counts(self) -> Self:
         if self.recompute == "none":
             reason = 'trainer.recompute is "none": set "selective" or "full"'
@@ -358,6 +376,11 @@ class TrainerConfig(Section):
         """Return True if the policy's optimizer starts anew after a step."""
         every = self.reset_moments_every
         return step in self.reset_moments_after or (every > 0 and step > 0 and step % every == 0)
+
+    @property
+    def ranks_per_host(self) -> int:
+        """Number of ranks on each host."""
+        return self.ranks // self.hosts
 
     @property
     def data_parallel(self) -> int:

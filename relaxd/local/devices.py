@@ -6,7 +6,7 @@ from relaxd.board import roles_for
 from relaxd.config import RunConfig
 from relaxd.config.load_toml import Problem
 from relaxd.engines import ENGINES, list_engines
-from relaxd.roles import JUDGE, ROLES, ROLLOUT, TEACHER
+from relaxd.roles import JUDGE, ROLES, ROLLOUT, TEACHER, TRAINER
 
 
 def check_devices(config: RunConfig, replicas: Mapping[str, int], visible: int) -> list[Problem]:
@@ -40,7 +40,7 @@ def check_devices(config: RunConfig, replicas: Mapping[str, int], visible: int) 
             own[role] = max(0, own[role] - on_gpus)
     if config.run.colocate:
         return _check_shared(config, engines, on_gpus, visible, sum(own.values()))
-    needed = config.trainer.ranks + on_gpus + sum(own.values())
+    needed = ROLES[TRAINER].gpus(config) + on_gpus + sum(own.values())
     if needed <= visible:
         return []
     words = f" and {engines} x rollout.tensor_parallel = {on_gpus} of the engines" if on_gpus else ""

@@ -17,12 +17,12 @@ def default_replicas() -> dict[str, int]:
 def placed_replicas(config: RunConfig, given: Mapping[str, int]) -> dict[str, int]:
     """Return the replicas of each role for a run whose placement has no problems.
 
-    Roles that the run needs have at least one. `given` are replicas by role that take precedence, such as options of
-    the command line.
+    Roles that the run needs have at least the fewest with which it works. `given` are replicas by role that take
+    precedence, such as options of the command line.
     """
     gpus = {role: count // max(1, ROLES[role].gpus(config)) for role, count in config.placement.gpus.items()}
     replicas = {**default_replicas(), **gpus, **config.placement.replicas, **given}
-    return replicas | {role: max(1, replicas.get(role, 1)) for role in roles_for(config)}
+    return replicas | {role: max(ROLES[role].fewest(config), replicas.get(role, 1)) for role in roles_for(config)}
 
 
 def machine_problems(config: RunConfig, given: Mapping[str, int], visible: int) -> list[Problem]:

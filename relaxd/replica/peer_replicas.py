@@ -51,8 +51,9 @@ class NoReplicaError(Exception):
 class Peer(Generic[Stub]):
     """A replica that can be called."""
 
-    def __init__(self, replica_id: str, to: grpc.aio.Channel, stub: Stub) -> None:
+    def __init__(self, replica_id: str, address: str, to: grpc.aio.Channel, stub: Stub) -> None:
         self.replica_id = replica_id
+        self.address = address
         self.channel = to
         self.stub = stub
         self.open = 0
@@ -120,6 +121,10 @@ class PeerReplicas(Generic[Stub]):
     def ready(self) -> list[Peer[Stub]]:
         """The ready replicas."""
         return [peer for peer in self._peers.values() if peer.ready]
+
+    def unready(self) -> list[str]:
+        """Return the ids of the replicas that aren't ready, each with the reason."""
+        return [f"{one.replica_id} {one.detail}".rstrip() for one in self._known.values() if not self._is_able(one)]
 
     async def choose(self, preferred: str = "", fits: Callable[[Peer[Stub]], bool] | None = None) -> Peer[Stub]:
         """Return the replica to call: the preferred one if it is able, else one with the fewest open calls.
@@ -198,10 +203,12 @@ class PeerReplicas(Generic[Stub]):
             self._known[name] = replica
             able = self._is_able(replica)
             self._came |= able
-            if able and name not in self._peers:
+            if able and (name not in self._peers or self._peers[name].address != replica.address):
+                if (gone_peer := self._peers.pop(name, None)) is not None:  # its process; another one has its name now
+                    await gone_peer.channel.close(None)
                 own = self._settings
                 to = channel(replica.address, token=own.token, tls=own.tls, stack=own.stack)
-                self._peers[name] = Peer(name, to, self._stub(to))
+                self._peers[name] = Peer(name, replica.address, to, self._stub(to))
             if (peer := self._peers.get(name)) is not None:
                 weights = replica.weights if replica.HasField("weights") else None
                 peer.ready = able

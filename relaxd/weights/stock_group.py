@@ -11,9 +11,10 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
+from relaxd.process.interfaces import address_towards
 from relaxd.weights.gloo import GlooConnection
 from relaxd.weights.nccl import NcclBroadcast, NcclConnection, UniqueId
-from relaxd.weights.weight_group import GroupConnection, WeightGroup, WeightGroupError, address_towards
+from relaxd.weights.weight_group import GroupConnection, WeightGroup, WeightGroupError
 
 
 class StockWeightGroup(WeightGroup):

@@ -18,6 +18,7 @@ from typing import Literal, Protocol, cast
 import torch
 import torch.distributed as dist
 
+from relaxd.process.interfaces import address_towards
 from relaxd.process.ports import listen
 from relaxd.rpc.errors import Aborted
 from relaxd.rpc.message_parts import words
@@ -296,11 +297,3 @@ class WeightGroup:
 def _announce_abort(store: dist.Store) -> None:
     with contextlib.suppress(RuntimeError):
         store.set(_ABORTED, "1")
-
-
-def address_towards(host: str, port: int) -> str:
-    """Return this machine's address on the route to `host` (connecting a UDP socket sends nothing)."""
-    family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
-    with socket.socket(family, kind, protocol) as probe:
-        probe.connect(address)
-        return str(probe.getsockname()[0])

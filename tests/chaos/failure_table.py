@@ -126,6 +126,12 @@ FAILURES: list[tuple[str, tuple[str, ...], str]] = [
         "synchronisation is forced; the open step starts again",
     ),
     (
+        "another host of the trainer or its rank dies, is stopped or hangs",
+        ("kill ranks", "restart ranks", "stall ranks *", "freeze ranks *"),
+        "the ranks of all hosts end; the trainer waits for the host, or takes a spare, and goes on as after the death "
+        "of a rank",
+    ),
+    (
         "the trainer is stopped",
         ("stall trainer*",),
         "publishing stops at the gate; the trainer continues when it wakes up, or is restarted when it is silent for "

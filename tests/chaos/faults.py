@@ -116,9 +116,14 @@ def kill_child(role: str, module: str, index: int, stack: ChaosStack, rng: rando
     return kill_now([stack.child(_one(stack, rng, role), module, index)])
 
 
+def kill_trainer_rank(number: int, stack: ChaosStack, rng: random.Random) -> float:
+    """A rank of the trainer, on whichever host it is."""
+    return kill_now([stack.trainer_rank(number)])
+
+
 def kill_rank_when(pattern: str, within_seconds: float, stack: ChaosStack, rng: random.Random) -> float:
     """A rank of the trainer, at or soon after the moment when a file of the run's folder appears that was not there."""
-    rank = stack.child("trainer", "services.trainer.loop.training_rank", rng.randrange(2))
+    rank = stack.trainer_rank(rng.randrange(2))
     before = set(stack.run_folder.glob(pattern))
     deadline = time.monotonic() + NOTICE_SECONDS
     while not _new(stack.run_folder, pattern, before):
@@ -135,7 +140,7 @@ def _new(folder: Path, pattern: str, before: set[Path]) -> bool:
 
 def kill_critic_and_trainer(stack: ChaosStack, rng: random.Random) -> float:
     """A rank of each: both go on from their own checkpoints."""
-    return kill_now([stack.child("critic", CRITIC_RANK), stack.child("trainer", RANK, rng.randrange(2))])
+    return kill_now([stack.child("critic", CRITIC_RANK), stack.trainer_rank(rng.randrange(2))])
 
 
 def restart(role: str, stack: ChaosStack, rng: random.Random) -> float:
@@ -528,6 +533,22 @@ def teacher_engine_faults() -> list[Fault]:
     ]
 
 
+def host_faults() -> list[Fault]:
+    """Faults of runs whose trainer is on two hosts."""
+    return [
+        _named("kill ranks", kill_service, "ranks"),
+        _named("restart ranks", restart, "ranks"),
+        _named("freeze ranks rank", freeze_child, "ranks", RANK),
+        _named("stall ranks rank long", stall_child, "ranks", RANK, LONG_SECONDS),
+        *(_named(f"stall ranks {length}", stall, "ranks", seconds) for length, seconds in LENGTHS.items()),
+        *(
+            _named(f"{how}: ranks - {other}", network, how, "ranks", other)
+            for how in ("cut", "drop")
+            for other in ("coordinator", "redis")
+        ),
+    ]
+
+
 def agent_faults() -> list[Fault]:
     """Faults of runs whose samples are conversations with an environment."""
     return [
@@ -574,8 +595,8 @@ def all_faults(algorithm: str = "grpo") -> list[Fault]:
         _named("kill engine", kill_child, "rollout", ENGINE, 0),
         _named("kill reward worker", kill_child, "reward", WORKER, 0),
         *(_named(f"kill {role} rank", kill_child, role, FROZEN_RANK, 0) for role in in_ranks),
-        _named("kill trainer rank 0", kill_child, "trainer", RANK, 0),
-        _named("kill trainer rank 1", kill_child, "trainer", RANK, 1),
+        _named("kill trainer rank 0", kill_trainer_rank, 0),
+        _named("kill trainer rank 1", kill_trainer_rank, 1),
         _named("kill a rank: step file written", kill_rank_when, "steps/step-*.safetensors", 0.0),
         _named("kill a rank: updates", kill_rank_when, "steps/step-*.safetensors", UPDATE_SECONDS),
         _named("kill a rank: writing a step file", kill_rank_when, "steps/*.partial", 0.0),
@@ -641,6 +662,7 @@ def all_faults(algorithm: str = "grpo") -> list[Fault]:
         "teacher-engine": teacher_engine_faults,
         "agent": agent_faults,
         "program": program_faults,
+        "hosts": host_faults,
     }
     return faults + (own[algorithm]() if algorithm in own else [])
 

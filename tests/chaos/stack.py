@@ -49,7 +49,7 @@ MAX_STALENESS = 1
 REPLICAS = {"rollout": 2, "reward": 2, "advantage": 2, "trainer": 1}
 FROZEN_REPLICAS = {"reference": 1, "teacher": 1, "judge": 1}
 """Besides, where the configuration has these roles."""
-OWN_REPLICAS = {"critic": {"critic": 1}, "agent": {"agent": 2}, "program": {"agent": 2}}
+OWN_REPLICAS = {"critic": {"critic": 1}, "agent": {"agent": 2}, "program": {"agent": 2}, "hosts": {"ranks": 1}}
 """Besides, by algorithm."""
 MARGIN_SECONDS = 0.5
 """A heartbeat that came so soon after a fault may have been written before it."""
@@ -211,12 +211,13 @@ ALGORITHMS["plain"] = ALGORITHMS["grpo"] | {
     "roles": "",
     "reward": "unjudged",
 }
+ALGORITHMS["hosts"] = ALGORITHMS["plain"] | {"updates": "hosts = 2"}
 ALGORITHMS["agent"] = ALGORITHMS["plain"] | {"answers": CONVERSATIONS + WITH_ENVIRONMENT, "most": "128"}
 ALGORITHMS["program"] = ALGORITHMS["plain"] | {"answers": CONVERSATIONS + WITH_PROGRAM, "most": "128"}
 """What the run trains with: one update a step, while the step fills; or a critic, too, and four updates of both; or the
 same with the critic as a service, which is trained again at the end from all step files (tests.chaos.models); or as the
 first, with a teacher in an engine; or as the first, without reference, teacher and judge, for short suites; or as the
-last, with conversations as samples, which an environment holds or a program leads."""
+last, with a trainer over two hosts, or with conversations as samples, which an environment holds or a program leads."""
 
 
 class ChaosStack:
@@ -380,6 +381,17 @@ class ChaosStack:
         if state is None:
             raise RuntimeError("the supervisor is gone")
         return state
+
+    def trainer_ranks(self) -> list[psutil.Process]:
+        """The trainer's ranks by number, on all hosts."""
+        hosts = ["trainer", *self.names("ranks")]
+        return [process for name in hosts for process in self.children(name, "services.trainer.loop.training_rank")]
+
+    def trainer_rank(self, number: int) -> psutil.Process:
+        """A rank of the trainer. Raises RuntimeError: it isn't up."""
+        if number >= len(ranks := self.trainer_ranks()):
+            raise RuntimeError(f"rank {number} of the trainer is not up")
+        return ranks[number]
 
     def names(self, role: str) -> list[str]:
         """Names of a role's services."""

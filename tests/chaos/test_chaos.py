@@ -35,7 +35,7 @@ def test_nothing_is_lost_and_nothing_is_trained_twice_whatever_dies(tmp_path: Pa
 
 
 def test_every_fault_is_in_one_row_of_the_failure_table() -> None:
-    algorithms = ("critic", "teacher-engine", "agent", "program")
+    algorithms = ("critic", "teacher-engine", "agent", "program", "hosts")
     names = list(dict.fromkeys(fault.name for of in algorithms for fault in all_faults(of)))
     rows = [[name for name in names if any(fnmatchcase(name, p) for p in patterns)] for _, patterns, _ in FAILURES]
     assert sorted(name for row in rows for name in row) == sorted(names)

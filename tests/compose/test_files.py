@@ -82,7 +82,7 @@ def test_each_combination_of_files_is_valid(files: str) -> None:
         assert service.get("user") != "root" or name == "secrets"
     published = {name for name, service in services.items() if "ports" in service}
     assert published == {"coordinator"} | ({"grafana", "jaeger"} if "observability" in files else set())
-    for name in ("trainer", "rollout", "reference", "teacher", "critic", "judge"):
+    for name in ("trainer", "ranks", "rollout", "reference", "teacher", "critic", "judge"):
         devices = services[name]["deploy"]["resources"].get("reservations", {}).get("devices", [])
         assert bool(devices) == ("gpu" in files)
         assert (services[name].get("ipc") == "host") == ("gpu" in files)
@@ -91,7 +91,7 @@ def test_each_combination_of_files_is_valid(files: str) -> None:
 @pytest.mark.parametrize("files", LAYERS)
 def test_a_container_can_do_little_more_than_it_needs(files: str) -> None:
     for name, service in compose_config(files)["services"].items():
-        on_gpus = "gpu" in files and name in ("trainer", "rollout", "reference", "teacher", "critic", "judge")
+        on_gpus = "gpu" in files and name in ("trainer", "ranks", "rollout", "reference", "teacher", "critic", "judge")
         assert service["cap_drop"] == ["ALL"], name
         assert service.get("cap_add", []) == (["CHOWN", "DAC_OVERRIDE", "FOWNER"] if name == "secrets" else []), name
         assert service["security_opt"] == ["no-new-privileges:true"], name
@@ -100,7 +100,7 @@ def test_a_container_can_do_little_more_than_it_needs(files: str) -> None:
         # Small temporary files are in memory, where a service may have large ones they are on disk.
         places = [mount["target"] for mount in service.get("volumes", ()) if mount.get("source") is None]
         on_disk = name in ("coordinator", "cli", "model-fetch", "demo")
-        torch = name in ("trainer", "rollout", "reference", "teacher", "critic", "judge")
+        torch = name in ("trainer", "ranks", "rollout", "reference", "teacher", "critic", "judge")
         in_memory = [] if on_disk else ["/tmp:exec" if torch else "/tmp"]
         assert (places, service.get("tmpfs", [])) == (["/tmp"] if on_disk else [], in_memory), name
         assert not service.get("privileged"), name

@@ -37,8 +37,9 @@ def slurm(tmp_path: Path) -> Iterator[Slurm]:
 class Job:
     """A job of the script, in a folder with a tiny model."""
 
-    def __init__(self, slurm: Slurm, place: Path, *words: str, run: str = "", nodes: int = 1) -> None:
-        given = f"--export=ALL,RELAXD_PYTHON={sys.executable},RELAXD_RUN={run}"
+    def __init__(self, slurm: Slurm, place: Path, *words: str, run: str = "", nodes: int = 1, **variables: str) -> None:
+        own = {"RELAXD_PYTHON": sys.executable, "RELAXD_RUN": run, **variables}
+        given = ",".join(["--export=ALL", *(f"{name}={value}" for name, value in own.items())])
         self._slurm = slurm
         self.id = slurm.call(
             "sbatch", "--parsable", f"--nodes={nodes}", given, str(SCRIPT), *words, folder=place
@@ -105,3 +106,14 @@ def test_a_run_goes_on_in_another_job_of_one_node(slurm: Slurm, place: Path) -> 
     second = Job(slurm, place, *words, run=f"job-{first.id}")
     second.until(lambda: second.field("JobState") == "COMPLETED", "its end")
     assert second.steps() == list(range(1, 41))
+
+
+@pytest.mark.night
+@pytest.mark.timeout(600)
+def test_a_trainer_has_two_nodes(slurm: Slurm, place: Path) -> None:
+    words = ("tiny.toml", "--trainer.ranks", "2", "--run.steps", "10")
+    job = Job(slurm, place, *words, nodes=2, RELAXD_TRAINER_NODES="2", RELAXD_ENGINES_ON_HEAD="1")
+    job.until(lambda: job.field("JobState") == "COMPLETED", "its end")
+    assert job.steps() == list(range(1, 11))
+    (log,) = place.glob(".relaxd-job-*/trainer.ranks-node1-1.log")
+    assert "attempt 1: ranks 1 to 1 of trainer-" in log.read_text()

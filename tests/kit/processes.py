@@ -13,7 +13,9 @@ from typing import Any
 
 import psutil
 
+from tests.kit.namespaces import Node
 from tests.kit.waiting import PATIENCE
+from tests.warm import programs
 
 ROOT = Path(__file__).parents[2]
 
@@ -25,15 +27,19 @@ def start_python(
     environment: Mapping[str, str] | None = None,
     clean: bool = False,
     python: str = sys.executable,
+    within: Node | None = None,
     **options: Any,
 ) -> "subprocess.Popen[Any]":
-    """Start `python WORDS`, which can import the repository's packages.
+    """Start `python WORDS`, which can import the repository's packages, `within` a network namespace if one is given.
 
     `environment` is set on top of this process's, of which `clean` leaves out what configures relaxd. Output is
     appended to the file `log`, if given. Other options are those of Popen.
     """
     program = [python, *words]
     variables = _environment(environment, clean=clean)
+    if within is not None:
+        program = within.command(program)
+        variables.pop(programs.PYTHON, None)  # a fork of a nursery would run in the nursery's namespace
     if log is None:
         return subprocess.Popen(program, cwd=cwd, env=variables, **options)
     with log.open("ab") as file:

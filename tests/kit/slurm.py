@@ -9,9 +9,10 @@ import os
 import shutil
 import signal
 import subprocess
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
+from tests.kit.namespaces import NamespacesUnavailable, namespaces
 from tests.kit.waiting import wait_until
 from tests.warm import programs
 
@@ -29,7 +30,6 @@ CACHE = Path.home() / ".cache" / "relaxd" / "slurm"
 FETCH_SECONDS = 300
 REQUEUE_SECONDS = 10
 """Time until a requeued job may start again, which Slurm sets to the lifetime of a credential: 120 s by default."""
-INTERFACE = "eth0"
 
 
 class SlurmUnavailable(Exception):
@@ -43,10 +43,11 @@ class Slurm:
         """Start it. `stack` gets what ends it. Raises SlurmUnavailable."""
         self.root = _packages()
         self.folder = folder
-        self._addresses = [f"192.0.2.{number}" for number in range(1, nodes + 1)]  # TEST-NET-1: routed nowhere
-        self._mark = f"rx{os.getpid()}"
+        try:
+            self._nodes = stack.enter_context(namespaces(nodes))
+        except NamespacesUnavailable as error:
+            raise SlurmUnavailable(str(error)) from error
         self._stack = stack
-        self._connect()
         self.environment = self._configure()
         sbin = self.root / "usr/sbin"
         munge = folder / "munge"
@@ -69,46 +70,21 @@ class Slurm:
 
     def kill_node(self, node: int) -> None:
         """Kill all processes of a node at once, as a loss of power would. Not the first: it has slurmctld."""
-        found = _run("ip", "netns", "pids", self._namespace(node)).split()
-        for pid in map(int, found):
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+        self._nodes[node].kill()
 
     def call(self, *words: str, folder: Path | None = None) -> str:
         """Run one of Slurm's commands beside slurmctld and return its output. Raises CalledProcessError."""
-        return _run(*self._inside(0, words), environment=self.environment, folder=folder)
+        return _run(*self._nodes[0].command(words), environment=self.environment, folder=folder)
 
     def job(self, job: str) -> dict[str, str]:
         """Return the fields of a job, such as JobState, Restarts and NodeList."""
         fields = self.call("scontrol", "-o", "show", "job", job).split()
         return dict(field.split("=", 1) for field in fields if "=" in field)
 
-    def _namespace(self, node: int) -> str:
-        return f"{self._mark}-node{node}"
-
-    def _inside(self, node: int, words: Sequence[str]) -> list[str]:
-        return ["ip", "netns", "exec", self._namespace(node), *words]
-
-    def _connect(self) -> None:
-        """Make the nodes' namespaces, joined by a bridge in one more."""
-        switch = f"{self._mark}-switch"
-        for name in [switch, *map(self._namespace, range(len(self._addresses)))]:
-            _run("ip", "netns", "add", name)
-            self._stack.callback(_run, "ip", "netns", "del", name)
-        _run("ip", "-n", switch, "link", "add", "bridge0", "type", "bridge")
-        _run("ip", "-n", switch, "link", "set", "bridge0", "up")
-        for node, address in enumerate(self._addresses):
-            name, port = self._namespace(node), f"port{node}"
-            _run("ip", "-n", name, "link", "set", "lo", "up")
-            _run("ip", "-n", name, "link", "add", INTERFACE, "type", "veth", "peer", "name", port, "netns", switch)
-            _run("ip", "-n", name, "addr", "add", f"{address}/24", "dev", INTERFACE)
-            _run("ip", "-n", name, "link", "set", INTERFACE, "up")
-            _run("ip", "-n", switch, "link", "set", port, "master", "bridge0", "up")
-
     def _configure(self) -> dict[str, str]:
         """Write slurm.conf and the key of munge. Returns the environment of all programs."""
         state = self.folder
-        for name in ("ctld", "munge", *(f"spool-node{node}" for node in range(len(self._addresses)))):
+        for name in ("ctld", "munge", *(f"spool-node{node}" for node in range(len(self._nodes)))):
             (state / name).mkdir(parents=True)
         (state / "munge").chmod(0o711)
         key = state / "munge" / "key"
@@ -116,7 +92,7 @@ class Slurm:
         key.chmod(0o400)
         plugins = next(self.root.rglob("auth_munge.so")).parent
         lines = [
-            "ClusterName=test", "SlurmctldHost=ctld(192.0.2.1)", "SlurmUser=root", "SlurmdUser=root",
+            "ClusterName=test", f"SlurmctldHost=ctld({self._nodes[0].address})", "SlurmUser=root", "SlurmdUser=root",
             f"PluginDir={plugins}",
             "AuthType=auth/munge", f"AuthInfo=socket={state}/munge/socket,cred_expire={REQUEUE_SECONDS}",
             "CredType=cred/munge",
@@ -126,8 +102,8 @@ class Slurm:
             f"SlurmctldPidFile={state}/ctld.pid", f"SlurmdPidFile={state}/%n.pid", f"SlurmctldLogFile={state}/ctld.log",
             f"SlurmdLogFile={state}/%n.log", "ReturnToService=2", "SlurmdTimeout=10", "KillWait=5", "JobRequeue=1",
             "SchedulerParameters=sched_interval=2", "InactiveLimit=0", "MailProg=/bin/true",
-            *(f"NodeName=node{node} NodeAddr={address} NodeHostname=node{node} CPUs=2 RealMemory=4000 State=UNKNOWN"
-              for node, address in enumerate(self._addresses)),
+            *(f"NodeName=node{number} NodeAddr={node.address} NodeHostname=node{number} CPUs=2 RealMemory=4000 "
+              "State=UNKNOWN" for number, node in enumerate(self._nodes)),
             "PartitionName=all Nodes=ALL Default=YES MaxTime=INFINITE State=UP",
         ]  # fmt: skip
         (state / "slurm.conf").write_text("\n".join(lines) + "\n")
@@ -148,7 +124,7 @@ class Slurm:
         """Start a program, in a node with the host name `name` if one is given."""
         if node is not None:
             named = ["unshare", "--uts", "sh", "-c", f'hostname {name} && exec "$@"', "sh", *words]
-            words = self._inside(node, named)
+            words = self._nodes[node].command(named)
         with (self.folder / f"{name}.out").open("w") as output:
             process = subprocess.Popen(
                 words, env=self.environment, stdout=output, stderr=output, start_new_session=True

@@ -51,7 +51,13 @@ PROGRAMS = {
             "services.reward",
         ),
         *("services.reward.worker", "services.rollout", "services.rollout.judge", "services.rollout.teacher"),
-        *("services.trainer", "services.trainer.critic", "services.trainer.reference", "services.trainer.teacher"),
+        *(
+            "services.trainer",
+            "services.trainer.ranks",
+            "services.trainer.critic",
+            "services.trainer.reference",
+            "services.trainer.teacher",
+        ),
     ),
     "heavy": (
         *(

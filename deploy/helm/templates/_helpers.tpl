@@ -2,6 +2,7 @@
 {{- define "relaxd.table" -}}
 coordinator: {image: coordinator, volumes: [runs, models]}
 trainer: {image: trainer, volumes: [runs, models]}
+ranks: {image: trainer, module: services.trainer.ranks, volumes: [runs, models]}
 rollout: {image: rollout, volumes: [models]}
 reward: {image: reward, volumes: []}
 advantage: {image: advantage, volumes: []}

@@ -28,6 +28,15 @@ class TrainerSide(BoardCore):
         return int((yield from self._state("trainer_term")))
 
     @operation
+    def new_attempt(self, process: str, last: int) -> RedisOperation[int]:
+        """Number the next start of a trainer's ranks on several hosts; numbers grow.
+
+        `process` is a unique name of the trainer's process, `last` its last attempt, 0 if it has made none. Raises
+        Fenced when the process of another trainer has made an attempt since, RunMissing.
+        """
+        return int((yield from run_script("start_attempt", self.prefix, process, last)))
+
+    @operation
     def new_critic_term(self) -> RedisOperation[int]:
         """Start the next critic term (from 1): an earlier critic, which asks for it, gives up. Raises RunMissing."""
         return int((yield from run_script("start_critic", self.prefix)))

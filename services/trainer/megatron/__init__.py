@@ -5,3 +5,5 @@ Nothing here depends on a model.
 
 TICK_SECONDS = 0.5
 """Longest silence of one of them while it waits."""
+ATTEMPT_VARIABLE = "RELAXD_ATTEMPT"
+"""Environment variable with the number of the ranks' start, where they are on several hosts."""

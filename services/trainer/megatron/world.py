@@ -23,6 +23,7 @@ from torch.distributed import distributed_c10d
 from relaxd.config import TrainerConfig
 from relaxd.models.layouts import chunk_layers
 from relaxd.weights.weight_group import host_store
+from services.trainer.megatron import ATTEMPT_VARIABLE
 from services.trainer.megatron.channels import all_gather
 from services.trainer.megatron.disk_work import DiskWork
 
@@ -153,7 +154,7 @@ def initialize(config: TrainerConfig, seed: int) -> World:
         assert _store is not None
         disk = _disk_work(_store, dist.get_rank(), dist.get_world_size(), config)
     if not cuda:
-        torch.set_num_threads(config.threads or max(1, (os.cpu_count() or 1) // config.ranks))
+        torch.set_num_threads(config.threads or max(1, (os.cpu_count() or 1) // config.ranks_per_host))
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=config.tensor_parallel,
         pipeline_model_parallel_size=config.pipeline_parallel,
@@ -190,16 +191,24 @@ def initialize(config: TrainerConfig, seed: int) -> World:
 
 
 def _rendezvous_store(rank: int, seconds: float) -> dist.Store:
-    """Connect to the store at MASTER_ADDR:MASTER_PORT. Rank 0 hosts it, on that address only, unless torchrun does."""
+    """Connect to the store at MASTER_ADDR:MASTER_PORT. Rank 0 hosts it, on that address only, unless torchrun does.
+
+    Where ranks are on several hosts, a rank that is left over from an earlier start has keys of its own.
+    """
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     if rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-        return host_store(host, port, seconds)
-    return dist.TCPStore(host, port, None, is_master=False, timeout=timedelta(seconds=seconds), wait_for_workers=False)
+        store = host_store(host, port, seconds)
+    else:
+        store = dist.TCPStore(
+            host, port, None, is_master=False, timeout=timedelta(seconds=seconds), wait_for_workers=False
+        )
+    attempt = os.environ.get(ATTEMPT_VARIABLE)
+    return store if attempt is None else dist.PrefixStore(f"attempt/{attempt}", store)
 
 
 def _disk_work(store: dist.Store, rank: int, size: int, config: TrainerConfig) -> DiskWork:
     # A separate connection: a thread that waits for a key blocks all others on its connection.
-    connection: Any = store.clone() if isinstance(store, dist.TCPStore) else store  # type: ignore[attr-defined]
+    connection: Any = store if isinstance(store, dist.HashStore) else store.clone()  # type: ignore[attr-defined]
     return DiskWork(dist.PrefixStore(f"disk/{next(_worlds)}", connection), rank, size, config.disk_stall_seconds)
 
 

@@ -22,7 +22,7 @@ from relaxd.v1 import rank_pb2 as pb
 from relaxd.v1.coordinator_pb2 import Assignment
 from relaxd.weights import NCCL_ENVIRONMENT
 from services.trainer.reference_models.followed_folder import await_run_folder
-from services.trainer.service.rank_processes import RankProcess, RankProcesses
+from services.trainer.service.rank_processes import Rank, RankProcesses
 
 REQUEST_SECONDS = 10.0
 """Deadline of a request that rank 0 answers at once."""
@@ -67,7 +67,12 @@ class ModelService(ReplicaService):
         gpu_lease = self._context.gpus.child_lease if gpus else None
         self._loaded.clear()
         self._ranks = ranks = RankProcesses(
-            sizes.ranks, self._on_event, environment, gpu_lease, self.rank_module, ports=config.weights.port_range
+            range(sizes.ranks),
+            self._on_event,
+            environment,
+            gpu_lease,
+            self.rank_module,
+            ports=config.weights.port_range,
         )
         await ranks.start()
         ranks.work(
@@ -159,7 +164,7 @@ class ModelService(ReplicaService):
     async def _give_up_with(self, ranks: RankProcesses) -> None:
         self._context.give_up(str(await ranks.failed()))
 
-    def _on_event(self, rank: RankProcess, event: pb.WorkResponse) -> None:
+    def _on_event(self, rank: Rank, event: pb.WorkResponse) -> None:
         if rank.number:
             return
         if event.HasField("loaded"):

@@ -69,6 +69,7 @@ def world_config(config: RunConfig, role: str) -> TrainerConfig:
     return config.trainer.model_copy(
         update={
             "ranks": own.ranks,
+            "hosts": 1,
             "tensor_parallel": own.tensor_parallel,
             "pipeline_parallel": own.pipeline_parallel,
             "pipeline_layers": (),

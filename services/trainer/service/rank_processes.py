@@ -1,34 +1,125 @@
-"""The rank processes of one Megatron world, as children of the service: started together, killed together."""
+"""The rank processes of one Megatron world that are children of this process: started together, killed together."""
 
 import asyncio
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from relaxd.process.child import Child, ChildError
 from relaxd.process.child_channel import RequestStream
 from relaxd.process.gpu_lease import GpuLease
 from relaxd.process.ports import NoFreePort, ReservedPort, reserve_port
+from relaxd.replica.gpus import Gpu, gpu_environment
 from relaxd.rpc.errors import InvalidArgument, RpcError
-from relaxd.v1 import rank_pb2, rank_pb2_grpc, trainer_pb2_grpc
-
-RankEvent = Callable[["RankProcess", rank_pb2.WorkResponse], None]
-"""Callback with the rank and its event."""
+from relaxd.v1 import rank_pb2, rank_pb2_grpc, trainer_pb2, trainer_pb2_grpc
+from relaxd.weights import NCCL_ENVIRONMENT
+from services.trainer.megatron import ATTEMPT_VARIABLE
 
 RANK = "services.trainer.loop.training_rank"
 """The program of a rank that trains."""
 LOOPBACK = "127.0.0.1"
-"""All ranks are on this machine, and meet here."""
+"""Ranks of one machine meet here."""
 START_SECONDS = 600.0
 """Deadline for a child to serve. Importing torch and Megatron takes seconds, but minutes for eight ranks that read them
 from a cold or busy disk. One that ends meanwhile is noticed at once."""
+HUGE_PAGES = {"THP_MEM_ALLOC_ENABLE": "1"}
+"""Environment that makes torch allocate host memory in huge pages, which speeds up a checkpoint's copies."""
+
+
+class Rank(Protocol):
+    """A rank, here or on another host: what its part in broadcasts needs."""
+
+    number: int
+    loaded: rank_pb2.RankLoaded | None
+    """Its part in broadcasts; None until it has its model."""
+
+    async def join(self, request: trainer_pb2.TrainerJoinWeightGroupRequest, *, timeout: float) -> None:
+        """Connect to the engines. Raises RpcError."""
+
+    async def broadcast(
+        self, request: rank_pb2.BroadcastVersionsRequest, *, timeout: float
+    ) -> rank_pb2.BroadcastVersionsResponse:
+        """Do its part of a broadcast. Raises RpcError."""
+
+    async def leave(self, request: trainer_pb2.TrainerLeaveWeightGroupRequest, *, timeout: float) -> None:
+        """Leave a group. Raises RpcError."""
+
+
+RankEvent = Callable[[Rank, rank_pb2.WorkResponse], None]
+"""Callback with the rank and its event."""
+
+
+class RankSet(Protocol):
+    """The ranks of one start. It isn't reused: if a rank dies, all are killed and a new set is started."""
+
+    @property
+    def ranks(self) -> Sequence[Rank]:
+        """The ranks by number; empty before the start."""
+
+    @property
+    def rank0(self) -> "RankProcess":
+        """Rank 0, which is a child of the trainer."""
+
+    async def start(self) -> None:
+        """Start every rank. Return once they have loaded their code. Raises ChildError."""
+
+    def work(self, request: rank_pb2.WorkRequest) -> None:
+        """Have every rank work."""
+
+    async def failed(self) -> RpcError:
+        """Wait until a rank fails or dies; return the error.
+
+        It is an InvalidArgument if the settings or the model are wrong, so that another start would fail, too.
+        """
+
+    async def kill(self) -> None:
+        """Kill all ranks."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeetingPlace:
+    """Where the ranks of one start meet."""
+
+    host: str
+    """Address of the store, as ranks reach it."""
+    listen: str
+    """Address on which rank 0 has it; empty: on all."""
+    port: int
+    size: int
+    """Ranks of the world."""
+    interface: str
+    """Network interface of this machine's ranks; empty: any."""
+    attempt: int = 0
+    """Number of the start, where ranks are on several hosts: those of another attempt never meet these."""
+
+    def environment(self, number: int, local: int) -> dict[str, str]:
+        """Return the environment variables of a rank, which is the `local`-th of its machine."""
+        found = {
+            "MASTER_ADDR": self.listen if number == 0 else self.host,
+            "MASTER_PORT": str(self.port),
+            "WORLD_SIZE": str(self.size),
+            "RANK": str(number),
+            "LOCAL_RANK": str(local),
+        }
+        if self.interface:
+            # gloo has no authentication: bind it to one interface.
+            found["GLOO_SOCKET_IFNAME"] = os.environ.get("GLOO_SOCKET_IFNAME", self.interface)
+        if self.attempt:
+            found[ATTEMPT_VARIABLE] = str(self.attempt)
+            found["NCCL_SOCKET_IFNAME"] = os.environ.get("NCCL_SOCKET_IFNAME", f"={self.interface}")
+        return found
+
+
+def rank_environment(gpus: Sequence[Gpu]) -> dict[str, str]:
+    """Return the environment variables of ranks that train, on these GPUs or on the CPU."""
+    return gpu_environment(gpus) | NCCL_ENVIRONMENT | (HUGE_PAGES if gpus else {})
 
 
 @dataclass
 class RankProcess:
-    """One rank: its process and the stubs of what it serves."""
+    """A rank that is a child: its process and the stubs of what it serves."""
 
     number: int
     child: Child
@@ -39,34 +130,53 @@ class RankProcess:
     broadcasts: RequestStream
     """Takes part in broadcasts of the weights."""
     loaded: rank_pb2.RankLoaded | None = None
-    """Its part in broadcasts; None until it has its model."""
+
+    async def join(self, request: trainer_pb2.TrainerJoinWeightGroupRequest, *, timeout: float) -> None:
+        await self.trainer.JoinWeightGroup(request, timeout=timeout)
+
+    async def broadcast(
+        self, request: rank_pb2.BroadcastVersionsRequest, *, timeout: float
+    ) -> rank_pb2.BroadcastVersionsResponse:
+        response: rank_pb2.BroadcastVersionsResponse = await self.broadcasts.ask(request, timeout=timeout)
+        return response
+
+    async def leave(self, request: trainer_pb2.TrainerLeaveWeightGroupRequest, *, timeout: float) -> None:
+        await self.trainer.LeaveWeightGroup(request, timeout=timeout)
 
 
 class RankProcesses:
-    """One set of rank processes. It isn't reused: if a rank dies, all are killed and a new set is started."""
+    """The ranks of one start on this machine."""
 
     def __init__(
         self,
-        count: int,
+        numbers: range,
         on_event: RankEvent,
         environment: Mapping[str, str],
         gpu_lease: GpuLease | None,
         module: str = RANK,
         *,
         ports: range | None = None,
+        place: MeetingPlace | None = None,
     ) -> None:
-        """`ports`: those on which the ranks may meet (weights.ports); None: any."""
-        self._count = count
+        """`numbers`: those of the ranks. `place`: where they meet others; None: there are no others, and they meet
+        on one of `ports` (weights.ports; None: any)."""
+        self._numbers = numbers
         self._module = module
         self._on_event = on_event
         self._environment = environment
         self._gpu_lease = gpu_lease
         self._ports = ports
+        self._place = place
         self.ranks: list[RankProcess] = []
         self._port: ReservedPort | None = None
         """The port on which the ranks meet. Rank 0 listens on it once it has loaded its code."""
         self._reading: list[asyncio.Task[None]] = []
         self._failure: asyncio.Future[RpcError] = asyncio.get_running_loop().create_future()
+
+    @property
+    def rank0(self) -> RankProcess:
+        """The first rank of this machine."""
+        return self.ranks[0]
 
     async def start(self) -> None:
         """Start every rank. Return once they have loaded their code; they use no device before `work`.
@@ -74,18 +184,11 @@ class RankProcesses:
         Raises:
             ChildError: a rank didn't start, or there is no port for the ranks to meet on.
         """
-        try:
-            self._port = reserve_port(LOOPBACK, self._ports)
-        except NoFreePort as error:
-            raise ChildError(str(error)) from error
-        rendezvous = {"MASTER_ADDR": LOOPBACK, "MASTER_PORT": str(self._port.number), "WORLD_SIZE": str(self._count)}
-        if sys.platform == "linux":
-            # All ranks are on this machine, and gloo has no authentication: bind it to the loopback interface.
-            rendezvous["GLOO_SOCKET_IFNAME"] = os.environ.get("GLOO_SOCKET_IFNAME", "lo")
-        for number in range(self._count):
+        place = self._place or self._meet_here()
+        for local, number in enumerate(self._numbers):
             child = await Child.start(
                 self._module,
-                env={**self._environment, **rendezvous, "RANK": str(number), "LOCAL_RANK": str(number)},
+                env={**self._environment, **place.environment(number, local)},
                 name=f"rank {number}",
                 gpu_lease=self._gpu_lease,
             )
@@ -105,10 +208,6 @@ class RankProcesses:
         self._reading = [asyncio.create_task(self._read(rank, request)) for rank in self.ranks]
 
     async def failed(self) -> RpcError:
-        """Wait until a rank fails or dies; return the error.
-
-        It is an InvalidArgument if the settings or the model are wrong, so that another start would fail, too.
-        """
         return await asyncio.shield(self._failure)
 
     async def kill(self) -> None:
@@ -121,6 +220,17 @@ class RankProcesses:
             await asyncio.wait({asyncio.ensure_future(asyncio.shield(rank.child.exited)) for rank in self.ranks})
         if self._port is not None:
             self._port.close()
+
+    def _meet_here(self) -> MeetingPlace:
+        """Return a place for ranks that are all on this machine. Raises ChildError."""
+        try:
+            self._port = reserve_port(LOOPBACK, self._ports)
+        except NoFreePort as error:
+            raise ChildError(str(error)) from error
+        interface = "lo" if sys.platform == "linux" else ""
+        return MeetingPlace(
+            host=LOOPBACK, listen=LOOPBACK, port=self._port.number, size=len(self._numbers), interface=interface
+        )
 
     async def _read(self, rank: RankProcess, request: rank_pb2.WorkRequest) -> None:
         """Read the events of a rank until it ends."""

@@ -4,23 +4,24 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Sequence
 
 import grpc
 
 from relaxd.process.child import ChildError
-from relaxd.process.gpu_lease import GpuLease
 from relaxd.rpc.client import channel
 from relaxd.rpc.errors import InvalidArgument, RpcError, Unavailable, explain
 from relaxd.rpc.service_settings import ServiceSettings
 from relaxd.v1 import coordinator_pb2, coordinator_pb2_grpc, rank_pb2, replica_pb2, trainer_pb2
 from relaxd.waiting import Backoff
-from services.trainer.service.rank_processes import RANK, RankProcess, RankProcesses
+from services.trainer.service.rank_processes import Rank, RankEvent, RankProcess, RankSet
 
 logger = logging.getLogger(__name__)
 
 TakeTurn = Callable[[Callable[[str], None]], Awaitable[None]]
 """Waits for the devices of a colocated run, and tells its argument what for (ReplicaContext.take_turn)."""
+MakeRanks = Callable[[RankEvent, Callable[[str], None]], RankSet]
+"""Makes the ranks of a start. The second argument is called with what the start waits for."""
 BACKOFF = Backoff(first_seconds=0.5, max_seconds=30.0)
 """Delay before a restart; doubled with each consecutive failure, until a version is trained."""
 FAILED_AFTER = 3
@@ -41,38 +42,28 @@ class RankSupervisor:
     def __init__(
         self,
         settings: ServiceSettings,
-        count: int,
         request: rank_pb2.WorkRequest,
+        make_ranks: MakeRanks,
         *,
-        environment: Mapping[str, str],
         take_turn: TakeTurn | None = None,
-        gpu_lease: GpuLease | None = None,
-        module: str = RANK,
-        ports: range | None = None,
     ) -> None:
         """Supervise ranks that are not started yet.
 
         Args:
             settings: the service's settings.
-            count: number of ranks.
             request: the work of the ranks.
-            environment: environment variables, in addition to this process's.
+            make_ranks: makes the ranks of each start.
             take_turn: in a colocated run, awaited at each start, once the ranks have loaded their code.
-            gpu_lease: the ranks are killed when it is over.
-            module: the ranks' program.
-            ports: those on which the ranks may meet (weights.ports); None: any.
         """
         self._settings = settings
-        self._environment = environment
+        self._make_ranks = make_ranks
         self._take_turn = take_turn
-        self._gpu_lease = gpu_lease
-        self._ports = ports
-        self._module = module
         self.awake = False
         """True if the ranks use the devices, in a colocated run."""
-        self._count = count
         self._request = request
-        self._processes: RankProcesses | None = None
+        self._processes: RankSet | None = None
+        self._awaits_others = False
+        """True while a start waits for others, such as hosts."""
         self._failures = 0
         self._announcement = asyncio.Event()
         self.weights = replica_pb2.WeightVersion()
@@ -109,28 +100,28 @@ class RankSupervisor:
         """State of the replica."""
         if self.ready:
             return replica_pb2.REPLICA_STATE_READY
-        failed = self.start_refused or self._failures >= FAILED_AFTER
+        failed = not self._awaits_others and (self.start_refused or self._failures >= FAILED_AFTER)
         return replica_pb2.REPLICA_STATE_FAILED if failed else replica_pb2.REPLICA_STATE_STARTING
 
     @property
-    def ranks(self) -> list[RankProcess]:
+    def ranks(self) -> Sequence[Rank]:
         """The running ranks, by number."""
         return self._processes.ranks if self._processes else []
 
     @property
     def rank0(self) -> RankProcess:
         """Rank 0. Raises Unavailable if no ranks are running."""
-        if not self.ranks:
+        if self._processes is None or not self._processes.ranks:
             raise Unavailable(f"the trainer's ranks aren't running: {self.detail}")
-        return self.ranks[0]
+        return self._processes.rank0
 
     @property
-    def senders(self) -> list[RankProcess]:
+    def senders(self) -> list[Rank]:
         """Ranks that connect to the engines: one for each pipeline stage."""
         return [rank for rank in self.ranks if rank.loaded and rank.loaded.source]
 
     @property
-    def gatherers(self) -> list[RankProcess]:
+    def gatherers(self) -> list[Rank]:
         """Ranks that take part in a broadcast: the senders and the ranks that hold parts of their tensors."""
         return [rank for rank in self.ranks if rank.loaded and rank.loaded.gathers]
 
@@ -174,12 +165,10 @@ class RankSupervisor:
 
     async def _run_world(self) -> RpcError:
         """Run the ranks until one fails; return the error."""
-        processes = RankProcesses(
-            self._count, self._on_event, self._environment, self._gpu_lease, self._module, ports=self._ports
-        )
-        self._processes = processes
+        self._processes = processes = self._make_ranks(self._on_event, self._await_others)
         try:
             await processes.start()
+            self._awaits_others = False
             if self._take_turn is not None:
                 await self._turn(processes, self._take_turn)
             processes.work(self._request)
@@ -187,6 +176,7 @@ class RankSupervisor:
         except ChildError as error:
             return error
         finally:
+            self._awaits_others = False
             self._processes, self.held_groups = None, 0
             self.weights, self.changing_weights = replica_pb2.WeightVersion(), False
             self.manifest = trainer_pb2.GetWeightManifestResponse()
@@ -195,7 +185,7 @@ class RankSupervisor:
             await processes.kill()
             self.awake = False  # not earlier: dying ranks still use the devices
 
-    async def _turn(self, processes: RankProcesses, take_turn: TakeTurn) -> None:
+    async def _turn(self, processes: RankSet, take_turn: TakeTurn) -> None:
         """Wait for the devices. Raises ChildError if a rank dies meanwhile."""
         turn, failed = asyncio.ensure_future(take_turn(self._set_detail)), asyncio.create_task(processes.failed())
         try:
@@ -208,7 +198,7 @@ class RankSupervisor:
             turn.cancel()
             failed.cancel()
 
-    def _on_event(self, rank: RankProcess, event: rank_pb2.WorkResponse) -> None:
+    def _on_event(self, rank: Rank, event: rank_pb2.WorkResponse) -> None:
         match event.WhichOneof("event"):
             case "loaded":
                 rank.loaded = event.loaded
@@ -226,6 +216,12 @@ class RankSupervisor:
                 self.weights, self.step_trace = event.version.weights, dict(event.version.trace)
                 self.changing_weights = self.start_refused = False
                 self._announcement.set()
+
+    def _await_others(self, detail: str) -> None:
+        """Note what a start waits for: it isn't stuck."""
+        self._awaits_others = True
+        self.iterations += 1
+        self._set_detail(detail)
 
     def _set_detail(self, detail: str) -> None:
         self.detail, self.wait = detail, replica_pb2.REPLICA_WAIT_UNSPECIFIED

@@ -4,14 +4,13 @@ import asyncio
 import contextlib
 import math
 import os
-from collections.abc import AsyncIterator, Coroutine, Iterable, Mapping
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
 from relaxd import telemetry
 from relaxd.config import RunConfig
 from relaxd.engines import ENGINES
-from relaxd.replica.gpus import gpu_environment
 from relaxd.replica.replica_context import ReplicaContext
 from relaxd.replica.replica_life import advertised_address
 from relaxd.replica.replica_server import SyncIds
@@ -31,9 +30,16 @@ from relaxd.rpc.service_settings import ServiceSettings
 from relaxd.v1 import coordinator_pb2, trainer_pb2_grpc, weights_pb2
 from relaxd.v1 import rank_pb2 as rank_pb
 from relaxd.v1 import trainer_pb2 as pb
-from relaxd.weights import NCCL_ENVIRONMENT
 from services.trainer.loop.weight_read_lock import HOLD_MARGIN_SECONDS
-from services.trainer.service.rank_processes import RANK, RankProcess
+from services.trainer.service.host_ranks import HostRanks, TrainerHosts
+from services.trainer.service.rank_processes import (
+    RANK,
+    RankEvent,
+    RankProcess,
+    RankProcesses,
+    RankSet,
+    rank_environment,
+)
 from services.trainer.service.rank_supervisor import RankSupervisor
 
 MAX_NAME_BYTES = 200
@@ -80,8 +86,6 @@ MAX_PROFILED = 100
 """Maximum number of steps in one call of Profile: a file for each may have hundreds of megabytes."""
 SCRIPTED_RANK = "services.trainer.rehearsal"
 """The program of a rank in a rehearsal."""
-HUGE_PAGES = {"THP_MEM_ALLOC_ENABLE": "1"}
-"""Environment that makes torch allocate host memory in huge pages, which speeds up a checkpoint's copies."""
 
 
 class TrainerService(ReplicaService):
@@ -93,6 +97,8 @@ class TrainerService(ReplicaService):
         self._context = context
         self._settings = context.settings
         self._living: asyncio.Task[None] | None = None
+        self._hosts: TrainerHosts | None = None
+        """The other hosts, if the ranks are on several."""
         self.world: RankSupervisor | None = None
         self.run_folder = Path()
 
@@ -100,7 +106,7 @@ class TrainerService(ReplicaService):
         """Start the run's ranks, which load, replay and train on their own; `status` reports their progress."""
         self.run_folder = Path(assignment.folder)
         has_model = ENGINES[config.rollout.engine].has_model
-        gpus = await self._context.gpus.lease(config.trainer.ranks if has_model else 0)
+        gpus = await self._context.gpus.lease(config.trainer.ranks_per_host if has_model else 0)
         request = rank_pb.WorkRequest(
             run_id=assignment.run_id,
             config_json=config.model_dump_json(),
@@ -111,20 +117,23 @@ class TrainerService(ReplicaService):
             log_level=self._settings.log_level,
             role=self.role,
         )
-        take_turn = self._context.take_turn if config.run.colocate else None
-        environment = gpu_environment(gpus) | NCCL_ENVIRONMENT | (HUGE_PAGES if gpus else {})
+        environment = rank_environment(gpus)
         gpu_lease = self._context.gpus.child_lease if gpus else None
-        ranks = config.trainer.ranks
-        self.world = RankSupervisor(
-            self._settings,
-            ranks,
-            request,
-            environment=environment,
-            take_turn=take_turn,
-            gpu_lease=gpu_lease,
-            module=RANK if has_model else SCRIPTED_RANK,
-            ports=config.weights.port_range,
-        )
+        if config.trainer.hosts > 1:
+            advertised, listen = _advertised_host(self._settings), _store_host(self._settings)
+            hosts = self._hosts = TrainerHosts(self._context, config, assignment, advertised=advertised, listen=listen)
+
+            def make(on_event: RankEvent, on_wait: Callable[[str], None]) -> RankSet:
+                return HostRanks(hosts, on_event, on_wait, environment, gpu_lease)
+        else:
+
+            def make(on_event: RankEvent, on_wait: Callable[[str], None]) -> RankSet:
+                module = RANK if has_model else SCRIPTED_RANK
+                numbers, ports = range(config.trainer.ranks), config.weights.port_range
+                return RankProcesses(numbers, on_event, environment, gpu_lease, module, ports=ports)
+
+        take_turn = self._context.take_turn if config.run.colocate else None
+        self.world = RankSupervisor(self._settings, request, make, take_turn=take_turn)
         self._living = asyncio.create_task(self.world.live(), name="world")
 
     async def stop_run(self) -> None:
@@ -134,7 +143,9 @@ class TrainerService(ReplicaService):
         if self._living is not None:
             self._living.cancel()
             await asyncio.wait({self._living})  # `await` would confuse this task's cancellation with its
-        self._living = self.world = None
+        if self._hosts is not None:
+            await self._hosts.close()
+        self._living = self.world = self._hosts = None
 
     async def drain(self, seconds: float) -> int:
         """Stop taking groups and hand back the held ones."""
@@ -155,7 +166,8 @@ class TrainerService(ReplicaService):
         world = self.world
         if world is None:
             return ServiceStatus()
-        pids = {f"rank{rank.number}_pid": float(rank.child.pid) for rank in world.ranks}
+        own = [rank for rank in world.ranks if isinstance(rank, RankProcess)]
+        pids = {f"rank{rank.number}_pid": float(rank.child.pid) for rank in own}
         return ServiceStatus(
             held_groups=world.held_groups,
             done_groups=world.done_groups,
@@ -166,7 +178,7 @@ class TrainerService(ReplicaService):
             start_refused=world.start_refused,
             weights=world.weights if world.ready else None,
             awake=world.awake,
-            gauges={"ranks": float(len(pids)), "changing_weights": float(world.changing_weights), **pids},
+            gauges={"ranks": float(len(world.ranks)), "changing_weights": float(world.changing_weights), **pids},
         )
 
 
@@ -188,8 +200,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServicer):
         response = pb.GetWeightManifestResponse(weights=world.weights)
         response.MergeFrom(world.manifest)
         # The store has this process's advertised host and its own port.
-        host, _, _ = advertised_address(self._settings, 0).rpartition(":")
-        response.store_host = host.strip("[]")
+        response.store_host = _advertised_host(self._settings)
         return response
 
     async def JoinWeightGroup(
@@ -218,7 +229,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServicer):
         self._group = (world.weights.term, group.name)
         timeout = group.timeout_seconds + 1.0
         try:
-            await _first_error(rank.trainer.JoinWeightGroup(request, timeout=timeout) for rank in world.senders)
+            await _first_error(rank.join(request, timeout=timeout) for rank in world.senders)
         except BaseException:
             await self._leave(world, group.name)
             raise
@@ -242,7 +253,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServicer):
                 try:
                     part = rank_pb.BroadcastVersionsRequest(broadcast=request)
                     results = await _first_error(
-                        rank.broadcasts.ask(part, timeout=seconds + HOLD_MARGIN_SECONDS) for rank in world.gatherers
+                        rank.broadcast(part, timeout=seconds + HOLD_MARGIN_SECONDS) for rank in world.gatherers
                     )
                 except FailedPrecondition:  # refused before it began: the group is as it was
                     raise
@@ -341,7 +352,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServicer):
             self._group = None
         request = pb.TrainerLeaveWeightGroupRequest(group_name=name)
         with contextlib.suppress(RpcError):  # a dead rank has left
-            await _first_error(rank.trainer.LeaveWeightGroup(request, timeout=LEAVE_SECONDS) for rank in world.senders)
+            await _first_error(rank.leave(request, timeout=LEAVE_SECONDS) for rank in world.senders)
 
 
 @contextlib.asynccontextmanager
@@ -366,6 +377,11 @@ async def _first_error(calls: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
     finally:
         for task in tasks:
             task.cancel()
+
+
+def _advertised_host(settings: ServiceSettings) -> str:
+    """Return the host at which others reach this process."""
+    return advertised_address(settings, 0).rpartition(":")[0].strip("[]")
 
 
 def _store_host(settings: ServiceSettings) -> str:

@@ -110,7 +110,7 @@ async def test_a_replica_that_ends_sends_callers_elsewhere(evaluations: Evaluati
 def test_only_engines_with_the_evaluated_weights_are_asked(
     term: int, version: int | None, exactly: bool, or_later: bool
 ) -> None:
-    engine: Peer[Any] = Peer("e", cast(Any, None), None)
+    engine: Peer[Any] = Peer("e", "", cast(Any, None), None)
     engine.term, engine.version = term, version
     found = [WantedWeights(2, 5, or_later=later).served_by(engine) for later in (False, True)]
     assert found == [exactly, or_later]

@@ -139,6 +139,19 @@ async def test_an_engine_that_goes_is_not_called_again(coordinators: Coordinator
         await peers.choose()
 
 
+async def test_an_engine_that_returns_at_another_address_is_called_there(
+    coordinators: Coordinators, peers: PeerReplicas[Any]
+) -> None:
+    before = await add_engine(coordinators, "rollout-1")
+    await eventually(lambda: ready(peers) == {"rollout-1": 1}, "the engine")
+    assert await ask(peers) == "rollout-1"
+    after = await add_engine(coordinators, "rollout-1")  # the first server would still answer
+    (peer,) = peers.ready
+    await eventually(lambda: peers.ready and peers.ready[0].address != peer.address, "the new address")
+    assert await ask(peers) == "rollout-1"
+    assert (before.asked, after.asked) == (1, 1)
+
+
 async def test_engines_are_called_while_the_coordinator_restarts(
     coordinators: Coordinators, peers: PeerReplicas[Any], caplog: pytest.LogCaptureFixture
 ) -> None:

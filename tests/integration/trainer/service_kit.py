@@ -28,6 +28,7 @@ from relaxd.v1 import (
     trainer_pb2_grpc,
     weights_pb2,
 )
+from tests.kit.namespaces import Node
 from tests.kit.processes import kill, start_python
 
 RUN_ID = "run-1"
@@ -157,7 +158,7 @@ class Feeder:
 class ScriptedCoordinator(coordinator_pb2_grpc.CoordinatorServicer):
     """A real gRPC server that assigns one run, marks its folder and writes down what it hears."""
 
-    def __init__(self, config: RunConfig, folder: Path, role: str = TRAINER) -> None:
+    def __init__(self, config: RunConfig, folder: Path, role: str = TRAINER, host: str = "127.0.0.1") -> None:
         self._role = role
         self._condition = threading.Condition()
         self.assignment = coordinator_pb2.Assignment(
@@ -173,9 +174,10 @@ class ScriptedCoordinator(coordinator_pb2_grpc.CoordinatorServicer):
         self.status = replica_pb2.ReplicaStatus()
         self.details: list[str] = []
         """What the replica has said of itself, each detail once in a row."""
-        self._server = grpc.server(ThreadPoolExecutor(4))
+        self._server = grpc.server(ThreadPoolExecutor(8))
         coordinator_pb2_grpc.add_CoordinatorServicer_to_server(self, self._server)
-        self.port = self._server.add_insecure_port("127.0.0.1:0")
+        self.host = host
+        self.port = self._server.add_insecure_port(f"{host}:0")
         self._server.start()
 
     def Register(self, request: coordinator_pb2.RegisterRequest, context: Any) -> coordinator_pb2.RegisterResponse:
@@ -235,11 +237,14 @@ class TrainerProcess:
         redis_url: str,
         environment: Mapping[str, str] | None = None,
         module: str = "services.trainer",
+        *flags: str,
+        within: Node | None = None,
     ) -> None:
-        """`environment` is set on top of this process's."""
+        """`environment` is set on top of this process's; `within`: the node that it runs in."""
         self.coordinator = coordinator
-        flags = ("--coordinator", f"127.0.0.1:{coordinator.port}", "--redis", redis_url, "--replica-id", "trainer-test")
-        self.process = start_python("-m", module, *flags, "--grace-seconds", "5", environment=environment)
+        address = f"{coordinator.host}:{coordinator.port}"
+        own = ("--coordinator", address, "--redis", redis_url, "--replica-id", "trainer-test", "--grace-seconds", "5")
+        self.process = start_python("-m", module, *own, *flags, environment=environment, within=within)
         self._channel: grpc.Channel | None = None
 
     @property

@@ -554,6 +554,16 @@ def test_a_stage_does_its_work_again_and_the_next_gets_what_is_new(redis_url, to
     assert board.redo("train", "trainer", [first, second], again="critic") == 0  # both are closed
 
 
+def test_the_attempts_of_one_trainer_end_those_of_another(redis_url):
+    board = make_board(redis_url)
+    assert [board.new_attempt("first", 0), board.new_attempt("first", 1), board.new_attempt("first", 1)] == [1, 2, 3]
+    assert board.new_attempt("first", 10) == 11  # a host knew a newer one than Redis
+    assert board.new_attempt("second", 0) == 12
+    with pytest.raises(Fenced, match="trainer attempt 11 is over: another trainer has begun 12"):
+        board.new_attempt("first", 11)
+    assert board.new_attempt("second", 12) == 13
+
+
 def test_a_new_critic_term_supersedes_the_last(redis_url):
     board = make_board(redis_url)
     assert (board.new_critic_term(), board.new_critic_term(), board.critic_orders().term) == (1, 2, 2)

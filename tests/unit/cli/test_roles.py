@@ -35,7 +35,7 @@ def test_an_unknown_role_is_refused_with_the_nearest() -> None:
         with pytest.raises(InvalidArgument, match="did you mean 'rollout'") as refused:
             check_registration(registration(wrong))
         assert [field for field, _ in refused.value.violations] == ["registration.role"]
-    with pytest.raises(InvalidArgument, match="must be one of advantage, agent, critic, judge, re"):
+    with pytest.raises(InvalidArgument, match="must be one of advantage, agent, critic, judge, ranks, re"):
         check_registration(registration("coordinator"))
 
 
@@ -43,7 +43,9 @@ def test_a_role_without_replicas_to_add_is_not_scaled() -> None:
     assert scale_out_spec(ScaleOutRequest(replicas=2)).role == "rollout"
     with pytest.raises(InvalidArgument, match="did you mean 'reward'"):
         scale_out_spec(ScaleOutRequest(role="rewards", replicas=2))
-    with pytest.raises(InvalidArgument, match="is 'trainer': it must be one of advantage, agent, critic, judge, re"):
+    with pytest.raises(
+        InvalidArgument, match="is 'trainer': it must be one of advantage, agent, critic, judge, ranks, re"
+    ):
         scale_out_spec(ScaleOutRequest(role="trainer", replicas=2))
 
 
@@ -68,14 +70,14 @@ AGENT = '\nagent.environment = "calculator"'
 SERVICE = '\nalgorithm.kl_coef = 0.1\nroles.reference.placement = "service"'
 
 
-def test_every_role_has_a_module_and_all_but_the_judge_a_stage() -> None:
+def test_every_role_has_a_module_and_all_but_two_a_stage() -> None:
     for role in ROLES.values():
         for module in {role.module, *role.modules.values()}:
             found = importlib.util.find_spec(module)
             assert found, module
             assert not found.submodule_search_locations or importlib.util.find_spec(f"{module}.__main__"), module
     assert {ROLES[name].stage for name in REPLICA_ROLES} - {""} == set(STAGES)
-    assert [name for name in REPLICA_ROLES if not ROLES[name].stage] == ["judge"]
+    assert [name for name in REPLICA_ROLES if not ROLES[name].stage] == ["ranks", "judge"]
 
 
 def test_a_run_needs_the_roles_of_its_stages() -> None:
@@ -84,6 +86,7 @@ def test_a_run_needs_the_roles_of_its_stages() -> None:
     assert roles_for(load(RUN + SERVICE)) == (*usual, "reference")
     assert roles_for(load(RUN + TEACHER)) == (*usual, "teacher")
     assert roles_for(load(RUN + JUDGE)) == (*usual, "judge")
+    assert roles_for(load(RUN + "\ntrainer.ranks = 2\ntrainer.hosts = 2")) == (usual[0], "ranks", *usual[1:])
     assert roles_for(load(RUN + AGENT)) == (*usual, "agent")
     assert roles_for(load(RUN + '\nalgorithm.name = "ppo"')) == usual
     assert roles_for(load(RUN + CRITIC)) == (*usual, "critic")

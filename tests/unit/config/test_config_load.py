@@ -107,6 +107,16 @@ def test_any_text_survives_dump(text: str) -> None:
         ("[reward]", "[[reward]]", ["line 13: reward", "must be a section"]),
         ('source = "addition"', 'source = "jsonl"', ["data.path is missing"]),
         ("lr = 1e-5", "lr = 1e-5\n[trainer]\ntensor_parallel = 2", ["trainer.ranks is 1: it must be a multiple of"]),
+        (
+            "lr = 1e-5",
+            "lr = 1e-5\n[trainer]\nranks = 4\nhosts = 3",
+            ["trainer.ranks is 4: it must be a multiple of trainer.hosts = 3"],
+        ),
+        (
+            "lr = 1e-5",
+            "lr = 1e-5\n[trainer]\nranks = 4\nhosts = 4\ntensor_parallel = 2",
+            ["trainer.tensor_parallel is 2, but each of the trainer.hosts = 4 hosts has 1 ranks: it must divide them"],
+        ),
         ("lr = 1e-5", "lr = 1e-5\ncpu_offload = true", ["trainer.optimizer.cpu_offload needs trainer.dtype"]),
         (
             "lr = 1e-5",
@@ -217,6 +227,7 @@ def test_a_colocated_run_loads() -> None:
         (["--rollout.engine=sglang_external"], 'rollout.engine is "sglang_external"'),
         (["--weights.transport=nccl"], 'weights.transport is "nccl", which cannot connect two processes on one GPU'),
         (["--rollout.engine=sglang", "--rollout.tensor_parallel=2"], "trainer.ranks is 1: it must be a multiple"),
+        (["--trainer.ranks=2", "--trainer.hosts=2"], "trainer.hosts is 2: set 1, since the trainer takes turns on its"),
     ],
 )
 def test_what_does_not_fit_turns_is_named(overrides: list[str], expected: str) -> None:

@@ -36,6 +36,10 @@ def test_the_roles_that_can_be_placed_are_those_that_can_be_scaled() -> None:
         (ENGINES + "placement.gpus.rollout = 6", {"rollout": 1}, {"rollout": 1}),
         (CRITIC, {}, {"critic": 1, "trainer": 1}),
         (CRITIC, {"critic": 0}, {"critic": 1}),
+        ("trainer.ranks = 4", {}, {"ranks": 0}),
+        ("trainer.ranks = 4\ntrainer.hosts = 4", {}, {"ranks": 3}),
+        ("trainer.ranks = 4\ntrainer.hosts = 4\nplacement.replicas.ranks = 4", {"ranks": 1}, {"ranks": 3}),
+        ("trainer.ranks = 4\ntrainer.hosts = 4\nplacement.replicas.ranks = 4", {}, {"ranks": 4}),
     ],
 )
 def test_options_come_before_the_file(
@@ -77,6 +81,12 @@ def test_only_options_that_were_given_override() -> None:
             ENGINES + "placement.gpus.rollout = 5",
             8,
             "placement.gpus.rollout = 5, but a replica has 2 GPUs: use a multiple, such as 4",
+        ),
+        (
+            ENGINES + "trainer.ranks = 4\ntrainer.hosts = 2",
+            5,
+            "trainer.ranks = 4 and 1 x rollout.tensor_parallel = 2 of the engines and 2 of ranks replicas need 6 GPUs; "
+            "this machine shows 5",
         ),
         (
             "placement.gpus.rollout = 2",

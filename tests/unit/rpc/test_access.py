@@ -67,8 +67,14 @@ def test_orders_to_replicas_and_launchers_carry_a_term():
     [
         ("reward", {"Coordinator/WatchReplicas", "Judge/Ask"}),  # who is a judge, and what it says
         ("agent", {"Coordinator/WatchReplicas", "Rollout/Generate"}),  # which engines there are, and what they write
-        ("trainer", {"Coordinator/AnnounceVersion"}),
-        *((role, set()) for role in ("rollout", "advantage", "reference", "teacher", "critic", "judge")),
+        (  # that there are new weights; which hosts there are, and their ranks
+            "trainer",
+            {
+                *("Coordinator/AnnounceVersion", "Coordinator/WatchReplicas", "Ranks/StartRanks"),
+                *("Ranks/JoinWeightGroup", "Ranks/BroadcastVersions", "Ranks/LeaveWeightGroup"),
+            },
+        ),
+        *((role, set()) for role in ("ranks", "rollout", "advantage", "reference", "teacher", "critic", "judge")),
     ],
 )
 def test_a_role_may_call_what_it_needs(role, calls):
@@ -131,9 +137,9 @@ def test_a_token_allows_what_is_for_its_role(file, token, allowed, denied):
 
 def test_who_may_call_is_said(file):
     with pytest.raises(PermissionDenied) as caught:
-        AccessTokens(file).check("/relaxd.v1.Coordinator/WatchReplicas", f"Bearer {TRAINER_TOKEN}")
+        AccessTokens(file).check("/relaxd.v1.Trainer/GetWeightManifest", f"Bearer {TRAINER_TOKEN}")
     assert caught.value.message == (
-        'token "trains" is for trainer, but /relaxd.v1.Coordinator/WatchReplicas is for read, reward, agent or admin: '
+        'token "trains" is for trainer, but /relaxd.v1.Trainer/GetWeightManifest is for read, coordinator or admin: '
         "call it with such a token"
     )
 

@@ -76,6 +76,7 @@ WITHOUT_DEADLINE = {
             "services/rollout/engines/sglang/sglang_process.py",
             "SGLangProcess._launch",
         ),  # schedulers end with the thread
+        ("services/trainer/service/host_ranks.py", "HostRanks.failed"),  # its run ends, which cancels it
         ("services/trainer/service/rank_supervisor.py", "RankSupervisor._announce"),
         ("services/trainer/service/rank_supervisor.py", "RankSupervisor._turn"),  # its run ends, which cancels it
     },
@@ -125,6 +126,7 @@ WITHOUT_DEADLINE = {
             "HostMemory.touched",
         ),  # a thread that only writes to memory
         ("services/trainer/learner/snapshots/checkpoint_copies.py", "HostCopies.check"),  # copies within this process
+        ("services/trainer/ranks/ranks_service.py", "HostAttempt.end"),  # cancelled
         ("services/trainer/service/rank_processes.py", "RankProcesses.kill"),  # SIGKILL was sent
         ("services/trainer/service/server.py", "TrainerService.stop_run"),  # cancelled
         ("services/trainer/reference_models/frozen_service.py", "ModelService.start_run"),  # see health.start_seconds

@@ -1,0 +1,269 @@
+"""A trainer's ranks on several hosts: its own, and those of replicas of the role `ranks`.
+
+The trainer numbers its starts in Redis. A host refuses a start with a smaller number than the newest that it knows, and
+ends the ranks of an older one first; ranks of different starts never meet, because the number is part of their store's
+keys. When any rank or host is lost, all ranks are killed and the next start begins, with the hosts that are ready then.
+"""
+
+import asyncio
+import logging
+import re
+import time
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from relaxd import __version__
+from relaxd.board import Board, BoardError, Fenced, stages_for
+from relaxd.config import RunConfig
+from relaxd.process.child import ChildError
+from relaxd.process.gpu_lease import GpuLease
+from relaxd.process.interfaces import interface_towards
+from relaxd.process.ports import NoFreePort, ReservedPort, reserve_port
+from relaxd.replica.peer_replicas import Peer, PeerReplicas
+from relaxd.replica.replica_context import ReplicaContext
+from relaxd.roles import RANKS
+from relaxd.rpc.credentials import is_loopback
+from relaxd.rpc.errors import InvalidArgument, RpcError
+from relaxd.v1 import rank_pb2, ranks_pb2
+from relaxd.v1.coordinator_pb2 import Assignment
+from relaxd.v1.ranks_pb2_grpc import RanksStub
+from services.trainer.service.rank_processes import MeetingPlace, Rank, RankEvent, RankProcess, RankProcesses
+from services.trainer.service.remote_ranks import HostRefused, RemoteRanks
+
+POLL_SECONDS = 0.1
+CAUSE_SECONDS = 0.3
+"""Time after the first failure in which others are told, too."""
+AVOIDED_SECONDS = 1.0
+"""Time for which a host that did not start its ranks isn't asked again."""
+
+logger = logging.getLogger(__name__)
+
+
+class TrainerHosts:
+    """The other hosts of a run's trainer, over all starts of its ranks."""
+
+    def __init__(
+        self, context: ReplicaContext, config: RunConfig, assignment: Assignment, *, advertised: str, listen: str
+    ) -> None:
+        """Begin to follow the hosts.
+
+        Args:
+            context: the trainer's process.
+            config: the run's.
+            assignment: the run.
+            advertised: host at which others reach this process.
+            listen: address on which rank 0 listens; empty: on all.
+        """
+        self.config = config
+        self.advertised = advertised
+        self.listen = listen
+        self.run_folder = Path(assignment.folder)
+        self._context = context
+        self._assignment = assignment
+        self._others = config.trainer.hosts - 1
+        self._peers = PeerReplicas(RANKS, RanksStub, context.coordinator, context.settings, assignment.run_id)
+        self._board = Board(context.settings.redis, assignment.run_id, stages_for(config), config.board)
+        self._process = uuid.uuid4().hex
+        self._attempt = 0
+        logger.warning(
+            "the trainer's ranks are on %d hosts: nothing between them is encrypted or authenticated, also with TLS, "
+            "which covers calls but neither the ranks' store nor gloo and NCCL. Use a network of their own",
+            config.trainer.hosts,
+        )
+
+    async def close(self) -> None:
+        """Close the connections."""
+        await self._peers.close()
+        await asyncio.to_thread(self._board.close)
+
+    async def wait_ready(self, on_wait: Callable[[str], None]) -> list[Peer[RanksStub]]:
+        """Wait for enough hosts that are ready; return as many as are needed, by their names' order.
+
+        `on_wait` is called with what is awaited.
+        """
+        while True:
+            now = time.monotonic()
+            found = sorted(
+                (peer for peer in self._peers.ready if peer.avoided_until <= now),
+                key=lambda peer: _order(peer.replica_id),
+            )
+            if len(found) >= self._others:
+                return found[: self._others]
+            avoided = [peer.avoided_why for peer in self._peers.ready if peer.avoided_until > now]
+            reasons = [*avoided, *self._peers.unready()] or [f"no other replica of the role {RANKS} is registered"]
+            missing = self._others - len(found)
+            on_wait(
+                f"waiting for {missing} of the {self.config.trainer.hosts} hosts (trainer.hosts): {'; '.join(reasons)}"
+            )
+            await asyncio.sleep(POLL_SECONDS)  # named: `on_wait` is told
+
+    def avoid(self, host: str, refusal: HostRefused) -> None:
+        """Don't ask a host for a moment, because it refused to start its ranks."""
+        self._attempt = max(self._attempt, refusal.newest)
+        for peer in self._peers.ready:
+            if peer.replica_id == host:
+                if str(refusal) != peer.avoided_why:
+                    logger.warning("attempt %d: %s", self._attempt, refusal)
+                self._peers.avoid(peer, AVOIDED_SECONDS, why=str(refusal))
+
+    async def new_attempt(self) -> int:
+        """Number the next start. Raises ChildError; if another trainer has taken over, this process ends, too."""
+        try:
+            self._attempt = await asyncio.to_thread(self._board.new_attempt, self._process, self._attempt)
+        except Fenced as error:
+            self._context.give_up(str(error))
+            raise ChildError(str(error)) from error
+        except BoardError as error:
+            raise ChildError(f"a start of the ranks can't be numbered: {error}") from error
+        return self._attempt
+
+    def start_of(self, attempt: int, place: MeetingPlace, mark: str, index: int) -> ranks_pb2.RanksStart:
+        """Return the request for the host with an index, from 1."""
+        each = self.config.trainer.ranks_per_host
+        return ranks_pb2.RanksStart(
+            attempt=attempt,
+            trainer_id=self._context.settings.replica_id,
+            package_version=__version__,
+            run_id=self._assignment.run_id,
+            begin_time=self._assignment.begin_time,
+            mark=mark,
+            first_rank=index * each,
+            ranks=each,
+            store_host=place.host,
+            store_port=place.port,
+        )
+
+
+class HostRanks:
+    """The ranks of one start on all hosts."""
+
+    def __init__(
+        self,
+        hosts: TrainerHosts,
+        on_event: RankEvent,
+        on_wait: Callable[[str], None],
+        environment: Mapping[str, str],
+        gpu_lease: GpuLease | None,
+    ) -> None:
+        """`on_wait` is called with what the start waits for."""
+        self._hosts = hosts
+        self._on_event = on_event
+        self._on_wait = on_wait
+        self._environment = environment
+        self._gpu_lease = gpu_lease
+        self._own: RankProcesses | None = None
+        self._others: list[RemoteRanks] = []
+        self._port: ReservedPort | None = None
+
+    @property
+    def ranks(self) -> Sequence[Rank]:
+        own = self._own.ranks if self._own is not None else []
+        return [*own, *(rank for host in self._others for rank in host.ranks)] if own else []
+
+    @property
+    def rank0(self) -> RankProcess:
+        assert self._own is not None
+        return self._own.rank0
+
+    async def start(self) -> None:
+        """Start the ranks of all hosts, once enough hosts are ready. Raises ChildError."""
+        place = None
+        while place is None:
+            place = await self._start_others(await self._hosts.wait_ready(self._on_wait))
+        names = ", ".join(host.host for host in self._others)
+        logger.info("attempt %d: ranks are on this host and on %s, over %s", place.attempt, names, place.interface)
+        self._on_wait("starting the ranks")
+        numbers = range(self._hosts.config.trainer.ranks_per_host)
+        self._own = RankProcesses(numbers, self._on_event, self._environment, self._gpu_lease, place=place)
+        await self._own.start()
+
+    def work(self, request: rank_pb2.WorkRequest) -> None:
+        """Have this host's ranks work; those of the others do already."""
+        assert self._own is not None
+        self._own.work(request)
+
+    async def failed(self) -> RpcError:
+        assert self._own is not None
+        parts: list[RankProcesses | RemoteRanks] = [self._own, *self._others]
+        waits = [asyncio.create_task(part.failed()) for part in parts]
+        try:
+            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+            # A rank that died on one host ends collectives of others, which may tell sooner.
+            await asyncio.wait(waits, timeout=CAUSE_SECONDS)
+        finally:
+            for task in waits:
+                task.cancel()
+        errors = [task.result() for task in waits if task.done() and not task.cancelled()]
+        refusals = (error for error in errors if isinstance(error, InvalidArgument))
+        return next(refusals, errors[0] if len(errors) == 1 else ChildError("; ".join(map(str, errors))))
+
+    async def kill(self) -> None:
+        """Kill this host's ranks, and have the others kill theirs."""
+        self._end_others()
+        if self._own is not None:
+            await self._own.kill()
+
+    def _end_others(self) -> None:
+        for host in self._others:
+            host.kill()
+        self._others = []
+        if self._port is not None:
+            self._port.close()
+
+    async def _start_others(self, peers: Sequence[Peer[RanksStub]]) -> MeetingPlace | None:
+        """Start the ranks of the other hosts. Return where all meet; None if a host refused, which is avoided then."""
+        attempt = await self._hosts.new_attempt()
+        place = await asyncio.to_thread(self._meet, attempt, [peer.address for peer in peers])
+        mark = self._hosts.run_folder / f".hosts-{uuid.uuid4().hex}"
+        try:
+            mark.touch()
+            self._others = [
+                RemoteRanks(peer, self._hosts.start_of(attempt, place, mark.name, index), self._on_event)
+                for index, peer in enumerate(peers, 1)
+            ]
+            results = await asyncio.gather(*(host.start() for host in self._others), return_exceptions=True)
+        except OSError as error:
+            raise ChildError(f"the run's folder can't be written to: {error}") from error
+        finally:
+            mark.unlink(missing_ok=True)
+        refused = {host.host: result for host, result in zip(self._others, results, strict=True) if result is not None}
+        if not refused:
+            return place
+        self._end_others()
+        for host, refusal in refused.items():
+            if not isinstance(refusal, HostRefused):
+                raise refusal
+            self._hosts.avoid(host, refusal)
+        return None
+
+    def _meet(self, attempt: int, addresses: Sequence[str]) -> MeetingPlace:
+        """Return where the ranks of this host meet those at other addresses. Raises ChildError."""
+        hosts = self._hosts
+        host, _, port = addresses[0].rpartition(":")
+        far = [address for address in addresses if not is_loopback(address.rpartition(":")[0])]
+        if far and is_loopback(hosts.advertised):
+            raise ChildError(
+                f"this trainer listens on {hosts.advertised}, where the host at {far[0]} doesn't reach it: set --host "
+                "or --advertise (RELAXD_HOST, RELAXD_ADVERTISE) to an address of its network"
+            )
+        try:
+            self._port = reserve_port(hosts.listen, hosts.config.weights.port_range)
+            interface = interface_towards(host.strip("[]"), int(port))
+        except NoFreePort as error:
+            raise ChildError(str(error)) from error
+        except OSError as error:
+            raise ChildError(f"no meeting place with the host at {addresses[0]}: {error}") from error
+        return MeetingPlace(
+            host=hosts.advertised,
+            listen=hosts.listen,
+            port=self._port.number,
+            size=hosts.config.trainer.ranks,
+            interface=interface,
+            attempt=attempt,
+        )
+
+
+def _order(replica_id: str) -> list[tuple[int, str]]:
+    """Return the sorting key of a name in which numbers count as numbers: ranks-2 is before ranks-10."""
+    return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", replica_id)]

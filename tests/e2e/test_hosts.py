@@ -1,0 +1,16 @@
+"""A whole run whose trainer is over two hosts, which are services of one machine; one of them dies."""
+
+import pytest
+
+from tests.e2e.conftest import Workplace
+from tests.e2e.test_run import check_books, read_summary
+
+
+@pytest.mark.night
+@pytest.mark.timeout(300)
+def test_a_run_outlives_a_host_of_its_trainer(workplace: Workplace) -> None:
+    words = ("--run.steps", "6", "--trainer.ranks", "2", "--trainer.hosts", "2", "--trainer.checkpoint.every", "2")
+    run = workplace.start("run", "tiny.toml", *words, "--run-id", "hosts")
+    workplace.kill_in_step(run, 3, "ranks")
+    folder = workplace.folder / "runs" / "hosts"
+    check_books(read_summary(folder), steps=6)
