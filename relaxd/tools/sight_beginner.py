@@ -19,7 +19,7 @@ from relaxd.data.examples import Example
 from relaxd.data.tokenizer import PromptTokenizer
 from relaxd.data.vision import VisionModel, normalise, read_vision
 from relaxd.media import VIDEO, MediaItem
-from relaxd.media.cache import decode_png
+from relaxd.media.images import decode_png
 from relaxd.tools.tool_beginner import END, labels, tokenizer_of
 
 IMAGE_MARKS = {"image_token_id": "<|image|>"}
