@@ -5,7 +5,7 @@ this table: nothing else compares engines' names. docs/engines.md, "Adding an en
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
 SCRIPTED = "scripted"
@@ -48,10 +48,18 @@ class EngineCapabilities:
     """
     gives_likeliest: bool = False
     """True if it says which tokens it finds likeliest, beside those of an answer."""
-    sees_images: bool = False
-    """True if it takes prompts with images and video."""
+    media: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """Kinds of media that it takes, by the model's type."""
+    refused_models: tuple[str, ...] = ()
+    """Types of models that it isn't known to run as the trainer does."""
     takes_candidates: bool = False
     """True if it gives log-probs of other tokens in each place of an answer, as a teacher."""
+
+    def takes(self, kind: str, model_type: str | None = None) -> bool:
+        """Return True if it takes media of a kind, with a type of model or with any."""
+        if model_type is not None:
+            return kind in self.media.get(model_type, ())
+        return any(kind in kinds for kinds in self.media.values())
 
 
 ENGINES: dict[str, EngineCapabilities] = {
@@ -73,7 +81,7 @@ ENGINES: dict[str, EngineCapabilities] = {
             sleeps=True,
             pauses=("in_place", "abort", "drain"),
             gives_likeliest=True,
-            sees_images=True,
+            media={"qwen3_vl": ("image", "video"), "qwen3_omni_moe": ("image", "audio")},
         ),
         EngineCapabilities(
             name="sglang",
@@ -89,7 +97,8 @@ ENGINES: dict[str, EngineCapabilities] = {
             shares_gpus=True,
             sleeps=True,
             gives_likeliest=True,
-            sees_images=True,
+            media={"qwen3_vl": ("image", "video")},
+            refused_models=("qwen3_omni_moe",),
         ),
         EngineCapabilities(
             name="sglang_external",
@@ -97,6 +106,7 @@ ENGINES: dict[str, EngineCapabilities] = {
             module="services.rollout.engines.sglang_external.external_engine",
             takes_url=True,
             stock_weight_group=True,
+            refused_models=("qwen3_omni_moe",),
         ),
         EngineCapabilities(
             name=SCRIPTED,

@@ -144,8 +144,8 @@ COLUMNS: dict[str, ColumnSpec] = {
             "json",
             "",
             "The prompt's media in their order, whose tokens prompt_tokens has: [{kind, sha256, grid, bytes}]. grid: "
-            "patches in time, rows and columns; bytes: how many of media_contents are this one's, 0 for one that came "
-            "before in the same prompt.",
+            "patches in time, rows and columns, or the frames of a sound's spectrogram; bytes: how many of "
+            "media_contents are this one's, 0 for one that came before in the same prompt.",
             optional=True,
         ),
         ColumnSpec(
@@ -153,8 +153,8 @@ COLUMNS: dict[str, ColumnSpec] = {
             "publish",
             "uint8",
             "B",
-            "The prompt's media in their normal form (PNG; of a video with its frames one below the other), one after "
-            "the other as prompt_media says (relaxd/media/prompt_media.py).",
+            "The prompt's media in their normal form (PNG, of a video with its frames one below the other; WAV), one "
+            "after the other as prompt_media says (relaxd/media/prompt_media.py).",
             optional=True,
         ),
         ColumnSpec("tokens", "rollout", "int32", "T", "Token ids of the sequences, end tokens included."),

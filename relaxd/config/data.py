@@ -207,8 +207,8 @@ class DataConfig(Section):
     """verl's file of tools (YAML), whose schemas the chat template of every prompt gets that has none in tools_key. No
     tool is called while an answer is generated; the reward verl_tools calls them (docs/rewards.md)."""
     media_keys: dict[str, str] = Field(default_factory=dict)
-    """Columns with the media of prompts by kind, as { image = "images", video = "videos" }, which rows may lack: a list
-    of items, or one. Each <image> or <video> in a prompt's text stands for the next one (docs/media.md)."""
+    """Columns with the media of prompts by kind, as { image = "images", audio = "sounds" }, which rows may lack: a list
+    of items, or one. Each <image>, <video> or <audio> in a prompt's text stands for the next one (docs/media.md)."""
     min_image_tokens: int = Field(default=0, ge=0)
     """Enlarge images to at least about this many tokens; 0 means the model's minimum."""
     max_image_tokens: int = Field(default=0, ge=0)
@@ -220,6 +220,8 @@ class DataConfig(Section):
     """Take at most this many frames from a video, evenly spread over it; 0 means the model's maximum."""
     max_video_tokens: int = Field(default=0, ge=0, le=40_000)
     """Shrink frames so that those of a video have at most this many tokens; 0 means the model's maximum."""
+    max_audio_seconds: float = Field(default=300.0, gt=0, le=3600)
+    """Maximum length of a sound, which has 13 tokens a second. A longer one is refused, not cut."""
     prompt_function: str = ""
     """Your own function "package.module:function" or "file.py:function", which gets a row as a dict and returns the
     prompt: text, or a list of chat messages. prompt_key isn't read then."""

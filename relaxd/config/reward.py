@@ -138,8 +138,9 @@ class RewardConfig(Section):
     """Scores that a reward replica remembers, by everything that the reward gets; about 1 KiB each. Only for a reward
     that gives the same sample the same score. 0: none."""
     images: bool = False
-    """Let rewards open the images of prompts and of conversations, and videos of prompts (`sample.images()`,
-    `sample.videos()`, docs/rewards.md). Each replica then reads all of them. A service at an address gets none."""
+    """Let rewards open the images of prompts and of conversations, and videos and sounds of prompts
+    (`sample.images()`, `sample.videos()`, `sample.sounds()`, docs/rewards.md). Each replica then reads all of them. A
+    service at an address gets none."""
     environment: tuple[str, ...] = ()
     """Environment variables of the reward service to pass to rewards, such as ["OPENAI_API_KEY"], besides those that
     every program needs (PATH, PYTHONPATH, HOME, LANG ...)."""

@@ -227,29 +227,41 @@ class RunConfig(Section):
 
     @property
     def has_images(self) -> bool:
-        """True if the run's prompts or other messages of its conversations may have images or video."""
-        return bool(self.data.media_keys) or self.agent.images
+        """True if the run's prompts or other messages of its conversations may have media."""
+        return bool(self.media_kinds)
+
+    @property
+    def media_kinds(self) -> tuple[str, ...]:
+        """The kinds of media that the run's prompts or other messages of its conversations may have."""
+        return tuple(self.data.media_keys) or (("image",) if self.agent.images else ())
 
     @property
     def images_setting(self) -> str:
-        """The setting by which the run has images or video."""
+        """The setting by which the run has media."""
         return "data.media_keys" if self.data.media_keys else "agent.images"
 
     @property
     def images_problem(self) -> tuple[str, str] | None:
-        """The setting with which a run can't have its images, and why; None if it can, or has none."""
-        engine = self.rollout.engine
+        """The setting with which a run can't have its media, and why; None if it can, or has none."""
         if not self.has_images:
             return None
-        if not ENGINES[engine].sees_images:
-            able = list_engines("rollout", lambda one: one.sees_images)
-            return "rollout.engine", f'= "{engine}", which sees no images ({self.images_setting}): {able} does'
-        if self.agent.is_there and "video" in self.data.media_keys:
+        for kind in self.media_kinds:
+            if not ENGINES[self.rollout.engine].takes(kind):
+                return "rollout.engine", self.engine_problem(kind)
+        others = [kind for kind in self.data.media_keys if kind != "image"]
+        if self.agent.is_there and others:
             return (
                 "data.media_keys",
-                f"names a column with video, but {self.agent.shown}: conversations have only images so far",
+                f"names a column with {others[0]}, but {self.agent.shown}: conversations have only images so far",
             )
         return None
+
+    def engine_problem(self, kind: str, model_type: str | None = None) -> str:
+        """Return why the rollout engine can't have media of a kind, with a type of model or with any."""
+        able = list_engines("rollout", lambda one: one.takes(kind, model_type))
+        of_model = "" if model_type is None else f" with a model of type {model_type!r}"
+        what = f'= "{self.rollout.engine}", which takes no {kind}{of_model} ({self.images_setting})'
+        return f"{what}: {able or 'no engine'} does"
 
     @property
     def micro_batch_tokens(self) -> int:

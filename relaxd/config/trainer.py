@@ -129,10 +129,13 @@ class ProfileConfig(Section):
     steps, and when memory runs out. Costs a few microseconds for each allocation. CPUs have none."""
 
 
+_EYES, _EARS = r"(model|thinker)\.visual\.", r"thinker\.audio_tower\."
+_TO_LANGUAGE = r"((model|thinker)\.visual\.(merger|merger_list|deepstack_merger_list)|thinker\.audio_tower\.proj[12])\."
 PARTS = {
-    "vision": r"^model\.visual\.(?!merger\.|deepstack_merger_list\.)",
-    "projection": r"^model\.visual\.(merger|deepstack_merger_list)\.",
-    "language": r"^(?!model\.visual\.)",
+    "vision": f"^(?!{_TO_LANGUAGE}){_EYES}",
+    "audio": f"^(?!{_TO_LANGUAGE}){_EARS}",
+    "projection": f"^{_TO_LANGUAGE}",
+    "language": f"^(?!{_EYES}|{_EARS})",
 }
 """Patterns of Hugging Face's names of a model's parts, by names that stand for them in `freeze` and `train_only`."""
 
@@ -226,10 +229,11 @@ class TrainerConfig(Section):
     nvidia-cudnn-frontend and an H100 or newer). varlen: torch's variable-length kernel, with FlashAttention 3 if
     installed. auto: cudnn if it works, else varlen; varlen also for prompts so long that it pays to compute their
     queries once for all samples (docs/architecture.md)."""
-    freeze: tuple[NamePattern, ...] = ("vision", "projection")
+    freeze: tuple[NamePattern, ...] = ("vision", "audio", "projection")
     """Tensors that are not trained: regular expressions, found anywhere in Hugging Face's names, or names of parts.
-    vision: the vision tower without its projection. projection: its mergers, which map to the language model. language:
-    the rest. A model of text has only the last one (docs/media.md)."""
+    vision: the vision tower without its projection. audio: the tower for sound without its projection. projection: the
+    towers' last layers, which map to the language model. language: the rest. A model of text has only the last one
+    (docs/media.md)."""
     train_only: tuple[NamePattern, ...] = ()
     """The only tensors that are trained, given like `freeze`, which then has no effect and must not be set."""
     moe: MoEConfig = MoEConfig()
@@ -364,8 +368,16 @@ class TrainerConfig(Section):
 
     @property
     def trains_vision(self) -> bool:
-        """True if a vision tower is trained, or its projection alone."""
-        return any(map(self.trains, ("model.visual.blocks.0.attn.qkv.weight", "model.visual.merger.norm.weight")))
+        """True if a tower is trained, or its projection alone."""
+        return any(
+            self.trains(f"{tower}.{name}.weight")
+            for tower, names in (
+                ("model.visual", ("blocks.0.attn.qkv", "merger.norm")),
+                ("thinker.visual", ("blocks.0.attn.qkv", "merger.ln_q")),
+                ("thinker.audio_tower", ("layers.0.fc1", "proj1")),
+            )
+            for name in names
+        )
 
     @property
     def updates_per_step(self) -> int:

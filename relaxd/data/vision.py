@@ -1,6 +1,7 @@
-"""Images and video of prompts for one model: its rules, read from its folder, and items read by them."""
+"""Images, video and sound of prompts for one model: its rules, read from its folder, and items read by them."""
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -11,22 +12,22 @@ from relaxd.config import DataConfig
 from relaxd.data.examples import Example
 from relaxd.data.special_tokens import read_object
 from relaxd.media import (
+    AUDIO,
     IMAGE,
+    MEDIA_KINDS,
     VIDEO,
     Grid,
     ImageRule,
     ImageTokens,
     MediaError,
+    MediaKind,
     MediaSize,
     NormalMedia,
+    SoundRule,
     VideoRule,
-    measure_image,
-    measure_video,
-    normalise_image,
-    normalise_video,
     patches,
 )
-from relaxd.media.layout import NONE
+from relaxd.media.layout import NONE, SECOND_FRAMES
 from relaxd.media.patches import SCALE, cut_patches
 from relaxd.models import DataError
 
@@ -34,10 +35,15 @@ PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
 """Files with the settings of a model's image processor; in the second, which newer models have, under that name."""
 VIDEO_FILES = ("video_preprocessor_config.json", "processor_config.json")
 """The same of the video processor."""
-MODEL_TYPES = ("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
-"""Models whose layout of images is compared with transformers'."""
-VIDEO_TYPES = ("qwen3_vl", "qwen3_vl_moe")
-"""Those whose layout of video is, too."""
+MODEL_KINDS: Mapping[str, tuple[str, ...]] = {
+    "qwen2_5_vl": (IMAGE,),
+    "qwen3_vl": (IMAGE, VIDEO),
+    "qwen3_vl_moe": (IMAGE, VIDEO),
+    "qwen3_omni_moe": (IMAGE, AUDIO),
+}
+"""Kinds of media whose layout is compared with transformers', by a model's type."""
+EXTRACTOR = "WhisperFeatureExtractor"
+"""transformers' class that makes the spectrogram of a sound."""
 CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
 CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
 """By what Qwen2VLImageProcessor normalises pixels where its settings don't say."""
@@ -54,7 +60,7 @@ VIDEO_DEFAULTS: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class VisionModel:
-    """A model's rules for images and video."""
+    """A model's rules for images, video and sound."""
 
     rule: ImageRule
     tokens: ImageTokens
@@ -65,6 +71,13 @@ class VisionModel:
     """Number of frames in a patch of a video. A patch of an image repeats its frame as often."""
     video: VideoRule | None = None
     """The rule for video; None: prompts of the run have none."""
+    sound: SoundRule | None = None
+    """The rule for sound; None: the model hears none, or prompts of the run have none."""
+
+    @property
+    def rules(self) -> Mapping[str, Any]:
+        """The rules by kind of media; None: prompts of the run have none of it."""
+        return {IMAGE: self.rule, VIDEO: self.video, AUDIO: self.sound}
 
     def cut(self, pixels: np.ndarray, grid: Grid) -> np.ndarray:
         """Return the pixels of an item by patch (`cut_patches`). Raises MediaError: they don't fit its grid."""
@@ -73,30 +86,45 @@ class VisionModel:
             raise MediaError(f"has {found.shape[2]} frames for each of its times: a video has {self.times}")
         return found
 
+    def heard(self, samples: np.ndarray, grid: Grid) -> np.ndarray:
+        """Return the samples of a sound. Raises MediaError: they don't fit its size, or the model hears none."""
+        if self.sound is None:
+            raise MediaError("is a sound, which this model doesn't hear")
+        if samples.ndim != 1 or len(samples) // self.sound.hop != grid[0]:
+            raise MediaError(f"has {len(samples)} samples, which don't fit its {grid[0]} frames")
+        return samples
+
     def patches(self, pixels: np.ndarray, grid: Grid) -> np.ndarray:
         """Return the patches of an item in its normal form (`relaxd.media.patches`)."""
         return patches(pixels, self.rule, grid, self.mean, self.std, self.times)
 
 
 def read_vision(folder: Path, data: DataConfig | None = None) -> VisionModel:
-    """Return a model's rules for images, and for video if the prompts of `data` have some.
+    """Return a model's rules for images, and for video and sound if the prompts of `data` have some.
 
     Args:
         folder: the model's.
-        data: limits of items; None for the model's.
+        data: columns and limits of items; None: the model's limits, and sound if the model hears.
 
     Raises:
         DataError: it sees no such media, its rules aren't known here, its files are damaged or disagree, or the limits
             exclude each other.
     """
     config = read_object(folder / "config.json")
-    kind = config.get("model_type")
-    if kind not in MODEL_TYPES:
+    model_type = str(config.get("model_type"))
+    if model_type not in MODEL_KINDS:
         raise DataError(
             "model.path",
-            f"prompts have images, but {folder} has a model of type {kind!r}: {', '.join(MODEL_TYPES)} see",
+            f"prompts have media, but {folder} has a model of type {model_type!r}: {', '.join(MODEL_KINDS)} see",
         )
-    processor, file = _processor(folder, PROCESSOR_FILES, "image")
+    kinds = MODEL_KINDS[model_type]
+    for kind in data.media_keys if data is not None else ():
+        if kind not in kinds:
+            able = ", ".join(name for name, own in MODEL_KINDS.items() if kind in own)
+            what = f"has a model of type {model_type!r}, which takes no {kind} here: {able} do"
+            raise DataError("model.path", f"prompts have {kind} (data.media_keys), but {folder} {what}")
+    config = config.get("thinker_config", config)
+    processor, file = _processor(folder, PROCESSOR_FILES, "image_processor")
     size = processor.get("size") or {}
     try:
         patch, merge = int(processor["patch_size"]), int(processor["merge_size"])
@@ -106,9 +134,11 @@ def read_vision(folder: Path, data: DataConfig | None = None) -> VisionModel:
         # The configuration may leave out what its class has by default.
         sizes = (int(vision.get("patch_size") or patch), int(vision.get("spatial_merge_size") or merge))
         tokens = ImageTokens(int(config["image_token_id"]), merge)
-        if kind in VIDEO_TYPES:
+        if VIDEO in kinds:
             names = ("video_token_id", "vision_start_token_id", "vision_end_token_id")
             tokens = ImageTokens(tokens.token, merge, *(int(config.get(name, NONE)) for name in names))
+        if AUDIO in kinds:
+            tokens = replace(tokens, audio=int(config["audio_token_id"]))
         mean, std = (
             tuple(map(float, processor.get(name) or usual))
             for name, usual in (("image_mean", CLIP_MEAN), ("image_std", CLIP_STD))
@@ -141,17 +171,37 @@ def read_vision(folder: Path, data: DataConfig | None = None) -> VisionModel:
             "at most the maximum",
         )
     vision = VisionModel(ImageRule(patch, merge, least, most), tokens, mean, std, times)
-    if data is None or VIDEO not in data.media_keys:
-        return vision
-    if kind not in VIDEO_TYPES:
-        what = f"has a model of type {kind!r}, which sees no video here: {', '.join(VIDEO_TYPES)} do"
-        raise DataError("model.path", f"prompts have video (data.media_keys), but {folder} {what}")
-    return replace(vision, video=_video_rule(folder, vision, data))
+    if AUDIO in kinds and (data is None or AUDIO in data.media_keys):
+        vision = replace(vision, sound=_sound_rule(folder, config, data))
+    if data is not None and VIDEO in data.media_keys:
+        vision = replace(vision, video=_video_rule(folder, vision, data))
+    return vision
+
+
+def _sound_rule(folder: Path, config: Mapping[str, Any], data: DataConfig | None) -> SoundRule:
+    """Return a model's rule for sound. Raises DataError: its files are damaged or disagree, or it counts otherwise."""
+    extractor, file = _processor(folder, PROCESSOR_FILES, "feature_extractor")
+    try:
+        seconds = math.inf if data is None else data.max_audio_seconds
+        names = ("sampling_rate", "feature_size", "n_fft", "hop_length")
+        rule = SoundRule(seconds, *(int(extractor[name]) for name in names))
+        audio = config["audio_config"]
+        mels, half = int(audio.get("num_mel_bins", rule.mels)), int(audio.get("n_window", SECOND_FRAMES // 2))
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise DataError("model.path", f"{file} or config.json beside it is damaged: no usable {error}") from error
+    if extractor.get("feature_extractor_type") != EXTRACTOR or extractor.get("dither", 0.0) != 0:
+        raise DataError("model.path", f"{file} has no {EXTRACTOR} without dither, which is what relaxd computes")
+    if mels != rule.mels:
+        raise DataError("model.path", f"{file} makes {rule.mels} bands of a sound, but config.json says {mels}")
+    if (2 * half, rule.rate // rule.hop) != (SECOND_FRAMES, SECOND_FRAMES):
+        what = f"has {rule.rate / rule.hop:g} frames a second, {2 * half} of which its tower takes at once"
+        raise DataError("model.path", f"{folder} {what}: only {SECOND_FRAMES} and {SECOND_FRAMES} are known here")
+    return rule
 
 
 def _video_rule(folder: Path, vision: VisionModel, data: DataConfig) -> VideoRule:
     """Return a model's rule for video. Raises DataError: its files are damaged or disagree."""
-    processor, file = _processor(folder, VIDEO_FILES, "video")
+    processor, file = _processor(folder, VIDEO_FILES, "video_processor")
     images = {
         "patch_size": vision.rule.patch,
         "merge_size": vision.rule.merge,
@@ -181,53 +231,38 @@ def _processor(folder: Path, names: tuple[str, ...], kind: str) -> tuple[dict[st
     for name in names:
         if (file := folder / name).is_file():
             found = read_object(file)
-            if (own := found.get(f"{kind}_processor")) or name == names[0]:
+            if (own := found.get(kind)) or name == names[0]:
                 return own or found, file
-    raise DataError("model.path", f"{folder} has no settings of its {kind} processor: {names[0]} is missing")
+    what = kind.replace("_", " ")
+    raise DataError("model.path", f"{folder} has no settings of its {what}: {names[0]} is missing")
 
 
 def unseen(example: Example, kind: str) -> DataError:
     """Return the error of a prompt whose media the settings don't name."""
     setting = f'{{{kind} = "{kind}s"}}'
-    what = f"has {kind}s, but data.media_keys doesn't say so: set data.media_keys = {setting}, or another column"
-    return DataError("data", f"{example.place} {what}")
+    what = f"has media of type {kind}, but data.media_keys doesn't say so"
+    return DataError("data", f"{example.place} {what}: set data.media_keys = {setting}, or another column")
 
 
 def measure(example: Example, vision: VisionModel) -> list[MediaSize]:
     """Return the sizes of a prompt's media, without decoding most of them. Raises DataError, as `normalise`."""
-    return _read_each(example, vision, lambda reading: reading.measure)
+    return _read_each(example, vision, lambda kind: kind.measure)
 
 
 def normalise(example: Example, vision: VisionModel) -> list[NormalMedia]:
     """Return a prompt's media in their normal form. Raises DataError, which names the row and the item."""
-    return _read_each(example, vision, lambda reading: reading.normalise)
-
-
-@dataclass(frozen=True)
-class _Reading:
-    """Functions that read a kind of media, each from an item's source by the model's rule for that kind."""
-
-    rule: Callable[[VisionModel], Any]
-    measure: Callable[[Any, Any], Any]
-    normalise: Callable[[Any, Any], Any]
-
-
-_READINGS = {
-    IMAGE: _Reading(lambda vision: vision.rule, measure_image, normalise_image),
-    VIDEO: _Reading(lambda vision: vision.video, measure_video, normalise_video),
-}
+    return _read_each(example, vision, lambda kind: kind.normalise)
 
 
 def _read_each(
-    example: Example, vision: VisionModel, function: Callable[[_Reading], Callable[[Any, Any], Any]]
+    example: Example, vision: VisionModel, function: Callable[[MediaKind], Callable[[Any, Any], Any]]
 ) -> list[Any]:
     found = []
     for item in example.media:
-        reading = _READINGS[item.kind]
-        if (rule := reading.rule(vision)) is None:
+        if (rule := vision.rules[item.kind]) is None:
             raise unseen(example, item.kind)
         try:
-            found.append(function(reading)(item.source, rule))
+            found.append(function(MEDIA_KINDS[item.kind])(item.source, rule))
         except MediaError as error:
             raise DataError("data", f"{example.place}: {item.place} {error}") from error
     return found

@@ -1,19 +1,20 @@
 """Content of conversations: messages, and what they show and play.
 
-`messages` is for rewards. The rest takes images and video from data to the model: `placeholders` finds them in prompts,
-`sources`, `images` and `videos` read and normalise them, `layout` says where their tokens are, `prompt_media` stores
-them with a group, and `cache` and `patches` turn them into what the model's tower gets.
+`messages` is for rewards. The rest takes images, video and sound from data to the model: `placeholders` finds them in
+prompts, `sources`, `images`, `videos` and `sounds` read and normalise them, as `kinds` lists, `layout` says where their
+tokens are, `prompt_media` stores them with a group, and `cache` and `patches` turn them into what the model's towers
+get.
 """
 
 from relaxd.media.cache import MediaCache
-from relaxd.media.images import ImageRule, ImageSize, NormalImage, measure_image, normalise_image
+from relaxd.media.images import ImageRule, ImageSize, NormalImage, decode_png, measure_image, normalise_image
+from relaxd.media.kinds import MEDIA_KINDS, MediaKind, MediaSize, NormalMedia
 from relaxd.media.layout import Grid, ImageTokens, Layout, expand, lay_out
 from relaxd.media.patches import patches
-from relaxd.media.placeholders import IMAGE, KINDS, VIDEO, MediaColumn, MediaItem, MediaReader, shown_text
+from relaxd.media.placeholders import AUDIO, IMAGE, KINDS, VIDEO, MediaColumn, MediaItem, MediaReader, shown_text
+from relaxd.media.sounds import NormalSound, SoundRule, SoundSize, decode_wav, encode_wav, normalise_sound
 from relaxd.media.sources import MediaError
 from relaxd.media.videos import (
-    MediaSize,
-    NormalMedia,
     NormalVideo,
     VideoRule,
     VideoSize,
@@ -23,8 +24,10 @@ from relaxd.media.videos import (
 )
 
 __all__ = [
+    "AUDIO",
     "IMAGE",
     "KINDS",
+    "MEDIA_KINDS",
     "VIDEO",
     "Grid",
     "ImageRule",
@@ -35,19 +38,27 @@ __all__ = [
     "MediaColumn",
     "MediaError",
     "MediaItem",
+    "MediaKind",
     "MediaReader",
     "MediaSize",
     "NormalImage",
     "NormalMedia",
+    "NormalSound",
     "NormalVideo",
+    "SoundRule",
+    "SoundSize",
     "VideoRule",
     "VideoSize",
+    "decode_png",
+    "decode_wav",
+    "encode_wav",
     "expand",
     "frames_of",
     "lay_out",
     "measure_image",
     "measure_video",
     "normalise_image",
+    "normalise_sound",
     "normalise_video",
     "patches",
     "shown_text",

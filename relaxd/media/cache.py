@@ -1,12 +1,12 @@
-"""Recent results about images in a process, such as pixels, by the hash of the image."""
+"""Recent results about media in a process, such as pixels, by the hash of the item."""
 
-import io
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Generic, TypeVar
 
 import numpy as np
 
+from relaxd.media.kinds import MEDIA_KINDS
 from relaxd.media.sources import MediaError
 
 Item = TypeVar("Item")
@@ -46,45 +46,35 @@ class RecentItems(Generic[Item]):
 
 
 class MediaCache:
-    """The pixels of images, of which those that were used last are kept. For one thread."""
+    """The pixels and samples of media, of which those that were used last are kept. For one thread."""
 
     def __init__(self, max_bytes: int) -> None:
         """Make an empty cache.
 
         Args:
-            max_bytes: maximum size of the pixels that are kept, in bytes. An image that is larger is still returned.
+            max_bytes: maximum size of what is kept, in bytes. An item that is larger is still returned.
         """
-        self._pixels: RecentItems[np.ndarray] = RecentItems(max_bytes)
+        self._kept: RecentItems[np.ndarray] = RecentItems(max_bytes)
 
     def load(
-        self, hashes: Sequence[str], fetch: Callable[[Sequence[str]], Mapping[str, bytes]]
+        self, kinds: Mapping[str, str], fetch: Callable[[Sequence[str]], Mapping[str, bytes]]
     ) -> dict[str, np.ndarray]:
-        """Return the RGB pixels of images by their hashes, uint8 [height, width, 3], read-only.
+        """Return pixels or samples of media by their hashes (`MediaKind.open`), read-only.
 
         Args:
-            hashes: the images.
-            fetch: returns the PNGs (`NormalImage.png`) of the images that aren't here, by their hashes; called once.
+            kinds: the kind of each item by its hash.
+            fetch: returns the stored bytes of the items that aren't here, by their hashes; called once.
 
-        Raises MediaError: the image isn't where it is fetched from; and what `fetch` raises.
+        Raises MediaError: an item isn't where it is fetched from; and what `fetch` raises.
         """
-        wanted = list(dict.fromkeys(hashes))
-        found = {name: pixels for name in wanted if (pixels := self._pixels.get(name)) is not None}
-        missing = [name for name in wanted if name not in found]
+        found = {name: values for name in kinds if (values := self._kept.get(name)) is not None}
+        missing = [name for name in kinds if name not in found]
         if missing:
             fetched = fetch(missing)
             for name in missing:
                 if name not in fetched:
-                    raise MediaError(f"image {name} isn't there any more")
-                found[name] = decode_png(fetched[name])
-        for name in wanted:
-            self._pixels.keep(name, found[name], found[name].nbytes)
+                    raise MediaError(f"{kinds[name]} {name} isn't there any more")
+                found[name] = MEDIA_KINDS[kinds[name]].open(fetched[name])
+        for name in kinds:
+            self._kept.keep(name, found[name], found[name].nbytes)
         return found
-
-
-def decode_png(png: bytes) -> np.ndarray:
-    """Return the pixels of a normal image, uint8 [height, width, 3], read-only. Raises OSError: it is broken."""
-    from PIL import Image
-
-    pixels = np.array(Image.open(io.BytesIO(png)))
-    pixels.setflags(write=False)
-    return pixels

@@ -82,6 +82,11 @@ class ImageSize:
     times: tuple[float, ...] = ()
     """Empty: an image has no time."""
 
+    @property
+    def shown(self) -> tuple[str, str, str]:
+        """Its size, the size of the normal form, and no time."""
+        return sides(self.original), sides(self.normal), ""
+
     @classmethod
     def of(cls, width: int, height: int, rule: ImageRule) -> Self:
         """Return the sizes of an image. Raises MediaError: it is too small, too large or too narrow."""
@@ -103,6 +108,11 @@ class NormalImage:
     """Hexadecimal digits of the hash of pixels and rule. Another version of Pillow may write other bytes of PNG for
     the same pixels, which have the same hash."""
     size: ImageSize
+
+    @property
+    def content(self) -> bytes:
+        """The PNG, which is what is stored."""
+        return self.png
 
 
 def measure_image(source: Any, rule: ImageRule) -> ImageSize:
@@ -146,6 +156,11 @@ def open_upright(source: Any) -> "Image":
         return _rgb(image)
 
 
+def sides(size: tuple[int, int]) -> str:
+    """Return a width and a height for people."""
+    return f"{size[0]} x {size[1]}"
+
+
 def check_sides(width: int, height: int) -> None:
     """Check the size of an image or a frame. Raises MediaError: it is too small, too large or too narrow."""
     if min(width, height) < MIN_SIDE:
@@ -163,6 +178,15 @@ def encode_png(pixels: np.ndarray) -> bytes:
     stored = io.BytesIO()
     Image.fromarray(pixels).save(stored, "PNG")
     return stored.getvalue()
+
+
+def decode_png(png: bytes) -> np.ndarray:
+    """Return the pixels of a normal image, uint8 [height, width, 3], read-only. Raises OSError: it is broken."""
+    from PIL import Image
+
+    pixels = np.array(Image.open(io.BytesIO(png)))
+    pixels.setflags(write=False)
+    return pixels
 
 
 def pixels_sha256(pixels: np.ndarray, form: str, rule: ImageRule) -> str:

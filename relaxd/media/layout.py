@@ -1,8 +1,9 @@
-"""Token ids with images and video as engine and trainer lay them out: expanded ids, modality, positions, in numpy.
+"""Token ids with media as engine and trainer lay them out: expanded ids, modality and positions, in numpy.
 
 A chat template writes one token for each item. The model sees one for each merged square of patches, with three
-positions (M-RoPE: time, row, column; Qwen2-VL, arXiv 2409.12191). Qwen2.5-VL and Qwen3-VL lay out images alike.
-Qwen3-VL (arXiv 2511.21631) lays out a video as images, one for each of its times, each of which a text says before it.
+positions (M-RoPE: time, row, column; Qwen2-VL, arXiv 2409.12191). Qwen2.5-VL, Qwen3-VL and Qwen3-Omni lay out images
+alike. Qwen3-VL (arXiv 2511.21631) lays out a video as images, one for each of its times, each of which a text says
+before it. Qwen3-Omni (arXiv 2509.17765) has 13 tokens for each second of sound, with the positions of text.
 """
 
 from collections.abc import Sequence
@@ -12,19 +13,38 @@ import numpy as np
 
 from relaxd.media.sources import MediaError
 
-TEXT, IMAGE, VIDEO = 0, 1, 2
-"""Modalities of tokens. 3 is for sound."""
+TEXT, IMAGE, VIDEO, AUDIO = 0, 1, 2, 3
+"""Modalities of tokens."""
 NONE = -1
 """In place of the id of a token that a model doesn't have."""
-Grid = tuple[int, int, int]
-"""Patches of an item: time (1 of an image), rows, columns."""
+Grid = tuple[int, ...]
+"""Size of an item as the model's tower gets it. Of an image or a video its patches: time (1 of an image), rows and
+columns. Of a sound one number: the frames of its spectrogram, a hundred a second."""
+SECOND_FRAMES, SECOND_TOKENS = 100, 13
+"""Frames and tokens of a second of sound."""
 Labels = Sequence[Sequence[int]]
-"""Ids of the texts that say the times of a video, one for each; empty for an image."""
+"""Ids of the texts that say the times of a video, one for each; empty for an image and a sound."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """Neighbouring tokens of an item: an image, a time of a video, or a sound."""
+
+    offsets: np.ndarray
+    """Positions, beyond that of the first token, float64 [3, tokens]."""
+    advance: int
+    """By how much the position behind them is beyond that of the first one."""
+    heard: bool = False
+    """True if it is a sound."""
+
+    def __len__(self) -> int:
+        """Return its number of tokens."""
+        return self.offsets.shape[1]
 
 
 @dataclass(frozen=True)
 class ImageTokens:
-    """Tokens by which a model's prompts have images and video."""
+    """Tokens by which a model's prompts have images, video and sound."""
 
     token: int
     """Id of the image token."""
@@ -36,17 +56,49 @@ class ImageTokens:
     """Id of the token before each time of a video."""
     end: int = NONE
     """Id of the token behind it."""
+    audio: int = NONE
+    """Id of the token of sound."""
+
+    @property
+    def modalities(self) -> dict[int, int]:
+        """Modality of each token of media that the model has, by id."""
+        ids = {self.token: IMAGE, self.video: VIDEO, self.audio: AUDIO}
+        return {token: modality for token, modality in ids.items() if token != NONE}
 
     def count(self, grid: Grid) -> int:
-        """Return the number of tokens that an item's patches become."""
-        return grid[0] * grid[1] * grid[2] // self.merge**2
+        """Return the number of tokens of media that an item becomes."""
+        return sound_tokens(grid[0]) if is_sound(grid) else grid[0] * grid[1] * grid[2] // self.merge**2
+
+    def runs(self, grid: Grid) -> "list[Run]":
+        """Return the runs of an item's tokens, between which there may be text."""
+        if is_sound(grid):
+            count = self.count(grid)
+            return [Run(np.tile(np.arange(count, dtype=np.float64), (3, 1)), count, heard=True)]
+        rows, columns = grid[1] // self.merge, grid[2] // self.merge
+        block = np.stack([np.zeros(rows * columns), *(axis.ravel() for axis in np.indices((rows, columns)))])
+        return [Run(block, max(rows, columns))] * grid[0]
+
+    def token_of(self, grid: Grid, labels: Labels) -> int:
+        """Return the token of media by which a template writes an item."""
+        return self.audio if is_sound(grid) else self.video if labels else self.token
 
     def of_item(self, grid: Grid, labels: Labels) -> np.ndarray:
         """Return the ids of an item, int32 [T]."""
         if not labels:
-            return np.full(self.count(grid), self.token, np.int32)
+            return np.full(self.count(grid), self.token_of(grid, labels), np.int32)
         frame = [self.start, *[self.video] * self.count((1, *grid[1:])), self.end]
         return np.array([token for label in labels for token in (*label, *frame)], np.int32)
+
+
+def is_sound(grid: Grid) -> bool:
+    """Return True if it is the size of a sound."""
+    return len(grid) == 1
+
+
+def sound_tokens(frames: int) -> int:
+    """Return the number of tokens of a sound: three convolutions halve the frames of each second, rounding up."""
+    seconds, rest = divmod(frames, SECOND_FRAMES)
+    return seconds * SECOND_TOKENS + -(-rest // 8)
 
 
 @dataclass(frozen=True)
@@ -56,8 +108,8 @@ class Layout:
     tokens: np.ndarray
     """Token ids, int32 [T]."""
     modality: np.ndarray
-    """TEXT, IMAGE or VIDEO, uint8 [T]. The rows of the vision tower's output belong to tokens of the last two in order.
-    """
+    """TEXT, IMAGE, VIDEO or AUDIO, uint8 [T]. The rows of the towers' output belong to tokens of the last three in
+    order."""
     positions: np.ndarray
     """Positions by time, row and column, float32 [3, T]."""
     next_position: float
@@ -80,19 +132,19 @@ def expand(
         Token ids, int32 [T].
 
     Raises:
-        MediaError: there are more or fewer tokens than items, or those of images and video have another order.
+        MediaError: there are more or fewer tokens than items, or those of another kind have another order.
     """
     ids, labels = np.asarray(short, np.int32), labels or [()] * len(grids)
-    places = np.flatnonzero((ids == images.token) | ((ids == images.video) & (ids != NONE)))
-    items = [images.video if one else images.token for one in labels]
-    for kind, token in (("image", images.token), ("video", images.video)):
+    places = np.flatnonzero(np.isin(ids, list(images.modalities)))
+    items = [images.token_of(grid, one) for grid, one in zip(grids, labels, strict=True)]
+    for kind, token in (("image", images.token), ("video", images.video), ("sound", images.audio)):
         if (found := int((ids[places] == token).sum())) != (wanted := items.count(token)):
             raise MediaError(
                 f"has {found} {kind} tokens (id {token}) for {wanted} {kind}s after templating: the chat template must "
                 f"write one for each {kind}, and texts none"
             )
     if ids[places].tolist() != items:
-        raise MediaError("has its images and videos in another order after templating: change the chat template")
+        raise MediaError("has its media in another order after templating: change the chat template")
     pieces, end = [], 0
     for place, grid, label in zip(places.tolist(), grids, labels, strict=True):
         pieces += [ids[end:place], images.of_item(grid, label)]
@@ -111,7 +163,7 @@ def lay_out(
     """Return modality and positions of expanded ids.
 
     An image of h rows and w columns of tokens that begins at p has the positions (p, p + row, p + column), and what
-    follows it goes on at p + max(h, w). So does each time of a video. Text has equal positions on all axes.
+    follows it goes on at p + max(h, w). So does each time of a video. Text and sound have equal positions on all axes.
 
     Args:
         tokens: expanded ids, [T].
@@ -124,38 +176,36 @@ def lay_out(
     Raises:
         MediaError: the tokens of media aren't those of these items.
     """
-    if wrong := next((grid for grid in grids if min(grid) < 1), None):
-        raise MediaError(f"has an item with the grid {list(wrong)}: each number must be at least 1")
+    if wrong := next((grid for grid in grids if len(grid) not in (1, 3) or min(grid) < 1), None):
+        raise MediaError(f"has an item with the grid {list(wrong)}: it must have 1 or 3 numbers of at least 1")
     tokens = np.asarray(tokens, np.int32)
     kinds = np.zeros(len(tokens), np.uint8)
-    kinds[tokens == images.token] = IMAGE
-    if images.video != NONE:
-        kinds[tokens == images.video] = VIDEO
-    frames: list[Grid] = [(1, *grid[1:]) for grid in grids for _ in range(grid[0])]
-    counts = [images.count(grid) for grid in frames]
+    for token, modality_of_token in images.modalities.items():
+        kinds[tokens == token] = modality_of_token
+    runs = [run for grid in grids for run in images.runs(grid)]
+    counts = [len(run) for run in runs]
     if begins is None:
         places = np.flatnonzero(kinds)
         if len(places) != sum(counts):
-            raise MediaError(f"has {len(places)} tokens of images and video, but its items have {sum(counts)}")
+            raise MediaError(f"has {len(places)} tokens of media, but its items have {sum(counts)}")
         begins = places[np.cumsum([0, *counts[:-1]])].tolist() if counts else []
-    if len(begins) != len(frames):
-        raise MediaError(f"has {len(begins)} begins of images, but its items have {len(frames)} images and frames")
+    if len(begins) != len(runs):
+        raise MediaError(f"has {len(begins)} begins of items, but its items have {len(runs)} images, frames and sounds")
     modality, end = np.zeros(len(tokens), np.uint8), 0
-    # By how much each token moves what follows it: an image's first token by all of the image.
+    # By how much each token moves what follows it: an item's first token by all of the item.
     advances = np.ones(len(tokens))
-    for first, count, grid in zip(begins, counts, frames, strict=True):
+    for first, run in zip(begins, runs, strict=True):
         if first < end:
-            raise MediaError(f"has an image that begins at token {first}, before token {end}, where the last one ends")
-        end = first + count
-        if end > len(tokens) or kinds[first] == TEXT or (kinds[first:end] != kinds[first]).any():
-            raise MediaError(f"has other tokens among those of the image that begins at token {first}")
-        modality[first:end] = kinds[first]
+            raise MediaError(f"has an item that begins at token {first}, before token {end}, where the last one ends")
+        end = first + len(run)
+        own = kinds[first:end]
+        if len(own) < len(run) or own[0] == TEXT or (own != own[0]).any() or run.heard != (own[0] == AUDIO):
+            raise MediaError(f"has other tokens among those of the item that begins at token {first}")
+        modality[first:end] = own
         advances[first:end] = 0
-        advances[first] = max(grid[1:]) // images.merge
+        advances[first] = run.advance
     line = start + np.cumsum(advances) - advances
     positions = np.tile(line, (3, 1))
-    for first, grid in zip(begins, frames, strict=True):
-        rows, columns = grid[1] // images.merge, grid[2] // images.merge
-        block = np.stack([np.zeros(rows * columns), *(axis.ravel() for axis in np.indices((rows, columns)))])
-        positions[:, first : first + rows * columns] = line[first] + block
+    for first, run in zip(begins, runs, strict=True):
+        positions[:, first : first + len(run)] = line[first] + run.offsets
     return Layout(tokens, modality, positions.astype(np.float32), start + float(advances.sum()))

@@ -7,23 +7,25 @@ from typing import Any
 
 from relaxd.media.sources import MediaError
 
-IMAGE, VIDEO = "image", "video"
-KINDS = (IMAGE, VIDEO)
-"""Kinds of media that are read. Sound isn't so far."""
+IMAGE, VIDEO, AUDIO = "image", "video", "audio"
+KINDS = (IMAGE, VIDEO, AUDIO)
+"""Kinds of media that are read."""
 PARTS = {
-    IMAGE: (IMAGE, IMAGE),
-    "image_url": (IMAGE, "image_url"),
-    VIDEO: (VIDEO, VIDEO),
-    "video_url": (VIDEO, "video_url"),
-    "audio": ("audio", "audio"),
-    "input_audio": ("audio", "input_audio"),
+    IMAGE: (IMAGE, ""),
+    "image_url": (IMAGE, "url"),
+    VIDEO: (VIDEO, ""),
+    "video_url": (VIDEO, "url"),
+    AUDIO: (AUDIO, ""),
+    "audio_url": (AUDIO, "url"),
+    "input_audio": (AUDIO, "data"),
 }
-"""Kind of a content part's item, and the field that has it, by the part's type."""
+"""Kind of a content part's item, by the part's type. The part's field of that name has the item, or else an object that
+has it in the field named here (OpenAI's forms)."""
 
 Message = dict[str, Any]
 Content = str | list[dict[str, Any]] | None
-"""A message's content: text, or parts {"type": "text", "text": ...}, {"type": "image"} and {"type": "video"}, if it
-has items."""
+"""A message's content: text, or parts {"type": "text", "text": ...} and of each item {"type": one of KINDS}, if it has
+items."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +35,8 @@ class MediaItem:
     kind: str
     """One of KINDS."""
     source: Any
-    """The item as the data have it, in one of the forms of `read_source`; of a video also a list of its frames."""
+    """The item as the data have it, in one of the forms of `read_source`; of a video also a list of its frames, of a
+    sound also its samples."""
     place: str
     """Place in its row, for errors: '"images"[0]' or '"prompt"[0].content[1]'."""
 
@@ -109,17 +112,18 @@ class MediaReader:
         if kind not in PARTS:
             shown = f'a part of type "{kind}"' if isinstance(kind, str) else "no part"
             form = '{"type": "text", "text": "..."} or {"type": "image", "image": "..."}'
-            raise MediaError(f"{place} is {shown}: there are only text, images and video, as {form}")
-        self._take(place, *PARTS[kind], {name: one for name, one in part.items() if name != "type" and one is not None})
+            raise MediaError(f"{place} is {shown}: there are only text, images, video and sound, as {form}")
+        self._take(place, kind, {name: one for name, one in part.items() if name != "type" and one is not None})
         return [{"type": PARTS[kind][0]}]
 
-    def _take(self, place: str, kind: str, name: str, fields: dict[str, Any]) -> None:
-        check_kind(kind, place)
+    def _take(self, place: str, name: str, fields: dict[str, Any]) -> None:
+        kind, inside = PARTS[name]
         source = fields.pop(name, None)
         if fields and fields != {"detail": "auto"}:
-            raise MediaError(f"{place} has {', '.join(map(repr, fields))}, which {kind}s don't have: leave it out")
-        if name.endswith("_url") and isinstance(source, dict):  # OpenAI's form
-            source = source.get("url")
+            what = f"parts of type {name} don't have"
+            raise MediaError(f"{place} has {', '.join(map(repr, fields))}, which {what}: leave it out")
+        if inside and isinstance(source, dict):
+            source = source.get(inside)
         if source is not None:
             self.found.append(MediaItem(kind, source, place))
         elif kind in self.columns:
@@ -141,14 +145,8 @@ class MediaReader:
         return parts
 
 
-def check_kind(kind: str, place: str) -> None:
-    """Raise MediaError for a kind of media that relaxd doesn't read yet."""
-    if kind not in KINDS:
-        raise MediaError(f"{place} is of type {kind}: of media, relaxd reads only images and video so far")
-
-
 def shown_text(content: Content) -> str:
-    """Return a message's content as text, with <image> or <video> where an item is."""
+    """Return a message's content as text, with <image>, <video> or <audio> where an item is."""
     if isinstance(content, list):
         return "".join(part["text"] if part["type"] == "text" else f"<{part['type']}>" for part in content)
     return content or ""

@@ -12,26 +12,26 @@ from typing import Any, Self
 import numpy as np
 
 from relaxd.media.images import NormalImage
+from relaxd.media.kinds import NormalMedia
 from relaxd.media.layout import Grid, ImageTokens, expand
 from relaxd.media.placeholders import IMAGE, shown_text
 from relaxd.media.sources import MediaError
-from relaxd.media.videos import NormalMedia
 from relaxd.v1 import agent_pb2, rollout_pb2
 
 MediaRecord = Mapping[str, Any]
-"""One of prompt_media: {"kind": "image" or "video", "sha256": ..., "grid": [times, rows, columns], "bytes": ...}. Those
-of a sequence have "begin", too: the index of the item's first token."""
+"""One of prompt_media: {"kind": "image", "video" or "audio", "sha256": ..., "grid": [times, rows, columns] or, of a
+sound, [frames], "bytes": ...}. Those of a sequence have "begin", too: the index of the item's first token."""
 
 
 @dataclass(frozen=True)
 class StoredImage:
-    """An image or a video in its normal form, by what is stored of it."""
+    """An item in its normal form, by what is stored of it."""
 
     sha256: str
     """Its identity."""
     grid: Grid
-    """Patches by time, row and column."""
-    png: bytes
+    content: bytes
+    """PNG, or WAV of a sound."""
     begin: int | None = None
     """Index of its first token in a sequence; None where it isn't known."""
     kind: str = IMAGE
@@ -40,7 +40,12 @@ class StoredImage:
     @classmethod
     def of(cls, item: NormalMedia) -> Self:
         """Return an item in its normal form."""
-        return cls(item.sha256, item.size.grid, item.png, kind=item.kind, media_type=item.media_type)
+        return cls(item.sha256, item.size.grid, item.content, kind=item.kind, media_type=item.media_type)
+
+    @property
+    def png(self) -> bytes:
+        """The content of an image."""
+        return self.content
 
     def shifted(self, by: int) -> Self:
         """Return it in a sequence that has `by` more tokens before it."""
@@ -92,8 +97,8 @@ def _records(items: Sequence[StoredImage], stored: dict[str, bytes]) -> list[dic
     """Return the records of items, and add the bytes of those that aren't stored yet."""
     records = []
     for item in items:
-        size = 0 if item.sha256 in stored else len(item.png)
-        stored.setdefault(item.sha256, item.png)
+        size = 0 if item.sha256 in stored else len(item.content)
+        stored.setdefault(item.sha256, item.content)
         begin = {} if item.begin is None else {"begin": item.begin}
         records.append({"kind": item.kind, "sha256": item.sha256, "grid": list(item.grid), "bytes": size, **begin})
     return records
@@ -139,13 +144,18 @@ def without_missing(messages: Sequence[Mapping[str, Any]], known: Collection[str
 
 
 def grids_of(records: Sequence[MediaRecord]) -> list[Grid]:
-    """Return the patches of media, for `lay_out`."""
-    return [(int(time), int(rows), int(columns)) for time, rows, columns in (record["grid"] for record in records)]
+    """Return the sizes of media, for `lay_out`."""
+    return [tuple(map(int, record["grid"])) for record in records]
 
 
 def hashes_of(records: Sequence[MediaRecord]) -> tuple[str, ...]:
     """Return the hashes of media. Together with its tokens those of a prompt are its identity."""
     return tuple(record["sha256"] for record in records)
+
+
+def kinds_of(records: Sequence[MediaRecord]) -> dict[str, str]:
+    """Return the kind of each item by its hash."""
+    return {record["sha256"]: record["kind"] for record in records}
 
 
 def begins_of(records: Sequence[MediaRecord]) -> list[int] | None:

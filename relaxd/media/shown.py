@@ -1,15 +1,16 @@
-"""Conversations and images as people see them: messages with short texts, lines of those, and thumbnails."""
+"""Conversations and media as people see them: messages with short texts, lines of those, and thumbnails."""
 
 import base64
 import io
 import json
-from collections.abc import Collection, Mapping, Sequence
+import wave
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-from relaxd.media.placeholders import VIDEO
+from relaxd.media.placeholders import AUDIO, IMAGE, VIDEO
 from relaxd.media.prompt_media import MediaRecord
 from relaxd.media.videos import frames_of
 
@@ -19,7 +20,7 @@ END_CHARACTERS = 2_000
 """Those of its end."""
 
 SHOWN_IMAGES = 4
-"""Maximum number of images and videos of a sample that are shown."""
+"""Maximum number of images, videos and sounds of a sample that are shown."""
 SHOWN_FRAMES = 4
 """Maximum number of frames in the thumbnail of a video, which stand side by side."""
 THUMBNAIL_SIDE = 96
@@ -31,27 +32,41 @@ THUMBNAIL_URI = "data:image/jpeg;base64,"
 def shown_images(
     contents: Mapping[str, bytes], records: Collection[MediaRecord], *, thumbnails: bool
 ) -> dict[str, dict[str, Any]]:
-    """Return images and videos by their hashes with the fields of ShownImage in coordinator.proto.
+    """Return media by their hashes with the fields of ShownImage in coordinator.proto.
 
     Args:
         contents: media in their normal form by their hashes.
         records: those to show.
-        thumbnails: whether they have thumbnails.
+        thumbnails: whether images and videos have thumbnails.
     """
+    return {
+        name: {"sha256": name, **_FACTS[record["kind"]](contents[name], record, thumbnails)}
+        for record in records
+        for name in [record["sha256"]]
+    }
+
+
+def _picture_facts(content: bytes, record: MediaRecord, thumbnails: bool) -> dict[str, Any]:
     from PIL import Image
 
-    found: dict[str, dict[str, Any]] = {}
-    for record in records:
-        name = record["sha256"]
-        with Image.open(io.BytesIO(contents[name])) as image:
-            frames = frames_of(image, _frames(image, record))
-            shown = {"sha256": name, "width": frames[0].width, "height": frames[0].height}
-            if record["kind"] == VIDEO:
-                shown["frames"] = len(frames)
-            if thumbnails:
-                shown["thumbnail"] = _thumbnail(frames)
-        found[name] = shown
-    return found
+    with Image.open(io.BytesIO(content)) as image:
+        frames = frames_of(image, _frames(image, record))
+        facts: dict[str, Any] = {"width": frames[0].width, "height": frames[0].height}
+        if len(frames) > 1:
+            facts["frames"] = len(frames)
+        return facts | ({"thumbnail": _thumbnail(frames)} if thumbnails else {})
+
+
+def _sound_facts(content: bytes, record: MediaRecord, thumbnails: bool) -> dict[str, Any]:
+    with wave.open(io.BytesIO(content)) as file:
+        return {"seconds": file.getnframes() / file.getframerate()}
+
+
+_FACTS: Mapping[str, Callable[[bytes, MediaRecord, bool], dict[str, Any]]] = {
+    IMAGE: _picture_facts,
+    VIDEO: _picture_facts,
+    AUDIO: _sound_facts,
+}
 
 
 def _frames(image: "Image", record: MediaRecord) -> int:
@@ -78,9 +93,12 @@ def _thumbnail(frames: "Sequence[Image]") -> str:
 
 def image_line(image: Mapping[str, Any]) -> str:
     """Return an item of a sample as text, such as "image 3f2a9c01, 640 x 480"."""
+    name = str(image["sha256"])[:8]
+    if seconds := image.get("seconds"):
+        return f"sound {name}, {seconds:.2f} s"
     frames = image.get("frames", 0)
     kind, more = ("video", f", {frames} frames") if frames else ("image", "")
-    return f"{kind} {str(image['sha256'])[:8]}, {image['width']} x {image['height']}{more}"
+    return f"{kind} {name}, {image['width']} x {image['height']}{more}"
 
 
 def shown_message(message: Mapping[str, Any]) -> dict[str, Any]:

@@ -8,11 +8,20 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
+import numpy as np
+
+MP3_FRAMES = (b"\xff\xfb", b"\xff\xfa", b"\xff\xf3", b"\xff\xf2")
+"""First bytes of frames of MP3, whose files may have no other beginning."""
+AAC_FRAMES = (b"\xff\xf1", b"\xff\xf9")
+"""The same of AAC (ADTS)."""
 MAX_BYTES = 64 << 20
 """Maximum size of an item, in bytes."""
 FORMS = 'a path, file://, bytes, {"bytes": ...}, {"path": ...}, base64 or a data URI'
 """The forms of an item, for people."""
-BEGINNINGS = (b"\x89PNG", b"\xff\xd8\xff", b"RIFF", b"GIF8", b"BM", b"II*\0", b"MM\0*", b"\x1aE\xdf\xa3")
+BEGINNINGS = (
+    *(b"\x89PNG", b"\xff\xd8\xff", b"RIFF", b"GIF8", b"BM", b"II*\0", b"MM\0*"),
+    *(b"\x1aE\xdf\xa3", b"fLaC", b"OggS", b"ID3", *MP3_FRAMES, *AAC_FRAMES),
+)
 """First bytes of files in the formats that are read: base64 of anything else is taken for a path."""
 MP4_BOXES = (b"ftyp", b"moov", b"mdat", b"wide", b"free", b"skip")
 """First boxes of MP4 and QuickTime files, whose names are behind their lengths of four bytes."""
@@ -64,6 +73,9 @@ def content_hash(source: Any) -> str:
     """Return a hash of an item's content, whichever its form; of one that can't be read, whatever stands for it."""
     if isinstance(source, list | tuple):  # a video's frames
         return "/".join(map(content_hash, source))
+    if isinstance(source, Mapping) and source.get("array") is not None:  # a sound's samples
+        samples = np.asarray(source["array"], np.float32).tobytes()
+        return hashlib.sha256(f"{source.get('sampling_rate')}\n".encode() + samples).hexdigest()
     try:
         return hashlib.sha256(read_source(source)).hexdigest()
     except MediaError:  # it is refused when its turn comes

@@ -15,12 +15,11 @@ import numpy as np
 
 from relaxd.media.images import (
     ImageRule,
-    ImageSize,
-    NormalImage,
     check_sides,
     encode_png,
     open_upright,
     pixels_sha256,
+    sides,
 )
 from relaxd.media.placeholders import VIDEO
 from relaxd.media.sources import MP4_BOXES, MediaError, read_source
@@ -84,6 +83,12 @@ class VideoSize:
     sampled: tuple[int, ...]
     """Indices of the frames that are sampled. The last one is repeated to fill up the last time."""
 
+    @property
+    def shown(self) -> tuple[str, str, str]:
+        """The size of its frames, that of the normal form, and its times."""
+        when = f"{len(self.times)}: {self.times[0]:.1f} to {self.times[-1]:.1f} s"
+        return sides(self.original), sides(self.normal), when
+
     @classmethod
     def of(cls, width: int, height: int, frames: int, rate: float, rule: VideoRule) -> Self:
         """Return the sizes of a video. Raises MediaError: its frames are too many, too few, or of a wrong size."""
@@ -121,11 +126,10 @@ class NormalVideo:
         """MIME type of the PNG, and the number of frames in it."""
         return f"image/png; frames={len(self.size.sampled)}"
 
-
-NormalMedia = NormalImage | NormalVideo
-"""An item in its normal form."""
-MediaSize = ImageSize | VideoSize
-"""Sizes of an item."""
+    @property
+    def content(self) -> bytes:
+        """The PNG, which is what is stored."""
+        return self.png
 
 
 def measure_video(source: Any, rule: VideoRule) -> VideoSize:

@@ -286,7 +286,7 @@ class Parameters:
     experts: int
     """Those of its experts, which fewer ranks share."""
     vision: int = 0
-    """Those of a vision tower, which all ranks of the first stage have whole. By default they aren't trained."""
+    """Those of towers, which all ranks of the first stage have whole. By default they aren't trained."""
 
     @property
     def all(self) -> int:
@@ -320,7 +320,7 @@ def stage_parameters(shape: ModelShape, layout: Layout, stage: int, *, critic: b
             dense += shape.hidden
         elif not shape.tied or not first:  # the last stage has a copy of a tied embedding
             dense += vocabulary
-    return Parameters(dense, experts, shape.vision.parameters if first and shape.vision is not None else 0)
+    return Parameters(dense, experts, shape.tower_parameters if first else 0)
 
 
 def layer_parameters(shape: ModelShape, layout: Layout) -> tuple[int, int]:

@@ -65,8 +65,32 @@ class VisionShape:
 
 
 @dataclass(frozen=True, kw_only=True)
+class AudioShape:
+    """The tower for sound, which each rank of the first pipeline stage has whole."""
+
+    layers: int
+    hidden: int
+    ffn: int
+    bands: int
+    """Bands of a sound's spectrogram."""
+    channels: int
+    """Channels of the convolutions."""
+    output: int
+    """Width of a row."""
+
+    @property
+    def parameters(self) -> int:
+        """Number of parameters."""
+        hidden, channels = self.hidden, self.channels
+        convolutions = 10 * channels + 2 * (9 * channels + 1) * channels + channels * -(-self.bands // 8) * hidden
+        layer = 4 * (hidden + 1) * hidden + 2 * hidden * self.ffn + self.ffn + hidden + 4 * hidden
+        projection = (hidden + 1) * (hidden + self.output)
+        return convolutions + self.layers * layer + 2 * hidden + projection
+
+
+@dataclass(frozen=True, kw_only=True)
 class ModelShape:
-    """Sizes and switches of a decoder, perhaps with a vision tower."""
+    """Sizes and switches of a decoder, perhaps with towers."""
 
     model_type: str
     vocabulary: int
@@ -86,6 +110,13 @@ class ModelShape:
     experts: ExpertShape | None
     vision: VisionShape | None = None
     """Vision tower of a model that sees images."""
+    audio: AudioShape | None = None
+    """Tower of a model that hears."""
+
+    @property
+    def tower_parameters(self) -> int:
+        """Number of parameters of the towers."""
+        return sum(tower.parameters for tower in (self.vision, self.audio) if tower is not None)
 
     @property
     def query(self) -> int:
@@ -118,6 +149,8 @@ class _Family:
     """True if there is a shared expert."""
     sees: bool = False
     """True if there is a vision tower, beside whose fields those of the decoder are in `text_config`."""
+    section: str = ""
+    """Section of config.json that has these; empty: none."""
 
 
 FAMILIES = {
@@ -127,6 +160,13 @@ FAMILIES = {
     "qwen3_vl": _Family(
         lambda config: {"qk_norm": True, **_both_biases(config)}, kv_heads=32, head_size=128, sees=True
     ),
+    "qwen3_omni_moe": _Family(
+        lambda config: {"qk_norm": True, **_both_biases(config)},
+        kv_heads=4,
+        experts=True,
+        sees=True,
+        section="thinker_config",
+    ),
     "qwen2_moe": _Family(lambda config: {"qkv_bias": bool(config.get("qkv_bias", True))}, experts=True, shared=True),
     "qwen3_moe": _Family(lambda config: {"qk_norm": True, **_both_biases(config)}, experts=True),
     "mistral": _Family(kv_heads=8),
@@ -135,9 +175,18 @@ FAMILIES = {
 }
 """Families that the trainer knows (docs/models.md), by `model_type`."""
 SEEING = tuple(name for name, family in FAMILIES.items() if family.sees)
-"""Families whose models see images and video."""
+"""Families whose models take media."""
 
 
+AUDIO_DEFAULTS: Config = {
+    "encoder_layers": 32,
+    "d_model": 1280,
+    "encoder_ffn_dim": 5120,
+    "num_mel_bins": 128,
+    "downsample_hidden_size": 480,
+    "output_dim": 3584,
+}
+"""Defaults of `audio_config` of Qwen3-Omni."""
 VISION_DEFAULTS: Config = {
     "depth": 27,
     "hidden_size": 1152,
@@ -178,7 +227,10 @@ def read_shape(folder: Path, setting: str = "model.path") -> ModelShape:
 
 def decoder_config(config: Config) -> Config:
     """Return the fields of a model's decoder, which for models that see are in `text_config`."""
-    return {**config, **config["text_config"], "model_type": config["model_type"]} if sees(config) else config
+    if not sees(config):
+        return config
+    whole = config.get(FAMILIES[config["model_type"]].section, config)
+    return {**whole, **whole["text_config"], "model_type": config["model_type"]}
 
 
 def sees(config: Config) -> bool:
@@ -197,7 +249,9 @@ def _shape(config: Config) -> ModelShape:
             "see docs/models.md"
         )
     family = FAMILIES[model_type]
-    vision = _vision(config["vision_config"]) if family.sees else None
+    whole = config[family.section] if family.section else config
+    vision = _vision(whole["vision_config"]) if family.sees else None
+    audio = _audio(whole["audio_config"]) if "audio_config" in whole else None
     config = decoder_config(config)
     heads, hidden = _size(config, "num_attention_heads"), _size(config, "hidden_size")
     kv_heads = heads
@@ -216,6 +270,7 @@ def _shape(config: Config) -> ModelShape:
         tied=bool(config.get("tie_word_embeddings", False)),
         experts=_experts(config, family) if family.experts else None,
         vision=vision,
+        audio=audio,
         **{"qk_norm": False, "qkv_bias": False, "output_bias": False, **family.switches(config)},
     )
 
@@ -233,6 +288,19 @@ def _vision(config: Config) -> VisionShape:
         merge=_size(config, "spatial_merge_size"),
         deepstack=len(config["deepstack_visual_indexes"]),
         output=_size(config, "out_hidden_size"),
+    )
+
+
+def _audio(config: Config) -> AudioShape:
+    """Read `audio_config`, which may leave out what has a default in transformers."""
+    config = {**AUDIO_DEFAULTS, **config}
+    return AudioShape(
+        layers=_size(config, "encoder_layers"),
+        hidden=_size(config, "d_model"),
+        ffn=_size(config, "encoder_ffn_dim"),
+        bands=_size(config, "num_mel_bins"),
+        channels=_size(config, "downsample_hidden_size"),
+        output=_size(config, "output_dim"),
     )
 
 

@@ -15,10 +15,11 @@ from numbers import Real
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
-from relaxd.media import frames_of
+from relaxd.media import decode_wav, frames_of
 from relaxd.media.messages import Message, text_message
 
 if TYPE_CHECKING:
+    import numpy as np
     from PIL.Image import Image
 
 
@@ -50,7 +51,7 @@ class RewardInput:
     environment_info: Mapping[str, float] = field(default_factory=dict)
     """The environment's own numbers."""
     media: Mapping[str, bytes] = field(default_factory=dict)
-    """The images and videos of the messages by their hash, as PNG; {} unless reward.images is set."""
+    """The media of the messages by their hash, as PNG, or WAV of sounds; {} unless reward.images is set."""
 
     def images(self) -> list[Image]:
         """Open the images of the prompt and of what followed with Pillow, in their order, as the model sees them.
@@ -60,7 +61,7 @@ class RewardInput:
         Raises:
             ValueError: reward.images isn't set, so that they aren't here.
         """
-        return [image for image, _ in self._opened("image")]
+        return [self._opened(part) for part in self._parts("image")]
 
     def videos(self) -> list[list[Image]]:
         """Open the frames of the prompt's videos with Pillow, as the model sees them.
@@ -69,20 +70,30 @@ class RewardInput:
             ValueError: reward.images isn't set, so that they aren't here.
         """
         return [
-            frames_of(image, int(part["media_type"].rpartition("frames=")[2])) for image, part in self._opened("video")
+            frames_of(self._opened(part), int(part["media_type"].rpartition("frames=")[2]))
+            for part in self._parts("video")
         ]
 
-    def _opened(self, kind: str) -> list[tuple[Image, Mapping[str, Any]]]:
-        """Return the images that the messages' parts of a kind are stored as, and the parts."""
+    def sounds(self) -> list[np.ndarray]:
+        """Return the samples of the prompt's sounds, as the model hears them: int16, one channel at its rate.
+
+        Raises:
+            ValueError: reward.images isn't set, so that they aren't here.
+        """
+        return [decode_wav(self.media[part["sha256"]]) for part in self._parts("audio")]
+
+    def _parts(self, kind: str) -> list[Mapping[str, Any]]:
+        """Return the messages' parts of a kind, whose media are here."""
         messages = [*self.prompt_messages, *self.response_messages]
         parts = [part for message in messages for part in message["content"] if part["type"] == kind]
         if lacking := next((part["sha256"] for part in parts if part["sha256"] not in self.media), None):
             raise ValueError(f"{kind} {lacking} isn't here: set reward.images = true")
-        if not parts:
-            return []
+        return parts
+
+    def _opened(self, part: Mapping[str, Any]) -> Image:
         from PIL import Image
 
-        return [(Image.open(io.BytesIO(self.media[part["sha256"]])), part) for part in parts]
+        return Image.open(io.BytesIO(self.media[part["sha256"]]))
 
     @property
     def messages(self) -> list[Message]:

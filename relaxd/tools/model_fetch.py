@@ -80,6 +80,11 @@ MODELS: dict[str, FetchableModel | TaughtModel] = {
             program="relaxd.tools.dots_beginner",
         ),
         TaughtModel(
+            name="pitches-beginner",
+            description="0.4 M parameters, for examples/pitches.toml: answers sounds with random numbers; made here",
+            program="relaxd.tools.pitches_beginner",
+        ),
+        TaughtModel(
             name="zoom-beginner",
             description="0.3 M parameters, for examples/zoom.toml: looks at random halves of pictures; taught here",
             program="relaxd.tools.zoom_beginner",

@@ -18,13 +18,18 @@ from relaxd.config import DataConfig
 from relaxd.data.examples import Example
 from relaxd.data.tokenizer import PromptTokenizer
 from relaxd.data.vision import VisionModel, normalise, read_vision
-from relaxd.media import VIDEO, MediaItem
-from relaxd.media.cache import decode_png
+from relaxd.media import AUDIO, IMAGE, VIDEO, MediaItem, NormalMedia, decode_png
 from relaxd.tools.tool_beginner import END, labels, tokenizer_of
 
 IMAGE_MARKS = {"image_token_id": "<|image|>"}
 VIDEO_MARKS = {"video_token_id": "<|video|>", "vision_start_token_id": "<|start|>", "vision_end_token_id": "<|stop|>"}
 """Tokens of media by their names in config.json."""
+MARKS: Mapping[str, dict[str, str]] = {
+    IMAGE: IMAGE_MARKS,
+    VIDEO: IMAGE_MARKS | VIDEO_MARKS,
+    AUDIO: IMAGE_MARKS | {"audio_token_id": "<|audio|>"},
+}
+"""Those of a model for a kind of media."""
 CHAT_TEMPLATE = """\
 {%- for message in messages -%}
 <|{{ message.role }}|>
@@ -73,7 +78,7 @@ ITEMS = 8
 
 @dataclass(frozen=True)
 class Task:
-    """A question about pictures or videos."""
+    """A question about pictures, videos or sounds."""
 
     kind: str
     """Kind of media."""
@@ -94,18 +99,18 @@ class Task:
     @property
     def marks(self) -> dict[str, str]:
         """Tokens of media that its model has."""
-        return IMAGE_MARKS | (VIDEO_MARKS if self.kind == VIDEO else {})
+        return MARKS[self.kind]
 
 
 def make(folder: Path, task: Task, updates: int = UPDATES) -> None:
     """Make a task's model and write it with its tokenizer, chat template and processors into `folder`."""
-    model = random_model(folder, _tokenizer(task), task.marks, task.side, task.times)
+    model = random_model(folder, tokenizer_of_task(task), task.marks, task.side, task.times)
     area = task.side**2  # limits with which no item is resized, and all frames are taken
     (folder / "preprocessor_config.json").write_text(json.dumps(processor(task.times, area, area)))
     if task.kind == VIDEO:
         area *= task.frames
         (folder / "video_preprocessor_config.json").write_text(json.dumps(processor(task.times, area, area)))
-    _teach(model, folder, task, updates)
+    teach(model.lm_head, folder, task, updates, lambda ids, *given: _hidden(model, ids, *given))
     model.save_pretrained(folder)
 
 
@@ -149,7 +154,7 @@ def processor(times: int, smallest: int, largest: int) -> dict[str, Any]:
     }
 
 
-def _tokenizer(task: Task) -> PreTrainedTokenizerFast:
+def tokenizer_of_task(task: Task) -> PreTrainedTokenizerFast:
     """Return a tokenizer with one token for each answer, for the question and for an item's marks."""
     words = [answer for answer in task.answers if not answer.isdigit()]  # digits are tokens anyway
     times = ["< seconds>"] if task.kind == VIDEO else []
@@ -159,8 +164,22 @@ def _tokenizer(task: Task) -> PreTrainedTokenizerFast:
     return tokenizer
 
 
-def _teach(model: Qwen3VLForConditionalGeneration, folder: Path, task: Task, updates: int) -> None:
-    """Teach the output layer with items that no run draws, each answered with every answer."""
+def teach(
+    head: torch.nn.Module,
+    folder: Path,
+    task: Task,
+    updates: int,
+    states_of: Callable[[torch.Tensor, VisionModel, NormalMedia], torch.Tensor],
+) -> None:
+    """Teach an output layer with items that no run draws, each answered with every answer.
+
+    Args:
+        head: the layer.
+        folder: the model's folder.
+        task: the task.
+        updates: number of updates.
+        states_of: returns the hidden states of answers [answers, T] to one item.
+    """
     vision = read_vision(folder, DataConfig(source="addition", media_keys={task.kind: "items"}))
     tokenizer = PromptTokenizer(folder, vision=vision)
     ids, hidden = [], []
@@ -172,26 +191,23 @@ def _teach(model: Qwen3VLForConditionalGeneration, folder: Path, task: Task, upd
         prompt = tokenizer.encode_seen(example, [found])
         texts = [tokenizer.encode_text(f"{answer}{END}") for answer in task.answers]
         ids.append(torch.from_numpy(np.stack([[*prompt, *text] for text in texts])).long())
-        hidden.append(_hidden(model, ids[-1], vision, decode_png(found.png), found.size.grid))
+        with torch.no_grad():
+            hidden.append(states_of(ids[-1], vision, found))
     states, answers = torch.cat(hidden)[:, :-1], labels(torch.cat(ids))[:, 1:].flatten()
-    optimizer = torch.optim.Adam(model.lm_head.parameters(), lr=LEARNING_RATE)
+    optimizer = torch.optim.Adam(head.parameters(), lr=LEARNING_RATE)
     for _ in range(updates):
-        loss = torch.nn.functional.cross_entropy(model.lm_head(states).flatten(0, 1), answers)
+        loss = torch.nn.functional.cross_entropy(head(states).flatten(0, 1), answers)
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
 
 
-@torch.no_grad()
 def _hidden(
-    model: Qwen3VLForConditionalGeneration,
-    ids: torch.Tensor,
-    vision: VisionModel,
-    pixels: np.ndarray,
-    grid: tuple[int, int, int],
+    model: Qwen3VLForConditionalGeneration, ids: torch.Tensor, vision: VisionModel, item: NormalMedia
 ) -> torch.Tensor:
-    """Return the hidden states of answers [answers, T] to one item."""
-    patches = torch.tensor(vision.patches(pixels, grid)).repeat(len(ids), 1)
+    """Return the hidden states of answers [answers, T] to one image or video."""
+    grid = item.size.grid
+    patches = torch.tensor(vision.patches(decode_png(item.content), grid)).repeat(len(ids), 1)
     grids = torch.tensor([grid] * len(ids))
     is_video = (ids == vision.tokens.video).long()
     own = (

@@ -1399,7 +1399,7 @@ Global___TrainedSample: _TypeAlias = TrainedSample  # noqa: Y015
 
 @_typing.final
 class ShownImage(_message.Message):
-    """An image or a video of a prompt, for people."""
+    """An image, a video or a sound of a prompt, for people."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1408,16 +1408,19 @@ class ShownImage(_message.Message):
     HEIGHT_FIELD_NUMBER: _builtins.int
     THUMBNAIL_FIELD_NUMBER: _builtins.int
     FRAMES_FIELD_NUMBER: _builtins.int
+    SECONDS_FIELD_NUMBER: _builtins.int
     sha256: _builtins.str
     """Hexadecimal digits of its hash."""
     width: _builtins.int
-    """Its width as the model sees it, in pixels."""
+    """Its width as the model sees it, in pixels; 0 of a sound."""
     height: _builtins.int
     """Its height."""
     thumbnail: _builtins.str
     """A small picture of it, or of some of its frames, as data URI with a JPEG; empty where none was kept."""
     frames: _builtins.int
-    """Number of frames of a video that the model sees; 0 for an image."""
+    """Number of frames of a video that the model sees; 0 for others."""
+    seconds: _builtins.float
+    """Length of a sound; 0 for others."""
     def __init__(
         self,
         *,
@@ -1426,10 +1429,11 @@ class ShownImage(_message.Message):
         height: _builtins.int = ...,
         thumbnail: _builtins.str = ...,
         frames: _builtins.int = ...,
+        seconds: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["frames", b"frames", "height", b"height", "sha256", b"sha256", "thumbnail", b"thumbnail", "width", b"width"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["frames", b"frames", "height", b"height", "seconds", b"seconds", "sha256", b"sha256", "thumbnail", b"thumbnail", "width", b"width"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -267,7 +267,7 @@ class GenerateRequest(_message.Message):
     less, and a caller that loses the engine loses the tokens that weren't sent.
     """
     media_contents: _builtins.bytes
-    """Their bytes in the normal form (PNG; of a video with its frames one below the other), one after the other."""
+    """Their bytes in the normal form (PNG, of a video with its frames one below the other; WAV), one after the other."""
     @_builtins.property
     def prompt_tokens(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """The prompt's token ids; at least one."""
@@ -320,7 +320,7 @@ class PromptMedia(_message.Message):
     BYTES_FIELD_NUMBER: _builtins.int
     BEGIN_FIELD_NUMBER: _builtins.int
     kind: _builtins.str
-    """"image" or "video"."""
+    """"image", "video" or "audio"."""
     sha256: _builtins.str
     """Hexadecimal digits of its hash."""
     bytes: _builtins.int
@@ -331,7 +331,7 @@ class PromptMedia(_message.Message):
     """
     @_builtins.property
     def grid(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Patches in time (1 of an image), rows and columns."""
+        """Patches in time (1 of an image), rows and columns; of a sound one number, the frames of its spectrogram."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""The examples of images and video: a tiny model learns what it sees, and with grey in its place it doesn't."""
+"""The examples of images, video and sound: a tiny model learns what they show, and from blank ones nothing."""
 
 import json
 from pathlib import Path
@@ -8,6 +8,7 @@ import pytest
 from relaxd.cli.preparing.first_steps import example
 from relaxd.tools.digit_pictures import DIGITS
 from relaxd.tools.moving_dots import SIDES
+from relaxd.tools.tone_pitches import PITCHES
 from tests.e2e.conftest import Workplace
 from tests.e2e.test_run import check_books, read_summary
 
@@ -23,9 +24,11 @@ def accuracies(folder: Path, steps: int) -> tuple[float, float]:
 @pytest.mark.night
 @pytest.mark.timeout(2400)
 @pytest.mark.parametrize(
-    ("file", "steps", "answers"), [("digits.toml", 36, DIGITS), ("dots.toml", 60, len(SIDES))], ids=["digits", "dots"]
+    ("file", "steps", "answers"),
+    [("digits.toml", 36, DIGITS), ("dots.toml", 60, len(SIDES)), ("pitches.toml", 36, PITCHES)],
+    ids=["digits", "dots", "pitches"],
 )
-def test_a_model_learns_what_it_sees(workplace: Workplace, file: str, steps: int, answers: int) -> None:
+def test_a_model_learns_what_it_gets(workplace: Workplace, file: str, steps: int, answers: int) -> None:
     models = {"RELAXD_MODELS": str(workplace.folder / "models")}
     code, output = workplace.relaxd("run", str(example(file)), "--run-id", "seen", timeout=1200, **models)
     assert code == 0, output

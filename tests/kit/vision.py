@@ -13,15 +13,23 @@ from tokenizers import Tokenizer
 
 from relaxd.config import DataConfig
 from relaxd.data.vision import CLIP_MEAN, CLIP_STD, VisionModel
-from relaxd.media import NormalMedia, VideoRule, expand, normalise_image, normalise_video
+from relaxd.media import (
+    NormalMedia,
+    VideoRule,
+    encode_wav,
+    expand,
+    normalise_image,
+    normalise_sound,
+    normalise_video,
+)
 from relaxd.media.prompt_media import PromptMedia
 from tests.kit.tokenizer import write_tokenizer
 
 if TYPE_CHECKING:
     import torch
 
-Item = Image.Image | Sequence[Image.Image]
-"""A picture, or the frames of a clip."""
+Item = Image.Image | Sequence[Image.Image] | np.ndarray
+"""A picture, the frames of a clip, or the samples of a sound."""
 WITH_VIDEO = DataConfig(source="addition", media_keys={"image": "images", "video": "videos"})
 """Settings of data with images and video."""
 SPECIAL = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>", "<|vision_pad|>")
@@ -154,20 +162,30 @@ def make_vision_model(
 def normal_media(vision: VisionModel, items: Sequence[Item]) -> list[NormalMedia]:
     """Return items in their normal form."""
     rule = VideoRule(vision.rule.patch, 2, 4096, 262144, times=vision.times, fps=2.0, min_frames=4, max_frames=768)
-    return [
-        normalise_image(encoded(one), vision.rule)
-        if isinstance(one, Image.Image)
-        else normalise_video([encoded(frame) for frame in one], rule)
-        for one in items
-    ]
+    found: list[NormalMedia] = []
+    for one in items:
+        if isinstance(one, np.ndarray):
+            assert vision.sound is not None
+            found.append(normalise_sound(encode_wav(one, vision.sound.rate), vision.sound))
+        elif isinstance(one, Image.Image):
+            found.append(normalise_image(encoded(one), vision.rule))
+        else:
+            found.append(normalise_video([encoded(frame) for frame in one], rule))
+    return found
+
+
+def mark_of(kind: str, vision: VisionModel) -> int:
+    """Return the token of a kind of media."""
+    tokens = vision.tokens
+    return {"image": tokens.token, "video": tokens.video, "audio": tokens.audio}[kind]
 
 
 def prompt_with_images(vision: VisionModel, items: Sequence[Item]) -> tuple[list[int], PromptMedia]:
-    """Return a prompt with images and videos between text."""
+    """Return a prompt with media between text."""
     media = normal_media(vision, items)
     short = [5, 6]
     for number, one in enumerate(media):
-        short += [vision.tokens.video if one.kind == "video" else vision.tokens.token, 40 + number]
+        short += [mark_of(one.kind, vision), 40 + number]
     return expand_media(short, media, vision), PromptMedia.of(media)
 
 
@@ -180,7 +198,7 @@ def expand_media(short: Sequence[int], media: Sequence[NormalMedia], vision: Vis
 
 def without_images(answer: list[int], vision: VisionModel) -> list[int]:
     """Return an answer up to its first token of media: transformers can't compute what follows one."""
-    marks = {vision.tokens.token, vision.tokens.video}
+    marks = vision.tokens.modalities
     return answer[: next((place for place, token in enumerate(answer) if token in marks), len(answer))]
 
 

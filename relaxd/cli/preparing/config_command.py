@@ -22,7 +22,7 @@ from relaxd.config.write_toml import dump_changes, dump_explained
 from relaxd.data.curriculum.run_curriculum import own_problems
 from relaxd.data.dataset import load_data
 from relaxd.data.templating import JUDGE_OVERRIDE, chat_template_text, load_chat_template
-from relaxd.engines import ENGINES
+from relaxd.engines import ENGINES, list_engines
 from relaxd.evaluation.set_checks import context_problems, environment_problems, set_problems
 from relaxd.json_text import parse_json
 from relaxd.local.placement import machine_problems
@@ -171,6 +171,7 @@ def _check_model(config: RunConfig, folder: Path) -> list[Problem]:
     if config.has_images and not sees(model):
         wrong = f"is set, but the trainer lets no model of type {model.get('model_type')!r} see"
         found.append(Problem(config.images_setting, f"{wrong}: {', '.join(SEEING)} do"))
+    found += _check_engine(config, str(model.get("model_type")))
     replay, returned = config.trainer.routing_replay, config.rollout.return_routed_experts
     for setting, value, asked in (
         ("trainer.routing_replay", f'"{replay}"', replay != "none"),
@@ -181,6 +182,19 @@ def _check_model(config: RunConfig, folder: Path) -> list[Problem]:
     if (critic := config.roles.critic).placement == "service":
         found += _check_division("model.path", folder, critic, config.trainer.attention)
     return found + _check_division("model.path", folder, config.trainer, config.trainer.attention)
+
+
+def _check_engine(config: RunConfig, model_type: str) -> list[Problem]:
+    """Check that the rollout engine runs a type of model, and takes the run's media with it."""
+    engine = ENGINES[config.rollout.engine]
+    if model_type in engine.refused_models:
+        able = list_engines("rollout", lambda one: model_type not in one.refused_models)
+        what = f'= "{engine.name}", which isn\'t known to run models of type {model_type!r} as the trainer does'
+        return [Problem("rollout.engine", f"{what}: {able} does")]
+    if model_type not in SEEING:
+        return []
+    lacking = [kind for kind in config.media_kinds if engine.takes(kind) and not engine.takes(kind, model_type)]
+    return [Problem("rollout.engine", config.engine_problem(kind, model_type)) for kind in lacking]
 
 
 def _check_frozen_models(config: RunConfig) -> list[Problem]:

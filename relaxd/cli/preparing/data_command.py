@@ -168,13 +168,10 @@ def _show_media(example: Example, tokenizer: PromptTokenizer, console: Console) 
     assert tokenizer.vision is not None  # or the prompt would have been refused
     media = normalise(example, tokenizer.vision)
     table = Table(box=None, pad_edge=False)
-    for name in ("item", "original", "normal", "times", "tokens", "sha256"):
+    for name in ("item", "original", "normal", "time", "tokens", "sha256"):
         table.add_column(name)
     for item, found in zip(example.media, media, strict=True):
-        sizes = (f"{width} x {height}" for width, height in (found.size.original, found.size.normal))
-        times = found.size.times
-        when = f"{len(times)}: {times[0]:.1f} to {times[-1]:.1f} s" if times else ""
-        table.add_row(escape(item.place), *sizes, when, str(found.size.tokens), found.sha256[:12])
+        table.add_row(escape(item.place), *found.size.shown, str(found.size.tokens), found.sha256[:12])
     console.print(table)
     console.print(f"{len(tokenizer.encode_seen(example, media))} tokens with media", highlight=False)
 

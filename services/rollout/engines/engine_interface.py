@@ -57,8 +57,8 @@ class RolloutEngine(ABC):
     """The weights that it serves; None until the first commit."""
     quarantined: bool
     """True if a failed update left the model between two versions."""
-    sees_images: bool
-    """True if it takes prompts with images and video."""
+    takes_media: bool
+    """True if it takes prompts with media."""
     asleep: frozenset[MemoryPart]
     """The parts of its memory that it has freed."""
     gauges: dict[str, float]
@@ -68,7 +68,7 @@ class RolloutEngine(ABC):
     def __init__(self) -> None:
         self.weights = None
         self.quarantined = False
-        self.sees_images = False
+        self.takes_media = False
         self.asleep = frozenset()
         self.gauges = {}
         self._numbers = itertools.count()
@@ -106,11 +106,11 @@ class RolloutEngine(ABC):
         See Request for `stream`, `report_every`, `begun`, `likeliest` and `media`. `request_id` is for `abort`, and
         must not be in use.
 
-        Raises EngineError: it sees no images; RequestFailed, ChildExited when the engine exits, or ServerGone when the
+        Raises EngineError: it takes no media; RequestFailed, ChildExited when the engine exits, or ServerGone when the
         server is lost.
         """
-        if media and not self.sees_images:
-            raise EngineError("the prompt has images, but the engine sees none")
+        if media and not self.takes_media:
+            raise EngineError("the prompt has media, but the engine takes none")
         request_id = request_id or f"request-{next(self._numbers)}"
         return self._generate(
             Request(request_id, prompt_tokens, n, sampling, stream, report_every, begun or {}, likeliest, media)

@@ -32,7 +32,8 @@ def read_model_folder(folder: Path) -> ModelFolder:
     Raises DataError when a file is missing or broken.
     """
     config = _json(folder / "config.json")
-    text_config = config.get("text_config") or config
+    thinker = config.get("thinker_config") or config
+    text_config = thinker.get("text_config") or thinker
     try:
         tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     except Exception as error:  # the Rust binding raises plain Exception

@@ -1,29 +1,29 @@
-"""Images and videos of prompts on their way into an engine's model: what both engines with a model do alike."""
+"""Media of prompts on their way into an engine's model: what both engines with a model do alike."""
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
 
 from relaxd.data.special_tokens import read_object
 from relaxd.data.vision import VisionModel, read_vision
-from relaxd.media import Grid, Layout, MediaError, lay_out
-from relaxd.media.cache import decode_png
-from relaxd.media.prompt_media import begins_of, contents_of, grids_of, hashes_of
+from relaxd.engines import ENGINES
+from relaxd.media import MEDIA_KINDS, Grid, Layout, MediaError, lay_out
+from relaxd.media.layout import is_sound
+from relaxd.media.prompt_media import begins_of, contents_of, grids_of, hashes_of, kinds_of
 from services.rollout.engines.request_types import EngineError, Request
 
-SEEING = ("qwen3_vl",)
-"""Types of models whose images and videos the engines understand."""
 
-
-def read_model_vision(folder: Path) -> VisionModel | None:
-    """Return a model's rules for images and video; None if it sees none.
+def read_model_vision(folder: Path, engine: str) -> VisionModel | None:
+    """Return a model's rules for media; None if it has none with this engine.
 
     Raises DataError: they are missing or damaged.
     """
-    return read_vision(folder) if read_object(folder / "config.json").get("model_type") in SEEING else None
+    return (
+        read_vision(folder) if read_object(folder / "config.json").get("model_type") in ENGINES[engine].media else None
+    )
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class SeenFrame:
 
 @dataclass(frozen=True)
 class SeenPrompt:
-    """A prompt with images or videos, ready for the model."""
+    """A prompt with media, ready for the model."""
 
     vision: VisionModel
     """The model's rules."""
@@ -52,7 +52,9 @@ class SeenPrompt:
     grids: Sequence[Grid]
     """Of its items, in order."""
     patches: dict[str, np.ndarray]
-    """Of each item, by hash: uint8 [patches, 3, frames, side, side], to be normalised on the device."""
+    """Of each image and video, by hash: uint8 [patches, 3, frames, side, side], to be normalised on the device."""
+    sounds: dict[str, np.ndarray] = field(default_factory=dict)
+    """Samples of each sound, by hash: int16 [samples]."""
 
     @property
     def offset(self) -> int:
@@ -84,24 +86,23 @@ class SeenPrompt:
 
 
 def see(request: Request, vision: VisionModel | None) -> SeenPrompt | None:
-    """Return a request's prompt with its images; None without any.
+    """Return a request's prompt with its media; None without any.
 
-    Raises EngineError: the model sees no images, or these aren't the prompt's.
+    Raises EngineError: the model takes no media, or these aren't the prompt's.
     """
     media = request.media
     if not media:
         return None
     if vision is None:
-        raise EngineError("the prompt has images, but the model sees none")
+        raise EngineError("the prompt has media, but the model takes none")
     grids, hashes = grids_of(media.records), hashes_of(media.records)
     try:
         tokens, begins = np.asarray(request.prompt_tokens, np.int32), begins_of(media.records)
         layout = lay_out(tokens, grids, vision.tokens, begins=begins)
-        stored = contents_of(media.records, media.array)
-        patches = {
-            name: vision.cut(decode_png(stored[name]), grid)
-            for name, grid in dict(zip(hashes, grids, strict=True)).items()
-        }
+        stored, sizes = contents_of(media.records, media.array), dict(zip(hashes, grids, strict=True))
+        opened = {name: MEDIA_KINDS[kind].open(stored[name]) for name, kind in kinds_of(media.records).items()}
+        patches = {name: vision.cut(opened[name], grid) for name, grid in sizes.items() if not is_sound(grid)}
+        sounds = {name: vision.heard(opened[name], grid) for name, grid in sizes.items() if is_sound(grid)}
     except (MediaError, KeyError, OSError, ValueError) as error:
-        raise EngineError(f"the prompt's images can't be used: {error}") from error
-    return SeenPrompt(vision, layout, hashes, grids, patches)
+        raise EngineError(f"the prompt's media can't be used: {error}") from error
+    return SeenPrompt(vision, layout, hashes, grids, patches, sounds)

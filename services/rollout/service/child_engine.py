@@ -158,7 +158,7 @@ class ChildEngine(RolloutEngine):
             await engine.stop()
             raise
         engine.vocabulary, engine.context, engine.device = loaded.vocabulary, loaded.context, loaded.device
-        engine.sees_images = ENGINES[config.engine].sees_images
+        engine.takes_media = bool(ENGINES[config.engine].media)
         engine._frozen = frozen
         engine.weights = Version(0, 0) if frozen else None
         engine._tasks = [asyncio.create_task(work()) for work in (engine._exchange, engine._watch_stats)]

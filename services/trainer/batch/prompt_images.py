@@ -1,4 +1,4 @@
-"""Images and videos of prompts, and images of conversations: in sequences and in packed micro-batches."""
+"""Media of prompts, and images of conversations: in sequences and in packed micro-batches."""
 
 import threading
 from collections.abc import Mapping, Sequence
@@ -10,25 +10,26 @@ import numpy as np
 from numpy.typing import NDArray
 
 from relaxd.board import MEDIA_CONTENTS, PROMPT_MEDIA, SEQUENCE_CONTENTS, SEQUENCE_MEDIA
-from relaxd.media import Grid, ImageTokens, MediaCache, MediaError, lay_out
-from relaxd.media.prompt_media import MediaRecord, contents_of, contents_of_group, grids_of, hashes_of
+from relaxd.media import IMAGE, Grid, ImageTokens, MediaCache, MediaError, lay_out
+from relaxd.media.prompt_media import MediaRecord, contents_of, contents_of_group, grids_of, hashes_of, kinds_of
 from services.trainer.megatron.rank_messages import message
 
 KEPT_BYTES = 1 << 30
-"""Maximum size of the decoded images that a rank keeps for the passes of a step, in bytes."""
+"""Maximum size of the decoded media that a rank keeps for the passes of a step, in bytes."""
 
 
 @message
 @dataclass(frozen=True)
 class Image:
-    """An image or a video in its normal form."""
+    """An item in its normal form."""
 
     sha256: str
     """Its identity."""
     grid: Grid
-    """Patches by time, row and column."""
-    pixels: NDArray[np.uint8]
-    """uint8 [height, width, 3]; a video's frames are one below the other."""
+    values: NDArray[Any]
+    """Pixels, uint8 [height, width, 3], in which a video's frames are one below the other, or samples, int16 [samples].
+    """
+    kind: str = IMAGE
 
 
 @dataclass(frozen=True)
@@ -106,11 +107,12 @@ class ImageReader:
         if not records:
             return [None] * count
         with self._lock:
-            pixels = self._cache.load(hashes_of(records), lambda _: contents_of_group(columns))
+            values = self._cache.load(kinds_of(records), lambda _: contents_of_group(columns))
 
         def images_of(some: Sequence[MediaRecord]) -> list[Image]:
+            kinds = kinds_of(some)
             grids = zip(hashes_of(some), grids_of(some), strict=True)
-            return [Image(sha256, grid, pixels[sha256]) for sha256, grid in grids]
+            return [Image(sha256, grid, values[sha256], kinds[sha256]) for sha256, grid in grids]
 
         prompt = columns["prompt_tokens"]
         shared = SequenceImages.of(prompt, images_of(of_prompt), self._tokens) if of_prompt else None

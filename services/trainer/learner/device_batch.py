@@ -1,20 +1,21 @@
 """A micro-batch as tensors on this rank's device."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
 from relaxd.data.device_patches import normalised
+from relaxd.data.spectrograms import spectrogram
 from relaxd.data.vision import VisionModel
+from relaxd.media.layout import is_sound
 from services.trainer.batch.micro_batch import PackedMicroBatch, with_padding
 from services.trainer.batch.prompt_images import PackedImages
 from services.trainer.megatron.world import World
 from services.trainer.model.device_images import DeviceImages
+from services.trainer.model.tower_outputs import TOWER_OF_KIND
 from services.trainer.transformer.attention.context_parallel import ContextRanks
 from services.trainer.transformer.attention.heads import Rotary, rotary_table
 from services.trainer.transformer.attention.sequence_layout import AttentionKernel, SequenceLayout, sequence_layout
@@ -34,7 +35,7 @@ class DeviceBatch:
     layout: SequenceLayout
     """The sequences of all T tokens."""
     images: DeviceImages | None
-    """The images, on ranks with the vision tower."""
+    """The media, on ranks with the towers."""
     trained_indices: Tensor
     """int64 [N]: indices of the N tokens among all trained tokens of the micro-batch."""
     targets: Tensor
@@ -74,13 +75,13 @@ def to_device_batch(
         rotary: the rotary embedding, on the device.
         context: the ranks with which this rank shares attention, if there are any.
         prompts_once: whether attention may take the queries of shared prompts once.
-        vision: the model's rules for images; None: it sees none.
+        vision: the model's rules for media; None: it takes none.
 
     Raises:
-        ValueError: the micro-batch has images, but the model sees none.
+        ValueError: the micro-batch has media, but the model takes none.
     """
     if batch.images is not None and vision is None:
-        raise ValueError("a micro-batch has images, which this model can't see")
+        raise ValueError("a micro-batch has media, which this model doesn't take")
     batch = with_padding(batch, world.tp_size * world.cp_size)
     slice_tokens = len(batch.tokens) // world.cp_size
     begin = slice_tokens * world.cp_rank
@@ -134,7 +135,7 @@ def _attending(column: NDArray[Any], context: ContextRanks | None) -> NDArray[An
 
 
 def _device_images(images: PackedImages, vision: VisionModel, tokens: int, world: World) -> DeviceImages:
-    """Return the images of a padded micro-batch for this rank's part of its tokens.
+    """Return the media of a padded micro-batch for this rank's part of its tokens.
 
     Under sequence parallelism each tensor-parallel rank has a part of the slice.
     """
@@ -142,15 +143,18 @@ def _device_images(images: PackedImages, vision: VisionModel, tokens: int, world
     begin = own_tokens * (world.cp_rank * world.tp_size + world.tp_rank)
     own = np.flatnonzero((images.places >= begin) & (images.places < begin + own_tokens))
 
-    def patches(indices: Sequence[int]) -> Tensor:
-        chosen = [images.images[index] for index in indices]
-        cut = [vision.cut(image.pixels, image.grid) for image in chosen]
-        return torch.cat([normalised(to_device(one, world.device), vision) for one in cut])
+    def inputs(index: int) -> Tensor:
+        item = images.images[index]
+        if vision.sound is not None and is_sound(item.grid):
+            return spectrogram(vision.heard(item.values, item.grid), vision.sound).to(world.device)
+        return normalised(to_device(vision.cut(item.values, item.grid), world.device), vision)
 
     return DeviceImages(
-        hashes=tuple(image.sha256 for image in images.images),
-        patches=patches,
-        grids=to_device(np.array([image.grid for image in images.images], np.int64), world.device),
+        hashes=tuple(item.sha256 for item in images.images),
+        towers=tuple(TOWER_OF_KIND[item.kind] for item in images.images),
+        inputs=inputs,
+        grids=[item.grid for item in images.images],
+        counts=[vision.tokens.count(item.grid) for item in images.images],
         rows=to_device(images.rows[own], world.device),
         places=to_device(images.places[own] - begin, world.device),
     )

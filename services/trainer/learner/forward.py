@@ -49,7 +49,7 @@ from services.trainer.model.policy_model import (
     padded_vocab,
     transformer_config,
 )
-from services.trainer.model.vision_tower import TOWER
+from services.trainer.model.towers import TOWERS
 from services.trainer.transformer.activation_offload import ActivationOffload
 from services.trainer.transformer.attention.attention_kernels import attention_kernel, takes_prompts_once
 from services.trainer.transformer.attention.context_parallel import context_ranks
@@ -132,8 +132,8 @@ class Forward:
             limit, ahead = trainer.activation_offload_bytes, OFFLOAD_AHEAD[trainer.recompute]
             self._offload = ActivationOffload(self.world.device, limit, ahead)
         self._rotary = self.architecture.rope.rotary(self.architecture.head_size).to(self.world.device)
-        self.vision = None if self.architecture.vision is None else _read_vision(folder)
-        """The model's rules for images; None if it sees none."""
+        self.vision = _read_vision(folder) if self.architecture.towers else None
+        """The model's rules for media; None if it takes none."""
 
     def load(self, *, keep_rounding: bool = False) -> StageModel:
         """Build this rank's part of the model and load its weights (`load_hf`)."""
@@ -151,7 +151,7 @@ class Forward:
     def load_critic(self, folder: Path) -> StageModel:
         """Build this rank's part of the critic and load its weights except the head, which is zero.
 
-        A vision tower isn't trained.
+        Towers aren't trained.
 
         Raises:
             ModelError: the folder's model has another architecture than this one.
@@ -167,7 +167,7 @@ class Forward:
         model.offload_activations(self._offload)
         load_hf(model, folder, self.architecture, self.world, without=(OUTPUT_LAYER, VALUE_HEAD), keep_rounding=True)
         for name, parameter in model.named_parameters():
-            if TOWER in name.split("."):
+            if TOWERS in name.split("."):
                 parameter.requires_grad_(False)
         return model
 

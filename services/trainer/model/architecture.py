@@ -31,24 +31,22 @@ class ExpertArchitecture:
 
 
 @dataclass(frozen=True)
-class VisionArchitecture:
-    """The vision tower of a model that sees images."""
+class TowerArchitecture:
+    """A tower, which turns media into rows as wide as the decoder: transformers' module."""
 
+    name: str
+    """Its name in the first pipeline stage: "visual" or "audio_tower"."""
+    prefix: str
+    """Beginning of the names of its tensors in Hugging Face's files."""
+    source: str
+    """Its class in transformers.models, as "package.module:Class"."""
     config: str
-    """`vision_config` of config.json, as JSON."""
-    image_token: int
-    """Id of the tokens that stand for images."""
-    patch: int
-    """Side of a patch, in pixels."""
-    merge: int
-    """Number of patches, along each side, that become one token."""
-    deepstack: int
-    """Number of the decoder's first layers after which rows of the tower are added (DeepStack, arXiv 2406.04334)."""
+    """Its section of config.json, as JSON."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Architecture:
-    """Sizes and switches of a decoder-only model, perhaps with a vision tower."""
+    """Sizes and switches of a decoder-only model, perhaps with towers."""
 
     model_type: str
     """Hugging Face's name of the family."""
@@ -86,5 +84,5 @@ class Architecture:
     """Tokens that a token of a `windowed` layer attends to, itself included; None if no layer is windowed."""
     windowed: tuple[bool, ...] = ()
     """True if each layer's attention is limited to `window`; empty if `window` is None."""
-    vision: VisionArchitecture | None = None
-    """Vision tower, or None for a model of text."""
+    towers: tuple[TowerArchitecture, ...] = ()
+    """Towers; none of a model of text."""

@@ -1,22 +1,29 @@
-"""The images of a micro-batch on one rank."""
+"""The media of a micro-batch on one rank."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
 
+from relaxd.media import Grid
+
 
 @dataclass(frozen=True)
 class DeviceImages:
-    """I different images, of which M rows of the tower's output belong to tokens of this rank's slice."""
+    """I different items, of which M rows of the towers' output belong to tokens of this rank's slice."""
 
     hashes: tuple[str, ...]
-    """The images, I."""
-    patches: Callable[[Sequence[int]], Tensor]
-    """Returns the patches of some images by their indices, as the tower takes them: float32 [patches, values]."""
-    grids: Tensor
-    """int64 [I, 3]: patches of each image by time, row and column."""
+    """The items, I."""
+    towers: tuple[str, ...]
+    """Name of each item's tower."""
+    inputs: Callable[[int], Tensor]
+    """Returns what an item's tower takes, by the item's index: patches, float32 [patches, values], or a spectrogram,
+    float32 [bands, frames]."""
+    grids: Sequence[Grid]
+    """Size of each item."""
+    counts: Sequence[int]
+    """Number of rows of each item."""
     rows: Tensor
-    """int64 [M]: rows of the tower's output."""
+    """int64 [M]: rows of the towers' output."""
     places: Tensor
     """int64 [M]: their tokens, by number in this rank's slice."""

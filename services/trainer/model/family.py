@@ -21,7 +21,9 @@ class Family:
     rules: Callable[[Architecture], tuple[Rule, ...]] = layer_rules
     """Return the rules of a layer, without those of its routed experts."""
     prefix: str = "model."
-    """Beginning of the names of the decoder's tensors in Hugging Face's files; the output layer's has none."""
+    """Beginning of the names of the decoder's tensors in Hugging Face's files."""
+    outer: str = ""
+    """Beginning of the name of the output layer."""
 
 
 def decoder(config: Config, **switches: Any) -> Architecture:

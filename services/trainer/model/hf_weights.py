@@ -355,6 +355,8 @@ def copy_small_files(original: Path, folder: Path, dtype: torch.dtype, chat_temp
     config = json.loads((original / "config.json").read_text())
     config.pop("torch_dtype", None)
     config["dtype"] = str(dtype).removeprefix("torch.")
+    if "enable_audio_output" in config:  # of Qwen3-Omni the thinker alone is written
+        config["enable_audio_output"] = False
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     if chat_template is not None:  # for all prompts, also those with tools
         (folder / "chat_template.jinja").write_text(chat_template, encoding="utf-8")

@@ -8,6 +8,7 @@ from torch import Tensor
 from relaxd.models.layouts import chunk_layers
 from services.trainer.model.architecture import Architecture
 from services.trainer.model.architectures import FAMILIES
+from services.trainer.model.family import Family
 from services.trainer.model.tensor_rules import (
     EXPERT,
     FIRST,
@@ -18,10 +19,7 @@ from services.trainer.model.tensor_rules import (
     Replicated,
     Rule,
 )
-from services.trainer.model.vision_tower import TOWER, tower_shapes
-
-HF_TOWER = "model.visual"
-"""Beginning of the names of a vision tower's tensors in Hugging Face's files."""
+from services.trainer.model.towers import TOWERS, tower_shapes
 
 
 @dataclass(frozen=True)
@@ -90,11 +88,10 @@ def _chunk_entries(
 ) -> Iterator[ParameterEntry]:
     """Yield the entries of some layers, which may be the model's first or last ones."""
     if first:
-        if shape.vision is not None:
-            for name, size in tower_shapes(shape.vision).items():
-                yield ParameterEntry(
-                    f"{TOWER}.{name}", Replicated, ((HFTensor(f"{HF_TOWER}.{name}", size),),), None, True
-                )
+        for tower in shape.towers:
+            for name, size in tower_shapes(tower).items():
+                tensor = HFTensor(f"{tower.prefix}{tower.name}.{name}", size)
+                yield ParameterEntry(f"{TOWERS}.{tower.name}.{name}", Replicated, ((tensor,),), None, True)
         yield from (_entry(rule, shape) for rule in FIRST)
     for layer, whole in enumerate(layers):
         yield from (_entry(rule, shape, layer, whole) for rule in FAMILIES[shape.model_type].rules(shape))
@@ -130,14 +127,14 @@ def _entry(
         "shared_ffn": (shape.experts.shared_ffn_size if shape.experts else None) or 0,
         "one": 1,
     }
-    prefix = FAMILIES[shape.model_type].prefix
+    family = FAMILIES[shape.model_type]
     return ParameterEntry(
         megatron=rule.megatron.format(layer=layer),
         layout=rule.layout,
         parts=tuple(
             tuple(
                 HFTensor(
-                    _named(name, prefix).format(layer=whole_layer, expert=i),
+                    _named(name, family).format(layer=whole_layer, expert=i),
                     tuple(sum(sizes[x] for x in size.split("+")) for size in names.split()),
                 )
                 for name, names in rule.parts
@@ -149,7 +146,7 @@ def _entry(
     )
 
 
-def _named(name: str, prefix: str) -> str:
+def _named(name: str, family: Family) -> str:
     """Return a rule's name of a tensor with the family's prefix."""
     rest = name.removeprefix("model.")
-    return name if rest == name else prefix + rest
+    return f"{family.outer}{name}" if rest == name else family.prefix + rest

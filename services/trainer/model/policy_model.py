@@ -27,7 +27,7 @@ from services.trainer.model.architecture import Architecture, ModelError
 from services.trainer.model.device_images import DeviceImages
 from services.trainer.model.layers import PolicyConfig, block_spec
 from services.trainer.model.tower_outputs import TowerOutputs
-from services.trainer.model.vision_tower import build_tower, image_rows
+from services.trainer.model.towers import build_tower, media_rows
 from services.trainer.transformer.activation_offload import ActivationOffload
 from services.trainer.transformer.attention.sequence_layout import SequenceLayout
 from services.trainer.transformer.mlp.router import Router
@@ -144,10 +144,10 @@ class PolicyModel(GPTModel):
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings)
-        self.visual: torch.nn.Module | None = None
-        """The vision tower, in the first part of a model that sees images."""
+        self.towers: torch.nn.ModuleDict | None = None
+        """The towers, in the first part of a model that takes media."""
         self.tower_outputs = TowerOutputs()
-        """Of a tower that isn't trained."""
+        """Of towers that aren't trained."""
 
     def forward(
         self, tokens: Tensor, rotary: Tensor, layout: SequenceLayout, images: DeviceImages | None = None
@@ -158,14 +158,14 @@ class PolicyModel(GPTModel):
             tokens: int64 [1, T], this rank's slice under context parallelism.
             rotary: `rotary_table` of the tokens from which this rank attends.
             layout: the sequences.
-            images: the images, if there are any; used by the first stage.
+            images: the media, if there are any; used by the first stage.
 
         Returns:
             Hidden states [T, 1, hidden] (T over the tensor-parallel ranks under sequence parallelism).
         """
         hidden = self.embedding(input_ids=tokens, position_ids=None) if self.pre_process else None
-        if hidden is not None and self.visual is not None and images is not None:
-            rows, deepstack = image_rows(self.visual, images, self.tower_outputs)
+        if hidden is not None and self.towers is not None and images is not None:
+            rows, deepstack = media_rows(self.towers, images, self.tower_outputs)
             hidden = hidden.index_copy(0, images.places, rows.unsqueeze(1).to(hidden.dtype))
             layout = replace(layout, deepstack=deepstack)
         if hidden is not None and torch.is_grad_enabled() and not hidden.requires_grad:
@@ -254,8 +254,9 @@ def build_policy(
         )
         for chunk, own in _chunks(config, world)
     ]
-    if shape.vision is not None and world.first_stage:
-        chunks[0].visual = build_tower(shape.vision, config.params_dtype, world.device)
+    if shape.towers and world.first_stage:
+        built = {tower.name: build_tower(tower, config.params_dtype, world.device) for tower in shape.towers}
+        chunks[0].towers = torch.nn.ModuleDict(built)
     return (chunks[0] if len(chunks) == 1 else InterleavedModel(chunks)).to(world.device)
 
 

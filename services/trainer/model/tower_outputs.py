@@ -1,23 +1,25 @@
-"""Outputs of a frozen vision tower by image, so that passes, updates and steps with the same image run it once.
+"""Outputs of towers by item. Those of frozen ones are kept, so that passes, updates and steps with the same item run
+them once.
 
-The tower sees each image alone. So its output is bit for bit the same, whatever else is in a micro-batch and whether
-the output is kept: a step that is repeated from its file by a restarted trainer has the same one.
+A frozen tower gets each item alone. So its output is bit for bit the same, whatever else is in a micro-batch and
+whether the output is kept: a step that is repeated from its file by a restarted trainer has the same one.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
+from relaxd.media import AUDIO, IMAGE, VIDEO, Grid
 from relaxd.media.cache import RecentItems
 from services.trainer.model.device_images import DeviceImages
 
 KEPT_BYTES = 1 << 31
-"""Default maximum size of the outputs that are kept of a tower, in bytes of the host's memory."""
+"""Default maximum size of the outputs that are kept of a model's towers, in bytes of the host's memory."""
 
 
 class TowerOutputs:
-    """The outputs of one frozen tower, kept in the host's memory."""
+    """The outputs of a model's frozen towers, kept in the host's memory."""
 
     def __init__(self, max_bytes: int = KEPT_BYTES) -> None:
         """Make it empty.
@@ -28,36 +30,73 @@ class TowerOutputs:
         self._kept: RecentItems[list[Tensor]] = RecentItems(max_bytes)
         self._weights = -1
         self.runs = 0
-        """Number of images that the tower has seen."""
+        """Number of items that the towers have run for."""
         self.asked = 0
-        """Number of images requested."""
+        """Number of items requested."""
 
     @torch.no_grad()
-    def of(self, tower: torch.nn.Module, images: DeviceImages) -> list[Tensor]:
-        """Return the tower's rows of the images, one after the other, and those for DeepStack: [rows, hidden] each."""
+    def of(self, towers: torch.nn.ModuleDict, images: DeviceImages, items: Sequence[int]) -> dict[int, list[Tensor]]:
+        """Return the rows of some items by their indices, as `run_towers` does."""
         # Loading and refreshing write into the parameters, which count that.
-        weights = sum(parameter._version for parameter in tower.parameters())
+        weights = sum(parameter._version for parameter in towers.parameters())
         if weights != self._weights:
             self._kept.clear()
             self._weights = weights
-        new: dict[str, list[Tensor]] = {}
-        found: dict[str, list[Tensor]] = {}
-        for index, name in enumerate(images.hashes):
-            if (kept := self._kept.get(name)) is None:
-                found[name] = new[name] = run_tower(tower, images, [index])
+        new: dict[int, list[Tensor]] = {}
+        found: dict[int, list[Tensor]] = {}
+        for item in items:
+            if (kept := self._kept.get(images.hashes[item])) is None:
+                found[item] = new[item] = run_towers(towers, images, [item])[item]
             else:
-                found[name] = [rows.to(images.places.device) for rows in kept]
+                found[item] = [rows.to(images.places.device) for rows in kept]
         self.runs += len(new)
-        self.asked += len(images.hashes)
+        self.asked += len(items)
         # Behind all passes, because a copy to the host waits for the device.
-        for name, outputs in found.items():
-            stored = [rows.cpu() for rows in outputs] if name in new else self._kept.get(name)
+        for item, outputs in found.items():
+            name = images.hashes[item]
+            stored = [rows.cpu() for rows in outputs] if item in new else self._kept.get(name)
             if stored is not None:
                 self._kept.keep(name, stored, sum(rows.nbytes for rows in stored))
-        return [torch.cat(rows) for rows in zip(*(found[name] for name in images.hashes), strict=True)]
+        return found
 
 
-def run_tower(tower: torch.nn.Module, images: DeviceImages, indices: Sequence[int]) -> list[Tensor]:
-    """Run the tower for some of the images. Returns its rows, and those for DeepStack: [rows, hidden] each."""
-    seen = tower(images.patches(indices), images.grids[list(indices)], return_dict=True)
+def run_towers(towers: torch.nn.ModuleDict, images: DeviceImages, items: Sequence[int]) -> dict[int, list[Tensor]]:
+    """Run the towers for some of the items.
+
+    Returns:
+        Rows by the index of the item, and those for DeepStack: [rows, hidden] each. The latter are zeros of a sound.
+    """
+    found: dict[int, list[Tensor]] = {}
+    for name, run in _RUNS.items():
+        if own := [item for item in items if images.towers[item] == name]:
+            outputs = run(towers[name], [images.inputs(item) for item in own], [images.grids[item] for item in own])
+            parts = zip(*(rows.split([images.counts[item] for item in own]) for rows in outputs), strict=True)
+            found |= zip(own, map(list, parts), strict=True)
+    layers = len(towers[VISUAL].deepstack_merger_list)  # type: ignore[arg-type]
+    return {item: rows + [torch.zeros_like(rows[0])] * (layers + 1 - len(rows)) for item, rows in found.items()}
+
+
+def _see(tower: torch.nn.Module, patches: Sequence[Tensor], grids: Sequence[Grid]) -> list[Tensor]:
+    """Return the rows of images and videos, one after the other, and those for DeepStack."""
+    seen = tower(torch.cat(list(patches)), torch.tensor(grids, device=patches[0].device), return_dict=True)
     return [seen.pooler_output, *seen.deepstack_features]
+
+
+def _hear(tower: torch.nn.Module, spectrograms: Sequence[Tensor], grids: Sequence[Grid]) -> list[Tensor]:
+    """Return the rows of sounds, one after the other.
+
+    Each runs alone: beside a longer one the tower would hear a sound of less than a second otherwise.
+    """
+    lengths = [torch.tensor(grid, device=one.device) for one, grid in zip(spectrograms, grids, strict=True)]
+    heard = [tower(one, feature_lens=own, return_dict=True) for one, own in zip(spectrograms, lengths, strict=True)]
+    return [torch.cat([one.pooler_output for one in heard])]
+
+
+VISUAL, AUDIO_TOWER = "visual", "audio_tower"
+_RUNS: dict[str, Callable[[torch.nn.Module, Sequence[Tensor], Sequence[Grid]], list[Tensor]]] = {
+    VISUAL: _see,
+    AUDIO_TOWER: _hear,
+}
+"""The towers by name, which is that of Hugging Face's modules."""
+TOWER_OF_KIND = {IMAGE: VISUAL, VIDEO: VISUAL, AUDIO: AUDIO_TOWER}
+"""Name of the tower for each kind of media."""

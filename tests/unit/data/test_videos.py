@@ -197,9 +197,12 @@ def test_items_have_every_form() -> None:
         ({"prompt": "<video><|video_pad|>", "videos": ["b.mp4"]}, "has 2 video tokens (id 261) for 1 videos after"),
         (
             {"prompt": [{"role": "user", "content": [{"type": "video", "video": "b.mp4", "fps": 1}]}]},
-            "which videos don't",
+            "which parts of type video don't",
         ),
-        ({"prompt": [{"role": "user", "content": [{"type": "audio", "audio": "a"}]}]}, "relaxd reads only images and"),
+        (
+            {"prompt": [{"role": "user", "content": [{"type": "audio", "audio": "a"}]}]},
+            "has media of type audio, but data.media_keys doesn't say so",
+        ),
     ],
 )
 def test_wrong_videos_are_named_with_their_row(row: Any, complaint: str) -> None:
@@ -220,14 +223,16 @@ def test_long_videos_are_prompts_that_are_too_long() -> None:
 def test_videos_that_the_settings_do_not_name_are_refused() -> None:
     write_rows({"prompt": [{"role": "user", "content": [{"type": "video", "video": "b.mp4"}]}]})
     for keys in ("{}", '{image = "images"}'):
-        with pytest.raises(DataError, match=r"line 1 has videos, but data.media_keys doesn't say so: set .*video = "):
+        with pytest.raises(
+            DataError, match=r"line 1 has media of type video, but data.media_keys doesn't say so: set .*video = "
+        ):
             load_data(load_file(Path("run.toml"), [f"--data.media_keys={keys}"]))
 
 
 @pytest.mark.parametrize(
     ("file", "changes", "complaint"),
     [
-        ("config.json", {"model_type": "qwen2_5_vl"}, "of type 'qwen2_5_vl', which sees no video here: qwen3_vl, "),
+        ("config.json", {"model_type": "qwen2_5_vl"}, "of type 'qwen2_5_vl', which takes no video here: qwen3_vl, "),
         ("config.json", {"video_token_id": None}, "is damaged|lacks the ids"),
         ("video_preprocessor_config.json", {"patch_size": 14}, "has patch_size 14, but images have 16"),
         ("video_preprocessor_config.json", {"image_mean": [0, 0, 0]}, r"has image_mean \[0, 0, 0\], but images have"),

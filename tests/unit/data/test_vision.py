@@ -157,10 +157,10 @@ def test_the_digest_of_data_changes_with_an_image_file() -> None:
     [
         (
             ['--rollout.engine="sglang_external"'],
-            'rollout.engine: = "sglang_external", which sees no images (data.media_keys): "transformers" or "sglang" d',
+            'rollout.engine: = "sglang_external", which takes no image (data.media_keys): "transformers" or "sglang" d',
         ),
         (["--data.max_prompt_tokens=80"], "rows.jsonl line 1 has 87 tokens, more than data.max_prompt_tokens = 80"),
-        (["--data.media_keys={}"], "rows.jsonl line 1 has images, but data.media_keys doesn't say so"),
+        (["--data.media_keys={}"], "rows.jsonl line 1 has media of type image, but data.media_keys"),
         (
             ["--agent.function=package.module:solve"],
             'data.media_keys: is set, but agent.function is "package.module:solve": programs and functions get no im',

@@ -123,10 +123,10 @@ def test_an_image_token_in_an_answer_is_a_token_like_any_other() -> None:
 @pytest.mark.parametrize(
     ("begins", "complaint"),
     [
-        ([0, 4], "has other tokens among those of the image that begins at token 0"),
-        ([1, 8], "has other tokens among those of the image that begins at token 8"),
-        ([6, 1], "has an image that begins at token 1, before token 10, where the last one ends"),
-        ([1, 3], "has an image that begins at token 3, before token 5"),
+        ([0, 4], "has other tokens among those of the item that begins at token 0"),
+        ([1, 8], "has other tokens among those of the item that begins at token 8"),
+        ([6, 1], "has an item that begins at token 1, before token 10, where the last one ends"),
+        ([1, 3], "has an item that begins at token 3, before token 5"),
     ],
 )
 def test_places_that_are_not_those_of_the_images_are_refused(begins: list[int], complaint: str) -> None:
@@ -138,15 +138,15 @@ def test_a_video_has_no_single_place() -> None:
     with_video = ImageTokens(9, 2, video=8, start=6, end=7)
     tokens = np.array([1, 6, 8, 7, 6, 8, 7, 9])
     assert lay_out(tokens, [(2, 2, 2), (1, 2, 2)], with_video).modality.tolist() == [0, 0, 2, 0, 0, 2, 0, 1]
-    with pytest.raises(MediaError, match="has 2 begins of images, but its items have 3 images and frames"):
+    with pytest.raises(MediaError, match="has 2 begins of items, but its items have 3 images, frames and sounds"):
         lay_out(tokens, [(2, 2, 2), (1, 2, 2)], with_video, begins=[2, 7])
 
 
 @pytest.mark.parametrize(
     ("tokens", "grids", "complaint"),
     [
-        ([1, 9, 9], [(1, 4, 4)], "has 2 tokens of images and video, but its items have 4"),
-        ([9, 9, 1, 9, 9], [(1, 4, 4)], "has other tokens among those of the image that begins at token 0"),
+        ([1, 9, 9], [(1, 4, 4)], "has 2 tokens of media, but its items have 4"),
+        ([9, 9, 1, 9, 9], [(1, 4, 4)], "has other tokens among those of the item that begins at token 0"),
     ],
 )
 def test_tokens_that_are_not_those_of_the_images_are_refused(tokens: Any, grids: Any, complaint: str) -> None:

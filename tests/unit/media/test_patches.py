@@ -32,7 +32,10 @@ def test_patches_are_transformers_bit_for_bit(
     for number, (width, height) in enumerate([(100, 60), (33, 200), (640, 480)]):
         image = picture(width, height, number)
         found = normalise_image(encoded(image), rule)
-        pixels = MediaCache(1).load([found.sha256], lambda hashes, png=found.png: dict.fromkeys(hashes, png))  # type: ignore[misc]
+        pixels = MediaCache(1).load(
+            {found.sha256: "image"},
+            lambda hashes, png=found.png: dict.fromkeys(hashes, png),  # type: ignore[misc]
+        )
         ours = patches(pixels[found.sha256], rule, found.size.grid, mean, std, times)
         theirs = processor([image], return_tensors="np")["pixel_values"]
         assert ours.dtype == theirs.dtype == np.float32
@@ -49,18 +52,18 @@ def test_a_cache_fetches_what_it_lacks_at_once_and_keeps_what_was_used_last() ->
         return {name: images[name].png for name in hashes if name in images}
 
     cache = MediaCache(2 * 64 * 64 * 3)
-    found = cache.load([first, second, first], fetch)
+    found = cache.load(dict.fromkeys([first, second], "image"), fetch)
     assert asked == [[first, second]]
     assert found[first].shape == (64, 64, 3)
     assert found[first].dtype == np.uint8
-    cache.load([first], fetch)
-    cache.load([third], fetch)  # in the place of the second
-    cache.load([first, third], fetch)
+    cache.load({first: "image"}, fetch)
+    cache.load({third: "image"}, fetch)  # in the place of the second
+    cache.load(dict.fromkeys([first, third], "image"), fetch)
     assert asked == [[first, second], [third]]
-    cache.load([second], fetch)
+    cache.load({second: "image"}, fetch)
     assert asked[2:] == [[second]]
     with pytest.raises(MediaError, match="image abc isn't there any more"):
-        cache.load(["abc"], fetch)
+        cache.load({"abc": "image"}, fetch)
 
 
 def test_columns_have_each_image_once() -> None:

@@ -54,6 +54,11 @@ def user(*parts: Any) -> list[dict[str, Any]]:
             user(IMAGE, IMAGE, IMAGE),
             [("a", '"images"[0]'), ("b", '"prompt"[0].content[1]'), ("c", '"images"[1]')],
         ),
+        (
+            {"prompt": user({"type": "input_audio", "input_audio": {"data": "abc", "format": "wav"}}, text("a"))},
+            user({"type": "audio"}, text("a")),
+            [("abc", '"prompt"[0].content[0]')],
+        ),
         ({"prompt": user(text("a"), "b")}, [{"role": "user", "content": "ab"}], []),
     ],
 )
@@ -87,10 +92,13 @@ def test_prompts_that_differ_in_an_image_are_different_ones() -> None:
         ),
         ({"prompt": "<image>"}, 'than "images" has items (0; rows without that column have 0)'),
         ({"prompt": "none", "images": ["a"]}, '"images" has 1 items, but the prompt has 0 placeholders <image>'),
-        ({"prompt": user({"type": "input_audio", "input_audio": {}})}, "is of type audio: of media"),
+        ({"prompt": user({"type": "input_audio", "input_audio": {}})}, "has no item: add it"),
         ({"prompt": user({"type": "file"})}, '"prompt"[0].content[0] is a part of type "file": there are only text'),
         ({"prompt": user(7)}, '"prompt"[0].content[0] is no part: there are only text'),
-        ({"prompt": user({"type": "image", "max_pixels": 9})}, "has 'max_pixels', which images don't have"),
+        (
+            {"prompt": user({"type": "image", "max_pixels": 9})},
+            "has 'max_pixels', which parts of type image don't have",
+        ),
         (
             {"prompt": [{"role": "assistant", "content": "<image>"}], "images": ["a"]},
             '"prompt"[0].content has media in a message of the assistant',
@@ -98,6 +106,6 @@ def test_prompts_that_differ_in_an_image_are_different_ones() -> None:
     ],
 )
 def test_wrong_places_are_refused(row: Any, complaint: str) -> None:
-    with pytest.raises(ValueError, match=r"image|media|part") as caught:
+    with pytest.raises(ValueError, match=r"image|media|part|item") as caught:
         IMAGES.example(row, "line 1")
     assert complaint in str(caught.value)

@@ -11,7 +11,7 @@ from transformers.models.qwen3_vl.video_processing_qwen3_vl import Qwen3VLVideoP
 from transformers.video_utils import VideoMetadata
 
 from relaxd.media import MediaError, VideoRule, measure_video, normalise_video, patches, videos
-from relaxd.media.cache import decode_png
+from relaxd.media.images import decode_png
 from relaxd.media.prompt_media import PromptMedia, with_references
 from relaxd.rewards import RewardInput
 from tests.kit.vision import clip, encoded, encoded_clip

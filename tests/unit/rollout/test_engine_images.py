@@ -138,12 +138,12 @@ def test_a_request_whose_images_are_wrong_fails_alone(harness: Harness, vision: 
     many = PromptMedia.of(normal_media(vision, [picture(96, 192)]))  # three frames for one time
     three = PromptMedia(({**many.records[0], "grid": [1, 4, 6]},), many.contents)
     wrong = {
-        "more tokens": ([*prompt, vision.tokens.token], media, "tokens of images and video, but its items have"),
-        "other": (prompt, other, "tokens of images and video, but its items have"),
+        "more tokens": ([*prompt, vision.tokens.token], media, "tokens of media, but its items have"),
+        "other": (prompt, other, "tokens of media, but its items have"),
         "cut": (prompt, PromptMedia(media.records, media.contents[:-1]), "bytes of media, but prompt_media says"),
         "broken": (prompt, PromptMedia(media.records, b"x" * len(media.contents)), "can't be used: cannot identify"),
         "grid": (prompt, misfit, "don't fit its grid"),
-        "none": (prompt, none, "grid [0, 4, 6]: each number must be at least 1"),
+        "none": (prompt, none, "grid [0, 4, 6]: it must have 1 or 3 numbers of at least 1"),
         "three": (prompt, three, "has 3 frames for each of its times: a video has 2"),
     }
     for name, (tokens, given, _) in wrong.items():

@@ -1,5 +1,6 @@
-"""The pictures and videos of examples, and the tiny models that learn to see them."""
+"""The pictures, videos and sounds of examples, and the tiny models that learn from them."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -8,15 +9,17 @@ from transformers import AutoTokenizer
 
 from relaxd.config import DataConfig
 from relaxd.data.vision import read_vision
-from relaxd.media import measure_image, measure_video, normalise_image, normalise_video
-from relaxd.tools import digits_beginner, dots_beginner
+from relaxd.media import measure_image, measure_video, normalise_image, normalise_sound, normalise_video
+from relaxd.tools import digits_beginner, dots_beginner, pitches_beginner
 from relaxd.tools.digit_pictures import DigitPictures
 from relaxd.tools.moving_dots import MovingDots
 from relaxd.tools.sight_beginner import Task, make
+from relaxd.tools.tone_pitches import TonePitches
 
 SOURCES: dict[str, tuple[Any, Task]] = {
     "images": (DigitPictures, digits_beginner.TASK),
     "videos": (MovingDots, dots_beginner.TASK),
+    "sounds": (TonePitches, pitches_beginner.TASK),
 }
 
 
@@ -40,7 +43,7 @@ def test_blank_items_are_all_the_same_one_beside_the_same_answers(column: str) -
         assert len({str(items[index][column]) for index in range(20)}) == 1
 
 
-def made(folder: Path, task: Task) -> Any:
+def made(folder: Path, task: Task, make: Callable[..., None] = make) -> Any:
     """Make a model, whose tokenizer must have a token for each answer; returns its rules."""
     make(folder, task, updates=1)
     tokenizer = AutoTokenizer.from_pretrained(folder)
@@ -61,3 +64,9 @@ def test_a_video_has_two_times_of_four_tokens(tmp_path: Path) -> None:
     size = measure_video(video, rule)
     assert (size.tokens, size.times, size.normal) == (8, (0.25, 1.25), (32, 32))
     assert normalise_video(video, rule).size == size
+
+
+def test_a_sound_has_five_tokens(tmp_path: Path) -> None:
+    rule = made(tmp_path, pitches_beginner.TASK, pitches_beginner.make).sound
+    (tone,) = TonePitches(1)[0]["sounds"]
+    assert (normalise_sound(tone, rule).size.tokens, rule.mels) == (5, pitches_beginner.BANDS)

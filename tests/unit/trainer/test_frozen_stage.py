@@ -284,7 +284,7 @@ def test_images_of_a_prompt_reach_the_model(board: Board, tmp_path: Path) -> Non
     (row,) = seen
     assert row.images is not None
     assert [one.sha256 for one in row.images.images] == [image.sha256]
-    assert row.images.images[0].pixels.shape == (64, 64, 3)
+    assert row.images.images[0].values.shape == (64, 64, 3)
     assert row.positions.shape == (3, len(row.tokens))
 
 

@@ -89,7 +89,7 @@ class ControlledScheduler(Scheduler):
                 # SGLang keeps room for some tokens to generate, and takes only what is shorter than this.
                 self.max_req_input_len = self.model_config.context_len + 1
             self.tokenizer = RequestTokenizer(self.server_args.tokenizer_path, self.model_config.vocab_size)
-            if (vision := read_model_vision(Path(self.server_args.model_path))) is not None:
+            if (vision := read_model_vision(Path(self.server_args.model_path), "sglang")) is not None:
                 take_cut_patches(runner.model, vision, device)
             ControlHandlers(self).serve()
         except Exception as error:

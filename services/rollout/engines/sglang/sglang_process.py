@@ -90,7 +90,7 @@ class SGLangProcess(EngineProcess):
         launched: "Future[engine_pb2.LoadResponse]",
     ) -> None:
         try:
-            vision = read_model_vision(Path(folder))
+            vision = read_model_vision(Path(folder), "sglang")
             if vision is not None and config.sglang.get("rl_on_policy_target"):
                 raise OptionError(
                     "rollout.sglang.rl_on_policy_target is set, but SGLang then gives images the positions of text: "

@@ -226,7 +226,7 @@ def _forward(
 ) -> torch.Tensor:
     """Append `ids` [rows, new] to the cache and return the logits [rows, vocabulary] after the last one.
 
-    `offsets` are added to the positions of each row's tokens, but those of prompts with images (`seen`, of all rows,
+    `offsets` are added to the positions of each row's tokens, but those of prompts with media (`seen`, of all rows,
     when prompts are read) have positions of their own.
     """
     start = cache.get_seq_length()
@@ -249,10 +249,10 @@ def _forward(
         "use_cache": True,
     }
     with torch.inference_mode():
-        if with_images:
-            language_model: Any = model.model.language_model
-            hidden = language_model(**embed(model, ids, seen, paddings), **arguments).last_hidden_state
-            logits: torch.Tensor = model.lm_head(hidden[:, -1])
+        language_model: Any = getattr(model.model, "language_model", None)
+        if language_model is None:
+            logits: torch.Tensor = model(input_ids=ids.to(device), logits_to_keep=1, **arguments).logits[:, -1]
         else:
-            logits = model(input_ids=ids.to(device), logits_to_keep=1, **arguments).logits[:, -1]
+            inputs = embed(model, ids, seen, paddings) if with_images else {"input_ids": ids.to(device)}
+            logits = model.lm_head(language_model(**inputs, **arguments).last_hidden_state[:, -1])
     return logits

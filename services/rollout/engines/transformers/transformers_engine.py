@@ -35,7 +35,7 @@ from services.rollout.engines.request_types import (
 )
 from services.rollout.engines.transformers.batch import Batch, RunningSample
 from services.rollout.engines.transformers.sampling import choose_tokens, likeliest_tokens
-from services.rollout.engines.transformers.vision import TOWER
+from services.rollout.engines.transformers.vision import TOWERS
 
 logger = logging.getLogger(__name__)
 
@@ -43,7 +43,7 @@ logger = logging.getLogger(__name__)
 class ParameterMemory:
     """The memory of a model's parameters. Tied parameters stay tied.
 
-    Those of a vision tower are kept, because a trainer that doesn't train it never sends them.
+    Those of towers are kept, because a trainer that doesn't train them never sends them.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -59,7 +59,7 @@ class ParameterMemory:
         """Free the parameters' memory, with their values. The model is unusable until `restore`."""
         if self.released:
             return
-        towers = {id(parameter) for name, parameter in self._model.named_parameters() if name.startswith(TOWER)}
+        towers = {id(parameter) for name, parameter in self._model.named_parameters() if name.startswith(TOWERS)}
         for parameter in self._model.parameters():
             if id(parameter) in towers:
                 continue

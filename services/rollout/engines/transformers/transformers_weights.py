@@ -1,7 +1,7 @@
 """Receiving weights into a transformers model."""
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from transformers import PreTrainedModel
@@ -11,7 +11,7 @@ from relaxd.weights.sent_buckets import checksum
 from relaxd.weights.weight_group import Transfer, WeightGroup
 from services.rollout.engines.request_types import Version
 from services.rollout.engines.transformers.transformers_engine import TransformersEngine
-from services.rollout.engines.transformers.vision import TOWER
+from services.rollout.engines.transformers.vision import TOWERS
 
 
 def named_parameters(model: PreTrainedModel) -> dict[str, torch.Tensor]:
@@ -19,7 +19,23 @@ def named_parameters(model: PreTrainedModel) -> dict[str, torch.Tensor]:
     tensors: dict[str, torch.Tensor] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         tensors |= _expert_views(name, parameter.data) or {name: parameter.data}
-    return tensors
+    of_files = _FILE_NAMES.get(model.config.model_type, {})
+    return {_renamed(name, of_files): tensor for name, tensor in tensors.items()}
+
+
+_FILE_NAMES: Mapping[str, Mapping[str, str]] = {
+    "qwen3_omni_moe_thinker": {
+        "model.language_model.": "thinker.model.",
+        "model.": "thinker.",
+        "lm_head.": "thinker.lm_head.",
+    }
+}
+"""Beginnings of names in files by those in the model, by type of model. transformers changes them when it reads."""
+
+
+def _renamed(name: str, beginnings: Mapping[str, str]) -> str:
+    found = next((old for old in beginnings if name.startswith(old)), "")
+    return beginnings.get(found, "") + name.removeprefix(found)
 
 
 def _expert_views(name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -39,7 +55,7 @@ def _expert_views(name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
 def check_manifest(model: PreTrainedModel, buckets: Sequence[TensorBucket]) -> None:
     """Raise ManifestMismatch unless the buckets have every weight of the model and nothing else.
 
-    A vision tower may be left out as a whole: a trainer that doesn't train it doesn't send it.
+    Towers may be left out as a whole: a trainer that doesn't train them doesn't send them.
     """
     parameters = named_parameters(model)
     received: set[int] = set()
@@ -54,7 +70,8 @@ def check_manifest(model: PreTrainedModel, buckets: Sequence[TensorBucket]) -> N
                 )
             received.add(parameter.data_ptr())
     missing = [name for name, parameter in parameters.items() if parameter.data_ptr() not in received]
-    if missing and missing != [name for name in parameters if name.startswith(TOWER)]:
+    towers = {parameter.data_ptr() for name, parameter in model.named_parameters() if name.startswith(TOWERS)}
+    if missing and missing != [name for name, parameter in parameters.items() if parameter.data_ptr() in towers]:
         raise ManifestMismatch(f"{missing[0]}: the manifest does not have this tensor")
 
 

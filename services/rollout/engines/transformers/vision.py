@@ -1,61 +1,90 @@
-"""Images of prompts on their way into a transformers model: embeddings with the rows of its vision tower."""
+"""Media of prompts on their way into a transformers model: embeddings with the rows of its towers."""
 
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
-from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    PreTrainedModel,
+    Qwen3OmniMoeThinkerForConditionalGeneration,
+)
 
 from relaxd.data.device_patches import normalised
+from relaxd.data.special_tokens import read_object
+from relaxd.data.spectrograms import spectrogram
 from relaxd.data.vision import VisionModel
 from relaxd.media import Grid
+from relaxd.media.layout import IMAGE, TEXT, VIDEO
 from services.rollout.engines.prompt_images import SeenPrompt, read_model_vision
 
-TOWER = "model.visual."
-"""Beginning of the names of the tower's parameters."""
+TOWERS = ("model.visual.", "model.audio_tower.")
+"""Beginnings of the names of towers' parameters."""
+THINKERS = {"qwen3_omni_moe": Qwen3OmniMoeThinkerForConditionalGeneration}
+"""Classes of the part of a model that writes text, for types of which it isn't all, as Qwen3-Omni has a talker, too."""
 
 
 def load_model(folder: Path, dtype: torch.dtype) -> tuple[PreTrainedModel, VisionModel | None]:
-    """Return a model, and its rules for images if it sees any. Raises DataError: the rules are missing or damaged."""
-    vision = read_model_vision(folder)
-    kind = AutoModelForCausalLM if vision is None else AutoModelForImageTextToText
+    """Return a model, and its rules for media if it takes any. Raises DataError: the rules are missing or damaged."""
+    vision = read_model_vision(folder, "transformers")
+    usual = AutoModelForCausalLM if vision is None else AutoModelForImageTextToText
+    kind: Any = THINKERS.get(read_object(folder / "config.json").get("model_type"), usual)
     return kind.from_pretrained(folder, dtype=dtype).eval(), vision
 
 
 def embed(
     model: PreTrainedModel, ids: torch.Tensor, prompts: Sequence[SeenPrompt | None], paddings: Sequence[int]
 ) -> dict[str, Any]:
-    """Return the language model's inputs for ids [rows, T]: embeddings, with those of images in their places.
+    """Return the language model's inputs for ids [rows, T]: embeddings, with those of media in their places.
 
-    The tower sees each image once. Images are in their places in the prompt, not where the image token is: an answer
-    that goes on may have that token, too.
+    The towers get each item once. Items are in their places in the prompt, not where tokens of media are: an answer
+    that goes on may have these, too.
     """
+    body: Any = model.model
+    order: list[str] = []
+    seen_order: list[str] = []
+    mask, seen_mask = (torch.zeros(ids.shape, dtype=torch.bool) for _ in range(2))
+    rows: dict[str, torch.Tensor] = {}
     grids: dict[str, Grid] = {}
     patches: dict[str, torch.Tensor] = {}
-    order: list[str] = []
-    mask = torch.zeros(ids.shape, dtype=torch.bool)
     for row, prompt in enumerate(prompts):
-        if prompt is not None:
-            grids |= zip(prompt.hashes, prompt.grids, strict=True)
-            cut = {name: torch.from_numpy(one).to(model.device) for name, one in prompt.patches.items()}
-            patches |= {name: normalised(one, prompt.vision) for name, one in cut.items()}
-            order += prompt.hashes
-            begin = paddings[row]
-            mask[row, begin : begin + len(prompt.layout.tokens)] = torch.from_numpy(prompt.layout.modality != 0)
-    pixels = torch.cat(list(patches.values()))
-    thw = torch.tensor([grids[name] for name in patches])
-    body: Any = model.model
-    found = body.get_image_features(pixels, thw.to(model.device), return_dict=True)
-    places = {name: place for place, name in enumerate(patches)}
-
-    def rows(features: Sequence[torch.Tensor]) -> torch.Tensor:
-        return torch.cat([features[places[name]] for name in order])
-
+        if prompt is None:
+            continue
+        order += prompt.hashes
+        seen_order += [name for name in prompt.hashes if name in prompt.patches]
+        grids |= zip(prompt.hashes, prompt.grids, strict=True)
+        cut = {name: torch.from_numpy(one).to(model.device) for name, one in prompt.patches.items()}
+        patches |= {name: normalised(one, prompt.vision) for name, one in cut.items()}
+        rows |= {name: _heard(body, one, prompt) for name, one in prompt.sounds.items() if name not in rows}
+        own = slice(paddings[row], paddings[row] + len(prompt.layout.tokens))
+        mask[row, own] = torch.from_numpy(prompt.layout.modality != TEXT)
+        seen_mask[row, own] = torch.from_numpy(np.isin(prompt.layout.modality, (IMAGE, VIDEO)))
+    deepstack = None
+    if patches:
+        thw = torch.tensor([grids[name] for name in patches], device=model.device)
+        found = body.get_image_features(torch.cat(list(patches.values())), thw, return_dict=True)
+        rows |= zip(patches, found.pooler_output, strict=True)
+        places = {name: place for place, name in enumerate(patches)}
+        deepstack = [torch.cat([one[places[name]] for name in seen_order]) for one in found.deepstack_features]
     embeddings = body.get_input_embeddings()(ids.to(model.device))
-    embeddings[mask.to(model.device)] = rows(found.pooler_output).to(embeddings.dtype)
+    embeddings[mask.to(model.device)] = torch.cat([rows[name] for name in order]).to(embeddings.dtype)
     return {
         "inputs_embeds": embeddings,
-        "visual_pos_masks": mask.to(model.device),
-        "deepstack_visual_embeds": [rows(features) for features in found.deepstack_features],
+        "visual_pos_masks": seen_mask.to(model.device),
+        "deepstack_visual_embeds": deepstack,
     }
+
+
+def _heard(body: Any, samples: np.ndarray, prompt: SeenPrompt) -> torch.Tensor:
+    """Return the tower's rows of a sound.
+
+    It is alone: beside a longer one the tower would hear a sound of less than a second otherwise.
+    """
+    assert prompt.vision.sound is not None  # or the prompt would have been refused
+    features = spectrogram(samples, prompt.vision.sound).to(body.device, body.dtype)
+    lengths = torch.tensor([features.shape[1]], device=body.device)
+    rows: torch.Tensor = body.audio_tower(features, feature_lens=lengths, return_dict=True).last_hidden_state
+    return rows

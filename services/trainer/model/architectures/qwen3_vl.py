@@ -2,43 +2,73 @@
 
 import json
 from dataclasses import replace
+from typing import Any
 
-from services.trainer.model.architecture import Architecture, ModelError, VisionArchitecture
+from services.trainer.model.architecture import Architecture, ModelError, TowerArchitecture
 from services.trainer.model.family import Config, Family, decoder
+from services.trainer.model.tower_outputs import VISUAL
 
 SECTIONS = (24, 20, 20)
 """Default of `mrope_section`."""
-DEEPSTACK = (8, 16, 24)
-"""Default of `deepstack_visual_indexes`: layers of the tower, as many as layers of the decoder get its rows."""
+OUTPUT = "out_hidden_size"
+"""Field of the width of the vision tower's rows, which is 3584 by default."""
 
 
 def read(config: Config) -> Architecture:
     """Read a config.json of this family, whose decoder is `text_config`."""
     text = {"num_key_value_heads": 32, "head_dim": 128, "rope_theta": 500000.0, **config["text_config"]}
+    shape = multimodal(config, text)
+    source = "qwen3_vl.modeling_qwen3_vl:Qwen3VLVisionModel"
+    return replace(shape, towers=(tower(shape, config, "vision_config", OUTPUT, VISUAL, "model.", source),))
+
+
+def multimodal(config: Config, text: Config, **switches: Any) -> Architecture:
+    """Read a decoder with interleaved M-RoPE.
+
+    Args:
+        config: the model's configuration.
+        text: that of the decoder.
+        switches: further fields of `Architecture`.
+
+    Raises:
+        ModelError: `mrope_section` doesn't fit the heads.
+    """
     # transformers ties by the outer configuration.
-    text |= {"model_type": config["model_type"], "tie_word_embeddings": config.get("tie_word_embeddings", False)}
+    text = {**text, "model_type": config["model_type"], "tie_word_embeddings": config.get("tie_word_embeddings", False)}
     bias = text.get("attention_bias", False)
-    shape = decoder(text, qk_norm=True, qkv_bias=bias, output_bias=bias)
+    shape = decoder(text, qk_norm=True, qkv_bias=bias, output_bias=bias, **switches)
     sections = tuple(shape.rope.parameters.get("mrope_section", SECTIONS))
     if len(sections) != 3 or sum(sections) != shape.head_size // 2:
         raise ModelError(
             f"mrope_section is {list(sections)}: it must have three numbers that add up to half of head_dim, which is "
             f"{shape.head_size}"
         )
-    eyes = {"out_hidden_size": 3584, "patch_size": 16, "spatial_merge_size": 2, **config["vision_config"]}
-    if eyes["out_hidden_size"] != shape.hidden_size:
+    return replace(shape, rope=replace(shape.rope, sections=sections))
+
+
+def tower(
+    shape: Architecture, config: Config, section: str, output: str, name: str, prefix: str, source: str
+) -> TowerArchitecture:
+    """Read a tower.
+
+    Args:
+        shape: the decoder.
+        config: the configuration that has the tower's section.
+        section: name of the section.
+        output: the section's field with the width of the tower's rows.
+        name: `TowerArchitecture.name`.
+        prefix: `TowerArchitecture.prefix`.
+        source: `TowerArchitecture.source`.
+
+    Raises:
+        ModelError: the rows aren't as wide as the decoder.
+    """
+    own = config[section]
+    if (width := own.get(output, 3584)) != shape.hidden_size:
         raise ModelError(
-            f"vision_config.out_hidden_size is {eyes['out_hidden_size']}: it must be the decoder's hidden_size, which "
-            f"is {shape.hidden_size}"
+            f"{section}.{output} is {width}: it must be the decoder's hidden_size, which is {shape.hidden_size}"
         )
-    vision = VisionArchitecture(
-        config=json.dumps(config["vision_config"]),
-        image_token=config["image_token_id"],
-        patch=eyes["patch_size"],
-        merge=eyes["spatial_merge_size"],
-        deepstack=len(eyes.get("deepstack_visual_indexes", DEEPSTACK)),
-    )
-    return replace(shape, rope=replace(shape.rope, sections=sections), vision=vision)
+    return TowerArchitecture(name, prefix, source, json.dumps(own))
 
 
 FAMILY = Family(read, prefix="model.language_model.")

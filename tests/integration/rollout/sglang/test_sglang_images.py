@@ -142,7 +142,7 @@ def test_requests_whose_images_are_wrong_fail_alone(engine: EngineRunner, checke
     prompt, media = prompt_with_images(checker.vision, PICTURES[:1])
     other = prompt_with_images(checker.vision, PICTURES[1:2])[1]
     wrong = {
-        "tokens of images and video, but its items have": (prompt, other),
+        "tokens of media, but its items have": (prompt, other),
         "bytes of media, but prompt_media says": (prompt, PromptMedia(media.records, media.contents[:-1])),
         "can't be used: cannot identify": (prompt, PromptMedia(media.records, b"x" * len(media.contents))),
     }

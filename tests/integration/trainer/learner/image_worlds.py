@@ -8,12 +8,13 @@ from typing import Any
 import numpy as np
 
 from relaxd.data.vision import VisionModel, read_vision
-from relaxd.media.cache import decode_png
+from relaxd.media import MEDIA_KINDS
 from tests.integration.trainer.trainer_worlds import Job as LearnerJob
 from tests.integration.trainer.trainer_worlds import copied, make_learner
-from tests.kit.vision import Item, clip, expand_media, normal_media, picture
+from tests.kit.sounds import sound
+from tests.kit.vision import Item, clip, expand_media, mark_of, normal_media, picture
 
-PROMPTS: tuple[tuple[tuple[int, ...], ...], ...] = (
+PROMPTS: tuple[tuple[tuple[float, ...], ...], ...] = (
     ((64, 64),),
     (),
     ((100, 60), (40, 200), (200, 150)),
@@ -22,27 +23,35 @@ PROMPTS: tuple[tuple[tuple[int, ...], ...], ...] = (
 )
 """Width and height of each prompt's images in pixels, with a number of frames that of a video. The first and the fourth
 prompt have the same tokens, but other pictures."""
+HEARD: tuple[tuple[tuple[float, ...], ...], ...] = (
+    ((1.31,),),
+    (),
+    ((100, 60), (0.43,), (1.1,)),
+    ((1.31,),),
+    ((2.05,), (64, 96), (1.31,)),
+)
+"""The same for a model that hears: one number is the length of a sound in seconds."""
 ANSWERS = 2
 
 
 def make_samples(
-    vision: VisionModel, prompts: Sequence[Sequence[tuple[int, ...]]] = PROMPTS, *, swapped: bool = False
+    vision: VisionModel, prompts: Sequence[Sequence[tuple[float, ...]]] = (), *, swapped: bool = False
 ) -> list[Any]:
-    """Two samples a prompt; in the second one's answer an image token was sampled.
+    """Two samples a prompt; in the second one's answer a token of media was sampled.
 
-    With `swapped`, the first two frames of videos change their places.
+    With `swapped`, the first two frames of videos change their places, and sounds are others of the same lengths.
     """
     from services.trainer.batch.micro_batch import TrainSequence
     from services.trainer.batch.prompt_images import Image, SequenceImages
 
-    rng, token = np.random.default_rng(0), vision.tokens.token
+    rng = np.random.default_rng(0)
+    token = vision.tokens.token if vision.sound is None else vision.tokens.audio
     samples = []
-    for number, sizes in enumerate(prompts):
+    for number, sizes in enumerate(prompts or (PROMPTS if vision.sound is None else HEARD)):
         items: list[Item] = [_item(*size, seed=number, swapped=swapped) for size in sizes]
         normal = normal_media(vision, items)
-        images = [Image(one.sha256, one.size.grid, decode_png(one.png)) for one in normal]
-        marks = (vision.tokens.video if one.kind == "video" else token for one in normal)
-        short = [65, 66, *(each for mark in marks for each in (258, mark, 259)), 67, 68, 69]
+        images = [Image(one.sha256, one.size.grid, MEDIA_KINDS[one.kind].open(one.content), one.kind) for one in normal]
+        short = [65, 66, *(each for one in normal for each in _marked(one.kind, vision)), 67, 68, 69]
         prompt = np.array(expand_media(short, normal, vision))
         laid_out = SequenceImages.of(prompt, images, vision.tokens) if images else None
         for answer in range(ANSWERS):
@@ -66,10 +75,19 @@ def make_samples(
     return samples
 
 
-def _item(width: int, height: int, frames: int = 0, *, seed: int, swapped: bool) -> Item:
+def _marked(kind: str, vision: VisionModel) -> tuple[int, int, int]:
+    """Return the token of a kind of media between its marks, as the template writes them."""
+    before, behind = (258, 259) if vision.sound is None else {"image": (261, 262), "audio": (263, 264)}[kind]
+    return before, mark_of(kind, vision), behind
+
+
+def _item(first: float, height: float = 0, frames: float = 0, *, seed: int, swapped: bool) -> Item:
+    if not height:
+        return sound(first, seed + 100 * swapped)
+    width, high = int(first), int(height)
     if not frames:
-        return picture(width, height, seed)
-    found = clip(frames, width, height, seed)
+        return picture(width, high, seed)
+    found = clip(int(frames), width, high, seed)
     return [found[1], found[0], *found[2:]] if swapped else found
 
 
@@ -82,7 +100,7 @@ class Job:
     plain_positions: bool = False
     """Give tokens of media the positions of text: a control that must fail."""
     swapped: bool = False
-    """Swap two frames of the videos: another control."""
+    """Swap two frames of the videos, or have other sounds: another control."""
     steps: int = 1
     save: Path | None = None
 

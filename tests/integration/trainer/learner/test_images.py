@@ -88,8 +88,8 @@ def reference(folder: Path) -> tuple[np.ndarray, dict[str, torch.Tensor]]:
 
 def _item(image: SeenImage) -> Item:
     """Return an item as the data had it, but in its normal size."""
-    height = image.pixels.shape[1] * image.grid[1] // image.grid[2]
-    frames = [PIL.Image.fromarray(one) for one in np.split(image.pixels, len(image.pixels) // height)]
+    height = image.values.shape[1] * image.grid[1] // image.grid[2]
+    frames = [PIL.Image.fromarray(one) for one in np.split(image.values, len(image.values) // height)]
     return frames if len(frames) > 1 else frames[0]
 
 

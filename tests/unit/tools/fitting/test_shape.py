@@ -15,7 +15,7 @@ from services.trainer.batch import micro_batch_division, step_plan
 from services.trainer.learner import logprobs
 from services.trainer.model import architectures
 from services.trainer.model.architectures import read_architecture
-from services.trainer.model.vision_tower import tower_shapes
+from services.trainer.model.towers import tower_shapes
 from tests.integration.trainer.trainer_worlds import KINDS
 from tests.unit.tools.fitting.models import write_config
 
@@ -36,10 +36,12 @@ def check(folder: Path) -> None:
     assert (ours.hidden, ours.ffn, ours.vocabulary, ours.tied) == tuple(getattr(theirs, name) for name in sizes)
     for name in ("model_type", "layers", "heads", "kv_heads", "head_size", "qk_norm", "qkv_bias", "output_bias"):
         assert getattr(ours, name) == getattr(theirs, name), name
-    assert (ours.vision is None) == (theirs.vision is None)
-    if ours.vision is not None and theirs.vision is not None:
-        assert ours.vision.parameters == sum(math.prod(shape) for shape in tower_shapes(theirs.vision).values())
-        assert (ours.vision.merge, ours.vision.deepstack) == (theirs.vision.merge, theirs.vision.deepstack)
+    counts = {one.name: sum(math.prod(shape) for shape in tower_shapes(one).values()) for one in theirs.towers}
+    found_towers = {"visual": ours.vision, "audio_tower": ours.audio}
+    assert {name: tower.parameters for name, tower in found_towers.items() if tower is not None} == counts
+    if ours.vision is not None:
+        mergers = [name.partition("merger_list.")[2] for name in tower_shapes(theirs.towers[0])]
+        assert ours.vision.deepstack == len({name.partition(".")[0] for name in mergers if name})
     if theirs.experts is None:
         assert ours.experts is None
     else:
@@ -69,6 +71,10 @@ def test_fields_that_are_missing_have_the_trainers_defaults(tmp_path: Path, mode
     if model_type in SEEING:
         config = {"model_type": model_type, "text_config": config, "vision_config": {"out_hidden_size": 64}}
         config["image_token_id"] = 5
+    if model_type == "qwen3_omni_moe":
+        config["text_config"]["head_dim"] = 128
+        audio = {"output_dim": 64}
+        config = {"model_type": model_type, "thinker_config": {**config, "audio_config": audio, "audio_token_id": 6}}
     (tmp_path / "config.json").write_text(json.dumps(config))
     check(tmp_path)
 

@@ -85,7 +85,7 @@ def test_a_group_is_packed_with_each_image_once(vision: VisionModel) -> None:
     columns = columns_of(vision)
     row = pack(sequences(checked(columns, vision), vision))
     assert row.images is not None
-    assert [image.pixels.shape for image in row.images.images] == [(64, 64, 3), (64, 96, 3)]
+    assert [image.values.shape for image in row.images.images] == [(64, 64, 3), (64, 96, 3)]
     places = np.flatnonzero(columns["prompt_tokens"] == vision.tokens.token)
     np.testing.assert_array_equal(row.images.places, places)
     assert row.images.rows.tolist() == [*range(4), *range(4, 10), *range(4)]
@@ -107,7 +107,7 @@ def test_images_of_conversations_are_packed_where_they_are(vision: VisionModel) 
     group = checked(columns, vision)
     row = pack(sequences(group, vision))
     assert row.images is not None
-    assert [image.pixels.shape for image in row.images.images] == [(64, 64, 3), (64, 96, 3)]
+    assert [image.values.shape for image in row.images.images] == [(64, 64, 3), (64, 96, 3)]
     prompt, first = len(columns["prompt_tokens"]), int(columns["lengths"][0])
     second = prompt + first
     begins = (2, prompt + 3, second + 1, second + 6)
@@ -140,8 +140,8 @@ def shifted(columns: dict[str, Any]) -> dict[str, Any]:
     [
         (lambda own: own[0].append(3), "sequence_media is malformed: TypeError"),
         (lambda own: own[0][0].pop("begin"), "sequence_media is malformed: KeyError"),
-        (lambda own: own[0][0].update(begin=1), "sequence 0 has other tokens among those of the image that begins at"),
-        (lambda own: own[1][1].update(begin=2), "sequence 1 has an image that begins at token 2, before token 5"),
+        (lambda own: own[0][0].update(begin=1), "sequence 0 has other tokens among those of the item that begins at"),
+        (lambda own: own[1][1].update(begin=2), "sequence 1 has an item that begins at token 2, before token 5"),
         (lambda own: own[1][0].update(sha256="x"), "sequence_contents has no image x"),
         (lambda own: own.pop(), "sequence_media must be a list of 2 values"),
     ],
@@ -186,7 +186,7 @@ def test_rows_of_text_are_packed_as_before(vision: VisionModel) -> None:
         ({MEDIA_CONTENTS: np.zeros(7, np.int32)}, "media_contents must be an array .* of uint8"),
         ({PROMPT_MEDIA: [{"kind": "image"}]}, "prompt_media is malformed: KeyError"),
         ({PROMPT_MEDIA: 5}, "prompt_media is malformed: TypeError"),
-        ({"prompt_tokens": np.arange(9, dtype=np.int32)}, "has 0 tokens of images and video, but its items have 14"),
+        ({"prompt_tokens": np.arange(9, dtype=np.int32)}, "has 0 tokens of media, but its items have 14"),
         ({"shares_prompt": np.array([1, 0], np.uint8), "loss_mask": np.array([1, 1, 1, 0, 1], np.uint8)}, "sequence 1"),
     ],
 )
@@ -219,4 +219,4 @@ def test_a_step_file_keeps_what_a_replay_needs(vision: VisionModel, tmp_path: Pa
     np.testing.assert_array_equal(ours.positions, theirs.positions)
     for one, other in zip(ours.images.images, theirs.images.images, strict=True):
         assert one.sha256 == other.sha256
-        np.testing.assert_array_equal(one.pixels, other.pixels)
+        np.testing.assert_array_equal(one.values, other.values)

@@ -1,0 +1,251 @@
+"""Sounds in their normal form: one channel of 16-bit samples at the model's rate, stored as WAV.
+
+Their hash is that of their samples, so it tells apart whatever a decoder or a setting changes. PyAV (extra [video]),
+which brings FFmpeg, decodes files and changes rates. It is imported when the first sound is read.
+"""
+
+import hashlib
+import io
+import json
+import wave
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from relaxd.media.layout import sound_tokens
+from relaxd.media.placeholders import AUDIO
+from relaxd.media.sources import AAC_FRAMES, MP3_FRAMES, MP4_BOXES, MediaError, read_source
+
+if TYPE_CHECKING:
+    from av import AudioFrame
+
+FORM = "audio/1"
+"""Name of the normal form, part of every hash."""
+FORMATS = {
+    "wav": "WAV",
+    "flac": "FLAC",
+    "mp3": "MP3",
+    "ogg": "Ogg",
+    "aac": "AAC",
+    "mp4": "MP4 or QuickTime",
+    "matroska": "WebM or Matroska",
+}
+"""Formats that are decoded, by FFmpeg's names. It knows others that open further files or addresses."""
+MIN_RATE, MAX_RATE = 4_000, 384_000
+"""Range of the rates of sounds, in samples a second."""
+ARRAY, ARRAY_RATE = "array", "sampling_rate"
+"""Fields of a sound that is given by its samples, as the package datasets has them."""
+UNKNOWN_BYTES = 0xFFFFFFFF
+"""Size in the header of a WAV file that was written without knowing it."""
+
+
+@dataclass(frozen=True)
+class SoundRule:
+    """A model's rule for sound."""
+
+    max_seconds: float
+    """Maximum length. A longer sound is refused, not cut."""
+    rate: int = 16_000
+    """Samples a second."""
+    mels: int = 128
+    """Bands of the spectrogram that the tower gets."""
+    window: int = 400
+    """Samples of which a frame of the spectrogram is computed."""
+    hop: int = 160
+    """Samples from frame to frame."""
+
+
+@dataclass(frozen=True)
+class SoundSize:
+    """Sizes of a sound."""
+
+    original: tuple[int, int]
+    """Samples a second and channels of the file."""
+    samples: int
+    """Number of samples of the normal form."""
+    seconds: float
+    grid: tuple[int]
+    """Frames of its spectrogram."""
+    tokens: int
+    """Number of tokens that it takes in a prompt."""
+    times: tuple[float, ...] = ()
+    """Empty: no text says its times."""
+
+    @classmethod
+    def of(cls, rate: int, channels: int, samples: int, rule: SoundRule) -> Self:
+        """Return the sizes of a sound of normal samples. Raises MediaError: it is too short or too long."""
+        if samples < rule.window:
+            least = f"must have at least {rule.window} at {rule.rate:,} a second"
+            raise MediaError(f"has {samples} samples: a sound {least}")
+        seconds = samples / rule.rate
+        if seconds > rule.max_seconds:
+            raise _too_long(rule)
+        frames = samples // rule.hop
+        return cls((rate, channels), samples, seconds, (frames,), sound_tokens(frames))
+
+    @property
+    def shown(self) -> tuple[str, str, str]:
+        """The file's rate and channels, its length, and the number of samples."""
+        rate, channels = self.original
+        original = f"{rate:,} Hz, {channels} channel{'s' * (channels != 1)}"
+        return original, f"{self.samples:,} samples", f"{self.seconds:.2f} s"
+
+
+@dataclass(frozen=True)
+class NormalSound:
+    """A sound in its normal form."""
+
+    kind: ClassVar[str] = AUDIO
+    media_type: ClassVar[str] = "audio/wav"
+    content: bytes
+    """The samples, as WAV without anything else."""
+    sha256: str
+    """Hexadecimal digits of the hash of samples, form and rate."""
+    size: SoundSize
+
+
+def measure_sound(source: Any, rule: SoundRule) -> SoundSize:
+    """Return a sound's sizes. Raises MediaError, as `normalise_sound`.
+
+    It is decoded: headers of many formats don't tell the length.
+    """
+    return normalise_sound(source, rule).size
+
+
+def normalise_sound(source: Any, rule: SoundRule) -> NormalSound:
+    """Return a sound in its normal form: its channels are mixed, and its rate is changed.
+
+    Args:
+        source: an item in one of the forms of `read_source`, or {"array": samples from -1 to 1, [samples] or
+            [channels, samples], "sampling_rate": their number a second}.
+        rule: the model's.
+
+    Raises:
+        MediaError: it can't be read or decoded, has a wrong rate, or is too short or too long. The message continues a
+            sentence that names the item.
+    """
+    try:
+        import av
+    except ImportError as error:
+        raise MediaError("can't be read without the package av: pip install 'relaxd[video]'") from error
+    given = isinstance(source, Mapping) and source.get(ARRAY) is not None
+    frames = _of_array(source) if given else _of_file(read_source(source))
+    original, found, left = (0, 0), [np.zeros(0, np.int16)], rule.max_seconds * rule.rate
+    try:
+        resampler = av.AudioResampler(format="s16", layout="mono", rate=rule.rate)
+        for frame in frames:
+            original = original if original[0] else _checked(frame)
+            for one in resampler.resample(frame):
+                found.append(one.to_ndarray()[0])
+                left -= one.samples
+            if left < 0:  # before all of it is decoded
+                raise _too_long(rule)
+        found += [one.to_ndarray()[0] for one in resampler.resample(None)]
+    except MediaError:
+        raise
+    except Exception as error:  # decoders raise almost anything for broken files
+        raise MediaError(f"is a broken sound: {getattr(error, 'strerror', None) or error}") from error
+    samples = np.concatenate(found)
+    size = SoundSize.of(*original, len(samples), rule)
+    return NormalSound(encode_wav(samples, rule.rate), _sha256(samples, rule), size)
+
+
+def encode_wav(samples: NDArray[np.int16], rate: int) -> bytes:
+    """Return samples of one channel as WAV."""
+    stored = io.BytesIO()
+    with wave.open(stored, "wb") as file:
+        file.setnchannels(1)
+        file.setsampwidth(2)
+        file.setframerate(rate)
+        file.writeframes(samples.astype("<i2").tobytes())
+    return stored.getvalue()
+
+
+def decode_wav(content: bytes) -> NDArray[np.int16]:
+    """Return the samples of a normal sound, read-only. Raises MediaError: it is broken."""
+    try:
+        with wave.open(io.BytesIO(content)) as file:
+            if (file.getnchannels(), file.getsampwidth()) != (1, 2):
+                raise MediaError(f"has {file.getnchannels()} channels of {file.getsampwidth()} bytes: it is no sound")
+            return np.frombuffer(file.readframes(file.getnframes()), "<i2")
+    except (wave.Error, EOFError) as error:
+        raise MediaError(f"is a broken sound: {error}") from error
+
+
+def _of_file(content: bytes) -> "Iterator[AudioFrame]":
+    """Yield the decoded frames of the first sound in a file. Raises anything."""
+    import av
+
+    with av.open(io.BytesIO(content), "r", _format_of(content), metadata_errors="replace") as container:
+        if not container.streams.audio:
+            raise MediaError("is a file without sound")
+        yield from container.decode(container.streams.audio[0])
+
+
+def _of_array(source: Mapping[str, Any]) -> "Iterator[AudioFrame]":
+    """Yield the samples of an array as a frame. Raises MediaError."""
+    import av
+
+    rate = source.get(ARRAY_RATE)
+    if not isinstance(rate, int) or isinstance(rate, bool):
+        raise MediaError(f'has "{ARRAY_RATE}" {rate!r}: it must be a whole number of samples a second')
+    try:
+        samples = np.asarray(source[ARRAY], np.float32)
+    except (TypeError, ValueError) as error:
+        raise MediaError(f'has an "{ARRAY}" that is no list of numbers') from error
+    if samples.ndim != 1:
+        raise MediaError(f'has an "{ARRAY}" of {samples.ndim} dimensions: it must have one, so mix the channels')
+    if not np.isfinite(samples).all() or np.abs(samples).max(initial=0) > 1:
+        raise MediaError(f'has an "{ARRAY}" with numbers beyond -1 and 1: divide them by the largest one possible')
+    _check_rate(rate)
+    if len(samples):
+        frame = av.AudioFrame.from_ndarray(samples[None], format="flt", layout="mono")
+        frame.sample_rate = rate
+        yield frame
+
+
+def _checked(frame: "AudioFrame") -> tuple[int, int]:
+    """Return the rate and the channels of a sound. Raises MediaError: its rate is out of range."""
+    _check_rate(frame.sample_rate)
+    return frame.sample_rate, frame.layout.nb_channels
+
+
+def _check_rate(rate: int) -> None:
+    if not MIN_RATE <= rate <= MAX_RATE:
+        raise MediaError(f"has {rate:,} samples a second: it must have {MIN_RATE:,} to {MAX_RATE:,}")
+
+
+def _too_long(rule: SoundRule) -> MediaError:
+    return MediaError(f"is longer than data.max_audio_seconds = {rule.max_seconds:g}: cut it, or set a longer maximum")
+
+
+def _sha256(samples: NDArray[np.int16], rule: SoundRule) -> str:
+    described = json.dumps({"form": FORM, "rate": rule.rate}, sort_keys=True)
+    return hashlib.sha256(described.encode() + b"\n" + samples.astype("<i2").tobytes()).hexdigest()
+
+
+def _format_of(content: bytes) -> str:
+    """Return FFmpeg's name of a file's format, by its first bytes. Raises MediaError."""
+    if content.startswith(b"RIFF") and content[8:12] == b"WAVE":
+        said = int.from_bytes(content[4:8], "little")
+        if len(content) < said + 8 and said != UNKNOWN_BYTES:
+            raise MediaError(f"is a broken sound: its file says {said + 8:,} bytes, but has {len(content):,}")
+        return "wav"
+    if content[4:8] in MP4_BOXES:
+        return "mp4"
+    first = next((name for beginning, name in _BEGINNINGS.items() if content.startswith(beginning)), None)
+    if first is None:
+        raise MediaError(f"is no sound in a format that is read ({', '.join(FORMATS.values())}), or is broken")
+    return first
+
+
+_BEGINNINGS = {
+    b"fLaC": "flac",
+    b"OggS": "ogg",
+    b"\x1aE\xdf\xa3": "matroska",
+    **dict.fromkeys((b"ID3", *MP3_FRAMES), "mp3"),
+    **dict.fromkeys(AAC_FRAMES, "aac"),
+}

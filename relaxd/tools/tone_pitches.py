@@ -1,0 +1,51 @@
+"""Source of prompts of examples/pitches.toml: tones, and the number of the octave in which they are as the answer.
+
+They are computed with numpy, so that nothing is downloaded.
+"""
+
+import base64
+from typing import Any
+
+import numpy as np
+
+from relaxd.media.sounds import encode_wav
+from relaxd.tools.drawn_prompts import DrawnPrompts
+
+PROMPT = "<audio>How high is this?"
+PITCHES = 5
+"""Number of octaves. With fewer, answers that are right by chance teach sooner."""
+LOWEST = 200.0
+"""Frequency in the middle of the lowest octave, in hertz."""
+DETUNED = 0.3
+"""Maximum distance from the middle of an octave, in octaves."""
+RATE = 16_000
+SECONDS = 0.4
+LOUDNESS = (3_000, 20_000)
+"""Range of the amplitudes of tones."""
+NOISE = 500
+"""Standard deviation of the noise, in the same units."""
+
+
+class TonePitches(DrawnPrompts):
+    """A source of prompts, each with a tone."""
+
+    def row(self, seed: int, *, blank: bool) -> dict[str, Any]:
+        """Return a row. The tone's column is "sounds"."""
+        pitch, tone = draw(seed)
+        return {"prompt": PROMPT, "answer": str(pitch), "sounds": [encoded(np.zeros_like(tone) if blank else tone)]}
+
+
+def draw(seed: int) -> tuple[int, np.ndarray]:
+    """Return a random octave and a tone in it, int16, whose pitch, loudness, begin and noise are random."""
+    random = np.random.default_rng(seed % 2**32)
+    pitch = int(random.integers(PITCHES))
+    frequency = LOWEST * 2 ** (pitch + random.uniform(-DETUNED, DETUNED))
+    time = np.arange(int(SECONDS * RATE)) / RATE
+    wave = random.uniform(*LOUDNESS) * np.sin(2 * np.pi * (frequency * time + random.uniform()))
+    tone: np.ndarray = (wave + random.normal(0, NOISE, len(time))).astype(np.int16)
+    return pitch, tone
+
+
+def encoded(samples: np.ndarray) -> str:
+    """Return a sound as base64 of a WAV, which is a form of a sound that JSON has, too."""
+    return base64.b64encode(encode_wav(samples, RATE)).decode()

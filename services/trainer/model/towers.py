@@ -1,0 +1,112 @@
+"""Towers: transformers' modules, whole on each rank of the first pipeline stage, and their part in a pass.
+
+Each rank puts the rows that fall into its own slice of the tokens in place of the embeddings of tokens of media, and
+adds DeepStack's after the first layers, so that nothing has to be sent. The rows of a frozen tower are kept by item
+(`tower_outputs`).
+
+A tower that is trained runs once for the items of a micro-batch, and has a graph of its own, which is cut from the
+decoder's: recomputed layers have several backward passes, and a graph that they shared would be freed by the first of
+these. The decoder's gradients of the tower's output collect in leaves, and go through the tower together, once.
+"""
+
+import json
+from collections.abc import Sequence
+from functools import lru_cache
+from importlib import import_module
+from typing import Any
+
+import services.trainer.megatron.cpu_support  # noqa: F401  must come before Megatron
+
+# isort: split
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from torch import Tensor
+
+from services.trainer.model.architecture import ModelError, TowerArchitecture
+from services.trainer.model.device_images import DeviceImages
+from services.trainer.model.tower_outputs import TowerOutputs, run_towers
+from services.trainer.transformer.deepstack import DeepStack
+
+TOWERS = "towers"
+"""Name of the towers within the model's first stage."""
+
+
+def build_tower(tower: TowerArchitecture, dtype: torch.dtype, device: torch.device) -> torch.nn.Module:
+    """Build a tower, without loading weights.
+
+    Raises:
+        ModelError: transformers refuses the configuration.
+    """
+    with device:
+        module = _module(tower)
+    for parameter in module.parameters():  # not the frequencies, which are buffers and stay in float32
+        parameter.data = parameter.data.to(dtype)
+    return module
+
+
+@lru_cache
+def tower_shapes(tower: TowerArchitecture) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of a tower's parameters by name, in their order."""
+    with torch.device("meta"):
+        return {name: tuple(parameter.shape) for name, parameter in _module(tower).named_parameters()}
+
+
+def media_rows(towers: torch.nn.ModuleDict, images: DeviceImages, frozen: TowerOutputs) -> tuple[Tensor, DeepStack]:
+    """Return the towers' rows of media.
+
+    Args:
+        towers: the towers.
+        images: the items.
+        frozen: the outputs of towers that aren't trained.
+
+    Returns:
+        The rows of this rank's tokens of media, [M, hidden], and those for DeepStack. Gradients of both reach the
+        parameters of towers that are trained once a backward pass arrives at the former.
+    """
+    trained = {name for name, tower in towers.items() if any(one.requires_grad for one in tower.parameters())}
+    items = range(len(images.hashes))
+    found = run_towers(towers, images, [item for item in items if images.towers[item] in trained])
+    found |= frozen.of(towers, images, [item for item in items if images.towers[item] not in trained])
+    first, *others = (torch.cat(rows) for rows in zip(*(found[item] for item in items), strict=True))
+    if first.requires_grad:
+        leaves = [rows.detach().requires_grad_() for rows in others]
+        first, others = _Cut.apply(torch.zeros((), requires_grad=True), [first, *others], leaves), leaves
+    return first[images.rows], DeepStack(images.places, [rows[images.rows] for rows in others])
+
+
+class _Cut(torch.autograd.Function):
+    """The towers' output without its graph. Its gradient goes into the towers along with those of the leaves.
+
+    They are complete by then: the embeddings are before all layers, so that a backward pass comes to them last.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, outputs: Sequence[Tensor], leaves: Sequence[Tensor]) -> Tensor:
+        ctx.outputs, ctx.leaves = outputs, leaves
+        return outputs[0].detach().clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[None, None, None]:
+        leaves = [torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in ctx.leaves]
+        gradients = [grads[0].contiguous(), *leaves]
+        # Each tensor-parallel rank has the gradients of its own rows. Over context-parallel ranks, as over
+        # data-parallel ones, the parameters' gradients are added up.
+        if parallel_state.get_tensor_model_parallel_world_size() > 1:
+            for gradient in gradients:
+                dist.all_reduce(gradient, group=parallel_state.get_tensor_model_parallel_group())
+        # Of sounds alone there are no rows for DeepStack that came out of a tower.
+        reached = [(one, gradient) for one, gradient in zip(ctx.outputs, gradients, strict=True) if one.requires_grad]
+        torch.autograd.backward(*zip(*reached, strict=True))
+        return None, None, None
+
+
+def _module(tower: TowerArchitecture) -> torch.nn.Module:
+    package, _, name = tower.source.partition(":")
+    kind = getattr(import_module(f"transformers.models.{package}"), name)
+    try:
+        settings = {name: value for name, value in json.loads(tower.config).items() if name != "model_type"}
+        module: torch.nn.Module = kind._from_config(kind.config_class(**settings), attn_implementation="sdpa")
+    except (TypeError, ValueError) as error:
+        raise ModelError(f"{tower.name}: {error}") from error
+    return module

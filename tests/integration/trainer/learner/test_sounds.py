@@ -1,0 +1,132 @@
+"""Qwen3-Omni's thinker with sounds and images in packed rows, against transformers' own pass of each sample."""
+
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import PIL.Image
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import Qwen3OmniMoeForConditionalGeneration, Qwen3OmniMoeThinkerForConditionalGeneration
+
+from relaxd.data.vision import read_vision
+from tests.integration.trainer.learner.image_worlds import Job, make_samples, run_job
+from tests.kit.sounds import features_of, make_omni_model
+from tests.kit.vision import seen_by_transformers
+
+PROGRAM = "tests.integration.trainer.learner.image_worlds"
+ALL = {"freeze": []}
+"""Settings that train the towers, too."""
+TOWERS = ("thinker.visual.", "thinker.audio_tower.")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_omni_model(tmp_path_factory.mktemp("models"))
+
+
+@pytest.fixture(scope="module")
+def reference(folder: Path) -> Callable[[], tuple[np.ndarray, dict[str, torch.Tensor]]]:
+    return cache(lambda: compute_reference(folder))
+
+
+def compute_reference(folder: Path) -> tuple[np.ndarray, dict[str, torch.Tensor]]:
+    """Log-probs of the trained tokens, and gradients of PPO's objective where the ratio is 1, by transformers.
+
+    Its own positions of the prompt, patches, features and towers, which get each sound alone. An answer's token of
+    sound is text, as it isn't for transformers.
+    """
+    whole = Qwen3OmniMoeForConditionalGeneration.from_pretrained(folder, dtype=torch.float32)
+    thinker = whole.thinker
+    model, config, found, loss = thinker.model, thinker.config, [], torch.zeros(())
+    for sample in make_samples(read_vision(folder)):
+        ids, prompt = (
+            torch.from_numpy(sample.tokens)[None],
+            torch.from_numpy(sample.tokens[: sample.prompt_length])[None],
+        )
+        embeddings, more, seen = model.get_input_embeddings()(ids), {}, {}
+        lengths: torch.Tensor | None = None
+        in_prompt = torch.arange(ids.shape[1]) < sample.prompt_length
+        items = sample.images.images if sample.images is not None else ()
+        if sounds := [features_of(item.values) for item in items if item.kind == "audio"]:
+            lengths = torch.tensor([one.shape[1] for one in sounds])
+            rows = [
+                model.audio_tower(one, feature_lens=own[None], return_dict=True).last_hidden_state
+                for one, own in zip(sounds, lengths, strict=True)
+            ]
+            place = ((ids == config.audio_token_id) & in_prompt)[..., None]
+            embeddings = embeddings.masked_scatter(place, torch.cat(rows))
+        if pictures := [PIL.Image.fromarray(item.values) for item in items if item.kind == "image"]:
+            seen = seen_by_transformers(pictures)
+            own = model.get_image_features(seen["pixel_values"], seen["image_grid_thw"], return_dict=True)
+            is_image = (ids == config.image_token_id) & in_prompt
+            embeddings = embeddings.masked_scatter(is_image[..., None], torch.cat(list(own.pooler_output)))
+            deep = [torch.cat(list(rows)) for rows in own.deepstack_features]
+            more = {"visual_pos_masks": is_image, "deepstack_visual_embeds": deep}
+        grid = seen.get("image_grid_thw")
+        position, delta = thinker.get_rope_index(prompt, grid, None, torch.ones_like(prompt), False, lengths, None)
+        behind = torch.arange(sample.prompt_length, ids.shape[1]) + delta.flatten()[0]
+        position = torch.cat([position, behind.expand(3, 1, -1).to(position.dtype)], dim=2)
+        hidden = model.language_model(inputs_embeds=embeddings, position_ids=position, **more).last_hidden_state
+        logprobs = thinker.lm_head(hidden)[0, :-1].log_softmax(-1).gather(-1, ids[0, 1:, None])[:, 0]
+        logprobs = logprobs[torch.from_numpy(sample.loss_mask)[1:] == 1]
+        advantages = torch.from_numpy(sample.columns["advantages"][sample.loss_mask == 1])
+        found.append(logprobs.detach().numpy())
+        loss = loss - (logprobs * advantages).sum()
+    loss.backward()
+    return np.concatenate(found), file_gradients(thinker)
+
+
+def file_gradients(thinker: Qwen3OmniMoeThinkerForConditionalGeneration) -> dict[str, torch.Tensor]:
+    """Return gradients by the names that files have, with experts one by one."""
+    found: dict[str, torch.Tensor] = {}
+    for name, parameter in thinker.named_parameters():
+        name = name.replace("model.language_model.", "model.").replace("model.visual.", "visual.")
+        name = "thinker." + name.replace("model.audio_tower.", "audio_tower.")
+        gradient, stem = parameter.grad, name.rpartition(".")[0]
+        if name.endswith("experts.gate_up_proj"):
+            for expert, both in enumerate(gradient):
+                gate, up = both.chunk(2)
+                found |= {f"{stem}.{expert}.gate_proj.weight": gate, f"{stem}.{expert}.up_proj.weight": up}
+        elif name.endswith("experts.down_proj"):
+            found |= {f"{stem}.{expert}.down_proj.weight": down for expert, down in enumerate(gradient)}
+        else:
+            found[name] = gradient
+    return found
+
+
+@pytest.mark.parametrize("settings", [ALL, {**ALL, "recompute": "full"}], ids=["plain", "recomputed"])
+def test_log_probs_and_gradients_equal_those_of_transformers(
+    folder: Path, reference: Callable[[], Any], alone: None, settings: dict[str, Any]
+) -> None:
+    logprobs, gradients = reference()
+    found = run_job(Job(folder, settings))
+    assert found["images"] == [4, 7]
+    np.testing.assert_allclose(found["logprobs"], logprobs, atol=1e-5)
+    assert found["gradients"].keys() == gradients.keys()
+    for name, gradient in found["gradients"].items():
+        difference = np.linalg.norm(gradient - gradients[name].numpy())
+        assert difference <= 1e-4 * np.linalg.norm(gradients[name].numpy()) + 1e-7, name
+
+
+def test_other_sounds_of_the_same_lengths_give_other_log_probs(
+    folder: Path, reference: Callable[[], Any], alone: None
+) -> None:
+    found = run_job(Job(folder, swapped=True))
+    assert np.abs(found["logprobs"] - reference()[0]).max() > 0.01
+
+
+def test_the_towers_are_frozen_by_default_and_written_as_they_were(folder: Path, alone: None, tmp_path: Path) -> None:
+    found = run_job(Job(folder, steps=1, save=tmp_path / "saved"))
+    before, after = load_file(folder / "model.safetensors"), load_file(tmp_path / "saved" / "model.safetensors")
+    assert before.keys() == after.keys() == found["tensors"].keys()
+    assert {name for name in before if torch.equal(before[name], after[name])} == {
+        name for name in before if name.startswith(TOWERS)
+    }
+    assert not {name for name in found["trained"] if name.startswith("towers.")}
+    _, loading = Qwen3OmniMoeForConditionalGeneration.from_pretrained(tmp_path / "saved", output_loading_info=True)
+    assert not loading["missing_keys"]
+    assert not loading["unexpected_keys"]

@@ -1,0 +1,236 @@
+"""Prompts with sound: their tokens and positions against transformers, and what runs show, publish and refuse."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoConfig, AutoTokenizer, Qwen3OmniMoeProcessor, Qwen3OmniMoeThinkerForConditionalGeneration
+from typer.testing import CliRunner
+
+from relaxd.cli.main import app
+from relaxd.cli.preparing.config_command import check
+from relaxd.config.load_toml import ConfigError, load_file
+from relaxd.data.dataset import load_data
+from relaxd.data.examples import Example
+from relaxd.data.tokenizer import PromptTokenizer
+from relaxd.data.vision import normalise, read_vision
+from relaxd.media import MediaItem, encode_wav, lay_out
+from relaxd.media.shown import image_line, shown_images
+from relaxd.models import DataError
+from tests.kit.sounds import WITH_SOUND, encoded_sound, features_of, sound, write_omni_model
+from tests.kit.vision import encoded, picture, write_vision_model
+
+RUN = """
+run.steps = 1
+model.path = "model"
+reward.name = "dummy"
+rollout.engine = "transformers"
+[data]
+source = "files"
+path = "rows.jsonl"
+max_prompt_tokens = 200
+media_keys = { audio = "sounds" }
+"""
+
+
+@pytest.fixture(autouse=True)
+def _files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_omni_model(Path("model"))
+    Path("a.wav").write_bytes(encode_wav(sound(1.5), 16_000))
+    Path("b.flac").write_bytes(encoded_sound(sound(0.7, 1), "flac", "flac", 44_100, "stereo"))
+    write_rows({"prompt": "<audio>or <audio>?", "sounds": ["a.wav", "b.flac"]})
+    Path("run.toml").write_text(RUN)
+
+
+def write_rows(*rows: Any) -> None:
+    Path("rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+
+
+@pytest.fixture(scope="module")
+def theirs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Any]:
+    """A processor without its parts, and a model without weights."""
+    folder = write_omni_model(tmp_path_factory.mktemp("theirs"))
+    processor = object.__new__(Qwen3OmniMoeProcessor)  # its constructor asks for a video processor
+    processor.tokenizer = AutoTokenizer.from_pretrained(folder)
+    processor.image_token, processor.audio_token = "<|image_pad|>", "<|audio_pad|>"
+    with torch.device("meta"):
+        config = AutoConfig.from_pretrained(folder).thinker_config
+        return processor, Qwen3OmniMoeThinkerForConditionalGeneration(config)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_ids_and_positions_are_those_of_transformers(seed: int, theirs: tuple[Any, Any]) -> None:
+    """Of a random prompt with texts, images and sounds of different lengths and sizes."""
+    random, (processor, model) = np.random.default_rng(seed), theirs
+    parts, items, sounds = [], [], []
+    for kind in map(str, [*random.choice(["text", "image", "audio"], random.integers(1, 5)), "audio"]):
+        if kind == "text":
+            parts.append({"type": "text", "text": f"What about {random.integers(1000)}?"})
+            continue
+        parts.append({"type": kind})
+        one = sound(float(random.uniform(0.03, 4)), seed)
+        width, height = (int(side) for side in random.integers(24, 200, 2))
+        sounds += [one] if kind == "audio" else []
+        source = encode_wav(one, 16_000) if kind == "audio" else encoded(picture(width, height, seed))
+        items.append(MediaItem(kind, source, f"item {len(items)}"))
+    example = Example([{"role": "user", "content": parts}], media=tuple(items))
+    vision = read_vision(Path("model"), WITH_SOUND)
+    tokenizer = PromptTokenizer(Path("model"), vision=vision)
+    media = normalise(example, vision)
+    ours = tokenizer.encode_seen(example, media)
+    np.testing.assert_array_equal(tokenizer.encode([example])[0], ours)
+    found = lay_out(ours, [one.size.grid for one in media], vision.tokens)
+
+    frames = torch.tensor([features_of(one).shape[1] for one in sounds])
+    counts = [one.size.tokens for one in media if one.kind == "audio"]
+    grids = torch.tensor([one.size.grid for one in media if one.kind == "image"]).reshape(-1, 3)
+    images = ["<|image_pad|>" * int(grid.prod() // 4) for grid in grids]
+    heard = [processor.replace_audio_token({"num_audio_tokens": counts}, index) for index in range(len(counts))]
+    text = tokenizer.render(example)
+    for mark, replacements in (("<|image_pad|>", images), ("<|audio_pad|>", heard)):
+        pieces = text.split(mark)
+        text = pieces[0] + "".join(one + rest for one, rest in zip(replacements, pieces[1:], strict=True))
+    ids = torch.tensor([processor.tokenizer(text)["input_ids"]])
+    positions, delta = model.get_rope_index(
+        ids, grids if len(grids) else None, None, torch.ones_like(ids), False, frames, None
+    )
+    np.testing.assert_array_equal(ours, ids[0])
+    np.testing.assert_array_equal(found.modality, (ids == vision.tokens.token)[0] + 3 * (ids == vision.tokens.audio)[0])
+    np.testing.assert_array_equal(found.positions, positions[:, 0])
+    assert found.next_position == ids.shape[1] + int(delta.flatten()[0])
+
+
+def test_sounds_of_prompts_are_shown_with_lengths_and_tokens() -> None:
+    done = CliRunner().invoke(app, ["data", "run.toml"], catch_exceptions=False)
+    assert done.exit_code == 0, done.output
+    lines = [" ".join(line.split()) for line in done.output.splitlines()]
+    assert "with media 1, 2 audios" in lines
+    assert any(line.startswith('"sounds"[0] 16,000 Hz, 1 channel 24,000 samples 1.50 s 20 ') for line in lines), lines
+    assert any(line.startswith('"sounds"[1] 44,100 Hz, 2 channels 11,2') for line in lines), lines
+
+
+def test_runs_publish_what_they_have_normalised() -> None:
+    prompt = load_data(load_file(Path("run.toml"), ["--data.shuffle=false"])).train.prompt(0)
+    vision = read_vision(Path("model"))
+    assert [(record["kind"], record["grid"]) for record in prompt.media.records] == [("audio", [150]), ("audio", [70])]
+    assert int((prompt.tokens == vision.tokens.audio).sum()) == 20 + 9
+    parts = prompt.to_json()["messages"][0]["content"]
+    assert [(part["type"], part.get("media_type")) for part in parts] == [
+        ("audio", "audio/wav"),
+        ("text", None),
+        ("audio", "audio/wav"),
+        ("text", None),
+    ]
+    assert prompt.text == "<audio>or <audio>?"
+    shown = shown_images(prompt.media.by_hash(), prompt.media.records, thumbnails=True)
+    assert [image_line(one)[-8:] for one in shown.values()] == [", 1.50 s", ", 0.70 s"]
+
+
+def test_the_same_sound_in_other_forms_is_the_same_prompt() -> None:
+    samples = (sound(1.5) / 32768).tolist()
+    items = ["a.wav", {"array": samples, "sampling_rate": 16_000}, {"array": samples, "sampling_rate": 16_000}]
+    write_rows(*({"prompt": "<audio>?", "sounds": [item]} for item in [*items, "b.flac"]))
+    train = load_data(load_file(Path("run.toml"), ["--data.shuffle=false"])).train
+    found = [train.prompt(index).media.records[0]["sha256"] for index in range(4)]
+    assert len(set(found[:3])) == 1
+    assert found[3] != found[0]
+    again = load_data(load_file(Path("run.toml"), ["--data.deduplicate=true"]))
+    assert again.repeated == 1  # by contents: a file and its samples aren't compared
+
+
+@pytest.mark.parametrize(
+    ("row", "complaint"),
+    [
+        (
+            {"prompt": "<audio><audio>", "sounds": ["a.wav"]},
+            '"prompt" has more placeholders of type audio than "sounds" has items (1; rows',
+        ),
+        ({"prompt": "<audio>", "sounds": ["a.wav"] * 2}, '"sounds" has 2 items, but the prompt has 1 placeholders'),
+        ({"prompt": "<audio><|audio_pad|>", "sounds": ["a.wav"]}, "has 2 sound tokens (id 260) for 1 sounds after"),
+        ({"prompt": "<audio>", "sounds": ["rows.jsonl"]}, '"sounds"[0] is no sound in a format that is read'),
+        (
+            {"prompt": "<audio>", "sounds": [{"array": [0.0] * 900, "sampling_rate": "16 kHz"}]},
+            '"sounds"[0] has "sampling_rate" \'16 kHz\': it must be a whole number',
+        ),
+        (
+            {"prompt": [{"role": "user", "content": [{"type": "video", "video": "b.mp4"}]}]},
+            "has media of type video, but data.media_keys doesn't say so",
+        ),
+    ],
+)
+def test_wrong_sounds_are_named_with_their_row(row: Any, complaint: str) -> None:
+    write_rows(row)
+    with pytest.raises(ConfigError) as caught:
+        CliRunner().invoke(app, ["data", "run.toml"], catch_exceptions=False)
+    assert "rows.jsonl line 1" in str(caught.value)
+    assert complaint in str(caught.value)
+
+
+def test_sounds_that_are_too_long_are_refused_and_not_cut() -> None:
+    with pytest.raises(DataError, match=r'line 1: "sounds"\[0\] is longer than data.max_audio_seconds = 1: cut it'):
+        load_data(load_file(Path("run.toml"), ["--data.max_audio_seconds=1"]))
+
+
+@pytest.mark.parametrize(
+    ("settings", "setting", "complaint"),
+    [
+        (["--rollout.engine=sglang"], "rollout.engine", 'which takes no audio (data.media_keys): "transformers" does'),
+        (
+            ["--rollout.engine=sglang", "--data.media_keys={}"],
+            "rollout.engine",
+            "isn't known to run models of type 'qwen3_omni_moe' as the trainer does",
+        ),
+        (
+            ['--data.media_keys={video = "sounds"}'],
+            "rollout.engine",
+            "which takes no video with a model of type 'qwen3_omni_moe' (data.media_keys): no engine does",
+        ),
+        (
+            ["--agent.environment=zoom"],
+            "data.media_keys",
+            'names a column with audio, but agent.environment is "zoom": conversations have only images so far',
+        ),
+        (["--model.path=seeing"], "rollout.engine", "which takes no audio with a model of type 'qwen3_vl'"),
+    ],
+    ids=["sglang", "sglang without sound", "video", "conversation", "deaf"],
+)
+def test_combinations_that_are_not_known_are_refused(settings: list[str], setting: str, complaint: str) -> None:
+    write_vision_model(Path("seeing"))
+    for folder in ("seeing", "model"):
+        file = Path(folder) / "config.json"
+        file.write_text(json.dumps({"text_config": {}, **json.loads(file.read_text())}))
+    write_rows({"prompt": "What?"})
+    found = {one.setting: one.message for one in check(load_file(Path("run.toml"), settings), call_reward=False)}
+    assert complaint in found[setting]
+
+
+@pytest.mark.parametrize(
+    ("changes", "complaint"),
+    [
+        ({"feature_size": 80}, "makes 80 bands of a sound, but config.json says 16"),
+        ({"hop_length": 200}, "has 80 frames a second, 100 of which its tower takes at once: only 100 and 100"),
+        ({"dither": 0.1}, "has no WhisperFeatureExtractor without dither"),
+        ({"n_fft": None}, "is damaged: no usable"),
+    ],
+)
+def test_models_without_usable_rules_are_refused(changes: Any, complaint: str) -> None:
+    path = Path("model/preprocessor_config.json")
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+    with pytest.raises(DataError, match=complaint) as caught:
+        read_vision(Path("model"), WITH_SOUND)
+    assert caught.value.field == "model.path"
+
+
+def test_rules_are_read_from_the_newer_file_too() -> None:
+    usual = read_vision(Path("model"))
+    path = Path("model/preprocessor_config.json")
+    settings = json.loads(path.read_text())
+    path.unlink()
+    Path("model/processor_config.json").write_text(
+        json.dumps({"image_processor": settings, "feature_extractor": settings})
+    )
+    assert read_vision(Path("model")) == usual
