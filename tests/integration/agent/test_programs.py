@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import psutil
 import pytest
 
@@ -281,6 +282,19 @@ async def test_a_key_of_another_session_is_refused(tokenizer: PromptTokenizer) -
     assert result.failure.startswith("the program ended with exit code 9; the end of its output:\n401 ")
     assert "invalid_api_key" in result.failure
     assert not fleet.requests
+
+
+async def test_a_session_that_is_not_there_or_over_is_refused(tokenizer: PromptTokenizer) -> None:
+    async with holding(tokenizer, Fleet([], versions=[3]), "silent") as held, aiohttp.ClientSession() as client:
+        session, endpoint = ChatSession(held.model, held.start(lambda: 100.0), Conversation()), held.programs.endpoint
+        address = endpoint.open(session)
+        endpoint.close_session(session)
+        for over in (address, address.replace(session.id, "none")):
+            asked = {"messages": EXAMPLE.prompt}
+            async with client.post(
+                f"{over}/v1/chat/completions", json=asked, headers={"x-api-key": session.key}
+            ) as got:
+                assert (got.status, (await got.json())["error"]["code"]) == (404, "no_session")
 
 
 async def test_a_program_that_hangs_ends_with_what_it_started(tokenizer: PromptTokenizer, tmp_path: Path) -> None:
