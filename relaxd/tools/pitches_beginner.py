@@ -61,6 +61,10 @@ def _random_model(folder: Path, tokenizer: PreTrainedTokenizerFast, task: Task) 
         **{name: tokenizer.convert_tokens_to_ids(mark) for name, mark in task.marks.items()},
     }
     model = Qwen3OmniMoeForConditionalGeneration(Qwen3OmniMoeConfig(thinker_config=thinker, enable_audio_output=False))
+    for module in model.thinker.model.audio_tower.modules():
+        # With transformers' small weights what a sound is would be lost beside where its frames are.
+        if isinstance(module, torch.nn.Conv2d | torch.nn.Linear):
+            module.reset_parameters()
     model.generation_config.eos_token_id, model.generation_config.pad_token_id = 1, 0
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
