@@ -96,7 +96,7 @@ class _Cut(torch.autograd.Function):
                 dist.all_reduce(gradient, group=parallel_state.get_tensor_model_parallel_group())
         # Of sounds alone there are no rows for DeepStack that came out of a tower.
         reached = [(one, gradient) for one, gradient in zip(ctx.outputs, gradients, strict=True) if one.requires_grad]
-        torch.autograd.backward(*zip(*reached, strict=True))
+        torch.autograd.backward([one for one, _ in reached], [gradient for _, gradient in reached])
         return None, None, None
 
 
