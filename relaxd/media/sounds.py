@@ -119,8 +119,8 @@ def normalise_sound(source: Any, rule: SoundRule) -> NormalSound:
     """Return a sound in its normal form: its channels are mixed, and its rate is changed.
 
     Args:
-        source: an item in one of the forms of `read_source`, or {"array": samples from -1 to 1, [samples] or
-            [channels, samples], "sampling_rate": their number a second}.
+        source: an item in one of the forms of `read_source`, or {"array": samples of one channel, from -1 to 1,
+            "sampling_rate": their number a second}.
         rule: the model's.
 
     Raises:

@@ -20,7 +20,7 @@ from transformers import (
 from relaxd.data.spectrograms import spectrogram
 from relaxd.data.vision import VisionModel
 from relaxd.media import AUDIO, NormalMedia, decode_wav
-from relaxd.tools.sight_beginner import PATCH, TEXT, TOWER, UPDATES, Task, processor, teach, tokenizer_of_task
+from relaxd.tools.sight_beginner import MERGE, PATCH, TEXT, TOWER, UPDATES, Task, processor, teach, tokenizer_of_task
 from relaxd.tools.tone_pitches import PITCHES, PROMPT, RATE, draw, encoded
 
 TASK = Task(
@@ -61,6 +61,10 @@ def _random_model(folder: Path, tokenizer: PreTrainedTokenizerFast, task: Task) 
         **{name: tokenizer.convert_tokens_to_ids(mark) for name, mark in task.marks.items()},
     }
     model = Qwen3OmniMoeForConditionalGeneration(Qwen3OmniMoeConfig(thinker_config=thinker, enable_audio_output=False))
+    for module in model.thinker.model.audio_tower.modules():
+        # With transformers' small weights what a sound is would be lost beside where its frames are.
+        if isinstance(module, torch.nn.Conv2d | torch.nn.Linear):
+            module.reset_parameters()
     model.generation_config.eos_token_id, model.generation_config.pad_token_id = 1, 0
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
@@ -71,7 +75,7 @@ def _random_model(folder: Path, tokenizer: PreTrainedTokenizerFast, task: Task) 
         "hop_length": RATE // 100,
         "n_fft": RATE // 40,
     }
-    area = task.side**2 * TOWER["spatial_merge_size"] ** 2
+    area = (task.side * MERGE) ** 2
     (folder / "preprocessor_config.json").write_text(json.dumps({**processor(2, area, area), **extractor}))
     return model
 

@@ -25,7 +25,7 @@ def accuracies(folder: Path, steps: int) -> tuple[float, float]:
 @pytest.mark.timeout(2400)
 @pytest.mark.parametrize(
     ("file", "steps", "answers"),
-    [("digits.toml", 36, DIGITS), ("dots.toml", 60, len(SIDES)), ("pitches.toml", 36, PITCHES)],
+    [("digits.toml", 36, DIGITS), ("dots.toml", 60, len(SIDES)), ("pitches.toml", 60, PITCHES)],
     ids=["digits", "dots", "pitches"],
 )
 def test_a_model_learns_what_it_gets(workplace: Workplace, file: str, steps: int, answers: int) -> None:

@@ -30,6 +30,7 @@ class Image:
     """Pixels, uint8 [height, width, 3], in which a video's frames are one below the other, or samples, int16 [samples].
     """
     kind: str = IMAGE
+    """One of `relaxd.media.KINDS`."""
 
 
 @dataclass(frozen=True)

@@ -39,7 +39,7 @@ class TowerArchitecture:
     prefix: str
     """Beginning of the names of its tensors in Hugging Face's files."""
     source: str
-    """Its class in transformers.models, as "package.module:Class"."""
+    """Name of its class in transformers."""
     config: str
     """Its section of config.json, as JSON."""
 

@@ -12,7 +12,6 @@ these. The decoder's gradients of the tower's output collect in leaves, and go t
 import json
 from collections.abc import Sequence
 from functools import lru_cache
-from importlib import import_module
 from typing import Any
 
 import services.trainer.megatron.cpu_support  # noqa: F401  must come before Megatron
@@ -97,13 +96,16 @@ class _Cut(torch.autograd.Function):
                 dist.all_reduce(gradient, group=parallel_state.get_tensor_model_parallel_group())
         # Of sounds alone there are no rows for DeepStack that came out of a tower.
         reached = [(one, gradient) for one, gradient in zip(ctx.outputs, gradients, strict=True) if one.requires_grad]
-        torch.autograd.backward(*zip(*reached, strict=True))
+        torch.autograd.backward([one for one, _ in reached], [gradient for _, gradient in reached])
         return None, None, None
 
 
 def _module(tower: TowerArchitecture) -> torch.nn.Module:
-    package, _, name = tower.source.partition(":")
-    kind = getattr(import_module(f"transformers.models.{package}"), name)
+    from transformers.models.qwen3_omni_moe import modeling_qwen3_omni_moe as omni
+    from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLVisionModel
+
+    known: tuple[Any, ...] = (Qwen3VLVisionModel, omni.Qwen3OmniMoeVisionEncoder, omni.Qwen3OmniMoeAudioEncoder)
+    kind = {one.__name__: one for one in known}[tower.source]
     try:
         settings = {name: value for name, value in json.loads(tower.config).items() if name != "model_type"}
         module: torch.nn.Module = kind._from_config(kind.config_class(**settings), attn_implementation="sdpa")

@@ -42,6 +42,25 @@ def test_parts_and_patterns_choose_what_is_trained(option: str, trained: set[str
 
 
 @pytest.mark.parametrize(
+    ("option", "trained"),
+    [
+        ("trainer.threads=1", {"model.layers.0.mlp.gate", "lm_head"}),
+        ('trainer.train_only=["audio"]', {"audio_tower.layers.0.fc1"}),
+        ('trainer.train_only=["vision"]', {"visual.blocks.0.attn.qkv"}),
+        ('trainer.train_only=["projection"]', {"audio_tower.proj1", "visual.merger_list.0.ln_q"}),
+        ('trainer.freeze=["language"]', {"audio_tower.layers.0.fc1", "visual.blocks.0.attn.qkv", "audio_tower.proj1",
+                                         "visual.merger_list.0.ln_q"}),
+    ],
+)  # fmt: skip
+def test_parts_of_a_model_that_hears(option: str, trained: set[str]) -> None:
+    trainer = load(option).trainer
+    towers = ("audio_tower.layers.0.fc1", "visual.blocks.0.attn.qkv", "audio_tower.proj1", "visual.merger_list.0.ln_q")
+    names = (*towers, "model.layers.0.mlp.gate", "lm_head")
+    assert {name for name in names if trainer.trains(f"thinker.{name}.weight")} == trained
+    assert trainer.trains_vision == bool(trained & set(towers))
+
+
+@pytest.mark.parametrize(
     ("options", "problem"),
     [
         (["reward.images=true"], "reward.images is true, but the run has none"),

@@ -14,6 +14,7 @@ from relaxd.data.spectrograms import spectrogram
 from relaxd.media import MediaError, SoundRule, decode_wav, expand, lay_out, normalise_sound
 from relaxd.media.layout import ImageTokens, sound_tokens
 from relaxd.media.sounds import measure_sound
+from relaxd.rewards.interface import RewardInput
 from tests.kit.sounds import encoded_sound, sound
 from tests.kit.vision import encoded, encoded_clip, picture
 
@@ -167,3 +168,16 @@ def test_items_have_every_form(tmp_path: Path) -> None:
     text = base64.b64encode(content).decode()
     items = [str(tmp_path / "a.mp3"), content, text, f"data:audio/mp3;base64,{text}", {"bytes": content, "path": None}]
     assert len({normalise_sound(one, RULE).sha256 for one in items}) == 1
+
+
+def test_rewards_open_sounds_that_are_there() -> None:
+    found = normalise_sound(wav(SOUND), RULE)
+    part = {"type": "audio", "uri": "sha256:...", "media_type": found.media_type, "sha256": found.sha256}
+    message = {"role": "user", "content": [part]}
+    given: dict[str, Any] = {"prompt": "<audio>", "response": "", "prompt_messages": [message]}
+    sample = RewardInput(**given, media={found.sha256: found.content})
+    (heard,) = sample.sounds()
+    np.testing.assert_array_equal(heard, SOUND)
+    assert sample.images() == []
+    with pytest.raises(ValueError, match=r"audio .* isn't here: set reward.images = true"):
+        RewardInput(**given).sounds()

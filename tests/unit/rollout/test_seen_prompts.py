@@ -59,11 +59,11 @@ def test_identity_is_that_of_all_images_in_order(folder: Path) -> None:
 
 
 def test_models_that_see_nothing(folder: Path, tmp_path: Path) -> None:
-    vision = read_model_vision(folder)
+    vision = read_model_vision(folder, "sglang")
     assert vision == read_vision(folder)
     prompt, media = prompt_with_images(read_vision(folder), [SQUARE])
     assert see(Request("a", (5, 6), 1, Sampling(4)), vision) is None
     (tmp_path / "config.json").write_text('{"model_type": "qwen3"}')
-    assert read_model_vision(tmp_path) is None
-    with pytest.raises(EngineError, match="the model sees none"):
+    assert read_model_vision(tmp_path, "sglang") is None
+    with pytest.raises(EngineError, match="the model takes none"):
         see(Request("a", tuple(prompt), 1, Sampling(4), media=media), None)

@@ -31,7 +31,7 @@ def load_model(folder: Path, dtype: torch.dtype) -> tuple[PreTrainedModel, Visio
     """Return a model, and its rules for media if it takes any. Raises DataError: the rules are missing or damaged."""
     vision = read_model_vision(folder, "transformers")
     usual = AutoModelForCausalLM if vision is None else AutoModelForImageTextToText
-    kind: Any = THINKERS.get(read_object(folder / "config.json").get("model_type"), usual)
+    kind: Any = THINKERS.get(str(read_object(folder / "config.json").get("model_type")), usual)
     return kind.from_pretrained(folder, dtype=dtype).eval(), vision
 
 

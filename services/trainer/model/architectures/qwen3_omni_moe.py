@@ -10,7 +10,6 @@ from services.trainer.model.architectures.qwen3_vl import OUTPUT, multimodal, to
 from services.trainer.model.family import Config, Family, experts
 from services.trainer.model.tower_outputs import AUDIO_TOWER, VISUAL
 
-MODULE = "qwen3_omni_moe.modeling_qwen3_omni_moe"
 PREFIX = "thinker."
 
 
@@ -19,10 +18,8 @@ def read(config: Config) -> Architecture:
     thinker = {**config["thinker_config"], "model_type": config["model_type"]}
     text = {"num_key_value_heads": 4, "norm_topk_prob": True, **thinker["text_config"]}
     shape = multimodal(thinker, text, experts=experts(text))
-    eyes = tower(shape, thinker, "vision_config", OUTPUT, VISUAL, PREFIX, f"{MODULE}:Qwen3OmniMoeVisionEncoder")
-    ears = tower(
-        shape, thinker, "audio_config", "output_dim", AUDIO_TOWER, PREFIX, f"{MODULE}:Qwen3OmniMoeAudioEncoder"
-    )
+    eyes = tower(shape, thinker, "vision_config", OUTPUT, VISUAL, PREFIX, "Qwen3OmniMoeVisionEncoder")
+    ears = tower(shape, thinker, "audio_config", "output_dim", AUDIO_TOWER, PREFIX, "Qwen3OmniMoeAudioEncoder")
     return replace(shape, towers=(eyes, ears))
 
 

@@ -18,7 +18,7 @@ def read(config: Config) -> Architecture:
     """Read a config.json of this family, whose decoder is `text_config`."""
     text = {"num_key_value_heads": 32, "head_dim": 128, "rope_theta": 500000.0, **config["text_config"]}
     shape = multimodal(config, text)
-    source = "qwen3_vl.modeling_qwen3_vl:Qwen3VLVisionModel"
+    source = "Qwen3VLVisionModel"
     return replace(shape, towers=(tower(shape, config, "vision_config", OUTPUT, VISUAL, "model.", source),))
 
 
