@@ -661,7 +661,7 @@ class RunConfig(Section):
         if self.trainer.hosts > 1 and not ENGINES[self.rollout.engine].has_model:
             raise ValueError(
                 f'trainer.hosts is {self.trainer.hosts}, but rollout.engine is "{self.rollout.engine}", with which the '
-                "trainer has no model and one rank: set 1"
+                "trainer has no model to divide: set 1"
             )
         return self
 

@@ -316,6 +316,7 @@ EQUIVALENTS = (
         "--actor-num-gpus-per-node --resource",
         "GPUs of the trainer alone; placement.gpus has the engines'",
     ),
+    Equivalent("trainer.hosts", "", "trainer.nnodes", "", "--actor-num-nodes", "not with run.colocate"),
     Equivalent(
         "placement.gpus",
         "",
@@ -513,7 +514,6 @@ EQUIVALENTS = (
         "--use-wandb --wandb-project --use-tensorboard",
         "metrics are in the run's folder; tracking.trackers sends them to TensorBoard, W&B, MLflow, ClearML or Trackio",
     ),
-    Equivalent("", "", "trainer.nnodes", "", "--actor-num-nodes", "the trainer is on one machine"),
     Equivalent(
         "",
         "resume_from_checkpoint",

@@ -54,6 +54,8 @@ def complete_training(reader: Reader) -> None:
     values.setdefault("weights.transport", "cuda_ipc" if values["run.colocate"] else "nccl")
     if "trainer.ranks" in values and not values["run.colocate"]:
         reader.note("trainer.ranks: these GPUs train; engines need others (relaxd up --rollout N)")
+        if (nodes := int(reader.get("trainer.nnodes", 1))) > 1:
+            values["trainer.hosts"] = nodes
 
 
 _DEFAULTS: Mapping[str, Any] = {

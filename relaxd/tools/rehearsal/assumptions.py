@@ -213,6 +213,7 @@ def rehearsed(config: RunConfig, scale: Scale, *, model: Path, folder: Path) -> 
             "pipeline_layers": (),
             "pipeline_chunks": 1,
             "ranks": scale.ranks,
+            "hosts": 1,
             "threads": 1,
             "micro_batch_tokens": max(sequence, config.micro_batch_tokens // shorter),
             "checkpoint": config.trainer.checkpoint.model_copy(update={"every": 0}),

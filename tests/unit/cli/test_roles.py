@@ -169,7 +169,7 @@ roles.judge.gpu_share = 0.3
 
 
 def test_a_run_starts_what_it_needs(tmp_path: Path) -> None:
-    optional = dict.fromkeys(("reference", "teacher", "critic", "judge", "agent"), 0)
+    optional = dict.fromkeys(("ranks", "reference", "teacher", "critic", "judge", "agent"), 0)
     where = Where(StateFolder(tmp_path), replicas={"rollout": 2, **optional})
     assert _replicas(where, load(RUN))["reference"] == 0
     needed = {**dict.fromkeys(REPLICA_ROLES, 1), "rollout": 2}
