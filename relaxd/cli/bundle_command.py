@@ -54,8 +54,8 @@ LOG_LINES = 1000
 MIN_SECRET = 5
 """Characters from which a secret is looked for in every text: a shorter one may be part of any word."""
 
-PASSWORD = re.compile(r"(\w://[^\s/:@\"']*:)[^\s/@\"']+@")
-"""A password in an address: its beginning, then the password."""
+USER = re.compile(r"(?<=\w://)[^\s/@\"']+@")
+"""User and password, or a token, in an address."""
 
 
 def bundle(
@@ -167,16 +167,16 @@ def find_secrets(config: RunConfig, environment: Mapping[str, str]) -> dict[str,
             found[environment.get(value, "")] = value
         elif SECRET.search(name):
             found[value] = place
-        if "://" in value and (password := _password(value)):
-            found |= {password: place, unquote(password): place}
+        if "://" in value and (secret := _secret_of(value)):
+            found |= {secret: place, unquote(secret): place}
     return {value: place for value, place in found.items() if len(value) >= MIN_SECRET}
 
 
 def without_secrets(text: str, secrets: Mapping[str, str]) -> str:
-    """Return a text with *** in place of each secret, as it is or as JSON writes it, and of passwords in addresses."""
+    """Return a text with *** in place of each secret, as it is or as JSON writes it, and of users in addresses."""
     for secret in sorted(secrets, key=len, reverse=True):  # one may begin with another
         text = text.replace(secret, REDACTED).replace(json.dumps(secret)[1:-1], REDACTED)
-    return PASSWORD.sub(rf"\1{REDACTED}@", text)
+    return USER.sub(f"{REDACTED}@", text)
 
 
 def refuse_secrets(path: Path, secrets: Mapping[str, str]) -> None:
@@ -205,11 +205,11 @@ def _leaves(value: Any, place: str = "") -> Iterator[tuple[str, str]]:
         yield place, value
 
 
-def _password(address: str) -> str:
-    """Return the password in an address; "" without one."""
+def _secret_of(address: str) -> str:
+    """Return the password in an address, or the user, which may be a token; "" without one."""
     try:
         parts = urlsplit(address)
-        return parts.password or ""
+        return parts.password or parts.username or ""
     except ValueError:
         return ""
 

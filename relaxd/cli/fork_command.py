@@ -25,7 +25,7 @@ from relaxd.config.names.settings_table import sections
 from relaxd.config.names.suggestions import suggest
 from relaxd.config.write_toml import dump, dump_changes, toml
 from relaxd.local.programs import FORK, run_program, stream_program
-from relaxd.run_folder import CODE, CONFIG, METRICS, RECORD, replace_file
+from relaxd.run_folder import CONFIG, METRICS, RECORD, replace_file
 from relaxd.run_forks import EFFECTIVE_SIZE, REWARDS, Fork, with_original, write_fork
 
 CHANGEABLE = ("algorithm", "reward", "trainer.optimizer", "trainer.epochs", "roles.reference", "roles.teacher")
@@ -72,8 +72,6 @@ def fork(
     words = ["--run-folder", str(original), "--start", str(step), "--last", str(last)]
     rewards = _new_rewards(config, words) if config.reward != before.reward else []
     _begin(out, config, Fork(original.name, str(original), step, tuple(changes or ())), rewards)
-    if (code := original / CODE).is_file():
-        replace_file(out / CODE, code.read_bytes())
     created = datetime.now(UTC)
     try:
         run_program(FORK, [*words, "--out", str(out)], seconds=REPLAY_SECONDS)

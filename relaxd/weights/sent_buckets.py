@@ -1,6 +1,7 @@
 """Buckets of weights on the wire: their layout, and the checksum that both sides of a broadcast compare."""
 
 from collections.abc import Mapping
+from functools import cache
 from typing import Literal
 
 import torch
@@ -51,8 +52,9 @@ def as_sent(bucket: TensorBucket, tensors: Mapping[str, torch.Tensor]) -> list[t
     ]
 
 
-_WIDTH = 4096
-"""Words that are added up together. It changes no checksum."""
+_WIDTH, _MAX_ROWS = 4096, 1 << 22
+"""Width, and max height, of the matrix in which words are added up: tensors of at most 128 GiB. No checksum depends on
+them."""
 
 
 def checksum(tensor: torch.Tensor) -> int:
@@ -82,8 +84,13 @@ def _total(tensor: torch.Tensor) -> torch.Tensor:
     if data.numel() % 8 or data.data_ptr() % 8 or data.storage_offset() % 8:
         data = torch.nn.functional.pad(data, (0, -data.numel() % 8))
     words = data.view(torch.int64)
-    height = words.numel() // _WIDTH
-    matrix, rest = words[: height * _WIDTH].view(height, _WIDTH), words[height * _WIDTH :]
-    rows, odd = torch.arange(height, device=tensor.device), torch.arange(_WIDTH, device=tensor.device) * 2 + 1
-    total = (matrix.sum(1) * rows).sum() * (2 * _WIDTH) + (matrix.sum(0) * odd).sum()
-    return total + (rest * odd[: rest.numel()]).sum() + rest.sum() * (2 * _WIDTH * height)
+    odd = _odd_numbers(tensor.device)
+    matrix = words[: words.numel() // _WIDTH * _WIDTH].view(-1, _WIDTH)
+    rows, columns, rest = matrix.sum(1), matrix.sum(0), words[matrix.numel() :]
+    total = (rows * (odd[: len(rows)] - 1)).sum() * _WIDTH + (columns * odd[:_WIDTH]).sum()
+    return total + (rest * (odd[: len(rest)] + 2 * matrix.numel())).sum()
+
+
+@cache
+def _odd_numbers(device: torch.device) -> torch.Tensor:
+    return torch.arange(_MAX_ROWS, dtype=torch.int64, device=device) * 2 + 1

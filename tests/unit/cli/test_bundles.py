@@ -77,7 +77,7 @@ def test_no_secret_is_in_a_bundle(run: Path, tmp_path: Path) -> None:
     assert config.reward.address_token == "REWARDS", "a variable's name is none"
     assert "tracker: *** was refused" in content["run.json"]
     log = content["logs/trainer.log"].splitlines()
-    assert log[-2:] == ["line 4: ***", "connecting to redis://user:***@host:6379/0"]
+    assert log[-2:] == ["line 4: ***", "connecting to redis://***@host:6379/0"]
     assert len(log) == 6
     assert [json.loads(line)["step"] for line in content["ledger.jsonl"].splitlines()] == [2]
     assert len(content["metrics.jsonl"].splitlines()) == 3
