@@ -136,9 +136,7 @@ FACTS = ("step", "version")
 
 
 def trace(
-    group_id: Annotated[
-        str, typer.Argument(metavar="GROUP", help="A group's id, as in `relaxd samples --json`.")
-    ] = "",
+    group_id: Annotated[str, typer.Argument(metavar="GROUP", help="A group's id, as in `relaxd samples --json`.")] = "",
     chrome: Annotated[
         int, typer.Option("--chrome", metavar="STEP", min=0, help="Print a step's timeline for Perfetto, as JSON.")
     ] = 0,
