@@ -16,7 +16,7 @@ from relaxd.config.names.suggestions import suggest
 from relaxd.config.write_toml import dump, dump_changes, dump_explained
 
 ROOT = Path(__file__).parents[3]
-EXAMPLES = sorted((ROOT / "examples").glob("*.toml"))
+EXAMPLES = sorted((ROOT / "examples").rglob("*.toml"))
 
 
 @pytest.mark.parametrize("name", ["algorithms", "calls", "coming_from", "python", "settings"])
