@@ -78,7 +78,7 @@ def all_samples_file(folder: Path, step: int) -> Path:
 
 
 def critic_folder(folder: Path) -> Path:
-    """Return the folder of a critic service in a run's folder. It has checkpoints of its own, of the same steps."""
+    """Return the folder of a critic service in a run's folder. It has the critic's checkpoints, of the same steps."""
     return folder / "critic"
 
 

@@ -93,7 +93,7 @@ def load_words(words: list[str]) -> tuple[Path, RunConfig]:
 
 
 def split_words(words: list[str]) -> tuple[Path, list[str]]:
-    """Return the one file that words name, and the settings. Raises CliError."""
+    """Return the file among the words, and the settings. There must be a single file. Raises CliError."""
     files: list[str] = []
     overrides: list[str] = []
     rest = list(words)

@@ -207,7 +207,7 @@ UNDER_WAY = (RUN_STATE_RUNNING, RUN_STATE_PAUSED)
 
 
 def save_of_run_in_progress(address: str, state: Path, say: Callable[[str], None]) -> str:
-    """Save a checkpoint of the run in progress at the coordinator of a state folder, if there is one.
+    """Save a checkpoint of the run in progress, if any, at the coordinator of a state folder.
 
     Returns the run's id, else "".
     """
@@ -226,7 +226,7 @@ def save_of_run_in_progress(address: str, state: Path, say: Callable[[str], None
 
 
 def save_last_checkpoint(coordinator: CoordinatorClient, run_id: str, say: Callable[[str], None]) -> None:
-    """Save a checkpoint of a run, if its configuration has checkpoints; Ctrl-C skips it. `say` is told how it went."""
+    """Save a checkpoint of a run, if its configuration has checkpoints; Ctrl-C skips it. `say` gets the outcome."""
     try:
         run = coordinator.run(run_id)
         if not _has_what_to_save(run):

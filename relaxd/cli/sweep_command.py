@@ -32,7 +32,7 @@ Values = dict[str, Any]
 
 
 def flat(value: Any, place: str = "") -> Any:
-    """Return a flat table with dotted names, so that rollout.top_p is one setting with and without quotes."""
+    """Return a flat table with dotted names, so that rollout.top_p is the same setting with and without quotes."""
     if not isinstance(value, Mapping):
         return value
     found: Values = {}

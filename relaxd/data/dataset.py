@@ -85,7 +85,7 @@ class Prompt:
     index: int
     """Index in the data set, the same in every epoch."""
     messages: list[Message] = field(default_factory=list)
-    """The conversation, unless it is one message of the user with that text."""
+    """The conversation; empty if it is a single message of the user with that text."""
     sampling: dict[str, Any] = field(default_factory=dict)
     """Sampling parameters of its source that differ from the run's, by name, as JSON has them."""
     tools: list[dict[str, Any]] = field(default_factory=list)

@@ -128,7 +128,7 @@ class PromptTokenizer:
         return dict(self._tokenizer.get_added_tokens_decoder())
 
     def is_special(self, token: int) -> bool:
-        """Return True for ids of special tokens, such as the one that ends a reply."""
+        """Return True for ids of special tokens, such as the end of a reply."""
         return token in self.added_tokens and self.added_tokens[token].special
 
     def has_token(self, token: int) -> bool:

@@ -102,7 +102,7 @@ class ChildChannel(AsyncChannel):
         return None if deadline is None else max(deadline - clock(), 0.0)
 
     async def _explain(self, error: BaseException, late: str) -> None:
-        """Raise the RpcError that explains one of FAILURES, if there is one."""
+        """Raise the RpcError that explains an error of FAILURES; let others pass."""
         if not isinstance(error, grpc.aio.AioRpcError):
             task = asyncio.current_task()
             if task is not None and not task.cancelling():  # the channel was closed, because the child has exited

@@ -31,7 +31,7 @@ class Host(Protocol):
     """Roles that it can start."""
 
     def launch(self, request: pb.LaunchRequest) -> pb.Instance:
-        """Start a replica, or return the one that has this launch id already."""
+        """Start a replica, or return the existing one with this launch id."""
 
     def remove(self, launch_id: str, grace_seconds: float) -> None:
         """Stop a replica. Returns once it has ended."""

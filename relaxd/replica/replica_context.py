@@ -92,7 +92,7 @@ class ReplicaContext:
     def give_up(self, reason: str) -> None:
         """End this process with exit code 1, after handing back held groups: only a new process can repair it.
 
-        Its supervisor starts another one. Any thread may call this; only the first reason is told.
+        Its supervisor starts another one. Any thread may call this; only the first reason counts.
         """
         if not self.failure:
             _log.error("giving up: %s", reason)

@@ -237,7 +237,7 @@ async def run_replica(
     context: ReplicaContext,
     services: Sequence[tuple[Callable[[Any, Any], None], Any, str]] = (),
 ) -> None:
-    """Run a replica until it is told to end; returns after a drain.
+    """Run a replica until a signal or its coordinator ends it; returns after a drain.
 
     Args:
         service: the service.

@@ -30,7 +30,7 @@ class ServiceStatus:
     gauges: Mapping[str, float] = field(default_factory=dict)
     """Further measurements, by name."""
     wait: "replica_pb2.ReplicaWait.ValueType" = replica_pb2.REPLICA_WAIT_UNSPECIFIED
-    """The wait that `detail` tells of, if it is one of these."""
+    """The kind of wait in `detail`, if it describes a wait."""
     start_refused: bool = False
     """With the state FAILED: the settings or the model are wrong, so that another start would fail, too."""
     awake: bool = False

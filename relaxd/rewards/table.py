@@ -58,7 +58,7 @@ BOXED = "boxed_"
 NEVER_BOXED = frozenset(
     {"code", "dapo", "deepscaler", "environment", "geo3k", "gsm8k", "judge_pairs", "math", "overlong", "verl_tools"}
 )
-"""Rewards that look for a mark of their own, which a box doesn't hold, or that don't read the reply."""
+"""Rewards that look for other marks than a box, or don't read the reply."""
 
 
 class UnknownRewardError(ValueError):

@@ -106,7 +106,7 @@ class ServiceSettings:
     judge_key: str | None = field(default=None, repr=False)
     """Reward: API key of the server at roles.judge.address, if it needs one."""
     token: str | None = field(default=None, repr=False)
-    """Bearer token of this process's calls; without `tokens`, also the one that its callers need."""
+    """Bearer token of this process's calls; without `tokens`, its callers need the same."""
     tokens: AccessTokens | None = None
     """Tokens to accept."""
     tls: TlsFiles = field(default_factory=TlsFiles)

@@ -14,7 +14,7 @@ from relaxd.sandbox.testing import describe, run_tests
 
 
 def run(channel: Channel) -> None:
-    """Do the one job that the first message describes."""
+    """Do the job that the first message describes, and end."""
     random.seed(0)
     job = channel.receive()
     _JOBS[job["kind"]](channel, job)

@@ -1,4 +1,4 @@
-"""Sources of prompts whose pictures or videos are drawn, each from a seed of its own, for examples."""
+"""Sources of prompts whose pictures or videos are drawn, each from another seed, for examples."""
 
 from abc import ABC, abstractmethod
 from typing import Any, Self

@@ -22,31 +22,20 @@ from relaxd.envs.zoom import Zoom
 from relaxd.media import Grid, expand
 from relaxd.tools.digit_pictures import DIGITS, SIDE, draw
 from relaxd.tools.sight_beginner import IMAGE_MARKS, PATCH, processor, random_model
-from relaxd.tools.tool_beginner import labels, tokenizer_of
+from relaxd.tools.tool_beginner import CHAT_TEMPLATE, labels, tokenizer_of
 from relaxd.tools.zoom_pictures import HALVES, PROMPT, SHOWN, draw_wide
 
 IMAGE = IMAGE_MARKS["image_token_id"]
-CHAT_TEMPLATE = """\
-{%- if tools -%}
-<|system|>Tools:{% for tool in tools %} {{ tool.function.name }}{% endfor %}<|end|>
-{%- endif -%}
-{%- for message in messages -%}
-<|{{ message.role }}|>
+SEEING_TEMPLATE = CHAT_TEMPLATE.replace(
+    "{{ message.content or '' }}",
+    """
 {%- if message.content is string -%}{{ message.content }}{%- else -%}
 {%- for part in message.content or [] -%}
 {%- if part.type == 'image' -%}<|image|>{%- else -%}{{ part.text }}{%- endif -%}
 {%- endfor -%}
-{%- endif -%}
-{%- for call in message.tool_calls or [] -%}
-<tool_call>{{ {'name': call.function.name, 'arguments': call.function.arguments} | tojson }}</tool_call>
-{%- endfor -%}
-<|end|>
-{%- endfor -%}
-{%- if add_generation_prompt -%}
-<|assistant|>
-{%- endif -%}
-"""
-"""Names the tools, writes calls as Hermes and Qwen do, and images with one token."""
+{%- endif -%}""",
+)
+"""Template of `tool_beginner` in which a message may have parts: an image is one token."""
 SMALLEST = SHOWN[0] * SHOWN[1]
 UPDATES = 600
 BATCH = 16
@@ -70,11 +59,11 @@ class Lessons:
         self._tools = [FunctionTool(Zoom().zoom).schema]
         self.tokenizer: PreTrainedTokenizerFast = tokenizer_of([PROMPT])
         """A tokenizer with one token for each phrase of the lessons, each number and an image."""
-        self.tokenizer.chat_template = CHAT_TEMPLATE
+        self.tokenizer.chat_template = SEEING_TEMPLATE
         said = [self._text(look, 0).replace(IMAGE, "") for look in HALVES * 50]
         self.tokenizer = tokenizer_of([*said, *map(str, range(DIGITS)), PROMPT.removeprefix("<image>")])
         self.tokenizer.add_special_tokens({"additional_special_tokens": [IMAGE]})
-        self.tokenizer.chat_template = CHAT_TEMPLATE
+        self.tokenizer.chat_template = SEEING_TEMPLATE
 
     def lesson(self) -> tuple[str, list[np.ndarray]]:
         """Return a conversation about a picture, and the pixels of what the prompt and the tool show.

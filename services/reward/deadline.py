@@ -1,4 +1,4 @@
-"""The deadline of a reward's call. Its clock stands still while the judge is asked, and while this process does."""
+"""The deadline of a reward's call. Its clock stands still during questions to the judge and stops of this process."""
 
 import asyncio
 from types import TracebackType

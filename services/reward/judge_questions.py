@@ -27,7 +27,7 @@ async def no_judge(question: AskRequest) -> AskResponse:
 class Questions:
     """Carries the questions of one worker to the judge, and its replies back, while the clock of the call stands still.
 
-    Only questions that are asked during a call are carried out; they are dropped with it.
+    Only questions within a call are put to the judge; they are dropped with it.
     """
 
     def __init__(self, ask: Ask) -> None:

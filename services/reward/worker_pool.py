@@ -327,7 +327,7 @@ class WorkerPool:
             raise PoolClosedError("the pool of reward workers was closed")
 
     def _describe_exit(self, error: ChildExited) -> str:
-        """Return how a worker ended, and whether it lacked memory."""
+        """Return the end of a worker in words, and whether it lacked memory."""
         code = error.exit_code
         reason = f"killed by signal {-code}" if code < 0 else f"exit code {code}"
         if any(name in line for line in error.last_lines[-10:] for name in ("bad_alloc", "MemoryError")):

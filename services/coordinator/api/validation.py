@@ -67,7 +67,7 @@ def check_metrics_request(request: pb.GetMetricsRequest) -> None:
 
 
 def check_role(role: str, known: Sequence[str], violations: Violations, field: str = "role") -> None:
-    """Add a violation unless a role is one of the known ones."""
+    """Add a violation if a role is unknown."""
     violations.check(role in known, field, unknown_role(role, known))
 
 

@@ -1,4 +1,4 @@
-"""Checkpoints that replicas are asked for, a critic's included."""
+"""Requests for checkpoints, also of a critic."""
 
 import asyncio
 import time

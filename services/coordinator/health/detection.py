@@ -66,7 +66,7 @@ class HealthSignals:
         `sync_refusal` why it refuses them, as its next process would, and `sync_error` the last one's error.
 
         `handoff_failure` returns the failed action of a colocated replica when turns change, and whether it has
-        lasted long enough. `clock` is the one of the registry.
+        lasted long enough. `clock` is the registry's.
         """
         self._config = config
         self._clock = clock

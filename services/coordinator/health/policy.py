@@ -322,7 +322,7 @@ class HealthPolicy:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`roles` are those that the run needs; `restart_failures` is the error of each instance's last restart;
-        `idle_reason` is the fleet's; `clock` is the one of `signs`."""
+        `idle_reason` is the fleet's; `clock` is that of `signs`."""
         self._needed = roles
         self._signs = signs
         self._replicas = ReplicaReconciler(run_id, config.health, self._signs, restart_failures, idle_reason)

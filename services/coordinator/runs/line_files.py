@@ -112,7 +112,7 @@ class LedgerFile(AppendedFile):
         return self._last[0]
 
     def take_over(self, read: ReadLedger, check: Check) -> int:
-        """Take the file over, and bring it up to date. `check` is asked before the file is replaced, now and later.
+        """Take the file over, and bring it up to date. `check` is called before the file is replaced, now and later.
 
         Returns the last of the steps that were in it and are in the ledger, too.
         """
@@ -206,7 +206,7 @@ class MetricsFile:
     ) -> None:
         """Take the file over with its lines up to the step `kept`; the ledger gives those that it lacks.
 
-        `check` is asked before the file is replaced, now and later.
+        `check` is called before the file is replaced, now and later.
         """
         self._check = check
         self._file.remove_leftovers()

@@ -1,6 +1,6 @@
 """Explain what a run waits for: one sentence, from one snapshot of the run. Pure: nothing here reads or acts.
 
-`REASONS` is the table: its functions are asked in order, and the first one that finds a reason is right. Add a reason
+`REASONS` is the table: its functions are called in order, and the first reason that one returns is shown. Add a reason
 there, with a case in tests/unit/coordinator/runs/test_waiting_for.py.
 """
 
