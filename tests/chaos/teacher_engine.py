@@ -125,9 +125,9 @@ class TeacherProcess(EngineProcess):
         self, request: engine_pb2.ComputeLogprobsRequest, context: Any
     ) -> engine_pb2.ComputeLogprobsResponse:
         """See the proto."""
-        return self._loaded().logprobs(request)
+        return self._loaded_teacher().logprobs(request)
 
-    def _loaded(self) -> Teacher:
+    def _loaded_teacher(self) -> Teacher:
         if self._teacher is None:
             raise EngineError("no model is loaded")
         return self._teacher

@@ -102,7 +102,8 @@ def unlike(item: Item, seed: int) -> Item:
     """Another picture, or clip, of the same size."""
     if isinstance(item, Image.Image):
         return picture(*item.size, seed)
-    return clip(len(item), *item[0].size, seed)
+    width, height = item[0].size
+    return clip(len(item), width, height, seed)
 
 
 def prompt_of(vision: VisionModel, pictures: list[Item]) -> tuple[list[int], dict[str, object]]:

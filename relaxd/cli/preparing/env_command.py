@@ -129,7 +129,7 @@ def _trial_of_run(words: list[str]) -> _Trial:
     if first.media:
         try:
             vision = read_vision(resolve_model(config.model.path), config.data)
-            messages = with_images(messages, [image.png for image in normalise(first, vision)])
+            messages = with_images(messages, [one.content for one in normalise(first, vision)])
         except DataError as error:
             raise ConfigError([Problem(error.field, error.message)]) from error
     return _Trial(

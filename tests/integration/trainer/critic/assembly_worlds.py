@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from relaxd.config import RunConfig
+from services.trainer.loop.step_profiler import step_profiler
 from services.trainer.megatron.rank_messages import message
 from tests.integration.trainer.service_kit import RUN_ID
 
@@ -115,6 +116,7 @@ def run_job(job: AssemblyJob) -> dict[str, Any]:
         run_folder=job.folder,
         runner=WatchedRunner(learner, config),
         sharing=ModelParallelChannel(learner.world.dp_rank, COLLECTIVE_SECONDS),
+        profiler=step_profiler(config, learner.world.rank, job.folder),
     )
     try:
         if intake is None:
