@@ -107,6 +107,9 @@ class Teacher:
     def wake(self, parts: Collection[MemoryPart]) -> None:
         """See LoadedEngine."""
 
+    def record(self, request: engine_pb2.RecordStepsRequest) -> list[Path]:
+        raise EngineError("a scripted teacher has no steps to record")
+
 
 class TeacherProcess(EngineProcess):
     """Runs a Teacher."""
@@ -125,9 +128,9 @@ class TeacherProcess(EngineProcess):
         self, request: engine_pb2.ComputeLogprobsRequest, context: Any
     ) -> engine_pb2.ComputeLogprobsResponse:
         """See the proto."""
-        return self._loaded_teacher().logprobs(request)
+        return self._loaded().logprobs(request)
 
-    def _loaded_teacher(self) -> Teacher:
+    def _loaded(self) -> Teacher:
         if self._teacher is None:
             raise EngineError("no model is loaded")
         return self._teacher
