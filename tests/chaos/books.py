@@ -183,7 +183,7 @@ class Books:
             made, due = metrics.get("optimizer_steps"), sum(self.updates)
             if made is not None and made != due:
                 wrong.append(f"the trainer had made {made:g} updates after step {number}, but the ledger has {due}")
-            self.conversation_tokens += metrics.get("model_tokens_mean", 0.0) * metrics["samples"]
+            self.conversation_tokens += metrics.get("model_tokens_mean", 0.0) * metrics.get("samples", 0.0)
             self.steps.append(Step(number, committed, committed - metrics["step_seconds"], bool(skipped)))
             if len(plan["groups"]) < self.groups_per_step:  # more where more are due (TrainingQueue)
                 wrong.append(f"step {number} has {len(plan['groups'])} groups, not {self.groups_per_step}")

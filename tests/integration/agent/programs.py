@@ -201,8 +201,8 @@ Ask = Callable[[list[dict[str, Any]]], str]
 """Asks with messages in the form of chat completions; returns the answer."""
 
 
-def chat_completions() -> Ask:
-    """Ask with the openai package."""
+def chat_completions(answers: list[Any]) -> Ask:
+    """Ask with the openai package; answers are kept in a list."""
     import openai
 
     client = openai.OpenAI(max_retries=0)
@@ -213,6 +213,7 @@ def chat_completions() -> Ask:
         )
         tokenized = post(os.environ["ANTHROPIC_BASE_URL"] + "/tokenize", {"messages": messages})
         assert tokenized["tokens"] == answer.prompt_token_ids
+        answers.append(answer)
         return answer.choices[0].message.content or ""
 
     return ask
@@ -288,11 +289,15 @@ def pictures(ask: Ask) -> None:
 
 
 def pictures_openai() -> None:
-    """Talk about pictures in chat completions; token ids may have no new ones."""
-    image_token = SAMPLE["metadata"]["image_token"]
-    address = os.environ["ANTHROPIC_BASE_URL"] + "/inference/v1/generate"
-    assert refusal(address, {"token_ids": [image_token]}) == "400 token_ids[0]"
-    pictures(chat_completions())
+    """Talk about pictures in chat completions, then go on with token ids, which may have no new ones."""
+    image_token, answers = SAMPLE["metadata"]["image_token"], list[Any]()
+    pictures(chat_completions(answers))
+    third, address = answers[2], os.environ["ANTHROPIC_BASE_URL"]
+    so_far = [*third.prompt_token_ids, *third.choices[0].token_ids]
+    more = post(address + "/tokenize", {"prompt": "And?"})["tokens"]
+    refused = refusal(address + "/inference/v1/generate", {"token_ids": [*so_far, image_token]})
+    assert refused == f"400 token_ids[{len(so_far)}]"
+    post(address + "/inference/v1/generate", {"token_ids": [*so_far, *more]})
 
 
 def pictures_anthropic() -> None:
