@@ -37,6 +37,13 @@ def test_every_shape_can_be_rehearsed(path: Path, tmp_path: Path) -> None:
     assert changed.trainer.micro_batch_tokens >= config.data.max_prompt_tokens + changed.rollout.max_new_tokens
 
 
+def test_a_trainer_over_hosts_is_rehearsed_on_one(tmp_path: Path) -> None:
+    config = load_file(SHAPES[0])
+    config = config.model_copy(update={"trainer": config.trainer.model_copy(update={"ranks": 8, "hosts": 2})})
+    changed = rehearsed(config, Scale(rollout=64, time=10.0, payload=8), model=tmp_path / "stand-in", folder=tmp_path)
+    assert load(dump(changed)) == changed
+
+
 def test_payloads_are_scaled_to_the_memory_that_there_is() -> None:
     config = load_file(Path("benchmarks/shapes/math.toml"))
     needed = 3 * config.trainer.groups_per_step * worst_bytes(config, 0) * 1.5 * 4000 / 20480
