@@ -30,7 +30,7 @@ from relaxd.client import CliError, RunFailedError
 from relaxd.client.coordinator_client import AWAY_SECONDS, ENDED, CoordinatorClient
 from relaxd.client.folder_runs import read_run
 from relaxd.config import PlacementConfig, RunConfig
-from relaxd.config.load_toml import ConfigError, Problem
+from relaxd.config.load_toml import ConfigError, Problem, load_recorded
 from relaxd.config.write_toml import dump
 from relaxd.data.files.opening import is_hub_path
 from relaxd.data.templating import with_template_texts
@@ -194,7 +194,7 @@ def execute_again(
             raise CliError(f"run {run_id} has ended ({known[run_id].reason})", "relaxd run starts a new one")
         return coordinator.resume_run(run_id) if known[run_id].state == RUN_STATE_PAUSED else known[run_id]
 
-    config = RunConfig.model_validate_json(run.config_json)
+    config = load_recorded(run.config_json, run_id)
     where = replace(where, replicas=_replicas(where, config), engines=_engines(config))
     warn_of_machine("run", scope_of(where.folder.path, config, None, PREFLIGHT_SECONDS), console)
     if steps and not where.shared_redis:

@@ -21,6 +21,7 @@ from relaxd.client import CliError
 from relaxd.client.coordinator_client import ENDED, CoordinatorClient
 from relaxd.client.folder_runs import FolderRuns
 from relaxd.config import RunConfig
+from relaxd.config.load_toml import load_recorded
 from relaxd.local.programs import EXPORT_CHECKPOINT, REPLAY, run_program
 from relaxd.local.silence import open_client
 from relaxd.run_folder import (
@@ -121,8 +122,8 @@ def _best_of(folder: Path) -> BestCheckpoint | None:
 
 
 def config_of(folder: Path) -> RunConfig:
-    """Return the configuration of a run."""
-    return RunConfig.model_validate_json((folder / CONFIG).read_bytes())
+    """Return the configuration of a run. Raises as load_recorded."""
+    return load_recorded((folder / CONFIG).read_text(encoding="utf-8"), folder.name)
 
 
 def run_folder(run_id: str, folder: Path | None) -> Path:
@@ -241,4 +242,4 @@ def save_last_checkpoint(coordinator: CoordinatorClient, run_id: str, say: Calla
 
 
 def _has_what_to_save(run: Run) -> bool:
-    return bool(run.step) and bool(RunConfig.model_validate_json(run.config_json).trainer.checkpoint.every)
+    return bool(run.step) and bool(load_recorded(run.config_json, run.run_id).trainer.checkpoint.every)

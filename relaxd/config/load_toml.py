@@ -85,6 +85,20 @@ def load_file(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
     return load(text, overrides, name=str(path))
 
 
+def load_recorded(text: str, run_id: str) -> RunConfig:
+    """Read the configuration that a run's record has as JSON. Settings that it lacks have their defaults.
+
+    Raises ConfigError: it was written by a version of relaxd with other settings.
+    """
+    try:
+        return RunConfig.model_validate_json(text)
+    except ValidationError as error:
+        why = (
+            f"run {run_id} was made by a version of relaxd with other settings: use that one, which its code.json names"
+        )
+        raise ConfigError([Problem("", why), *explain(error)]) from error
+
+
 def override(name: str, value: Any) -> str:
     """Return the command-line word that sets a setting to a value."""
     known = settings().get(tuple(name.split(".")))

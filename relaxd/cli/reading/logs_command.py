@@ -20,6 +20,7 @@ from relaxd.cli.output import show, show_json, show_line
 from relaxd.cli.reading.run_source import open_run
 from relaxd.client import CliError
 from relaxd.config import RunConfig
+from relaxd.config.load_toml import load_recorded
 from relaxd.local import compose
 from relaxd.local.state_folder import StateFolder
 from relaxd.report.chrome_timeline import chrome_timeline
@@ -152,7 +153,7 @@ def trace(
     if bool(group_id) == bool(chrome):
         raise CliError("name either a group or a step", "relaxd trace GROUP, or relaxd trace --chrome STEP")
     with open_run(run_id, folder, state, coordinator) as source:
-        config = RunConfig.model_validate_json(source.run.config_json)
+        config = load_recorded(source.run.config_json, source.run.run_id)
         if chrome:
             spans = read_step_spans(source.folder, chrome)
             if not spans:

@@ -153,6 +153,8 @@ class EngineProcess(ABC, engine_pb2_grpc.EngineServicer, rollout_pb2_grpc.Rollou
         """True if the engine serves the weights that it loads, so that a sleep has to keep them."""
         self.for_logprobs = False
         """True if the engine only computes log-probs of given tokens."""
+        self._recording = threading.Lock()
+        """Held while an engine is asked to record steps."""
 
     def serve(self) -> None:
         """Answer until the service ends."""
@@ -180,7 +182,8 @@ class EngineProcess(ABC, engine_pb2_grpc.EngineServicer, rollout_pb2_grpc.Rollou
 
     def RecordSteps(self, request: engine_pb2.RecordStepsRequest, context: Any) -> engine_pb2.RecordStepsResponse:
         """See the proto."""
-        return engine_pb2.RecordStepsResponse(paths=map(str, self._loaded().record(request)))
+        with self._recording:
+            return engine_pb2.RecordStepsResponse(paths=map(str, self._loaded().record(request)))
 
     def GetEngineStats(
         self, request: engine_pb2.GetEngineStatsRequest, context: Any

@@ -20,7 +20,7 @@ from relaxd.replica.gpus import Gpu, gpu_environment, memory_used, wait_until_st
 from relaxd.replica.replica_context import ReplicaContext
 from relaxd.replica.service_interface import ReplicaService, ServiceStatus
 from relaxd.roles import ROLES, ROLLOUT
-from relaxd.rpc.errors import RpcError
+from relaxd.rpc.errors import FailedPrecondition, RpcError
 from relaxd.run_folder import PROFILES
 from relaxd.v1 import replica_pb2, rollout_pb2
 from relaxd.v1.coordinator_pb2 import Assignment
@@ -86,9 +86,15 @@ class RolloutService(ReplicaService):
         return QUEUE_FACTOR * self._config.rollout.max_running_samples if self._config is not None else 0
 
     async def record(self, engine: ChildEngine, profile: rollout_pb2.ProfileRequest) -> list[str]:
-        """Have the engine record its next steps in the run's folder. Returns the files. Raises EngineError."""
+        """Have the engine record its next steps in the run's folder. Returns the files. Raises FailedPrecondition."""
         folder = self._run_folder / PROFILES
-        await asyncio.to_thread(folder.mkdir, exist_ok=True)
+        try:
+            await asyncio.to_thread(folder.mkdir, exist_ok=True)
+        except OSError as error:
+            raise FailedPrecondition(
+                f"{folder} can't be made: {error.strerror}. Profiles are written into the run's folder: mount it, "
+                "writable, where this replica runs"
+            ) from error
         return await engine.record(profile, folder, f"{self._settings.replica_id}-{datetime.now(UTC):%Y%m%dT%H%M%S%fZ}")
 
     async def start_run(self, config: RunConfig, assignment: Assignment) -> None:

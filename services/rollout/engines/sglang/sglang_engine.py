@@ -190,10 +190,11 @@ class SGLangEngine(GatedEngine):
             return sum(group.unfinished for group in self._groups.values())
 
     def record(self, request: engine_pb2.RecordStepsRequest) -> list[Path]:
-        """See LoadedEngine: by SGLang's own profiler."""
+        """Record with SGLang's own profiler."""
         if missing := [path for path in self._recorded if not path.exists()]:
             raise EngineError(f"this engine is recording steps already: wait until {missing[0]} is there")
         profile = request.profile
+        self._profile_answers = queue.SimpleQueue()  # without a late answer to an earlier request
         self._channel.send(
             ProfileReq(
                 output_dir=request.folder,

@@ -177,7 +177,6 @@ class TransformersEngine(GatedEngine):
             return sum(1 for _ in self._samples())
 
     def record(self, request: RecordStepsRequest) -> list[Path]:
-        """See LoadedEngine."""
         if self._recording is not None and not self._recording.ended:
             raise EngineError("this engine is recording steps already: wait until their file is there")
         path = Path(request.folder) / f"{request.name}-TP-0.trace.json.gz"  # as SGLang's are called
