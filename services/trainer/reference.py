@@ -1,5 +1,5 @@
 """python -m services.trainer.reference: the service that computes log-probs under the reference model of a KL term.
-`services.trainer.reference_models` is what it does.
+Its code is in `services.trainer.reference_models`.
 """
 
 from relaxd.roles import REFERENCE

@@ -1,5 +1,5 @@
 """python -m services.trainer.teacher: the service that computes log-probs under the teacher of on-policy distillation.
-`services.trainer.reference_models` is what it does.
+Its code is in `services.trainer.reference_models`.
 """
 
 from relaxd.roles import TEACHER

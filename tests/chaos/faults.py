@@ -676,11 +676,12 @@ def faults_of(roles: Collection[str], kinds: Sequence[Fault]) -> tuple[str, ...]
 
 
 SHORT_SUITE = (
-    *("kill coordinator", "stall advantage long", "cut: reward - redis", "delay: trainer - redis"),
+    *("stall advantage long", "cut: reward - redis", "delay: trainer - redis"),
     *("drop: rollout - coordinator", "fill redis", "redis: demoted", "overflow a gradient"),
     "sync: engine dies in broadcast",
 )
-"""Faults of the ordinary tests: one of every kind, those that pass quickly. The nightly tests have all."""
+"""Faults of the ordinary tests: one of every kind, those that pass quickly, except deaths of services, which a test of
+`tests/e2e/test_run.py` has. The nightly tests have all."""
 
 GENTLE = tuple(
     fault.name

@@ -1,4 +1,4 @@
-"""A short chaos campaign on the real stack. The long one: `make chaos FAULTS=200`."""
+"""A short chaos campaign on the real stack without reference, teacher and judge. The long one: `make chaos`."""
 
 import random
 from fnmatch import fnmatchcase
@@ -20,7 +20,7 @@ SEED = 20
 def test_nothing_is_lost_and_nothing_is_trained_twice_whatever_dies(tmp_path: Path) -> None:
     print(f"seed {SEED}")
     rng = random.Random(SEED)
-    with Loop() as loop, ChaosStack(tmp_path, loop, SEED) as stack:
+    with Loop() as loop, ChaosStack(tmp_path, loop, SEED, "plain") as stack:
         campaign = Campaign(stack, rng, logs=tmp_path / "kept-logs", deadline_seconds=240.0)
         campaign.begin()
         campaign.run(iter(deck(len(SHORT_SUITE), rng, SHORT_SUITE)))

@@ -61,6 +61,28 @@ def make_config(model: Path, **sections: dict[str, Any]) -> RunConfig:
     return RunConfig.model_validate(values)
 
 
+def several_updates(
+    model: Path, algorithm: dict[str, Any], roles: dict[str, Any] | None = None, **trainer: Any
+) -> RunConfig:
+    """A run of two steps of four groups, two mini-batches and two epochs."""
+    return make_config(
+        model,
+        run={"steps": 2},
+        trainer={
+            "groups_per_step": 4,
+            "mini_batches": 2,
+            "epochs": 2,
+            "micro_batch_tokens": 48,
+            "checkpoint": {"every": 0},
+            "optimizer": {"lr": 2e-2, "min_lr": 1e-2, "schedule": "linear", "epsilon": 1e-3, "weight_decay": 0.1},
+            **trainer,
+        },
+        algorithm=algorithm,
+        roles=roles or {},
+        board={"max_staleness": 8},
+    )
+
+
 def mark_folder(folder: Path, begun: datetime = BEGUN) -> None:
     """Write the files by which services know the folder of a run that began then."""
     (folder / RECORD).write_text(json.dumps({"begin_time": begun.isoformat()}))
@@ -209,6 +231,9 @@ class ScriptedCoordinator(coordinator_pb2_grpc.CoordinatorServicer):
         with self._condition:
             assert self._condition.wait_for(condition, seconds), f"not within {seconds} s; last status: {self.status}"
             return condition()
+
+    def wait_until_ready(self) -> None:
+        self.wait(lambda: self.status.state == replica_pb2.REPLICA_STATE_READY)
 
     def wait_for_version(self, term: int, version: int) -> None:
         self.wait(lambda: (term, version) in self.announced)
@@ -385,3 +410,14 @@ def error_code(call: Callable[[], Any]) -> grpc.StatusCode:
         code: grpc.StatusCode = error.code()
         return code
     return grpc.StatusCode.OK
+
+
+def trained_columns(feeder: Feeder, count: int) -> dict[str, dict[str, Any]]:
+    """What the trainer gets of the next groups, by group id."""
+    board, found = feeder.board, {}
+    while len(found) < count:
+        deliveries = board.take("train", "trainer", count=count, block_seconds=PATIENCE)
+        assert deliveries
+        loaded = board.load(deliveries, board.needs("train"))
+        found |= {delivery.group_id: columns for delivery, columns in zip(deliveries, loaded, strict=True)}
+    return found

@@ -18,7 +18,13 @@ from relaxd.board import CANDIDATES, TEACHER_CANDIDATE_LOGPROBS, TEACHER_LOGPROB
 from relaxd.config import RunConfig
 from relaxd.roles import ROLES, TEACHER
 from relaxd.v1 import coordinator_pb2, replica_pb2
-from tests.integration.trainer.service_kit import PATIENCE, Feeder, ScriptedCoordinator, TrainerProcess, make_config
+from tests.integration.trainer.service_kit import (
+    Feeder,
+    ScriptedCoordinator,
+    TrainerProcess,
+    make_config,
+    trained_columns,
+)
 from tests.kit.models import make_tiny_model
 from tests.sglang.environment import CPU_ENVIRONMENT, CPU_OPTIONS
 
@@ -69,21 +75,6 @@ def teacher_service(
         feeder.board.close()
 
 
-def wait_until_ready(coordinator: ScriptedCoordinator) -> None:
-    coordinator.wait(lambda: coordinator.status.state == replica_pb2.REPLICA_STATE_READY)
-
-
-def trained_columns(feeder: Feeder, count: int) -> dict[str, dict[str, Any]]:
-    """What the trainer gets of the next groups, by group id."""
-    board, found = feeder.board, {}
-    while len(found) < count:
-        deliveries = board.take("train", "trainer", count=count, block_seconds=PATIENCE)
-        assert deliveries
-        loaded = board.load(deliveries, board.needs("train"))
-        found |= {delivery.group_id: columns for delivery, columns in zip(deliveries, loaded, strict=True)}
-    return found
-
-
 def of_vocabulary(exact: Any, prompt: np.ndarray, tokens: np.ndarray) -> torch.Tensor:
     """[L, vocabulary]: log-probs in the places of an answer's tokens."""
     whole = torch.from_numpy(np.concatenate([prompt, tokens]).astype(np.int64))
@@ -101,7 +92,7 @@ def test_log_probs_are_those_of_transformers(
         groups += feeder.feed(2, 0, length=200)
         (too_long,) = feeder.feed(1, 0, length=252)
         coordinator.wait_for_detail("loading")
-        wait_until_ready(coordinator)
+        coordinator.wait_until_ready()
         found = trained_columns(feeder, 6)
         coordinator.wait(lambda: coordinator.status.done_groups == 7 and not coordinator.status.held_groups)
         coordinator.wait(lambda: coordinator.status.gauges["prefilled_tokens"] > 6 * 200)
@@ -159,7 +150,7 @@ def test_an_engine_that_is_killed_ends_the_replica_and_its_groups_go_to_the_next
 ) -> None:
     config = opd(model, teacher)
     with teacher_service(config, redis_url, tmp_path, python) as (coordinator, feeder, process):
-        wait_until_ready(coordinator)
+        coordinator.wait_until_ready()
         (engine,) = psutil.Process(process.process.pid).children()
         family = [engine, *engine.children(recursive=True)]
         for scheduler in family[1:]:
@@ -185,7 +176,7 @@ def test_an_engine_that_is_killed_ends_the_replica_and_its_groups_go_to_the_next
             coordinator.wait(lambda: coordinator.status.state == replica_pb2.REPLICA_STATE_IDLE)
             assert not psutil.Process(following.process.pid).children()
             coordinator.assignment = assignment("run-2", make_config(model))
-            wait_until_ready(coordinator)
+            coordinator.wait_until_ready()
             assert coordinator.status.detail == "this run needs no teacher service"
             assert following.stop() == 0
         finally:

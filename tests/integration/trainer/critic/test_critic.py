@@ -26,7 +26,7 @@ from services.trainer.offline.replay import replay
 from tests.integration.trainer.critic import critic_worlds
 from tests.integration.trainer.critic.assembly_worlds import AssemblyJob
 from tests.integration.trainer.critic.critic_worlds import CheckpointJob, train
-from tests.integration.trainer.service_kit import Feeder, make_config
+from tests.integration.trainer.service_kit import Feeder, several_updates
 from tests.integration.trainer.trainer_worlds import Job, make_learner, make_samples, run_world
 from tests.integration.trainer.training_worlds import RunJob, run_job
 from tests.kit.models import make_tiny_model
@@ -45,30 +45,9 @@ COMPARED = (
 
 
 def config_of(model: Path, critic: dict[str, Any] | None = None, **trainer: Any) -> RunConfig:
-    """Two steps of four groups, two mini-batches and two epochs."""
-    optimizer = {"epsilon": 1e-3, "weight_decay": 0.1}
-    return make_config(
-        model,
-        run={"steps": 2},
-        trainer={
-            "groups_per_step": 4,
-            "mini_batches": 2,
-            "epochs": 2,
-            "micro_batch_tokens": 48,
-            "checkpoint": {"every": 0},
-            "optimizer": {"lr": 2e-2, "min_lr": 1e-2, "schedule": "linear", **optimizer},
-            **trainer,
-        },
-        algorithm={
-            "name": "ppo",
-            "old_logprobs": "current",
-            "gamma": GAMMA,
-            "gae_lambda": LAMBDA,
-            "value_clip": VALUE_CLIP,
-        },
-        roles={"critic": {"optimizer": {"lr": 1e-2, "clip_grad": 0.5, **optimizer}, **(critic or {})}},
-        board={"max_staleness": 8},
-    )
+    optimizer = {"lr": 1e-2, "clip_grad": 0.5, "epsilon": 1e-3, "weight_decay": 0.1}
+    ppo = {"name": "ppo", "old_logprobs": "current", "gamma": GAMMA, "gae_lambda": LAMBDA, "value_clip": VALUE_CLIP}
+    return several_updates(model, ppo, {"critic": {"optimizer": optimizer, **(critic or {})}}, **trainer)
 
 
 def prepare_run(redis_url: str, number: int, config: RunConfig, folder: Path, **of_group: dict[str, Any]) -> RunJob:

@@ -14,7 +14,6 @@ from relaxd.board import CRITIC_STATE, Board, stages_for
 from relaxd.config import RunConfig
 from relaxd.roles import CRITIC, ROLES
 from relaxd.run_folder import checkpoint_path, critic_folder
-from relaxd.v1.replica_pb2 import REPLICA_STATE_READY
 from services.trainer.batch.step_file import read_committed
 from services.trainer.checkpoints.checkpoint_folders import read_state
 from services.trainer.megatron.world import shut_down
@@ -38,7 +37,7 @@ class Critics:
     def start(self) -> TrainerProcess:
         """Start a replica, which is ready once it has its model."""
         self.process = TrainerProcess(self.coordinator, self._job.redis_url, module=ROLES[CRITIC].module)
-        self.coordinator.wait(lambda: self.coordinator.status.state == REPLICA_STATE_READY)
+        self.coordinator.wait_until_ready()
         return self.process
 
     def replace_after(self, step: int) -> None:

@@ -24,7 +24,7 @@ from services.trainer.offline.replay import replay
 from tests.integration.trainer import training_worlds
 from tests.integration.trainer.critic.test_critic import GAMMA, LAMBDA, generalized
 from tests.integration.trainer.learner.test_several_updates import LENGTHS, WAYS, PlainLoop
-from tests.integration.trainer.service_kit import RUN_ID, Feeder, make_config
+from tests.integration.trainer.service_kit import RUN_ID, Feeder, several_updates
 from tests.integration.trainer.trainer_worlds import run_world
 from tests.integration.trainer.training_worlds import RunJob, run_job
 from tests.kit.models import make_tiny_model
@@ -81,30 +81,10 @@ def teacher(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny_model(tmp_path_factory.mktemp("teacher") / "model", architecture="qwen3", seed=7)
 
 
-def config_of(model: Path, algorithm: dict[str, Any], roles: dict[str, Any] | None = None, **trainer: Any) -> RunConfig:
-    """Two steps of four groups, two mini-batches and two epochs."""
-    return make_config(
-        model,
-        run={"steps": 2},
-        trainer={
-            "groups_per_step": 4,
-            "mini_batches": 2,
-            "epochs": 2,
-            "micro_batch_tokens": 48,
-            "checkpoint": {"every": 0},
-            "optimizer": {"lr": 2e-2, "min_lr": 1e-2, "schedule": "linear", "epsilon": 1e-3, "weight_decay": 0.1},
-            **trainer,
-        },
-        algorithm=algorithm,
-        roles=roles or {},
-        board={"max_staleness": 8},
-    )
-
-
 def with_both(model: Path, teacher: Path, **trainer: Any) -> RunConfig:
     """A reference that takes over the policy's weights after each step, and a teacher, both in the trainer's ranks."""
     roles = {"reference": {"refresh_every": 1}, "teacher": {"model": str(teacher), "placement": "trainer"}}
-    return config_of(model, WITH_BOTH, roles, **trainer)
+    return several_updates(model, WITH_BOTH, roles, **trainer)
 
 
 def prepare_run(redis_url: str, number: int, config: RunConfig, folder: Path, **of_group: dict[str, Any]) -> RunJob:
@@ -222,7 +202,7 @@ def test_the_numbers_are_those_of_an_advantage_stage_with_both_as_services(
     """Which gets the same log-probs as columns, here from transformers."""
     roles: dict[str, Any] = {"teacher": {"model": str(teacher), "placement": "trainer"}}
     served = {"reference": {"placement": "service"}, "teacher": {"model": str(teacher)}}
-    inside, outside = (config_of(tiny_qwen3, WITH_BOTH, one, **ONE_UPDATE) for one in (roles, served))
+    inside, outside = (several_updates(tiny_qwen3, WITH_BOTH, one, **ONE_UPDATE) for one in (roles, served))
     inside, outside = (
         one.model_copy(update={"run": one.run.model_copy(update={"steps": 1})}) for one in (inside, outside)
     )
@@ -267,7 +247,7 @@ def own_algorithm(name: str) -> dict[str, Any]:
 
 def test_a_class_of_ones_own_sees_the_trainers_log_probs(tiny_qwen3: Path, redis_url: str, tmp_path: Path) -> None:
     """Also where its steps have one update, in which no loss needs them."""
-    config = config_of(tiny_qwen3, own_algorithm("Drifting"), **ONE_UPDATE)
+    config = several_updates(tiny_qwen3, own_algorithm("Drifting"), **ONE_UPDATE)
     trained = run_job(prepare_run(redis_url, 1, config, tmp_path / "run"))
     loop = ExactLoop(config, tiny_qwen3)
     check_steps(trained, loop, tmp_path / "run", loop.drifting)
@@ -275,7 +255,7 @@ def test_a_class_of_ones_own_sees_the_trainers_log_probs(tiny_qwen3: Path, redis
 
 def test_what_only_advantages_know_of_a_group(tiny_qwen3: Path, redis_url: str, tmp_path: Path) -> None:
     """A filtered group stays in its step, with advantages of 0. One on which the class fails is dropped, untrained."""
-    config = config_of(tiny_qwen3, own_algorithm("Choosy"), **ONE_UPDATE)
+    config = several_updates(tiny_qwen3, own_algorithm("Choosy"), **ONE_UPDATE)
     job = prepare_run(redis_url, 1, config, tmp_path / "run")
     trained = run_job(job)
     assert [entry.plan["groups"] for entry in trained["ledger"]] == [["g1", "g2", "g3", "g4"], ["g6", "g7", "g8", "g9"]]
@@ -293,7 +273,7 @@ def test_a_group_to_which_the_teacher_says_nothing_is_dropped_and_its_step_start
     made.get_input_embeddings().weight.data[255] = float("nan")
     made.save_pretrained(silent)
     roles = {"teacher": {"model": str(silent), "placement": "trainer"}}
-    config = with_steps(config_of(tiny_qwen3, {"name": "opd"}, roles, **ONE_UPDATE), 1)
+    config = with_steps(several_updates(tiny_qwen3, {"name": "opd"}, roles, **ONE_UPDATE), 1)
     tokens = np.arange(100, 118, dtype=np.int32)
     tokens[4] = 255
     job = prepare_run(redis_url, 1, config, tmp_path / "run", g2={"tokens": tokens})
@@ -307,7 +287,7 @@ def test_a_group_to_which_the_teacher_says_nothing_is_dropped_and_its_step_start
 def test_a_critic_learns_rewards_less_the_divergence(tiny_qwen3: Path, redis_url: str, tmp_path: Path) -> None:
     """The last token of an answer has its reward, and each token its part of the divergence."""
     algorithm = {"name": "ppo", "old_logprobs": "current", "kl_reward_coef": KL, "gamma": GAMMA, "gae_lambda": LAMBDA}
-    config = with_steps(config_of(tiny_qwen3, algorithm, **ONE_UPDATE), 1)
+    config = with_steps(several_updates(tiny_qwen3, algorithm, **ONE_UPDATE), 1)
     trained = run_job(prepare_run(redis_url, 1, config, tmp_path / "run"))
     (entry,), loop = trained["ledger"], ExactLoop(config, tiny_qwen3)
     for group in read_committed(tmp_path / "run", 1, entry.plan).groups.values():

@@ -23,7 +23,7 @@ from services.trainer.learner.update import NonFiniteGradients
 from services.trainer.megatron.world import shut_down
 from services.trainer.offline.replay import replay
 from tests.integration.trainer import training_worlds
-from tests.integration.trainer.service_kit import Feeder, make_config, trainer_service
+from tests.integration.trainer.service_kit import Feeder, several_updates, trainer_service
 from tests.integration.trainer.trainer_worlds import run_world
 from tests.integration.trainer.training_worlds import RunJob, run_job
 from tests.kit.ports import free_port
@@ -44,22 +44,7 @@ RATES = {1: 1.5e-2, 2: 1e-2}
 
 
 def config_of(model: Path, algorithm: dict[str, Any] | None = None, **trainer: Any) -> RunConfig:
-    """Two steps of four groups, two mini-batches and two epochs."""
-    return make_config(
-        model,
-        run={"steps": 2},
-        trainer={
-            "groups_per_step": 4,
-            "mini_batches": 2,
-            "epochs": 2,
-            "micro_batch_tokens": 48,
-            "checkpoint": {"every": 0},
-            "optimizer": {"lr": 2e-2, "min_lr": 1e-2, "schedule": "linear", "epsilon": 1e-3, "weight_decay": 0.1},
-            **trainer,
-        },
-        algorithm={"old_logprobs": "current", **(algorithm or {})},
-        board={"max_staleness": 8},
-    )
+    return several_updates(model, {"old_logprobs": "current", **(algorithm or {})}, **trainer)
 
 
 def prepare_run(redis_url: str, number: int, config: RunConfig, folder: Path, **of_group: dict[str, Any]) -> RunJob:

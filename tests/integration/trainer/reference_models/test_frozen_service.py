@@ -23,7 +23,13 @@ from relaxd.board import (
 from relaxd.config import ReferenceConfig, RolesConfig, RunConfig
 from relaxd.roles import REFERENCE, ROLES, TEACHER
 from relaxd.v1 import coordinator_pb2, replica_pb2
-from tests.integration.trainer.service_kit import PATIENCE, Feeder, ScriptedCoordinator, TrainerProcess, make_config
+from tests.integration.trainer.service_kit import (
+    Feeder,
+    ScriptedCoordinator,
+    TrainerProcess,
+    make_config,
+    trained_columns,
+)
 from tests.integration.trainer.trainer_worlds import VOCAB, make_model
 
 TEMPERATURE = 0.8
@@ -69,21 +75,6 @@ def frozen_service(
         feeder.board.close()
 
 
-def wait_until_ready(coordinator: ScriptedCoordinator) -> None:
-    coordinator.wait(lambda: coordinator.status.state == replica_pb2.REPLICA_STATE_READY)
-
-
-def trained_columns(feeder: Feeder, count: int) -> dict[str, dict[str, Any]]:
-    """What the trainer gets of the next groups, by group id."""
-    board, found = feeder.board, {}
-    while len(found) < count:
-        deliveries = board.take("train", "trainer", count=count, block_seconds=PATIENCE)
-        assert deliveries
-        loaded = board.load(deliveries, board.needs("train"))
-        found |= {delivery.group_id: columns for delivery, columns in zip(deliveries, loaded, strict=True)}
-    return found
-
-
 @pytest.mark.parametrize("role", [REFERENCE, TEACHER])
 def test_log_probs_are_those_of_transformers(model: Path, redis_url: str, tmp_path: Path, role: str) -> None:
     """The teacher is a larger model of another architecture, on two ranks."""
@@ -93,7 +84,7 @@ def test_log_probs_are_those_of_transformers(model: Path, redis_url: str, tmp_pa
         config = teacher_config(model, frozen, **sizes)
     with frozen_service(config, redis_url, tmp_path, role) as (coordinator, feeder, process):
         groups = feeder.feed(5, 0, loss_mask=MASK)
-        wait_until_ready(coordinator)
+        coordinator.wait_until_ready()
         found = trained_columns(feeder, 5)
         coordinator.wait(lambda: coordinator.status.done_groups == 5 and not coordinator.status.held_groups)
         assert coordinator.status.gauges["ranks"] == sizes.get("tensor_parallel", 1)
@@ -138,7 +129,7 @@ def test_several_teachers_with_prompts_of_their_own_give_candidates(
         groups = feeder.feed(4, 0, loss_mask=MASK, tokens=tokens)
         (stray,) = feeder.publish(source="nowhere")
         feeder.finish(feeder.begin(1, 0), 0, loss_mask=MASK, tokens=tokens)
-        wait_until_ready(coordinator)
+        coordinator.wait_until_ready()
         found = trained_columns(feeder, 4)
         coordinator.wait(lambda: coordinator.status.done_groups == 5 and not coordinator.status.held_groups)
         (dropped,) = feeder.board.dropped()
@@ -189,7 +180,7 @@ def test_a_teacher_is_asked_about_what_the_student_finds_likeliest(model: Path, 
         groups = feeder.feed(3, 0, loss_mask=MASK, student_candidates=told)
         (narrow,) = feeder.publish()
         feeder.finish(feeder.begin(1, 0), 0, loss_mask=MASK, student_candidates=told[:, :-1])
-        wait_until_ready(coordinator)
+        coordinator.wait_until_ready()
         found = trained_columns(feeder, 3)
         coordinator.wait(lambda: coordinator.status.done_groups == 4 and not coordinator.status.held_groups)
         (dropped,) = feeder.board.dropped()
@@ -231,7 +222,7 @@ def test_a_rank_that_dies_ends_the_replica_and_its_groups_go_to_the_next(
 ) -> None:
     config = reference_config(model)
     with frozen_service(config, redis_url, tmp_path) as (coordinator, feeder, process):
-        wait_until_ready(coordinator)
+        coordinator.wait_until_ready()
         os.kill(process.rank_pid(), signal.SIGKILL)
         assert process.process.wait(60) == 1  # a supervisor starts the next
         groups = feeder.feed(3, 0)
@@ -245,7 +236,7 @@ def test_a_rank_that_dies_ends_the_replica_and_its_groups_go_to_the_next(
             coordinator.assignment = coordinator_pb2.Assignment(
                 run_id="run-2", config_json=other.model_dump_json(), state=coordinator_pb2.RUN_STATE_RUNNING
             )
-            wait_until_ready(coordinator)
+            coordinator.wait_until_ready()
             assert coordinator.status.detail == "this run needs no reference service"
             assert coordinator.status.gauges["ranks"] == 0
             # A model whose log-probs would be those of other tokens is refused.
