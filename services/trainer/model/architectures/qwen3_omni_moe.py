@@ -18,8 +18,12 @@ def read(config: Config) -> Architecture:
     thinker = {**config["thinker_config"], "model_type": config["model_type"]}
     text = {"num_key_value_heads": 4, "norm_topk_prob": True, **thinker["text_config"]}
     shape = multimodal(thinker, text, experts=experts(text))
-    eyes = tower(shape, thinker, "vision_config", OUTPUT, VISUAL, PREFIX, "Qwen3OmniMoeVisionEncoder")
-    ears = tower(shape, thinker, "audio_config", "output_dim", AUDIO_TOWER, PREFIX, "Qwen3OmniMoeAudioEncoder")
+    eyes = tower(
+        shape, thinker, "vision_config", OUTPUT, name=VISUAL, prefix=PREFIX, source="Qwen3OmniMoeVisionEncoder"
+    )
+    ears = tower(
+        shape, thinker, "audio_config", "output_dim", name=AUDIO_TOWER, prefix=PREFIX, source="Qwen3OmniMoeAudioEncoder"
+    )
     return replace(shape, towers=(eyes, ears))
 
 

@@ -19,7 +19,9 @@ def read(config: Config) -> Architecture:
     text = {"num_key_value_heads": 32, "head_dim": 128, "rope_theta": 500000.0, **config["text_config"]}
     shape = multimodal(config, text)
     source = "Qwen3VLVisionModel"
-    return replace(shape, towers=(tower(shape, config, "vision_config", OUTPUT, VISUAL, "model.", source),))
+    return replace(
+        shape, towers=(tower(shape, config, "vision_config", OUTPUT, name=VISUAL, prefix="model.", source=source),)
+    )
 
 
 def multimodal(config: Config, text: Config, **switches: Any) -> Architecture:
@@ -47,7 +49,7 @@ def multimodal(config: Config, text: Config, **switches: Any) -> Architecture:
 
 
 def tower(
-    shape: Architecture, config: Config, section: str, output: str, name: str, prefix: str, source: str
+    shape: Architecture, config: Config, section: str, output: str, *, name: str, prefix: str, source: str
 ) -> TowerArchitecture:
     """Read a tower.
 

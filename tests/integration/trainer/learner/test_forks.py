@@ -16,6 +16,7 @@ from services.trainer.megatron.world import shut_down
 from services.trainer.offline.fork import check, fork
 from services.trainer.offline.program_parts import OfflineError
 from tests.integration.trainer.learner import test_prepared_advantages, test_several_updates
+from tests.integration.trainer.service_kit import several_updates
 from tests.integration.trainer.training_worlds import run_job
 
 pytestmark = pytest.mark.usefixtures("alone")
@@ -62,7 +63,7 @@ def test_a_fork_without_changes_is_the_run_bit_for_bit(tiny_qwen3: Path, redis_u
 def test_a_fork_with_another_learning_rate_is_a_run_with_it(tiny_qwen3: Path, redis_url: str, tmp_path: Path) -> None:
     """Although its advantages and old log-probs follow from the weights, which are others from step 2 on."""
     kit, algorithm = test_prepared_advantages, {"old_logprobs": "current", "kl_reward_coef": 0.05}
-    config = kit.config_of(tiny_qwen3, algorithm)
+    config = several_updates(tiny_qwen3, algorithm)
     faster = with_optimizer(config, **FASTER)
     record(kit, redis_url, 1, config, tmp_path / "run")
     expected = record(kit, redis_url, 2, faster, tmp_path / "faster")
