@@ -6,7 +6,7 @@ The talker and what makes waves of its codes are not trained, not sent and not e
 from dataclasses import replace
 
 from services.trainer.model.architecture import Architecture
-from services.trainer.model.architectures.qwen3_vl import OUTPUT, multimodal, tower
+from services.trainer.model.architectures.qwen3_vl import multimodal, tower
 from services.trainer.model.family import Config, Family, experts
 from services.trainer.model.tower_outputs import AUDIO_TOWER, VISUAL
 
@@ -18,13 +18,12 @@ def read(config: Config) -> Architecture:
     thinker = {**config["thinker_config"], "model_type": config["model_type"]}
     text = {"num_key_value_heads": 4, "norm_topk_prob": True, **thinker["text_config"]}
     shape = multimodal(thinker, text, experts=experts(text))
-    eyes = tower(
-        shape, thinker, "vision_config", OUTPUT, name=VISUAL, prefix=PREFIX, source="Qwen3OmniMoeVisionEncoder"
+    eyes = {"name": VISUAL, "source": "Qwen3OmniMoeVisionEncoder"}
+    ears = {"name": AUDIO_TOWER, "source": "Qwen3OmniMoeAudioEncoder", "output": "output_dim"}
+    sections = {"vision_config": eyes, "audio_config": ears}
+    return replace(
+        shape, towers=tuple(tower(shape, thinker, one, prefix=PREFIX, **own) for one, own in sections.items())
     )
-    ears = tower(
-        shape, thinker, "audio_config", "output_dim", name=AUDIO_TOWER, prefix=PREFIX, source="Qwen3OmniMoeAudioEncoder"
-    )
-    return replace(shape, towers=(eyes, ears))
 
 
 FAMILY = Family(read, prefix="thinker.model.", outer=PREFIX)

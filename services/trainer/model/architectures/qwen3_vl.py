@@ -10,18 +10,14 @@ from services.trainer.model.tower_outputs import VISUAL
 
 SECTIONS = (24, 20, 20)
 """Default of `mrope_section`."""
-OUTPUT = "out_hidden_size"
-"""Field of the width of the vision tower's rows, which is 3584 by default."""
 
 
 def read(config: Config) -> Architecture:
     """Read a config.json of this family, whose decoder is `text_config`."""
     text = {"num_key_value_heads": 32, "head_dim": 128, "rope_theta": 500000.0, **config["text_config"]}
     shape = multimodal(config, text)
-    source = "Qwen3VLVisionModel"
-    return replace(
-        shape, towers=(tower(shape, config, "vision_config", OUTPUT, name=VISUAL, prefix="model.", source=source),)
-    )
+    eyes = tower(shape, config, "vision_config", name=VISUAL, prefix="model.", source="Qwen3VLVisionModel")
+    return replace(shape, towers=(eyes,))
 
 
 def multimodal(config: Config, text: Config, **switches: Any) -> Architecture:
@@ -49,7 +45,14 @@ def multimodal(config: Config, text: Config, **switches: Any) -> Architecture:
 
 
 def tower(
-    shape: Architecture, config: Config, section: str, output: str, *, name: str, prefix: str, source: str
+    shape: Architecture,
+    config: Config,
+    section: str,
+    *,
+    name: str,
+    prefix: str,
+    source: str,
+    output: str = "out_hidden_size",
 ) -> TowerArchitecture:
     """Read a tower.
 
@@ -57,10 +60,10 @@ def tower(
         shape: the decoder.
         config: the configuration that has the tower's section.
         section: name of the section.
-        output: the section's field with the width of the tower's rows.
         name: `TowerArchitecture.name`.
         prefix: `TowerArchitecture.prefix`.
         source: `TowerArchitecture.source`.
+        output: the section's field with the width of the tower's rows, which is 3584 by default.
 
     Raises:
         ModelError: the rows aren't as wide as the decoder.
