@@ -6,6 +6,7 @@ keys. When any rank or host is lost, all ranks are killed and the next start beg
 """
 
 import asyncio
+import contextlib
 import logging
 import re
 import time
@@ -217,7 +218,7 @@ class HostRanks:
         place = await asyncio.to_thread(self._meet, attempt, [peer.address for peer in peers])
         mark = self._hosts.run_folder / f".hosts-{uuid.uuid4().hex}"
         try:
-            mark.touch()
+            await asyncio.to_thread(mark.touch)
             self._others = [
                 RemoteRanks(peer, self._hosts.start_of(attempt, place, mark.name, index), self._on_event)
                 for index, peer in enumerate(peers, 1)
@@ -226,7 +227,8 @@ class HostRanks:
         except OSError as error:
             raise ChildError(f"the run's folder can't be written to: {error}") from error
         finally:
-            mark.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):
+                await asyncio.to_thread(mark.unlink)
         refused = {host.host: result for host, result in zip(self._others, results, strict=True) if result is not None}
         if not refused:
             return place
