@@ -13,7 +13,7 @@ from relaxd.config.load_toml import ConfigError, load_recorded
 from relaxd.run_folder import CONFIG, RECORD
 from tests.kit.run_folders import write_run
 
-READING = ("metrics", "status", "samples", "why", "ledger")
+READING = ("metrics", "status", "samples", "why")
 """Commands that read a run's folder."""
 
 

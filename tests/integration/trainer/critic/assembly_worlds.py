@@ -54,6 +54,7 @@ def run_job(job: AssemblyJob) -> dict[str, Any]:
     from services.trainer.loop import step_phases
     from services.trainer.loop.round_runner import RoundRunner
     from services.trainer.loop.step_phases import StepBuilder
+    from services.trainer.loop.step_profiler import step_profiler
     from services.trainer.loop.training_commands import Assemble, TrainingRank
     from services.trainer.loop.training_queue import TrainingQueue
     from services.trainer.megatron.channels import ModelParallelChannel, RankChannel
@@ -115,6 +116,7 @@ def run_job(job: AssemblyJob) -> dict[str, Any]:
         run_folder=job.folder,
         runner=WatchedRunner(learner, config),
         sharing=ModelParallelChannel(learner.world.dp_rank, COLLECTIVE_SECONDS),
+        profiler=step_profiler(config, learner.world.rank, job.folder),
     )
     try:
         if intake is None:
