@@ -71,6 +71,10 @@ class Teacher:
             raise RequestFailed(WRONG_ANSWERS[0])
         return found[:-1] if self._wrong % 3 == 1 else torch.full_like(found, torch.nan)
 
+    def record(self, request: engine_pb2.RecordStepsRequest) -> list[Path]:
+        """See LoadedEngine."""
+        raise EngineError("this teacher isn't profiled")
+
     def stats(self) -> dict[str, int]:
         """See LoadedEngine."""
         return dict.fromkeys(("running_samples", "waiting_samples", "tokens_generated"), 0) | {

@@ -128,8 +128,9 @@ def step_profiler(config: RunConfig, rank: int, run_folder: Path) -> StepProfile
         torch.cuda.memory._record_memory_history(max_entries=MEMORY_EVENTS)
         path = memory_path(run_folder, "out-of-memory", rank)
         # torch has no public way to be told: without it, a snapshot would come when the stack's tensors are gone.
-        observe = torch._C._cuda_attach_out_of_memory_observer  # type: ignore[attr-defined]
-        observe(lambda *_: write_or_log(_write_memory, path))
+        torch._C._cuda_attach_out_of_memory_observer(  # type: ignore[attr-defined]
+            lambda *_: write_or_log(_write_memory, path)
+        )
     return StepProfiler(rank, run_folder, keeps)
 
 
