@@ -16,7 +16,7 @@ import numpy as np
 from relaxd import PROTOCOL_VERSION
 from relaxd.board import TEACHER_PROMPT_TOKENS, Board, NewGroup, stages_for
 from relaxd.config import RunConfig
-from relaxd.roles import TRAINER
+from relaxd.roles import ROLES, TRAINER
 from relaxd.rpc.client import sync_channel
 from relaxd.run_folder import CONFIG, RECORD
 from relaxd.v1 import (
@@ -304,12 +304,19 @@ class TrainerProcess:
 
 @contextlib.contextmanager
 def trainer_service(
-    config: RunConfig, redis_url: str, folder: Path, environment: Mapping[str, str] | None = None
+    config: RunConfig,
+    redis_url: str,
+    folder: Path,
+    environment: Mapping[str, str] | None = None,
+    role: str = TRAINER,
+    module: str = "",
 ) -> Iterator[tuple[ScriptedCoordinator, Feeder, TrainerProcess]]:
-    """A run on the board, a coordinator that assigns it, and a trainer that works on it."""
-    feeder = Feeder(redis_url, config)
-    coordinator = ScriptedCoordinator(config, folder)
-    process = TrainerProcess(coordinator, redis_url, environment)
+    """A run on the board, a coordinator that assigns it, and a trainer or another role that works on it.
+
+    `module` is the service's, by default the role's only one.
+    """
+    feeder, coordinator = Feeder(redis_url, config), ScriptedCoordinator(config, folder, role)
+    process = TrainerProcess(coordinator, redis_url, environment, module or ROLES[role].module)
     try:
         yield coordinator, feeder, process
     finally:

@@ -3,8 +3,7 @@
 import os
 import signal
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +23,7 @@ from tests.integration.trainer.service_kit import (
     TrainerProcess,
     make_config,
     trained_columns,
+    trainer_service,
 )
 from tests.kit.models import make_tiny_model
 from tests.sglang.environment import CPU_ENVIRONMENT, CPU_OPTIONS
@@ -60,19 +60,11 @@ def opd(model: Path, teacher: Path, *, sglang: dict[str, Any] | None = None, **a
     )
 
 
-@contextmanager
 def teacher_service(
-    config: RunConfig, redis_url: str, folder: Path, python: str, module: str = MODULE
-) -> Iterator[tuple[ScriptedCoordinator, Feeder, TrainerProcess]]:
-    feeder, coordinator = Feeder(redis_url, config), ScriptedCoordinator(config, folder, TEACHER)
+    config: RunConfig, redis_url: str, folder: Path, python: str
+) -> AbstractContextManager[tuple[ScriptedCoordinator, Feeder, TrainerProcess]]:
     environment = {**CPU_ENVIRONMENT, "RELAXD_ENGINE_PYTHON": python}
-    process = TrainerProcess(coordinator, redis_url, environment, module)
-    try:
-        yield coordinator, feeder, process
-    finally:
-        process.close()
-        coordinator.close()
-        feeder.board.close()
+    return trainer_service(config, redis_url, folder, environment, TEACHER, MODULE)
 
 
 def of_vocabulary(exact: Any, prompt: np.ndarray, tokens: np.ndarray) -> torch.Tensor:

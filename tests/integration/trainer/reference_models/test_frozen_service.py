@@ -3,7 +3,6 @@
 import os
 import signal
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -23,13 +22,7 @@ from relaxd.board import (
 from relaxd.config import ReferenceConfig, RolesConfig, RunConfig
 from relaxd.roles import REFERENCE, ROLES, TEACHER
 from relaxd.v1 import coordinator_pb2, replica_pb2
-from tests.integration.trainer.service_kit import (
-    Feeder,
-    ScriptedCoordinator,
-    TrainerProcess,
-    make_config,
-    trained_columns,
-)
+from tests.integration.trainer.service_kit import TrainerProcess, make_config, trained_columns, trainer_service
 from tests.integration.trainer.trainer_worlds import VOCAB, make_model
 
 TEMPERATURE = 0.8
@@ -61,20 +54,6 @@ def teacher_config(model: Path, teacher: Path, **sizes: int) -> RunConfig:
     )
 
 
-@contextmanager
-def frozen_service(
-    config: RunConfig, redis_url: str, folder: Path, role: str = REFERENCE
-) -> Iterator[tuple[ScriptedCoordinator, Feeder, TrainerProcess]]:
-    feeder, coordinator = Feeder(redis_url, config), ScriptedCoordinator(config, folder, role)
-    process = TrainerProcess(coordinator, redis_url, module=ROLES[role].module)
-    try:
-        yield coordinator, feeder, process
-    finally:
-        process.close()
-        coordinator.close()
-        feeder.board.close()
-
-
 @pytest.mark.parametrize("role", [REFERENCE, TEACHER])
 def test_log_probs_are_those_of_transformers(model: Path, redis_url: str, tmp_path: Path, role: str) -> None:
     """The teacher is a larger model of another architecture, on two ranks."""
@@ -82,7 +61,7 @@ def test_log_probs_are_those_of_transformers(model: Path, redis_url: str, tmp_pa
     if role == TEACHER:
         frozen, sizes = make_model(tmp_path / "teacher", "llama", num_hidden_layers=3), {"tensor_parallel": 2}
         config = teacher_config(model, frozen, **sizes)
-    with frozen_service(config, redis_url, tmp_path, role) as (coordinator, feeder, process):
+    with trainer_service(config, redis_url, tmp_path, role=role) as (coordinator, feeder, process):
         groups = feeder.feed(5, 0, loss_mask=MASK)
         coordinator.wait_until_ready()
         found = trained_columns(feeder, 5)
@@ -125,7 +104,7 @@ def test_several_teachers_with_prompts_of_their_own_give_candidates(
     for folder in (model, *of_source.values()):
         (folder / "tokenizer.json").write_text(TOKENIZER)
     tokens = np.random.default_rng(4).integers(3, 200, 18).astype(np.int32)
-    with frozen_service(config, redis_url, tmp_path, TEACHER) as (coordinator, feeder, process):
+    with trainer_service(config, redis_url, tmp_path, role=TEACHER) as (coordinator, feeder, process):
         groups = feeder.feed(4, 0, loss_mask=MASK, tokens=tokens)
         (stray,) = feeder.publish(source="nowhere")
         feeder.finish(feeder.begin(1, 0), 0, loss_mask=MASK, tokens=tokens)
@@ -176,7 +155,7 @@ def test_a_teacher_is_asked_about_what_the_student_finds_likeliest(model: Path, 
     )
     random = np.random.default_rng(5)
     told = np.stack([random.permutation(VOCAB)[:TOP_K] for _ in MASK]).astype(np.int32)
-    with frozen_service(config, redis_url, tmp_path, TEACHER) as (coordinator, feeder, process):
+    with trainer_service(config, redis_url, tmp_path, role=TEACHER) as (coordinator, feeder, process):
         groups = feeder.feed(3, 0, loss_mask=MASK, student_candidates=told)
         (narrow,) = feeder.publish()
         feeder.finish(feeder.begin(1, 0), 0, loss_mask=MASK, student_candidates=told[:, :-1])
@@ -221,7 +200,7 @@ def test_a_rank_that_dies_ends_the_replica_and_its_groups_go_to_the_next(
     model: Path, redis_url: str, tmp_path: Path
 ) -> None:
     config = reference_config(model)
-    with frozen_service(config, redis_url, tmp_path) as (coordinator, feeder, process):
+    with trainer_service(config, redis_url, tmp_path, role=REFERENCE) as (coordinator, feeder, process):
         coordinator.wait_until_ready()
         os.kill(process.rank_pid(), signal.SIGKILL)
         assert process.process.wait(60) == 1  # a supervisor starts the next
