@@ -16,6 +16,9 @@ from relaxd.local.stack import coordinator_address
 from relaxd.local.state_folder import StateFolder
 from relaxd.process.ports import LOOPBACK
 
+STOP_SECONDS = 30.0
+"""Time for the console to end after Ctrl-C, which reaches it, too."""
+
 
 def console(
     connect: Annotated[
@@ -43,7 +46,3 @@ def console(
         program.wait(timeout=STOP_SECONDS)
     if code:
         raise CliError(f"the console ended with exit code {code}", "pip install relaxd[console] if it lacks aiohttp")
-
-
-STOP_SECONDS = 30.0
-"""Time for the console to end after Ctrl-C, which reaches it, too."""

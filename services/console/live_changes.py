@@ -39,7 +39,7 @@ KEEPALIVE_SECONDS = 15.0
 LINGER_SECONDS = 30.0
 """Time for which a run is followed after the last page has left."""
 SHOWN_EVENTS = 50
-"""Health events that a page is told of when it comes."""
+"""Maximum number of health events that a new page gets."""
 MAX_REPLICAS = 5000
 
 _log = logging.getLogger(__name__)

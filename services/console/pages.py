@@ -26,6 +26,10 @@ MAX_RUNS = 500
 MAX_SAMPLES = 500
 SHOWN_GROUPS = 200
 SHOWN_SCALE_REQUESTS = 50
+MAX_DRAWN = 8
+"""Runs whose charts are kept."""
+LARGE = ("config_json", "health", "metrics", "wait", "alarms")
+"""Fields of a run that ListRuns leaves out."""
 
 
 class Pages:
@@ -86,7 +90,7 @@ class Pages:
     async def runs(self, request: web.Request) -> web.Response:
         """List the runs, newest first."""
         found = await _stub(request).ListRuns(pb.ListRunsRequest(page_size=MAX_RUNS), timeout=CALL_SECONDS)
-        return web.json_response({"runs": [plain(run, without=_LARGE) for run in found.runs]})
+        return web.json_response({"runs": [plain(run, without=LARGE) for run in found.runs]})
 
     async def config(self, request: web.Request) -> web.Response:
         """Return a run's configuration."""
@@ -168,11 +172,6 @@ class Pages:
         if name not in ACTIONS:
             raise Refusal(HTTPStatus.NOT_FOUND, f"{name} is no action: there are {', '.join(ACTIONS)}")
         return web.json_response(await ACTIONS[name].take(_stub(request), await _body(request)))
-
-
-MAX_DRAWN = 8
-"""Runs whose charts are kept."""
-_LARGE = ("config_json", "health", "metrics", "wait", "alarms")
 
 
 def _stub(request: web.Request) -> CoordinatorStub:

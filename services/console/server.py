@@ -40,7 +40,7 @@ class ConsoleServer:
         self._runner: web.AppRunner | None = None
         self._cleaning: asyncio.Task[None] | None = None
         self.url = ""
-        """Where the page is, once it is served."""
+        """Address of the page, once it is served."""
 
     async def start(self) -> None:
         """Serve. Raises ServerError: there is no token and others could reach it, or the port is taken."""
@@ -67,7 +67,7 @@ class ConsoleServer:
         self._cleaning = asyncio.create_task(self._clean_up())
 
     async def _listen(self) -> int:
-        """Listen on the port that is asked for, or on the first one that is free. Raises ServerError."""
+        """Listen on the given port, or on the first free one. Returns it. Raises ServerError."""
         assert self._runner is not None
         asked = self._settings.port
         for port in (asked,) if asked else CONSOLE_PORTS:
