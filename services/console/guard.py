@@ -10,7 +10,7 @@ import grpc
 from aiohttp import web
 from aiohttp.typedefs import Handler
 
-from relaxd.rpc.errors import explain
+from relaxd.rpc.errors import explain, has_status
 from services.console.viewers import Viewer, Viewers
 
 LOOPBACK_NAMES = frozenset({"localhost", "127.0.0.1", "::1"})
@@ -41,6 +41,8 @@ STATUSES = {
     grpc.StatusCode.DEADLINE_EXCEEDED: HTTPStatus.GATEWAY_TIMEOUT,
 }
 """HTTP statuses of the coordinator's refusals; of all others BAD_GATEWAY."""
+SILENT = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
+"""Statuses that gRPC itself gives a call which nobody answers."""
 
 
 class Refusal(Exception):
@@ -66,7 +68,9 @@ def guard(viewers: Viewers, hosts: Collection[str]) -> Any:
             response = web.json_response({"error": str(refusal)}, status=refusal.status)
         except grpc.aio.AioRpcError as error:
             status = STATUSES.get(error.code(), HTTPStatus.BAD_GATEWAY)
-            response = web.json_response({"error": error.details() or explain(error)}, status=status)
+            silent = error.code() in SILENT and not has_status(error)
+            text = "the coordinator does not answer" if silent else error.details() or explain(error)
+            response = web.json_response({"error": text}, status=status)
         except web.HTTPException as error:
             response = web.json_response({"error": error.reason}, status=error.status)
         return response

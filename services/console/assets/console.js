@@ -170,6 +170,7 @@ function press(event) {
 
 function showLogin() {
   document.querySelector(".side").hidden = true;
+  document.querySelector(".frame").classList.add("alone");
   const token = make("input", { type: "password", autocomplete: "current-password", required: true, name: "token" });
   const problem = make("p", { class: "bad", role: "alert" });
   page("head").replaceChildren();

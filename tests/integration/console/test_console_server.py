@@ -180,7 +180,7 @@ async def test_events_go_on_after_the_coordinator_has_restarted(cluster: Guarded
         cluster.kill("coordinator")
         away = await events.until("connection", lambda state: state["away_since"])
         assert away["reason"]
-        assert (await admin.ask("GET", "api/runs"))[0] == 503
+        assert await admin.ask("GET", "api/runs") == (503, {"error": "the coordinator does not answer"})
         assert (await admin.ask("GET", "api/session"))[1]["may_act"] is None
 
         cluster.coordinator()
