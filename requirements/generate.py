@@ -22,11 +22,12 @@ HASHES = ROOT / "requirements" / "hashes.txt"
 """Digests of packages, written by hashes.py."""
 TORCH = "torch"
 IMAGES: dict[str, tuple[str, list[str], set[str]]] = {
-    "core": ("advantage, and below coordinator, agent, reward and launcher", ["advantage"], set()),
+    "core": ("advantage, and below coordinator, agent, reward, launcher and console", ["advantage"], set()),
     "reward": ("reward", ["reward", "media"], set()),
     "coordinator": ("coordinator", ["coordinator", "data", "media", "video", "alerts", "trackers"], set()),
     "agent": ("agent", ["coordinator", "data", "agent"], set()),
     "launcher": ("launcher", ["launcher"], set()),
+    "console": ("console", ["console"], set()),
     "torch": ("rollout, and below trainer and cli", ["rollout", "media"], set()),
     "trainer": ("trainer", ["trainer", "media"], set()),
     "cli": (

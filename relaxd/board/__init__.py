@@ -48,6 +48,7 @@ from relaxd.board.schema import (
     TOOL_ERRORS,
     TURNS,
     VALUES,
+    VERSIONS,
     ColumnSpec,
     trained_columns,
 )
@@ -110,6 +111,7 @@ __all__ = [
     "TRAIN",
     "TURNS",
     "VALUES",
+    "VERSIONS",
     "Admission",
     "AsyncBoard",
     "Board",

@@ -20,6 +20,7 @@ from rich.text import Text
 
 from relaxd.board import roles_for
 from relaxd.board.sides.side_base import RESERVED_RUN_ID, RUN_ID, RUN_ID_RULE
+from relaxd.cli.options import console_wanted
 from relaxd.cli.preparing.config_command import check, check_algorithm
 from relaxd.cli.preparing.doctor_command import PREFLIGHT_SECONDS, scope_of, warn_of_machine
 from relaxd.cli.preparing.first_steps import prepare_model
@@ -104,6 +105,8 @@ class Where:
     """Keep the started services up."""
     shared_redis: bool = False
     """Start Redis with the data of `relaxd up`, which has other runs, too."""
+    console: bool = field(default_factory=console_wanted)
+    """Serve a console for the started services."""
 
 
 def find_services(replicas: Mapping[str, int], state: Path, coordinator: str | None) -> Where:
@@ -227,12 +230,15 @@ def _start_and_follow(begin: Begin, run_id: str, run_folder: Path, where: Where,
         redis_data=redis_data,
         stop_with_parent=not where.keep_up,
         engines=where.engines,
+        console=where.console,
     )
     stay = False
     try:
         say("starting Redis and the services")
         state = stack.up(folder, plan, say, None if shared else run_folder / LOGS)
         say(f"up: {', '.join(f'{service.name} ({service.pid})' for service in state.services)}")
+        if plan.console:
+            say(f"the console is at {plan.console}")
         with CoordinatorClient(plan.coordinator, plan.stack, why_silent(folder.path)) as coordinator:
             found = _train(coordinator, begin, where, console)
         stay = where.keep_up

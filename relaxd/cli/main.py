@@ -13,12 +13,14 @@ from relaxd import __version__
 from relaxd.cli import run_checkpoints, run_commands
 from relaxd.cli.autoscale import autoscale
 from relaxd.cli.bundle_command import bundle
+from relaxd.cli.console_command import console
 from relaxd.cli.demo import demo
 from relaxd.cli.execute import execute, find_services, new_run_id
 from relaxd.cli.fork_command import fork
 from relaxd.cli.options import (
     DEFAULT_STATE,
     PASS_ON,
+    ConsoleOption,
     CoordinatorOption,
     KeepUpOption,
     RunArgument,
@@ -96,6 +98,8 @@ Keep the services up for several runs:
     relaxd up --rollout 2            start Redis and the services
 
     relaxd watch                     follow the run (also: samples, metrics, logs, status)
+
+    relaxd console                   the same and more in a browser
 
     relaxd runs                      list the runs in runs/ with their results
 
@@ -188,12 +192,13 @@ def run(
     words: WordsArgument,
     run_id: RunIdOption = "",
     keep_up: KeepUpOption = False,
+    console: ConsoleOption = True,
     state: StateOption = DEFAULT_STATE,
     coordinator: CoordinatorOption = None,
 ) -> None:
     """Train with a configuration, on the services that are up or else on services started for this run."""
     path, config = load_words(words)
-    where = replace(find_services(replicas, state, coordinator), keep_up=keep_up)
+    where = replace(find_services(replicas, state, coordinator), keep_up=keep_up, console=console)
     execute(config, run_id or new_run_id(path.stem), where, new_console())
 
 
@@ -225,6 +230,7 @@ def up(
             " Default: that of FILE, or else megatron."
         ),
     ] = "",
+    web_console: ConsoleOption = True,
     state: StateOption = DEFAULT_STATE,
 ) -> None:
     """Start Redis and the services in the background, as processes or as containers."""
@@ -253,12 +259,22 @@ def up(
         warn_of_machine("compose", scope_of(state, None, None, PREFLIGHT_SECONDS, containers=True), console)
         containers = compose.up(folder, port, replicas, grace_seconds, lambda text: console.print(text, style="dim"))
         console.print(f"up: the coordinator is at {containers.coordinator}, `docker compose logs` has the logs")
+        console.print(f"the console is at {containers.console}, for the token in {containers.token_file}")
         return
     warn_of_machine("up", scope_of(state, None, None, PREFLIGHT_SECONDS), console)
     with folder.starting("relaxd up"):
-        plan = stack.make_plan(folder, port=port, replicas=replicas, grace_seconds=grace_seconds, engines=engines)
+        plan = stack.make_plan(
+            folder,
+            port=port,
+            replicas=replicas,
+            grace_seconds=grace_seconds,
+            engines=engines,
+            console=web_console,
+        )
         stack.up(folder, plan, lambda text: console.print(text, style="dim"))
     console.print(f"up: the coordinator is at {plan.coordinator}, logs are in {folder.logs}")
+    if plan.console:
+        console.print(f"the console is at {plan.console}")
 
 
 @app.command()
@@ -301,6 +317,7 @@ def status(
 
 
 app.command()(run_tables.watch)
+app.command()(console)
 app.command()(why)
 app.command()(run_commands.pause)
 app.command()(run_commands.resume)

@@ -28,6 +28,14 @@ CoordinatorOption = Annotated[
     ),
 ]
 KeepUpOption = Annotated[bool, typer.Option("--keep-up", help="Keep the services up afterwards.")]
+ConsoleOption = Annotated[
+    bool,
+    typer.Option(
+        "--console/--no-console",
+        envvar="RELAXD_CONSOLE",
+        help="Serve a web page that shows what runs do, at a URL here.",
+    ),
+]
 RunIdOption = Annotated[str, typer.Option("--run-id", help="Id of the run, and name of its folder.")]
 RunArgument = Annotated[
     str, typer.Argument(metavar="[RUN]", help="The run's id or folder; default: the newest.", show_default=False)
@@ -55,6 +63,11 @@ WordsArgument = Annotated[
 DEFAULT_STATE = Path(".relaxd")
 PASS_ON = {"ignore_unknown_options": True, "allow_extra_args": False}
 """Context settings of commands that take `WordsArgument`."""
+
+
+def console_wanted() -> bool:
+    """Return the environment's value of `ConsoleOption`, for commands without that option."""
+    return os.environ.get("RELAXD_CONSOLE", "").lower() not in ("0", "no", "off", "false")
 
 
 def new_console() -> Console:

@@ -90,7 +90,7 @@ class FolderRuns:
             found = read_all_samples(folder, step)
         else:
             found = (line for line in newest_samples(folder) if step in (0, line.get("step")))
-        return [ParseDict(line, pb.TrainedSample(), ignore_unknown_fields=True) for line in islice(found, limit)]
+        return [_sample(line) for line in islice(found, limit)]
 
     def series(self, request: pb.GetMetricsRequest) -> list[pb.MetricSeries]:
         """Return numbers of a run's steps."""
@@ -109,6 +109,12 @@ class FolderRuns:
         for line in step_lines(Path(run.folder)):
             response.steps.add(step=line["step"], metrics=_numbers(line))
         yield response
+
+
+def _sample(line: dict[str, Any]) -> pb.TrainedSample:
+    """Read a sample. Reward parts that weren't finite are null in files, which no map has."""
+    parts = {name: value for name, value in (line.get("reward_parts") or {}).items() if value is not None}
+    return ParseDict({**line, "reward_parts": parts}, pb.TrainedSample(), ignore_unknown_fields=True)
 
 
 def step_lines(folder: Path) -> Iterator[dict[str, Any]]:

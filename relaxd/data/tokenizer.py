@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 from tokenizers import AddedToken, Tokenizer, models
+from tokenizers.decoders import DecodeStream
 
 from relaxd.config import RunConfig
 from relaxd.data.examples import Example
@@ -114,6 +115,11 @@ class PromptTokenizer:
     def decode(self, tokens: Sequence[int], *, special: bool = False) -> str:
         """Decode token ids, with or without special tokens."""
         return self._tokenizer.decode([int(token) for token in tokens], skip_special_tokens=not special)
+
+    def texts(self, tokens: Sequence[int]) -> list[str]:
+        """Return the text that each token adds to those before; "" as long as a character is incomplete."""
+        stream = DecodeStream(skip_special_tokens=False)
+        return [stream.step(self._tokenizer, int(token)) or "" for token in tokens]
 
     def encode_text(self, text: str) -> list[int]:
         """Tokenise a text in which a chat template has written all special tokens that belong to it."""

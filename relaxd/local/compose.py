@@ -14,6 +14,7 @@ from relaxd.local.port_holder import taken_port
 from relaxd.local.state_folder import StateFolder
 from relaxd.process.ports import LOOPBACK, free_port, is_free
 from relaxd.roles import ROLES
+from relaxd.rpc.service_settings import CONSOLE_PORTS
 from relaxd.rpc.stack_identity import STACK_VARIABLE, make_stack_identity
 
 BUILD_SECONDS = 3600.0
@@ -43,6 +44,12 @@ class ComposeState(BaseModel):
     """host:port."""
     settings: dict[str, str]
     """Variables besides the compose files' .env."""
+
+    @property
+    def console(self) -> str:
+        """URL of the console; empty if an earlier release started them."""
+        port = self.settings.get("CONSOLE_PORT")
+        return f"http://{LOOPBACK}:{port}/" if port else ""
 
     @property
     def token_file(self) -> Path:
@@ -80,8 +87,10 @@ def up(
         raise CliError(taken_port(port), "stop it, or use --port 0 for any free port")
     port = port or free_port()
     folder.create()
+    console_port = next(filter(is_free, CONSOLE_PORTS), 0) or free_port()
     settings = {
         "COORDINATOR_PORT": str(port),
+        "CONSOLE_PORT": str(console_port),
         "STACK": _stack_identity(folder),
         "SECRETS": str(_make_secrets(folder)),
         "GRACE_SECONDS": f"{grace_seconds:g}",

@@ -19,6 +19,7 @@ ALGORITHM_TRIAL = "relaxd.algorithms.algorithm_trial"
 REWARD_TRIAL = "services.reward.reward_trial"
 ROLLOUT_OFFLINE = "services.rollout.offline"
 MANY_ROLLOUTS = "services.rollout.rehearsal"
+CONSOLE_MODULE = "services.console"
 EXIT_SECONDS = 30.0
 """Time for a program to end after its last output."""
 

@@ -1,6 +1,7 @@
 """The stack of services on this machine: its coordinator's address, its start and its stop."""
 
 import contextlib
+import importlib.util
 import os
 import secrets
 import subprocess
@@ -15,11 +16,12 @@ from relaxd.client.coordinator_client import CoordinatorClient
 from relaxd.local import compose, embedded_redis
 from relaxd.local.embedded_redis import without_password, write_private
 from relaxd.local.port_holder import taken_port
-from relaxd.local.programs import python_path
-from relaxd.local.state_folder import StackState, StateFolder
+from relaxd.local.programs import CONSOLE_MODULE, python_path
+from relaxd.local.state_folder import CONSOLE, StackState, StateFolder
 from relaxd.local.supervisor import ServiceSpec, StackPlan
 from relaxd.process.ports import LOOPBACK, free_port, reservations, reserve
 from relaxd.roles import COORDINATOR, REPLICA_ROLES, ROLES
+from relaxd.rpc.service_settings import CONSOLE_PORTS
 from relaxd.rpc.stack_identity import STACK_VARIABLE, make_stack_identity
 
 COORDINATOR_PORT = 50050
@@ -42,12 +44,14 @@ def make_plan(
     stop_with_parent: bool = False,
     grace_seconds: float = 20.0,
     engines: Mapping[str, str] | None = None,
+    console: bool = False,
 ) -> StackPlan:
     """Plan Redis (unless REDIS_URL names one), the coordinator and the replicas of each role.
 
     `replicas` are the numbers of replicas that differ from `Role.replicas`, `engines` what holds the models of roles
     that have a choice (`Role.modules`) where it isn't the default. `port` is the coordinator's; 0 picks a free one,
-    None the default one if it is free. It stays reserved, in this process and in the supervisor.
+    None the default one if it is free. It stays reserved, in this process and in the supervisor. With `console`, one
+    is served at the first of CONSOLE_PORTS that is free, if aiohttp is installed.
 
     Raises CliError: the port is taken, RELAXD_STACK is invalid, or there is no Redis.
     """
@@ -107,10 +111,19 @@ def make_plan(
         services += [spec.model_copy(update={"name": name, "environment": dict(environment)}) for name in names]
         if role.scalable:
             templates[role.name] = spec
+    console_url = ""
+    if console and importlib.util.find_spec("aiohttp") is not None:
+        console_port = next(filter(reserve, CONSOLE_PORTS), 0) or free_port()
+        console_url = f"http://{LOOPBACK}:{console_port}/"
+        passed_on = ("PYTHONPATH", "PYTHONUNBUFFERED", "RELAXD_HOST", "RELAXD_COORDINATOR", STACK_VARIABLE)
+        environment = {name: common[name] for name in passed_on} | {"RELAXD_PORT": str(console_port)}
+        command = [sys.executable, "-m", CONSOLE_MODULE]
+        services.append(ServiceSpec(name=CONSOLE, role=CONSOLE, command=command, environment=environment))
     return StackPlan(
         state_folder=folder.path,
         coordinator=coordinator,
         stack=stack,
+        console=console_url,
         redis=redis_url,
         redis_password_file=password_file,
         services=services,

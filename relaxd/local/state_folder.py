@@ -15,6 +15,8 @@ from relaxd.client import CliError
 from relaxd.local.embedded_redis import RedisUrlModel
 from relaxd.run_folder import replace_file
 
+CONSOLE = "console"
+"""Name and role of the console's process."""
 Phase = Literal["starting", "running", "restarting", "failed", "stopped"]
 
 
@@ -24,7 +26,7 @@ class ServiceState(BaseModel):
     name: str
     """Name, such as rollout-2."""
     role: str
-    """A role of relaxd.roles, "launcher" or "redis"."""
+    """A role of relaxd.roles, "launcher", "console" or "redis"."""
     phase: Phase = "starting"
     pid: int | None = None
     restarts: int = 0
@@ -47,12 +49,15 @@ class StackState(RedisUrlModel):
     """host:port."""
     stack: str = ""
     """Identity of the stack (relaxd.rpc.stack_identity); empty if an earlier release started it."""
+    console: str = ""
+    """URL of the console; empty without one."""
     stopping: bool = False
     services: list[ServiceState] = Field(default_factory=list)
 
     def failed(self) -> list[ServiceState]:
-        """Return services that the supervisor no longer restarts, except launched ones."""
-        return [service for service in self.services if service.phase == "failed" and not service.launched]
+        """Return services that the supervisor no longer restarts, except launched ones and the console: runs go on."""
+        failed = [service for service in self.services if service.phase == "failed"]
+        return [service for service in failed if not service.launched and service.role != CONSOLE]
 
 
 class LaunchWish(BaseModel):

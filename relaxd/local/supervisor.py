@@ -51,6 +51,8 @@ class StackPlan(RedisUrlModel):
     """host:port."""
     stack: str = ""
     """Identity of the stack (relaxd.rpc.stack_identity)."""
+    console: str = ""
+    """URL of the console; empty without one."""
     services: list[ServiceSpec]
     """In the order of starting. The coordinator and then Redis are stopped last."""
     templates: dict[str, ServiceSpec] = Field(default_factory=dict)
@@ -334,6 +336,7 @@ class Supervisor:
                 started=self.started,
                 coordinator=self.plan.coordinator,
                 stack=self.plan.stack,
+                console=self.plan.console,
                 redis=self.plan.redis,
                 redis_password_file=self.plan.redis_password_file,
                 stopping=self.stopping,

@@ -129,14 +129,14 @@ SECTIONS: dict[str, tuple[Chart, ...]] = {
 NAMED = {name for charts in SECTIONS.values() for chart in charts for name in chart.metrics if "*" not in name}
 STACKS: tuple[Breakdown, ...] = (TRAINER, GROUP)
 """Durations drawn as a stack of their parts, first in the section on time."""
-UNDRAWN = frozenset({"step", "weights_checksum", "eval_step", "eval_prompts", *(whole.name for whole in STACKS)}) | {
-    part.name for whole in STACKS for part in whole.parts
-}
+UNDRAWN = frozenset(
+    {"step", "commit_time", "weights_checksum", "eval_step", "eval_prompts", *(whole.name for whole in STACKS)}
+) | {part.name for whole in STACKS for part in whole.parts}
 """Metrics that are not drawn separately."""
 
 
 def chart_data(lines: Lines) -> dict[str, Any]:
-    """Return the charts for JSON: the steps, and sections of charts with the title, kind, unit and lines of each.
+    """Return the charts for JSON: steps, times, and sections of charts with the title, kind, unit and lines of each.
 
     A chart's line has a name, a meaning, a color, and a value or None per step. Charts without values are left out. A
     chart shows at most as many lines as there are COLOURS; `left_out` counts the others, those of the lowest means.
@@ -153,7 +153,11 @@ def chart_data(lines: Lines) -> dict[str, Any]:
         sections.append({"title": title, "charts": [chart for chart in drawn if chart["lines"]]})
     others = [_chart(name, "lines", [name], lines) for name in sorted(left)]
     sections.append({"title": "Others", "charts": others})
-    return {"steps": [line["step"] for line in lines], "sections": [one for one in sections if one["charts"]]}
+    return {
+        "steps": [line["step"] for line in lines],
+        "times": [line.get("commit_time") for line in lines],
+        "sections": [one for one in sections if one["charts"]],
+    }
 
 
 def _flat(line: Mapping[str, Any]) -> dict[str, Any]:

@@ -38,7 +38,7 @@ STEP_COLUMNS = (
 )
 INVISIBLE = ("Cc", "Cf", "Zl", "Zp", "Zs")
 """Unicode's categories of characters that leave no ink."""
-SCRIPTS = ("uplot/uPlot.iife.min.js", "report.js")
+SCRIPTS = ("uplot/uPlot.iife.min.js", "charts.js", "report.js")
 """Scripts of the page. It runs no others, whatever a model has written."""
 
 
@@ -58,7 +58,8 @@ def render_html(result: RunResult) -> str:
         css=_asset("report.css"),
         license=html.escape(_asset("uplot/LICENSE")),
         uplot=_asset(SCRIPTS[0]),
-        script=_asset(SCRIPTS[1]),
+        charts=_asset(SCRIPTS[1]),
+        script=_asset(SCRIPTS[2]),
         data=_packed(chart_data(result.lines)),
         time=_times(result.steps, result.summary.get("wall_seconds")),
         answers=_answers(result),

@@ -228,15 +228,16 @@ OF_CONVERSATIONS = ("conversation", "turns", "environment_reward", "environment_
 
 
 def sample_values(sample: pb.TrainedSample) -> dict[str, Any]:
-    """Return a sample's fields by name; protobuf's own JSON writes 64-bit numbers as text."""
+    """Return a sample's fields by name, without its tokens; protobuf's own JSON writes 64-bit numbers as text."""
     values = {field.name: getattr(sample, field.name) for field in sample.DESCRIPTOR.fields}
     values["conversation"] = [
         {"role": message.role, "content": message.content, "tool_calls": list(message.tool_calls)}
         for message in sample.conversation
     ]
+    values["reward_parts"] = dict(sample.reward_parts)
     names = ("sha256", "width", "height", "thumbnail", "frames")
     values["images"] = [{name: getattr(image, name) for name in names} for image in sample.images]
-    left_out = {*(() if sample.turns else OF_CONVERSATIONS), *(() if sample.images else ("images",))}
+    left_out = {"tokens", *(() if sample.turns else OF_CONVERSATIONS), *(() if sample.images else ("images",))}
     return {name: value for name, value in values.items() if name not in left_out}
 
 

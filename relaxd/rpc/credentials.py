@@ -59,7 +59,7 @@ def read_tls(role: str, values: Mapping[str, str]) -> TlsFiles:
     """Make and check TlsFiles. Raises ValueError."""
     tls = TlsFiles(**values)
     tls.check()
-    if role != "launcher" and bool(tls.certificate) != bool(tls.ca):
+    if role not in ("launcher", "console") and bool(tls.certificate) != bool(tls.ca):
         missing, given = ("ca", "certificate") if tls.certificate else ("certificate", "ca")
         raise ValueError(
             f"RELAXD_TLS_{given.upper()} is set, but not RELAXD_TLS_{missing.upper()}: a service uses TLS "

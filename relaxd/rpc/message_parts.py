@@ -98,9 +98,13 @@ def watch_seconds(max_seconds: float, violations: Violations) -> float:
 
 @cache
 def words(enum: Any) -> dict[int, str]:
-    """Return an enum's words by number, such as `words(sample_pb2.FinishReason)`; the word of 0 is ""."""
-    prefix = re.sub(r"(?<=[a-z])(?=[A-Z])", "_", enum.DESCRIPTOR.name).upper() + "_"
-    return {value: name.removeprefix(prefix).lower() if value else "" for name, value in enum.items()}
+    """Return an enum's words by number, such as `words(sample_pb2.FinishReason)`; the word of 0 is "".
+
+    `enum` is the enum, or its descriptor.
+    """
+    descriptor = getattr(enum, "DESCRIPTOR", enum)
+    prefix = re.sub(r"(?<=[a-z])(?=[A-Z])", "_", descriptor.name).upper() + "_"
+    return {one.number: one.name.removeprefix(prefix).lower() if one.number else "" for one in descriptor.values}
 
 
 @cache

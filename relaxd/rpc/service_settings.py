@@ -31,6 +31,8 @@ from relaxd.rpc.tls import TlsFiles
 
 COORDINATOR_PORT = 50050
 """Default port of the coordinator."""
+CONSOLE_PORTS = range(50080, 50180)
+"""Ports of the console, of which it takes the first that is free."""
 JUDGE_KEY = "RELAXD_JUDGE_KEY"
 """Environment variable with the API key of the server at roles.judge.address."""
 SECRET_FILES = (
@@ -45,7 +47,7 @@ class ServiceSettings:
     """Settings of one service process. Its run comes from the coordinator."""
 
     role: str
-    """A role of relaxd.roles, or "launcher"."""
+    """A role of relaxd.roles, "launcher" or "console"."""
     host: str = "127.0.0.1"
     """Address to listen on."""
     port: int = 0
@@ -88,6 +90,8 @@ class ServiceSettings:
     it, an autoscaler that is on leaves adding and removing them to KEDA."""
     project: str = ""
     """Launcher: compose project whose services it scales; empty: its container's project."""
+    console_hosts: tuple[str, ...] = ()
+    """Console: names of its host in browsers' addresses, besides `host` and those of the loopback interface."""
     log_level: str = "info"
     """debug, info, warning or error."""
     deadline_seconds: float = 120.0
@@ -261,7 +265,7 @@ def parse_settings(
     """Read the settings of a service from the command line, then the environment, then the defaults.
 
     Args:
-        role: a role of relaxd.roles, or "launcher".
+        role: a role of relaxd.roles, "launcher" or "console".
         arguments: default sys.argv[1:].
         environment: default os.environ.
 
@@ -292,8 +296,9 @@ def parse_settings(
     values["secret_files"] = tuple(file for name in SECRET_FILES if (file := values.get(name)))
     try:
         values["token"] = read_token(values.pop("token_file"), environment)
-        values["tokens"] = read_tokens(role, values.pop("tokens_file"), values["token"])
-        values["tls"] = read_tls(role, {field: values.pop(f"tls_{field}") for field in TlsFiles.__dataclass_fields__})
+        values["tokens"] = read_tokens(role, values.pop("tokens_file", ""), values["token"])
+        tls = {field: values.pop(f"tls_{field}", "") for field in TlsFiles.__dataclass_fields__}
+        values["tls"] = read_tls(role, tls)
         if "sglang_key_file" in values:
             values["sglang_key"] = read_token(values.pop("sglang_key_file"), environment, "RELAXD_SGLANG_KEY")
         if "judge_key_file" in values:
@@ -398,6 +403,11 @@ def _flags(role: str) -> list[_Flag]:
         used = ("host", "port", "stack", "project", "replica-id", "log-level", "token-file", "tokens-file", *limits)
         groups = ("redis", "tls-", "allow-insecure")
         return [flag for flag in flags if flag.name in used or flag.name.startswith(groups)]
+    if role == "console":
+        read = ("host", "port", "coordinator", "stack", "replica-id", "log-level", "token-file", "allow-insecure")
+        tls = ("tls-ca", "tls-certificate", "tls-key", "tls-name")
+        hosts = _Flag("console-hosts", _names, (), "comma-separated names of its host in browsers' addresses")
+        return [*(flag for flag in flags if flag.name in (*read, *tls)), hosts]
     not_for_coordinator = ("coordinator", "advertise", "launch-id", "instance", "standby", "project")
     only_coordinator = (
         *("lease-seconds", "gpu-lease-seconds", "launcher", "keda-port"),

@@ -418,6 +418,7 @@ METRICS: dict[str, Metric] = {
             "Probability that one of k samples of a prompt is right (1 - C(n - right, k) / C(n, k)), mean of the "
             "scored groups with at least k samples; k = 1, 2, 4 and so on.",
         ),
+        Metric("commit_time", "step", "s", "Unix time at which the step was committed."),
         Metric("step_seconds", "step", "s", "Wall time from the end of the last step to the end of this one."),
         Metric("wait_seconds", "step", "s", "Part of step_seconds in which the trainer waited for groups."),
         Metric("train_seconds", "step", "s", "Part of step_seconds in forward, backward and the optimizer."),

@@ -1291,6 +1291,7 @@ class ListSamplesRequest(_message.Message):
     STEP_FIELD_NUMBER: _builtins.int
     PAGE_SIZE_FIELD_NUMBER: _builtins.int
     PAGE_TOKEN_FIELD_NUMBER: _builtins.int
+    WITH_TOKENS_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     """The run's id; empty means the newest."""
     step: _builtins.int
@@ -1299,6 +1300,8 @@ class ListSamplesRequest(_message.Message):
     """Most samples of the page: at most 1000; 0 means 16. A page may have fewer, so that it stays small."""
     page_token: _builtins.str
     """next_page_token of the page before, with the same other fields; empty for the first page."""
+    with_tokens: _builtins.bool
+    """Whether the samples have their tokens."""
     def __init__(
         self,
         *,
@@ -1306,10 +1309,11 @@ class ListSamplesRequest(_message.Message):
         step: _builtins.int = ...,
         page_size: _builtins.int = ...,
         page_token: _builtins.str = ...,
+        with_tokens: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["page_size", b"page_size", "page_token", b"page_token", "run_id", b"run_id", "step", b"step"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["page_size", b"page_size", "page_token", b"page_token", "run_id", b"run_id", "step", b"step", "with_tokens", b"with_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1320,6 +1324,26 @@ class TrainedSample(_message.Message):
     """One sample that was trained on."""
 
     DESCRIPTOR: _descriptor.Descriptor
+
+    @_typing.final
+    class RewardPartsEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.float
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.float = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
 
     GROUP_ID_FIELD_NUMBER: _builtins.int
     STEP_FIELD_NUMBER: _builtins.int
@@ -1336,6 +1360,9 @@ class TrainedSample(_message.Message):
     ENVIRONMENT_REWARD_FIELD_NUMBER: _builtins.int
     ENVIRONMENT_SECONDS_FIELD_NUMBER: _builtins.int
     IMAGES_FIELD_NUMBER: _builtins.int
+    REWARD_PARTS_FIELD_NUMBER: _builtins.int
+    TOKENS_FIELD_NUMBER: _builtins.int
+    SAMPLE_FIELD_NUMBER: _builtins.int
     group_id: _builtins.str
     """The group."""
     step: _builtins.int
@@ -1362,6 +1389,8 @@ class TrainedSample(_message.Message):
     """Sum of the environment's rewards."""
     environment_seconds: _builtins.float
     """Time that the environment took, in seconds."""
+    sample: _builtins.int
+    """Its place in its group, from 0."""
     @_builtins.property
     def conversation(self) -> _containers.RepeatedCompositeFieldContainer[Global___ShownMessage]:
         """In runs with an environment: the messages after the prompt."""
@@ -1369,6 +1398,14 @@ class TrainedSample(_message.Message):
     @_builtins.property
     def images(self) -> _containers.RepeatedCompositeFieldContainer[Global___ShownImage]:
         """The first images and videos of the prompt."""
+
+    @_builtins.property
+    def reward_parts(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
+        """The parts of its reward, by name."""
+
+    @_builtins.property
+    def tokens(self) -> Global___SampleTokens:
+        """Its first tokens, where they are asked for and were kept."""
 
     def __init__(
         self,
@@ -1388,14 +1425,81 @@ class TrainedSample(_message.Message):
         environment_reward: _builtins.float = ...,
         environment_seconds: _builtins.float = ...,
         images: _abc.Iterable[Global___ShownImage] | None = ...,
+        reward_parts: _abc.Mapping[_builtins.str, _builtins.float] | None = ...,
+        tokens: Global___SampleTokens | None = ...,
+        sample: _builtins.int = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["tokens", b"tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["advantage", b"advantage", "answer", b"answer", "conversation", b"conversation", "environment_reward", b"environment_reward", "environment_seconds", b"environment_seconds", "finish_reason", b"finish_reason", "group_id", b"group_id", "images", b"images", "length", b"length", "prompt", b"prompt", "response", b"response", "reward", b"reward", "step", b"step", "turns", b"turns", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["advantage", b"advantage", "answer", b"answer", "conversation", b"conversation", "environment_reward", b"environment_reward", "environment_seconds", b"environment_seconds", "finish_reason", b"finish_reason", "group_id", b"group_id", "images", b"images", "length", b"length", "prompt", b"prompt", "response", b"response", "reward", b"reward", "reward_parts", b"reward_parts", "sample", b"sample", "step", b"step", "tokens", b"tokens", "turns", b"turns", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___TrainedSample: _TypeAlias = TrainedSample  # noqa: Y015
+
+@_typing.final
+class SampleTokens(_message.Message):
+    """Tokens of a sample, those of a conversation's other speakers included. Each field has a value for each token, unless it
+    says otherwise.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    IDS_FIELD_NUMBER: _builtins.int
+    TEXTS_FIELD_NUMBER: _builtins.int
+    TRAINED_FIELD_NUMBER: _builtins.int
+    ENGINE_LOGPROBS_FIELD_NUMBER: _builtins.int
+    TRAINER_LOGPROBS_FIELD_NUMBER: _builtins.int
+    ADVANTAGES_FIELD_NUMBER: _builtins.int
+    VERSIONS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Their ids."""
+
+    @_builtins.property
+    def texts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """The text that each adds; empty as long as a character is incomplete. Empty altogether if the coordinator can't read
+        the model's tokenizer.
+        """
+
+    @_builtins.property
+    def trained(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bool]:
+        """Whether the model wrote it, and the loss trains it."""
+
+    @_builtins.property
+    def engine_logprobs(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
+        """Its log-prob in the engine."""
+
+    @_builtins.property
+    def trainer_logprobs(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
+        """Its log-prob under the weights before the step; none in runs whose trainer doesn't compute it separately."""
+
+    @_builtins.property
+    def advantages(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
+        """Its advantage."""
+
+    @_builtins.property
+    def versions(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Version of the weights that wrote it."""
+
+    def __init__(
+        self,
+        *,
+        ids: _abc.Iterable[_builtins.int] | None = ...,
+        texts: _abc.Iterable[_builtins.str] | None = ...,
+        trained: _abc.Iterable[_builtins.bool] | None = ...,
+        engine_logprobs: _abc.Iterable[_builtins.float] | None = ...,
+        trainer_logprobs: _abc.Iterable[_builtins.float] | None = ...,
+        advantages: _abc.Iterable[_builtins.float] | None = ...,
+        versions: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["advantages", b"advantages", "engine_logprobs", b"engine_logprobs", "ids", b"ids", "texts", b"texts", "trained", b"trained", "trainer_logprobs", b"trainer_logprobs", "versions", b"versions"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SampleTokens: _TypeAlias = SampleTokens  # noqa: Y015
 
 @_typing.final
 class ShownImage(_message.Message):
@@ -1498,6 +1602,141 @@ class ListSamplesResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ListSamplesResponse: _TypeAlias = ListSamplesResponse  # noqa: Y015
+
+@_typing.final
+class GetGroupsRequest(_message.Message):
+    """Asks what became of groups."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RUN_ID_FIELD_NUMBER: _builtins.int
+    PROMPT_FIELD_NUMBER: _builtins.int
+    WHERE_FIELD_NUMBER: _builtins.int
+    MAX_GROUPS_FIELD_NUMBER: _builtins.int
+    run_id: _builtins.str
+    """The run's id; empty means the newest."""
+    prompt: _builtins.str
+    """Only groups of this prompt: its row in the data, such as 12, or a group's id, such as 0-000012; empty means all."""
+    where: _builtins.str
+    """Only groups like this, as for `relaxd ledger --where`, such as "reason = stale and tokens > 1000"; empty means all."""
+    max_groups: _builtins.int
+    """Most groups of the answer: at most 1000; 0 means 100."""
+    def __init__(
+        self,
+        *,
+        run_id: _builtins.str = ...,
+        prompt: _builtins.str = ...,
+        where: _builtins.str = ...,
+        max_groups: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["max_groups", b"max_groups", "prompt", b"prompt", "run_id", b"run_id", "where", b"where"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetGroupsRequest: _TypeAlias = GetGroupsRequest  # noqa: Y015
+
+@_typing.final
+class ClosedGroup(_message.Message):
+    """What became of a group."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    GROUP_ID_FIELD_NUMBER: _builtins.int
+    STEP_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    STAGE_FIELD_NUMBER: _builtins.int
+    RETRY_FIELD_NUMBER: _builtins.int
+    RETRIED_FIELD_NUMBER: _builtins.int
+    ROW_FIELD_NUMBER: _builtins.int
+    SOURCE_FIELD_NUMBER: _builtins.int
+    TOKENS_FIELD_NUMBER: _builtins.int
+    REWARD_FIELD_NUMBER: _builtins.int
+    group_id: _builtins.str
+    """Its id."""
+    step: _builtins.int
+    """The step that trained it; unset: it was dropped."""
+    reason: _builtins.str
+    """Why it was dropped, as in GroupCounts.dropped_by_reason; empty: it was trained."""
+    stage: _builtins.str
+    """The stage at which it was dropped."""
+    retry: _builtins.int
+    """How many tries of its prompt came before, in this visit of it."""
+    retried: _builtins.bool
+    """Whether its prompt is tried again."""
+    row: _builtins.int
+    """The row of its prompt in the data."""
+    source: _builtins.str
+    """The source of its prompt."""
+    tokens: _builtins.float
+    """Mean number of tokens of its answers; unset: it had none."""
+    reward: _builtins.float
+    """Mean reward of its answers; unset: it wasn't scored."""
+    def __init__(
+        self,
+        *,
+        group_id: _builtins.str = ...,
+        step: _builtins.int | None = ...,
+        reason: _builtins.str = ...,
+        stage: _builtins.str = ...,
+        retry: _builtins.int = ...,
+        retried: _builtins.bool = ...,
+        row: _builtins.int | None = ...,
+        source: _builtins.str = ...,
+        tokens: _builtins.float | None = ...,
+        reward: _builtins.float | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_reward", b"_reward", "_row", b"_row", "_step", b"_step", "_tokens", b"_tokens", "reward", b"reward", "row", b"row", "step", b"step", "tokens", b"tokens"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_reward", b"_reward", "_row", b"_row", "_step", b"_step", "_tokens", b"_tokens", "group_id", b"group_id", "reason", b"reason", "retried", b"retried", "retry", b"retry", "reward", b"reward", "row", b"row", "source", b"source", "stage", b"stage", "step", b"step", "tokens", b"tokens"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__reward: _TypeAlias = _typing.Literal["reward"]  # noqa: Y015
+    _WhichOneofArgType__reward: _TypeAlias = _typing.Literal["_reward", b"_reward"]  # noqa: Y015
+    _WhichOneofReturnType__row: _TypeAlias = _typing.Literal["row"]  # noqa: Y015
+    _WhichOneofArgType__row: _TypeAlias = _typing.Literal["_row", b"_row"]  # noqa: Y015
+    _WhichOneofReturnType__step: _TypeAlias = _typing.Literal["step"]  # noqa: Y015
+    _WhichOneofArgType__step: _TypeAlias = _typing.Literal["_step", b"_step"]  # noqa: Y015
+    _WhichOneofReturnType__tokens: _TypeAlias = _typing.Literal["tokens"]  # noqa: Y015
+    _WhichOneofArgType__tokens: _TypeAlias = _typing.Literal["_tokens", b"_tokens"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__reward) -> _WhichOneofReturnType__reward | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__row) -> _WhichOneofReturnType__row | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__step) -> _WhichOneofReturnType__step | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__tokens) -> _WhichOneofReturnType__tokens | None: ...
+
+Global___ClosedGroup: _TypeAlias = ClosedGroup  # noqa: Y015
+
+@_typing.final
+class GetGroupsResponse(_message.Message):
+    """What became of groups."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    GROUPS_FIELD_NUMBER: _builtins.int
+    COMPLETE_FIELD_NUMBER: _builtins.int
+    complete: _builtins.bool
+    """Whether all closed groups were looked at, or as many found as were asked for. Otherwise only the newest million was."""
+    @_builtins.property
+    def groups(self) -> _containers.RepeatedCompositeFieldContainer[Global___ClosedGroup]:
+        """Those that were asked for, newest first."""
+
+    def __init__(
+        self,
+        *,
+        groups: _abc.Iterable[Global___ClosedGroup] | None = ...,
+        complete: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["complete", b"complete", "groups", b"groups"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetGroupsResponse: _TypeAlias = GetGroupsResponse  # noqa: Y015
 
 @_typing.final
 class Registration(_message.Message):

@@ -97,6 +97,11 @@ class CoordinatorStub:
                 request_serializer=relaxd_dot_v1_dot_coordinator__pb2.ListSamplesRequest.SerializeToString,
                 response_deserializer=relaxd_dot_v1_dot_coordinator__pb2.ListSamplesResponse.FromString,
                 _registered_method=True)
+        self.GetGroups = channel.unary_unary(
+                '/relaxd.v1.Coordinator/GetGroups',
+                request_serializer=relaxd_dot_v1_dot_coordinator__pb2.GetGroupsRequest.SerializeToString,
+                response_deserializer=relaxd_dot_v1_dot_coordinator__pb2.GetGroupsResponse.FromString,
+                _registered_method=True)
         self.Register = channel.unary_unary(
                 '/relaxd.v1.Coordinator/Register',
                 request_serializer=relaxd_dot_v1_dot_coordinator__pb2.RegisterRequest.SerializeToString,
@@ -277,6 +282,13 @@ class CoordinatorServicer:
 
     def ListSamples(self, request, context):
         """ListSamples shows what the model wrote, with reward, advantage and version of each sample.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def GetGroups(self, request, context):
+        """GetGroups says what became of closed groups, newest first, as the run's groups.jsonl has it.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -475,6 +487,11 @@ def add_CoordinatorServicer_to_server(servicer, server):
                     servicer.ListSamples,
                     request_deserializer=relaxd_dot_v1_dot_coordinator__pb2.ListSamplesRequest.FromString,
                     response_serializer=relaxd_dot_v1_dot_coordinator__pb2.ListSamplesResponse.SerializeToString,
+            ),
+            'GetGroups': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetGroups,
+                    request_deserializer=relaxd_dot_v1_dot_coordinator__pb2.GetGroupsRequest.FromString,
+                    response_serializer=relaxd_dot_v1_dot_coordinator__pb2.GetGroupsResponse.SerializeToString,
             ),
             'Register': grpc.unary_unary_rpc_method_handler(
                     servicer.Register,
@@ -893,6 +910,33 @@ class Coordinator:
             '/relaxd.v1.Coordinator/ListSamples',
             relaxd_dot_v1_dot_coordinator__pb2.ListSamplesRequest.SerializeToString,
             relaxd_dot_v1_dot_coordinator__pb2.ListSamplesResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetGroups(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/relaxd.v1.Coordinator/GetGroups',
+            relaxd_dot_v1_dot_coordinator__pb2.GetGroupsRequest.SerializeToString,
+            relaxd_dot_v1_dot_coordinator__pb2.GetGroupsResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -20,7 +20,7 @@ from relaxd.telemetry.metrics import METRICS
 from tests.compose.stack import COMPOSE, ROOT
 
 DASHBOARDS = sorted((COMPOSE / "config" / "grafana" / "dashboards").glob("*.json"))
-SERVICES = {role.module.split(".")[1] for role in ROLES.values()}
+SERVICES = {"console", *(role.module.split(".")[1] for role in ROLES.values())}
 PASSED_ON = {
     *("RELAXD_ALERT_URLS", "WANDB_API_KEY", "WANDB_BASE_URL", "WANDB_ENTITY"),
     *("MLFLOW_TRACKING_TOKEN", "MLFLOW_TRACKING_USERNAME", "MLFLOW_TRACKING_PASSWORD"),
@@ -81,7 +81,7 @@ def test_each_combination_of_files_is_valid(files: str) -> None:
             assert service["deploy"]["resources"]["limits"]["memory"], name
         assert service.get("user") != "root" or name == "secrets"
     published = {name for name, service in services.items() if "ports" in service}
-    assert published == {"coordinator"} | ({"grafana", "jaeger"} if "observability" in files else set())
+    assert published == {"coordinator", "console"} | ({"grafana", "jaeger"} if "observability" in files else set())
     for name in ("trainer", "ranks", "rollout", "reference", "teacher", "critic", "judge"):
         devices = services[name]["deploy"]["resources"].get("reservations", {}).get("devices", [])
         assert bool(devices) == ("gpu" in files)

@@ -51,6 +51,7 @@ def test_they_are_made_once_and_only_their_users_can_read_them(project: Stack, t
     assert {file: mode for file, (_, mode) in made.items()} == {
         "redis/redis_password": f"400:{redis_user}",
         "cli/token": "400:10001",
+        "console/token": "400:10001",
         **{f"{role}/{name}": "400:10001" for role in ROLES for name in ("token", "tokens")},
         **{f"{role}/redis_password": "400:10001" for role in with_redis},
     }
@@ -62,7 +63,10 @@ def test_they_are_made_once_and_only_their_users_can_read_them(project: Stack, t
     (accepted,) = {texts[f"{role}/tokens"] for role in ROLES}
     (tmp_path / "accepted").write_text(accepted.replace(";", "\n"))
     found = {of: AccessTokens(tmp_path / "accepted").caller(token) for of, token in tokens.items()}
-    assert {of: caller.role for of, caller in found.items()} == {role: role for role in ROLES} | {"cli": "admin"}
+    assert {of: caller.role for of, caller in found.items()} == {role: role for role in ROLES} | {
+        "cli": "admin",
+        "console": "read",
+    }
 
     # Redis has its own, and asks for it.
     assert "NOAUTH" in ask_redis(project, "redis-cli", "get", "key")

@@ -122,4 +122,4 @@ def _environment(changes: Mapping[str, str] | None, *, clean: bool) -> dict[str,
     ours = ("RELAXD_", "OTEL_", "REDIS_URL") if clean else ()
     kept = {name: value for name, value in os.environ.items() if not name.startswith(ours)}
     path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
-    return {**kept, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", **(changes or {})}
+    return {**kept, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "RELAXD_CONSOLE": "no", **(changes or {})}

@@ -109,6 +109,8 @@ def _print_processes(stack: StackState, console: Console) -> None:
     title = f"processes (supervisor {stack.pid}{', stopping' if stack.stopping else ''})"
     names = ", ".join(f"{service.name} {service.pid}" for service in well)
     console.print(_titled(title, f"{len(well)} running" + (f": {names}" if well else "")))
+    if stack.console:
+        console.print(_titled("console", stack.console))
     if unwell := [service for service in stack.services if service not in well]:
         table = _table("", "name", "state", "pid", "restarts")
         for service in unwell:

@@ -37,6 +37,7 @@ from services.coordinator.fleet.peers import Peers
 from services.coordinator.fleet.registry import Registry, Replica
 from services.coordinator.fleet.replica_feed import ReplicaFeed
 from services.coordinator.runs.record_messages import sample_message
+from services.coordinator.runs.run_inspection import find_groups, group_tests, token_texts
 from services.coordinator.runs.run_manager import RunManager, read_board
 from services.coordinator.runs.starting import check_run_id
 from services.coordinator.runs.watch_stream import RunFeed
@@ -133,7 +134,7 @@ class CoordinatorService(CoordinatorServicer):
         violations = Violations()
         check_run_id(request.run_id, violations)
         violations.check(request.step >= 0, "step", "must not be negative; 0 means the newest samples")
-        listed = f"samples {request.run_id} {request.step}"
+        listed = f"samples {request.run_id} {request.step}{' with tokens' * request.with_tokens}"
         page = Page[pb.TrainedSample](request, listed, default=16, maximum=MAX_PAGE, violations=violations)
         violations.check(not page.after or SAMPLE.fullmatch(page.after), "page_token", "is damaged")
         violations.raise_if_any()
@@ -141,10 +142,20 @@ class CoordinatorService(CoordinatorServicer):
         run_id, _, after = page.after.rpartition("/")
         record = await self._manager.record(run_id or request.run_id)
         board, full = self._manager.board(record), False
+        texts = await asyncio.to_thread(token_texts, record) if request.with_tokens else None
         while not full and (samples := await read_board(board.sample_page(request.step or None, after))):
-            full = not all(page.add(f"{record.run_id}/{key}", sample_message(sample)) for key, sample in samples)
+            messages = await asyncio.to_thread(lambda read: [sample_message(one, texts) for _, one in read], samples)
+            full = not all(
+                page.add(f"{record.run_id}/{key}", message) for (key, _), message in zip(samples, messages, strict=True)
+            )
             after = samples[-1][0]
         return pb.ListSamplesResponse(samples=page.items, next_page_token=page.next_page_token)
+
+    async def GetGroups(self, request: pb.GetGroupsRequest, context: Any) -> pb.GetGroupsResponse:
+        """Return closed groups of a run, newest first, from its groups.jsonl."""
+        tests = group_tests(request)
+        record = await self._manager.record(request.run_id)
+        return await asyncio.to_thread(find_groups, Path(record.folder), tests, request.max_groups)
 
     # --- checkpoints ----------------------------------------------------------------------------------------------
 

@@ -1,7 +1,7 @@
 """Runs, steps, samples and health records as protobuf."""
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from relaxd.board import AsyncBoard, RunMissing
@@ -72,11 +72,37 @@ def step_messages(steps: CommittedSteps, after_step: int, limit: int) -> list[pb
     return messages
 
 
-def sample_message(sample: dict[str, Any]) -> pb.TrainedSample:
-    """Convert a trained sample from the board; its keys are fields of TrainedSample."""
-    return pb.TrainedSample(
-        **{key: value for key, value in sample.items() if key in pb.TrainedSample.DESCRIPTOR.fields_by_name}
+def sample_message(
+    sample: dict[str, Any], texts: Callable[[Sequence[int]], list[str]] | None = None
+) -> pb.TrainedSample:
+    """Convert a trained sample from the board; its keys are fields of TrainedSample.
+
+    `texts` returns the texts of tokens; without it the sample has no tokens.
+    """
+    fields = pb.TrainedSample.DESCRIPTOR.fields_by_name
+    message = pb.TrainedSample(**{key: value for key, value in sample.items() if key in fields and key != "tokens"})
+    if texts is not None and (tokens := sample.get("tokens")):
+        count = len(tokens["ids"])
+        for name, values in tokens.items():
+            getattr(message.tokens, name).extend(values * count if len(values) == 1 else values)
+        message.tokens.texts.extend(texts(tokens["ids"]))
+    return message
+
+
+def group_message(line: Mapping[str, Any]) -> pb.ClosedGroup:
+    """Convert a closed group, as `read_fates` yields it."""
+    message = pb.ClosedGroup(
+        group_id=line["group"],
+        reason=line.get("reason", ""),
+        stage=line.get("stage", ""),
+        retry=line["retry"],
+        retried=bool(line.get("retried")),
+        source=str(line.get("source", "")),
     )
+    for field, name in (("step", "step"), ("row", "index"), ("tokens", "tokens"), ("reward", "reward")):
+        if line.get(name) is not None:
+            setattr(message, field, line[name])
+    return message
 
 
 def health_messages(record: HealthRecord, config: HealthConfig) -> list[health_pb2.Health]:

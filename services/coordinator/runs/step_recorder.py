@@ -95,7 +95,7 @@ class StepRecorder:
         lines = []
         for entry in ledger:
             groups, speed = self._closed_groups.take(entry.step), speed_per_gpu(entry.metrics, devices)
-            metrics = entry.metrics | measured | groups | speed
+            metrics = entry.metrics | measured | groups | speed | {"commit_time": entry.time}
             telemetry.record_step(self._context.run_id, entry.step, metrics)
             self._on_step(entry.step, metrics)
             lines.append((entry.step, {**metrics, **usage.line}))
@@ -120,7 +120,7 @@ class StepRecorder:
         if kept := self._context.config.telemetry.samples_per_step:
             for step in range(self._sampled_step + 1, self._files.last_step + 1):
                 page = await self._redis.call(self._board.sample_page, step, limit=kept)
-                samples = [sample | {"entry": key} for key, sample in reversed(page)]
+                samples = [_without_tokens(sample) | {"entry": key} for key, sample in reversed(page)]
                 await self._disk.in_thread(self._files.append_samples, samples)
                 self._sampled_step = step
 
@@ -159,3 +159,8 @@ class StepRecorder:
         fresh = dropped - (before or Counter())
         by_reason = {f"dropped_groups_{reason}": count / max(steps, 1) for reason, count in fresh.items()}
         return {"dropped_groups": sum(by_reason.values()), **by_reason}
+
+
+def _without_tokens(sample: dict[str, Any]) -> dict[str, Any]:
+    """Return a sample without its tokens, which only the newest samples on the board have: they are long."""
+    return {name: value for name, value in sample.items() if name != "tokens"}

@@ -9,11 +9,13 @@ from numpy.typing import NDArray
 from relaxd import telemetry
 from relaxd.algorithms.advantage_terms import Whitening
 from relaxd.board import (
+    ADVANTAGES,
     CRITIC_STATE,
     ENVIRONMENT_INFO,
     ENVIRONMENT_REWARD,
     ENVIRONMENT_SECONDS,
     LOSS_MASK,
+    OLD_LOGPROBS,
     OUTSIDE_SECONDS,
     PROMPT_MEDIA,
     RESPONSE_MESSAGES,
@@ -24,6 +26,7 @@ from relaxd.board import (
     TRAIN,
     TURNS,
     VALUES,
+    VERSIONS,
     StageTime,
 )
 from relaxd.board.types import MICROSECONDS
@@ -207,24 +210,26 @@ def shown_samples(
     bounds = {place: bounds_of(groups[place].sample_lengths) for place in found}
     images = {place: _images_of_samples(groups[place], own, thumbnails=True) for place, own in found.items()}
     return [
-        _shown(groups[place], index, bounds[place], step, whitening) | images[place][index] for index, place in chosen
+        _shown(groups[place], index, bounds[place], step, whitening)
+        | images[place][index]
+        | {"tokens": _shown_tokens(groups[place], index, bounds[place], whitening)}
+        for index, place in chosen
     ]
 
 
 def all_samples(groups: Sequence[TrainGroup], step: int, whitening: Whitening | None = None) -> list[dict[str, Any]]:
-    """Return all samples as `shown_samples` does, group by group, with their place in the group and more facts.
+    """Return all samples as `shown_samples` does, group by group, with their sources.
 
-    Images are without thumbnails.
+    They are without tokens, and images without thumbnails.
     """
     found = []
     for group in groups:
-        parts, prompt = group.columns["reward_parts"] or {}, group.columns["prompt"] or {}
+        prompt = group.columns["prompt"] or {}
         bounds, images = bounds_of(group.sample_lengths), _images_of_samples(group, range(group.samples))
         for index in range(group.samples):
-            more = {"sample": index, "reward_parts": {name: values[index] for name, values in parts.items()}}
-            if "data_source" in (metadata := prompt.get("metadata") or {}):
-                more["source"] = metadata["data_source"]
-            found.append(_shown(group, index, bounds, step, whitening) | images[index] | more)
+            metadata = prompt.get("metadata") or {}
+            source = {"source": metadata["data_source"]} if "data_source" in metadata else {}
+            found.append(_shown(group, index, bounds, step, whitening) | images[index] | source)
     return found
 
 
@@ -243,17 +248,53 @@ def _shown(
     prompt = columns["prompt"] or {}
     return {
         "group_id": group.group_id,
+        "sample": index,
         "step": step,
         "prompt": str(prompt.get("text", "")),
         "answer": str(prompt.get("answer", "")),
         "response": str(columns["text"][last]),
         "reward": float(columns["reward"][index]),
+        "reward_parts": {
+            name: values[index] for name, values in (columns["reward_parts"] or {}).items() if values[index] is not None
+        },
         "advantage": float(advantages.mean()) if length else 0.0,
         "version": int(versions.min()) if versions.size else 0,
         "length": length,
         "finish_reason": str(columns["finish"][last]),
         **(_shown_conversation(columns, index) if TURNS in columns else {}),
     }
+
+
+SHOWN_TOKENS = 1000
+"""Maximum number of tokens of a sample that are shown."""
+TOKEN_COLUMNS = {
+    "ids": "tokens",
+    "trained": LOSS_MASK,
+    "engine_logprobs": "rollout_logprobs",
+    "trainer_logprobs": OLD_LOGPROBS,
+    "advantages": ADVANTAGES,
+    "versions": VERSIONS,
+}
+"""Fields of SampleTokens in coordinator.proto, and the columns that they show."""
+DIGITS = 4
+"""Significant digits of their numbers."""
+
+
+def _shown_tokens(
+    group: TrainGroup, index: int, bounds: NDArray[np.int64], whitening: Whitening | None
+) -> dict[str, list[float]]:
+    """Return the first tokens of a sample; a list of equal numbers, except of ids, has only one of them."""
+    own = slice(int(bounds[index]), min(int(bounds[index + 1]), int(bounds[index]) + SHOWN_TOKENS))
+    found = {}
+    for name, column in TOKEN_COLUMNS.items():
+        if column not in group.columns:
+            continue
+        values = group.columns[column][own]
+        if column == ADVANTAGES and whitening is not None:
+            values = whitening.apply(values, group.columns[LOSS_MASK][own])
+        listed = [float(f"{value:.{DIGITS}g}") if isinstance(value, float) else value for value in values.tolist()]
+        found[name] = listed[:1] if name != "ids" and len(set(listed)) == 1 else listed
+    return found
 
 
 def _images_of_samples(

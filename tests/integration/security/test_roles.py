@@ -1,8 +1,6 @@
 """Each service has a token of its own, as `deploy/secrets.sh` makes them; what one can do that leaked."""
 
-import subprocess
 from collections.abc import Iterator
-from pathlib import Path
 
 import grpc
 import pytest
@@ -13,54 +11,15 @@ from relaxd.rpc.errors import explain
 from relaxd.v1 import coordinator_pb2 as pb
 from relaxd.v1 import replica_pb2, replica_pb2_grpc, reward_pb2, reward_pb2_grpc, scaling_pb2
 from relaxd.v1.coordinator_pb2_grpc import CoordinatorStub
-from tests.integration.coordinator.cluster import Cluster
-from tests.kit.processes import ROOT, run_python
-from tests.kit.redis.redis_server import RedisServer
-from tests.kit.tokenizer import write_tokenizer
-
-
-class Tokens:
-    """The folder that deploy/secrets.sh writes."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        subprocess.run([ROOT / "deploy" / "secrets.sh", folder], check=True, capture_output=True, timeout=60)
-
-    def __getitem__(self, role: str) -> str:
-        return (self.folder / f"{role}.token").read_text().strip()
-
-    def environment(self, role: str) -> dict[str, str]:
-        """Settings of a role's service."""
-        files = {"RELAXD_TOKENS_FILE": self.folder / "tokens", "RELAXD_TOKEN_FILE": self.folder / f"{role}.token"}
-        return {name: str(file) for name, file in files.items()} | {"RELAXD_TOKEN": ""}
-
-
-class Guarded(Cluster):
-    """A cluster whose processes have the tokens of their roles; this process has an admin's."""
-
-    tokens: Tokens
-
-    def start(self, name: str, module: str, *arguments: str, **environment: str) -> None:
-        super().start(name, module, *arguments, **self.tokens.environment(name), **environment)
+from tests.integration.security.guarded_cluster import Guarded, guarded_cluster
+from tests.kit.processes import run_python
 
 
 @pytest.fixture(scope="module")
 def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Guarded]:
     """A coordinator that is up."""
-    folder = tmp_path_factory.mktemp("guarded")
-    (folder / "redis").mkdir()
-    redis = RedisServer(folder / "redis").start()
-    with pytest.MonkeyPatch.context() as patch:
-        Guarded.tokens = Tokens(folder / "secrets")
-        patch.setenv("RELAXD_TOKEN", Guarded.tokens["admin"])
-        cluster = Guarded(folder, redis.url, write_tokenizer(folder / "model"))
-        try:
-            cluster.coordinator()
-            cluster.until("up", lambda: cluster.stub.ListRuns(pb.ListRunsRequest(), timeout=5) is not None)
-            yield cluster
-        finally:
-            cluster.close()
-            redis.kill()
+    with guarded_cluster(tmp_path_factory.mktemp("guarded")) as cluster:
+        yield cluster
 
 
 def outcome(call, request: object) -> str:

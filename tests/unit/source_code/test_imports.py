@@ -5,7 +5,12 @@ from tests.kit.processes import run_python
 MODULES = (
     *("relaxd.algorithms", "relaxd.rewards", "relaxd.telemetry", "relaxd.replica.replica_life", "relaxd.cli.main"),
     *("services.coordinator.__main__", "services.reward.__main__", "services.advantage.__main__"),
-    *("services.launcher.__main__", "services.trainer.__main__", "services.rollout.__main__"),
+    *(
+        "services.console.__main__",
+        "services.launcher.__main__",
+        "services.trainer.__main__",
+        "services.rollout.__main__",
+    ),
     *("services.trainer.critic.__main__", "services.trainer.reference", "services.trainer.teacher"),
     *("services.rollout.judge.__main__", "services.rollout.teacher.__main__"),
 )

@@ -47,6 +47,7 @@ WITHOUT_DEADLINE = {
     },
     WORK: {
         ("relaxd/board/worker.py", "StageWorker._commit"),
+        ("relaxd/cli/console_command.py", "console"),  # until somebody stops it
         ("relaxd/envs/mcp_tools.py", "_Connection._hold"),  # until its conversation ends
         ("relaxd/process/child.py", "Child._watch"),  # a thread for the life of the child
         ("relaxd/process/child_server.py", "serve_socket"),
@@ -58,6 +59,7 @@ WITHOUT_DEADLINE = {
         ("relaxd/rpc/server.py", "RunningServer.wait"),
         ("relaxd/waiting.py", "Waits._log_forever"),
         ("relaxd/weights/cuda_ipc.py", "IpcConnection._work"),
+        ("services/console/__main__.py", "main"),
         ("services/coordinator/runs/active_run.py", "ActiveRun.main"),
         ("services/coordinator/runs/publisher.py", "Publisher.run_forever"),  # its run fails, which cancels it
         ("services/coordinator/runs/tracking.py", "Tracking.run_forever"),  # its run ends, which cancels it

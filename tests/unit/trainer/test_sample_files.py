@@ -32,7 +32,12 @@ def test_a_file_has_every_sample_in_order(tmp_path: Path) -> None:
     assert [one.get("source") for one in found] == ["math"] * 3 + ["a b/c"] * 2 + [None] * 2
     assert found[0]["reward_parts"] == {"max": 9.0, "style": 0.5}
     (first,) = shown_samples(groups, 3, 1)
+    tokens = first.pop("tokens")
     assert first.items() <= found[0].items()
+    own = slice(0, first["length"])
+    assert tokens["ids"] == groups[0].columns["tokens"][own].tolist()
+    assert tokens["trained"] == [1]  # all of them
+    assert tokens["engine_logprobs"] == pytest.approx(groups[0].columns["rollout_logprobs"][own].tolist(), rel=1e-3)
     assert list(read_all_samples(tmp_path, 4)) == []
 
 

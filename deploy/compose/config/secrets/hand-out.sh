@@ -15,6 +15,7 @@ for service in *; do
         redis) files=redis_password owner=redis ;;
         grafana) files=grafana_password owner=472 ;;
         cli) files=admin.token ;;
+        console) files=read.token ;; # people who look give their own
         judge) files="tokens judge.token" ;;
         launcher) files="tokens redis_password" ;; # it calls nobody
         *) files="tokens redis_password $service.token" ;;

@@ -55,7 +55,6 @@ def run_job(job: AssemblyJob) -> dict[str, Any]:
     from services.trainer.loop import step_phases
     from services.trainer.loop.round_runner import RoundRunner
     from services.trainer.loop.step_phases import StepBuilder
-    from services.trainer.loop.step_profiler import step_profiler
     from services.trainer.loop.training_commands import Assemble, TrainingRank
     from services.trainer.loop.training_queue import TrainingQueue
     from services.trainer.megatron.channels import ModelParallelChannel, RankChannel

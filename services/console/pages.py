@@ -1,0 +1,209 @@
+"""Answers to the page's questions about runs, replicas and scaling, as JSON."""
+
+import asyncio
+import json
+from http import HTTPStatus
+from typing import Any
+
+import grpc
+from aiohttp import web
+
+from relaxd import __version__
+from relaxd.client.metric_series import rows
+from relaxd.report.charts import chart_data
+from relaxd.v1 import coordinator_pb2 as pb
+from relaxd.v1 import scaling_pb2
+from relaxd.v1.coordinator_pb2_grpc import CoordinatorStub
+from services.console.actions import ACTIONS
+from services.console.guard import VIEWER, Refusal
+from services.console.json_forms import plain
+from services.console.live_changes import all_replicas
+from services.console.viewers import Viewers
+
+CALL_SECONDS = 30.0
+"""Deadline of the calls behind a question."""
+MAX_RUNS = 500
+MAX_SAMPLES = 500
+SHOWN_GROUPS = 200
+SHOWN_SCALE_REQUESTS = 50
+MAX_DRAWN = 8
+"""Runs whose charts are kept."""
+LARGE = ("config_json", "health", "metrics", "wait", "alarms")
+"""Fields of a run that ListRuns leaves out."""
+
+
+class Pages:
+    """The JSON API. Each answer is read from the coordinator anew, with the viewer's token."""
+
+    def __init__(self, viewers: Viewers, coordinator: str) -> None:
+        self._viewers = viewers
+        self._coordinator = coordinator
+        self._charts: dict[str, tuple[tuple[int, int], str]] = {}
+        """By run, its charts as JSON, with the step and the number of metrics that they show."""
+        self._drawing = asyncio.Lock()
+
+    def routes(self) -> list[web.RouteDef]:
+        """Return the API's addresses."""
+        return [
+            web.get("/api/session", self.session),
+            web.post("/api/login", self.log_in),
+            web.post("/api/logout", self.log_out),
+            web.get("/api/runs", self.runs),
+            web.get("/api/runs/{run}/config", self.config),
+            web.get("/api/runs/{run}/charts", self.charts),
+            web.get("/api/runs/{run}/series", self.series),
+            web.get("/api/runs/{run}/samples", self.samples),
+            web.get("/api/runs/{run}/groups", self.groups),
+            web.get("/api/replicas", self.replicas),
+            web.get("/api/scaling", self.scaling),
+            web.post("/api/actions/{action}", self.act),
+        ]
+
+    async def session(self, request: web.Request) -> web.Response:
+        """Say who looks, and what they may do."""
+        viewer = self._viewers.find(request)
+        answer: dict[str, Any] = {"log_in": viewer is None, "may_log_out": self._viewers.log_in}
+        answer |= {"version": __version__, "coordinator": self._coordinator}
+        if viewer is not None:
+            try:
+                answer |= {"csrf": viewer.csrf, "may_act": await viewer.may_act()}
+            except grpc.aio.AioRpcError:  # it is away: the page says so, and asks again
+                answer |= {"csrf": viewer.csrf, "may_act": None}
+        return web.json_response(answer)
+
+    async def log_in(self, request: web.Request) -> web.Response:
+        """Begin a session with a token."""
+        if not self._viewers.log_in:
+            raise Refusal(HTTPStatus.CONFLICT, "this console needs no token")
+        token = (await _body(request)).get("token")
+        if not isinstance(token, str) or not token.strip() or not token.isascii() or not token.isprintable():
+            raise Refusal(HTTPStatus.BAD_REQUEST, "token must be printable ASCII, such as the contents of admin.token")
+        response = web.json_response({})
+        await self._viewers.begin(token.strip(), response)
+        return response
+
+    async def log_out(self, request: web.Request) -> web.Response:
+        """End the session."""
+        await self._viewers.end(request)
+        return web.json_response({})
+
+    async def runs(self, request: web.Request) -> web.Response:
+        """List the runs, newest first."""
+        found = await _stub(request).ListRuns(pb.ListRunsRequest(page_size=MAX_RUNS), timeout=CALL_SECONDS)
+        return web.json_response({"runs": [plain(run, without=LARGE) for run in found.runs]})
+
+    async def config(self, request: web.Request) -> web.Response:
+        """Return a run's configuration."""
+        run = await _run(request)
+        return web.json_response({"run_id": run.run_id, "config": json.loads(run.config_json or "{}")})
+
+    async def charts(self, request: web.Request) -> web.Response:
+        """Return all charts of a run, with at most 500 points in a line."""
+        run = await _run(request)
+        shown = (run.step, len(run.metrics))
+        async with self._drawing:  # those who ask at the same time get one reading
+            known = self._charts.get(run.run_id)
+            if known is None or known[0] != shown:
+                answer = await _stub(request).GetMetrics(pb.GetMetricsRequest(run_id=run.run_id), timeout=CALL_SECONDS)
+                known = shown, await asyncio.to_thread(_charts_json, answer)
+                self._charts.pop(run.run_id, None)
+                self._charts[run.run_id] = known
+                if len(self._charts) > MAX_DRAWN:
+                    del self._charts[next(iter(self._charts))]
+        return _compressed(web.Response(text=known[1], content_type="application/json"))
+
+    async def series(self, request: web.Request) -> web.Response:
+        """Return some metrics of a run (`name`, several times), with at most 500 points each."""
+        names = request.query.getall("name", [])
+        metrics = pb.GetMetricsRequest(run_id=request.match_info["run"], names=names, max_points=500)
+        answer = await _stub(request).GetMetrics(metrics, timeout=CALL_SECONDS)
+        return _compressed(web.json_response({one.name: plain(one, without=("name",)) for one in answer.series}))
+
+    async def samples(self, request: web.Request) -> web.Response:
+        """Return the newest samples of a run, or those of one `step`, at most `limit`; with `tokens` also those."""
+        asked = pb.ListSamplesRequest(
+            run_id=request.match_info["run"],
+            step=_number(request, "step", 0),
+            page_size=_number(request, "limit", 100, MAX_SAMPLES),
+            with_tokens="tokens" in request.query,
+        )
+        found: list[pb.TrainedSample] = []
+        while len(found) < asked.page_size:
+            page = await _stub(request).ListSamples(asked, timeout=CALL_SECONDS)
+            found += page.samples
+            if not page.next_page_token:
+                break
+            asked.page_token = page.next_page_token
+        return _compressed(web.json_response({"samples": [plain(one) for one in found[: asked.page_size]]}))
+
+    async def groups(self, request: web.Request) -> web.Response:
+        """Return the newest closed groups of a run, or those that `prompt` and `where` choose."""
+        asked = pb.GetGroupsRequest(
+            run_id=request.match_info["run"],
+            prompt=request.query.get("prompt", ""),
+            where=request.query.get("where", ""),
+            max_groups=SHOWN_GROUPS,
+        )
+        found = await _stub(request).GetGroups(asked, timeout=CALL_SECONDS)
+        return _compressed(web.json_response(plain(found)))
+
+    async def replicas(self, request: web.Request) -> web.Response:
+        """List the replicas with all that is known of them."""
+        found = await all_replicas(_stub(request))
+        return _compressed(web.json_response({"replicas": [plain(one) for one in found]}))
+
+    async def scaling(self, request: web.Request) -> web.Response:
+        """Return the autoscaler of the active run, if there is one, and the newest scale requests."""
+        stub = _stub(request)
+        asked = scaling_pb2.ListScaleRequestsRequest(page_size=SHOWN_SCALE_REQUESTS)
+        found = await stub.ListScaleRequests(asked, timeout=CALL_SECONDS)
+        answer: dict[str, Any] = {"requests": [plain(one) for one in found.requests], "autoscaler": None}
+        try:
+            now = await stub.GetAutoscaler(scaling_pb2.GetAutoscalerRequest(), timeout=CALL_SECONDS)
+            answer["autoscaler"] = plain(now.autoscaler)
+        except grpc.aio.AioRpcError as error:
+            if error.code() not in (grpc.StatusCode.FAILED_PRECONDITION, grpc.StatusCode.NOT_FOUND):
+                raise
+        return web.json_response(answer)
+
+    async def act(self, request: web.Request) -> web.Response:
+        """Do what an operator asks for."""
+        name = request.match_info["action"]
+        if name not in ACTIONS:
+            raise Refusal(HTTPStatus.NOT_FOUND, f"{name} is no action: there are {', '.join(ACTIONS)}")
+        return web.json_response(await ACTIONS[name].take(_stub(request), await _body(request)))
+
+
+def _stub(request: web.Request) -> CoordinatorStub:
+    return request[VIEWER].stub
+
+
+async def _run(request: web.Request) -> pb.Run:
+    found = await _stub(request).GetRun(pb.GetRunRequest(run_id=request.match_info["run"]), timeout=CALL_SECONDS)
+    return found.run
+
+
+async def _body(request: web.Request) -> dict[str, Any]:
+    try:
+        body = await request.json()
+    except ValueError as error:
+        raise Refusal(HTTPStatus.BAD_REQUEST, f"the body is not JSON: {error}") from error
+    if not isinstance(body, dict):
+        raise Refusal(HTTPStatus.BAD_REQUEST, "the body must be a JSON object")
+    return body
+
+
+def _number(request: web.Request, name: str, default: int, most: int = 2**62) -> int:
+    text = request.query.get(name, str(default))
+    if not text.isdecimal() or int(text) > most:
+        raise Refusal(HTTPStatus.BAD_REQUEST, f"{name} is {text!r}: it must be a whole number of at most {most}")
+    return int(text)
+
+
+def _charts_json(answer: pb.GetMetricsResponse) -> str:
+    return json.dumps(chart_data(rows(answer.series)), separators=(",", ":"), allow_nan=False)
+
+
+def _compressed(response: web.Response) -> web.Response:
+    response.enable_compression()
+    return response

@@ -1,0 +1,190 @@
+"""The console in a real browser, beside a real run: what people see, press and type."""
+
+import json
+import os
+import re
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from playwright.sync_api import Page, expect
+
+from relaxd.client.coordinator_client import CoordinatorClient
+from relaxd.local.stack import use_stack
+from relaxd.local.state_folder import StackState, StateFolder
+from relaxd.v1 import coordinator_pb2 as pb
+from tests.e2e.conftest import Workplace, open_workplace
+from tests.kit.browser import browser_page, require_browser
+from tests.kit.waiting import PATIENCE, wait_until
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+PATIENCE_MS = 30_000 * PATIENCE
+STEPS = 400
+VIEWS = ("run", "curves", "samples", "ledger", "replicas", "scaling", "configuration")
+CONTRAST = """() => {
+  const parse = (text) => (text.match(/[\\d.]+/g) ?? []).map(Number);
+  const light = ([red, green, blue]) => [red, green, blue].map((part) => part / 255)
+    .map((part) => (part <= 0.03928 ? part / 12.92 : ((part + 0.055) / 1.055) ** 2.4))
+    .reduce((sum, part, place) => sum + part * [0.2126, 0.7152, 0.0722][place], 0);
+  const ground = (element) => {
+    for (let one = element; one; one = one.parentElement) {
+      const [red, green, blue, alpha = 1] = parse(getComputedStyle(one).backgroundColor);
+      if (alpha === 1) return [red, green, blue];
+    }
+    return [255, 255, 255];
+  };
+  return [...document.querySelectorAll('body *')].flatMap((element) => {
+    const own = [...element.childNodes].some((node) => node.nodeType === 3 && node.textContent.trim());
+    if (!own || !element.checkVisibility() || element.closest('.written, .chart, :disabled, noscript')) return [];
+    const [one, other] = [light(parse(getComputedStyle(element).color)), light(ground(element))].sort((a, b) => b - a);
+    const ratio = (one + 0.05) / (other + 0.05);
+    return ratio < 4.5 ? [`${element.outerHTML.slice(0, 80)}: ${ratio.toFixed(2)}`] : [];
+  });
+}"""
+"""Texts whose contrast is less than WCAG 2.2 AA asks for."""
+UNNAMED = """() => [...document.querySelectorAll('input, select, button')]
+  .filter((one) => one.checkVisibility() && !(one.ariaLabel || one.labels?.length || one.textContent.trim()))
+  .map((one) => one.outerHTML)"""
+"""Controls that a screen reader has no name for."""
+
+
+@pytest.fixture(scope="module")
+def stack(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Iterator[tuple[Workplace, StackState]]:
+    """Services with a console, and a run that goes on."""
+    require_browser()
+    with open_workplace(tmp_path_factory.mktemp("console"), tiny_model) as place:
+        code, output = place.relaxd("up", "--port", "0", RELAXD_CONSOLE="yes")
+        assert code == 0, output
+        state = use_stack(StateFolder(place.folder / ".relaxd").read())
+        assert f"the console is at {state.console}" in output
+        assert place.relaxd("console") == (0, f"the console is at {state.console}\n")
+        place.start("run", "tiny.toml", "--run-id", "seen", "--run.steps", str(STEPS), "--rollout.max_new_tokens", "24")
+        with CoordinatorClient(state.coordinator) as client:
+            wait_until(lambda: any(run.step >= 3 for run in client.runs()), "three steps", 240 * PATIENCE)
+        yield place, state
+
+
+@pytest.fixture
+def page(stack: tuple[Workplace, StackState]) -> Iterator[Page]:
+    """A page with the run; no script may have failed at the end."""
+    with browser_page(width=1360, height=900) as (page, errors):
+        page.set_default_timeout(PATIENCE_MS)
+        page.goto(stack[1].console)
+        expect(page.locator("h1")).to_have_text("seen", timeout=PATIENCE_MS)
+        yield page
+        assert errors == []
+
+
+def test_the_run_is_a_picture_that_moves(page: Page) -> None:
+    stages = page.locator("[data-stage]")
+    expect(stages).to_have_count(4)
+    assert [stages.nth(place).get_attribute("data-stage") for place in range(4)] == [
+        *("rollout", "reward", "advantage", "train")
+    ]
+    steps = page.locator("[role=progressbar]")
+    expect(steps).not_to_have_attribute("aria-valuenow", steps.get_attribute("aria-valuenow") or "")
+    expect(page.locator(".spark canvas").first).to_be_visible()
+    expect(page.locator(".engines i").first).to_have_attribute("title", re.compile(r"rollout: .*version \d+"))
+
+
+def test_curves_are_smoothed_filtered_and_drawn_by_time(page: Page) -> None:
+    page.keyboard.press("2")
+    expect(page.locator(".chart canvas").first).to_be_visible()
+    page.keyboard.press("/")
+    page.keyboard.type("grad_norm")
+    expect(page.locator(".chart:visible")).to_have_count(1)
+    page.get_by_label("smoothing").fill("0.8")
+    page.get_by_role("button", name="By time").click()
+    legend = page.locator(".chart:visible .u-legend")
+    expect(legend).to_contain_text("time")
+    page.get_by_role("button", name="Log scale").click()
+    expect(page.locator(".chart:visible canvas")).to_be_visible()
+
+
+def test_samples_are_searched_and_their_tokens_coloured(page: Page) -> None:
+    page.keyboard.press("3")
+    rows = page.get_by_role("option").filter(has_text="tokens")
+    expect(rows.first).to_be_visible()
+    expect(page.locator(".written span[style*=background]").first).to_be_visible()
+    first = page.locator("article dd").first.text_content()
+    page.keyboard.press("j")
+    expect(page.locator(".list [aria-selected=true]")).to_have_count(1)
+    page.keyboard.press("k")
+    assert page.locator("article dd").first.text_content() == first
+    for colour in ("advantage", "version", "none"):
+        page.get_by_label("colour of the tokens").select_option(colour)
+    expect(page.locator(".written span[style*=background]")).to_have_count(0)
+    page.get_by_label("sort").select_option("worst")
+    rewards = [float(text) for text in page.locator(".list .facts b").all_text_contents()]
+    assert rewards == sorted(rewards)
+    page.get_by_label("search").fill("no sample has this")
+    expect(page.locator(".list")).to_contain_text("No sample matches")
+
+
+def test_the_ledger_answers_conditions(page: Page) -> None:
+    page.keyboard.press("4")
+    table = page.locator("main table").last
+    expect(table).to_contain_text("trained in step")
+    page.get_by_label("condition").fill("step = 2")
+    page.keyboard.press("Enter")
+    expect(table.locator("tbody tr")).to_have_count(2)
+    page.get_by_label("condition").fill("nonsense = 2")
+    page.keyboard.press("Enter")
+    expect(page.locator("#notice")).to_contain_text("'nonsense' is unknown")
+
+
+def test_an_operator_pauses_and_resumes(page: Page, stack: tuple[Workplace, StackState]) -> None:
+    page.get_by_role("button", name="Pause").click()
+    page.get_by_label("Reason").fill("to look at it")
+    page.get_by_role("dialog").get_by_role("button", name="Pause").click()
+    expect(page.locator(".says").filter(has_text="to look at it")).to_be_visible()
+    with CoordinatorClient(stack[1].coordinator) as client:
+        assert client.run("seen").state == pb.RUN_STATE_PAUSED
+        page.get_by_role("button", name="Checkpoint").click()
+        expect(page.locator("#notice")).to_contain_text("Saved: ")
+        page.get_by_role("button", name="Resume").click()
+        wait_until(lambda: client.run("seen").state == pb.RUN_STATE_RUNNING, "the run goes on")
+    page.keyboard.press("6")
+    page.get_by_role("button", name="Say only").click()
+    expect(page.get_by_role("button", name="Say only")).to_have_attribute("aria-pressed", "true")
+
+
+def test_the_page_says_that_the_coordinator_is_away(page: Page, stack: tuple[Workplace, StackState]) -> None:
+    folder = StateFolder(stack[0].folder / ".relaxd")
+    (coordinator,) = [one for one in folder.read().services if one.role == "coordinator"]
+    os.kill(coordinator.pid, signal.SIGKILL)
+    expect(page.locator("#away")).to_contain_text("The coordinator has not answered", timeout=PATIENCE_MS)
+    expect(page.locator("#away")).to_be_hidden(timeout=PATIENCE_MS)
+    expect(page.locator(".pill").first).to_have_text("running", timeout=PATIENCE_MS)
+
+
+@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
+def test_every_view_is_readable(stack: tuple[Workplace, StackState], dark: bool) -> None:
+    with browser_page(width=390, height=844, dark=dark) as (page, errors):
+        page.set_default_timeout(PATIENCE_MS)
+        for view in VIEWS:
+            page.goto(f"{stack[1].console}#/seen/{view}")
+            expect(page.locator(".pill").first).to_be_visible()
+            expect(page.locator("main > *").first).to_be_visible()
+            assert page.evaluate(CONTRAST) == [], view
+            assert page.evaluate("document.documentElement.scrollWidth <= innerWidth"), f"{view} is too wide"
+            assert page.evaluate(UNNAMED) == [], view
+        assert errors == []
+
+
+def test_the_run_does_not_need_the_console(stack: tuple[Workplace, StackState]) -> None:
+    folder = StateFolder(stack[0].folder / ".relaxd")
+
+    def console() -> Any:
+        (found,) = [one for one in folder.read().services if one.role == "console"]
+        return found
+
+    pid = console().pid
+    os.kill(pid, signal.SIGKILL)
+    wait_until(lambda: console().pid not in (None, pid) and console().phase == "running", "another console")
+    with CoordinatorClient(stack[1].coordinator) as client:
+        step = client.run("seen").step
+        wait_until(lambda: client.run("seen").step > step or client.run("seen").step == STEPS, "another step")
+    assert json.loads(folder.plan.read_text())["console"] == stack[1].console
