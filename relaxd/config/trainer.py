@@ -366,18 +366,12 @@ class TrainerConfig(Section):
         found = any(re.search(PARTS.get(pattern, pattern), name) for pattern in patterns)
         return found == bool(self.train_only)
 
-    @property
-    def trains_vision(self) -> bool:
-        """True if a tower is trained, or its projection alone."""
-        return any(
-            self.trains(f"{tower}.{name}.weight")
-            for tower, names in (
-                ("model.visual", ("blocks.0.attn.qkv", "merger.norm")),
-                ("thinker.visual", ("blocks.0.attn.qkv", "merger.ln_q")),
-                ("thinker.audio_tower", ("layers.0.fc1", "proj1")),
-            )
-            for name in names
-        )
+    def trains_towers(self, *, hears: bool) -> bool:
+        """Return True if a tower is trained, or its projection alone, of a model that hears or one that only sees."""
+        if not hears:
+            return any(map(self.trains, ("model.visual.blocks.0.attn.qkv.weight", "model.visual.merger.norm.weight")))
+        names = ("visual.blocks.0.attn.qkv", "visual.merger.ln_q", "audio_tower.layers.0.fc1", "audio_tower.proj1")
+        return any(self.trains(f"thinker.{name}.weight") for name in names)
 
     @property
     def updates_per_step(self) -> int:

@@ -95,7 +95,7 @@ def check_layout(layout: Layout, shapes: Sequence[ModelShape], section: str, har
 def on_trainer(config: RunConfig, models: Models, layout: Layout, hardware: Hardware) -> list[Held]:
     """Return the memory of the trainer's ranks, by pipeline stage."""
     critic = config.roles.critic.optimizer
-    moments, vision = config.trainer.optimizer.moment_bytes, config.trainer.trains_vision
+    moments, vision = config.trainer.optimizer.moment_bytes, models.trains_vision
     trained = [TrainedModelShape("", models.policy, layout.offload, moments, vision)]
     if models.critic:
         trained.append(TrainedModelShape("critic", models.policy, critic.cpu_offload, critic.moment_bytes))

@@ -26,7 +26,7 @@ class Models:
     """True if a critic is in these ranks. It has the policy's architecture."""
     frozen: tuple[ModelShape, ...]
     trains_vision: bool = False
-    """True if the policy's vision tower is trained, or a part of that."""
+    """True if a tower of the policy is trained, or a part of that."""
 
     @property
     def trained(self) -> list[int]:
@@ -156,7 +156,8 @@ def read_models(config: RunConfig) -> Models:
     )
     folder = resolve_model(config.model.path, weights=False)
     has_critic = config.algorithm.needs_critic and config.roles.critic.placement == "trainer"
-    return Models(read_shape(folder), has_critic, frozen, config.trainer.trains_vision)
+    policy = read_shape(folder)
+    return Models(policy, has_critic, frozen, config.trainer.trains_towers(hears=policy.audio is not None))
 
 
 def longest_sequence(config: RunConfig) -> int:

@@ -38,7 +38,7 @@ def load(*options: str) -> RunConfig:
 def test_parts_and_patterns_choose_what_is_trained(option: str, trained: set[str]) -> None:
     trainer = load(option).trainer
     assert {name for name in (VISION, PROJECTION, LANGUAGE) if trainer.trains(name)} == trained
-    assert trainer.trains_vision == bool(trained & {VISION, PROJECTION})
+    assert trainer.trains_towers(hears=False) == bool(trained & {VISION, PROJECTION})
 
 
 @pytest.mark.parametrize(
@@ -57,7 +57,7 @@ def test_parts_of_a_model_that_hears(option: str, trained: set[str]) -> None:
     towers = ("audio_tower.layers.0.fc1", "visual.blocks.0.attn.qkv", "audio_tower.proj1", "visual.merger_list.0.ln_q")
     names = (*towers, "model.layers.0.mlp.gate", "lm_head")
     assert {name for name in names if trainer.trains(f"thinker.{name}.weight")} == trained
-    assert trainer.trains_vision == bool(trained & set(towers))
+    assert trainer.trains_towers(hears=True) == bool(trained & set(towers))
 
 
 @pytest.mark.parametrize(
