@@ -111,9 +111,6 @@ class Teacher:
     def wake(self, parts: Collection[MemoryPart]) -> None:
         """See LoadedEngine."""
 
-    def record(self, request: engine_pb2.RecordStepsRequest) -> list[Path]:
-        raise EngineError("a scripted teacher has no steps to record")
-
 
 class TeacherProcess(EngineProcess):
     """Runs a Teacher."""
