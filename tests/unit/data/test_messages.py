@@ -56,8 +56,8 @@ def test_the_text_of_a_prompt_is_what_the_assistant_is_asked() -> None:
         ),
         ([{"role": "user", "content": 3}], '"prompt"[0].content must be text or a list of parts, not a number'),
         (
-            [{"role": "user", "content": [{"type": "audio", "audio": "a.wav"}]}],
-            '"prompt"[0].content[0] is of type audio: of media, relaxd reads only images and video so far',
+            [{"role": "user", "content": [{"type": "file", "file": "a.pdf"}]}],
+            '"prompt"[0].content[0] is a part of type "file": there are only text, images, video and sound',
         ),
         ([{"role": "user", "content": b"hi"}], '"prompt"[0] has bytes, which a chat message can\'t have'),
         ([{**USER, "id": b"1"}], '"prompt"[0] has bytes, which a chat message can\'t have'),

@@ -53,7 +53,7 @@ def test_images_become_data_uris(tmp_path: Path) -> None:
         ({"type": "image", "image": "https://user:secret@host/a.png"}, False, "is a URL of host: relaxd fetches no"),
         ({"type": "image"}, False, "has no item"),
         ({"type": "video", "video": "a.mp4"}, False, "is of type video: conversations have only images so far"),
-        (7, False, "is no part: there are only text, images and video"),
+        (7, False, "is no part: there are only text, images, video and sound"),
     ],
 )
 def test_images_that_cannot_be_read_are_refused(part: Any, sent: bool, complaint: str) -> None:
