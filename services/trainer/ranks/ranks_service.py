@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 
 
 class HostAttempt:
-    """The ranks of this host in one attempt, and what they say."""
+    """The ranks of this host in one attempt, and their events."""
 
     def __init__(
         self, start: ranks_pb2.RanksStart, gpus: tuple[Gpu, ...], gpu_lease: GpuLease, place: MeetingPlace
@@ -48,7 +48,7 @@ class HostAttempt:
             numbers, self._on_event, rank_environment(gpus), gpu_lease if gpus else None, place=place
         )
         self.responses: asyncio.Queue[ranks_pb2.StartRanksResponse] = asyncio.Queue()
-        """What the trainer is told; a failure is the last."""
+        """Responses to the trainer; a failure is the last."""
         self._living: asyncio.Task[None] | None = None
 
     @property
