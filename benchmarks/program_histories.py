@@ -17,6 +17,8 @@ from typing import Any
 
 from benchmarks.reporting import report
 from relaxd.data.tokenizer import PromptTokenizer
+from tests.integration.agent.function_kit import holding as holding_a_function
+from tests.integration.agent.program_kit import TEMPLATE, holding
 from tests.integration.agent.scripted_engines import Fleet
 from tests.integration.agent.test_agent_libraries import (
     DOUBLED,
@@ -28,8 +30,6 @@ from tests.integration.agent.test_agent_libraries import (
     verifiers_settings,
     verifiers_variables,
 )
-from tests.integration.agent.test_functions import holding as holding_a_function
-from tests.integration.agent.test_programs import TEMPLATE, holding
 from tests.kit.models import byte_tokenizer
 
 OWN_LOOPS = {

@@ -681,7 +681,7 @@ class ListRunsRequest(_message.Message):
     PAGE_SIZE_FIELD_NUMBER: _builtins.int
     PAGE_TOKEN_FIELD_NUMBER: _builtins.int
     page_size: _builtins.int
-    """Most runs of the page: at most 1000; 0 means 50. A page may have fewer, so that it stays small."""
+    """Maximum number of runs in the page: at most 1000; 0 means 50. A page may have fewer, so that it stays small."""
     page_token: _builtins.str
     """next_page_token of the page before, with the same other fields; empty for the first page."""
     def __init__(
@@ -1198,9 +1198,9 @@ class GetMetricsRequest(_message.Message):
     last_step: _builtins.int
     """Only steps up to this one; 0 means up to the newest."""
     max_points: _builtins.int
-    """Most points of a metric, at most 10,000; 0 means 1000. Of more steps than that, some are chosen at even distances, among
-    those that have the metric; the first and the last are among them. The answer has about 200,000 points at most, so that
-    many metrics have fewer each; all metrics have at most 500.
+    """Maximum number of points of a metric, at most 10,000; 0 means 1000. Of more steps than that, some are chosen at even
+    distances, among those that have the metric; the first and the last are among them. The answer has about 200,000 points
+    at most, so that many metrics have fewer each; all metrics have at most 500.
     """
     @_builtins.property
     def names(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
@@ -1297,7 +1297,7 @@ class ListSamplesRequest(_message.Message):
     step: _builtins.int
     """Only samples of this step; 0 means of all steps."""
     page_size: _builtins.int
-    """Most samples of the page: at most 1000; 0 means 16. A page may have fewer, so that it stays small."""
+    """Maximum number of samples in the page: at most 1000; 0 means 16. A page may have fewer, so that it stays small."""
     page_token: _builtins.str
     """next_page_token of the page before, with the same other fields; empty for the first page."""
     with_tokens: _builtins.bool
@@ -1620,7 +1620,7 @@ class GetGroupsRequest(_message.Message):
     where: _builtins.str
     """Only groups like this, as for `relaxd ledger --where`, such as "reason = stale and tokens > 1000"; empty means all."""
     max_groups: _builtins.int
-    """Most groups of the answer: at most 1000; 0 means 100."""
+    """Maximum number of groups in the answer: at most 1000; 0 means 100."""
     def __init__(
         self,
         *,
@@ -1639,7 +1639,7 @@ Global___GetGroupsRequest: _TypeAlias = GetGroupsRequest  # noqa: Y015
 
 @_typing.final
 class ClosedGroup(_message.Message):
-    """What became of a group."""
+    """The end of a group."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1662,7 +1662,7 @@ class ClosedGroup(_message.Message):
     stage: _builtins.str
     """The stage at which it was dropped."""
     retry: _builtins.int
-    """How many tries of its prompt came before, in this visit of it."""
+    """Number of earlier tries of its prompt, in this visit of it."""
     retried: _builtins.bool
     """Whether its prompt is tried again."""
     row: _builtins.int
@@ -1712,7 +1712,7 @@ Global___ClosedGroup: _TypeAlias = ClosedGroup  # noqa: Y015
 
 @_typing.final
 class GetGroupsResponse(_message.Message):
-    """What became of groups."""
+    """The ends of groups."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1990,7 +1990,7 @@ class ListReplicasRequest(_message.Message):
     role: _builtins.str
     """Only this role; empty means all."""
     page_size: _builtins.int
-    """Most replicas of the page: at most 1000; 0 means 100. A page may have fewer, so that it stays small."""
+    """Maximum number of replicas in the page: at most 1000; 0 means 100. A page may have fewer, so that it stays small."""
     page_token: _builtins.str
     """next_page_token of the page before, with the same other fields; empty for the first page."""
     def __init__(

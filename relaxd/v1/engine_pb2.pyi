@@ -70,7 +70,7 @@ class LoadResponse(_message.Message):
     vocabulary: _builtins.int
     """Token ids are below this."""
     context: _builtins.int
-    """Most tokens of prompt and answer together; 0 when the model doesn't say."""
+    """Maximum number of tokens of prompt and answer together; 0 when the model doesn't say."""
     device: _builtins.str
     """"cpu" or "cuda"."""
     def __init__(

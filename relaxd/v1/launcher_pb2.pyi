@@ -196,7 +196,7 @@ class ListInstancesRequest(_message.Message):
     launch_id: _builtins.str
     """Only the one of this launch id; empty means all."""
     page_size: _builtins.int
-    """Most instances of the page: at most 1000; 0 means 100. A page may have fewer, so that it stays small."""
+    """Maximum number of instances in the page: at most 1000; 0 means 100. A page may have fewer, so that it stays small."""
     page_token: _builtins.str
     """next_page_token of the page before, with the same other fields; empty for the first page."""
     def __init__(

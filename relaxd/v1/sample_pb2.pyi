@@ -127,7 +127,7 @@ class SamplingParams(_message.Message):
     STOP_FIELD_NUMBER: _builtins.int
     MIN_NEW_TOKENS_FIELD_NUMBER: _builtins.int
     max_new_tokens: _builtins.int
-    """Most new tokens a sample may have; at least 1."""
+    """Maximum number of new tokens of a sample; at least 1."""
     temperature: _builtins.float
     """Divides the logits; 0 means greedy."""
     top_p: _builtins.float

@@ -508,7 +508,7 @@ class ListScaleRequestsRequest(_message.Message):
     PAGE_TOKEN_FIELD_NUMBER: _builtins.int
     FILTER_FIELD_NUMBER: _builtins.int
     page_size: _builtins.int
-    """Most requests of the page: at most 100; 0 means 20. A page may have fewer, so that it stays small."""
+    """Maximum number of requests in the page: at most 100; 0 means 20. A page may have fewer, so that it stays small."""
     page_token: _builtins.str
     """next_page_token of the page before, with the same other fields; empty for the first page."""
     @_builtins.property

@@ -28,6 +28,8 @@ PROTOCOLS: Mapping[str, Protocol] = {
 """Protocols by their addresses."""
 MAX_BODY = 64 << 20
 """Maximum number of bytes of a request, which has all images of its messages."""
+LONG_BODY = 1 << 20
+"""Size of a request, in bytes, above which it is read in a thread: others go on meanwhile."""
 CLOSE_SECONDS = 1.0
 """Time for open requests when the server ends."""
 
@@ -137,14 +139,15 @@ class Endpoint:
 async def _read(
     session: ChatSession, request: web.Request, read: Callable[[dict[str, Any]], Asked]
 ) -> tuple[dict[str, Any], Asked]:
-    """Return a request's body, and what is read of it: in a thread if it may have images, which take long."""
+    """Return a request's body, and what is read of it, in a thread if it is long or may have images."""
     body = await request.read()
 
     def parse() -> tuple[dict[str, Any], Asked]:
         asked = read_object(body)
         return asked, read(asked)
 
-    return await asyncio.to_thread(parse) if session.images.vision is not None else parse()
+    takes_long = session.images.vision is not None or len(body) > LONG_BODY
+    return await asyncio.to_thread(parse) if takes_long else parse()
 
 
 def _described(model: str, session: ChatSession) -> dict[str, Any]:

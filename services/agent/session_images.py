@@ -22,7 +22,7 @@ class SessionImages:
         self.vision = vision
         self._by_hash = {image.sha256: image for image in prompt}
         self._by_uri = {_digest(data_uri(image.png)): image for image in prompt}
-        """What programs get as the prompt's is in its normal form, which must not be resized again."""
+        """Images by data URI. Those of the prompt, which programs get in the normal form, aren't resized again."""
 
     def read(self, place: str, uri: Any) -> dict[str, Any]:
         """Return the part that stands for an image. Raises BadRequest: it is no data URI, or can't be read."""

@@ -320,7 +320,7 @@ def fail_teacher(stack: ChaosStack, rng: random.Random) -> float:
 
 
 def misbehave(mood: str, words: str, stack: ChaosStack, rng: random.Random) -> float:
-    """What leads the conversations does this until two groups are dropped with these words."""
+    """The environment or the program of conversations does this until two groups are dropped with these words."""
     dropped = f"{key_prefix(RUN)}dropped"
     last = (stack.redis.xrevrange(dropped, count=1) or [(b"0-0", {})])[0][0].decode()
 
@@ -345,7 +345,7 @@ def play_trick(trick: str, stack: ChaosStack, rng: random.Random) -> float:
 
 
 def _in_mood(stack: ChaosStack, mood: str, reached: Callable[[], bool], what: str) -> None:
-    """Set the mood of what leads conversations until something is reached. Raises MomentMissed."""
+    """Set the mood of environment and programs until something is reached. Raises MomentMissed."""
     deadline = time.monotonic() + NOTICE_SECONDS
     stack.mood.write_text(mood)
     try:

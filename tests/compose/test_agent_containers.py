@@ -20,8 +20,8 @@ from services.agent.engines import EngineSession, OutOfTime
 from services.agent.model_turns import PolicyModel
 from services.agent.program_conversations import ProgramConversations
 from tests.compose.stack import docker
+from tests.integration.agent.program_kit import config_of, tokenizer
 from tests.integration.agent.scripted_engines import Fleet
-from tests.integration.agent.test_programs import config_of, tokenizer
 from tests.kit.processes import start_python
 from tests.kit.waiting import wait_until
 

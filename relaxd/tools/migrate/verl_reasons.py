@@ -46,7 +46,7 @@ _REASONS: Mapping[str, str] = {
     r"algorithm\.filter_groups\..*": "groups are compared by their reward, and each dropped one is replaced",
     r"distillation\..*": "a teacher is roles.teacher.model with algorithm.distill_* (docs/distillation.md)",
     r"data\.(image|video|audio|mm_|return_multi_modal).*": (
-        "data.media_keys names the columns with images and video (docs/media.md)"
+        "data.media_keys names the columns with images, video and sound (docs/media.md)"
     ),
     r"data\.(gen_batch_size|val_batch_size)": "engines are kept busy without batches (board.oversample)",
     r"data\.(dataloader_num_workers|filter_overlong_prompts_workers)": "prompts are read when their turn comes",

@@ -162,7 +162,6 @@ class EngineProcess(ABC, engine_pb2_grpc.EngineServicer, rollout_pb2_grpc.Rollou
         ChildServer(*((add, self) for add in add_all)).serve()
 
     def Load(self, request: engine_pb2.LoadRequest, context: Any) -> engine_pb2.LoadResponse:
-        """See the proto."""
         self.frozen, self.for_logprobs = request.frozen, request.logprobs
         loaded = self.load(request.folder, RolloutConfig.model_validate_json(request.config_json), request.colocate)
         if request.frozen:
@@ -172,7 +171,6 @@ class EngineProcess(ABC, engine_pb2_grpc.EngineServicer, rollout_pb2_grpc.Rollou
     async def Exchange(
         self, requests: AsyncIterator[engine_pb2.ExchangeRequest], context: Any
     ) -> AsyncIterator[engine_pb2.ExchangeResponse]:
-        """See the proto."""
         taking = asyncio.create_task(self._take(requests))
         try:
             async for message in self.outputs.messages():
@@ -181,14 +179,12 @@ class EngineProcess(ABC, engine_pb2_grpc.EngineServicer, rollout_pb2_grpc.Rollou
             taking.cancel()
 
     def RecordSteps(self, request: engine_pb2.RecordStepsRequest, context: Any) -> engine_pb2.RecordStepsResponse:
-        """See the proto."""
         with self._recording:
             return engine_pb2.RecordStepsResponse(paths=map(str, self._loaded().record(request)))
 
     def GetEngineStats(
         self, request: engine_pb2.GetEngineStatsRequest, context: Any
     ) -> engine_pb2.GetEngineStatsResponse:
-        """See the proto."""
         engine = self._loaded()
         return engine_pb2.GetEngineStatsResponse(
             **engine.stats(), quarantined=engine.quarantined, rss_bytes=self._rss_bytes()
@@ -197,7 +193,6 @@ class EngineProcess(ABC, engine_pb2_grpc.EngineServicer, rollout_pb2_grpc.Rollou
     def PauseGeneration(
         self, request: rollout_pb2.PauseGenerationRequest, context: Any
     ) -> rollout_pb2.PauseGenerationResponse:
-        """See the proto."""
         timeout = max(context.time_remaining() - MARGIN_SECONDS, 0.0)
         held = self._loaded().pause(PAUSE_MODES[request.mode], request.lease_seconds, timeout)
         return rollout_pb2.PauseGenerationResponse(paused_samples=held)
@@ -205,7 +200,6 @@ class EngineProcess(ABC, engine_pb2_grpc.EngineServicer, rollout_pb2_grpc.Rollou
     def ResumeGeneration(
         self, request: rollout_pb2.ResumeGenerationRequest, context: Any
     ) -> rollout_pb2.ResumeGenerationResponse:
-        """See the proto."""
         self._loaded().resume()
         return rollout_pb2.ResumeGenerationResponse()
 
@@ -213,7 +207,6 @@ class EngineProcess(ABC, engine_pb2_grpc.EngineServicer, rollout_pb2_grpc.Rollou
     def ReceiveVersions(
         self, request: engine_pb2.ReceiveVersionsRequest, context: Any
     ) -> engine_pb2.ReceiveVersionsResponse | AndThen:
-        """See the proto."""
         engine, receive = self._loaded(), request.receive
         if receive.HasField("pause"):
             self._pause_first(receive)
@@ -224,7 +217,6 @@ class EngineProcess(ABC, engine_pb2_grpc.EngineServicer, rollout_pb2_grpc.Rollou
         return AndThen(answer, partial(engine.resume, engine.pauses))  # it wakes threads that would hold the answer up
 
     def Sleep(self, request: rollout_pb2.SleepRequest, context: Any) -> rollout_pb2.SleepResponse:
-        """See the proto."""
         asleep = self._loaded().asleep
         self._leave_groups()  # their broadcasts would write into freed memory
         memory = self._change_memory(lambda engine: engine.sleep(request.timeout_seconds))
@@ -233,7 +225,6 @@ class EngineProcess(ABC, engine_pb2_grpc.EngineServicer, rollout_pb2_grpc.Rollou
         return rollout_pb2.SleepResponse(memory=memory)
 
     def Wake(self, request: rollout_pb2.WakeRequest, context: Any) -> rollout_pb2.WakeResponse:
-        """See the proto."""
         parts = [MEMORY_PARTS[part] for part in request.parts]
         memory = self._change_memory(lambda engine: engine.wake(parts))
         if self.frozen and not self._loaded().asleep:

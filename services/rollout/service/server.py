@@ -48,7 +48,6 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServicer):
     async def Generate(
         self, request: rollout_pb2.GenerateRequest, context: Any
     ) -> AsyncIterator[rollout_pb2.GenerateResponse]:
-        """See the proto."""
         engine = self._engine()
         prompt, n, sampling = parse_generate(request, engine.vocabulary, engine.context)
         if not engine.serving:
@@ -86,7 +85,6 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServicer):
             self._running.pop(asked, None)
 
     async def Cancel(self, request: rollout_pb2.CancelRequest, context: Any) -> rollout_pb2.CancelResponse:
-        """See the proto."""
         if request.request_id not in self._running:
             raise NotFound(f'request_id is "{request.request_id}": no such request is running here')
         engine, running = self._running[request.request_id]
@@ -96,7 +94,6 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServicer):
     async def PauseGeneration(
         self, request: rollout_pb2.PauseGenerationRequest, context: Any
     ) -> rollout_pb2.PauseGenerationResponse:
-        """See the proto."""
         violations = Violations()
         _check_pause(request, "", violations)
         violations.raise_if_any()
@@ -112,7 +109,6 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServicer):
     async def ResumeGeneration(
         self, request: rollout_pb2.ResumeGenerationRequest, context: Any
     ) -> rollout_pb2.ResumeGenerationResponse:
-        """See the proto."""
         engine = self._engine()
         self._sync_ids.take(request.sync_id)
         await engine.resume()
@@ -128,7 +124,6 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServicer):
     async def JoinWeightGroup(
         self, request: rollout_pb2.JoinWeightGroupRequest, context: Any
     ) -> rollout_pb2.JoinWeightGroupResponse:
-        """See the proto."""
         engine, group = self._engine(), request.group
         violations = Violations()
         violations.check(group.name, "group.name", "is empty")
@@ -157,7 +152,6 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServicer):
     async def ReceiveWeights(
         self, request: rollout_pb2.ReceiveWeightsRequest, context: Any
     ) -> rollout_pb2.ReceiveWeightsResponse:
-        """See the proto."""
         timeout = request.timeout_seconds
         weights = Version(request.weights.term, request.weights.version)
         violations = Violations()
@@ -188,7 +182,6 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServicer):
     async def LeaveWeightGroup(
         self, request: rollout_pb2.LeaveWeightGroupRequest, context: Any
     ) -> rollout_pb2.LeaveWeightGroupResponse:
-        """See the proto."""
         if request.sync_id:
             self._sync_ids.take(request.sync_id)
         engine = self._service.engine
@@ -199,7 +192,6 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServicer):
         return rollout_pb2.LeaveWeightGroupResponse(quarantined=quarantined)
 
     async def Sleep(self, request: rollout_pb2.SleepRequest, context: Any) -> rollout_pb2.SleepResponse:
-        """See the proto."""
         timeout = request.timeout_seconds
         violations = Violations()
         violations.check_seconds(timeout, "timeout_seconds")
@@ -214,7 +206,6 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServicer):
             self._service.update_intake()
 
     async def Wake(self, request: rollout_pb2.WakeRequest, context: Any) -> rollout_pb2.WakeResponse:
-        """See the proto."""
         timeout = request.timeout_seconds
         violations = Violations()
         violations.check_seconds(timeout, "timeout_seconds")
@@ -229,7 +220,6 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServicer):
         return rollout_pb2.WakeResponse(memory=memory)
 
     async def Profile(self, request: rollout_pb2.ProfileRequest, context: Any) -> rollout_pb2.ProfileResponse:
-        """See the proto."""
         violations = Violations()
         violations.check(
             1 <= request.steps <= MAX_PROFILED, "steps", f"is {request.steps}: it must be from 1 to {MAX_PROFILED}"

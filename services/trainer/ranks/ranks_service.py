@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 
 
 class HostAttempt:
-    """The ranks of this host in one attempt, and what they say."""
+    """The ranks of this host in one attempt, and their events."""
 
     def __init__(
         self, start: ranks_pb2.RanksStart, gpus: tuple[Gpu, ...], gpu_lease: GpuLease, place: MeetingPlace
@@ -48,7 +48,7 @@ class HostAttempt:
             numbers, self._on_event, rank_environment(gpus), gpu_lease if gpus else None, place=place
         )
         self.responses: asyncio.Queue[ranks_pb2.StartRanksResponse] = asyncio.Queue()
-        """What the trainer is told; a failure is the last."""
+        """Responses to the trainer; a failure is the last."""
         self._living: asyncio.Task[None] | None = None
 
     @property
@@ -113,11 +113,12 @@ class RanksService(ReplicaService):
         self._detail = "the trainer has not started ranks here"
 
     async def stop_run(self) -> None:
-        self._config = None
-        if self._attempt is not None:
-            self._attempt.fail(Aborted(f"{self._context.settings.replica_id} leaves the run"))
-            await self.end(self._attempt)
-        self._gpus, self._detail = (), ""
+        async with self._changing:  # a start that is being checked ends first, and its ranks with it
+            self._config = None
+            if self._attempt is not None:
+                self._attempt.fail(Aborted(f"{self._context.settings.replica_id} leaves the run"))
+                await self._end_attempt(self._attempt)
+            self._gpus, self._detail = (), ""
 
     async def drain(self, seconds: float) -> int:
         """Hold no groups: those of the ranks are the trainer's."""
@@ -177,10 +178,7 @@ class RanksService(ReplicaService):
     async def end(self, attempt: HostAttempt) -> None:
         """Kill the ranks of an attempt."""
         async with self._changing:
-            await attempt.end()
-            if self._attempt is attempt:
-                self._attempt = None
-                self._detail = "the trainer has not started ranks here since its last attempt ended"
+            await self._end_attempt(attempt)
 
     def rank(self, address: ranks_pb2.RankAddress) -> RankProcess:
         """Return a rank. Raises FailedPrecondition if its attempt is over."""
@@ -191,6 +189,12 @@ class RanksService(ReplicaService):
             if rank.number == address.rank:
                 return rank
         raise InvalidArgument(f"to.rank is {address.rank}: {self._context.settings.replica_id} has no such rank")
+
+    async def _end_attempt(self, attempt: HostAttempt) -> None:
+        await attempt.end()
+        if self._attempt is attempt:
+            self._attempt = None
+            self._detail = "the trainer has not started ranks here since its last attempt ended"
 
     async def _check(self, start: ranks_pb2.RanksStart) -> None:
         """Check that this host can take part. Raises FailedPrecondition."""

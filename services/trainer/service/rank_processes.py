@@ -80,7 +80,7 @@ class RankSet(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class MeetingPlace:
-    """Where the ranks of one start meet."""
+    """The place where the ranks of one start meet."""
 
     host: str
     """Address of the store, as ranks reach it."""

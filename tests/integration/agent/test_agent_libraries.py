@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 
 from relaxd.data.tokenizer import PromptTokenizer
+from tests.integration.agent.function_kit import holding as holding_a_function
+from tests.integration.agent.program_kit import CALLS, SUMS, check_tokens, holding, tokenizer
 from tests.integration.agent.scripted_engines import Fleet
-from tests.integration.agent.test_functions import holding as holding_a_function
-from tests.integration.agent.test_programs import CALLS, SUMS, check_tokens, holding, tokenizer
 
 pytestmark = [pytest.mark.night, pytest.mark.timeout(300)]
 

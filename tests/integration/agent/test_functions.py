@@ -1,65 +1,21 @@
 """Conversations that functions lead: a real host and real requests, with a scripted engine."""
 
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from relaxd.config import RunConfig
 from relaxd.data.examples import Example
 from relaxd.data.tokenizer import PromptTokenizer
 from relaxd.envs.environment import BadEnvironmentError
 from relaxd.envs.own_function import load_function
-from relaxd.envs.replies import reply_format
 from services.agent.conversation import Conversation, ConversationStart
-from services.agent.endpoint import Endpoint
 from services.agent.engines import EngineSession, OutOfTime
-from services.agent.environments import Environments
-from services.agent.function_conversations import FunctionConversations
-from services.agent.model_turns import PolicyModel
+from tests.integration.agent.function_kit import OWN, holding
+from tests.integration.agent.program_kit import CALLS, EXAMPLE, tokenizer
 from tests.integration.agent.scripted_engines import STOP, Fleet, encode
-from tests.integration.agent.test_programs import CALLS, EXAMPLE, config_of, tokenizer
 from tests.kit.waiting import eventually
 
 __all__ = ["tokenizer"]
-OWN = "tests.integration.agent.functions:"
-
-
-def config_with(function: str, **agent: Any) -> RunConfig:
-    return config_of((), function=function if ":" in function else OWN + function, **agent)
-
-
-@dataclass
-class Held:
-    """Conversations of a function, and what it told people."""
-
-    conversations: FunctionConversations
-    model: PolicyModel
-    told: list[str] = field(default_factory=list)
-
-    async def hold(self, **metadata: Any) -> Conversation:
-        example = Example(EXAMPLE.prompt, EXAMPLE.answer, metadata)
-        published = self.model.tokenizer.encode([example])[0].tolist()
-        return await self.conversations.hold(str(metadata), example, published, 7, 8)
-
-
-@asynccontextmanager
-async def holding(tokenizer: PromptTokenizer, fleet: Fleet, function: str, **agent: Any) -> AsyncIterator[Held]:
-    assert tokenizer.template is not None
-    config, told = config_with(function, **agent), list[str]()
-    functions, endpoint = Environments(config.agent, "agent.function", told.extend), Endpoint()
-    try:
-        await functions.start()
-        await endpoint.start()
-        async with fleet.serving() as engines:
-            model = PolicyModel(config, tokenizer, reply_format(tokenizer.template), engines)
-            yield Held(FunctionConversations(model, functions, endpoint), model, told)
-    finally:
-        await endpoint.close()
-        await functions.close()
 
 
 async def test_a_function_is_trained_on_the_engines_tokens(tokenizer: PromptTokenizer) -> None:

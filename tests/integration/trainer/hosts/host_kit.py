@@ -1,4 +1,4 @@
-"""What the tests of a trainer over several hosts share: a trainer and its hosts as processes, here or in namespaces."""
+"""A trainer and its other hosts as processes, here or in namespaces, for tests."""
 
 import contextlib
 import time

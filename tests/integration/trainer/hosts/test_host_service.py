@@ -1,22 +1,30 @@
 """The service of a host's ranks as a process: what it refuses, and how attempts end each other."""
 
+import asyncio
 from collections.abc import Iterator
 from itertools import count
+from pathlib import Path
 from queue import Queue
+from types import SimpleNamespace
 from typing import Any
 
 import grpc
 import pytest
 
 from relaxd import __version__
+from relaxd.replica.gpus import GpuLeases
 from relaxd.rpc.client import sync_channel
-from relaxd.rpc.errors import failed_precondition
+from relaxd.rpc.errors import FailedPrecondition, failed_precondition
+from relaxd.rpc.service_settings import ServiceSettings
 from relaxd.v1 import ranks_pb2, ranks_pb2_grpc
+from relaxd.v1.coordinator_pb2 import Assignment
 from relaxd.v1.replica_pb2 import REPLICA_STATE_READY
+from services.trainer.ranks.ranks_service import RanksService
 from tests.integration.trainer.hosts.host_kit import Host, HostsCoordinator
-from tests.integration.trainer.service_kit import BEGUN, RUN_ID, make_config
+from tests.integration.trainer.service_kit import BEGUN, RUN_ID, make_config, mark_folder
 from tests.kit.models import make_tiny_model
 from tests.kit.redis.redis_server import RedisServer
+from tests.kit.waiting import eventually
 
 
 class Lifeline:
@@ -59,19 +67,24 @@ ATTEMPTS = count(5)
 """Numbers of attempts, which grow."""
 
 
+def start_with(**changes: Any) -> ranks_pb2.RanksStart:
+    """Return a start that is right, with changes."""
+    start = ranks_pb2.RanksStart(
+        attempt=next(ATTEMPTS), trainer_id="trainer-1", package_version=__version__, run_id=RUN_ID, mark="mark",
+        first_rank=1, ranks=1, store_host="127.0.0.1", store_port=1,
+    )  # fmt: skip
+    start.begin_time.FromDatetime(BEGUN)
+    start.MergeFrom(ranks_pb2.RanksStart(**changes))
+    return start
+
+
 @pytest.fixture
 def lifelines(host: grpc.Channel) -> Iterator[Any]:
-    """Yield a function that opens a lifeline, with changes to a start that is right."""
+    """Yield a function that opens a lifeline (`start_with`)."""
     opened = []
 
     def lifeline(**changes: Any) -> Lifeline:
-        start = ranks_pb2.RanksStart(
-            attempt=next(ATTEMPTS), trainer_id="trainer-1", package_version=__version__, run_id=RUN_ID, mark="mark",
-            first_rank=1, ranks=1, store_host="127.0.0.1", store_port=1,
-        )  # fmt: skip
-        start.begin_time.FromDatetime(BEGUN)
-        start.MergeFrom(ranks_pb2.RanksStart(**changes))
-        opened.append(Lifeline(ranks_pb2_grpc.RanksStub(host), start))
+        opened.append(Lifeline(ranks_pb2_grpc.RanksStub(host), start_with(**changes)))
         return opened[-1]
 
     yield lifeline
@@ -117,3 +130,24 @@ def test_a_host_ends_the_ranks_of_a_silent_trainer(lifelines: Any) -> None:
     silent = lifelines()
     silent.next()
     assert silent.failure() == "trainer-1 has been silent for 5 s"
+
+
+async def test_a_host_that_leaves_its_run_has_no_ranks_of_a_start_that_it_was_checking(tmp_path: Path) -> None:
+    mark_folder(tmp_path)
+    settings = ServiceSettings(role="ranks", replica_id="ranks-1")
+    context: Any = SimpleNamespace(settings=settings, gpus=GpuLeases("ranks-1", [], SimpleNamespace()))  # type: ignore[arg-type]
+    service, assignment = RanksService(context), Assignment(run_id=RUN_ID, folder=str(tmp_path))
+    assignment.begin_time.FromDatetime(BEGUN)
+    await service.start_run(make_config(tmp_path, trainer={"ranks": 2, "hosts": 2}), assignment)
+    starting = asyncio.create_task(service.begin(start_with()))
+    await eventually(service._changing.locked, "the start is checked")
+    leaving = asyncio.create_task(service.stop_run())
+    await asyncio.sleep(0)
+    (tmp_path / "mark").touch()
+    attempt = await starting
+    await leaving
+    assert attempt.responses.get_nowait().failed.reason == "ranks-1 leaves the run"
+    assert all(rank.child.exited.done() for rank in attempt.ranks)
+    assert service.status().gauges == {"ranks": 0.0}
+    with pytest.raises(FailedPrecondition, match="doesn't work on run"):
+        await service.begin(start_with())
