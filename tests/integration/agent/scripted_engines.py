@@ -128,6 +128,12 @@ class Fleet(coordinator_pb2_grpc.CoordinatorServicer):
             weights=None if engine.asleep else replica_pb2.WeightVersion(term=1, version=engine.version),
         )
 
+    def add_replica(self, name: str, address: str, version: int) -> None:
+        """Tell also of a real replica, which is served elsewhere."""
+        engine = ScriptedEngine(self, name, version)
+        engine.port = int(address.rpartition(":")[2])
+        self.engines.append(engine)
+
     @asynccontextmanager
     async def serving(self) -> AsyncIterator[RunEngines]:
         """Serve the coordinator and the engines, and yield a client of them."""

@@ -1,0 +1,124 @@
+"""Weight synchronisations within a conversation, whose engine is a real one, beside transformers' own pass."""
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from relaxd.data.tokenizer import PromptTokenizer
+from services.agent.conversation import Conversation
+from tests.integration.agent.scripted_engines import Fleet
+from tests.integration.agent.test_conversation_faults import ASKED, config_of, service_of, talks
+from tests.integration.rollout.rollout_kit import Stage
+from tests.integration.rollout.test_rollout_service import with_weights
+from tests.kit.models import byte_tokenizer, make_tiny_model
+from tests.kit.waiting import eventually
+
+LENGTH = 300
+"""Minimum length of a message, in tokens: after the engine's first report of 64 there is time to pause it."""
+BEFORE, AFTER = 1, 2
+"""Versions before and after the synchronisation."""
+PATIENT = '''
+from pathlib import Path
+
+class Patient:
+    """Notes when it is opened and asked."""
+
+    def __init__(self, notes):
+        self.notes = Path(notes)
+
+    def note(self, what):
+        with self.notes.open("a") as file:
+            file.write(what + "\\n")
+
+    def open(self, sample):
+        self.note("open")
+
+    def step(self, reply):
+        self.note("step")
+        return "go on", 0.5
+'''
+
+
+@pytest.fixture
+def stage(redis_url: str, tmp_path: Path) -> Iterator[Stage]:
+    model = make_tiny_model(tmp_path / "model", max_position_embeddings=2048)
+    byte_tokenizer().save_pretrained(model)
+    stage = Stage(model, redis_url, tmp_path)
+    yield stage
+    stage.close()
+
+
+def log_probs(models: dict[int, PreTrainedModel], held: Conversation, *, keeps_cache: bool) -> np.ndarray:
+    """Return the log-probs of the model's tokens, each under the weights of its version.
+
+    With `keeps_cache` the keys and values of a message's earlier tokens are those of the weights that wrote them.
+    """
+    (sequence,) = held.sequences.values()
+    own, versions = np.flatnonzero(sequence.loss_mask), sequence.versions
+    tokens = torch.from_numpy(sequence.tokens).long()[None]
+    found = np.zeros(len(sequence.tokens))
+    for message in np.split(own, np.flatnonzero(np.diff(own) > 1) + 1):
+        cache, seen = None, 0
+        for version in np.unique(versions[message]):
+            (part,) = np.nonzero(versions[message] == version)
+            first, last = message[part[0]], message[part[-1]]
+            with torch.inference_mode():
+                passed = models[int(version)](tokens[:, seen:last], past_key_values=cache, use_cache=keeps_cache)
+            of_tokens = passed.logits[0].double().log_softmax(-1).gather(-1, tokens[0, seen + 1 : last + 1, None])
+            found[first : last + 1] = of_tokens[first - seen - 1 :, 0].numpy()
+            if keeps_cache:
+                cache, seen = passed.past_key_values, last
+    return found[own]
+
+
+@pytest.mark.night
+@pytest.mark.timeout(300)
+async def test_a_conversation_goes_on_through_weight_synchronisations(stage: Stage, tmp_path: Path) -> None:
+    """The environment isn't begun anew, and each token has the log-prob of the weights that wrote it."""
+    replica, notes = stage.start_replica(), tmp_path / "notes"
+    await asyncio.to_thread(stage.sync, BEFORE)
+    fleet = Fleet([], versions=[])
+    (tmp_path / "patient.py").write_text(PATIENT)
+    models = {version: with_weights(stage.model, version) for version in (BEFORE, AFTER)}
+    stops = [2, *range(3, 200)]  # after its minimum length a message ends soon
+    async with (
+        service_of(f"{tmp_path}/patient.py:Patient", {"notes": str(notes)}) as address,
+        fleet.serving() as engines,
+    ):
+        fleet.add_replica(replica.replica_id, stage.coordinator.addresses[replica.replica_id], BEFORE)
+        config = config_of(address, max_turns=2)
+        rollout = {"max_new_tokens": 1500, "min_new_tokens": LENGTH, "stop_token_ids": stops}
+        config = config.model_copy(update={"rollout": config.rollout.model_copy(update=rollout)})
+        async with talks(config, PromptTokenizer(stage.model), engines) as conversations:
+            for place, mode in enumerate(("IN_PLACE", "ABORT", "DRAIN")):
+                if place:
+                    await asyncio.to_thread(stage.sync, BEFORE)
+                prompt, before = byte_tokenizer().encode("hello", add_special_tokens=False), engines.pieces
+                talk = asyncio.create_task(conversations.hold(mode, ASKED, prompt, 7, place))
+                await eventually(lambda before=before: engines.pieces > before, "the first tokens of a message")
+                (paused,) = await asyncio.to_thread(stage.pause, [replica], mode)
+                await asyncio.to_thread(stage.join, [replica])
+                await asyncio.to_thread(stage.transfer, [replica], AFTER)
+                await asyncio.to_thread(stage.resume, [replica])
+                held = await talk
+
+                assert (held.failure, held.finish, held.turns) == ("", "turns", 2), mode
+                assert notes.read_text().split() == ["open", "step", "step"] * (place + 1), mode
+                (sequence,) = held.sequences.values()
+                own = np.flatnonzero(sequence.loss_mask)
+                first, second = np.split(sequence.versions[own], np.flatnonzero(np.diff(own) > 1) + 1)
+                assert len(first) > LENGTH
+                assert paused == (mode == "IN_PLACE"), mode
+                assert np.unique(first).tolist() == ([BEFORE] if mode == "DRAIN" else [BEFORE, AFTER]), mode
+                assert (np.diff(first) >= 0).all()
+                assert np.unique(second).tolist() == [AFTER], mode
+                expected = log_probs(models, held, keeps_cache=mode == "IN_PLACE")
+                np.testing.assert_allclose(sequence.logprobs[own], expected, atol=1e-4, err_msg=mode)
+                if mode != "DRAIN":
+                    other = log_probs(models, held, keeps_cache=mode != "IN_PLACE")
+                    assert np.abs(other - expected).max() > 1e-3, f"{mode}: old keys and values would be the same"
