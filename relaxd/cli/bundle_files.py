@@ -15,6 +15,7 @@ CONTENTS = "bundle.json"
 """Facts of a bundle; the other files have the places and names that they have in the run's folder."""
 MODEL = "model"
 """Folder of the initial model, in a bundle with weights."""
+HINT = "relaxd bundle RUN --step N makes one"
 
 
 @dataclass(frozen=True)
@@ -38,10 +39,12 @@ def opened_bundle(path: Path) -> Iterator[tuple[Path, Bundle]]:
                 archive.extractall(folder, filter="data")
             facts = Bundle(**json.loads((folder / CONTENTS).read_text(encoding="utf-8")))
             config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+            config["model"]["path"] = str(folder / MODEL)
+        except KeyError as error:
+            raise CliError(f"{path} is not a bundle: its {CONFIG} has no {error}", HINT) from error
         except (OSError, tarfile.TarError, ValueError, TypeError) as error:
-            raise CliError(f"{path} is not a bundle: {error}", "relaxd bundle RUN --step N makes one") from error
+            raise CliError(f"{path} is not a bundle: {error}", HINT) from error
         if facts.start is None:
             raise CliError(f"{path} has no weights to repeat the step with", "relaxd bundle --weights adds them")
-        config["model"]["path"] = str(folder / MODEL)
         (folder / CONFIG).write_text(json.dumps(config))
         yield folder, facts

@@ -1,48 +1,45 @@
 """`relaxd console`: the web page that shows what runs do."""
 
 import os
-import subprocess
 import sys
 from typing import Annotated
 
 import typer
 
-from relaxd.cli.options import DEFAULT_STATE, StateOption
+from relaxd.cli.options import DEFAULT_STATE, CoordinatorOption, StateOption
 from relaxd.cli.output import show
 from relaxd.client import CliError
 from relaxd.local import compose
-from relaxd.local.programs import CONSOLE_MODULE, python_path
+from relaxd.local.programs import CONSOLE_MODULE, console_installed, python_path
 from relaxd.local.stack import coordinator_address
-from relaxd.local.state_folder import StateFolder
+from relaxd.local.state_folder import CONSOLE, StateFolder
 from relaxd.process.ports import LOOPBACK
-
-STOP_SECONDS = 30.0
-"""Time for the console to end after Ctrl-C, which reaches it, too."""
 
 
 def console(
-    connect: Annotated[
-        str | None,
-        typer.Option(metavar="ADDRESS", help="Coordinator's host:port; default: that of the services up here."),
-    ] = None,
     host: Annotated[str, typer.Option(help="Address to listen on. Other than loopback's need a token.")] = LOOPBACK,
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0: 50080 or the next free one.")] = 0,
     state: StateOption = DEFAULT_STATE,
+    coordinator: CoordinatorOption = None,
 ) -> None:
     """Show what runs do in a browser: name the URL of the console that is up here, or serve one until it is stopped."""
-    up = StateFolder(state).read() or compose.read(StateFolder(state))
-    if connect is None and up is not None and up.console and host == LOOPBACK and not port:
-        show(f"the console is at {up.console}")
+    if coordinator is None and host == LOOPBACK and not port and (url := _url_here(StateFolder(state))):
+        show(f"the console is at {url}")
         return
-    address = coordinator_address(state, connect)
+    address = coordinator_address(state, coordinator)
+    if not console_installed():
+        raise CliError("the console needs the package aiohttp, which isn't installed", "pip install relaxd[console]")
     words = ["--coordinator", address, "--host", host, "--port", str(port)]
-    program = subprocess.Popen(
-        [sys.executable, "-m", CONSOLE_MODULE, *words], env=os.environ | {"PYTHONPATH": python_path()}
-    )
-    try:
-        code = program.wait()  # until somebody stops it
-    except KeyboardInterrupt:
-        code = 0
-        program.wait(timeout=STOP_SECONDS)
-    if code:
-        raise CliError(f"the console ended with exit code {code}", "pip install relaxd[console] if it lacks aiohttp")
+    # It takes this process's place, so that whoever stops the command stops it.
+    command = [sys.executable, "-m", CONSOLE_MODULE, *words]
+    os.execve(sys.executable, command, os.environ | {"PYTHONPATH": python_path()})
+
+
+def _url_here(folder: StateFolder) -> str:
+    """Return the URL of the console that is up here; empty without one."""
+    up = folder.read()
+    if up is None:
+        containers = compose.read(folder)
+        return containers.console if containers else ""
+    given_up = any(service.role == CONSOLE and service.phase == "failed" for service in up.services)
+    return "" if given_up else up.console

@@ -63,7 +63,8 @@ def fork(
     done = steps_done(original)
     last = done if steps is None else step + steps
     if not step < last <= done:
-        raise CliError(f"run {run_id} has {done} steps: there are no steps {step + 1} to {last} to train")
+        problem = f"no step after step {step} to train" if step >= done else f"no step {last} to train"
+        raise CliError(f"run {run_id} has done {done} steps: there is {problem}")
     before = config_of(original)
     config = changed_config(before, changes or [], run_id)
     fork_id = fork_id or new_run_id(f"{original.name}-fork")

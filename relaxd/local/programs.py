@@ -1,5 +1,6 @@
 """Programs that the command line runs and waits for: their modules, their environment, and their start."""
 
+import importlib.util
 import json
 import os
 import subprocess
@@ -22,6 +23,11 @@ MANY_ROLLOUTS = "services.rollout.rehearsal"
 CONSOLE_MODULE = "services.console"
 EXIT_SECONDS = 30.0
 """Time for a program to end after its last output."""
+
+
+def console_installed() -> bool:
+    """Return True if the console's package aiohttp is installed."""
+    return importlib.util.find_spec("aiohttp") is not None
 
 
 def python_path() -> str:

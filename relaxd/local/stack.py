@@ -1,7 +1,6 @@
 """The stack of services on this machine: its coordinator's address, its start and its stop."""
 
 import contextlib
-import importlib.util
 import os
 import secrets
 import subprocess
@@ -16,7 +15,7 @@ from relaxd.client.coordinator_client import CoordinatorClient
 from relaxd.local import compose, embedded_redis
 from relaxd.local.embedded_redis import without_password, write_private
 from relaxd.local.port_holder import taken_port
-from relaxd.local.programs import CONSOLE_MODULE, python_path
+from relaxd.local.programs import CONSOLE_MODULE, console_installed, python_path
 from relaxd.local.state_folder import CONSOLE, StackState, StateFolder
 from relaxd.local.supervisor import ServiceSpec, StackPlan
 from relaxd.process.ports import LOOPBACK, free_port, reservations, reserve
@@ -112,7 +111,7 @@ def make_plan(
         if role.scalable:
             templates[role.name] = spec
     console_url = ""
-    if console and importlib.util.find_spec("aiohttp") is not None:
+    if console and console_installed():
         console_port = next(filter(reserve, CONSOLE_PORTS), 0) or free_port()
         console_url = f"http://{LOOPBACK}:{console_port}/"
         passed_on = ("PYTHONPATH", "PYTHONUNBUFFERED", "RELAXD_HOST", "RELAXD_COORDINATOR", STACK_VARIABLE)

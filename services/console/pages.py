@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import re
 from http import HTTPStatus
 from typing import Any
 
@@ -186,7 +187,7 @@ async def _run(request: web.Request) -> pb.Run:
 async def _body(request: web.Request) -> dict[str, Any]:
     try:
         body = await request.json()
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise Refusal(HTTPStatus.BAD_REQUEST, f"the body is not JSON: {error}") from error
     if not isinstance(body, dict):
         raise Refusal(HTTPStatus.BAD_REQUEST, "the body must be a JSON object")
@@ -195,7 +196,7 @@ async def _body(request: web.Request) -> dict[str, Any]:
 
 def _number(request: web.Request, name: str, default: int, most: int = 2**62) -> int:
     text = request.query.get(name, str(default))
-    if not text.isdecimal() or int(text) > most:
+    if not re.fullmatch(r"[0-9]{1,19}", text) or int(text) > most:
         raise Refusal(HTTPStatus.BAD_REQUEST, f"{name} is {text!r}: it must be a whole number of at most {most}")
     return int(text)
 

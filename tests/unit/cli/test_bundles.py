@@ -108,6 +108,16 @@ def test_a_bundle_without_weights_says_so(run: Path, tmp_path: Path) -> None:
         assert problem in str(done.exception)
 
 
+def test_a_bundle_without_a_model_is_refused(tmp_path: Path) -> None:
+    with tarfile.open(tmp_path / "odd.tar.gz", "w:gz") as archive:
+        for name, content in (("bundle.json", {"run_id": "run-1", "step": 1, "start": 0}), ("config.json", {})):
+            (tmp_path / name).write_text(json.dumps(content))
+            archive.add(tmp_path / name, name)
+    done = CliRunner().invoke(app, ["replay", str(tmp_path / "odd.tar.gz")])
+    assert isinstance(done.exception, CliError)
+    assert "is not a bundle: its config.json has no 'model'" in str(done.exception)
+
+
 def test_a_secret_that_begins_with_another_leaves_no_end(run: Path) -> None:
     secrets = {"abcdef": "A_TOKEN", "abcdefghi": "B_TOKEN"}
     assert without_secrets("abcdefghi abcdef", secrets) == "*** ***"

@@ -4,13 +4,16 @@ import json
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
 from relaxd.cli.fork_command import changed_config, far_steps
+from relaxd.cli.main import app
 from relaxd.cli.reading.run_tables import shown_metrics
 from relaxd.client import CliError
 from relaxd.config.load_toml import ConfigError, load
 from relaxd.report.charts import chart_data
 from relaxd.run_forks import Fork, with_original, write_fork
+from tests.kit.run_folders import write_run
 
 TASK = """
 run.steps = 4
@@ -58,6 +61,18 @@ def test_other_settings_are_refused_by_name(change: str, problem: str) -> None:
 def test_a_change_without_a_value_is_refused() -> None:
     with pytest.raises(CliError, match=r"--set trainer\.epochs: expected NAME=VALUE"):
         changed_config(RUN, ["trainer.epochs"], "run-1")
+
+
+def test_steps_that_were_not_done_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_run("run-1", steps=4, done=3, config=RUN, outcome="COMPLETED")
+    for words, problem in (
+        (["--step", "5"], "has done 3 steps: there is no step after step 5 to train"),
+        (["--step", "1", "--steps", "4"], "has done 3 steps: there is no step 5 to train"),
+    ):
+        done = CliRunner().invoke(app, ["fork", "run-1", *words])
+        assert isinstance(done.exception, CliError)
+        assert problem in str(done.exception)
 
 
 def test_far_answers_are_warned_of() -> None:

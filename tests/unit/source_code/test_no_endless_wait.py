@@ -47,7 +47,6 @@ WITHOUT_DEADLINE = {
     },
     WORK: {
         ("relaxd/board/worker.py", "StageWorker._commit"),
-        ("relaxd/cli/console_command.py", "console"),  # until somebody stops it
         ("relaxd/envs/mcp_tools.py", "_Connection._hold"),  # until its conversation ends
         ("relaxd/process/child.py", "Child._watch"),  # a thread for the life of the child
         ("relaxd/process/child_server.py", "serve_socket"),
