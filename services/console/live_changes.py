@@ -63,7 +63,7 @@ class FollowedRun:
         self.readers = 0
         """Pages that show it."""
         self.left_at = time.monotonic()
-        """When the last page left."""
+        """Monotonic time at which the last page left."""
         self._tasks = [asyncio.create_task(self._watch()), asyncio.create_task(self._look_at_fleet())]
 
     async def close(self) -> None:

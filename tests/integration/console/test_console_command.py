@@ -10,7 +10,7 @@ from tests.kit.processes import start_python
 from tests.kit.waiting import PATIENCE, wait_until
 
 
-def test_whoever_ends_the_command_ends_the_page(tmp_path: Path) -> None:
+def test_ending_the_command_ends_the_page(tmp_path: Path) -> None:
     port = free_port()
     words = ("-m", "relaxd.cli", "console", "--coordinator", "127.0.0.1:1", "--port", str(port))
     command = start_python(
