@@ -84,7 +84,7 @@ LOST: dict[str, tuple[Any, str]] = {
     "data.sampler.class_path": ("samplers.py", "docs/curriculum.md"),
     "data.sampler.class_name": ("Sampler", "docs/curriculum.md"),
     "data.function_tool_path": ("tools.py", "agent.environment"),
-    "data.image_key": ("images", "text"),
+    "data.image_key": ("images", "media_keys"),
     f"{A}strategy": ("fsdp2", "trainer.tensor_parallel"),
     f"{A}fsdp_config.param_offload": (True, "trainer.tensor_parallel"),
     f"{R}agent.num_workers": (8, "scale agent"),
