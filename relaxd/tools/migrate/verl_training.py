@@ -52,9 +52,15 @@ def complete_training(reader: Reader) -> None:
     values.setdefault("rollout.dtype", "bfloat16")
     values.setdefault("trainer.dtype", "bfloat16")
     values.setdefault("weights.transport", "cuda_ipc" if values["run.colocate"] else "nccl")
+    nodes = int(reader.get("trainer.nnodes", 1))
+    if nodes > 1 and values["run.colocate"]:
+        reader.note(
+            f"trainer.nnodes = {nodes}: with run.colocate all ranks are on one host; for more, set run.colocate = "
+            f"false and trainer.hosts = {nodes}"
+        )
     if "trainer.ranks" in values and not values["run.colocate"]:
         reader.note("trainer.ranks: these GPUs train; engines need others (relaxd up --rollout N)")
-        if (nodes := int(reader.get("trainer.nnodes", 1))) > 1:
+        if nodes > 1:
             values["trainer.hosts"] = nodes
 
 

@@ -147,7 +147,8 @@ class Breaker:
                 if (left := self._since + seconds - time.monotonic()) <= 0:
                     raise UnreachableError(self.problem)
                 with suppress(TimeoutError):
-                    await asyncio.wait_for(self._closed.wait(), min(left, LOOK_SECONDS))  # named: by _waiting
+                    async with asyncio.timeout(min(left, LOOK_SECONDS)):
+                        await self._closed.wait()  # named: by _waiting
                 describe()
 
     def close(self) -> None:

@@ -68,7 +68,9 @@ class OutputStream:
             await self._come.wait()  # idle: there is nothing to send
             if not self._hurry.is_set():
                 with suppress(TimeoutError):
-                    await asyncio.wait_for(self._hurry.wait(), FLUSH_SECONDS)  # brief: FLUSH_SECONDS
+                    # Not wait_for, which in Python 3.11 may lose a cancellation: two readers would share what comes.
+                    async with asyncio.timeout(FLUSH_SECONDS):
+                        await self._hurry.wait()  # brief: FLUSH_SECONDS
             with self._lock:
                 outputs, failures, self._outputs, self._failures = self._outputs, self._failures, [], []
                 self._urgent = False

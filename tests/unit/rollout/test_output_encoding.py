@@ -96,6 +96,28 @@ async def test_tokens_come_several_times_a_second_and_ends_at_once() -> None:
         engine_process.FLUSH_SECONDS = FLUSH_SECONDS
 
 
+@pytest.mark.parametrize("turns", range(5))
+async def test_a_reader_ends_when_it_is_cancelled_while_an_end_comes(turns: int) -> None:
+    """It may be cancelled in any turn of the loop after the end has come, which it must not take for its own."""
+    stream = OutputStream()
+
+    async def read() -> None:
+        async for _ in stream.messages():
+            pass
+
+    reader = asyncio.create_task(read())
+    await asyncio.sleep(0)
+    stream.put({"a": [Output(0, [0], [-1.0], [0])]})
+    await asyncio.sleep(0.01)  # it waits for further tokens
+    stream.put({"a": [Output(0, [1], [-1.0], [0], "stop", "text")]})
+    for _ in range(turns):
+        await asyncio.sleep(0)
+    reader.cancel()
+    (done, _) = await asyncio.wait({reader}, timeout=5)
+    assert done
+    assert reader.cancelled()
+
+
 @pytest.mark.parametrize(("count", "dtype"), [(4, np.uint8), (256, np.uint8), (257, np.uint16), (512, np.uint16)])
 def test_routed_experts_arrive_with_their_shape_and_width(count: int, dtype: type) -> None:
     sent = answer(0, 3)

@@ -90,7 +90,6 @@ WITHOUT_DEADLINE = {
             "AssignmentFollower._start",
         ),  # start_run's own; another assignment ends it
         ("relaxd/replica/replica_life.py", "_end"),  # both were cancelled
-        ("services/reward/remote/patience.py", "Breaker.wait_closed"),  # reward.outage_seconds
         ("relaxd/weights/gloo.py", "GlooBroadcast.finish"),  # the process group's timeout
         ("relaxd/weights/cuda_ipc.py", "IpcConnection.abort"),  # each broadcast before it has a deadline
         (

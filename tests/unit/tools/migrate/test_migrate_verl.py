@@ -54,7 +54,7 @@ def test_a_recipe_becomes_a_configuration_that_relaxd_takes(tmp_path):
         "trainer.logger",
     ]
     notes = "\n".join(migrated.notes)
-    for said in ("verl used vllm", "15 * rows", "run.steps = 1000 is made up"):
+    for said in ("verl used vllm", "15 * rows", "run.steps = 1000 is made up", "trainer.nnodes = 2: with run.colocate"):
         assert said in notes
 
 
