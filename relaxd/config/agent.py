@@ -91,6 +91,10 @@ class AgentConfig(Section):
     """With on_failure = "retry": tries after the first one."""
     max_sessions: int = Field(default=256, ge=1)
     """Maximum number of conversations at once of an agent replica."""
+    memory_bytes: int = Field(default=0, ge=0)
+    """Maximum memory of the process that hosts the environment, or the function, for all of its conversations
+    (RLIMIT_DATA: what it allocates, and 8 MiB for each of its threads). One that uses it up is ended with its
+    conversations, which have failed, and started again. 0: no limit."""
     python: str = ""
     """Python interpreter that runs the environment or the function, such as that of a virtual environment. Empty: the
     service's own."""
@@ -150,7 +154,9 @@ class AgentConfig(Section):
             if not self.command[0] or any("\0" in word for word in self.command):
                 raise ValueError(f"{self.shown}: it must begin with a program, and no word may have a null character")
             reason = f"{self.shown}: only environments have it; remove it"
-            refuse_unused(self, "agent", ("settings", "python", "call_seconds", "players", "credit"), reason)
+            refuse_unused(
+                self, "agent", ("settings", "python", "memory_bytes", "call_seconds", "players", "credit"), reason
+            )
         elif self.is_there and (given := self.changed(_OF_CONTAINERS)):
             raise ValueError(f"agent.{given[0]} is set, but {self.shown}: only agent.command has it; remove it")
         elif self.function:
@@ -159,7 +165,7 @@ class AgentConfig(Section):
         elif not self.environment:
             reason = "agent.environment is empty: name it (or agent.command or agent.function), or remove it"
             refuse_unused(self, "agent", type(self).model_fields, reason)
-        elif self.is_service and (given := self.changed(("python", "settings"))):
+        elif self.is_service and (given := self.changed(("python", "settings", "memory_bytes"))):
             raise ValueError(
                 f'agent.{given[0]} is set, but agent.environment is "{self.environment}", a service that runs already: '
                 f"remove agent.{given[0]}"

@@ -194,7 +194,9 @@ def inherited_variables() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if not name.startswith(_OURS)}
 
 
-async def start_host(name: str, settings: Mapping[str, Any], python: str = "", *, is_function: bool = False) -> Child:
+async def start_host(
+    name: str, settings: Mapping[str, Any], python: str = "", *, is_function: bool = False, memory_bytes: int = 0
+) -> Child:
     """Start a process that hosts an environment's class, or a function, and wait until it serves.
 
     Raises as `hosted` does.
@@ -202,7 +204,7 @@ async def start_host(name: str, settings: Mapping[str, Any], python: str = "", *
     It doesn't get relaxd's own variables of this process's environment, which have secrets.
     """
     kept = inherited_variables()
-    words = [name, json.dumps(dict(settings)), "function" if is_function else "environment"]
+    words = [name, json.dumps(dict(settings)), "function" if is_function else "environment", str(memory_bytes)]
     child = await Child.start(
         "relaxd.envs.host", words, kept, inherit=False, python=python or None, name="the environment's host"
     )

@@ -1,8 +1,9 @@
-"""`python -m relaxd.envs.host NAME SETTINGS [KIND]`: serves an environment's class, or a function, to its parent."""
+"""`python -m relaxd.envs.host NAME SETTINGS [KIND [MEMORY_BYTES]]`: serves an environment or a function to a parent."""
 
 import asyncio
 import json
 import os
+import resource
 import select
 import signal
 import sys
@@ -19,6 +20,7 @@ from relaxd.envs.tool_calls import ToolCall
 from relaxd.json_text import parse_json
 from relaxd.process.child_server import ChildServer
 from relaxd.rpc.errors import Aborted, DeadlineExceeded, InvalidArgument, NotFound, ResourceExhausted
+from relaxd.sandbox.enclosure import lower_limit
 from relaxd.v1 import environment_pb2 as pb
 from relaxd.v1 import environment_pb2_grpc
 
@@ -32,10 +34,10 @@ Returned = TypeVar("Returned")
 class EnvironmentHandlers(environment_pb2_grpc.EnvironmentServicer):
     """Answers relaxd.v1.Environment for one class. Lives in one event loop."""
 
-    def __init__(self, make: Callable[[], Any]) -> None:
-        """`make` makes an instance for each conversation."""
+    def __init__(self, make: Callable[[], Any], memory_bytes: int = 0) -> None:
+        """`make` makes an instance for each conversation; `memory_bytes` is the limit that this process has, if any."""
         self._make = make
-        self._calls = UserCalls()
+        self._calls = UserCalls(memory_bytes)
         self._sessions: dict[str, Session] = {}
         self._ending: set[asyncio.Task[None]] = set()
 
@@ -161,16 +163,18 @@ def end_together() -> None:
         os.killpg(host, signal.SIGKILL)
 
 
-def main(name: str, settings_json: str = "{}", kind: str = "environment") -> None:
+def main(name: str, settings_json: str = "{}", kind: str = "environment", memory_bytes: str = "0") -> None:
     """Serve an environment, or the kind "function", until the parent ends."""
     end_together()
+    if most := int(memory_bytes):
+        lower_limit(resource.RLIMIT_DATA, most)
     try:
         load = load_function if kind == "function" else load_environment
         make = load(name, json.loads(settings_json))
     except BadEnvironmentError as error:
         print(error, flush=True)
         sys.exit(REFUSED)
-    ChildServer((environment_pb2_grpc.add_EnvironmentServicer_to_server, EnvironmentHandlers(make))).serve()
+    ChildServer((environment_pb2_grpc.add_EnvironmentServicer_to_server, EnvironmentHandlers(make, most))).serve()
 
 
 if __name__ == "__main__":

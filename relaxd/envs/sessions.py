@@ -33,7 +33,11 @@ _log = logging.getLogger(__name__)
 class UserCalls:
     """Calls users' methods, each with a limit of time."""
 
-    def __init__(self) -> None:
+    def __init__(self, memory_bytes: int = 0) -> None:
+        """With a limit of memory, a method that lacks memory ends this process, with its sessions."""
+        # Encoded now: afterwards there may be no memory for it.
+        reason = f"agent.memory_bytes = {memory_bytes} is used up: raise it, or free what conversations leave behind\n"
+        self._last_words = reason.encode() if memory_bytes else b""
         self._threads = IdleThreads()
         self._loop = asyncio.new_event_loop()
         self._stuck = 0
@@ -65,6 +69,11 @@ class UserCalls:
                 in_thread.append(self._loop_thread.ident or 0)
                 future = asyncio.run_coroutine_threadsafe(_awaited(result), self._loop)
                 return await asyncio.wrap_future(future)
+        except Aborted as error:
+            if self._last_words and isinstance(error.__cause__, MemoryError):
+                os.write(sys.stderr.fileno(), self._last_words)
+                os._exit(1)
+            raise
         except TimeoutError:
             place = _place(in_thread[-1]) if in_thread else ""
             if not future.done():  # a thread can't be cancelled

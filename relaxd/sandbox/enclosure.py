@@ -73,8 +73,8 @@ class Measure:
 
 def enclose(plan: Plan) -> list[Measure]:
     """Enclose this process, which must have a single thread, for good. Returns all measures, also those that failed."""
-    _limit(resource.RLIMIT_CORE, 0)
-    _limit(resource.RLIMIT_NOFILE, OPEN_FILES)
+    lower_limit(resource.RLIMIT_CORE, 0)
+    lower_limit(resource.RLIMIT_NOFILE, OPEN_FILES)
     user = _change_user(plan)
     processes = _limit_processes(changed=bool(user.by))
     privileges.drop_capabilities()
@@ -128,7 +128,7 @@ def _limit_processes(changed: bool) -> Measure:
             privileges.enter_user_namespace()
     except OSError as error:
         return Measure("processes", missing=f"no namespace of users ({error.strerror})")
-    _limit(resource.RLIMIT_NPROC, PROCESSES)
+    lower_limit(resource.RLIMIT_NPROC, PROCESSES)
     return Measure("processes", f"{PROCESSES} in all")
 
 
@@ -152,7 +152,7 @@ def _limit_files(plan: Plan) -> Measure:
 def _limit_memory(plan: Plan) -> Sequence[Measure]:
     if not plan.memory_bytes:
         return []
-    _limit(resource.RLIMIT_DATA, plan.memory_bytes)
+    lower_limit(resource.RLIMIT_DATA, plan.memory_bytes)
     return [Measure("memory", f"{plan.memory_bytes / (1 << 30):.3g} GiB for each process")]
 
 
@@ -165,7 +165,8 @@ def _limit_calls(plan: Plan) -> Sequence[Measure]:
     return [Measure(name, "a filter of system calls") for name in names]
 
 
-def _limit(what: int, most: int) -> None:
+def lower_limit(what: int, most: int) -> None:
+    """Set a limit of this process, for good, to a number or to the lower one that it has already."""
     _, hard = resource.getrlimit(what)
     most = most if hard == resource.RLIM_INFINITY else min(most, hard)
     resource.setrlimit(what, (most, most))

@@ -134,7 +134,9 @@ class Environments:
             config = self._config
             try:
                 name, is_function = config.function or config.environment, bool(config.function)
-                self._child = await start_host(name, config.settings, config.python, is_function=is_function)
+                self._child = await start_host(
+                    *(name, config.settings, config.python), is_function=is_function, memory_bytes=config.memory_bytes
+                )
             except BadEnvironmentError as error:
                 raise InvalidArgument(f"{self._setting}: {error}") from error
             self._client = self._client_of(self._child.channel)

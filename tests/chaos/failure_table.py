@@ -55,10 +55,11 @@ FAILURES: list[tuple[str, tuple[str, ...], str]] = [
         "its conversations have failed (`agent.on_failure`); it is killed with what it has started, and started again",
     ),
     (
-        "an environment hangs, raises, answers invalid UTF-8 or writes 100 MB",
+        "an environment hangs, raises, leaks, answers invalid UTF-8 or writes 100 MB",
         (
             "agent environment hangs",
             "agent environment raises",
+            "agent environment leaks",
             "agent environment answers *",
             "agent environment writes *",
         ),

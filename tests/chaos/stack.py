@@ -159,6 +159,7 @@ WITH_ENVIRONMENT = """
 environment = "tests.chaos.environment:Moody"
 settings = {{mood = "{mood}"}}
 call_seconds = 2
+memory_bytes = 4294967296
 """
 WITH_PROGRAM = f"""
 command = ["{sys.executable}", "{PROGRAM}", "{{mood}}"]

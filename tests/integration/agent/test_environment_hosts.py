@@ -31,6 +31,15 @@ class Forking:
             time.sleep(600)
         return "well", 1.0
 """
+LEAKING = """
+kept = []
+
+class Leaking:
+    def step(self, reply):
+        while reply.text == "leak":
+            kept.append(bytearray(64 << 20))
+        return "well", 1.0
+"""
 SAMPLE = Sample([{"role": "user", "content": "hello"}], "42", {}, seed=7)
 
 
@@ -77,3 +86,27 @@ async def test_a_host_that_dies_or_answers_nothing_is_started_again_and_leaves_n
     finally:
         await environments.close()
     await eventually(lambda: not left(), "the end of what the next host has forked")
+
+
+async def test_a_host_that_leaks_is_ended_at_its_limit_and_started_again(tmp_path: Path) -> None:
+    (tmp_path / "leaking.py").write_text(LEAKING)
+    agent = {"environment": f"{tmp_path}/leaking.py:Leaking", "memory_bytes": 2 << 30}
+    environments = Environments(AgentConfig.model_validate(agent))
+    await environments.start()
+    try:
+        await environments.open("a", SAMPLE)
+        assert (await environments.step("a", 1, Reply("well"))).reward == 1.0
+        with pytest.raises(EnvironmentFailed, match=r"agent\.memory_bytes = 2147483648 is used up: raise it"):
+            await environments.step("a", 2, Reply("leak"))
+
+        async def opened() -> bool:
+            try:
+                await environments.open("b", SAMPLE)
+            except EnvironmentFailed:
+                return False
+            return True
+
+        await eventually(opened, "a new host")
+        assert (await environments.step("b", 1, Reply("well"))).reward == 1.0
+    finally:
+        await environments.close()

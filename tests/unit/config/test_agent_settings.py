@@ -62,6 +62,7 @@ def test_settings_that_conversations_do_not_have_are_refused(words: str, problem
             'agent.call_seconds is 3.0, but agent.command is ["python", "a.py"]: only environments',
         ),
         ("agent.settings={a=1}", 'agent.settings is {"a": 1}, but agent.command is'),
+        ("agent.memory_bytes=1", "agent.memory_bytes is 1, but agent.command is"),
         ('agent.command=[""]', "it must begin with a program"),
         (
             "agent.container_memory_gb=1",
