@@ -15,7 +15,7 @@ from tests.e2e.test_run import check_books, read_summary
 
 STEPS = 8
 SLOW = 3
-"""One conversation's group in so many is slow."""
+"""Groups are slow whose seed this divides."""
 ENVIRONMENT = f"""
 import asyncio, pathlib
 
@@ -72,8 +72,7 @@ def test_slow_conversations_are_waited_for_and_trained_like_others(workplace: Wo
     fates = {fate["group"]: fate for fate in lines_of(folder / "groups.jsonl")}
     trained = trained_groups(folder)
     published = sorted(fates, key=lambda group: int(group.split("-")[1]))
-    print({group: (is_slow(group), group in trained) for group in published})
-    # What is still open after the last step are the newest prompts.
+    # Only the newest prompts may still be open after the last step.
     for kind in (True, False):
         of_kind = [group for group in published[: 2 * STEPS] if is_slow(group) == kind]
         assert of_kind
