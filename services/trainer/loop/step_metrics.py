@@ -282,7 +282,7 @@ DIGITS = 4
 
 def _shown_tokens(
     group: TrainGroup, index: int, bounds: NDArray[np.int64], whitening: Whitening | None
-) -> dict[str, list[float]]:
+) -> dict[str, list[Any]]:
     """Return the first tokens of a sample; a list of equal numbers, except of ids, has only one of them."""
     own = slice(int(bounds[index]), min(int(bounds[index + 1]), int(bounds[index]) + SHOWN_TOKENS))
     found = {}
@@ -290,7 +290,9 @@ def _shown_tokens(
         if column not in group.columns:
             continue
         values = group.columns[column][own]
-        if column == ADVANTAGES and whitening is not None:
+        if column == LOSS_MASK:
+            values = values != 0
+        elif column == ADVANTAGES and whitening is not None:
             values = whitening.apply(values, group.columns[LOSS_MASK][own])
         listed = [float(f"{value:.{DIGITS}g}") if isinstance(value, float) else value for value in values.tolist()]
         found[name] = listed[:1] if name != "ids" and len(set(listed)) == 1 else listed
