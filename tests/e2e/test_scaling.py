@@ -83,7 +83,7 @@ def test_one_engine_then_three_then_one(workplace: Workplace) -> None:
 
 def test_what_can_be_scaled_is_said(workplace: Workplace) -> None:
     for words, expected in (
-        (["trainer=2"], "is not ROLE=COUNT: ROLE is one of rollout, reward, advantage"),
+        (["trainer=2"], "is not ROLE=COUNT: ROLE is one of ranks, rollout, reward, advantage"),
         (["rollout=0"], "is not ROLE=COUNT"),
         (["trainer"], "'trainer' is not ROLE=COUNT or ROLE"),
         (["--cancel", "rollout=2"], "--cancel takes a role, or nothing"),
