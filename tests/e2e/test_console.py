@@ -107,15 +107,16 @@ def test_samples_are_searched_and_their_tokens_coloured(page: Page) -> None:
     page.keyboard.press("3")
     rows = page.get_by_role("option").filter(has_text="tokens")
     expect(rows.first).to_be_visible()
-    expect(page.locator(".written span[style*=background]").first).to_be_visible()
+    coloured = page.locator(".written span[style*=background]")  # one of an incomplete character is empty
+    expect(coloured.filter(has_text=re.compile(r"\S")).first).to_be_visible()
     first = page.locator("article dd").first.text_content()
     page.keyboard.press("j")
     expect(page.locator(".list [aria-selected=true]")).to_have_count(1)
     page.keyboard.press("k")
-    assert page.locator("article dd").first.text_content() == first
+    expect(page.locator("article dd").first).to_have_text(str(first))
     for colour in ("advantage", "version", "none"):
         page.get_by_label("colour of the tokens").select_option(colour)
-    expect(page.locator(".written span[style*=background]")).to_have_count(0)
+    expect(coloured).to_have_count(0)
     page.get_by_label("sort").select_option("worst")
     rewards = [float(text) for text in page.locator(".list .facts b").all_text_contents()]
     assert rewards == sorted(rewards)

@@ -43,12 +43,14 @@ export function create({ run, state }) {
     try {
       const answer = await ofRun(run, "samples", { limit: NEWEST, step: Number(step.value) || 0 });
       samples = answer.samples;
+      const same = chosen && samples.find((sample) => key(sample) === key(chosen)); // what is being read stays
       loadedStep = Math.max(state.metrics?.step ?? 0, ...samples.map(({ step: own }) => own));
       fresh.hidden = true;
       const reasons = [...new Set(samples.map(({ finish_reason: reason }) => reason))].sort();
       const before = finish.value;
       finish.replaceChildren(make("option", { value: "" }, "Any end"), ...reasons.map((reason) => make("option", { value: reason }, reason)));
       finish.value = reasons.includes(before) ? before : "";
+      if (same) choose(same);
       showList();
     } catch (error) {
       notify(error.message, true);
