@@ -12,7 +12,6 @@ import pytest
 from playwright.sync_api import Page, expect
 
 from relaxd.client.coordinator_client import CoordinatorClient
-from relaxd.local.stack import use_stack
 from relaxd.local.state_folder import StackState, StateFolder
 from relaxd.v1 import coordinator_pb2 as pb
 from tests.e2e.conftest import Workplace, open_workplace
@@ -57,7 +56,8 @@ def stack(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Iterato
     with open_workplace(tmp_path_factory.mktemp("console"), tiny_model) as place:
         code, output = place.relaxd("up", "--port", "0", RELAXD_CONSOLE="yes")
         assert code == 0, output
-        state = use_stack(StateFolder(place.folder / ".relaxd").read())
+        state = StateFolder(place.folder / ".relaxd").read()
+        assert state is not None
         assert f"the console is at {state.console}" in output
         assert place.relaxd("console") == (0, f"the console is at {state.console}\n")
         place.start("run", "tiny.toml", "--run-id", "seen", "--run.steps", str(STEPS), "--rollout.max_new_tokens", "24")
