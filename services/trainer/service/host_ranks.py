@@ -34,7 +34,7 @@ from services.trainer.service.remote_ranks import HostRefused, RemoteRanks
 
 POLL_SECONDS = 0.1
 CAUSE_SECONDS = 0.3
-"""Time after the first failure in which others are told, too."""
+"""Time after the first failure in which further ones are waited for, to name all of them, in seconds."""
 AVOIDED_SECONDS = 1.0
 """Time for which a host that did not start its ranks isn't asked again."""
 

@@ -420,7 +420,7 @@ def error_code(call: Callable[[], Any]) -> grpc.StatusCode:
 
 
 def trained_columns(feeder: Feeder, count: int) -> dict[str, dict[str, Any]]:
-    """What the trainer gets of the next groups, by group id."""
+    """Return the columns that the trainer gets of the next groups, by group id."""
     board, found = feeder.board, {}
     while len(found) < count:
         deliveries = board.take("train", "trainer", count=count, block_seconds=PATIENCE)
