@@ -5,17 +5,15 @@ compares the results with the recorded ones. It has the run's parallel layout an
 """
 
 import argparse
-import json
 import os
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from relaxd.config import RunConfig
 from relaxd.models import DataError
 from relaxd.process.ports import NoFreePort
-from relaxd.run_folder import checkpoint_path
+from relaxd.run_folder import LEDGER, METRICS, checkpoint_path, read_lines
 from services.trainer.batch.step_file import StepFileError, read_step_file, step_file_path
 from services.trainer.batch.step_plan import OUTCOME
 from services.trainer.checkpoints.checkpoint_folders import CheckpointBroken, read_state
@@ -106,21 +104,13 @@ def step_files(run_folder: Path, step: int, start: int) -> dict[int, Path]:
 
 def recorded_metrics(run_folder: Path, step: int) -> dict[str, Any]:
     """Return a step's line of metrics.jsonl, {} without one."""
-    return next((line for line in _lines(run_folder / "metrics.jsonl") if line.get("step") == step), {})
+    return next((line for line in read_lines(run_folder / METRICS) if line.get("step") == step), {})
 
 
 def skipped_updates(run_folder: Path) -> dict[int, list[int]]:
     """Return the skipped updates of the steps in ledger.jsonl, by step."""
-    lines = _lines(run_folder / "ledger.jsonl")
+    lines = read_lines(run_folder / LEDGER)
     return {line["step"]: line["plan"][OUTCOME] for line in lines if OUTCOME in line["plan"]}
-
-
-def _lines(path: Path) -> Iterator[dict[str, Any]]:
-    for line in path.read_text().splitlines() if path.is_file() else ():
-        try:
-            yield json.loads(line)
-        except ValueError:  # an incomplete last line: the coordinator died while writing it
-            continue
 
 
 def main() -> int:
