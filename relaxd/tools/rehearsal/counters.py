@@ -12,6 +12,7 @@ import redis
 from relaxd.client.coordinator_client import CoordinatorClient
 from relaxd.local.state_folder import StateFolder
 from relaxd.rpc.message_parts import words
+from relaxd.run_folder import step_files
 from relaxd.v1.coordinator_pb2 import WAIT_KIND_STAGE, Run, WaitKind
 
 MACHINE = "machine"
@@ -79,8 +80,7 @@ class Counters:
         )
 
     def _count_step_files(self) -> None:
-        for path in (self.run_folder / "steps").glob("step-*.safetensors"):
-            step = int(path.stem.removeprefix("step-"))
+        for step, path in step_files(self.run_folder).items():
             self.step_bytes[step] = path.stat().st_size
             if step <= self.run.step:
                 path.unlink()

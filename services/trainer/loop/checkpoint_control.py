@@ -18,8 +18,7 @@ from relaxd.amounts import byte_amount
 from relaxd.best_checkpoint import protected_steps
 from relaxd.board import BoardUnavailable
 from relaxd.config import RunConfig
-from relaxd.run_folder import checkpoint_path, critic_folder
-from services.trainer.batch.step_file import step_file_path
+from relaxd.run_folder import checkpoint_path, critic_folder, step_files
 from services.trainer.checkpoints import checkpoint_folders as folders
 from services.trainer.checkpoints.checkpoint_folders import BoardState, CheckpointState, Ledger
 from services.trainer.loop.checkpoint_restore import Schedule
@@ -318,6 +317,6 @@ def _make_empty_folder(folder: Path) -> str:
 
 def remove_step_files(run_folder: Path, up_to: float) -> None:
     """Remove the step files up to a step, which checkpoints cover."""
-    for path in step_file_path(run_folder, 1).parent.glob("step-*.safetensors"):
-        if int(path.name.removeprefix("step-").removesuffix(".safetensors")) <= up_to:
+    for step, path in step_files(run_folder).items():
+        if step <= up_to:
             os.unlink(path)
