@@ -23,6 +23,7 @@ import torch
 from sglang.srt.managers.io_struct import ContinueGenerationReqInput, PauseGenerationReqInput
 from sglang.srt.managers.schedule_batch import FINISH_ABORT, Req, ScheduleBatch
 from sglang.srt.managers.scheduler import Scheduler
+from sglang.srt.sampling.penaltylib.min_new_tokens import BatchedMinNewTokensPenalizer
 from transformers import AutoTokenizer
 
 from relaxd.process.child_server import die_with_parent, serve_socket
@@ -58,8 +59,21 @@ def run_scheduler(*args: Any) -> None:
     if parent is None or os.getppid() != parent.pid:
         os._exit(1)  # the parent ended before die_with_parent
     show_share(gpu_share())
+    count_begun_tokens()
     sglang_scheduler.Scheduler = ControlledScheduler
     sglang_scheduler.run_scheduler_process(*args)
+
+
+def count_begun_tokens() -> None:
+    """Count a retracted request's earlier tokens in its minimum length, too: SGLang begins at 0 again."""
+    prepare = BatchedMinNewTokensPenalizer._prepare
+
+    def prepare_with_begun(penalizer: Any) -> None:
+        prepare(penalizer)
+        begun = [[len(req.output_ids)] for req in penalizer.orchestrator.reqs()]
+        penalizer.len_output_tokens += torch.tensor(begun, dtype=torch.int32, device=penalizer.orchestrator.device)
+
+    BatchedMinNewTokensPenalizer._prepare = prepare_with_begun
 
 
 class ControlledScheduler(Scheduler):
