@@ -97,8 +97,7 @@ ENGINES: dict[str, EngineCapabilities] = {
             shares_gpus=True,
             sleeps=True,
             gives_likeliest=True,
-            media={"qwen3_vl": ("image", "video")},
-            refused_models=("qwen3_omni_moe",),
+            media={"qwen3_vl": ("image", "video"), "qwen3_omni_moe": ("image", "audio")},
         ),
         EngineCapabilities(
             name="sglang_external",

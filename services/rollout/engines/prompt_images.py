@@ -41,6 +41,18 @@ class SeenFrame:
 
 
 @dataclass(frozen=True)
+class HeardSound:
+    """A sound."""
+
+    sha256: str
+    """Its identity."""
+    span: tuple[int, int]
+    """Its first and last token in the prompt."""
+    samples: np.ndarray
+    """int16 [samples]."""
+
+
+@dataclass(frozen=True)
 class SeenPrompt:
     """A prompt with media, ready for the model."""
 
@@ -62,16 +74,19 @@ class SeenPrompt:
         return int(self.layout.next_position) - len(self.layout.tokens)
 
     @property
-    def frames(self) -> list[SeenFrame]:
-        """Its images and the times of its videos, in order."""
-        places, seen, found = np.flatnonzero(self.layout.modality), 0, []
-        for name, (times, rows, columns) in zip(self.hashes, self.grids, strict=True):
-            grid = (1, rows, columns)
-            count = self.vision.tokens.count(grid)
-            for number, cut in enumerate(np.split(self.patches[name], times)):
+    def items(self) -> list[SeenFrame | HeardSound]:
+        """Its images, the times of its videos and its sounds, in order."""
+        ends = np.cumsum([len(run) for grid in self.grids for run in self.vision.tokens.runs(grid)])
+        parts = np.split(np.flatnonzero(self.layout.modality), ends[:-1])
+        spans = iter([(int(part[0]), int(part[-1])) for part in parts])
+        found: list[SeenFrame | HeardSound] = []
+        for name, grid in zip(self.hashes, self.grids, strict=True):
+            if is_sound(grid):
+                found.append(HeardSound(name, next(spans), self.sounds[name]))
+                continue
+            for number, cut in enumerate(np.split(self.patches[name], grid[0])):
                 own = hashlib.sha256(f"{name}/{number}".encode()).hexdigest()
-                found.append(SeenFrame(own, grid, (int(places[seen]), int(places[seen + count - 1])), cut))
-                seen += count
+                found.append(SeenFrame(own, (1, *grid[1:]), next(spans), cut))
         return found
 
     def positions(self, more: int) -> np.ndarray:

@@ -178,9 +178,13 @@ def test_sounds_that_are_too_long_are_refused_and_not_cut() -> None:
 @pytest.mark.parametrize(
     ("settings", "setting", "complaint"),
     [
-        (["--rollout.engine=sglang"], "rollout.engine", 'which takes no audio (data.media_keys): "transformers" does'),
         (
-            ["--rollout.engine=sglang", "--data.media_keys={}"],
+            ["--rollout.engine=sglang_external"],
+            "rollout.engine",
+            'which takes no audio (data.media_keys): "transformers" or "sglang" does',
+        ),
+        (
+            ["--rollout.engine=sglang_external", "--data.media_keys={}"],
             "rollout.engine",
             "isn't known to run models of type 'qwen3_omni_moe' as the trainer does",
         ),
@@ -196,7 +200,7 @@ def test_sounds_that_are_too_long_are_refused_and_not_cut() -> None:
         ),
         (["--model.path=seeing"], "rollout.engine", "which takes no audio with a model of type 'qwen3_vl'"),
     ],
-    ids=["sglang", "sglang without sound", "video", "conversation", "deaf"],
+    ids=["server", "server without sound", "video", "conversation", "deaf"],
 )
 def test_combinations_that_are_not_known_are_refused(settings: list[str], setting: str, complaint: str) -> None:
     write_vision_model(Path("seeing"))

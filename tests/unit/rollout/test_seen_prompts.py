@@ -35,7 +35,7 @@ def test_places_and_positions(
     prompt, media = prompt_with_images(vision, pictures)
     seen = see(Request("a", tuple(prompt), 1, Sampling(4), media=media), vision)
     assert isinstance(seen, SeenPrompt)
-    assert [frame.span for frame in seen.frames] == spans
+    assert [frame.span for frame in seen.items] == spans
     assert {prompt[place] for first, last in spans for place in range(first, last + 1)} == {vision.tokens.token}
     positions = seen.positions(3)
     assert positions.dtype == np.int64

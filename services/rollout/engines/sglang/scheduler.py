@@ -44,7 +44,7 @@ from services.rollout.engines.sglang.schedulers import (
     socket_path,
     write_failure,
 )
-from services.rollout.engines.sglang.sglang_images import forget_features, take_cut_patches
+from services.rollout.engines.sglang.sglang_images import forget_features, take_media
 from services.rollout.engines.sglang.sglang_weights import SGLangWeights
 from services.rollout.engines.sglang.weight_updates import NewsSender, WeightUpdates
 
@@ -104,7 +104,7 @@ class ControlledScheduler(Scheduler):
                 self.max_req_input_len = self.model_config.context_len + 1
             self.tokenizer = RequestTokenizer(self.server_args.tokenizer_path, self.model_config.vocab_size)
             if (vision := read_model_vision(Path(self.server_args.model_path), "sglang")) is not None:
-                take_cut_patches(runner.model, vision, device)
+                take_media(runner.model, vision, device)
             ControlHandlers(self).serve()
         except Exception as error:
             write_failure(os.environ[FOLDER_VARIABLE], rank, f"{type(error).__name__}: {error}")

@@ -1,8 +1,9 @@
-"""Images and videos of prompts as SGLang takes them, and the change in its model that takes them.
+"""Images, videos and sounds of prompts as SGLang takes them, and the change in its model that takes them.
 
 Each time of a video is an image of its own, as the tower sees it. Items carry an image's pixels as bytes, cut into
 patches, which are normalised on the device: a float32 for each pixel of each frame would be eight times as much, in
-every message of a group's samples and in the scheduler's memory.
+every message of a group's samples and in the scheduler's memory. They carry a sound's samples, of which the device's
+process makes the spectrogram.
 """
 
 import copy
@@ -14,8 +15,9 @@ from sglang.srt.managers import mm_utils
 from sglang.srt.managers.schedule_batch import Modality, MultimodalDataItem, MultimodalProcessorOutput
 
 from relaxd.data.device_patches import normalised
+from relaxd.data.spectrograms import spectrogram
 from relaxd.data.vision import VisionModel
-from services.rollout.engines.prompt_images import SeenPrompt
+from services.rollout.engines.prompt_images import HeardSound, SeenFrame, SeenPrompt
 
 
 def to_sglang(prompt: SeenPrompt, more: int) -> MultimodalProcessorOutput:
@@ -24,26 +26,28 @@ def to_sglang(prompt: SeenPrompt, more: int) -> MultimodalProcessorOutput:
     SGLang computes nothing itself: hashes, places and positions are ours.
     """
     items = [
-        MultimodalDataItem(
-            modality=Modality.IMAGE,
-            hash=int(frame.sha256, 16),
-            offsets=[frame.span],
-            feature=frame.patches,
-            model_specific_data={"image_grid_thw": torch.tensor([frame.grid])},
-        )
-        for frame in prompt.frames
+        MultimodalDataItem(hash=int(item.sha256, 16), offsets=[item.span], **_content(item)) for item in prompt.items
     ]
     return MultimodalProcessorOutput(
         mm_items=items,
         im_token_id=prompt.vision.tokens.token,
+        audio_token_id=prompt.vision.tokens.audio,
         # A request that is retracted gets positions for its answer from the last one here.
         mrope_positions=torch.from_numpy(prompt.positions(more + 1)),
         mrope_position_delta=torch.tensor([[prompt.offset]]),
     )
 
 
-def take_cut_patches(model: Any, vision: VisionModel, device: torch.device) -> None:
-    """Have a model's vision tower take the patches of `to_sglang`."""
+def _content(item: SeenFrame | HeardSound) -> dict[str, Any]:
+    if isinstance(item, HeardSound):
+        return {"modality": Modality.AUDIO, "feature": item.samples}
+    grid = {"image_grid_thw": torch.tensor([item.grid])}
+    return {"modality": Modality.IMAGE, "feature": item.patches, "model_specific_data": grid}
+
+
+def take_media(model: Any, vision: VisionModel, device: torch.device) -> None:
+    """Have a model's towers take the items of `to_sglang`."""
+    model = getattr(model, "thinker", model)  # Qwen3-Omni is a model within a model
     look = model.get_image_feature
 
     def look_at_cut(items: Sequence[MultimodalDataItem]) -> torch.Tensor:
@@ -53,7 +57,18 @@ def take_cut_patches(model: Any, vision: VisionModel, device: torch.device) -> N
         found: torch.Tensor = look(normal)
         return found
 
+    def hear(items: Sequence[MultimodalDataItem]) -> torch.Tensor:
+        """Each sound is alone: beside a longer one the tower would hear a sound of less than a second otherwise."""
+        assert vision.sound is not None  # or the prompt would have been refused
+        tower, rows = model.audio_tower, []
+        for item in items:
+            features = spectrogram(item.feature, vision.sound).to(device, tower.dtype)
+            lengths = torch.tensor([features.shape[1]], device=device)
+            rows.append(tower(features, feature_lens=lengths).last_hidden_state)
+        return torch.cat(rows)
+
     model.get_image_feature = look_at_cut
+    model.get_audio_feature = hear
 
 
 def forget_features() -> None:
