@@ -15,7 +15,7 @@ from sglang.srt.managers.schedule_batch import Modality, MultimodalDataItem, Mul
 
 from relaxd.data.device_patches import normalised
 from relaxd.data.vision import VisionModel
-from services.rollout.engines.prompt_images import SeenPrompt
+from services.rollout.engines.seen_prompts import SeenPrompt
 
 
 def to_sglang(prompt: SeenPrompt, more: int) -> MultimodalProcessorOutput:
