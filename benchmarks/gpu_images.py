@@ -27,7 +27,7 @@ from benchmarks.gpu_models import COMMON, SHAPES, draw, flops, make_sequences, p
 from benchmarks.reporting import report
 from relaxd.config import GRPOConfig, TrainerConfig
 from services.trainer.batch.micro_batch import PackedMicroBatch, pack
-from services.trainer.batch.prompt_images import Image, SequenceImages
+from services.trainer.batch.sequence_media import DecodedItem, SequenceMedia
 from services.trainer.learner import forward
 from services.trainer.learner.learner import Learner
 from services.trainer.megatron.world import shut_down
@@ -64,7 +64,7 @@ def write_model(folder: Path) -> Qwen3VLConfig:
     return config
 
 
-def make_batch(learner: Learner, vocabulary: int, groups: int, with_images: bool) -> PackedMicroBatch:
+def make_batch(learner: Learner, vocabulary: int, groups: int, with_media: bool) -> PackedMicroBatch:
     """Pack 8 sequences of `groups` groups, whose prompts begin with an image or with as much text."""
     vision = learner._forward.vision
     assert vision is not None
@@ -74,15 +74,15 @@ def make_batch(learner: Learner, vocabulary: int, groups: int, with_images: bool
     for group in range(groups):
         rng = np.random.default_rng(group)
         prompt = rng.integers(0, IMAGE_TOKEN, size + TEXT)
-        prompt[:size] = IMAGE_TOKEN if with_images else prompt[:size]
+        prompt[:size] = IMAGE_TOKEN if with_media else prompt[:size]
         images = None
-        if with_images:
+        if with_media:
             pixels = rng.integers(0, 255, (SIDE, SIDE, 3), dtype=np.uint8)
-            images = SequenceImages.of(prompt, [Image(f"{group}", grid, pixels)], vision.tokens)
+            images = SequenceMedia.of(prompt, [DecodedItem(f"{group}", grid, pixels)], vision.tokens)
         own = (TOKENS - groups * len(prompt)) // 8 if each > 1 else TOKENS // 8 - len(prompt)
         for one in make_sequences(vocabulary, each * own + len(prompt), each, group, len(prompt)):
             tokens = np.concatenate([prompt, one.tokens[len(prompt) :]])
-            sequences.append(replace(one, tokens=tokens, images=images))
+            sequences.append(replace(one, tokens=tokens, media=images))
     return pack(sequences)
 
 

@@ -123,8 +123,8 @@ def stages_for(config: RunConfig) -> tuple[Stage, ...]:
     asked |= {schema.CONTINUED} if partial.enabled else set()
     asked |= {schema.OFF_POLICY_TOKENS} if partial.mask_off_policy else set()
     asked |= set(schema.OF_CONVERSATIONS) if config.agent.is_there else set()
-    of_prompts = schema.OF_MEDIA if config.has_images else ()
-    of_sequences = schema.OF_SEQUENCE_MEDIA if config.agent.is_there and config.has_images else ()
+    of_prompts = schema.OF_MEDIA if config.has_media else ()
+    of_sequences = schema.OF_SEQUENCE_MEDIA if config.agent.is_there and config.has_media else ()
     asked |= {*of_prompts, *of_sequences}
     credit = config.agent.credit
     if credit != "sample" and (needs.values or "advantage" not in names):
@@ -142,7 +142,7 @@ def stages_for(config: RunConfig) -> tuple[Stage, ...]:
         own["teacher"] = (*own.get("teacher", ()), "prompt")  # it says which source the group is of
     if partial.mask_off_policy:
         own["reward"] = (schema.OFF_POLICY_TOKENS,)  # the model wrote them, too
-    if config.reward.images:
+    if config.reward.media:
         own["reward"] = (*own.get("reward", ()), *of_prompts, *of_sequences)
     if any(source.sampling for source in config.data.sources) or config.agent.is_there:
         own["rollout"] = ("prompt",)  # it says how the answers of its source are sampled, and what environments get

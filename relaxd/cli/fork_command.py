@@ -105,8 +105,8 @@ def changed_config(config: RunConfig, changes: Sequence[str], run_id: str) -> Ru
             f'run {run_id} has agent.credit = "{config.agent.credit}", whose advantages follow from columns that steps '
             "don't record: its fork can change trainer.optimizer only"
         )
-    if changed.reward != config.reward and config.reward.images:
-        raise CliError("a reward that sees images (reward.images) can't score recorded answers again")
+    if changed.reward != config.reward and config.reward.media:
+        raise CliError("a reward that sees images (reward.media) can't score recorded answers again")
     if problems := check_algorithm(changed):
         raise ConfigError(problems)
     return changed

@@ -137,7 +137,7 @@ class RewardConfig(Section):
     cache_samples: int = Field(default=0, ge=0, le=10_000_000)
     """Scores that a reward replica remembers, by everything that the reward gets; about 1 KiB each. Only for a reward
     that gives the same sample the same score. 0: none."""
-    images: bool = False
+    media: bool = False
     """Let rewards open the images of prompts and of conversations, and videos and sounds of prompts
     (`sample.images()`, `sample.videos()`, `sample.sounds()`, docs/rewards.md). Each replica then reads all of them. A
     service at an address gets none."""
@@ -207,7 +207,7 @@ class RewardConfig(Section):
             refuse_unused(self, "reward", ("max_retries",), reason)
         if self.address:
             reason = "reward.address is a service, which gets no images: leave it out"
-            refuse_unused(self, "reward", ("images",), reason)
+            refuse_unused(self, "reward", ("media",), reason)
         if self.sandbox == "off":
             reason = 'reward.sandbox is "off", with which rewards do what the service\'s user may do: set "auto"'
             refuse_unused(self, "reward", ("network", "writable", "worker_memory_bytes"), reason)

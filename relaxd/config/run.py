@@ -226,7 +226,7 @@ class RunConfig(Section):
         return self.roles.teacher.max_prompt_tokens or self.data.max_prompt_tokens
 
     @property
-    def has_images(self) -> bool:
+    def has_media(self) -> bool:
         """True if the run's prompts or other messages of its conversations may have media."""
         return bool(self.media_kinds)
 
@@ -236,14 +236,14 @@ class RunConfig(Section):
         return tuple(self.data.media_keys) or (("image",) if self.agent.images else ())
 
     @property
-    def images_setting(self) -> str:
+    def media_setting(self) -> str:
         """The setting by which the run has media."""
         return "data.media_keys" if self.data.media_keys else "agent.images"
 
     @property
-    def images_problem(self) -> tuple[str, str] | None:
+    def media_problem(self) -> tuple[str, str] | None:
         """The setting with which a run can't have its media, and why; None if it can, or has none."""
-        if not self.has_images:
+        if not self.has_media:
             return None
         for kind in self.media_kinds:
             if not ENGINES[self.rollout.engine].takes(kind):
@@ -260,7 +260,7 @@ class RunConfig(Section):
         """Return why the rollout engine can't have media of a kind, with a type of model or with any."""
         able = list_engines("rollout", lambda one: one.takes(kind, model_type))
         of_model = "" if model_type is None else f" with a model of type {model_type!r}"
-        what = f'= "{self.rollout.engine}", which takes no {kind}{of_model} ({self.images_setting})'
+        what = f'= "{self.rollout.engine}", which takes no {kind}{of_model} ({self.media_setting})'
         return f"{what}: {able or 'no engine'} does"
 
     @property
@@ -291,10 +291,10 @@ class RunConfig(Section):
         return self
 
     @model_validator(mode="after")
-    def _rewards_open_images_that_are_there(self) -> Self:
-        if self.reward.images and not self.has_images:
+    def _rewards_open_media_that_are_there(self) -> Self:
+        if self.reward.media and not self.has_media:
             raise ValueError(
-                "reward.images is true, but the run has none: name a column with media in data.media_keys, set "
+                "reward.media is true, but the run has none: name a column with media in data.media_keys, set "
                 "agent.images, or leave it out"
             )
         return self
@@ -302,9 +302,9 @@ class RunConfig(Section):
     @model_validator(mode="after")
     def _models_beside_the_trained_one_see(self) -> Self:
         """A critic service and engines that give a teacher's log-probs don't see images."""
-        if not self.has_images:
+        if not self.has_media:
             return self
-        setting = self.images_setting
+        setting = self.media_setting
         teacher, critic = self.roles.teacher, self.roles.critic
         if self.algorithm.needs_critic and critic.placement == "service":
             raise ValueError(

@@ -13,7 +13,7 @@ from relaxd.data.digest import digest_of
 from relaxd.data.duplicates import Chosen, FirstVisits, Seen, keys_of
 from relaxd.data.examples import Example, Message
 from relaxd.data.files.rows import Joined
-from relaxd.data.images_ahead import ImagesAhead
+from relaxd.data.media_ahead import MediaAhead
 from relaxd.data.prompt_checks import (
     CHECKED,
     FIRST_LOOK,
@@ -169,9 +169,9 @@ class PromptDataset:
     def prompt(self, index: int) -> Prompt:
         """Return the prompt at an index. Raises DataError: its row of a large file, not looked at before, is wrong."""
         example = self._example(index)
-        images = self._images.take(index, example) if self._images is not None else []
-        tokens = self._tokenizer.encode_seen(example, images) if images else self._tokenizer.encode([example])[0]
-        messages = [] if isinstance(example.prompt, str) else with_references(example.prompt, images)
+        media = self._media.take(index, example) if self._media is not None else []
+        tokens = self._tokenizer.encode_seen(example, media) if media else self._tokenizer.encode([example])[0]
+        messages = [] if isinstance(example.prompt, str) else with_references(example.prompt, media)
         (teachers,) = [None] if self._teacher is None else self._teacher.encode(self._tokenizer, [example])
         return Prompt(
             tokens=tokens,
@@ -183,24 +183,24 @@ class PromptDataset:
             sampling=example.sampling,
             tools=example.tools,
             teacher_tokens=teachers,
-            media=PromptMedia.of(images) if images else NO_MEDIA,
+            media=PromptMedia.of(media) if media else NO_MEDIA,
         )
 
     def look_ahead(self, cursor: Cursor, count: int) -> None:
         """Begin with the images of the prompts of the next places, which most visits go to."""
-        if self._images is None:
+        if self._media is None:
             return
         epoch, position = cursor.place
         for index in self.order(epoch)[position : position + count].tolist():
             try:
-                self._images.expect([(index, self._example(index))])
+                self._media.expect([(index, self._example(index))])
             except DataError:  # it is told when its turn comes
                 continue
 
     @cached_property
-    def _images(self) -> ImagesAhead | None:
+    def _media(self) -> MediaAhead | None:
         """Images of prompts, if there are any."""
-        return None if self._tokenizer.vision is None else ImagesAhead(self._tokenizer.vision)
+        return None if self._tokenizer.vision is None else MediaAhead(self._tokenizer.vision)
 
     def _example(self, index: int) -> Example:
         last = self._last  # read once: threads may share it
@@ -320,7 +320,7 @@ def load_data(config: RunConfig, *, first_look: bool = False) -> RunData:
     A `first_look` is for finding most mistakes soon, before another process loads the data: it checks fewer prompts,
     and leaves out what needs them all. Raises DataError, which names the setting and the line.
     """
-    if problem := config.images_problem:
+    if problem := config.media_problem:
         raise DataError(*problem)
     most = FIRST_LOOK if first_look else None
     folder = resolve_model(config.model.path, weights=False)

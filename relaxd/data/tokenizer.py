@@ -85,7 +85,7 @@ class PromptTokenizer:
             model.chat_template,
             model.chat_template_arguments,
             continue_final=data.continue_final_message,
-            vision=read_vision(folder, data) if config.has_images else None,
+            vision=read_vision(folder, data) if config.has_media else None,
         )
 
     def encode(self, examples: Sequence[Example]) -> list[np.ndarray]:

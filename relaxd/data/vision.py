@@ -18,10 +18,10 @@ from relaxd.media import (
     VIDEO,
     Grid,
     ImageRule,
-    ImageTokens,
     MediaError,
     MediaKind,
     MediaSize,
+    MediaTokens,
     NormalMedia,
     SoundRule,
     VideoRule,
@@ -63,7 +63,7 @@ class VisionModel:
     """A model's rules for images, video and sound."""
 
     rule: ImageRule
-    tokens: ImageTokens
+    tokens: MediaTokens
     mean: tuple[float, ...]
     """By which pixels are normalised, of each channel, of values from 0 to 1."""
     std: tuple[float, ...]
@@ -133,10 +133,10 @@ def read_vision(folder: Path, data: DataConfig | None = None) -> VisionModel:
         vision = config["vision_config"]
         # The configuration may leave out what its class has by default.
         sizes = (int(vision.get("patch_size") or patch), int(vision.get("spatial_merge_size") or merge))
-        tokens = ImageTokens(int(config["image_token_id"]), merge)
+        tokens = MediaTokens(int(config["image_token_id"]), merge)
         if VIDEO in kinds:
             names = ("video_token_id", "vision_start_token_id", "vision_end_token_id")
-            tokens = ImageTokens(tokens.token, merge, *(int(config.get(name, NONE)) for name in names))
+            tokens = MediaTokens(tokens.token, merge, *(int(config.get(name, NONE)) for name in names))
         if AUDIO in kinds:
             tokens = replace(tokens, audio=int(config["audio_token_id"]))
         mean, std = (

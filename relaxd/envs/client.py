@@ -46,7 +46,7 @@ class OpenedSession:
     """Messages that follow the prompt's."""
     tools: list[dict[str, Any]]
     """Schemas of tools."""
-    images: Sequence[MediaItem] = ()
+    media: Sequence[MediaItem] = ()
     """The messages' images, in order."""
 
 
@@ -70,7 +70,7 @@ class SessionStep:
     """Player who speaks next."""
     rewards: Mapping[int, float] = field(default_factory=dict)
     """Rewards of the other players, by number."""
-    images: Sequence[MediaItem] = ()
+    media: Sequence[MediaItem] = ()
     """The messages' images, in order."""
 
 
@@ -106,9 +106,9 @@ class EnvironmentClient:
         answer = await self._call(self._stub.OpenSession, request)
         self._told(answer.user_messages)
         try:
-            messages, images = _messages(answer.messages_json, "OpenSession returned")
+            messages, media = _messages(answer.messages_json, "OpenSession returned")
             tools = check_tools(_list("tools_json", answer.tools_json), "OpenSession returned")
-            return OpenedSession(messages, tools, images)
+            return OpenedSession(messages, tools, media)
         except BadEnvironmentError as error:
             raise EnvironmentFailed(str(error)) from error
 
@@ -131,11 +131,11 @@ class EnvironmentClient:
             if not math.isfinite(number):
                 raise EnvironmentFailed(f"Step returned {name} = {number}: it must be a finite number")
         try:
-            messages, images = _messages(answer.messages_json, "Step returned")
+            messages, media = _messages(answer.messages_json, "Step returned")
         except BadEnvironmentError as error:
             raise EnvironmentFailed(str(error)) from error
         info, rewards = dict(answer.info), dict(answer.rewards)
-        return SessionStep(messages, answer.reward, answer.done, info, answer.player, rewards, images)
+        return SessionStep(messages, answer.reward, answer.done, info, answer.player, rewards, media)
 
     async def close_session(self, session_id: str) -> None:
         """End a conversation. Raises EnvironmentFailed."""

@@ -8,7 +8,7 @@ from numbers import Real
 from typing import Any
 
 from relaxd.data.examples import Message
-from relaxd.envs.observation_images import put_images, take_images
+from relaxd.envs.observation_media import put_media, take_media
 from relaxd.envs.tool_calls import ToolCall
 from relaxd.media import MediaError, MediaItem
 
@@ -155,7 +155,7 @@ def finite_number(value: object, what: str) -> float:
 def messages_of(observation: object, what: str, calls: Sequence[ToolCall] = (), *, sent: bool = False) -> list[Message]:
     """Return an observation as messages whose images are data URIs, as `read_observation`."""
     return [
-        {**message, "content": put_images(message["content"], [item.source for item in items])}
+        {**message, "content": put_media(message["content"], [item.source for item in items])}
         for message, items in read_observation(observation, what, calls, sent=sent)
     ]
 
@@ -186,7 +186,7 @@ def read_observation(
         content, items = message.get("content"), list[MediaItem]()
         if isinstance(content, list | tuple):
             try:
-                content, items = take_images(f"messages[{index}].content", message["role"], content, sent=sent)
+                content, items = take_media(f"messages[{index}].content", message["role"], content, sent=sent)
             except MediaError as error:
                 raise BadEnvironmentError(f"{what} messages of which {error}") from error
         if not isinstance(content, str | list):

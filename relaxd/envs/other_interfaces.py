@@ -104,8 +104,8 @@ def _content(observation: Mapping[str, Any]) -> str | list[Any]:
     text, media = observation.get("obs_str", ""), observation.get("multi_modal_data") or {}
     if other := [kind for kind in media if kind != IMAGE]:
         raise BadEnvironmentError(f"step() returned an observation with multi_modal_data of {other[0]!r}: only images")
-    images = media.get(IMAGE) or []
-    images = images if isinstance(images, list | tuple) else [images]
+    given = media.get(IMAGE) or []
+    images = given if isinstance(given, list | tuple) else [given]
     parts = [{"type": IMAGE, "image": image} for image in images]
     return [*parts, {"type": "text", "text": text}] if parts else text
 

@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 
 from relaxd.data.examples import Message
 from relaxd.envs.environment import BadEnvironmentError, Reply, Sample, Step
-from relaxd.envs.observation_images import put_images, take_images
+from relaxd.envs.observation_media import put_media, take_media
 from relaxd.envs.sessions import MAX_STUCK
 from relaxd.envs.tool_calls import ToolCall, call_of
 from relaxd.importing import ImportProblem, describe_error, import_own
@@ -78,7 +78,7 @@ class Model:
             ValueError: the request is refused; the message says what is wrong with it.
         """
         wanted = {"tools": list(tools), "max_tokens": max_tokens, "stop": list(stop)}
-        sent = [_with_sent_images(f"messages[{index}]", message) for index, message in enumerate(messages)]
+        sent = [_with_sent_media(f"messages[{index}]", message) for index, message in enumerate(messages)]
         body = {"model": "policy", "messages": sent} | {name: one for name, one in wanted.items() if one}
         status, answer = await asyncio.to_thread(self._post, json.dumps(body).encode())
         if status != 200:
@@ -104,13 +104,13 @@ class Model:
             connection.close()
 
 
-def _with_sent_images(place: str, message: Message) -> Message:
+def _with_sent_media(place: str, message: Message) -> Message:
     """Return a message whose images are data URIs. Raises MediaError, a ValueError."""
     content = message.get("content")
     if not isinstance(content, list | tuple):
         return message
-    left, items = take_images(f"{place}.content", message.get("role", ""), content, sent=False)
-    return {**message, "content": put_images(left, [item.source for item in items])}
+    left, items = take_media(f"{place}.content", message.get("role", ""), content, sent=False)
+    return {**message, "content": put_media(left, [item.source for item in items])}
 
 
 def _calls(message: Mapping[str, Any]) -> list[tuple[Mapping[str, Any], ToolCall]]:

@@ -31,7 +31,7 @@ from relaxd.data.tokenizer import PromptTokenizer
 from relaxd.envs.replies import THINKING_TAGS
 from relaxd.media import MediaError
 from relaxd.media.placeholders import IMAGE
-from relaxd.media.prompt_media import StoredImage, expand_at
+from relaxd.media.prompt_media import StoredMedia, expand_at
 from relaxd.models import DataError
 
 
@@ -104,7 +104,7 @@ class TokenHistory:
         tools: Sequence[Mapping[str, Any]] | None = None,
         *,
         opened: Sequence[Message] = (),
-        images: Sequence[StoredImage] = (),
+        media: Sequence[StoredMedia] = (),
         tokens: Sequence[int] = (),
     ) -> None:
         """Render and tokenise the prompt.
@@ -115,7 +115,7 @@ class TokenHistory:
             tools: schemas of the tools that the model may call; None: those of the example.
             opened: messages of the environment that follow the prompt's. Without them and with the example's tools, the
                 prompt's tokens are those that `PromptTokenizer.encode` makes of the example.
-            images: images of the example's and of these messages, in order.
+            media: images of the example's and of these messages, in order.
             tokens: the prompt's token ids, in place of all of these; then only `add_tokens` continues it.
 
         Raises:
@@ -135,13 +135,13 @@ class TokenHistory:
             asked = replace(asked, prompt=[*example.messages, *map(self._as_plain_text, opened)])
         self.opens_thinking = False
         """True if the context ends with the tag that begins thinking."""
-        self.images: list[StoredImage] = []
+        self.media: list[StoredMedia] = []
         """Images in the context, and where they are."""
         self.prompt_tokens: list[int] = list(tokens)
         """Token ids of the first prompt of the engine."""
         if not tokens:
             short = self._encode(tokenizer.render(asked, self._now), None)
-            self.prompt_tokens, self.images = self._expanded(short, images)
+            self.prompt_tokens, self.media = self._expanded(short, media)
         if tokens:
             self._note_end(tokens)
         if not self.prompt_tokens:
@@ -156,7 +156,7 @@ class TokenHistory:
         self._segments: list[_Segment] = []
         self._to_reply: list[_Segment] = []
         """Segments up to the end of the last reply, as they were then."""
-        self._images_to_reply: list[StoredImage] = []
+        self._media_to_reply: list[StoredMedia] = []
         self._reply_ends: list[int] = []
         self._replied = False
         self._stop: int | None = None
@@ -197,9 +197,9 @@ class TokenHistory:
         return {name: _joined(self._to_reply, name) for name in _DTYPES}
 
     @property
-    def images_to_last_reply(self) -> list[StoredImage]:
+    def media_to_last_reply(self) -> list[StoredMedia]:
         """Images in the context up to the end of the last reply."""
-        return self._images_to_reply
+        return self._media_to_reply
 
     def reply_lengths(self) -> list[int]:
         """Return the numbers of tokens from the end of a reply, or of the prompt, to the end of the next reply."""
@@ -233,7 +233,7 @@ class TokenHistory:
                 "be as many, and at least 1"
             )
         self._segments.append(_Segment.of(tokens, 1, logprobs, versions))
-        self._to_reply, self._images_to_reply = list(self._segments), list(self.images)
+        self._to_reply, self._media_to_reply = list(self._segments), list(self.media)
         self._reply_ends.append(self.length)
         last = int(tokens[-1])
         self._stop = last if stopped and last in self._controls.special else None
@@ -245,14 +245,14 @@ class TokenHistory:
         self._messages = [*self._messages, kept]
         self._replied = True
 
-    def add_messages(self, messages: Sequence[Message], images: Sequence[StoredImage] = ()) -> int:
+    def add_messages(self, messages: Sequence[Message], media: Sequence[StoredMedia] = ()) -> int:
         """Append the messages that follow a reply, and the beginning of the next one; return their number of tokens.
 
         Texts of control tokens in the messages become plain text. If it fails, the history is as before.
 
         Args:
             messages: at least one. An image of theirs is a part {"type": "image"}.
-            images: the messages' images, in order.
+            media: the messages' images, in order.
 
         Raises:
             CannotContinue: the chat template rejects the conversation, does not show where the reply ends or doesn't
@@ -265,14 +265,14 @@ class TokenHistory:
             raise CannotContinue("the last message of an observation is the assistant's, whose turn is next")
         new = [self._as_plain_text(message) for message in messages]
         text, keeps_stop, anchor = self._join(self._tail(new))
-        tokens, placed = self._expanded(self._encode(text, anchor), images)
+        tokens, placed = self._expanded(self._encode(text, anchor), media)
         if not tokens:
             raise CannotContinue("the chat template writes nothing after the model's message")
         version = int(self._segments[-1].versions[-1])
         if not keeps_stop:
             self._segments[-1] = self._segments[-1].without_last()
         before = len(self.prompt_tokens) + self.length
-        self.images = [*self.images, *(image.shifted(before) for image in placed)]
+        self.media = [*self.media, *(item.shifted(before) for item in placed)]
         self._segments.append(_Segment.of(tokens, 0, 0.0, version))
         self._messages = [*self._messages, *new]
         self._replied = False
@@ -422,14 +422,14 @@ class TokenHistory:
             return re.sub(f"(?=(?:{'|'.join(found)}))(.)", rf"\1{self._break}", text, flags=re.DOTALL)
         return text
 
-    def _expanded(self, short: list[int], images: Sequence[StoredImage]) -> tuple[list[int], list[StoredImage]]:
+    def _expanded(self, short: list[int], media: Sequence[StoredMedia]) -> tuple[list[int], list[StoredMedia]]:
         """Return ids with the tokens of their images, and the images with their places. Raises CannotContinue."""
-        if not images:
+        if not media:
             return short, []
         if self._tokenizer.vision is None:
             raise CannotContinue("a message has an image, but the run has none (data.media_keys, agent.images)")
         try:
-            return expand_at(short, images, self._tokenizer.vision.tokens)
+            return expand_at(short, media, self._tokenizer.vision.tokens)
         except MediaError as error:
             raise CannotContinue(f"a conversation {error}") from error
 

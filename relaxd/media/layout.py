@@ -43,7 +43,7 @@ class Run:
 
 
 @dataclass(frozen=True)
-class ImageTokens:
+class MediaTokens:
     """Tokens by which a model's prompts have images, video and sound."""
 
     token: int
@@ -118,14 +118,14 @@ class Layout:
 
 
 def expand(
-    short: Sequence[int] | np.ndarray, grids: Sequence[Grid], images: ImageTokens, labels: Sequence[Labels] = ()
+    short: Sequence[int] | np.ndarray, grids: Sequence[Grid], media: MediaTokens, labels: Sequence[Labels] = ()
 ) -> np.ndarray:
     """Put the tokens of each item into the place of its one token.
 
     Args:
         short: ids with one token for each item.
         grids: the items' patches, in the order of the prompt.
-        images: the model's.
+        media: the model's.
         labels: the items' labels, in the same order; empty: there are only images.
 
     Returns:
@@ -135,9 +135,9 @@ def expand(
         MediaError: there are more or fewer tokens than items, or those of another kind have another order.
     """
     ids, labels = np.asarray(short, np.int32), labels or [()] * len(grids)
-    places = np.flatnonzero(np.isin(ids, list(images.modalities)))
-    items = [images.token_of(grid, one) for grid, one in zip(grids, labels, strict=True)]
-    for kind, token in (("image", images.token), ("video", images.video), ("sound", images.audio)):
+    places = np.flatnonzero(np.isin(ids, list(media.modalities)))
+    items = [media.token_of(grid, one) for grid, one in zip(grids, labels, strict=True)]
+    for kind, token in (("image", media.token), ("video", media.video), ("sound", media.audio)):
         if (found := int((ids[places] == token).sum())) != (wanted := items.count(token)):
             raise MediaError(
                 f"has {found} {kind} tokens (id {token}) for {wanted} {kind}s after templating: the chat template must "
@@ -147,7 +147,7 @@ def expand(
         raise MediaError("has its media in another order after templating: change the chat template")
     pieces, end = [], 0
     for place, grid, label in zip(places.tolist(), grids, labels, strict=True):
-        pieces += [ids[end:place], images.of_item(grid, label)]
+        pieces += [ids[end:place], media.of_item(grid, label)]
         end = place + 1
     return np.concatenate([*pieces, ids[end:]])
 
@@ -155,7 +155,7 @@ def expand(
 def lay_out(
     tokens: np.ndarray,
     grids: Sequence[Grid],
-    images: ImageTokens,
+    media: MediaTokens,
     start: float = 0.0,
     *,
     begins: Sequence[int] | None = None,
@@ -168,7 +168,7 @@ def lay_out(
     Args:
         tokens: expanded ids, [T].
         grids: the items' patches, in the order of the prompt.
-        images: the model's.
+        media: the model's.
         start: position of the first token, for a part that follows an answer.
         begins: index of each image's first token, for ids that have answers in them; None: every token of media is an
             item's. A video has no single place, so there must be none with begins.
@@ -180,9 +180,9 @@ def lay_out(
         raise MediaError(f"has an item with the grid {list(wrong)}: it must have 1 or 3 numbers of at least 1")
     tokens = np.asarray(tokens, np.int32)
     kinds = np.zeros(len(tokens), np.uint8)
-    for token, modality_of_token in images.modalities.items():
+    for token, modality_of_token in media.modalities.items():
         kinds[tokens == token] = modality_of_token
-    runs = [run for grid in grids for run in images.runs(grid)]
+    runs = [run for grid in grids for run in media.runs(grid)]
     counts = [len(run) for run in runs]
     if begins is None:
         places = np.flatnonzero(kinds)

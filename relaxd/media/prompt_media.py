@@ -13,7 +13,7 @@ import numpy as np
 
 from relaxd.media.images import NormalImage
 from relaxd.media.kinds import NormalMedia
-from relaxd.media.layout import Grid, ImageTokens, expand
+from relaxd.media.layout import Grid, MediaTokens, expand
 from relaxd.media.placeholders import IMAGE, shown_text
 from relaxd.media.sources import MediaError
 from relaxd.v1 import agent_pb2, rollout_pb2
@@ -24,7 +24,7 @@ sound, [frames], "bytes": ...}. Those of a sequence have "begin", too: the index
 
 
 @dataclass(frozen=True)
-class StoredImage:
+class StoredMedia:
     """An item in its normal form, by what is stored of it."""
 
     sha256: str
@@ -53,34 +53,34 @@ class StoredImage:
 
 
 def expand_at(
-    short: Sequence[int], images: Sequence[StoredImage], tokens: ImageTokens
-) -> tuple[list[int], list[StoredImage]]:
+    short: Sequence[int], media: Sequence[StoredMedia], tokens: MediaTokens
+) -> tuple[list[int], list[StoredMedia]]:
     """Repeat each image token once for each token of its image. Returns the ids, and the images with their begins.
 
     Args:
         short: ids with one image token for each image.
-        images: the images, in order.
+        media: the images, in order.
         tokens: the model's tokens for images.
 
     Raises MediaError: there are more or fewer image tokens than images.
     """
-    ids = expand(short, [image.grid for image in images], tokens)
+    ids = expand(short, [item.grid for item in media], tokens)
     placed, before = [], 0
-    for place, image in zip(np.flatnonzero(np.asarray(short) == tokens.token).tolist(), images, strict=True):
-        placed.append(replace(image, begin=place + before))
-        before += tokens.count(image.grid) - 1
+    for place, item in zip(np.flatnonzero(np.asarray(short) == tokens.token).tolist(), media, strict=True):
+        placed.append(replace(item, begin=place + before))
+        before += tokens.count(item.grid) - 1
     return ids.tolist(), placed
 
 
 def to_columns(items: Sequence[NormalMedia]) -> tuple[list[dict[str, Any]], np.ndarray]:
     """Return the columns prompt_media and media_contents (uint8). An item that comes twice is stored once."""
     stored: dict[str, bytes] = {}
-    records = _records([StoredImage.of(item) for item in items], stored)
+    records = _records([StoredMedia.of(item) for item in items], stored)
     return records, np.frombuffer(b"".join(stored.values()), np.uint8)
 
 
 def to_sequence_columns(
-    sequences: Sequence[Sequence[StoredImage]], prompt: Collection[str]
+    sequences: Sequence[Sequence[StoredMedia]], prompt: Collection[str]
 ) -> tuple[list[list[dict[str, Any]]], np.ndarray]:
     """Return the columns sequence_media and sequence_contents (uint8). An image of a group is stored once.
 
@@ -89,11 +89,11 @@ def to_sequence_columns(
         prompt: hashes of the prompt's images.
     """
     stored = dict.fromkeys(prompt, b"")
-    records = [_records(images, stored) for images in sequences]
+    records = [_records(media, stored) for media in sequences]
     return records, np.frombuffer(b"".join(stored.values()), np.uint8)
 
 
-def _records(items: Sequence[StoredImage], stored: dict[str, bytes]) -> list[dict[str, Any]]:
+def _records(items: Sequence[StoredMedia], stored: dict[str, bytes]) -> list[dict[str, Any]]:
     """Return the records of items, and add the bytes of those that aren't stored yet."""
     records = []
     for item in items:
@@ -104,16 +104,16 @@ def _records(items: Sequence[StoredImage], stored: dict[str, bytes]) -> list[dic
     return records
 
 
-def reference_part(item: NormalMedia | StoredImage) -> dict[str, Any]:
+def reference_part(item: NormalMedia | StoredMedia) -> dict[str, Any]:
     """Return the part of a message that says by hash which item is there."""
     return {"type": item.kind, "uri": f"sha256:{item.sha256}", "media_type": item.media_type, "sha256": item.sha256}
 
 
 def with_references(
-    messages: Sequence[Mapping[str, Any]], images: Sequence[NormalMedia | StoredImage]
+    messages: Sequence[Mapping[str, Any]], media: Sequence[NormalMedia | StoredMedia]
 ) -> list[dict[str, Any]]:
     """Return messages whose parts say by hash which item is there, as rewards get them (relaxd/media/messages.py)."""
-    rest = iter(images)
+    rest = iter(media)
 
     def part(one: Mapping[str, Any]) -> dict[str, Any]:
         if one["type"] == "text":
@@ -122,7 +122,7 @@ def with_references(
 
     return [
         {**message, "content": [part(one) for one in message["content"]]}
-        if images and isinstance(message["content"], list)
+        if media and isinstance(message["content"], list)
         else dict(message)
         for message in messages
     ]
@@ -205,10 +205,10 @@ class PromptMedia:
     @classmethod
     def of(cls, items: Sequence[NormalMedia]) -> "PromptMedia":
         """Return those of items in their normal form."""
-        return cls.of_stored([StoredImage.of(item) for item in items])
+        return cls.of_stored([StoredMedia.of(item) for item in items])
 
     @classmethod
-    def of_stored(cls, items: Sequence[StoredImage]) -> "PromptMedia":
+    def of_stored(cls, items: Sequence[StoredMedia]) -> "PromptMedia":
         """Return those of stored items."""
         stored: dict[str, bytes] = {}
         return cls(tuple(_records(items, stored)), b"".join(stored.values()))
@@ -249,7 +249,7 @@ class PromptMedia:
         """Return the bytes of each by its hash. Raises MediaError."""
         return contents_of(self.records, self.array)
 
-    def images(self) -> list[StoredImage]:
+    def items(self) -> list[StoredMedia]:
         """Return each image.
 
         Raises MediaError: the contents lack one or aren't as long as the records say, or an item is no image.
@@ -261,7 +261,7 @@ class PromptMedia:
             raise MediaError(f"has no bytes of image {lacking}")
         begins: Sequence[int | None] = begins_of(self.records) or [None] * len(self.records)
         of_each = zip(hashes_of(self.records), grids_of(self.records), begins, strict=True)
-        return [StoredImage(name, grid, contents[name], begin) for name, grid, begin in of_each]
+        return [StoredMedia(name, grid, contents[name], begin) for name, grid, begin in of_each]
 
     @property
     def array(self) -> np.ndarray:

@@ -19,7 +19,7 @@ MAX_CHARACTERS = 10_000
 END_CHARACTERS = 2_000
 """Those of its end."""
 
-SHOWN_IMAGES = 4
+SHOWN_MEDIA = 4
 """Maximum number of images, videos and sounds of a sample that are shown."""
 SHOWN_FRAMES = 4
 """Maximum number of frames in the thumbnail of a video, which stand side by side."""
@@ -29,10 +29,10 @@ THUMBNAIL_URI = "data:image/jpeg;base64,"
 """Beginning of a thumbnail."""
 
 
-def shown_images(
+def shown_media(
     contents: Mapping[str, bytes], records: Collection[MediaRecord], *, thumbnails: bool
 ) -> dict[str, dict[str, Any]]:
-    """Return media by their hashes with the fields of ShownImage in coordinator.proto.
+    """Return media by their hashes with the fields of ShownMedia in coordinator.proto.
 
     Args:
         contents: media in their normal form by their hashes.
@@ -91,7 +91,7 @@ def _thumbnail(frames: "Sequence[Image]") -> str:
     return THUMBNAIL_URI + base64.b64encode(file.getvalue()).decode()
 
 
-def image_line(image: Mapping[str, Any]) -> str:
+def media_line(image: Mapping[str, Any]) -> str:
     """Return an item of a sample as text, such as "image 3f2a9c01, 640 x 480"."""
     name = str(image["sha256"])[:8]
     if seconds := image.get("seconds"):

@@ -12,7 +12,7 @@ from pathlib import Path
 from string import Template
 from typing import Any
 
-from relaxd.media.shown import THUMBNAIL_URI, conversation_lines, image_line
+from relaxd.media.shown import THUMBNAIL_URI, conversation_lines, media_line
 from relaxd.report.charts import chart_data, color
 from relaxd.report.run_result import RunResult, place_of, results, table_of
 from relaxd.report.step_times import GROUP, TRAINER, Breakdown, Steps, mean_rows, share_rows
@@ -199,7 +199,7 @@ def _samples_table(samples: Sequence[Mapping[str, Any]]) -> str:
     head = ("step", "version", "prompt", "response", "answer", "reward", "advantage")
     rows = []
     for sample in samples:
-        prompt = _cell(shown_text(sample.get("prompt", "")), "".join(map(_picture, sample.get("images", ()))))
+        prompt = _cell(shown_text(sample.get("prompt", "")), "".join(map(_picture, sample.get("media", ()))))
         rest = (
             _response(sample) or "(nothing)",
             shown_text(sample.get("answer", "")),
@@ -211,9 +211,9 @@ def _samples_table(samples: Sequence[Mapping[str, Any]]) -> str:
     return _rendered(head, rows) if rows else "<p>none</p>"
 
 
-def _picture(image: Mapping[str, Any]) -> str:
+def _picture(item: Mapping[str, Any]) -> str:
     """Render an image of a sample, or what is known of it if it has no thumbnail."""
-    line, thumbnail = html.escape(image_line(image)), str(image.get("thumbnail", ""))
+    line, thumbnail = html.escape(media_line(item)), str(item.get("thumbnail", ""))
     if not thumbnail.startswith(THUMBNAIL_URI):
         return f"<br>{line}"
     return f'<br><img src="{html.escape(thumbnail)}" alt="{line}" title="{line}">'

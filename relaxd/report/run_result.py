@@ -236,8 +236,8 @@ def sample_values(sample: pb.TrainedSample) -> dict[str, Any]:
     ]
     values["reward_parts"] = dict(sample.reward_parts)
     names = ("sha256", "width", "height", "thumbnail", "frames")
-    values["images"] = [{name: getattr(image, name) for name in names} for image in sample.images]
-    left_out = {"tokens", *(() if sample.turns else OF_CONVERSATIONS), *(() if sample.images else ("images",))}
+    values["media"] = [{name: getattr(item, name) for name in names} for item in sample.media]
+    left_out = {"tokens", *(() if sample.turns else OF_CONVERSATIONS), *(() if sample.media else ("media",))}
     return {name: value for name, value in values.items() if name not in left_out}
 
 

@@ -51,7 +51,7 @@ class RewardInput:
     environment_info: Mapping[str, float] = field(default_factory=dict)
     """The environment's own numbers."""
     media: Mapping[str, bytes] = field(default_factory=dict)
-    """The media of the messages by their hash, as PNG, or WAV of sounds; {} unless reward.images is set."""
+    """The media of the messages by their hash, as PNG, or WAV of sounds; {} unless reward.media is set."""
 
     def images(self) -> list[Image]:
         """Open the images of the prompt and of what followed with Pillow, in their order, as the model sees them.
@@ -59,7 +59,7 @@ class RewardInput:
         They are RGB, and in its size.
 
         Raises:
-            ValueError: reward.images isn't set, so that they aren't here.
+            ValueError: reward.media isn't set, so that they aren't here.
         """
         return [self._opened(part) for part in self._parts("image")]
 
@@ -67,7 +67,7 @@ class RewardInput:
         """Open the frames of the prompt's videos with Pillow, as the model sees them.
 
         Raises:
-            ValueError: reward.images isn't set, so that they aren't here.
+            ValueError: reward.media isn't set, so that they aren't here.
         """
         return [
             frames_of(self._opened(part), int(part["media_type"].rpartition("frames=")[2]))
@@ -78,7 +78,7 @@ class RewardInput:
         """Return the samples of the prompt's sounds, as the model hears them: int16, one channel at its rate.
 
         Raises:
-            ValueError: reward.images isn't set, so that they aren't here.
+            ValueError: reward.media isn't set, so that they aren't here.
         """
         return [decode_wav(self.media[part["sha256"]]) for part in self._parts("audio")]
 
@@ -87,7 +87,7 @@ class RewardInput:
         messages = [*self.prompt_messages, *self.response_messages]
         parts = [part for message in messages for part in message["content"] if part["type"] == kind]
         if lacking := next((part["sha256"] for part in parts if part["sha256"] not in self.media), None):
-            raise ValueError(f"{kind} {lacking} isn't here: set reward.images = true")
+            raise ValueError(f"{kind} {lacking} isn't here: set reward.media = true")
         return parts
 
     def _opened(self, part: Mapping[str, Any]) -> Image:

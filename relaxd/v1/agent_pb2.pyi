@@ -136,7 +136,7 @@ class ConverseResponse(_message.Message):
 
     @_builtins.property
     def media(self) -> _containers.ScalarMap[_builtins.str, _builtins.bytes]:
-        """Images of the messages by their hashes, if the set's rewards may open them (reward.images)."""
+        """Images of the messages by their hashes, if the set's rewards may open them (reward.media)."""
 
     def __init__(
         self,

@@ -1359,7 +1359,7 @@ class TrainedSample(_message.Message):
     TURNS_FIELD_NUMBER: _builtins.int
     ENVIRONMENT_REWARD_FIELD_NUMBER: _builtins.int
     ENVIRONMENT_SECONDS_FIELD_NUMBER: _builtins.int
-    IMAGES_FIELD_NUMBER: _builtins.int
+    MEDIA_FIELD_NUMBER: _builtins.int
     REWARD_PARTS_FIELD_NUMBER: _builtins.int
     TOKENS_FIELD_NUMBER: _builtins.int
     SAMPLE_FIELD_NUMBER: _builtins.int
@@ -1396,7 +1396,7 @@ class TrainedSample(_message.Message):
         """In runs with an environment: the messages after the prompt."""
 
     @_builtins.property
-    def images(self) -> _containers.RepeatedCompositeFieldContainer[Global___ShownImage]:
+    def media(self) -> _containers.RepeatedCompositeFieldContainer[Global___ShownMedia]:
         """The first images and videos of the prompt."""
 
     @_builtins.property
@@ -1424,14 +1424,14 @@ class TrainedSample(_message.Message):
         turns: _builtins.int = ...,
         environment_reward: _builtins.float = ...,
         environment_seconds: _builtins.float = ...,
-        images: _abc.Iterable[Global___ShownImage] | None = ...,
+        media: _abc.Iterable[Global___ShownMedia] | None = ...,
         reward_parts: _abc.Mapping[_builtins.str, _builtins.float] | None = ...,
         tokens: Global___SampleTokens | None = ...,
         sample: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["tokens", b"tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["advantage", b"advantage", "answer", b"answer", "conversation", b"conversation", "environment_reward", b"environment_reward", "environment_seconds", b"environment_seconds", "finish_reason", b"finish_reason", "group_id", b"group_id", "images", b"images", "length", b"length", "prompt", b"prompt", "response", b"response", "reward", b"reward", "reward_parts", b"reward_parts", "sample", b"sample", "step", b"step", "tokens", b"tokens", "turns", b"turns", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["advantage", b"advantage", "answer", b"answer", "conversation", b"conversation", "environment_reward", b"environment_reward", "environment_seconds", b"environment_seconds", "finish_reason", b"finish_reason", "group_id", b"group_id", "length", b"length", "media", b"media", "prompt", b"prompt", "response", b"response", "reward", b"reward", "reward_parts", b"reward_parts", "sample", b"sample", "step", b"step", "tokens", b"tokens", "turns", b"turns", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1502,7 +1502,7 @@ class SampleTokens(_message.Message):
 Global___SampleTokens: _TypeAlias = SampleTokens  # noqa: Y015
 
 @_typing.final
-class ShownImage(_message.Message):
+class ShownMedia(_message.Message):
     """An image, a video or a sound of a prompt, for people."""
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -1541,7 +1541,7 @@ class ShownImage(_message.Message):
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___ShownImage: _TypeAlias = ShownImage  # noqa: Y015
+Global___ShownMedia: _TypeAlias = ShownMedia  # noqa: Y015
 
 @_typing.final
 class ShownMessage(_message.Message):

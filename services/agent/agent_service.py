@@ -97,7 +97,7 @@ class AgentService(StageReplica):
         }
         places = asyncio.Semaphore(config.agent.max_sessions)
         self._groups = groups = GroupConversations(config, self._begin, engines, of_run, places, self._look_for_room)
-        opened = [one.name for one in sets_of(config) if (one.reward or config.reward).images]
+        opened = [one.name for one in sets_of(config) if (one.reward or config.reward).media]
         self.evaluations = evaluations = EvaluationConversations(config.agent, by_set, places, opened)
 
         def room() -> int:

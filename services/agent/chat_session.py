@@ -20,7 +20,7 @@ from services.agent.chat_requests import (
 from services.agent.conversation import Conversation, ConversationStart
 from services.agent.model_turns import MessageTokens, ModelTurns, PolicyModel, tool_names
 from services.agent.prompt_tokens import PromptTokens, opening
-from services.agent.session_images import SessionImages
+from services.agent.session_media import SessionMedia
 from services.agent.stored_messages import StoredMessages
 
 
@@ -49,9 +49,9 @@ class ChatSession:
         """The same for the last message, if one cut it off."""
         self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         """Raises why the conversation can't go on, as soon as it can't."""
-        self.images = SessionImages(model.tokenizer.vision, start.images)
+        self.media = SessionMedia(model.tokenizer.vision, start.media)
         """Images of its prompt and of its requests."""
-        self.prompts = PromptTokens(model, start, self.images)
+        self.prompts = PromptTokens(model, start, self.media)
         """Tokens of its requests."""
         self.stored = StoredMessages()
         """Messages from which requests may go on by an id."""
@@ -145,7 +145,7 @@ class ChatSession:
         if branch is None:
             return await self._begin(request)
         if branch.turns.room > 0:
-            await branch.turns.add_messages(new, self.images.of(new))
+            await branch.turns.add_messages(new, self.media.of(new))
         return branch, new
 
     async def _with_tokens(self, request: ChatRequest) -> tuple[_Branch, list[Message]]:
@@ -217,7 +217,7 @@ class ChatSession:
         told = max((common_messages(branch.known or [], messages) for branch in self._branches), default=0)
         example, opened = opening(self._start.example, messages)
         turns = await self._start.turns(
-            self._model, example, request.tools, opened, len(self._branches), images=self.images.of(opened)
+            self._model, example, request.tools, opened, len(self._branches), media=self.media.of(opened)
         )
         told = max(told - (len(messages) - len(opened)), 0)
         return _Branch(turns, [], request.tools), list(opened[told:])

@@ -16,11 +16,11 @@ from relaxd import telemetry
 from relaxd.data.examples import Example, Message
 from relaxd.envs.client import EnvironmentFailed
 from relaxd.envs.environment import Reply, Sample
-from relaxd.envs.observation_images import with_images
+from relaxd.envs.observation_media import with_media
 from relaxd.envs.reply_formats import ParsedReply
 from relaxd.envs.token_history import CannotContinue, TokenHistory
 from relaxd.media import MediaError, MediaItem, normalise_image
-from relaxd.media.prompt_media import NO_MEDIA, PromptMedia, StoredImage, hashes_of, with_references, without_missing
+from relaxd.media.prompt_media import NO_MEDIA, PromptMedia, StoredMedia, hashes_of, with_references, without_missing
 from relaxd.models import DataError
 from relaxd.seeds import seed_of
 from services.agent.engines import EngineSession, OutOfTime, WantedWeights
@@ -42,7 +42,7 @@ class ConversationTokens:
     versions: NDArray[np.int64] = field(default_factory=lambda: np.empty(0, np.int64))
     message_lengths: list[int] = field(default_factory=list)
     """Numbers of tokens from the end of each message of the model, or from the beginning, to the end of the next."""
-    images: list[StoredImage] = field(default_factory=list)
+    media: list[StoredMedia] = field(default_factory=list)
     """Images in the tokens, and where they begin."""
 
     @classmethod
@@ -51,13 +51,13 @@ class ConversationTokens:
 
         `hashes` are those of the published one's images: others may have as many tokens.
         """
-        own, columns, images = list(history.prompt_tokens), history.to_last_reply(), history.images_to_last_reply
+        own, columns, media = list(history.prompt_tokens), history.to_last_reply(), history.media_to_last_reply
         versions = columns["versions"]
-        of_prompt = [image.sha256 for image in images if (image.begin or 0) < len(own)]
+        of_prompt = [item.sha256 for item in media if (item.begin or 0) < len(own)]
         if (own == list(published) and of_prompt == list(hashes)) or not len(versions):
-            shifted = [image.shifted(-len(own)) for image in images]
-            behind = [image for image in shifted if (image.begin or 0) >= 0]
-            return cls(True, **columns, message_lengths=history.reply_lengths(), images=behind)
+            shifted = [item.shifted(-len(own)) for item in media]
+            behind = [item for item in shifted if (item.begin or 0) >= 0]
+            return cls(True, **columns, message_lengths=history.reply_lengths(), media=behind)
         before = {
             "tokens": np.array(own, np.int32),
             "loss_mask": np.zeros(len(own), np.uint8),
@@ -66,7 +66,7 @@ class ConversationTokens:
         }
         first, *others = history.reply_lengths()
         whole = {name: np.concatenate([before[name], column]) for name, column in columns.items()}
-        return cls(False, **whole, message_lengths=[len(own) + first, *others], images=images)
+        return cls(False, **whole, message_lengths=[len(own) + first, *others], media=media)
 
 
 @dataclass
@@ -152,7 +152,7 @@ class ConversationStart:
     """Seed of the model's messages."""
     seconds: Callable[[], float]
     """Returns the time that is left."""
-    images: Sequence[StoredImage] = ()
+    media: Sequence[StoredMedia] = ()
     """Images of the prompt."""
 
     async def turns(
@@ -164,7 +164,7 @@ class ConversationStart:
         branch: int = 0,
         tokens: Sequence[int] = (),
         *,
-        images: Sequence[StoredImage] = (),
+        media: Sequence[StoredMedia] = (),
     ) -> ModelTurns:
         """Return the model's turns after a prompt. Raises as `ModelTurns.begin` does.
 
@@ -175,7 +175,7 @@ class ConversationStart:
             opened: messages that follow the prompt's.
             branch: number of this history of the sample, from 0 on.
             tokens: the prompt's token ids, in place of example, tools and messages.
-            images: images of `opened`.
+            media: images of `opened`.
         """
         seed = seed_of(self.sample_seed, "branch", branch) if branch else self.sample_seed
         return await ModelTurns.begin(
@@ -184,22 +184,22 @@ class ConversationStart:
             example,
             tools,
             opened=opened,
-            images=[*self.images_of(example), *images],
+            media=[*self.media_of(example), *media],
             seed=seed,
             seconds=self.seconds,
             long_prompt=bool(branch),
             tokens=tokens,
         )
 
-    def images_of(self, example: Example) -> Sequence[StoredImage]:
+    def media_of(self, example: Example) -> Sequence[StoredMedia]:
         """Return the images of a prompt: none of one that stands in the place of the sample's."""
-        return self.images if example is self.example else ()
+        return self.media if example is self.example else ()
 
     @property
     def sample(self) -> Sample:
         """The sample as environments and programs get it."""
         example = self.example
-        messages = with_images(example.messages, [image.png for image in self.images])
+        messages = with_media(example.messages, [item.png for item in self.media])
         return Sample(messages, example.answer, example.metadata, self.group_seed, example.tools)
 
 
@@ -247,8 +247,8 @@ class Conversations(ABC):
             return limit - (time.monotonic() - begun - engine.waited_seconds)
 
         try:
-            images = media.images()
-            await self._converse(result, ConversationStart(engine, example, group_seed, sample_seed, seconds, images))
+            own = media.items()
+            await self._converse(result, ConversationStart(engine, example, group_seed, sample_seed, seconds, own))
         except OutOfTime:
             result.finish = "timeout"
         except EnvironmentFailed as error:
@@ -265,7 +265,7 @@ class Conversations(ABC):
             }
             result.histories = {}
         # Images that the model didn't come to see aren't stored.
-        seen = {image.sha256 for one in result.sequences.values() for image in one.images}
+        seen = {item.sha256 for one in result.sequences.values() for item in one.media}
         result.messages = without_missing(result.messages, seen.union(hashes_of(media.records)))
         return result
 
@@ -306,10 +306,10 @@ class EnvironmentConversations(Conversations):
             opened = await self._environments.open(name, start.sample)
         tools = [*start.example.tools, *opened.tools]
         names = tool_names(tools)
-        images = await self._normalised(opened.images)
-        players = {0: await start.turns(self._model, start.example, tools, opened.messages, images=images)}
+        media = await self._normalised(opened.media)
+        players = {0: await start.turns(self._model, start.example, tools, opened.messages, media=media)}
         player = 0
-        result.messages += with_references(opened.messages, images)
+        result.messages += with_references(opened.messages, media)
         while not result.finish:
             turns = players[player]
             if turns.room < 1:
@@ -338,16 +338,16 @@ class EnvironmentConversations(Conversations):
                 if not result.finish:
                     raise OutOfTime
                 return
-            images = await self._normalised(step.images)
-            result.messages += with_references(step.messages, images)
+            media = await self._normalised(step.media)
+            result.messages += with_references(step.messages, media)
             player = self._checked_player(step.player)
             if player in players:
-                await players[player].add_messages(step.messages, images)
+                await players[player].add_messages(step.messages, media)
             else:
-                begun = start.turns(self._model, start.example, tools, step.messages, branch=player, images=images)
+                begun = start.turns(self._model, start.example, tools, step.messages, branch=player, media=media)
                 players[player] = await begun
 
-    async def _normalised(self, items: Sequence[MediaItem]) -> list[StoredImage]:
+    async def _normalised(self, items: Sequence[MediaItem]) -> list[StoredMedia]:
         """Return the environment's images in the model's normal form. Raises EnvironmentFailed."""
         if not items:
             return []
@@ -355,11 +355,11 @@ class EnvironmentConversations(Conversations):
             raise EnvironmentFailed(f"{items[0].place} is an image, but agent.images is false: set it to true")
         rule = vision.rule
 
-        def normalise_all() -> list[StoredImage]:
+        def normalise_all() -> list[StoredMedia]:
             found = []
             for item in items:
                 try:
-                    found.append(StoredImage.of(normalise_image(item.source, rule)))
+                    found.append(StoredMedia.of(normalise_image(item.source, rule)))
                 except MediaError as error:
                     raise EnvironmentFailed(f"the environment's image {item.place} {error}") from error
             return found

@@ -90,7 +90,7 @@ class Endpoint:
 
     async def _answer(self, protocol: Protocol, request: web.Request) -> web.StreamResponse:
         session = self._session(request)
-        asked, read = await _read(session, request, lambda body: protocol.read(body, session.stored, session.images))
+        asked, read = await _read(session, request, lambda body: protocol.read(body, session.stored, session.media))
         answer = await session.answer(read)
         if read.kept is not None:
             session.stored.keep(answer.id, [*read.kept, answer.message], read.tools)
@@ -106,14 +106,14 @@ class Endpoint:
         """Answer in Anthropic's form."""
         session = self._session(request)
         _, asked = await _read(
-            session, request, lambda body: ANTHROPIC_MESSAGES.read(body, session.stored, session.images)
+            session, request, lambda body: ANTHROPIC_MESSAGES.read(body, session.stored, session.media)
         )
         return web.json_response({"input_tokens": len(await session.prompts.of(asked.messages, asked.tools))})
 
     async def _tokenize(self, request: web.Request) -> web.Response:
         """Answer in vLLM's form."""
         session = self._session(request)
-        _, asked = await _read(session, request, lambda body: read_tokenize_request(body, session.images))
+        _, asked = await _read(session, request, lambda body: read_tokenize_request(body, session.media))
         if isinstance(asked, str):
             tokens = await session.prompts.of_text(asked)
         else:
@@ -146,7 +146,7 @@ async def _read(
         asked = read_object(body)
         return asked, read(asked)
 
-    takes_long = session.images.vision is not None or len(body) > LONG_BODY
+    takes_long = session.media.vision is not None or len(body) > LONG_BODY
     return await asyncio.to_thread(parse) if takes_long else parse()
 
 

@@ -122,7 +122,7 @@ class EvaluationConversations:
             outcome=EnvironmentOutcome(reward=held.reward, info=held.info),
             turns=held.turns,
             failure=held.failure,
-            media={image.sha256: image.png for one in held.sequences.values() for image in one.images}
+            media={item.sha256: item.png for one in held.sequences.values() for item in one.media}
             if name in self._opened
             else {},
         )

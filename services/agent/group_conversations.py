@@ -122,7 +122,7 @@ class GroupConversations:
                 return self._dropped(delivery, failed)
             agent = self._config.agent
             made = columns_of(conversations, masked=agent.on_failure == "mask", credit=agent.credit)
-            return made | media_columns_of(conversations, media) if self._config.has_images else made
+            return made | media_columns_of(conversations, media) if self._config.has_media else made
         except BoardUnavailable as error:
             raise asyncio.CancelledError from error  # not the group's fault: handed back, uncounted
         except ExceptionGroup as errors:  # the first failure has ended the other conversations
@@ -269,6 +269,6 @@ def columns_of(conversations: Sequence[Conversation], *, masked: bool, credit: C
 
 def media_columns_of(conversations: Sequence[Conversation], prompt: PromptMedia) -> dict[str, Column]:
     """Return the columns of the images in the conversations of a group, whose prompt may have some itself."""
-    sequences = [sequence.images for one in conversations for sequence in one.sequences.values()]
+    sequences = [sequence.media for one in conversations for sequence in one.sequences.values()]
     records, contents = to_sequence_columns(sequences, hashes_of(prompt.records))
     return {SEQUENCE_MEDIA: records, SEQUENCE_CONTENTS: contents}

@@ -13,7 +13,7 @@ from relaxd.data.tokenizer import LONG_TEXT, PromptTokenizer
 from relaxd.envs.replies import ReplyFormat, read_reply
 from relaxd.envs.reply_formats import ParsedReply
 from relaxd.envs.token_history import TokenHistory
-from relaxd.media.prompt_media import PromptMedia, StoredImage
+from relaxd.media.prompt_media import PromptMedia, StoredMedia
 from relaxd.seeds import seed_of
 from relaxd.v1.sample_pb2 import SamplingParams
 from services.agent.engines import EngineSession, RunEngines
@@ -105,7 +105,7 @@ class ModelTurns:
         tools: Sequence[Mapping[str, Any]],
         *,
         opened: Sequence[Message],
-        images: Sequence[StoredImage] = (),
+        media: Sequence[StoredMedia] = (),
         seed: int,
         seconds: Callable[[], float],
         long_prompt: bool = False,
@@ -119,7 +119,7 @@ class ModelTurns:
             example: the prompt.
             tools: schemas of the tools that the model may call.
             opened: messages that follow the prompt's.
-            images: images of the prompt's and of these messages, in order.
+            media: images of the prompt's and of these messages, in order.
             seed: seed of the model's messages.
             seconds: returns the time that is left.
             long_prompt: True if the prompt may have more than data.max_prompt_tokens; what is above takes `room`.
@@ -134,7 +134,7 @@ class ModelTurns:
                 "that relaxd reads (docs/conversations.md): set model.chat_template to one that has"
             )
         history = await _in_thread_if_long(
-            opened, partial(TokenHistory, model.tokenizer, example, tools, opened=opened, images=images, tokens=tokens)
+            opened, partial(TokenHistory, model.tokenizer, example, tools, opened=opened, media=media, tokens=tokens)
         )
         most = model.config.data.max_prompt_tokens
         if (count := len(history.prompt_tokens)) > most and not long_prompt:
@@ -150,9 +150,9 @@ class ModelTurns:
         above = max(0, len(self.history.prompt_tokens) - self._model.config.data.max_prompt_tokens)
         return self._budget - above - self.history.length
 
-    async def add_messages(self, messages: Sequence[Message], images: Sequence[StoredImage] = ()) -> None:
+    async def add_messages(self, messages: Sequence[Message], media: Sequence[StoredMedia] = ()) -> None:
         """Append what was said to the model's message, and the images in it. Raises CannotContinue."""
-        await _in_thread_if_long(messages, partial(self.history.add_messages, messages, images))
+        await _in_thread_if_long(messages, partial(self.history.add_messages, messages, media))
 
     async def write(
         self, most: int | None = None, stop: Sequence[str] = (), *, stop_tokens: Sequence[int] = (), calls: bool = True
@@ -173,7 +173,7 @@ class ModelTurns:
         sampling = sampling_of(config, self._own_sampling, limit, seed_of(self._seed, self._count))
         sampling.stop.extend(text for text in stop if text not in sampling.stop)
         sampling.stop_token_ids.extend(token for token in stop_tokens if token not in sampling.stop_token_ids)
-        prompt, media = history.context, PromptMedia.of_stored(history.images)
+        prompt, media = history.context, PromptMedia.of_stored(history.media)
         with telemetry.part_span("turn", span_attributes(self._session.name, self._count + 1)) as span:
             reply = await self._model.engines.generate(self._session, prompt, sampling, self._seconds, media)
             span.set_attribute("relaxd.tokens", len(reply.tokens))

@@ -12,17 +12,17 @@ from relaxd.models import DataError
 from services.agent.chat_requests import BadRequest
 from services.agent.conversation import ConversationStart
 from services.agent.model_turns import PolicyModel
-from services.agent.session_images import SessionImages, joined
+from services.agent.session_media import SessionMedia, joined
 
 
 class PromptTokens:
     """Tells the tokens of one session's requests."""
 
-    def __init__(self, model: PolicyModel, start: ConversationStart, images: SessionImages) -> None:
+    def __init__(self, model: PolicyModel, start: ConversationStart, media: SessionMedia) -> None:
         """`start` has the sample's prompt."""
         self._model = model
         self._start = start
-        self._images = images
+        self._media = media
         self._answered: dict[bytes, tuple[TokenHistory, int]] = {}
         """Histories of answered requests, and how many of their tokens were the engine's prompt."""
 
@@ -48,10 +48,10 @@ class PromptTokens:
             history, count = answered
             return history.context[:count]
         example, opened = opening(self._start.example, messages)
-        images = [*self._start.images_of(example), *self._images.of(opened)]
+        media = [*self._start.media_of(example), *self._media.of(opened)]
         try:
             begun = await asyncio.to_thread(
-                TokenHistory, self._model.tokenizer, example, tools, opened=opened, images=images
+                TokenHistory, self._model.tokenizer, example, tools, opened=opened, media=media
             )
         except (CannotContinue, DataError) as error:
             raise BadRequest(str(error), "messages") from error

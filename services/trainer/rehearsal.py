@@ -40,7 +40,7 @@ class ScriptedLearner:
         self._tokens = 0
         self.step = 0
         self.optimizer_steps = 0
-        self.image_tokens = None
+        self.media_tokens = None
         self.routing = RoutingShape(*config.rehearsal.experts, experts=256)
         self.vocab_sizes: dict[str, int] = {}
         self.shape: ModelShape | None = None

@@ -31,8 +31,8 @@ from tests.kit.vision import (
     image_logprobs,
     make_vision_model,
     picture,
-    prompt_with_images,
-    without_images,
+    prompt_with_media,
+    without_media,
 )
 
 TEXT = {
@@ -110,7 +110,7 @@ def prompt_of(vision: VisionModel, pictures: list[Item]) -> tuple[list[int], dic
     """A prompt, and what its request has beside it."""
     if not pictures:
         return list(range(40, 140)), {}
-    prompt, media = prompt_with_images(vision, pictures)
+    prompt, media = prompt_with_media(vision, pictures)
     return prompt, {"media": media}
 
 
@@ -128,7 +128,7 @@ def test_log_probs_are_those_of_transformers_under_each_version(
             differences, other = [], []
             for answer in engine.generate(prompt, 4, max_new_tokens=TOKENS, temperature=1.0, ignore_eos=True, **more):
                 assert answer.versions == [version] * TOKENS
-                tokens = without_images(answer.tokens, vision)
+                tokens = without_media(answer.tokens, vision)
                 got = torch.tensor(answer.logprobs[: len(tokens)]).double()
                 if not pictures:
                     differences.append((reference_logprobs(right, prompt, tokens) - got).abs())
@@ -150,7 +150,7 @@ def test_prompts_with_equal_tokens_and_other_pictures_are_others(
 ) -> None:
     """Asked together, and again when their keys and values are cached: each answer is to its own picture."""
     pictures: list[list[Item]] = [[picture(256, 250, seed)] for seed in (1, 2)]
-    asked = [prompt_with_images(vision, one) for one in pictures]
+    asked = [prompt_with_media(vision, one) for one in pictures]
     assert asked[0][0] == asked[1][0]
     assert engine.engine.weights is not None
     right = reference(model, engine.engine.weights.version)
@@ -161,7 +161,7 @@ def test_prompts_with_equal_tokens_and_other_pictures_are_others(
         ]
         for own, other, each in zip(pictures, reversed(pictures), going, strict=True):
             for answer in engine.wait(each):
-                tokens = without_images(answer.tokens, vision)
+                tokens = without_media(answer.tokens, vision)
                 got = torch.tensor(answer.logprobs[: len(tokens)]).double()
                 under = [image_logprobs(right, asked[0][0], tokens, one).double() for one in (own, other)]
                 own_gap, other_gap = ((one - got).abs().mean() for one in under)

@@ -180,7 +180,7 @@ def mark_of(kind: str, vision: VisionModel) -> int:
     return {"image": tokens.token, "video": tokens.video, "audio": tokens.audio}[kind]
 
 
-def prompt_with_images(vision: VisionModel, items: Sequence[Item]) -> tuple[list[int], PromptMedia]:
+def prompt_with_media(vision: VisionModel, items: Sequence[Item]) -> tuple[list[int], PromptMedia]:
     """Return a prompt with media between text."""
     media = normal_media(vision, items)
     short = [5, 6]
@@ -196,7 +196,7 @@ def expand_media(short: Sequence[int], media: Sequence[NormalMedia], vision: Vis
     return tokens
 
 
-def without_images(answer: list[int], vision: VisionModel) -> list[int]:
+def without_media(answer: list[int], vision: VisionModel) -> list[int]:
     """Return an answer up to its first token of media: transformers can't compute what follows one."""
     marks = vision.tokens.modalities
     return answer[: next((place for place, token in enumerate(answer) if token in marks), len(answer))]

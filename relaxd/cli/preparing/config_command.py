@@ -168,9 +168,9 @@ def _check_model(config: RunConfig, folder: Path) -> list[Problem]:
     size = model.get("vocab_size")
     if isinstance(size, int) and (beyond := [token for token in config.rollout.stop_token_ids if token >= size]):
         found.append(Problem("rollout.stop_token_ids", f"has {beyond[0]}, but the model's tokens are 0 to {size - 1}"))
-    if config.has_images and not sees(model):
+    if config.has_media and not sees(model):
         wrong = f"is set, but the trainer lets no model of type {model.get('model_type')!r} see"
-        found.append(Problem(config.images_setting, f"{wrong}: {', '.join(SEEING)} do"))
+        found.append(Problem(config.media_setting, f"{wrong}: {', '.join(SEEING)} do"))
     found += _check_engine(config, str(model.get("model_type")))
     replay, returned = config.trainer.routing_replay, config.rollout.return_routed_experts
     for setting, value, asked in (
@@ -213,10 +213,8 @@ def _check_frozen_models(config: RunConfig) -> list[Problem]:
             except (OSError, ValueError, KeyError) as error:
                 found.append(Problem(setting, f"= {name!r} is no model folder: {error}"))
                 continue
-            if config.has_images and not sees(model):
-                found.append(
-                    Problem(setting, f"= {name!r} sees no images, which the run has ({config.images_setting})")
-                )
+            if config.has_media and not sees(model):
+                found.append(Problem(setting, f"= {name!r} sees no images, which the run has ({config.media_setting})"))
             if role == TEACHER:
                 found += _check_candidates(config, model)
             if role == TEACHER and not ENGINES[config.roles.teacher.engine].in_ranks:

@@ -21,7 +21,7 @@ from relaxd.data.examples import Message
 from relaxd.data.vision import normalise, read_vision
 from relaxd.envs.client import EnvironmentClient, EnvironmentFailed, hosted
 from relaxd.envs.environment import BadEnvironmentError, Reply, Sample
-from relaxd.envs.observation_images import with_images
+from relaxd.envs.observation_media import with_media
 from relaxd.envs.replies import parse_reply
 from relaxd.envs.reply_formats import REPLY_FORMATS
 from relaxd.evaluation.set_checks import environment_problems
@@ -120,7 +120,7 @@ def _trial_of_run(words: list[str]) -> _Trial:
     agent = config.agent
     if not agent.environment:
         raise CliError(f"{path}: agent.environment is empty, so that the run has no conversations with an environment")
-    if problem := config.images_problem:
+    if problem := config.media_problem:
         raise ConfigError([Problem(*problem)])
     if problems := environment_problems(config):
         raise ConfigError([Problem(setting, message) for setting, message in problems])
@@ -129,7 +129,7 @@ def _trial_of_run(words: list[str]) -> _Trial:
     if first.media:
         try:
             vision = read_vision(resolve_model(config.model.path), config.data)
-            messages = with_images(messages, [one.content for one in normalise(first, vision)])
+            messages = with_media(messages, [one.content for one in normalise(first, vision)])
         except DataError as error:
             raise ConfigError([Problem(error.field, error.message)]) from error
     return _Trial(

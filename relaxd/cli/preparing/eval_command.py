@@ -202,7 +202,7 @@ def _sample(config: RunConfig, each: _Answered) -> RewardInput:
         finish_reason=each.finish_reason,
         prompt_messages=with_parts(each.prompt.messages),
         tokens=each.length,
-        media=each.prompt.media.by_hash() if config.reward.images else {},
+        media=each.prompt.media.by_hash() if config.reward.media else {},
     )
 
 

@@ -60,7 +60,7 @@ def reward_test(
     examples = first_prompts(config)
     try:
         generated = _generate(config, examples, generate) if generate else [[]] * len(examples)
-        images = _images_of(config, examples)
+        media = _media_of(config, examples)
     except DataError as error:
         raise ConfigError([Problem(error.field, error.message)]) from error
     samples = [
@@ -74,7 +74,7 @@ def reward_test(
             environment_reward=_paid(config),
             media=media,
         )
-        for example, answers, (messages, media) in zip(examples, generated, images, strict=True)
+        for example, answers, (messages, media) in zip(examples, generated, media, strict=True)
         for response in dict.fromkeys([*filter(None, references(example.answer)[:1]), *MADE_UP, *answers])
     ]
     outcomes = try_reward(config, samples, max_late=MAX_LATE)
@@ -115,7 +115,7 @@ def check_reward(config: RunConfig, prompt: Prompt) -> list[Problem]:
         prompt_messages=with_parts(prompt.messages),
         tokens=1,
         environment_reward=_paid(config),
-        media=prompt.media.by_hash() if config.reward.images else {},
+        media=prompt.media.by_hash() if config.reward.media else {},
     )
     try:
         (outcome,) = try_reward(config, [sample])
@@ -171,16 +171,16 @@ def _base64_of(content: bytes) -> str:
     return base64.b64encode(content).decode()
 
 
-def _images_of(config: RunConfig, examples: Sequence[Example]) -> list[tuple[tuple[Message, ...], dict[str, bytes]]]:
+def _media_of(config: RunConfig, examples: Sequence[Example]) -> list[tuple[tuple[Message, ...], dict[str, bytes]]]:
     """Return each prompt's messages and images as rewards get them. Raises DataError."""
-    if not config.reward.images:
+    if not config.reward.media:
         return [((), {})] * len(examples)
     vision = read_vision(resolve_model(config.model.path), config.data)
     found = []
     for example in examples:
-        images = normalise(example, vision)
-        messages = with_parts(with_references(example.messages, images))
-        found.append((messages, PromptMedia.of(images).by_hash()))
+        media = normalise(example, vision)
+        messages = with_parts(with_references(example.messages, media))
+        found.append((messages, PromptMedia.of(media).by_hash()))
     return found
 
 

@@ -9,7 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from relaxd.client.coordinator_client import ENDED, state_name
-from relaxd.media.shown import conversation_lines, image_line
+from relaxd.media.shown import conversation_lines, media_line
 from relaxd.report.run_result import sample_values
 from relaxd.telemetry.printable import escape
 from relaxd.v1 import coordinator_pb2 as pb
@@ -226,8 +226,8 @@ def samples_table(samples: Sequence[pb.TrainedSample], *, title: str = "", one_l
 
 def _prompt(sample: pb.TrainedSample, *, one_line: bool) -> Text:
     """Return a sample's prompt, and with several lines its images."""
-    images = [] if one_line else sample_values(sample).get("images", [])
-    return Text("\n").join([printable(sample.prompt), *(printable(image_line(image)) for image in images)])
+    media = [] if one_line else sample_values(sample).get("media", [])
+    return Text("\n").join([printable(sample.prompt), *(printable(media_line(item)) for item in media)])
 
 
 def _response(sample: pb.TrainedSample, *, one_line: bool) -> Text:

@@ -104,7 +104,7 @@ def extras_of(config: RunConfig) -> list[str]:
     engines = {ROLLOUT: config.rollout.engine, JUDGE: config.roles.judge.engine, TEACHER: config.roles.teacher.engine}
     needed = [ENGINES[engine].extra for role, engine in engines.items() if role in roles]
     extras = ["coordinator", "reward", "advantage", *needed, "trainer"]
-    extras += ["media"] if config.has_images else []
+    extras += ["media"] if config.has_media else []
     extras += ["video"] if VIDEO in config.data.media_keys else []
     rewards = {config.reward.name, *(term.name for term in config.reward.terms)}
     for name in sorted(rewards):

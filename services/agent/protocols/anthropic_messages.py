@@ -20,7 +20,7 @@ from services.agent.protocols.protocol import (
     read_part,
     request_of,
 )
-from services.agent.session_images import SessionImages, joined
+from services.agent.session_media import SessionMedia, joined
 from services.agent.stored_messages import Stored, StoredMessages
 
 ROLES = ("user", "assistant", "system")
@@ -46,7 +46,7 @@ PARTS = Parts(("text",), {"image": _image})
 """Blocks that are text or an image."""
 
 
-def read_request(asked: dict[str, Any], stored: StoredMessages, images: SessionImages) -> ChatRequest:
+def read_request(asked: dict[str, Any], stored: StoredMessages, media: SessionMedia) -> ChatRequest:
     """Read a request. Raises BadRequest, which names what isn't supported."""
     check_supported(asked, SUPPORTED)
     output = asked.get("output_config")
@@ -57,7 +57,7 @@ def read_request(asked: dict[str, Any], stored: StoredMessages, images: SessionI
     if system := read_content("system", asked.get("system"), PARTS):
         messages.append({"role": "system", "content": system})
     for index, message in enumerate(read_list(asked, "messages")):
-        messages += _messages(f"messages[{index}]", message, images)
+        messages += _messages(f"messages[{index}]", message, media)
     return request_of(
         asked,
         messages,
@@ -105,7 +105,7 @@ def _tools(tools: Any) -> list[dict[str, Any]]:
     return read_functions(found)
 
 
-def _messages(place: str, message: Any, images: SessionImages) -> Iterator[Message]:
+def _messages(place: str, message: Any, media: SessionMedia) -> Iterator[Message]:
     """Yield a message in the form of chat templates, and each result of a tool as another message."""
     role = message.get("role") if isinstance(message, dict) else None
     if role not in ROLES:
@@ -129,9 +129,9 @@ def _messages(place: str, message: Any, images: SessionImages) -> Iterator[Messa
                 if parts:
                     yield {"role": role, "content": joined(parts)}
                     parts = []
-                yield _result(where, block, images)
+                yield _result(where, block, media)
             case _:
-                parts.append(read_part(where, block, PARTS, images if role != "assistant" else None))
+                parts.append(read_part(where, block, PARTS, media if role != "assistant" else None))
     if role == "assistant":
         yield {"role": role, "content": joined(parts), **({"tool_calls": calls} if calls else {})}
     elif parts or not blocks:
@@ -147,10 +147,10 @@ def _call(place: str, block: Mapping[str, Any]) -> dict[str, Any]:
         ) from error
 
 
-def _result(place: str, block: Mapping[str, Any], images: SessionImages) -> Message:
+def _result(place: str, block: Mapping[str, Any], media: SessionMedia) -> Message:
     if not isinstance(block.get("tool_use_id"), str):
         raise BadRequest(f"{place}.tool_use_id is missing: it says which call is answered", place)
-    content = read_content(f"{place}.content", block.get("content"), PARTS, images)
+    content = read_content(f"{place}.content", block.get("content"), PARTS, media)
     return {"role": "tool", "content": content, "tool_call_id": block["tool_use_id"]}
 
 

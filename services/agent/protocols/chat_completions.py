@@ -19,7 +19,7 @@ from services.agent.protocols.protocol import (
     read_list,
     request_of,
 )
-from services.agent.session_images import SessionImages
+from services.agent.session_media import SessionMedia
 from services.agent.stored_messages import StoredMessages
 
 ROLES: Mapping[str, str] = {
@@ -57,10 +57,10 @@ PARTS = Parts(("text",), {"image_url": _image_url, "image": lambda part: part.ge
 """Parts of contents; an image may also have the form in which environments show it."""
 
 
-def read_request(asked: dict[str, Any], stored: StoredMessages, images: SessionImages) -> ChatRequest:
+def read_request(asked: dict[str, Any], stored: StoredMessages, media: SessionMedia) -> ChatRequest:
     """Read a request. Raises BadRequest, which names what isn't supported."""
     check_supported(asked, SUPPORTED)
-    messages = [_message(f"messages[{index}]", one, images) for index, one in enumerate(read_list(asked, "messages"))]
+    messages = [_message(f"messages[{index}]", one, media) for index, one in enumerate(read_list(asked, "messages"))]
     request = request_of(
         asked,
         messages,
@@ -72,11 +72,11 @@ def read_request(asked: dict[str, Any], stored: StoredMessages, images: SessionI
     return replace(request, with_ids=asked.get("logprobs") is True or asked.get("return_token_ids") is True)
 
 
-def _message(place: str, message: Any, images: SessionImages) -> Message:
+def _message(place: str, message: Any, media: SessionMedia) -> Message:
     if not isinstance(message, dict) or message.get("role") not in ROLES:
         raise BadRequest(f"{place} = {shown(message)} must be a message of one of the roles {', '.join(ROLES)}", place)
     role = ROLES[message["role"]]
-    shows = images if role != "assistant" else None
+    shows = media if role != "assistant" else None
     content = read_content(f"{place}.content", message.get("content"), PARTS, shows)
     read: Message = {"role": role, "content": content}
     if role == "assistant" and message.get("tool_calls"):

@@ -20,7 +20,7 @@ from services.agent.protocols.protocol import (
     read_list,
     request_of,
 )
-from services.agent.session_images import SessionImages
+from services.agent.session_media import SessionMedia
 from services.agent.stored_messages import Stored, StoredMessages
 
 SUPPORTED: Supported = {
@@ -39,7 +39,7 @@ PARTS = Parts(("input_text", "output_text", "text"), {"input_image": lambda part
 """Parts of contents."""
 
 
-def read_request(asked: dict[str, Any], stored: StoredMessages, images: SessionImages) -> ChatRequest:
+def read_request(asked: dict[str, Any], stored: StoredMessages, media: SessionMedia) -> ChatRequest:
     """Read a request. Raises BadRequest, which names what isn't supported."""
     check_supported(asked, SUPPORTED)
     text = asked.get("text")
@@ -54,7 +54,7 @@ def read_request(asked: dict[str, Any], stored: StoredMessages, images: SessionI
     if (previous := asked.get("previous_response_id")) is not None:
         before = stored.find("previous_response_id", previous, "resp_")
     tools = _tools(asked["tools"]) if "tools" in asked else list(before.tools)
-    kept = [*before.messages, *_items(asked, images)]
+    kept = [*before.messages, *_items(asked, media)]
     messages = list(kept)
     if instructions := read_content("instructions", asked.get("instructions"), PARTS):
         messages.insert(0, {"role": "system", "content": instructions})
@@ -81,7 +81,7 @@ def _tools(tools: Any) -> list[dict[str, Any]]:
     return read_functions(found)
 
 
-def _items(asked: Mapping[str, Any], images: SessionImages) -> list[Message]:
+def _items(asked: Mapping[str, Any], media: SessionMedia) -> list[Message]:
     """Return the input as messages. A message of the assistant and the calls after it are one."""
     given = asked.get("input")
     if isinstance(given, str):
@@ -92,7 +92,7 @@ def _items(asked: Mapping[str, Any], images: SessionImages) -> list[Message]:
         match item.get("type", "message") if isinstance(item, dict) else None:
             case "message" if item.get("role") in ROLES and item["role"] != "tool" and item.get("content") is not None:
                 role = ROLES[item["role"]]
-                shows = images if role != "assistant" else None
+                shows = media if role != "assistant" else None
                 content = read_content(f"{place}.content", item["content"], PARTS, shows)
                 messages.append({"role": role, "content": content})
             case "function_call":
@@ -100,7 +100,7 @@ def _items(asked: Mapping[str, Any], images: SessionImages) -> list[Message]:
                     messages.append({"role": "assistant", "content": ""})
                 messages[-1].setdefault("tool_calls", []).append(_call(place, item))
             case "function_call_output":
-                messages.append(_result(place, item, images))
+                messages.append(_result(place, item, media))
             case "reasoning":
                 pass  # the tokens have it
             case _:
@@ -121,10 +121,10 @@ def _call(place: str, item: Mapping[str, Any]) -> dict[str, Any]:
         ) from error
 
 
-def _result(place: str, item: Mapping[str, Any], images: SessionImages) -> Message:
+def _result(place: str, item: Mapping[str, Any], media: SessionMedia) -> Message:
     if not isinstance(item.get("call_id"), str) or item.get("output") is None:
         raise BadRequest(f"{place} = {shown(item)} must have a call_id and an output", place)
-    content = read_content(f"{place}.output", item["output"], PARTS, images)
+    content = read_content(f"{place}.output", item["output"], PARTS, media)
     return {"role": "tool", "content": content, "tool_call_id": item["call_id"]}
 
 

@@ -11,7 +11,7 @@ from relaxd.envs.environment import BadEnvironmentError, check_tools
 from relaxd.json_text import parse_json
 from relaxd.media.placeholders import Content
 from services.agent.chat_requests import BadRequest, ChatAnswer, ChatRequest, shown
-from services.agent.session_images import SessionImages, joined
+from services.agent.session_media import SessionMedia, joined
 from services.agent.stored_messages import StoredMessages
 
 MODEL = "policy"
@@ -35,7 +35,7 @@ class Parts:
 
     texts: Collection[str]
     """Types of parts that are text."""
-    images: Mapping[str, Callable[[Mapping[str, Any]], Any]]
+    media: Mapping[str, Callable[[Mapping[str, Any]], Any]]
     """Returns the data URI of a part that is an image, by its type; anything else if the part has none."""
 
 
@@ -43,7 +43,7 @@ class Parts:
 class Protocol:
     """A form of requests and answers."""
 
-    read: Callable[[dict[str, Any], StoredMessages, SessionImages], ChatRequest]
+    read: Callable[[dict[str, Any], StoredMessages, SessionMedia], ChatRequest]
     """Reads a request, which has no nulls and may go on from stored messages, with its images. Raises BadRequest, which
     names what isn't supported."""
     whole: Callable[[ChatAnswer, dict[str, Any]], dict[str, Any]]
@@ -152,23 +152,23 @@ def read_list(asked: Mapping[str, Any], name: str) -> list[Any]:
     return value
 
 
-def read_content(place: str, content: Any, forms: Parts, images: SessionImages | None = None) -> Content:
+def read_content(place: str, content: Any, forms: Parts, media: SessionMedia | None = None) -> Content:
     """Return a content, which is a text or a list of parts; without `images` it may have none. Raises BadRequest."""
     if isinstance(content, list):
-        return joined([read_part(f"{place}[{index}]", part, forms, images) for index, part in enumerate(content)])
+        return joined([read_part(f"{place}[{index}]", part, forms, media) for index, part in enumerate(content)])
     if not isinstance(content, str | None):
         raise BadRequest(f"{place} = {shown(content)} must be a text or a list of parts", place)
     return content or ""
 
 
-def read_part(place: str, part: Any, forms: Parts, images: SessionImages | None = None) -> dict[str, Any]:
+def read_part(place: str, part: Any, forms: Parts, media: SessionMedia | None = None) -> dict[str, Any]:
     """Return a part of a content, an image by reference. Raises BadRequest."""
     kind = part["type"] if isinstance(part, dict) and isinstance(part.get("type"), str) else ""
-    if images is not None and kind in forms.images:
-        return images.read(place, forms.images[kind](part))
+    if media is not None and kind in forms.media:
+        return media.read(place, forms.media[kind](part))
     if kind in forms.texts and isinstance(part.get("text"), str):
         return {"type": "text", "text": part["text"]}
-    kinds = " or ".join([*forms.texts, *(forms.images if images is not None else ())])
+    kinds = " or ".join([*forms.texts, *(forms.media if media is not None else ())])
     raise BadRequest(f"{place} = {shown(part)} isn't supported: only parts of type {kinds} are", place)
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from services.agent.chat_requests import BadRequest, ChatAnswer, ChatRequest, shown
 from services.agent.protocols.protocol import Protocol, Supported, check_supported, digest_of, positive, texts
-from services.agent.session_images import SessionImages
+from services.agent.session_media import SessionMedia
 from services.agent.stored_messages import StoredMessages
 
 SUPPORTED: Supported = {
@@ -28,7 +28,7 @@ SUPPORTED_SAMPLING: Supported = {
 }
 
 
-def read_request(asked: dict[str, Any], stored: StoredMessages, images: SessionImages) -> ChatRequest:
+def read_request(asked: dict[str, Any], stored: StoredMessages, media: SessionMedia) -> ChatRequest:
     """Read a request. Raises BadRequest, which names what isn't supported."""
     check_supported(asked, SUPPORTED)
     sampling = asked.get(SAMPLING, {})

@@ -5,7 +5,7 @@ from typing import Any
 from services.agent.chat_requests import BadRequest, ChatRequest, shown
 from services.agent.protocols.chat_completions import read_request
 from services.agent.protocols.protocol import Supported, check_supported
-from services.agent.session_images import SessionImages
+from services.agent.session_media import SessionMedia
 from services.agent.stored_messages import StoredMessages
 
 SUPPORTED: Supported = {
@@ -16,11 +16,11 @@ SUPPORTED: Supported = {
 }
 
 
-def read_tokenize_request(asked: dict[str, Any], images: SessionImages) -> ChatRequest | str:
+def read_tokenize_request(asked: dict[str, Any], media: SessionMedia) -> ChatRequest | str:
     """Read a request: messages and tools, or a text. Raises BadRequest."""
     check_supported(asked, SUPPORTED)
     if "prompt" not in asked:
-        return read_request(asked, StoredMessages(), images)
+        return read_request(asked, StoredMessages(), media)
     if not isinstance(asked["prompt"], str):
         raise BadRequest(f"prompt = {shown(asked['prompt'])} must be a text", "prompt")
     return asked["prompt"]

@@ -126,10 +126,10 @@ export function create({ run, state }) {
       return;
     }
     const part = (name, ...children) => make("section", { class: "part" }, make("h2", {}, name), children);
-    const { prompt, answer, conversation, images, reward_parts: parts } = chosen;
+    const { prompt, answer, conversation, media: shown, reward_parts: parts } = chosen;
     one.replaceChildren(...[
       make("section", { class: "part" }, make("dl", { class: "facts-list" }, facts().map(([name, value]) => [make("dt", {}, name), make("dd", {}, value)]))),
-      part("Prompt", make("div", { class: "written" }, prompt), media(images)),
+      part("Prompt", make("div", { class: "written" }, prompt), media(shown)),
       conversation.length ? part(`Conversation, ${chosen.turns} turns`, conversation.map(turn)) : null,
       part(conversation.length ? "Last answer" : "Answer of the model", written()),
       answer ? part("Reference answer", make("div", { class: "written" }, answer)) : null,
@@ -147,10 +147,10 @@ export function create({ run, state }) {
     return found;
   }
 
-  function media(images) {
-    return images.length ? make("div", { class: "media" }, images.map((image) => {
-      const words = `${image.frames ? `video, ${image.frames} frames` : "image"}, ${image.width} × ${image.height}`;
-      return make("figure", {}, image.thumbnail.startsWith("data:image/jpeg;base64,") ? make("img", { src: image.thumbnail, alt: words }) : null, make("figcaption", { class: "note" }, words));
+  function media(items) {
+    return items.length ? make("div", { class: "media" }, items.map((item) => {
+      const words = `${item.frames ? `video, ${item.frames} frames` : "image"}, ${item.width} × ${item.height}`;
+      return make("figure", {}, item.thumbnail.startsWith("data:image/jpeg;base64,") ? make("img", { src: item.thumbnail, alt: words }) : null, make("figcaption", { class: "note" }, words));
     })) : null;
   }
 

@@ -325,7 +325,7 @@ class _Evaluation:
     async def _score(
         self, asked: ResolvedSet, prompt: Prompt, finals: Sequence[ConverseResponse]
     ) -> list[reward_pb2.Score]:
-        media = prompt.media.by_hash() if (asked.reward or self._context.config.reward).images else {}
+        media = prompt.media.by_hash() if (asked.reward or self._context.config.reward).media else {}
         for final in finals:
             media |= final.media
         request = ScoreRequest(

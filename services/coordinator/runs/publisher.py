@@ -191,7 +191,7 @@ class Publisher:
         if prompt.teacher_tokens is not None:
             columns[TEACHER_PROMPT_TOKENS] = prompt.teacher_tokens
             tokens += len(prompt.teacher_tokens)
-        if self._context.config.has_images:
+        if self._context.config.has_media:
             columns[PROMPT_MEDIA] = list(prompt.media.records)
             columns[MEDIA_CONTENTS] = prompt.media.array
         return NewGroup(

@@ -18,9 +18,9 @@ from relaxd.board import (
     SEQUENCE_MEDIA,
     TEACHER_PROMPT_TOKENS,
 )
-from relaxd.media import ImageTokens
+from relaxd.media import MediaTokens
 from services.trainer.batch.micro_batch import TrainSequence
-from services.trainer.batch.prompt_images import ImageReader, check_images
+from services.trainer.batch.sequence_media import GroupMediaReader, check_media
 
 
 class MalformedGroup(ValueError):
@@ -109,7 +109,7 @@ class TrainGroup:
         version: int | None,
         *,
         prompt: str = "prompt_tokens",
-        images: ImageReader | None = None,
+        media: GroupMediaReader | None = None,
     ) -> list[TrainSequence]:
         """Return sequences, ready for packing.
 
@@ -122,12 +122,12 @@ class TrainGroup:
             version: version of the weights that compute the log-probs to be compared with the engine's; None if they
                 are of no version. Log-probs of tokens of this version are comparable, unless the sequence spans a
                 weight update with a stale cache.
-            images: reads the images, for a model that sees them.
+            media: reads the images, for a model that sees them.
 
         Raises:
             AlgorithmError: the token weights aren't what they must be.
         """
-        seen = None if images is None else images.read(self.columns)
+        seen = None if media is None else media.read(self.columns)
         columns, bounds = self.columns, bounds_of(self.lengths)
         weights = token_weights_of(algorithm, columns["loss_mask"], self.sample_lengths)
         routed = bounds_of(self.routed_tokens) if ROUTED_EXPERTS in packed else None
@@ -146,7 +146,7 @@ class TrainGroup:
                     logprobs_comparable=version is not None
                     and (columns["versions"][own] == version) & (columns["spans_weight_update"][index] == 0),
                     temperature=temperature,
-                    images=None if seen is None else seen[index],
+                    media=None if seen is None else seen[index],
                     experts=None if routed is None else columns[ROUTED_EXPERTS][routed[index] : routed[index + 1]],
                 )
             )
@@ -164,7 +164,7 @@ def check_group(
     names: Collection[str],
     routing: RoutingShape | None = None,
     candidates: int | None = None,
-    images: ImageTokens | None = None,
+    media: MediaTokens | None = None,
 ) -> TrainGroup:
     """Validate a group's columns.
 
@@ -174,7 +174,7 @@ def check_group(
         names: the columns that the run's train stage needs.
         routing: what its routed experts must fit; None if they are known to fit, or there are none.
         candidates: what columns of candidates must have for each token; None: all as many.
-        images: the model's tokens for images, which the group's must fit; None if they are known to fit.
+        media: the model's tokens for images, which the group's must fit; None if they are known to fit.
 
     Raises:
         MalformedGroup: a column is missing, has a wrong kind or size, or is NaN or infinite at a trained token; or its
@@ -221,7 +221,7 @@ def check_group(
         _check_critic_state(columns[CRITIC_STATE])
     if PROMPT_MEDIA in names or SEQUENCE_MEDIA in names:
         try:
-            check_images(columns, images)
+            check_media(columns, media)
         except ValueError as error:
             raise MalformedGroup(str(error)) from error
     if not isinstance(weights := columns.get(REFERENCE_WEIGHTS, ""), str):

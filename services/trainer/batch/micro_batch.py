@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from relaxd.board import COLUMNS
-from services.trainer.batch.prompt_images import PackedImages, SequenceImages, pack_images
+from services.trainer.batch.sequence_media import PackedMedia, SequenceMedia, pack_media
 from services.trainer.megatron.rank_messages import message
 
 UNROUTED = -1
@@ -40,7 +40,7 @@ class TrainSequence:
     """Number of prompt tokens, which `pack` stores once for neighbours that share them; 0: none to share."""
     experts: NDArray[np.int16] | None = None
     """int16 [L, layers, top_k]: experts that the routers are to use; UNROUTED: what they choose. None: so for all."""
-    images: SequenceImages | None = None
+    media: SequenceMedia | None = None
     """Images in its tokens, if it has any."""
 
     @classmethod
@@ -55,7 +55,7 @@ class TrainSequence:
         logprobs_comparable: NDArray[np.bool_] | bool = True,
         temperature: float = 1.0,
         experts: NDArray[np.integer] | None = None,
-        images: SequenceImages | None = None,
+        media: SequenceMedia | None = None,
     ) -> Self:
         """Make a sequence from columns without the shared prompt, as on the board.
 
@@ -69,7 +69,7 @@ class TrainSequence:
                 engine had the same weights and a cache written by them.
             temperature: sampling temperature, > 0.
             experts: [P + R - 1, layers, top_k]: experts of all tokens but the last, from which nothing is predicted.
-            images: images of the prompt and in the response, if there are any.
+            media: images of the prompt and in the response, if there are any.
 
         Raises:
             PackingError: lengths differ, nothing predicts the first trained token, or the temperature isn't positive.
@@ -99,7 +99,7 @@ class TrainSequence:
             temperature=temperature,
             prompt_length=len(prompt),
             experts=None if experts is None else _with_last(experts, len(prompt) + len(response)),
-            images=images,
+            media=media,
         )
 
 
@@ -133,7 +133,7 @@ class PackedMicroBatch:
     """float32 [T]."""
     experts: NDArray[np.int16] | None = None
     """int16 [T, layers, top_k]; see `TrainSequence`."""
-    images: PackedImages | None = None
+    media: PackedMedia | None = None
     """The images of its sequences, if it has any."""
 
     @property
@@ -189,18 +189,18 @@ def pack(sequences: Sequence[TrainSequence], *, share_prompts: bool = True) -> P
         previous.append(before)
         positions.append(np.arange(prefix[1], len(sequence.tokens), dtype=np.int64))
     stored = [
-        (start, skipped, one.images)
+        (start, skipped, one.media)
         for start, one, (_, skipped) in zip(starts, sequences, prefixes, strict=False)
-        if one.images is not None
+        if one.media is not None
     ]
-    images = pack_images(stored)
+    media = pack_media(stored)
 
     def row(column: Callable[[TrainSequence], NDArray[Any]]) -> NDArray[Any]:
         return np.concatenate([column(one)[skipped:] for one, (_, skipped) in zip(sequences, prefixes, strict=True)])
 
     return PackedMicroBatch(
         tokens=row(lambda one: one.tokens),
-        positions=np.concatenate(positions) if images is None else _positions_with_images(sequences, prefixes),
+        positions=np.concatenate(positions) if media is None else _positions_with_media(sequences, prefixes),
         cu_seqlens=np.array(starts, np.int32),
         prefixes=np.array(prefixes, np.int32),
         previous=np.concatenate(previous),
@@ -210,7 +210,7 @@ def pack(sequences: Sequence[TrainSequence], *, share_prompts: bool = True) -> P
         logprobs_comparable=row(lambda one: one.logprobs_comparable),
         temperature=np.repeat(np.array([one.temperature for one in sequences], np.float32), np.diff(starts)),
         experts=None if sequences[0].experts is None else row(lambda one: cast(NDArray[np.int16], one.experts)),
-        images=images,
+        media=media,
     )
 
 
@@ -245,7 +245,7 @@ def with_padding(batch: PackedMicroBatch, multiple: int) -> PackedMicroBatch:
     added = np.arange(missing)
     return PackedMicroBatch(
         tokens=padded(batch.tokens),
-        positions=padded(batch.positions.T, added if batch.images is None else np.stack([added] * 3, 1)).T,
+        positions=padded(batch.positions.T, added if batch.media is None else np.stack([added] * 3, 1)).T,
         cu_seqlens=np.append(batch.cu_seqlens, np.int32(length + missing)),
         prefixes=np.concatenate([batch.prefixes, np.zeros((1, 2), np.int32)]),
         previous=padded(batch.previous, [-1, *range(length, length + missing - 1)]),
@@ -255,11 +255,11 @@ def with_padding(batch: PackedMicroBatch, multiple: int) -> PackedMicroBatch:
         logprobs_comparable=padded(batch.logprobs_comparable),
         temperature=padded(batch.temperature, 1.0),
         experts=None if batch.experts is None else padded(batch.experts, UNROUTED),
-        images=batch.images,
+        media=batch.media,
     )
 
 
-def _positions_with_images(
+def _positions_with_media(
     sequences: Sequence[TrainSequence], prefixes: Sequence[tuple[int, int]]
 ) -> NDArray[np.float32]:
     """Return the positions of packed sequences, some of which have images, float32 [3, T]."""
@@ -267,7 +267,7 @@ def _positions_with_images(
     for sequence, (_, skipped) in zip(sequences, prefixes, strict=True):
         tokens = len(sequence.tokens)
         plain = np.tile(np.arange(tokens, dtype=np.float32), (3, 1))
-        rows.append((plain if sequence.images is None else sequence.images.positions_of(tokens))[:, skipped:])
+        rows.append((plain if sequence.media is None else sequence.media.positions_of(tokens))[:, skipped:])
     return np.concatenate(rows, axis=1)
 
 
@@ -289,7 +289,7 @@ def _same_prompt(first: TrainSequence, second: TrainSequence) -> bool:
 
 
 def _hashes(sequence: TrainSequence) -> list[str]:
-    return [] if sequence.images is None else sequence.images.hashes_before(sequence.prompt_length)
+    return [] if sequence.media is None else sequence.media.hashes_before(sequence.prompt_length)
 
 
 def _check(index: int, sequence: TrainSequence, names: Collection[str]) -> None:

@@ -12,9 +12,9 @@ from relaxd.data.spectrograms import spectrogram
 from relaxd.data.vision import VisionModel
 from relaxd.media.layout import is_sound
 from services.trainer.batch.micro_batch import PackedMicroBatch, with_padding
-from services.trainer.batch.prompt_images import PackedImages
+from services.trainer.batch.sequence_media import PackedMedia
 from services.trainer.megatron.world import World
-from services.trainer.model.device_images import DeviceImages
+from services.trainer.model.device_media import DeviceMedia
 from services.trainer.model.tower_outputs import TOWER_OF_KIND
 from services.trainer.transformer.attention.context_parallel import ContextRanks
 from services.trainer.transformer.attention.heads import Rotary, rotary_table
@@ -34,7 +34,7 @@ class DeviceBatch:
     of the ranks with which it exchanges heads."""
     layout: SequenceLayout
     """The sequences of all T tokens."""
-    images: DeviceImages | None
+    media: DeviceMedia | None
     """The media, on ranks with the towers."""
     trained_indices: Tensor
     """int64 [N]: indices of the N tokens among all trained tokens of the micro-batch."""
@@ -80,14 +80,14 @@ def to_device_batch(
     Raises:
         ValueError: the micro-batch has media, but the model takes none.
     """
-    if batch.images is not None and vision is None:
+    if batch.media is not None and vision is None:
         raise ValueError("a micro-batch has media, which this model doesn't take")
     batch = with_padding(batch, world.tp_size * world.cp_size)
     slice_tokens = len(batch.tokens) // world.cp_size
     begin = slice_tokens * world.cp_rank
-    images = None
-    if batch.images is not None and vision is not None and world.first_stage:
-        images = _device_images(batch.images, vision, len(batch.tokens), world)
+    media = None
+    if batch.media is not None and vision is not None and world.first_stage:
+        media = _device_media(batch.media, vision, len(batch.tokens), world)
     trained = np.flatnonzero(batch.loss_mask)
     predicting = batch.previous[trained]
     own = np.flatnonzero((predicting >= begin) & (predicting < begin + slice_tokens))
@@ -109,7 +109,7 @@ def to_device_batch(
         tokens=to_device(batch.tokens[begin : begin + slice_tokens], world.device).unsqueeze(0),
         rotary=rotary_table(to_device(_attending(batch.positions, context), world.device), rotary),
         layout=sequence_layout(batch, world.device, kernel, router, context, prompts_once=prompts_once),
-        images=images,
+        media=media,
         trained_indices=to_device(own, world.device),
         targets=to_device(batch.tokens[trained], world.device),
         predicting=to_device(predicting, world.device),
@@ -134,29 +134,29 @@ def _attending(column: NDArray[Any], context: ContextRanks | None) -> NDArray[An
     return np.ascontiguousarray(column[..., context.gathering.rank() * tokens :][..., :tokens])
 
 
-def _device_images(images: PackedImages, vision: VisionModel, tokens: int, world: World) -> DeviceImages:
+def _device_media(media: PackedMedia, vision: VisionModel, tokens: int, world: World) -> DeviceMedia:
     """Return the media of a padded micro-batch for this rank's part of its tokens.
 
     Under sequence parallelism each tensor-parallel rank has a part of the slice.
     """
     own_tokens = tokens // (world.cp_size * world.tp_size)
     begin = own_tokens * (world.cp_rank * world.tp_size + world.tp_rank)
-    own = np.flatnonzero((images.places >= begin) & (images.places < begin + own_tokens))
+    own = np.flatnonzero((media.places >= begin) & (media.places < begin + own_tokens))
 
     def inputs(index: int) -> Tensor:
-        item = images.images[index]
+        item = media.items[index]
         if vision.sound is not None and is_sound(item.grid):
             return spectrogram(vision.heard(item.values, item.grid), vision.sound).to(world.device)
         return normalised(to_device(vision.cut(item.values, item.grid), world.device), vision)
 
-    return DeviceImages(
-        hashes=tuple(item.sha256 for item in images.images),
-        towers=tuple(TOWER_OF_KIND[item.kind] for item in images.images),
+    return DeviceMedia(
+        hashes=tuple(item.sha256 for item in media.items),
+        towers=tuple(TOWER_OF_KIND[item.kind] for item in media.items),
         inputs=inputs,
-        grids=[item.grid for item in images.images],
-        counts=[vision.tokens.count(item.grid) for item in images.images],
-        rows=to_device(images.rows[own], world.device),
-        places=to_device(images.places[own] - begin, world.device),
+        grids=[item.grid for item in media.items],
+        counts=[vision.tokens.count(item.grid) for item in media.items],
+        rows=to_device(media.rows[own], world.device),
+        places=to_device(media.places[own] - begin, world.device),
     )
 
 

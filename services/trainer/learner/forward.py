@@ -292,7 +292,7 @@ class Forward:
 
         def forward(batches: Iterator[DeviceBatch], model: Any) -> tuple[Tensor, Any]:
             batch = next(batches)
-            hidden = model(batch.tokens, batch.rotary, batch.layout, batch.images)
+            hidden = model(batch.tokens, batch.rotary, batch.layout, batch.media)
             part: PolicyModel = getattr(model, "module", model)
             return hidden, partial(output, part.output_weight(), batch) if part.post_process else None
 

@@ -42,7 +42,7 @@ from relaxd.algorithms import create
 from relaxd.algorithms.base import WithCritic
 from relaxd.algorithms.results import unexplained
 from relaxd.config import AlgorithmConfig, CriticConfig, RunConfig, TrainerConfig
-from relaxd.media import ImageTokens
+from relaxd.media import MediaTokens
 from relaxd.models.folders import models_in_trainer, resolve_model
 from relaxd.models.shape import ModelShape, read_shape
 from relaxd.roles import REFERENCE
@@ -112,9 +112,9 @@ class Learner:
             report=report,
         )
         for forward in (learner._forward, *(model.forward for model in learner._frozen)):
-            if config.has_images and forward.vision is None:
+            if config.has_media and forward.vision is None:
                 raise ModelError(
-                    f"the run has media ({config.images_setting}), but {forward.folder} has a model of type "
+                    f"the run has media ({config.media_setting}), but {forward.folder} has a model of type "
                     f"{forward.architecture.model_type!r}, which the trainer doesn't let see"
                 )
         return learner
@@ -216,7 +216,7 @@ class Learner:
         return RoutingShape(self._architecture.layers, experts.per_token, experts.count)
 
     @property
-    def image_tokens(self) -> ImageTokens | None:
+    def media_tokens(self) -> MediaTokens | None:
         """The model's tokens for images; None if it sees none."""
         return None if self._forward.vision is None else self._forward.vision.tokens
 

@@ -29,7 +29,7 @@ from relaxd.config import RunConfig
 from relaxd.roles import TEACHER
 from services.trainer.batch.groups import TrainGroup, check_group
 from services.trainer.batch.micro_batch import PackedMicroBatch, TrainSequence, empty_micro_batch, pack
-from services.trainer.batch.prompt_images import ImageReader
+from services.trainer.batch.sequence_media import GroupMediaReader
 from services.trainer.batch.step_file import StepFile, StepFileError
 from services.trainer.batch.step_plan import MicroBatchRound, MicroBatchSlices, StepPlan
 from services.trainer.learner.frozen_model import COLUMNS_OF, model_of
@@ -74,7 +74,7 @@ class RoundRunner:
         self._learner = learner
         self._algorithm = create(config.algorithm)
         self._temperature = config.rollout.temperature
-        self._images = None if learner.image_tokens is None else ImageReader(learner.image_tokens)
+        self._media = None if learner.media_tokens is None else GroupMediaReader(learner.media_tokens)
         self.columns = stages_for(config)[-1].needs
         """Columns that the trainer takes in."""
         needs = self._algorithm.needs
@@ -310,7 +310,7 @@ class RoundRunner:
                     self._temperature,
                     version,
                     prompt=prompt,
-                    images=self._images,
+                    media=self._media,
                 )
 
     def _missing(self, name: str, tokens: int) -> NDArray[Any]:

@@ -31,7 +31,7 @@ from relaxd.board import (
 )
 from relaxd.board.types import MICROSECONDS
 from relaxd.media.prompt_media import MediaRecord, contents_of_group, hashes_of
-from relaxd.media.shown import SHOWN_IMAGES, shown_images, shown_message
+from relaxd.media.shown import SHOWN_MEDIA, shown_media, shown_message
 from relaxd.models.flops import peak_flops, training_flops
 from relaxd.models.shape import ModelShape
 from relaxd.rewards.logged import part_metrics
@@ -208,10 +208,10 @@ def shown_samples(
     for index, place in chosen:
         found.setdefault(place, []).append(index)
     bounds = {place: bounds_of(groups[place].sample_lengths) for place in found}
-    images = {place: _images_of_samples(groups[place], own, thumbnails=True) for place, own in found.items()}
+    media = {place: _media_of_samples(groups[place], own, thumbnails=True) for place, own in found.items()}
     return [
         _shown(groups[place], index, bounds[place], step, whitening)
-        | images[place][index]
+        | media[place][index]
         | {"tokens": _shown_tokens(groups[place], index, bounds[place], whitening)}
         for index, place in chosen
     ]
@@ -225,11 +225,11 @@ def all_samples(groups: Sequence[TrainGroup], step: int, whitening: Whitening | 
     found = []
     for group in groups:
         prompt = group.columns["prompt"] or {}
-        bounds, images = bounds_of(group.sample_lengths), _images_of_samples(group, range(group.samples))
+        bounds, media = bounds_of(group.sample_lengths), _media_of_samples(group, range(group.samples))
         for index in range(group.samples):
             metadata = prompt.get("metadata") or {}
             source = {"source": metadata["data_source"]} if "data_source" in metadata else {}
-            found.append(_shown(group, index, bounds, step, whitening) | images[index] | source)
+            found.append(_shown(group, index, bounds, step, whitening) | media[index] | source)
     return found
 
 
@@ -299,7 +299,7 @@ def _shown_tokens(
     return found
 
 
-def _images_of_samples(
+def _media_of_samples(
     group: TrainGroup, indices: Collection[int], *, thumbnails: bool = False
 ) -> dict[int, dict[str, Any]]:
     """Return the media that samples of a group show: the first ones of its prompt and of each conversation."""
@@ -310,12 +310,12 @@ def _images_of_samples(
         if sample in found:
             known = hashes_of(found[sample])
             found[sample] += [record for record in records if record["sha256"] not in known]
-    first = {index: own[:SHOWN_IMAGES] for index, own in found.items()}
+    first = {index: own[:SHOWN_MEDIA] for index, own in found.items()}
     wanted = {record["sha256"]: record for own in first.values() for record in own}
     if not wanted:
         return {index: {} for index in indices}
-    shown = shown_images(contents_of_group(group.columns), wanted.values(), thumbnails=thumbnails)
-    return {index: {"images": [shown[name] for name in hashes_of(own)]} if own else {} for index, own in first.items()}
+    shown = shown_media(contents_of_group(group.columns), wanted.values(), thumbnails=thumbnails)
+    return {index: {"media": [shown[name] for name in hashes_of(own)]} if own else {} for index, own in first.items()}
 
 
 def _shown_conversation(columns: Mapping[str, Any], index: int) -> dict[str, Any]:

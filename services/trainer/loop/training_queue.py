@@ -16,7 +16,7 @@ from typing import Any
 
 from relaxd.board import REFERENCE_WEIGHTS, TRAIN, Board, BoardUnavailable, Delivery, DropReason
 from relaxd.board.worker import Drop
-from relaxd.media import ImageTokens
+from relaxd.media import MediaTokens
 from relaxd.roles import CRITIC, REFERENCE, ROLES
 from services.trainer.batch.groups import MalformedGroup, RoutingShape, TrainGroup, check_group
 from services.trainer.batch.step_membership import (
@@ -48,7 +48,7 @@ class TrainingQueue:
         lease_seconds: float,
         routing: RoutingShape | None = None,
         candidates: int | None = None,
-        images: ImageTokens | None = None,
+        media: MediaTokens | None = None,
         max_value_staleness: int | None = None,
         teacher_of: Callable[[Mapping[str, Any]], str] | None = None,
         refusal: Callable[[TrainGroup], Drop | None] = lambda group: None,
@@ -67,7 +67,7 @@ class TrainingQueue:
         self._groups_per_step = groups_per_step
         self._max_staleness = max_staleness
         self._max_sequence_tokens = max_sequence_tokens
-        self._routing, self._candidates, self._images = routing, candidates, images
+        self._routing, self._candidates, self._media = routing, candidates, media
         self._max_value_staleness = max_value_staleness
         self._teacher_of = teacher_of
         self._refusal = refusal
@@ -99,7 +99,7 @@ class TrainingQueue:
                 continue
             try:
                 group = check_group(
-                    delivery.group_id, columns, self._columns, self._routing, self._candidates, self._images
+                    delivery.group_id, columns, self._columns, self._routing, self._candidates, self._media
                 )
             except MalformedGroup as error:
                 logger.error("group %s is dropped: %s", delivery.group_id, error)

@@ -203,7 +203,7 @@ class Rank(trainer_pb2_grpc.TrainerServicer, rank_pb2_grpc.RankServicer):
             lease_seconds=config.board.lease_seconds,
             routing=learner.routing,
             candidates=None if candidates is None else candidates.width,
-            images=learner.image_tokens,
+            media=learner.media_tokens,
             max_value_staleness=critic.max_value_staleness if critic.placement == "service" else None,
             teacher_of=partial(model_of, config, TEACHER) if TEACHER in config.frozen_roles("trainer") else None,
             refusal=GroupRefusals(config, algorithm, learner.vocab_sizes).refusal,

@@ -24,7 +24,7 @@ from relaxd.models.shape import read_shape
 from services.trainer.megatron import accumulation_fusion as megatron_gpu
 from services.trainer.megatron.world import World, expert_tensor_parallel
 from services.trainer.model.architecture import Architecture, ModelError
-from services.trainer.model.device_images import DeviceImages
+from services.trainer.model.device_media import DeviceMedia
 from services.trainer.model.layers import PolicyConfig, block_spec
 from services.trainer.model.tower_outputs import TowerOutputs
 from services.trainer.model.towers import build_tower, media_rows
@@ -150,7 +150,7 @@ class PolicyModel(GPTModel):
         """Of towers that aren't trained."""
 
     def forward(
-        self, tokens: Tensor, rotary: Tensor, layout: SequenceLayout, images: DeviceImages | None = None
+        self, tokens: Tensor, rotary: Tensor, layout: SequenceLayout, media: DeviceMedia | None = None
     ) -> Tensor:
         """Run this stage.
 
@@ -158,15 +158,15 @@ class PolicyModel(GPTModel):
             tokens: int64 [1, T], this rank's slice under context parallelism.
             rotary: `rotary_table` of the tokens from which this rank attends.
             layout: the sequences.
-            images: the media, if there are any; used by the first stage.
+            media: the media, if there are any; used by the first stage.
 
         Returns:
             Hidden states [T, 1, hidden] (T over the tensor-parallel ranks under sequence parallelism).
         """
         hidden = self.embedding(input_ids=tokens, position_ids=None) if self.pre_process else None
-        if hidden is not None and self.towers is not None and images is not None:
-            rows, deepstack = media_rows(self.towers, images, self.tower_outputs)
-            hidden = hidden.index_copy(0, images.places, rows.unsqueeze(1).to(hidden.dtype))
+        if hidden is not None and self.towers is not None and media is not None:
+            rows, deepstack = media_rows(self.towers, media, self.tower_outputs)
+            hidden = hidden.index_copy(0, media.places, rows.unsqueeze(1).to(hidden.dtype))
             layout = replace(layout, deepstack=deepstack)
         if hidden is not None and torch.is_grad_enabled() and not hidden.requires_grad:
             # Recomputed layers have gradients only if their input has one, which a frozen embedding's has not.

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from relaxd.media import AUDIO, IMAGE, VIDEO, Grid
 from relaxd.media.cache import RecentItems
-from services.trainer.model.device_images import DeviceImages
+from services.trainer.model.device_media import DeviceMedia
 
 KEPT_BYTES = 1 << 31
 """Default maximum size of the outputs that are kept of a model's towers, in bytes of the host's memory."""
@@ -35,7 +35,7 @@ class TowerOutputs:
         """Number of items requested."""
 
     @torch.no_grad()
-    def of(self, towers: torch.nn.ModuleDict, images: DeviceImages, items: Sequence[int]) -> dict[int, list[Tensor]]:
+    def of(self, towers: torch.nn.ModuleDict, media: DeviceMedia, items: Sequence[int]) -> dict[int, list[Tensor]]:
         """Return the rows of some items by their indices, as `run_towers` does."""
         # Loading and refreshing write into the parameters, which count that.
         weights = sum(parameter._version for parameter in towers.parameters())
@@ -45,22 +45,22 @@ class TowerOutputs:
         new: dict[int, list[Tensor]] = {}
         found: dict[int, list[Tensor]] = {}
         for item in items:
-            if (kept := self._kept.get(images.hashes[item])) is None:
-                found[item] = new[item] = run_towers(towers, images, [item])[item]
+            if (kept := self._kept.get(media.hashes[item])) is None:
+                found[item] = new[item] = run_towers(towers, media, [item])[item]
             else:
-                found[item] = [rows.to(images.places.device) for rows in kept]
+                found[item] = [rows.to(media.places.device) for rows in kept]
         self.runs += len(new)
         self.asked += len(items)
         # Behind all passes, because a copy to the host waits for the device.
         for item, outputs in found.items():
-            name = images.hashes[item]
+            name = media.hashes[item]
             stored = [rows.cpu() for rows in outputs] if item in new else self._kept.get(name)
             if stored is not None:
                 self._kept.keep(name, stored, sum(rows.nbytes for rows in stored))
         return found
 
 
-def run_towers(towers: torch.nn.ModuleDict, images: DeviceImages, items: Sequence[int]) -> dict[int, list[Tensor]]:
+def run_towers(towers: torch.nn.ModuleDict, media: DeviceMedia, items: Sequence[int]) -> dict[int, list[Tensor]]:
     """Run the towers for some of the items.
 
     Returns:
@@ -68,9 +68,9 @@ def run_towers(towers: torch.nn.ModuleDict, images: DeviceImages, items: Sequenc
     """
     found: dict[int, list[Tensor]] = {}
     for name, run in _RUNS.items():
-        if own := [item for item in items if images.towers[item] == name]:
-            outputs = run(towers[name], [images.inputs(item) for item in own], [images.grids[item] for item in own])
-            parts = zip(*(rows.split([images.counts[item] for item in own]) for rows in outputs), strict=True)
+        if own := [item for item in items if media.towers[item] == name]:
+            outputs = run(towers[name], [media.inputs(item) for item in own], [media.grids[item] for item in own])
+            parts = zip(*(rows.split([media.counts[item] for item in own]) for rows in outputs), strict=True)
             found |= zip(own, map(list, parts), strict=True)
     layers = len(towers[VISUAL].deepstack_merger_list)  # type: ignore[arg-type]
     return {item: rows + [torch.zeros_like(rows[0])] * (layers + 1 - len(rows)) for item, rows in found.items()}

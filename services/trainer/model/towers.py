@@ -23,7 +23,7 @@ from megatron.core import parallel_state
 from torch import Tensor
 
 from services.trainer.model.architecture import ModelError, TowerArchitecture
-from services.trainer.model.device_images import DeviceImages
+from services.trainer.model.device_media import DeviceMedia
 from services.trainer.model.tower_outputs import TowerOutputs, run_towers
 from services.trainer.transformer.deepstack import DeepStack
 
@@ -51,12 +51,12 @@ def tower_shapes(tower: TowerArchitecture) -> dict[str, tuple[int, ...]]:
         return {name: tuple(parameter.shape) for name, parameter in _module(tower).named_parameters()}
 
 
-def media_rows(towers: torch.nn.ModuleDict, images: DeviceImages, frozen: TowerOutputs) -> tuple[Tensor, DeepStack]:
+def media_rows(towers: torch.nn.ModuleDict, media: DeviceMedia, frozen: TowerOutputs) -> tuple[Tensor, DeepStack]:
     """Return the towers' rows of media.
 
     Args:
         towers: the towers.
-        images: the items.
+        media: the items.
         frozen: the outputs of towers that aren't trained.
 
     Returns:
@@ -64,14 +64,14 @@ def media_rows(towers: torch.nn.ModuleDict, images: DeviceImages, frozen: TowerO
         parameters of towers that are trained once a backward pass arrives at the former.
     """
     trained = {name for name, tower in towers.items() if any(one.requires_grad for one in tower.parameters())}
-    items = range(len(images.hashes))
-    found = run_towers(towers, images, [item for item in items if images.towers[item] in trained])
-    found |= frozen.of(towers, images, [item for item in items if images.towers[item] not in trained])
+    items = range(len(media.hashes))
+    found = run_towers(towers, media, [item for item in items if media.towers[item] in trained])
+    found |= frozen.of(towers, media, [item for item in items if media.towers[item] not in trained])
     first, *others = (torch.cat(rows) for rows in zip(*(found[item] for item in items), strict=True))
     if first.requires_grad:
         leaves = [rows.detach().requires_grad_() for rows in others]
         first, others = _Cut.apply(torch.zeros((), requires_grad=True), [first, *others], leaves), leaves
-    return first[images.rows], DeepStack(images.places, [rows[images.rows] for rows in others])
+    return first[media.rows], DeepStack(media.places, [rows[media.rows] for rows in others])
 
 
 class _Cut(torch.autograd.Function):

@@ -5,7 +5,7 @@ from typing import Any
 
 from services.trainer.batch.groups import check_group
 from services.trainer.batch.micro_batch import pack
-from services.trainer.batch.prompt_images import ImageReader
+from services.trainer.batch.sequence_media import GroupMediaReader
 from services.trainer.learner.learner import Learner
 from services.trainer.learner.update import UpdateStats
 
@@ -22,12 +22,12 @@ class OfflineLearner(Learner):
 
         Raises MalformedGroup: a column is missing or malformed.
         """
-        tokens = self.image_tokens
-        images = None if tokens is None else ImageReader(tokens)
-        checked = [check_group(group_id, columns, columns, images=tokens) for group_id, columns in groups.items()]
+        tokens = self.media_tokens
+        media = None if tokens is None else GroupMediaReader(tokens)
+        checked = [check_group(group_id, columns, columns, media=tokens) for group_id, columns in groups.items()]
         for group in checked:
             every, packed = range(len(group.lengths)), self._algorithm.needs.loss
-            sequences = group.sequences(every, packed, self._algorithm, temperature, self.step, images=images)
+            sequences = group.sequences(every, packed, self._algorithm, temperature, self.step, media=media)
             self.accumulate([pack(sequences)])
         trained, samples = sum(group.trained_tokens for group in checked), sum(group.samples for group in checked)
         return self.finish(self._algorithm.normalizer(trained, samples))

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from relaxd.algorithms import create
 from relaxd.board import REFERENCE_WEIGHTS, STUDENT_CANDIDATES, TEACHER_PROMPT_TOKENS, Board, stages_for
 from relaxd.config import RunConfig, TrainerConfig
-from relaxd.media import ImageTokens
+from relaxd.media import MediaTokens
 from relaxd.models.folders import frozen_models, resolve_model
 from relaxd.process.child_server import ChildServer
 from relaxd.process.upkeep import freeze_objects
@@ -108,7 +108,7 @@ class FrozenModelRank(ModelRank):
             temperature=config.rollout.temperature,
             micro_batch_tokens=trainer.micro_batch_tokens,
             of_student=of_student,
-            images=_image_tokens(models) if config.has_images else {},
+            media=_media_tokens(models) if config.has_media else {},
             pipeline_stages=trainer.pipeline_parallel,
             of_each=lambda: {} if weights is None else {REFERENCE_WEIGHTS: weights.weights},
             on_failure=self._thread.fail,
@@ -138,7 +138,7 @@ class FrozenModelRank(ModelRank):
             self._report_progress()
 
 
-def _image_tokens(models: Models) -> dict[str, ImageTokens]:
+def _media_tokens(models: Models) -> dict[str, MediaTokens]:
     """Return the models' tokens for images. Raises ModelError: one of them sees none."""
     found = {}
     for name, model in models.items():

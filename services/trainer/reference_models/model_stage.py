@@ -22,11 +22,11 @@ from relaxd.board import (
     read_sequences,
 )
 from relaxd.board.worker import Result
-from relaxd.media import ImageTokens
+from relaxd.media import MediaTokens
 from relaxd.roles import ROLES
 from services.trainer.batch.micro_batch import PackedMicroBatch, TrainSequence, pack
 from services.trainer.batch.micro_batch_division import Packer
-from services.trainer.batch.prompt_images import ImageReader, SequenceImages, check_images
+from services.trainer.batch.sequence_media import GroupMediaReader, SequenceMedia, check_media
 
 BATCHES_PER_STAGE = 20
 """Micro-batches of one pass for each pipeline stage after the first: stages then wait for each other in a twentieth of
@@ -83,7 +83,7 @@ class ModelStage:
         temperature: float,
         micro_batch_tokens: int,
         of_student: int = 0,
-        images: Mapping[str, ImageTokens] = MappingProxyType({}),
+        media: Mapping[str, MediaTokens] = MappingProxyType({}),
         pipeline_stages: int = 1,
         of_each: Callable[[], Mapping[str, Column]] = dict,
         what: str = "log-prob",
@@ -103,7 +103,7 @@ class ModelStage:
             temperature: sampling temperature.
             micro_batch_tokens: maximum tokens of a micro-batch. A group with a longer sequence is dropped.
             of_student: tokens to score in each place, of the column STUDENT_CANDIDATES; 0: none.
-            images: tokens for images of the models that see, by name, if prompts have images.
+            media: tokens for images of the models that see, by name, if prompts have images.
             pipeline_stages: ranks that share the layers.
             of_each: further columns, the same for all groups of a pass.
             what: name of the model's output for each token, for errors.
@@ -118,7 +118,7 @@ class ModelStage:
         self._temperature = temperature
         self._budget = micro_batch_tokens
         self._of_student = of_student
-        self._images = {name: ImageReader(tokens) for name, tokens in images.items()}
+        self._media = {name: GroupMediaReader(tokens) for name, tokens in media.items()}
         self._of_each = of_each
         self._what, self._reason = what, reason
         self._batches = max(1, BATCHES_PER_STAGE * (pipeline_stages - 1))
@@ -210,7 +210,7 @@ class ModelStage:
                 self._prompt,
                 self._temperature,
                 of_student=self._of_student,
-                images=self._images.get(model),
+                media=self._media.get(model),
             )
         except ValueError as error:
             return self._drop(DropReason.MALFORMED, delivery.group_id, str(error))
@@ -248,15 +248,15 @@ def _group(
     temperature: float,
     *,
     of_student: int,
-    images: ImageReader | None,
+    media: GroupMediaReader | None,
 ) -> _Group:
     """Make a group of columns; `prompt` names the prompt's column. Raises ValueError: they are malformed."""
     read = read_sequences(columns, prompt)
     lengths = [len(one.tokens) for one in read]
-    seen: Sequence[SequenceImages | None] = [None] * len(read)
-    if images is not None:
-        check_images(columns, images.tokens)
-        seen = images.read(columns)
+    seen: Sequence[SequenceMedia | None] = [None] * len(read)
+    if media is not None:
+        check_media(columns, media.tokens)
+        seen = media.read(columns)
     own: list[dict[str, NDArray[Any]]] = [{} for _ in read]
     if of_student:
         candidates = _student_candidates(columns[STUDENT_CANDIDATES], sum(lengths), of_student)
@@ -269,9 +269,9 @@ def _group(
             columns=of_sequence,
             weight=np.zeros(len(one.tokens), np.float32),  # of the loss, which is not computed here
             temperature=temperature,
-            images=images_of_sequence,
+            media=media_of_sequence,
         )
-        for one, of_sequence, images_of_sequence in zip(read, own, seen, strict=True)
+        for one, of_sequence, media_of_sequence in zip(read, own, seen, strict=True)
     ]
     prompt_tokens = len(np.asarray(columns[prompt]))
     return _Group(group_id, model, prompt_tokens, sequences, lengths, prompt_tokens + sum(lengths))

@@ -138,7 +138,7 @@ async def test_rewards_open_images(here):
     rule = ImageRule(16, 2, 32 * 32, 64 * 64)
     images = [normalise_image(encoded(Image.new("RGB", (64, 64), (red, 0, 0))), rule) for red in (30, 200, 30)]
     sees = {"data": {"media_keys": {"image": "images"}}, "rollout": {"engine": "transformers"}}
-    here.start_run(run_config(reward={"name": "bad_rewards:redness", "images": True}, **sees))
+    here.start_run(run_config(reward={"name": "bad_rewards:redness", "media": True}, **sees))
     async with here.service("reward", "reward-1") as process, here.service("advantage", "advantage-1"):
         await here.coordinator.hears("reward-1", "READY")
         (group,) = here.generate(["one", "two"], images=images)
@@ -147,7 +147,7 @@ async def test_rewards_open_images(here):
         asked = [{"role": "user", "content": [{"type": "image"}] * 3}]
         request.prompt.extend(to_proto(with_references(asked, images)))
         lacking = (await RewardStub(process.to).Score(request)).scores[0].error
-        assert f"image {images[0].sha256} isn't here: set reward.images = true" in lacking
+        assert f"image {images[0].sha256} isn't here: set reward.media = true" in lacking
         for name, content in PromptMedia.of(images).by_hash().items():
             request.media[name] = content
         assert (await RewardStub(process.to).Score(request)).scores[0].reward == 260

@@ -101,7 +101,7 @@ def run_job(job: RunJob, ranks: int = 1) -> dict[str, Any]:
             max_sequence_tokens=config.micro_batch_tokens,
             lease_seconds=config.board.lease_seconds,
             routing=learner.routing,
-            images=learner.image_tokens,
+            media=learner.media_tokens,
             max_value_staleness=critic.max_value_staleness if critic.placement == "service" else None,
             teacher_of=partial(model_of, config, TEACHER) if TEACHER in config.frozen_roles("trainer") else None,
             refusal=GroupRefusals(config, algorithm, learner.vocab_sizes).refusal,

@@ -9,7 +9,7 @@ from relaxd.data.examples import Message
 from services.agent.chat_requests import BadRequest, new_messages
 from services.agent.protocols.chat_completions import CHAT_COMPLETIONS
 from services.agent.protocols.protocol import read_object
-from services.agent.session_images import SessionImages
+from services.agent.session_media import SessionMedia
 from services.agent.stored_messages import StoredMessages
 
 USER = {"role": "user", "content": "Hello"}
@@ -21,7 +21,7 @@ def call(arguments: str = '{"a":1}', name: str = "call00001") -> dict[str, Any]:
 
 def read(*messages: Any, **more: Any) -> Any:
     return CHAT_COMPLETIONS.read(
-        read_object(json.dumps({"messages": messages or [USER], **more}).encode()), StoredMessages(), SessionImages()
+        read_object(json.dumps({"messages": messages or [USER], **more}).encode()), StoredMessages(), SessionMedia()
     )
 
 

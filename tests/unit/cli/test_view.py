@@ -14,7 +14,7 @@ from relaxd.cli.execute import result_table
 from relaxd.cli.reading.live_view import Picture, RunView, samples_table, sparkline, step_line
 from relaxd.media import ImageRule, VideoRule, normalise_image, normalise_video
 from relaxd.media.prompt_media import PromptMedia
-from relaxd.media.shown import THUMBNAIL_URI, shown_images, shown_message
+from relaxd.media.shown import THUMBNAIL_URI, shown_media, shown_message
 from relaxd.report.html_page import _samples_table
 from relaxd.report.run_result import sample_values
 from relaxd.v1 import coordinator_pb2 as pb
@@ -153,26 +153,26 @@ def test_images_are_shown_small_in_the_report_and_named_on_a_terminal() -> None:
     picture = Image.new("RGB", (640, 64), "red")
     image = normalise_image(encoded(picture), ImageRule(16, 2, 32 * 32, 1024 * 1024))
     media = PromptMedia.of([image] * 6)
-    found = shown_images(media.by_hash(), media.records, thumbnails=True)[image.sha256]
+    found = shown_media(media.by_hash(), media.records, thumbnails=True)[image.sha256]
     assert found.items() >= {"sha256": image.sha256, "width": 640, "height": 64}.items()
     with Image.open(io.BytesIO(base64.b64decode(found["thumbnail"].removeprefix(THUMBNAIL_URI)))) as thumbnail:
         assert thumbnail.size == (96, 10)
-    assert "thumbnail" not in shown_images(media.by_hash(), media.records, thumbnails=False)[image.sha256]
-    sample = sample_message({"prompt": "<image>?", "images": [found]})
+    assert "thumbnail" not in shown_media(media.by_hash(), media.records, thumbnails=False)[image.sha256]
+    sample = sample_message({"prompt": "<image>?", "media": [found]})
     assert f"image {image.sha256[:8]}, 640 x 64" in shown(samples_table([sample]), width=200)
     assert "640 x 64" not in shown(samples_table([sample], one_line=True), width=200)
     assert f'<td>&lt;image&gt;?<br><img src="{found["thumbnail"]}"' in _samples_table([sample_values(sample)])
     frames = [encoded(Image.new("RGB", (64, 32), color)) for color in ("red", "red", "blue", "blue", "blue", "lime")]
     video = normalise_video(frames, VideoRule(16, 2, 4096, 1 << 20, times=2, fps=2.0, min_frames=4, max_frames=8))
     of_video = PromptMedia.of([video])
-    clip = shown_images(of_video.by_hash(), of_video.records, thumbnails=True)[video.sha256]
+    clip = shown_media(of_video.by_hash(), of_video.records, thumbnails=True)[video.sha256]
     assert (clip["width"], clip["height"], clip["frames"]) == (64, 32, 6)
     with Image.open(io.BytesIO(base64.b64decode(clip["thumbnail"].removeprefix(THUMBNAIL_URI)))) as thumbnail:
         assert thumbnail.size == (4 * 64, 32)
         colors = [max(range(3), key=lambda one, at=at: thumbnail.getpixel((64 * at + 32, 16))[one]) for at in range(4)]
         assert colors == [0, 0, 2, 1]  # of frames 0, 1, 3 and 5
-    sample = sample_message({"prompt": "<video>?", "images": [clip]})
+    sample = sample_message({"prompt": "<video>?", "media": [clip]})
     assert f"video {video.sha256[:8]}, 64 x 32, 6 frames" in shown(samples_table([sample]), width=200)
-    assert sample_values(sample)["images"] == [clip]
+    assert sample_values(sample)["media"] == [clip]
     harmful = {"sha256": "<b>", "width": 1, "height": 1, "thumbnail": "http://example.com/"}
-    assert "<br>image &lt;b&gt;, 1 x 1</td>" in _samples_table([{"prompt": "", "images": [harmful]}])
+    assert "<br>image &lt;b&gt;, 1 x 1</td>" in _samples_table([{"prompt": "", "media": [harmful]}])

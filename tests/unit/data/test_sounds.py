@@ -18,7 +18,7 @@ from relaxd.data.examples import Example
 from relaxd.data.tokenizer import PromptTokenizer
 from relaxd.data.vision import normalise, read_vision
 from relaxd.media import MediaItem, encode_wav, lay_out
-from relaxd.media.shown import image_line, shown_images
+from relaxd.media.shown import media_line, shown_media
 from relaxd.models import DataError
 from tests.kit.sounds import WITH_SOUND, encoded_sound, features_of, sound, write_omni_model
 from tests.kit.vision import encoded, picture, write_vision_model
@@ -126,8 +126,8 @@ def test_runs_publish_what_they_have_normalised() -> None:
         ("text", None),
     ]
     assert prompt.text == "<audio>or <audio>?"
-    shown = shown_images(prompt.media.by_hash(), prompt.media.records, thumbnails=True)
-    assert [image_line(one)[-8:] for one in shown.values()] == [", 1.50 s", ", 0.70 s"]
+    shown = shown_media(prompt.media.by_hash(), prompt.media.records, thumbnails=True)
+    assert [media_line(one)[-8:] for one in shown.values()] == [", 1.50 s", ", 0.70 s"]
 
 
 def test_the_same_sound_in_other_forms_is_the_same_prompt() -> None:

@@ -12,7 +12,7 @@ from relaxd.board import stages_for
 from relaxd.cli.main import app
 from relaxd.config import DataConfig
 from relaxd.config.load_toml import ConfigError, load_file
-from relaxd.data import images_ahead
+from relaxd.data import media_ahead
 from relaxd.data.dataset import Cursor, load_data
 from relaxd.data.examples import Example
 from relaxd.data.vision import VisionModel, normalise, read_vision
@@ -119,7 +119,7 @@ def test_images_are_normalised_ahead_and_again_after_a_repair(monkeypatch: pytes
         normalised.append(example.place)
         return normalise(example, vision)
 
-    monkeypatch.setattr(images_ahead, "normalise", counted)
+    monkeypatch.setattr(media_ahead, "normalise", counted)
     train = load_data(load_file(Path("run.toml"), ["--data.shuffle=false"])).train
     train.look_ahead(Cursor(), 100)
     train.prompt(0)

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from relaxd.envs import observation_images
+from relaxd.envs import observation_media
 from relaxd.envs.environment import BadEnvironmentError, Reply, Sample, Step, check_step, check_tools, messages_of
 from relaxd.envs.other_interfaces import RelaxEnvironment
 from relaxd.envs.tool_calls import ToolCall
@@ -81,7 +81,7 @@ def test_images_of_relax_come_before_their_text() -> None:
 
 
 def test_images_count_against_a_limit_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(observation_images, "MAX_IMAGE_BYTES", 2000)
+    monkeypatch.setattr(observation_media, "MAX_MEDIA_BYTES", 2000)
     large = {"role": "user", "content": [{"type": "image", "image": b"x" * 1500}] * 2}
     with pytest.raises(BadEnvironmentError, match=r"messages\[0\].content has images of more than"):
         messages_of(large, "step() returned")

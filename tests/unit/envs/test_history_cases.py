@@ -14,8 +14,8 @@ from relaxd.data.vision import VisionModel
 from relaxd.envs.replies import ParsedReply
 from relaxd.envs.token_history import CannotContinue, TokenHistory
 from relaxd.envs.tool_calls import ToolCall
-from relaxd.media import ImageRule, ImageTokens
-from relaxd.media.prompt_media import StoredImage
+from relaxd.media import ImageRule, MediaTokens
+from relaxd.media.prompt_media import StoredMedia
 from relaxd.models import DataError
 from tests.kit.templates import TEMPLATES, template_tokenizer
 from tests.kit.tokenizer import write_tokenizer
@@ -153,27 +153,27 @@ def seeing(name: str) -> PromptTokenizer:
     """Return the tokenizer of a model that sees, whose image token is <|image_pad|>."""
     tokenizer = copy(template_tokenizer(name))
     (token,) = tokenizer.encode_text("<|image_pad|>")
-    tokenizer.vision = VisionModel(ImageRule(16, 2, 1024, 65536), ImageTokens(token, 2), (0.5,) * 3, (0.5,) * 3, 2)
+    tokenizer.vision = VisionModel(ImageRule(16, 2, 1024, 65536), MediaTokens(token, 2), (0.5,) * 3, (0.5,) * 3, 2)
     return tokenizer
 
 
 def test_images_have_their_tokens_where_the_template_writes_them() -> None:
     """With Qwen3-VL's own template, in the prompt and in a tool's result that also names the image's token."""
     tokenizer = seeing("qwen3_vl")
-    images = [StoredImage("a", (1, 4, 4), b"a"), StoredImage("b", (1, 4, 6), b"b"), StoredImage("c", (1, 2, 2), b"c")]
+    media = [StoredMedia("a", (1, 4, 4), b"a"), StoredMedia("b", (1, 4, 6), b"b"), StoredMedia("c", (1, 2, 2), b"c")]
     asked = Example([{"role": "user", "content": [IMAGE, {"type": "text", "text": "Zoom!"}]}])
-    history = TokenHistory(tokenizer, asked, TOOLS, images=images[:1])
+    history = TokenHistory(tokenizer, asked, TOOLS, media=media[:1])
     reply(history, tokenizer, "<|image_pad|> then<|im_end|>")
     said = [{"type": "text", "text": "<|image_pad|>: "}, IMAGE, IMAGE]
-    history.add_messages([{"role": "tool", "content": said}], images[1:])
+    history.add_messages([{"role": "tool", "content": said}], media[1:])
     context, pad = history.context, tokenizer.encode_text("<|image_pad|>")
-    assert [image.sha256 for image in history.images] == ["a", "b", "c"]
-    for image, count in zip(history.images, (4, 6, 1), strict=True):
-        assert image.begin is not None
-        own = context[image.begin - 1 : image.begin + count + 1]
+    assert [item.sha256 for item in history.media] == ["a", "b", "c"]
+    for item, count in zip(history.media, (4, 6, 1), strict=True):
+        assert item.begin is not None
+        own = context[item.begin - 1 : item.begin + count + 1]
         assert tokenizer.decode(own, special=True) == f"<|vision_start|>{'<|image_pad|>' * count}<|vision_end|>"
     assert context.count(pad[0]) == 4 + 6 + 1 + 1  # and the one that the model wrote
-    assert history.images_to_last_reply == history.images[:1]
+    assert history.media_to_last_reply == history.media[:1]
     assert tokenizer.decode(context).count("<|image_pad|>: ") == 1
 
 
@@ -181,10 +181,10 @@ def test_a_template_that_leaves_images_out_cannot_go_on() -> None:
     tokenizer = seeing("qwen3_vl")
     history = TokenHistory(tokenizer, ASKED, [])
     reply(history, tokenizer, "Well.<|im_end|>")
-    image = StoredImage("a", (1, 4, 4), b"a")
+    item = StoredMedia("a", (1, 4, 4), b"a")
     with pytest.raises(CannotContinue, match="a conversation has 0 image tokens"):
-        history.add_messages([{"role": "user", "content": "no part"}], [image])
-    assert history.images == []
+        history.add_messages([{"role": "user", "content": "no part"}], [item])
+    assert history.media == []
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VLModel
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLModel
 
-from relaxd.media import ImageRule, ImageTokens, MediaError, expand, lay_out, normalise_image
+from relaxd.media import ImageRule, MediaError, MediaTokens, expand, lay_out, normalise_image
 from tests.kit.vision import encoded, picture, write_vision_model
 
 SIZES: dict[str, list[tuple[int, int]]] = {
@@ -19,7 +19,7 @@ SIZES: dict[str, list[tuple[int, int]]] = {
     "three": [(100, 60), (33, 200), (300, 240)],
     "wide": [(800, 9)],
 }
-IMAGES = ImageTokens(token=9, merge=2)
+IMAGES = MediaTokens(token=9, merge=2)
 
 
 @pytest.fixture(scope="module", params=["qwen2_5_vl", "qwen3_vl"])
@@ -72,7 +72,7 @@ def test_layouts_are_those_of_transformers(name: str, theirs: tuple[Any, Any, Im
         [{"role": "user", "content": content[1:] + content[:1]}], tokenize=False, add_generation_prompt=True
     )
     short = processor.tokenizer(text)["input_ids"]
-    images = ImageTokens(model.config.image_token_id, rule.merge)
+    images = MediaTokens(model.config.image_token_id, rule.merge)
     grids = [normalise_image(encoded(one), rule).size.grid for one in pictures]
     found = lay_out(expand(short, grids, images), grids, images)
 
@@ -135,7 +135,7 @@ def test_places_that_are_not_those_of_the_images_are_refused(begins: list[int], 
 
 
 def test_a_video_has_no_single_place() -> None:
-    with_video = ImageTokens(9, 2, video=8, start=6, end=7)
+    with_video = MediaTokens(9, 2, video=8, start=6, end=7)
     tokens = np.array([1, 6, 8, 7, 6, 8, 7, 9])
     assert lay_out(tokens, [(2, 2, 2), (1, 2, 2)], with_video).modality.tolist() == [0, 0, 2, 0, 0, 2, 0, 1]
     with pytest.raises(MediaError, match="has 2 begins of items, but its items have 3 images, frames and sounds"):

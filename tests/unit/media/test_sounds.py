@@ -12,7 +12,7 @@ import torch
 
 from relaxd.data.spectrograms import spectrogram
 from relaxd.media import MediaError, SoundRule, decode_wav, expand, lay_out, normalise_sound
-from relaxd.media.layout import ImageTokens, sound_tokens
+from relaxd.media.layout import MediaTokens, sound_tokens
 from relaxd.media.sounds import measure_sound
 from relaxd.rewards.interface import RewardInput
 from tests.kit.sounds import encoded_sound, sound
@@ -20,7 +20,7 @@ from tests.kit.vision import encoded, encoded_clip, picture
 
 RULE = SoundRule(10.0)
 SOUND = sound(1.5)
-TOKENS = ImageTokens(token=9, merge=2, audio=8)
+TOKENS = MediaTokens(token=9, merge=2, audio=8)
 
 
 def wav(samples: np.ndarray, channels: int = 1, width: int = 2, rate: int = 16_000) -> bytes:
@@ -179,5 +179,5 @@ def test_rewards_open_sounds_that_are_there() -> None:
     (heard,) = sample.sounds()
     np.testing.assert_array_equal(heard, SOUND)
     assert sample.images() == []
-    with pytest.raises(ValueError, match=r"audio .* isn't here: set reward.images = true"):
+    with pytest.raises(ValueError, match=r"audio .* isn't here: set reward.media = true"):
         RewardInput(**given).sounds()

@@ -200,5 +200,5 @@ def test_rewards_open_the_frames_of_videos() -> None:
     assert sample.images() == []
     for found, frame in zip(frames, CLIP[:4], strict=True):
         np.testing.assert_array_equal(np.asarray(found), np.asarray(frame))
-    with pytest.raises(ValueError, match=f"video {video.sha256} isn't here: set reward.images = true"):
+    with pytest.raises(ValueError, match=f"video {video.sha256} isn't here: set reward.media = true"):
         RewardInput(prompt="<video>", response="", answer="", prompt_messages=[message]).videos()

@@ -20,8 +20,8 @@ from tests.kit.vision import (
     make_vision_model,
     normal_media,
     picture,
-    prompt_with_images,
-    without_images,
+    prompt_with_media,
+    without_media,
 )
 from tests.unit.rollout.engine_harness import Answer, Harness, full_logprobs
 
@@ -62,15 +62,15 @@ def test_log_probs_equal_transformers(harness: Harness, reference: PreTrainedMod
         "mixed": [CLIP, PICTURES[1], clip(3, 64, 64, 4)],
     }
     for number, (name, pictures) in enumerate(counts.items()):
-        prompt, media = prompt_with_images(vision, pictures)
+        prompt, media = prompt_with_media(vision, pictures)
         harness.submit(name, prompt, 2, media=media, max_new_tokens=12 - number, seed=number, ignore_eos=True)
         if number == 1:
             harness.wait_for_tokens("three", 4)
     compared = 0
     for name, pictures in counts.items():
-        prompt, _ = prompt_with_images(vision, pictures)
+        prompt, _ = prompt_with_media(vision, pictures)
         for answer in harness.wait(name, 2):
-            tokens = without_images(answer.tokens, vision)
+            tokens = without_media(answer.tokens, vision)
             full = (
                 image_logprobs(reference, prompt, tokens, pictures)
                 if pictures
@@ -85,11 +85,11 @@ def test_a_video_with_its_frames_in_another_order_is_another_one(
     harness: Harness, reference: PreTrainedModel, vision: VisionModel
 ) -> None:
     swapped = [CLIP[index] for index in (1, 0, 2, 3, 4, 5)]  # the first two make up one time
-    prompt, media = prompt_with_images(vision, [CLIP])
-    assert prompt_with_images(vision, [swapped])[0] == prompt
+    prompt, media = prompt_with_media(vision, [CLIP])
+    assert prompt_with_media(vision, [swapped])[0] == prompt
     harness.submit("video", prompt, media=media, max_new_tokens=8, ignore_eos=True)
     (answer,) = harness.wait("video")
-    tokens = without_images(answer.tokens, vision)
+    tokens = without_media(answer.tokens, vision)
     own, other = (image_logprobs(reference, prompt, tokens, [frames]).numpy() for frames in (CLIP, swapped))
     np.testing.assert_allclose(answer.logprobs[: len(tokens)], own, atol=1e-5)
     assert np.abs(own - other).max() > 1e-3
@@ -98,7 +98,7 @@ def test_a_video_with_its_frames_in_another_order_is_another_one(
 def test_other_pictures_of_the_same_size_are_another_prompt(harness: Harness, vision: VisionModel) -> None:
     answers: list[Answer] = []
     for seed in (1, 2):
-        prompt, media = prompt_with_images(vision, [picture(64, 64, seed)])
+        prompt, media = prompt_with_media(vision, [picture(64, 64, seed)])
         harness.submit(str(seed), prompt, media=media, max_new_tokens=4, temperature=0)
         answers += harness.wait(str(seed))
     assert not np.allclose(answers[0].logprobs[:1], answers[1].logprobs[:1], atol=1e-4)
@@ -107,7 +107,7 @@ def test_other_pictures_of_the_same_size_are_another_prompt(harness: Harness, vi
 def test_answers_go_on_whatever_they_have_sampled(
     harness: Harness, reference: PreTrainedModel, vision: VisionModel
 ) -> None:
-    prompt, media = prompt_with_images(vision, PICTURES[:1])
+    prompt, media = prompt_with_media(vision, PICTURES[:1])
     harness.submit("whole", prompt, media=media, max_new_tokens=8, seed=3, ignore_eos=True)
     (whole,) = harness.wait("whole")
     harness.submit(
@@ -130,8 +130,8 @@ def test_answers_go_on_whatever_they_have_sampled(
 
 
 def test_a_request_whose_images_are_wrong_fails_alone(harness: Harness, vision: VisionModel) -> None:
-    prompt, media = prompt_with_images(vision, PICTURES[:1])
-    other = prompt_with_images(vision, PICTURES[1:2])[1]
+    prompt, media = prompt_with_media(vision, PICTURES[:1])
+    other = prompt_with_media(vision, PICTURES[1:2])[1]
     misfit, none = (
         PromptMedia(({**media.records[0], "grid": grid},), media.contents) for grid in ([1, 2, 12], [0, 4, 6])
     )
@@ -159,11 +159,11 @@ def test_weights_reach_language_model_and_tower_under_their_names(
 ) -> None:
     other = make_vision_model(tmp_path, seed=2)
     new = Qwen3VLForConditionalGeneration.from_pretrained(other, dtype=torch.float32).eval()
-    prompt, media = prompt_with_images(vision, PICTURES[:2])
+    prompt, media = prompt_with_media(vision, PICTURES[:2])
     harness.set_weights(Version(1, 1), new.state_dict())
     harness.submit("new", prompt, media=media, max_new_tokens=4, ignore_eos=True)
     (answer,) = harness.wait("new")
-    tokens = without_images(answer.tokens, vision)
+    tokens = without_media(answer.tokens, vision)
     assert tokens
     full = image_logprobs(new, prompt, tokens, PICTURES[:2])
     np.testing.assert_allclose(answer.logprobs[: len(tokens)], full, atol=1e-5)

@@ -7,9 +7,9 @@ import pytest
 from PIL import Image
 
 from relaxd.data.vision import read_vision
-from services.rollout.engines.prompt_images import SeenPrompt, read_model_vision, see
 from services.rollout.engines.request_types import EngineError, Request, Sampling
-from tests.kit.vision import picture, prompt_with_images, write_vision_model
+from services.rollout.engines.seen_prompts import SeenPrompt, read_model_vision, see
+from tests.kit.vision import picture, prompt_with_media, write_vision_model
 
 WIDE, SQUARE, TALL = picture(96, 64), picture(64, 64, 1), picture(64, 128, 2)
 """3 x 2, 2 x 2 and 2 x 4 tokens."""
@@ -32,7 +32,7 @@ def test_places_and_positions(
     folder: Path, pictures: list[Image.Image], spans: list[tuple[int, int]], behind: int
 ) -> None:
     vision = read_vision(folder)
-    prompt, media = prompt_with_images(vision, pictures)
+    prompt, media = prompt_with_media(vision, pictures)
     seen = see(Request("a", tuple(prompt), 1, Sampling(4), media=media), vision)
     assert isinstance(seen, SeenPrompt)
     assert [frame.span for frame in seen.items] == spans
@@ -50,7 +50,7 @@ def test_identity_is_that_of_all_images_in_order(folder: Path) -> None:
     vision = read_vision(folder)
     found = []
     for pictures in ([SQUARE, TALL], [TALL, SQUARE], [SQUARE], [SQUARE, SQUARE], [SQUARE, TALL]):
-        prompt, media = prompt_with_images(vision, pictures)
+        prompt, media = prompt_with_media(vision, pictures)
         seen = see(Request("a", tuple(prompt), 1, Sampling(4), media=media), vision)
         assert seen is not None
         found.append(seen.identity)
@@ -61,7 +61,7 @@ def test_identity_is_that_of_all_images_in_order(folder: Path) -> None:
 def test_models_that_see_nothing(folder: Path, tmp_path: Path) -> None:
     vision = read_model_vision(folder, "sglang")
     assert vision == read_vision(folder)
-    prompt, media = prompt_with_images(read_vision(folder), [SQUARE])
+    prompt, media = prompt_with_media(read_vision(folder), [SQUARE])
     assert see(Request("a", (5, 6), 1, Sampling(4)), vision) is None
     (tmp_path / "config.json").write_text('{"model_type": "qwen3"}')
     assert read_model_vision(tmp_path, "sglang") is None

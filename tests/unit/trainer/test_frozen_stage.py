@@ -28,7 +28,7 @@ from relaxd.board.schema import OF_CONVERSATIONS
 from relaxd.config import RunConfig
 from relaxd.data.vision import read_vision
 from relaxd.media import expand, normalise_image
-from relaxd.media.prompt_media import StoredImage, to_columns, to_sequence_columns
+from relaxd.media.prompt_media import StoredMedia, to_columns, to_sequence_columns
 from services.trainer.batch.micro_batch import PackedMicroBatch
 from services.trainer.megatron.rank_messages import decode, encode, parse
 from services.trainer.reference_models.model_stage import Compute, ModelStage
@@ -268,9 +268,9 @@ def test_the_students_candidates_come_to_the_model_beside_their_tokens_and_other
 )
 def test_images_of_a_prompt_reach_the_model(board: Board, tmp_path: Path) -> None:
     vision = read_vision(write_vision_model(tmp_path))
-    image = normalise_image(encoded(picture(64, 64)), vision.rule)
-    media, contents = to_columns([image])
-    prompt = expand([1, vision.tokens.token, 2], [image.size.grid], vision.tokens)
+    item = normalise_image(encoded(picture(64, 64)), vision.rule)
+    media, contents = to_columns([item])
+    prompt = expand([1, vision.tokens.token, 2], [item.size.grid], vision.tokens)
     given = {"prompt_tokens": prompt, PROMPT_MEDIA: media, MEDIA_CONTENTS: contents}
     answer(board, "g1", [3, 4], len(prompt), of_prompt=given)
     answer(board, "g2", [3], len(prompt), of_prompt={**given, "prompt_tokens": np.arange(6, dtype=np.int32)})
@@ -280,11 +280,11 @@ def test_images_of_a_prompt_reach_the_model(board: Board, tmp_path: Path) -> Non
         seen.extend(decoded(micro_batches))
         return [{REF_LOGPROBS: np.zeros(len(batch.tokens), np.float32)} for batch in micro_batches]
 
-    work(board, model, 2, images={"": vision.tokens}, vocab_sizes={"": vision.tokens.token + 1})
+    work(board, model, 2, media={"": vision.tokens}, vocab_sizes={"": vision.tokens.token + 1})
     (row,) = seen
-    assert row.images is not None
-    assert [one.sha256 for one in row.images.images] == [image.sha256]
-    assert row.images.images[0].values.shape == (64, 64, 3)
+    assert row.media is not None
+    assert [one.sha256 for one in row.media.items] == [item.sha256]
+    assert row.media.items[0].values.shape == (64, 64, 3)
     assert row.positions.shape == (3, len(row.tokens))
 
 
@@ -295,7 +295,7 @@ def test_images_of_a_prompt_reach_the_model(board: Board, tmp_path: Path) -> Non
 )
 def test_images_of_a_conversation_reach_the_model(board: Board, tmp_path: Path) -> None:
     vision = read_vision(write_vision_model(tmp_path))
-    shown = StoredImage.of(normalise_image(encoded(picture(64, 64)), vision.rule))
+    shown = StoredMedia.of(normalise_image(encoded(picture(64, 64)), vision.rule))
     token = vision.tokens.token
     media, contents = to_sequence_columns([[], [replace(shown, begin=1)]], [])
     tokens = np.array([1, token, 2, 3, *[token] * 4, 4], np.int32)
@@ -310,11 +310,11 @@ def test_images_of_a_conversation_reach_the_model(board: Board, tmp_path: Path) 
         seen.extend(decoded(micro_batches))
         return [{REF_LOGPROBS: np.zeros(len(batch.tokens), np.float32)} for batch in micro_batches]
 
-    work(board, model, 1, images={"": vision.tokens}, vocab_sizes={"": token + 1})
+    work(board, model, 1, media={"": vision.tokens}, vocab_sizes={"": token + 1})
     (row,) = seen
-    assert row.images is not None
-    assert row.images.places.tolist() == [9, 10, 11, 12]
-    assert row.images.images[0].sha256 == shown.sha256
+    assert row.media is not None
+    assert row.media.places.tolist() == [9, 10, 11, 12]
+    assert row.media.items[0].sha256 == shown.sha256
 
 
 def decoded(micro_batches: Sequence[PackedMicroBatch]) -> Any:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from relaxd.media import ImageRule, normalise_image
-from relaxd.media.prompt_media import PromptMedia, StoredImage, to_sequence_columns
+from relaxd.media.prompt_media import PromptMedia, StoredMedia, to_sequence_columns
 from services.trainer.batch.groups import TrainGroup
 from services.trainer.loop.sample_statistics import MAX_SOURCES, repeats, sample_statistics
 from services.trainer.loop.step_metrics import all_samples, group_metrics, shown_samples
@@ -72,15 +72,15 @@ def test_statistics_are_those_of_the_samples() -> None:
 
 def test_samples_show_the_images_of_their_prompt_and_of_their_conversation() -> None:
     rule = ImageRule(16, 2, 32 * 32, 64 * 32 * 32)
-    images = [StoredImage.of(normalise_image(encoded(picture(64 + 32 * n, 64)), rule)) for n in range(6)]
+    images = [StoredMedia.of(normalise_image(encoded(picture(64 + 32 * n, 64)), rule)) for n in range(6)]
     prompt, contents = PromptMedia.of_stored(images[:1]), [images[:2], [], images[1:]]
     media, stored = to_sequence_columns([[replace(one, begin=0) for one in own] for own in contents], [])
     group = make_group(0, *SAMPLES[0])
     columns = {"prompt_media": list(prompt.records), "media_contents": prompt.array}
     group = group.with_columns({**columns, "sequence_media": media, "sequence_contents": stored})
-    widths = [[one["width"] for one in sample["images"]] for sample in all_samples([group], 1)]
+    widths = [[one["width"] for one in sample["media"]] for sample in all_samples([group], 1)]
     assert widths == [[64, 96], [64], [64, 96, 128, 160]]
-    assert all("thumbnail" in one for sample in shown_samples([group], 2, 1) for one in sample["images"])
+    assert all("thumbnail" in one for sample in shown_samples([group], 2, 1) for one in sample["media"])
 
 
 def test_parts_without_samples_have_only_a_share() -> None:

@@ -31,8 +31,8 @@ from relaxd.replica.gpus import gpu_share
 from relaxd.v1 import engine_pb2, engine_pb2_grpc, rollout_pb2, rollout_pb2_grpc
 from relaxd.weights.manifest import ManifestMismatch
 from relaxd.weights.weight_group import Rendezvous
-from services.rollout.engines.prompt_images import read_model_vision
 from services.rollout.engines.request_types import BadManifest, EngineError
+from services.rollout.engines.seen_prompts import read_model_vision
 from services.rollout.engines.sglang.given_logprobs import TEMPERATURE_VARIABLE, set_temperature
 from services.rollout.engines.sglang.gpu_share import memory_of_all, show_share
 from services.rollout.engines.sglang.scheduler_messages import ChangeMade, HeldRequest, PauseForUpdate, with_weights
@@ -44,7 +44,7 @@ from services.rollout.engines.sglang.schedulers import (
     socket_path,
     write_failure,
 )
-from services.rollout.engines.sglang.sglang_images import forget_features, take_media
+from services.rollout.engines.sglang.sglang_media import forget_features, take_media
 from services.rollout.engines.sglang.sglang_weights import SGLangWeights
 from services.rollout.engines.sglang.weight_updates import NewsSender, WeightUpdates
 

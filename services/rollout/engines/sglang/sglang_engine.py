@@ -26,7 +26,6 @@ from relaxd.data.vision import VisionModel
 from relaxd.rpc.errors import RpcError
 from relaxd.v1 import engine_pb2
 from services.rollout.engines.generation_gate import GatedEngine
-from services.rollout.engines.prompt_images import see
 from services.rollout.engines.request_types import (
     EngineError,
     FailureHandler,
@@ -36,6 +35,7 @@ from services.rollout.engines.request_types import (
     Request,
     Version,
 )
+from services.rollout.engines.seen_prompts import see
 from services.rollout.engines.sglang.control import SchedulerControl
 from services.rollout.engines.sglang.given_logprobs import LogprobRequests
 from services.rollout.engines.sglang.scheduler_launch import MessageChannel
@@ -144,7 +144,7 @@ class SGLangEngine(GatedEngine):
         """Decode the images of a request's prompt, and queue the request. Called in a thread for that."""
         request_id, failure = group.request.request_id, ""
         try:
-            group.take_images(see(group.request, self._vision))
+            group.take_media(see(group.request, self._vision))
         except Exception as error:  # the others go on
             failure = str(error) if isinstance(error, EngineError) else f"{type(error).__name__}: {error}"
         with self._gate.changed:

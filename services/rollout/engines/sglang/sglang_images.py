@@ -17,7 +17,7 @@ from sglang.srt.managers.schedule_batch import Modality, MultimodalDataItem, Mul
 from relaxd.data.device_patches import normalised
 from relaxd.data.spectrograms import spectrogram
 from relaxd.data.vision import VisionModel
-from services.rollout.engines.prompt_images import HeardSound, SeenFrame, SeenPrompt
+from services.rollout.engines.seen_prompts import HeardSound, SeenFrame, SeenPrompt
 
 
 def to_sglang(prompt: SeenPrompt, more: int) -> MultimodalProcessorOutput:

@@ -26,8 +26,8 @@ from relaxd.v1 import engine_pb2, rollout_pb2, weights_pb2
 from services.rollout.engines.engine_process import EngineProcess, read_arguments
 from services.rollout.engines.generation_gate import UpdatePause
 from services.rollout.engines.model_folder import read_model_folder
-from services.rollout.engines.prompt_images import read_model_vision
 from services.rollout.engines.request_types import PAUSE_MODES, EngineError, Version
+from services.rollout.engines.seen_prompts import read_model_vision
 from services.rollout.engines.sglang.given_logprobs import ENVIRONMENT, TEMPERATURE_VARIABLE
 from services.rollout.engines.sglang.scheduler_launch import launch
 from services.rollout.engines.sglang.scheduler_messages import Updated

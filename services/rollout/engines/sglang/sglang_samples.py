@@ -11,10 +11,10 @@ from sglang.srt.managers.io_struct import BatchTokenIDOutput, TokenizedGenerateR
 from sglang.srt.sampling.sampling_params import SamplingParams
 
 from relaxd.models.shape import expert_dtype
-from services.rollout.engines.prompt_images import SeenPrompt
 from services.rollout.engines.request_types import FinishReason, Output, Request, Sampling, cut_at_stop, end_across
+from services.rollout.engines.seen_prompts import SeenPrompt
 from services.rollout.engines.sglang.scheduler_messages import prefix_key
-from services.rollout.engines.sglang.sglang_images import to_sglang
+from services.rollout.engines.sglang.sglang_media import to_sglang
 
 SHARED_PREFIX_TOKENS = 64
 """Shortest prompt that is prefilled once for all samples of a request, before they start."""
@@ -92,7 +92,7 @@ class SGLangRequest:
         stop_ids = frozenset(request.sampling.stop_token_ids) or end_ids
         return cls(request, samples, stop_ids, shares, len(samples))
 
-    def take_images(self, prompt: SeenPrompt | None) -> None:
+    def take_media(self, prompt: SeenPrompt | None) -> None:
         """Take the images of its prompt."""
         if prompt is not None:
             self.images = prompt.identity

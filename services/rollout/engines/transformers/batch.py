@@ -10,8 +10,8 @@ import torch
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, DynamicLayer
 
-from services.rollout.engines.prompt_images import SeenPrompt
 from services.rollout.engines.request_types import FinishReason, Request
+from services.rollout.engines.seen_prompts import SeenPrompt
 from services.rollout.engines.transformers.sampling import sample_generator
 from services.rollout.engines.transformers.vision import embed
 
@@ -234,8 +234,8 @@ def _forward(
     padding = torch.tensor(paddings)[:, None]
     positions = (columns[None, start:] - padding + torch.tensor(offsets)[:, None]).clamp(min=0)
     mask = (columns[None, :] >= padding).long() if any(paddings) else None
-    with_images = any(prompt is not None for prompt in seen)
-    if with_images or any(offsets):
+    with_media = any(prompt is not None for prompt in seen)
+    if with_media or any(offsets):
         positions = positions.repeat(3, 1, 1)  # by time, row and column
     for row, prompt in enumerate(seen):
         if prompt is not None:
@@ -253,6 +253,6 @@ def _forward(
         if language_model is None:
             logits: torch.Tensor = model(input_ids=ids.to(device), logits_to_keep=1, **arguments).logits[:, -1]
         else:
-            inputs = embed(model, ids, seen, paddings) if with_images else {"input_ids": ids.to(device)}
+            inputs = embed(model, ids, seen, paddings) if with_media else {"input_ids": ids.to(device)}
             logits = model.lm_head(language_model(**inputs, **arguments).last_hidden_state[:, -1])
     return logits

@@ -21,7 +21,6 @@ from relaxd.data.vision import VisionModel
 from relaxd.process.torch_profile import StepRecording
 from relaxd.v1.engine_pb2 import RecordStepsRequest
 from services.rollout.engines.generation_gate import GatedEngine
-from services.rollout.engines.prompt_images import see
 from services.rollout.engines.request_types import (
     EngineError,
     FailureHandler,
@@ -33,6 +32,7 @@ from services.rollout.engines.request_types import (
     Version,
     cut_at_stop,
 )
+from services.rollout.engines.seen_prompts import see
 from services.rollout.engines.transformers.batch import Batch, RunningSample
 from services.rollout.engines.transformers.sampling import choose_tokens, likeliest_tokens
 from services.rollout.engines.transformers.vision import TOWERS

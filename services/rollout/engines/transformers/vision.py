@@ -19,7 +19,7 @@ from relaxd.data.spectrograms import spectrogram
 from relaxd.data.vision import VisionModel
 from relaxd.media import Grid
 from relaxd.media.layout import IMAGE, TEXT, VIDEO
-from services.rollout.engines.prompt_images import SeenPrompt, read_model_vision
+from services.rollout.engines.seen_prompts import SeenPrompt, read_model_vision
 
 TOWERS = ("model.visual.", "model.audio_tower.")
 """Beginnings of the names of towers' parameters."""

@@ -15,7 +15,7 @@ from tests.integration.rollout.rollout_kit import Source
 from tests.integration.rollout.sglang.syncs import sync
 from tests.integration.rollout.weight_source import weights_of
 from tests.kit.engines import Answer, EngineRunner
-from tests.kit.vision import Item, clip, image_logprobs, make_vision_model, picture, prompt_with_images, without_images
+from tests.kit.vision import Item, clip, image_logprobs, make_vision_model, picture, prompt_with_media, without_media
 
 pytestmark = pytest.mark.night
 
@@ -53,7 +53,7 @@ class Checker:
 
         The first `begun` of the answer's tokens are from before the request.
         """
-        tokens = without_images(answer.tokens, self.vision)
+        tokens = without_media(answer.tokens, self.vision)
         for version in set(answer.versions):
             right = image_logprobs(self.with_weights(version), prompt, tokens, pictures)[begun:]
             rows = [row for row, each in enumerate(answer.versions[: len(right)]) if each == version]
@@ -82,7 +82,7 @@ def test_log_probs_equal_transformers_under_each_version(
             [clip(3, 64, 64, 6), PICTURES[1], clip(4, 96, 64, 7)],
             [clip(24, 96, 96, 8)],  # of so many tokens that a prompt is computed once for all samples
         ]
-        prompts = [prompt_with_images(checker.vision, pictures) for pictures in cases]
+        prompts = [prompt_with_media(checker.vision, pictures) for pictures in cases]
         sampling = {"max_new_tokens": 12, "temperature": 1.0, "ignore_eos": True}
         going = [engine.ask(prompt, 3, media=media, **sampling) for prompt, media in prompts]
         for (prompt, _), pictures, asked in zip(prompts, cases, going, strict=True):
@@ -95,7 +95,7 @@ def test_log_probs_equal_transformers_under_each_version(
 def test_equal_tokens_with_other_pictures_are_another_prompt(engine: EngineRunner, checker: Checker) -> None:
     """Asked together, and again when their keys and values are cached."""
     pictures = [[picture(256, 250, seed)] for seed in (1, 2)]
-    asked = [prompt_with_images(checker.vision, one) for one in pictures]
+    asked = [prompt_with_media(checker.vision, one) for one in pictures]
     assert asked[0][0] == asked[1][0]
     for _ in range(2):
         going = [engine.ask(prompt, 2, media=media, max_new_tokens=4, ignore_eos=True) for prompt, media in asked]
@@ -109,7 +109,7 @@ def test_an_update_while_answers_are_written(engine: EngineRunner, source: Sourc
     """A prompt ends with an image: what SGLang computes again has the positions that it had."""
     assert engine.engine.weights is not None
     before = engine.engine.weights.version
-    prompt, media = prompt_with_images(checker.vision, PICTURES[:2])
+    prompt, media = prompt_with_media(checker.vision, PICTURES[:2])
     prompt = prompt[:-1]
     asked = engine.ask(prompt, 4, media=media, stream=True, max_new_tokens=200, temperature=1.0, ignore_eos=True)
     engine.wait_begun(asked)
@@ -124,7 +124,7 @@ def test_an_update_while_answers_are_written(engine: EngineRunner, source: Sourc
 
 
 def test_answers_go_on_whatever_they_have_sampled(engine: EngineRunner, checker: Checker) -> None:
-    prompt, media = prompt_with_images(checker.vision, LARGE)
+    prompt, media = prompt_with_media(checker.vision, LARGE)
     begun = {0: (7, 8, 9), 2: (30,)}
     answers = engine.generate(prompt, 3, media=media, begun=begun, max_new_tokens=8, ignore_eos=True)
     for sample, tokens in begun.items():
@@ -139,8 +139,8 @@ def test_answers_go_on_whatever_they_have_sampled(engine: EngineRunner, checker:
 
 
 def test_requests_whose_images_are_wrong_fail_alone(engine: EngineRunner, checker: Checker) -> None:
-    prompt, media = prompt_with_images(checker.vision, PICTURES[:1])
-    other = prompt_with_images(checker.vision, PICTURES[1:2])[1]
+    prompt, media = prompt_with_media(checker.vision, PICTURES[:1])
+    other = prompt_with_media(checker.vision, PICTURES[1:2])[1]
     wrong = {
         "tokens of media, but its items have": (prompt, other),
         "bytes of media, but prompt_media says": (prompt, PromptMedia(media.records, media.contents[:-1])),
@@ -159,7 +159,7 @@ def test_requests_whose_images_are_wrong_fail_alone(engine: EngineRunner, checke
 def test_two_ranks_see_what_one_does(start: Callable[..., EngineRunner], source: Source, checker: Checker) -> None:
     runner = start(tensor_parallel=2)
     sync(runner, source, 1, ranks=2)
-    prompt, media = prompt_with_images(checker.vision, LARGE)
+    prompt, media = prompt_with_media(checker.vision, LARGE)
     for answer in runner.generate(prompt, 2, media=media, max_new_tokens=12, temperature=1.0, ignore_eos=True):
         assert checker.check(prompt, answer, LARGE) > 0
 

@@ -42,7 +42,7 @@ def make_samples(
     With `swapped`, the first two frames of videos change their places, and sounds are others of the same lengths.
     """
     from services.trainer.batch.micro_batch import TrainSequence
-    from services.trainer.batch.prompt_images import Image, SequenceImages
+    from services.trainer.batch.sequence_media import DecodedItem, SequenceMedia
 
     rng = np.random.default_rng(0)
     token = vision.tokens.token if vision.sound is None else vision.tokens.audio
@@ -50,10 +50,12 @@ def make_samples(
     for number, sizes in enumerate(prompts or (PROMPTS if vision.sound is None else HEARD)):
         items: list[Item] = [_item(*size, seed=number, swapped=swapped) for size in sizes]
         normal = normal_media(vision, items)
-        images = [Image(one.sha256, one.size.grid, MEDIA_KINDS[one.kind].open(one.content), one.kind) for one in normal]
+        images = [
+            DecodedItem(one.sha256, one.size.grid, MEDIA_KINDS[one.kind].open(one.content), one.kind) for one in normal
+        ]
         short = [65, 66, *(each for one in normal for each in _marked(one.kind, vision)), 67, 68, 69]
         prompt = np.array(expand_media(short, normal, vision))
-        laid_out = SequenceImages.of(prompt, images, vision.tokens) if images else None
+        laid_out = SequenceMedia.of(prompt, images, vision.tokens) if images else None
         for answer in range(ANSWERS):
             tokens = rng.integers(0, 250, 5 + 3 * answer)
             if answer:
@@ -69,7 +71,7 @@ def make_samples(
                         "advantages": rng.normal(0, 1, len(tokens)).astype(np.float32),
                     },
                     weight=mask.astype(np.float32),
-                    images=laid_out,
+                    media=laid_out,
                 )
             )
     return samples
@@ -123,7 +125,7 @@ def run_job(job: Job, ranks: int = 1) -> dict[str, Any]:
     result["logprobs"] = np.concatenate(
         [found[row.loss_mask == 1] for found, row in zip(learner.log_probs(rows), rows, strict=True)]
     )
-    result["images"] = [0 if row.images is None else len(row.images.images) for row in rows]
+    result["images"] = [0 if row.media is None else len(row.media.items) for row in rows]
     if ranks == 1:
         learner.accumulate(rows)
         names = {parameter: name for name, parameter in learner._policy.named_parameters()}

@@ -13,7 +13,7 @@ from transformers import Qwen3VLForConditionalGeneration
 
 from relaxd.data.vision import read_vision
 from services.trainer.batch.micro_batch import PackedMicroBatch, pack
-from services.trainer.batch.prompt_images import Image as SeenImage
+from services.trainer.batch.sequence_media import DecodedItem
 from services.trainer.learner.learner import Learner
 from services.trainer.megatron.world import leave_layout
 from services.trainer.model.architecture import ModelError
@@ -58,8 +58,8 @@ def reference(folder: Path) -> tuple[np.ndarray, dict[str, torch.Tensor]]:
         ids = torch.from_numpy(sample.tokens)[None]
         embeddings, more = model.get_input_embeddings()(ids), {}
         position = torch.arange(ids.shape[1]).expand(3, 1, -1)
-        if sample.images is not None:
-            seen = seen_by_transformers([_item(image) for image in sample.images.images])
+        if sample.media is not None:
+            seen = seen_by_transformers([_item(image) for image in sample.media.items])
             modality, deep = torch.zeros_like(ids), [torch.zeros_like(embeddings)] * 3
             for kind, token, features, patches, grids in kinds:
                 if patches not in seen:
@@ -86,7 +86,7 @@ def reference(folder: Path) -> tuple[np.ndarray, dict[str, torch.Tensor]]:
     return np.concatenate(found), {name: parameter.grad for name, parameter in whole.named_parameters()}
 
 
-def _item(image: SeenImage) -> Item:
+def _item(image: DecodedItem) -> Item:
     """Return an item as the data had it, but in its normal size."""
     height = image.values.shape[1] * image.grid[1] // image.grid[2]
     frames = [PIL.Image.fromarray(one) for one in np.split(image.values, len(image.values) // height)]

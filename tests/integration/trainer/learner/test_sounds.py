@@ -52,7 +52,7 @@ def compute_reference(folder: Path) -> tuple[np.ndarray, dict[str, torch.Tensor]
         embeddings, more, seen = model.get_input_embeddings()(ids), {}, {}
         lengths: torch.Tensor | None = None
         in_prompt = torch.arange(ids.shape[1]) < sample.prompt_length
-        items = sample.images.images if sample.images is not None else ()
+        items = sample.media.items if sample.media is not None else ()
         if sounds := [features_of(item.values) for item in items if item.kind == "audio"]:
             lengths = torch.tensor([one.shape[1] for one in sounds])
             rows = [

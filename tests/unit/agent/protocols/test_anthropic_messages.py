@@ -8,7 +8,7 @@ import pytest
 from services.agent.chat_requests import BadRequest, ChatAnswer
 from services.agent.protocols.anthropic_messages import ANTHROPIC_MESSAGES
 from services.agent.protocols.protocol import read_object
-from services.agent.session_images import SessionImages
+from services.agent.session_media import SessionMedia
 from services.agent.stored_messages import StoredMessages
 
 USER = {"role": "user", "content": "Hello"}
@@ -19,7 +19,7 @@ RESULT = {"type": "tool_result", "tool_use_id": "call00001", "content": [{"type"
 
 def read(stored: StoredMessages | None = None, **asked: Any) -> Any:
     whole = {"model": "m", "max_tokens": 7, "messages": [USER], **asked}
-    return ANTHROPIC_MESSAGES.read(read_object(json.dumps(whole).encode()), stored or StoredMessages(), SessionImages())
+    return ANTHROPIC_MESSAGES.read(read_object(json.dumps(whole).encode()), stored or StoredMessages(), SessionMedia())
 
 
 def text(content: str) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from relaxd.envs.tool_calls import ToolCall
 from services.agent.chat_requests import AnswerIds, BadRequest, ChatAnswer, answer_message
 from services.agent.protocols.chat_completions import CHAT_COMPLETIONS
 from services.agent.protocols.protocol import read_object
-from services.agent.session_images import SessionImages
+from services.agent.session_media import SessionMedia
 from services.agent.stored_messages import StoredMessages
 
 USER = {"role": "user", "content": "Hello"}
@@ -23,7 +23,7 @@ def call(arguments: str = '{"a":1}', name: str = "call00001") -> dict[str, Any]:
 
 def read(**asked: Any) -> Any:
     body = read_object(json.dumps({"messages": [USER], **asked}).encode())
-    return CHAT_COMPLETIONS.read(body, StoredMessages(), SessionImages())
+    return CHAT_COMPLETIONS.read(body, StoredMessages(), SessionMedia())
 
 
 def test_messages_are_read_as_chat_templates_want_them() -> None:

@@ -8,7 +8,7 @@ import pytest
 from services.agent.chat_requests import BadRequest, ChatAnswer
 from services.agent.protocols.openai_responses import OPENAI_RESPONSES
 from services.agent.protocols.protocol import read_object
-from services.agent.session_images import SessionImages
+from services.agent.session_media import SessionMedia
 from services.agent.stored_messages import StoredMessages
 
 USER = {"role": "user", "content": "Hello"}
@@ -22,7 +22,7 @@ KNOWN = {"role": "tool", "content": "1", "tool_call_id": "call00001"}
 
 def read(stored: StoredMessages | None = None, **asked: Any) -> Any:
     whole = {"model": "m", "input": "Hello", **asked}
-    return OPENAI_RESPONSES.read(read_object(json.dumps(whole).encode()), stored or StoredMessages(), SessionImages())
+    return OPENAI_RESPONSES.read(read_object(json.dumps(whole).encode()), stored or StoredMessages(), SessionMedia())
 
 
 def call(name: str = "call00001") -> dict[str, Any]:

@@ -6,14 +6,14 @@ import pytest
 
 from services.agent.chat_requests import BadRequest
 from services.agent.protocols.tokenize import read_tokenize_request
-from services.agent.session_images import SessionImages
+from services.agent.session_media import SessionMedia
 
 USER = {"role": "user", "content": "Hello"}
 
 
 def test_texts_and_messages_are_read() -> None:
-    assert read_tokenize_request({"prompt": "Hello", "add_special_tokens": True}, SessionImages()) == "Hello"
-    request = read_tokenize_request({"messages": [USER], "add_generation_prompt": True}, SessionImages())
+    assert read_tokenize_request({"prompt": "Hello", "add_special_tokens": True}, SessionMedia()) == "Hello"
+    request = read_tokenize_request({"messages": [USER], "add_generation_prompt": True}, SessionMedia())
     assert request.messages == [USER]
 
 
@@ -31,5 +31,5 @@ def test_texts_and_messages_are_read() -> None:
 )
 def test_what_is_not_supported_is_refused_by_name(asked: dict[str, Any], param: str) -> None:
     with pytest.raises(BadRequest, match=param) as caught:
-        read_tokenize_request(asked, SessionImages())
+        read_tokenize_request(asked, SessionMedia())
     assert caught.value.param == param

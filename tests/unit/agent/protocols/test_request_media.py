@@ -9,14 +9,14 @@ import pytest
 
 from relaxd.data.vision import read_vision
 from relaxd.media import normalise_image
-from relaxd.media.prompt_media import StoredImage, reference_part
+from relaxd.media.prompt_media import StoredMedia, reference_part
 from relaxd.media.sources import data_uri
 from services.agent.chat_requests import BadRequest, new_messages
 from services.agent.protocols.anthropic_messages import ANTHROPIC_MESSAGES
 from services.agent.protocols.chat_completions import CHAT_COMPLETIONS
 from services.agent.protocols.openai_responses import OPENAI_RESPONSES
 from services.agent.protocols.protocol import Protocol, read_object
-from services.agent.session_images import SessionImages
+from services.agent.session_media import SessionMedia
 from services.agent.stored_messages import StoredMessages
 from tests.kit.vision import encoded, picture, write_vision_model
 
@@ -36,12 +36,12 @@ OUTPUT = {
 
 
 @pytest.fixture
-def images(tmp_path: Path) -> SessionImages:
-    return SessionImages(read_vision(write_vision_model(tmp_path)))
+def media(tmp_path: Path) -> SessionMedia:
+    return SessionMedia(read_vision(write_vision_model(tmp_path)))
 
 
-def read(protocol: Protocol, images: SessionImages, **asked: Any) -> Any:
-    return protocol.read(read_object(json.dumps(asked).encode()), StoredMessages(), images)
+def read(protocol: Protocol, media: SessionMedia, **asked: Any) -> Any:
+    return protocol.read(read_object(json.dumps(asked).encode()), StoredMessages(), media)
 
 
 def user(*content: Any) -> dict[str, Any]:
@@ -60,31 +60,31 @@ def user(*content: Any) -> dict[str, Any]:
         (ANTHROPIC_MESSAGES, {"messages": [user(RESULT)]}),
     ],
 )
-def test_images_stand_in_messages_by_reference(images: SessionImages, protocol: Protocol, asked: Any) -> None:
-    (message,) = read(protocol, images, **asked).messages
-    assert images.vision is not None
-    normal = StoredImage.of(normalise_image(FILE, images.vision.rule))
+def test_images_stand_in_messages_by_reference(media: SessionMedia, protocol: Protocol, asked: Any) -> None:
+    (message,) = read(protocol, media, **asked).messages
+    assert media.vision is not None
+    normal = StoredMedia.of(normalise_image(FILE, media.vision.rule))
     assert message["content"] == [reference_part(normal), TEXT]
-    assert images.of([message, {"role": "user", "content": "x"}]) == [normal]
+    assert media.of([message, {"role": "user", "content": "x"}]) == [normal]
 
 
-def test_an_image_of_the_prompt_is_taken_as_it_is(images: SessionImages) -> None:
+def test_an_image_of_the_prompt_is_taken_as_it_is(media: SessionMedia) -> None:
     """Its normal form isn't resized again, and another file of the same pixels is the same image."""
-    own = StoredImage("0" * 64, (1, 4, 6), FILE)
-    seen = SessionImages(images.vision, [own])
+    own = StoredMedia("0" * 64, (1, 4, 6), FILE)
+    seen = SessionMedia(media.vision, [own])
     (message,) = read(CHAT_COMPLETIONS, seen, messages=[user(CHAT)]).messages
     assert seen.of([message]) == [own]
     (first, second) = (
-        read(CHAT_COMPLETIONS, images, messages=[user({"type": "image", "image": data_uri(file)})]).messages
+        read(CHAT_COMPLETIONS, media, messages=[user({"type": "image", "image": data_uri(file)})]).messages
         for file in (FILE, encoded(picture(64, 96), compress_level=0))
     )
     assert first == second
 
 
-def test_a_history_with_another_image_is_another_one(images: SessionImages) -> None:
+def test_a_history_with_another_image_is_another_one(media: SessionMedia) -> None:
     other = {"type": "image", "image": data_uri(encoded(picture(64, 96, 1)))}
     said = {"role": "assistant", "content": "A dog."}
-    known, asked = (read(CHAT_COMPLETIONS, images, messages=[user(one), said, user(TEXT)]) for one in (CHAT, other))
+    known, asked = (read(CHAT_COMPLETIONS, media, messages=[user(one), said, user(TEXT)]) for one in (CHAT, other))
     with pytest.raises(BadRequest, match=r"messages\[0\] isn't as it was: its content is .*, and was "):
         new_messages(known.messages[:2], asked.messages)
 
@@ -115,11 +115,11 @@ UNSENT, BROKEN = "has no image in it: send its content", "is a data URI whose ba
     ],
 )
 def test_what_is_no_image_is_refused_by_name(
-    images: SessionImages, protocol: Protocol, part: dict[str, Any], problem: str
+    media: SessionMedia, protocol: Protocol, part: dict[str, Any], problem: str
 ) -> None:
     name = "input" if protocol is OPENAI_RESPONSES else "messages"
     with pytest.raises(BadRequest) as caught:
-        read(protocol, images, **{name: [user(part)]})
+        read(protocol, media, **{name: [user(part)]})
     place = f"{name}[0].content[0]"
     assert (caught.value.status, caught.value.param) == (400, place)
     assert str(caught.value).startswith(f"{place} ")
@@ -129,11 +129,11 @@ def test_what_is_no_image_is_refused_by_name(
 
 @pytest.mark.parametrize(("protocol", "part"), [(CHAT_COMPLETIONS, CHAT), (ANTHROPIC_MESSAGES, ANTHROPIC)])
 def test_the_assistant_and_runs_without_images_show_none(
-    images: SessionImages, protocol: Protocol, part: dict[str, Any]
+    media: SessionMedia, protocol: Protocol, part: dict[str, Any]
 ) -> None:
     with pytest.raises(
         BadRequest, match=r"messages\[0\]\.content\[0\] .* isn't supported: only parts of type text are"
     ):
-        read(protocol, images, messages=[{"role": "assistant", "content": [part]}, user(TEXT)])
+        read(protocol, media, messages=[{"role": "assistant", "content": [part]}, user(TEXT)])
     with pytest.raises(BadRequest, match=r"\[0\] is an image, but agent.images is false: set it to true"):
-        read(protocol, SessionImages(), messages=[user(part)])
+        read(protocol, SessionMedia(), messages=[user(part)])

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from relaxd.board import MEDIA_CONTENTS, PROMPT_MEDIA, SEQUENCE_CONTENTS, SEQUENCE_MEDIA
-from relaxd.media import IMAGE, Grid, ImageTokens, MediaCache, MediaError, lay_out
+from relaxd.media import IMAGE, Grid, MediaCache, MediaError, MediaTokens, lay_out
 from relaxd.media.prompt_media import MediaRecord, contents_of, contents_of_group, grids_of, hashes_of, kinds_of
 from services.trainer.megatron.rank_messages import message
 
@@ -20,7 +20,7 @@ KEPT_BYTES = 1 << 30
 
 @message
 @dataclass(frozen=True)
-class Image:
+class DecodedItem:
     """An item in its normal form."""
 
     sha256: str
@@ -34,10 +34,10 @@ class Image:
 
 
 @dataclass(frozen=True)
-class SequenceImages:
+class SequenceMedia:
     """The images and videos in the first P tokens of a sequence, such as its prompt, and where the model has them."""
 
-    images: tuple[Image, ...]
+    items: tuple[DecodedItem, ...]
     """In the order of the tokens."""
     places: NDArray[np.int64]
     """int64 [M]: the tokens that stand for images. The tower's rows belong to them in order."""
@@ -52,25 +52,25 @@ class SequenceImages:
     def of(
         cls,
         sequence: NDArray[np.integer],
-        images: Sequence[Image],
-        tokens: ImageTokens,
+        items: Sequence[DecodedItem],
+        tokens: MediaTokens,
         begins: Sequence[int] | None = None,
     ) -> Self:
         """Lay out token ids with their images.
 
         Args:
             sequence: expanded token ids, [P].
-            images: their images.
+            items: their media.
             tokens: the model's tokens for images.
             begins: index of each image's first token; None: every image token is an image's.
 
         Raises:
             MediaError: the image tokens aren't those of these images.
         """
-        layout = lay_out(sequence, [image.grid for image in images], tokens, begins=begins)
-        counts = [tokens.count(image.grid) for image in images]
+        layout = lay_out(sequence, [item.grid for item in items], tokens, begins=begins)
+        counts = [tokens.count(item.grid) for item in items]
         firsts = tuple(np.cumsum([0, *counts[:-1]]).tolist()) if counts else ()
-        return cls(tuple(images), np.flatnonzero(layout.modality), firsts, layout.positions, layout.next_position)
+        return cls(tuple(items), np.flatnonzero(layout.modality), firsts, layout.positions, layout.next_position)
 
     def positions_of(self, tokens: int) -> NDArray[np.float32]:
         """Return the positions of a sequence that begins with these tokens, float32 [3, tokens]."""
@@ -79,28 +79,28 @@ class SequenceImages:
 
     def hashes_before(self, end: int) -> list[str]:
         """Return the hashes of the images that begin before token `end`."""
-        return [image.sha256 for image, begin in zip(self.images, self.begins, strict=True) if self.places[begin] < end]
+        return [item.sha256 for item, begin in zip(self.items, self.begins, strict=True) if self.places[begin] < end]
 
 
-class ImageReader:
+class GroupMediaReader:
     """The images of groups, decoded. Those that were read last are kept."""
 
-    def __init__(self, tokens: ImageTokens) -> None:
+    def __init__(self, tokens: MediaTokens) -> None:
         """Make a reader for a model with these tokens for images."""
         self._tokens = tokens
         self._lock = threading.Lock()
         self._cache = MediaCache(KEPT_BYTES)
 
     @property
-    def tokens(self) -> ImageTokens:
+    def tokens(self) -> MediaTokens:
         """The model's tokens for images."""
         return self._tokens
 
-    def read(self, columns: Mapping[str, Any]) -> "list[SequenceImages | None]":
+    def read(self, columns: Mapping[str, Any]) -> "list[SequenceMedia | None]":
         """Return the images of each sequence of a group, those of a prompt that it shares included; None without any.
 
         Args:
-            columns: the group's, checked by `check_images`.
+            columns: the group's, checked by `check_media`.
         """
         count, of_prompt = len(columns["lengths"]), columns.get(PROMPT_MEDIA) or ()
         of_sequences = columns.get(SEQUENCE_MEDIA) or [()] * count
@@ -110,28 +110,28 @@ class ImageReader:
         with self._lock:
             values = self._cache.load(kinds_of(records), lambda _: contents_of_group(columns))
 
-        def images_of(some: Sequence[MediaRecord]) -> list[Image]:
+        def media_of(some: Sequence[MediaRecord]) -> list[DecodedItem]:
             kinds = kinds_of(some)
             grids = zip(hashes_of(some), grids_of(some), strict=True)
-            return [Image(sha256, grid, values[sha256], kinds[sha256]) for sha256, grid in grids]
+            return [DecodedItem(sha256, grid, values[sha256], kinds[sha256]) for sha256, grid in grids]
 
         prompt = columns["prompt_tokens"]
-        shared = SequenceImages.of(prompt, images_of(of_prompt), self._tokens) if of_prompt else None
+        shared = SequenceMedia.of(prompt, media_of(of_prompt), self._tokens) if of_prompt else None
         in_prompt = [int(shared.places[begin]) for begin in shared.begins] if shared is not None else []
-        found: list[SequenceImages | None] = []
+        found: list[SequenceMedia | None] = []
         bounds = np.cumsum([0, *columns["lengths"]])
         for own, shares, begin, end in zip(of_sequences, columns["shares_prompt"], bounds, bounds[1:], strict=False):
-            before, images, begins = (prompt, images_of(of_prompt), in_prompt) if shares else (prompt[:0], [], [])
+            before, items, begins = (prompt, media_of(of_prompt), in_prompt) if shares else (prompt[:0], [], [])
             if not own:
                 found.append(shared if shares else None)
                 continue
             sequence = np.concatenate([before, columns["tokens"][begin:end]])
             begins = [*begins, *(len(before) + int(record["begin"]) for record in own)]
-            found.append(SequenceImages.of(sequence, [*images, *images_of(own)], self._tokens, begins))
+            found.append(SequenceMedia.of(sequence, [*items, *media_of(own)], self._tokens, begins))
         return found
 
 
-def check_images(columns: Mapping[str, Any], tokens: ImageTokens | None) -> None:
+def check_media(columns: Mapping[str, Any], tokens: MediaTokens | None) -> None:
     """Check the columns of a group whose prompt or sequences may have images.
 
     Args:
@@ -185,10 +185,10 @@ def check_images(columns: Mapping[str, Any], tokens: ImageTokens | None) -> None
 
 @message
 @dataclass(frozen=True)
-class PackedImages:
+class PackedMedia:
     """The images of a micro-batch of T tokens, each once."""
 
-    images: tuple[Image, ...]
+    items: tuple[DecodedItem, ...]
     """The images, whose rows in the tower's output follow one another."""
     places: NDArray[np.int64]
     """int64 [M]: tokens that stand for images."""
@@ -196,7 +196,7 @@ class PackedImages:
     """int64 [M]: rows of the tower's output that belong to them."""
 
 
-def pack_images(sequences: Sequence[tuple[int, int, SequenceImages]]) -> PackedImages | None:
+def pack_media(sequences: Sequence[tuple[int, int, SequenceMedia]]) -> PackedMedia | None:
     """Return the images of sequences that are stored in a row; None if they have none.
 
     Args:
@@ -204,16 +204,16 @@ def pack_images(sequences: Sequence[tuple[int, int, SequenceImages]]) -> PackedI
             one, and its images.
     """
     first: dict[str, int] = {}
-    images: list[Image] = []
+    items: list[DecodedItem] = []
     places, rows, count = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)], 0
     for begin, skipped, sequence in sequences:
-        for image, own in zip(sequence.images, np.split(sequence.places, sequence.begins[1:]), strict=True):
+        for item, own in zip(sequence.items, np.split(sequence.places, sequence.begins[1:]), strict=True):
             if own[0] < skipped:
                 continue
             places.append(begin + own - skipped)
-            if image.sha256 not in first:
-                first[image.sha256] = count
-                images.append(image)
+            if item.sha256 not in first:
+                first[item.sha256] = count
+                items.append(item)
                 count += len(own)
-            rows.append(first[image.sha256] + np.arange(len(own)))
-    return PackedImages(tuple(images), np.concatenate(places), np.concatenate(rows)) if images else None
+            rows.append(first[item.sha256] + np.arange(len(own)))
+    return PackedMedia(tuple(items), np.concatenate(places), np.concatenate(rows)) if items else None

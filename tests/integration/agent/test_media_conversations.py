@@ -33,7 +33,7 @@ from services.agent.group_conversations import columns_of, media_columns_of
 from services.reward.samples import samples_of_columns, samples_of_request
 from services.trainer.batch.groups import check_group
 from services.trainer.batch.micro_batch import pack
-from services.trainer.batch.prompt_images import ImageReader
+from services.trainer.batch.sequence_media import GroupMediaReader
 from services.trainer.megatron.world import leave_layout
 from tests.integration.agent.function_kit import holding as function_holding
 from tests.integration.agent.galleries import OTHER, SHOWN
@@ -69,9 +69,9 @@ def asked(pictures: Sequence[Image.Image], tokenizer: PromptTokenizer) -> tuple[
     items = tuple(MediaItem("image", encoded(one), "") for one in pictures)
     parts = [{"type": "image"} for _ in pictures]
     example = Example([{"role": "user", "content": [*parts, {"type": "text", "text": "What is it?"}]}], media=items)
-    images = [normalise_image(item.source, tokenizer.vision.rule) for item in items]
-    tokens = tokenizer.encode_seen(example, images)
-    return Example(with_references(example.messages, images)), tokens, PromptMedia.of(images)
+    media = [normalise_image(item.source, tokenizer.vision.rule) for item in items]
+    tokens = tokenizer.encode_seen(example, media)
+    return Example(with_references(example.messages, media)), tokens, PromptMedia.of(media)
 
 
 def normal_size(shown: Image.Image) -> tuple[int, int]:
@@ -88,11 +88,11 @@ def group_columns(conversations: Sequence[Conversation], tokens: np.ndarray, med
 
 def trained_log_probs(learner: Any, columns: dict[str, Column]) -> np.ndarray:
     """Return the trainer's log-probs of the model's tokens of all sequences, packed into one row."""
-    tokens = learner.image_tokens
+    tokens = learner.media_tokens
     names = [name for name in columns if name not in ("response_messages",)]
-    group = check_group("g", columns, names, images=tokens)
+    group = check_group("g", columns, names, media=tokens)
     every, packed = range(len(group.lengths)), ("rollout_logprobs", "advantages")
-    row = pack(group.sequences(every, packed, create(GRPOConfig()), 1.0, 0, images=ImageReader(tokens)))
+    row = pack(group.sequences(every, packed, create(GRPOConfig()), 1.0, 0, media=GroupMediaReader(tokens)))
     (found,) = learner.log_probs([row])
     return np.asarray(found[row.loss_mask == 1])
 
@@ -113,8 +113,8 @@ def reference(whole: Any, tokens: np.ndarray, mask: np.ndarray, pictures: Sequen
         deep = [torch.cat(list(rows)).reshape(is_image.sum(), -1) for rows in own.deepstack_features]
         grids, kinds = seen["image_grid_thw"], is_image.long()
         position, _ = model.get_rope_index(ids, image_grid_thw=grids, mm_token_type_ids=kinds)
-        images = {"visual_pos_masks": is_image, "deepstack_visual_embeds": deep}
-        hidden = model.language_model(inputs_embeds=embeddings, position_ids=position, **images).last_hidden_state
+        media = {"visual_pos_masks": is_image, "deepstack_visual_embeds": deep}
+        hidden = model.language_model(inputs_embeds=embeddings, position_ids=position, **media).last_hidden_state
         logits = whole.lm_head(hidden)[0, :-1]
     found = logits.log_softmax(-1).gather(-1, ids[0, 1:, None])[:, 0].numpy()
     return np.asarray(found[mask[1:] == 1])
@@ -131,7 +131,7 @@ def reference(whole: Any, tokens: np.ndarray, mask: np.ndarray, pictures: Sequen
 async def test_the_trainer_sees_what_the_engine_saw(
     folder: Path, harness: Harness, tmp_path: Path, alone: None, opens: bool, in_prompt: int
 ) -> None:
-    config = config_of(GALLERY, images=True, settings={"folder": str(tmp_path), "opens": opens}, turn_tokens=6)
+    config = config_of(GALLERY, media=True, settings={"folder": str(tmp_path), "opens": opens}, turn_tokens=6)
     tokenizer = PromptTokenizer.of_run(config, folder)
     example, tokens, media = asked([ASKED] * in_prompt, tokenizer)
     fleet = SeeingFleet(harness)
@@ -155,13 +155,13 @@ async def test_the_trainer_sees_what_the_engine_saw(
     # Rewards may open what the conversation showed, in training and in evaluations.
     prompt = {"text": "", "messages": example.messages}
     scored = samples_of_columns({**columns, "prompt": prompt})
-    assert [[one.size for one in sample.images()] for sample in scored] == [[normal_size(one) for one in pictures]] * 2
+    assert [[one.size for one in sample.media()] for sample in scored] == [[normal_size(one) for one in pictures]] * 2
     answered = {"messages": evaluated.messages}
     request = ScoreRequest(
         prompt=to_proto(example.messages), responses=[answered], media=media.by_hash() | dict(evaluated.media)
     )
     (sample,) = samples_of_request(request)
-    assert len(sample.images()) == len(pictures)
+    assert len(sample.media()) == len(pictures)
 
     model = Qwen3VLForConditionalGeneration.from_pretrained(folder, dtype=torch.float32).eval()
     bounds, lengths = np.cumsum([0, *columns["lengths"]]), len(tokens) * shares
@@ -212,7 +212,7 @@ async def test_the_trainer_sees_what_a_program_showed(folder: Path, harness: Har
     own = [[ASKED, SHOWN[0], SHOWN[2], ASKED], [OTHER]]
     opened = [*own[0], OTHER]
     (scored,) = samples_of_columns({**columns, "prompt": {"text": "", "messages": example.messages}})[:1]
-    assert [one.size for one in scored.images()] == [normal_size(one) for one in opened]
+    assert [one.size for one in scored.media()] == [normal_size(one) for one in opened]
 
     lengths = np.asarray(columns["lengths"])
     sequences = np.split(np.asarray(columns["tokens"]), np.cumsum(lengths)[:-1])
@@ -242,7 +242,7 @@ WRONG = {
 
 
 async def test_what_cannot_be_shown_fails_the_conversation_by_name(folder: Path, tmp_path: Path) -> None:
-    config = config_of("tests.integration.agent.galleries:Wrong", images=True)
+    config = config_of("tests.integration.agent.galleries:Wrong", media=True)
     byte_tokenizer().save_pretrained(tmp_path)  # the scripted engine's
     tokenizer = PromptTokenizer(tmp_path, vision=read_vision(folder))
     fleet = Fleet([*WRONG, "broken"], versions=[3])
@@ -261,7 +261,7 @@ async def test_what_cannot_be_shown_fails_the_conversation_by_name(folder: Path,
 async def test_images_that_the_model_does_not_come_to_see_are_not_stored(
     folder: Path, harness: Harness, tmp_path: Path, tokens: int, seen: int, finish: str
 ) -> None:
-    config = config_of(GALLERY, images=True, settings={"folder": str(tmp_path)}, max_turns=2, turn_tokens=6)
+    config = config_of(GALLERY, media=True, settings={"folder": str(tmp_path)}, max_turns=2, turn_tokens=6)
     tokenizer = PromptTokenizer.of_run(config, folder)
     fleet = SeeingFleet(harness)
     async with fleet.serving() as engines, talks(config, tokenizer, engines) as conversations:
@@ -270,7 +270,7 @@ async def test_images_that_the_model_does_not_come_to_see_are_not_stored(
         )
         held = await conversations.hold("s", example, [1], 7, 8)
     assert held.finish == finish
-    assert len(held.sequences[0].images) == seen
+    assert len(held.sequences[0].media) == seen
     parts = [part for one in held.messages if isinstance(one["content"], list) for part in one["content"]]
     assert len([part for part in parts if part["type"] == "image"]) == seen
     assert "<image>" in shown_text(held.messages[-1]["content"])

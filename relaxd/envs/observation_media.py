@@ -13,7 +13,7 @@ from relaxd.media import MediaError, MediaItem, MediaReader
 from relaxd.media.placeholders import IMAGE, Content
 from relaxd.media.sources import data_uri, read_source
 
-MAX_IMAGE_BYTES = 32 << 20
+MAX_MEDIA_BYTES = 32 << 20
 """Maximum number of bytes of the images of an observation."""
 
 
@@ -39,7 +39,7 @@ def content_of_result(result: object) -> Any:
     ]
 
 
-def take_images(place: str, role: str, content: Sequence[Any], *, sent: bool) -> tuple[Content, list[MediaItem]]:
+def take_media(place: str, role: str, content: Sequence[Any], *, sent: bool) -> tuple[Content, list[MediaItem]]:
     """Return a message's content without its images, and these as data URIs.
 
     Args:
@@ -63,12 +63,12 @@ def take_images(place: str, role: str, content: Sequence[Any], *, sent: bool) ->
             items.append(MediaItem(item.kind, source if sent else data_uri(read_source(source)), item.place))
         except MediaError as error:
             raise MediaError(f"{item.place} {error}") from error
-    if sum(len(item.source) for item in items) > MAX_IMAGE_BYTES * 4 // 3:
-        raise MediaError(f"{place} has images of more than {MAX_IMAGE_BYTES >> 20} MiB, the maximum: make them smaller")
+    if sum(len(item.source) for item in items) > MAX_MEDIA_BYTES * 4 // 3:
+        raise MediaError(f"{place} has images of more than {MAX_MEDIA_BYTES >> 20} MiB, the maximum: make them smaller")
     return left, items
 
 
-def put_images(content: Content, uris: Sequence[str]) -> Content:
+def put_media(content: Content, uris: Sequence[str]) -> Content:
     """Return a message's content with an item in each of its images."""
     rest = iter(uris)
     if not isinstance(content, list):
@@ -76,11 +76,11 @@ def put_images(content: Content, uris: Sequence[str]) -> Content:
     return [{"type": IMAGE, "image": next(rest)} if part["type"] == IMAGE else part for part in content]
 
 
-def with_images(messages: Sequence[Mapping[str, Any]], images: Sequence[bytes]) -> list[dict[str, Any]]:
+def with_media(messages: Sequence[Mapping[str, Any]], media: Sequence[bytes]) -> list[dict[str, Any]]:
     """Return messages as environments get them: each image of theirs, whose files are given, as a data URI."""
-    uris = iter(map(data_uri, images))
+    uris = iter(map(data_uri, media))
     return [
-        {**message, "content": put_images(content, [next(uris) for part in content if part["type"] == IMAGE])}
+        {**message, "content": put_media(content, [next(uris) for part in content if part["type"] == IMAGE])}
         if isinstance(content := message.get("content"), list)
         else dict(message)
         for message in messages

@@ -18,12 +18,12 @@ DEADLINE_SECONDS = 300
 """Time in which a prompt's images must be there; a disk may hang."""
 
 
-class ImagesAhead:
+class MediaAhead:
     """The images and videos of prompts in their normal form, by index. For one caller at a time."""
 
     def __init__(self, vision: VisionModel) -> None:
         self._vision = vision
-        self._pool = ThreadPoolExecutor(min(THREADS, os.cpu_count() or 1), "images")
+        self._pool = ThreadPoolExecutor(min(THREADS, os.cpu_count() or 1), "media")
         self._found: OrderedDict[int, Future[list[NormalMedia]]] = OrderedDict()
 
     def expect(self, examples: Iterable[tuple[int, Example]]) -> None:

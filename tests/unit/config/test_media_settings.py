@@ -63,10 +63,10 @@ def test_parts_of_a_model_that_hears(option: str, trained: set[str]) -> None:
 @pytest.mark.parametrize(
     ("options", "problem"),
     [
-        (["reward.images=true"], "reward.images is true, but the run has none"),
+        (["reward.media=true"], "reward.media is true, but the run has none"),
         (
-            ["reward.images=true", "reward.name=", "reward.address=localhost:1", IMAGES],
-            "reward.images is true, but reward.address is a service, which gets no images",
+            ["reward.media=true", "reward.name=", "reward.address=localhost:1", IMAGES],
+            "reward.media is true, but reward.address is a service, which gets no images",
         ),
         (['trainer.freeze=["("]'], "'(' is no regular expression"),
         (['trainer.train_only=["vision"]', "trainer.freeze=[]"], "trainer.freeze is []"),
@@ -99,13 +99,13 @@ def test_wrong_settings_are_refused(options: list[str], problem: str) -> None:
 @pytest.mark.parametrize("images", [IMAGES, "agent.images=true"])
 def test_programs_and_functions_may_have_images(leads: str, images: str) -> None:
     run = load("rollout.engine=transformers", leads, images)
-    assert run.has_images
-    assert run.images_problem is None
+    assert run.has_media
+    assert run.media_problem is None
 
 
 def test_conversations_about_prompts_with_video_are_refused() -> None:
     run = load("rollout.engine=transformers", "agent.environment=zoom", 'data.media_keys={image = "a", video = "b"}')
-    assert run.images_problem == (
+    assert run.media_problem == (
         "data.media_keys",
         'names a column with video, but agent.environment is "zoom": conversations have only images so far',
     )

@@ -12,10 +12,10 @@ from relaxd.board import MEDIA_CONTENTS, PROMPT_MEDIA, SEQUENCE_CONTENTS, SEQUEN
 from relaxd.config import GRPOConfig
 from relaxd.data.vision import VisionModel, read_vision
 from relaxd.media import expand, lay_out, normalise_image
-from relaxd.media.prompt_media import PromptMedia, StoredImage, to_columns, to_sequence_columns
+from relaxd.media.prompt_media import PromptMedia, StoredMedia, to_columns, to_sequence_columns
 from services.trainer.batch.groups import MalformedGroup, TrainGroup, check_group
 from services.trainer.batch.micro_batch import TrainSequence, pack, with_padding
-from services.trainer.batch.prompt_images import ImageReader
+from services.trainer.batch.sequence_media import GroupMediaReader
 from tests.kit.vision import encoded, picture, write_vision_model
 
 IMAGES = ((64, 64, 0), (96, 64, 1), (64, 64, 0))
@@ -27,9 +27,9 @@ def vision(tmp_path_factory: pytest.TempPathFactory) -> VisionModel:
     return read_vision(write_vision_model(tmp_path_factory.mktemp("vision")))
 
 
-def columns_of(vision: VisionModel, images: tuple[tuple[int, int, int], ...] = IMAGES) -> dict[str, Any]:
-    normal = [normalise_image(encoded(picture(*size, seed=seed)), vision.rule) for *size, seed in images]
-    short = [1, 2, *[vision.tokens.token, 3] * len(images), 4]
+def columns_of(vision: VisionModel, media: tuple[tuple[int, int, int], ...] = IMAGES) -> dict[str, Any]:
+    normal = [normalise_image(encoded(picture(*size, seed=seed)), vision.rule) for *size, seed in media]
+    short = [1, 2, *[vision.tokens.token, 3] * len(media), 4]
     media, contents = to_columns(normal)
     return {
         "prompt_tokens": expand(short, [one.size.grid for one in normal], vision.tokens),
@@ -51,8 +51,8 @@ def columns_of(vision: VisionModel, images: tuple[tuple[int, int, int], ...] = I
 def conversation_columns(vision: VisionModel) -> dict[str, Any]:
     """A group whose first sequence goes on with an image of its own, and whose second one has a prompt of its own."""
     columns = columns_of(vision, IMAGES[:1])
-    token, (prompt,) = vision.tokens.token, PromptMedia.of_columns(columns).images()
-    shown = StoredImage.of(normalise_image(encoded(picture(96, 64, seed=5)), vision.rule))
+    token, (prompt,) = vision.tokens.token, PromptMedia.of_columns(columns).items()
+    shown = StoredMedia.of(normalise_image(encoded(picture(96, 64, seed=5)), vision.rule))
     first = [21, token, 22, *[token] * 6, 23]  # the model wrote the first image token
     second = [31, *[token] * 4, 32, *[token] * 6, 33, 34]
     placed = [[replace(shown, begin=3)], [replace(prompt, begin=1), replace(shown, begin=6)]]
@@ -73,22 +73,22 @@ def conversation_columns(vision: VisionModel) -> dict[str, Any]:
 
 
 def checked(columns: dict[str, Any], vision: VisionModel) -> TrainGroup:
-    return check_group("g", columns, columns, images=vision.tokens)
+    return check_group("g", columns, columns, media=vision.tokens)
 
 
 def sequences(group: TrainGroup, vision: VisionModel) -> list[TrainSequence]:
     packed = ("rollout_logprobs", "advantages")
-    return group.sequences([0, 1], packed, create(GRPOConfig()), 1.0, 0, images=ImageReader(vision.tokens))
+    return group.sequences([0, 1], packed, create(GRPOConfig()), 1.0, 0, media=GroupMediaReader(vision.tokens))
 
 
 def test_a_group_is_packed_with_each_image_once(vision: VisionModel) -> None:
     columns = columns_of(vision)
     row = pack(sequences(checked(columns, vision), vision))
-    assert row.images is not None
-    assert [image.values.shape for image in row.images.images] == [(64, 64, 3), (64, 96, 3)]
+    assert row.media is not None
+    assert [item.values.shape for item in row.media.items] == [(64, 64, 3), (64, 96, 3)]
     places = np.flatnonzero(columns["prompt_tokens"] == vision.tokens.token)
-    np.testing.assert_array_equal(row.images.places, places)
-    assert row.images.rows.tolist() == [*range(4), *range(4, 10), *range(4)]
+    np.testing.assert_array_equal(row.media.places, places)
+    assert row.media.rows.tolist() == [*range(4), *range(4, 10), *range(4)]
     assert row.positions.dtype == np.float32
     # Behind three images, of 2, 3 and 2 tokens' width, one token each, and the prompt's last one.
     after = 2 + 2 + 1 + 3 + 1 + 2 + 1 + 1
@@ -98,7 +98,7 @@ def test_a_group_is_packed_with_each_image_once(vision: VisionModel) -> None:
     )
     padded = with_padding(row, 16)
     assert padded.positions.shape == (3, len(padded.tokens))
-    assert padded.images is row.images
+    assert padded.media is row.media
 
 
 def test_images_of_conversations_are_packed_where_they_are(vision: VisionModel) -> None:
@@ -106,14 +106,14 @@ def test_images_of_conversations_are_packed_where_they_are(vision: VisionModel) 
     assert [one["bytes"] > 0 for own in columns[SEQUENCE_MEDIA] for one in own] == [True, False, False]
     group = checked(columns, vision)
     row = pack(sequences(group, vision))
-    assert row.images is not None
-    assert [image.values.shape for image in row.images.images] == [(64, 64, 3), (64, 96, 3)]
+    assert row.media is not None
+    assert [item.values.shape for item in row.media.items] == [(64, 64, 3), (64, 96, 3)]
     prompt, first = len(columns["prompt_tokens"]), int(columns["lengths"][0])
     second = prompt + first
     begins = (2, prompt + 3, second + 1, second + 6)
     expected = [at + n for at, count in zip(begins, (4, 6, 4, 6), strict=True) for n in range(count)]
-    assert row.images.places.tolist() == expected
-    assert row.images.rows.tolist() == [*range(10), *range(10)]
+    assert row.media.places.tolist() == expected
+    assert row.media.rows.tolist() == [*range(10), *range(10)]
     # The first sequence alone, as one long prompt: a sampled image token has the position of a text's.
     whole = np.concatenate([columns["prompt_tokens"], columns["tokens"][:first]])
     grids, places = [(1, 4, 4), (1, 4, 6)], [2, prompt + 3]
@@ -164,18 +164,18 @@ def test_prompts_with_other_images_are_not_shared(vision: VisionModel) -> None:
     one, other = (sequences(checked(columns_of(vision, ((64, 64, seed),)), vision), vision) for seed in (0, 1))
     row = pack([*one, *other])
     assert row.prefixes[:, 1].tolist() == [0, len(one[0].tokens) - 3, 0, len(one[0].tokens) - 3]
-    assert row.images is not None
-    assert len(row.images.images) == 2
+    assert row.media is not None
+    assert len(row.media.items) == 2
     assert len(pack([*one, *one]).tokens) < len(row.tokens)
 
 
 def test_rows_of_text_are_packed_as_before(vision: VisionModel) -> None:
     text = sequences(checked(columns_of(vision, ()), vision), vision)
     row = pack(text)
-    assert row.images is None
+    assert row.media is None
     assert (row.positions.dtype, row.positions.tolist()) == (np.int64, [0, 1, 2, 3, 4, 5, 3, 4])
-    images = sequences(checked(columns_of(vision), vision), vision)
-    both = pack([*text, *images])
+    media = sequences(checked(columns_of(vision), vision), vision)
+    both = pack([*text, *media])
     np.testing.assert_array_equal(both.positions[:, :8], np.tile(row.positions, (3, 1)))
 
 
@@ -214,9 +214,9 @@ def test_a_step_file_keeps_what_a_replay_needs(vision: VisionModel, tmp_path: Pa
     assert load_file(tmp_path / "step")
     found = read_step_file(tmp_path / "step").groups[next(iter(PLAN.groups))]
     ours, theirs = (pack(sequences(checked(one, vision), vision)) for one in (columns, found))
-    assert ours.images is not None
-    assert theirs.images is not None
+    assert ours.media is not None
+    assert theirs.media is not None
     np.testing.assert_array_equal(ours.positions, theirs.positions)
-    for one, other in zip(ours.images.images, theirs.images.images, strict=True):
+    for one, other in zip(ours.media.items, theirs.media.items, strict=True):
         assert one.sha256 == other.sha256
         np.testing.assert_array_equal(one.values, other.values)

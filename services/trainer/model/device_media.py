@@ -9,7 +9,7 @@ from relaxd.media import Grid
 
 
 @dataclass(frozen=True)
-class DeviceImages:
+class DeviceMedia:
     """I different items, of which M rows of the towers' output belong to tokens of this rank's slice."""
 
     hashes: tuple[str, ...]

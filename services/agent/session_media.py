@@ -6,22 +6,22 @@ from typing import Any
 
 from relaxd.data.examples import Message
 from relaxd.data.vision import VisionModel
-from relaxd.envs.observation_images import is_data_uri
+from relaxd.envs.observation_media import is_data_uri
 from relaxd.media import MediaError, normalise_image
 from relaxd.media.placeholders import IMAGE, Content
-from relaxd.media.prompt_media import StoredImage, reference_part
+from relaxd.media.prompt_media import StoredMedia, reference_part
 from relaxd.media.sources import data_uri
 from services.agent.chat_requests import BadRequest
 
 
-class SessionImages:
+class SessionMedia:
     """The images of a session, each of which is decoded once. Threads may read images at the same time."""
 
-    def __init__(self, vision: VisionModel | None = None, prompt: Sequence[StoredImage] = ()) -> None:
+    def __init__(self, vision: VisionModel | None = None, prompt: Sequence[StoredMedia] = ()) -> None:
         """`vision` has the model's rules, None in a run without images; `prompt` are the images of the prompt."""
         self.vision = vision
-        self._by_hash = {image.sha256: image for image in prompt}
-        self._by_uri = {_digest(data_uri(image.png)): image for image in prompt}
+        self._by_hash = {item.sha256: item for item in prompt}
+        self._by_uri = {_digest(data_uri(item.png)): item for item in prompt}
         """Images by data URI. Those of the prompt, which programs get in the normal form, aren't resized again."""
 
     def read(self, place: str, uri: Any) -> dict[str, Any]:
@@ -35,15 +35,15 @@ class SessionImages:
                 place,
             )
         digest = _digest(uri)
-        if (image := self._by_uri.get(digest)) is None:
+        if (item := self._by_uri.get(digest)) is None:
             try:
-                image = StoredImage.of(normalise_image(uri, self.vision.rule))
+                item = StoredMedia.of(normalise_image(uri, self.vision.rule))
             except MediaError as error:
                 raise BadRequest(f"{place} {error}", place) from error
-            image = self._by_uri[digest] = self._by_hash.setdefault(image.sha256, image)
-        return reference_part(image)
+            item = self._by_uri[digest] = self._by_hash.setdefault(item.sha256, item)
+        return reference_part(item)
 
-    def of(self, messages: Sequence[Message]) -> list[StoredImage]:
+    def of(self, messages: Sequence[Message]) -> list[StoredMedia]:
         """Return the images of messages, in order."""
         contents = [message["content"] for message in messages if isinstance(message["content"], list)]
         return [self._by_hash[part["sha256"]] for content in contents for part in content if part["type"] == IMAGE]
