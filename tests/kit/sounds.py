@@ -2,7 +2,7 @@
 
 import io
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -62,7 +62,9 @@ EARS = {
 }
 
 
-def write_omni_model(folder: Path) -> Path:
+def write_omni_model(
+    folder: Path, *, tower: Mapping[str, Any] = TOWER, ears: Mapping[str, Any] = EARS, **text: Any
+) -> Path:
     """Write tokenizer, template, configuration and processors; returns the folder."""
     write_tokenizer(folder)
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
@@ -73,9 +75,9 @@ def write_omni_model(folder: Path) -> Path:
     ids = {name: tokenizer.token_to_id(token) for name, token in TOKENS.items()}
     thinker = {
         "model_type": "qwen3_omni_moe_thinker",
-        "text_config": {**TEXT, **EXPERTS, "vocab_size": tokenizer.get_vocab_size()},
-        "vision_config": dict(TOWER),
-        "audio_config": dict(EARS),
+        "text_config": {**TEXT, **EXPERTS, "vocab_size": tokenizer.get_vocab_size(), **text},
+        "vision_config": dict(tower),
+        "audio_config": dict(ears),
         "position_id_per_seconds": 13,
         "tie_word_embeddings": False,
         **ids,
@@ -85,12 +87,12 @@ def write_omni_model(folder: Path) -> Path:
     return folder
 
 
-def make_omni_model(folder: Path, *, seed: int = 1, noise: float = 0.1) -> Path:
+def make_omni_model(folder: Path, *, seed: int = 1, noise: float = 0.1, **sizes: Any) -> Path:
     """Write a tiny random Qwen3-Omni without its talker, with sharp logits and no zeros and ones: mix-ups show."""
     import torch
     from transformers import AutoConfig, Qwen3OmniMoeForConditionalGeneration
 
-    config = AutoConfig.from_pretrained(write_omni_model(folder))
+    config = AutoConfig.from_pretrained(write_omni_model(folder, **sizes))
     torch.manual_seed(seed)
     model = Qwen3OmniMoeForConditionalGeneration(config)
     with torch.no_grad():
