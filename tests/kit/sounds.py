@@ -59,6 +59,7 @@ EARS = {
     "output_dim": 64,
     "downsample_hidden_size": 8,
     "max_source_positions": 100,
+    "n_window": 50,
 }
 
 
