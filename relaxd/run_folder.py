@@ -135,7 +135,10 @@ def earlier_use_of(folder: Path) -> str:
 
 def is_run(folder: Path) -> bool:
     """Return whether this is the folder of a run that has begun."""
-    return (folder / RECORD).is_file() and (folder / CONFIG).is_file()
+    try:
+        return (folder / RECORD).is_file() and (folder / CONFIG).is_file()
+    except OSError:  # such as a name that is too long
+        return False
 
 
 def begin_time(folder: Path) -> datetime | None:

@@ -13,6 +13,7 @@ from relaxd.config import RunConfig
 from relaxd.config.data import CurriculumConfig
 from relaxd.data.dataset import load_data
 from relaxd.rpc.errors import FailedPrecondition, InvalidArgument
+from relaxd.run_folder import is_run
 from services.coordinator.runs.restoring import read_ledger, read_run
 from services.coordinator.state.records import Outcome, Phase, RunRecord
 from services.trainer.batch.step_file import step_file_path, write_step_file
@@ -86,6 +87,13 @@ def test_links_out_of_the_folder_are_refused(tmp_path: Path, name: str) -> None:
     (folder / name).symlink_to(folder / name)
     with pytest.raises(InvalidArgument, match="is a link to the outside"):
         read_run(str(folder))
+
+
+def test_a_path_that_is_too_long_is_refused() -> None:
+    folder = "/" + "a" * 300
+    assert not is_run(Path(folder))
+    with pytest.raises(InvalidArgument, match="its run.json can't be read: .* File name too long"):
+        read_run(folder)
 
 
 @pytest.mark.parametrize("folder", ["", "runs/a", "../runs", "/runs/a\0b", "/runs/\na"])
