@@ -160,8 +160,8 @@ def test_two_ranks_see_what_one_does(start: Callable[..., EngineRunner], source:
     runner = start(tensor_parallel=2)
     sync(runner, source, 1, ranks=2)
     prompt, media = prompt_with_media(checker.vision, LARGE)
-    for answer in runner.generate(prompt, 2, media=media, max_new_tokens=12, temperature=1.0, ignore_eos=True):
-        assert checker.check(prompt, answer, LARGE) > 0
+    answers = runner.generate(prompt, 4, media=media, max_new_tokens=12, temperature=1.0, ignore_eos=True)
+    assert sum(checker.check(prompt, answer, LARGE) for answer in answers) > 12
 
 
 def test_positions_of_text_for_images_are_refused(start: Callable[..., EngineRunner]) -> None:
