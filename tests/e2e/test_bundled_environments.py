@@ -50,7 +50,10 @@ groups_per_step = {groups}
 threads = 1
 
 [trainer.optimizer]
-lr = 1e-3
+lr = {lr}
+
+[board]
+max_staleness = 0
 
 [eval]
 prompts = 0
@@ -80,13 +83,18 @@ class Case:
     data: str = FILE
     reward: str = "environment"
     steps: int = 16
+    lr: float = 1e-3
 
 
 CASES = {
     "python": Case("{}", "calls", True),
     "search": Case('{corpus = "corpus.jsonl", results = 1}', "calls", True, reward="exact_match"),
     "number_guessing": Case(
-        "{" + ", ".join(f"{name} = {value}" for name, value in GUESSING.items()) + "}", "guesses", False, steps=24
+        "{" + ", ".join(f"{name} = {value}" for name, value in GUESSING.items()) + "}",
+        "guesses",
+        False,
+        steps=48,
+        lr=3e-4,
     ),
     "reasoning_gym": Case('{tries = 2, hint = "beginning"}', "tries", False, GCD, steps=24),
 }
@@ -121,7 +129,7 @@ def test_a_model_gets_better_in_a_bundled_environment(workplace: Workplace, name
     write_data(folder)
     taught = run_python("-m", "tests.e2e.environment_beginners", name, str(folder / "model"), seconds=300)
     assert taught.returncode == 0, taught.stderr
-    values = {"environment": name, "settings": case.settings, "reward": case.reward, "steps": case.steps}
+    values = {"environment": name, "settings": case.settings, "reward": case.reward, "steps": case.steps, "lr": case.lr}
     data = case.data.replace("prompts.jsonl", f"{name}.jsonl")
     (folder / "bundled.toml").write_text(CONFIG.format(data=data, groups=GROUPS, **values))
     code, output = workplace.relaxd("run", "bundled.toml", "--run-id", "bundled", timeout=800)
