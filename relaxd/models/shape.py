@@ -169,6 +169,8 @@ class _Family:
     """True if there is a vision tower, beside whose fields those of the decoder are in `text_config`."""
     hybrid: bool = False
     """True if some layers have gated delta nets, and the others an output gate."""
+    deepstack: bool = True
+    """False if a vision tower has no rows for the decoder's first layers."""
     section: str = ""
     """Section of config.json that has these; empty: none."""
 
@@ -191,6 +193,7 @@ FAMILIES = {
     "qwen3_moe": _Family(lambda config: {"qk_norm": True, **_both_biases(config)}, experts=True),
     "qwen3_next": _Family(_qk_norm, kv_heads=2, head_size=256, experts=True, shared=True, hybrid=True),
     "qwen3_5_text": _Family(_qk_norm, kv_heads=4, head_size=256, hybrid=True),
+    "qwen3_5": _Family(_qk_norm, kv_heads=4, head_size=256, hybrid=True, sees=True, deepstack=False),
     "mistral": _Family(kv_heads=8),
     "ministral": _Family(kv_heads=8),
     "phi3": _Family(),
@@ -252,7 +255,8 @@ def decoder_config(config: Config) -> Config:
     if not sees(config):
         return config
     whole = config.get(FAMILIES[config["model_type"]].section, config)
-    return {**whole, **whole["text_config"], "model_type": config["model_type"]}
+    tied = whole.get("tie_word_embeddings", False)  # not the decoder's own field, as in transformers
+    return {**whole, **whole["text_config"], "model_type": config["model_type"], "tie_word_embeddings": tied}
 
 
 def sees(config: Config) -> bool:
@@ -272,7 +276,7 @@ def _shape(config: Config) -> ModelShape:
         )
     family = FAMILIES[model_type]
     whole = config[family.section] if family.section else config
-    vision = _vision(whole["vision_config"]) if family.sees else None
+    vision = _vision(whole["vision_config"], deepstack=family.deepstack) if family.sees else None
     audio = _audio(whole["audio_config"]) if "audio_config" in whole else None
     config = decoder_config(config)
     heads, hidden = _size(config, "num_attention_heads"), _size(config, "hidden_size")
@@ -299,7 +303,7 @@ def _shape(config: Config) -> ModelShape:
     )
 
 
-def _vision(config: Config) -> VisionShape:
+def _vision(config: Config, *, deepstack: bool) -> VisionShape:
     """Read `vision_config`, which may leave out what has a default in transformers."""
     config = {**VISION_DEFAULTS, **config}
     return VisionShape(
@@ -310,7 +314,7 @@ def _vision(config: Config) -> VisionShape:
         patch_values=_size(config, "in_channels") * _size(config, "temporal_patch_size") * config["patch_size"] ** 2,
         positions=_size(config, "num_position_embeddings"),
         merge=_size(config, "spatial_merge_size"),
-        deepstack=len(config["deepstack_visual_indexes"]),
+        deepstack=len(config["deepstack_visual_indexes"]) if deepstack else 0,
         output=_size(config, "out_hidden_size"),
     )
 

@@ -70,7 +70,7 @@ def own_places(batch: PackedMicroBatch) -> Iterator[tuple[np.ndarray, int]]:
 def test_outputs_and_gradients_are_those_of_each_sequence_alone(name: str) -> None:
     batch = BATCHES[name]
     given = inputs(len(batch.tokens))
-    found = gated_delta_rule(*given, chunk_tree(batch, 3, CPU))
+    found = gated_delta_rule(*given, tree=chunk_tree(batch, 3, CPU))
     each = [
         (places, own, recurrence(*(x[torch.from_numpy(places)] for x in given))) for places, own in own_places(batch)
     ]

@@ -1,7 +1,5 @@
 """The decoder of Qwen3.5, dense: Qwen3-Next without experts, and with other projections in its gated delta nets."""
 
-from functools import partial
-
 from services.trainer.model.architecture import Architecture
 from services.trainer.model.architectures.qwen3_next import FusedKeyHeads, hybrid, rules
 from services.trainer.model.family import Config, Family
@@ -25,4 +23,4 @@ INPUT = Rule(
     ),
 )
 
-FAMILY = Family(read, rules=partial(rules, projection=INPUT))
+FAMILY = Family(read, rules=lambda shape, layer: rules(shape, layer, INPUT))

@@ -48,7 +48,8 @@ def chunk_tree(batch: PackedMicroBatch, ancestors: int, device: torch.device) ->
     for begin, length in batch.prefixes.tolist():
         cuts[begin].add(begin + length)
     chunks: list[range] = []
-    depths, parents = [], []
+    depths: list[int] = []
+    parents: list[int] = []
     chunk_of_token = np.zeros(tokens, np.int64)
     for begin, end in pairwise(batch.cu_seqlens.tolist()):
         for first, last in pairwise(sorted({begin, end} | {cut for cut in cuts[begin] if begin < cut < end})):
