@@ -111,7 +111,7 @@ DELTA_NET = (
     Rule(f"{_OURS}.A_log", ShardedRows, ((f"{_THEIRS}.A_log", "delta_heads"),)),
     Rule(f"{_OURS}.dt_bias", ShardedRows, ((f"{_THEIRS}.dt_bias", "delta_heads"),)),
     Rule(f"{_OURS}.norm", Replicated, ((f"{_THEIRS}.norm.weight", "delta_value"),)),
-    Rule(f"{_OURS}.linear_proj.weight", ShardedColumns, ((f"{_THEIRS}.out_proj.weight", "hidden delta_values"),)),
+    Rule(f"{_OURS}.linear_out.weight", ShardedColumns, ((f"{_THEIRS}.out_proj.weight", "hidden delta_values"),)),
 )
 """A gated delta net without its first projection."""
 

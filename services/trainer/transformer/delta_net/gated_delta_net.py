@@ -24,6 +24,8 @@ from services.trainer.transformer.delta_net.delta_rule import causal_convolution
 class GatedDeltaNet(MegatronModule):
     """Projection, convolution, gated delta rule, gated norm, projection. Tensor-parallel ranks divide the key heads.
 
+    No parameter has the name of one of attention: in checkpoints those of all layers with one name have one shape.
+
     Attributes:
         linear_in: the projection to q, k, v v ..., z z ..., b b ..., a a ... of each key head: values, gates, strengths
             and decays are several for each.
@@ -44,7 +46,7 @@ class GatedDeltaNet(MegatronModule):
         self.linear_in = backend.column_parallel_linear()(
             config.hidden_size, width, init_method=config.init_method, gather_output=False, **settings
         )
-        self.linear_proj = backend.row_parallel_linear()(
+        self.linear_out = backend.row_parallel_linear()(
             sizes.values, config.hidden_size, init_method=config.init_method, input_is_parallel=True, **settings
         )
         self.convolution = self._parameter(self.key_heads * self.channels, sizes.convolution)
@@ -74,7 +76,7 @@ class GatedDeltaNet(MegatronModule):
         projected, _ = self.linear_in(x)
         projected = projected.view(projected.shape[0], self.key_heads, -1)
         mixed = checkpoint(self._mix, projected, tree, use_reentrant=False, preserve_rng_state=False)
-        output, _ = self.linear_proj(mixed)
+        output, _ = self.linear_out(mixed)
         return output
 
     def _mix(self, projected: Tensor, tree: ChunkTree) -> Tensor:
