@@ -15,10 +15,10 @@ FAMILIES: dict[str, Family] = {
 }
 """Families by `model_type`."""
 
-_STACKED = "the trainer reads a mixture's experts from one tensor for each, but its files have them stacked"
+_MIXTURE = "the trainer reads mixtures of Qwen3-Next, but not those of Qwen3.5, whose files stack a layer's experts"
 UNSUPPORTED = {
-    "qwen3_5_moe": _STACKED,
-    "qwen3_5_moe_text": _STACKED,
+    "qwen3_5_moe": _MIXTURE,
+    "qwen3_5_moe_text": _MIXTURE,
 }
 """Families that were considered, and why they aren't supported."""
 

@@ -27,7 +27,7 @@ class ChunkTree:
     place_of_token: Tensor
     """int64 [T]: place of each token."""
     levels: tuple[int, ...]
-    """Number of chunks at each distance from a root, nearest first: their order."""
+    """Number of chunks at each depth of the tree. Chunks are in this order, roots first."""
     parents: Tensor
     """int64 [N]: index of each chunk's parent within the level before; 0 for roots."""
     ancestors: Tensor
@@ -43,8 +43,8 @@ def chunk_tree(batch: PackedMicroBatch, ancestors: int, device: torch.device) ->
         device: device of the indices.
     """
     tokens = len(batch.tokens)
-    cuts = defaultdict(set, {0: {0}})
-    """Ends of shared prompts, by the token at which their first sequence begins."""
+    # Where shared prompts end, by the first token of the sequence that they are stored with.
+    cuts: defaultdict[int, set[int]] = defaultdict(set)
     for begin, length in batch.prefixes.tolist():
         cuts[begin].add(begin + length)
     chunks: list[range] = []
@@ -85,5 +85,5 @@ def chunk_tree(batch: PackedMicroBatch, ancestors: int, device: torch.device) ->
         place_of_token=on_device(place_of_token[:tokens]),
         levels=tuple(levels.tolist()),
         parents=on_device(np.array(within, np.int64)),
-        ancestors=on_device(np.stack(found)[:, :tokens]),
+        ancestors=on_device(np.stack(found)[:ancestors, :tokens]),
     )

@@ -9,8 +9,11 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file as load_weights
+from safetensors.torch import save_file
 
+from relaxd.cli.preparing.config_command import check
+from relaxd.config.load_toml import load_file
 from relaxd.models.layouts import Layout, problem
 from relaxd.models.shape import read_shape
 from services.rollout.engines.request_types import Version
@@ -24,6 +27,7 @@ from tests.integration.trainer.trainer_worlds import VOCAB, Job, make_learner, m
 from tests.unit.rollout.engine_harness import Harness
 
 KIND = "qwen3_5_text"
+EXAMPLE = Path(__file__).parents[4] / "examples" / "addition.toml"
 
 
 @pytest.fixture(scope="module")
@@ -158,11 +162,11 @@ def test_the_engine_has_the_trainers_log_probs_before_and_after_a_step(
 def test_heads_for_further_tokens_are_left_out(folder: Path, tmp_path: Path, alone: None) -> None:
     other = tmp_path / "with-mtp"
     other.mkdir()
-    weights = load_file(folder / "model.safetensors")
+    weights = load_weights(folder / "model.safetensors")
     save_file(weights | {"mtp.fc.weight": torch.ones(4, 4)}, other / "model.safetensors", {"format": "pt"})
     (other / "config.json").write_text((folder / "config.json").read_text())
     made(other).save_hf(tmp_path / "written")
-    written = load_file(tmp_path / "written" / "model.safetensors")
+    written = load_weights(tmp_path / "written" / "model.safetensors")
     assert written.keys() == weights.keys()
     for name, tensor in written.items():
         assert torch.equal(tensor, weights[name]), name
@@ -177,6 +181,14 @@ def test_heads_for_further_tokens_are_left_out(folder: Path, tmp_path: Path, alo
 )
 def test_layouts_that_cannot_divide_a_state_are_refused(folder: Path, layout: Layout, wrong: str) -> None:
     assert problem(layout, read_shape(folder)).startswith(wrong)
+
+
+def test_config_check_names_what_such_a_run_cannot_have(folder: Path) -> None:
+    settings = [f"--model.path={folder}", "--rollout.engine=sglang", "--trainer.ranks=2"]
+    run = load_file(EXAMPLE, [*settings, "--trainer.context_parallel=2"])
+    found = {problem.setting: problem.message for problem in check(run, call_reward=False)}
+    assert f"isn't known to run models of type '{KIND}'" in found["rollout.engine"]
+    assert "gated delta nets" in found["trainer.context_parallel"]
 
 
 @pytest.mark.parametrize(
