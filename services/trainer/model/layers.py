@@ -130,11 +130,9 @@ class RMSNorm(torch.nn.Module):
     @property
     def scale(self) -> Tensor:
         """The factors after the normalisation, [hidden_size]: in float32, if rounding would change them."""
-        return (
-            1 + self.weight.to(torch.promote_types(self.weight.dtype, torch.float32))
-            if self._zero_centred
-            else self.weight
-        )
+        if not self._zero_centred:
+            return self.weight
+        return 1 + self.weight.to(torch.promote_types(self.weight.dtype, torch.float32))
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalise x [..., hidden_size]."""
