@@ -81,7 +81,11 @@ ENGINES: dict[str, EngineCapabilities] = {
             sleeps=True,
             pauses=("in_place", "abort", "drain"),
             gives_likeliest=True,
-            media={"qwen3_vl": ("image", "video"), "qwen3_omni_moe": ("image", "audio")},
+            media={
+                "qwen3_vl": ("image", "video"),
+                "qwen3_5": ("image", "video"),
+                "qwen3_omni_moe": ("image", "audio"),
+            },
         ),
         EngineCapabilities(
             name="sglang",
@@ -98,6 +102,7 @@ ENGINES: dict[str, EngineCapabilities] = {
             sleeps=True,
             gives_likeliest=True,
             media={"qwen3_vl": ("image", "video"), "qwen3_omni_moe": ("image", "audio")},
+            refused_models=("qwen3_next", "qwen3_5", "qwen3_5_text"),
         ),
         EngineCapabilities(
             name="sglang_external",
@@ -105,7 +110,7 @@ ENGINES: dict[str, EngineCapabilities] = {
             module="services.rollout.engines.sglang_external.external_engine",
             takes_url=True,
             stock_weight_group=True,
-            refused_models=("qwen3_omni_moe",),
+            refused_models=("qwen3_omni_moe", "qwen3_next", "qwen3_5", "qwen3_5_text"),
         ),
         EngineCapabilities(
             name=SCRIPTED,

@@ -28,8 +28,8 @@ def peak_flops(device_name: str) -> float | None:
 def training_flops(shape: ModelShape, tokens: float, trained: float, attended: float) -> float:
     """Return the FLOPs of forward and backward passes: a third of them are the forward passes'.
 
-    They are 6 for each parameter that a token uses, the output layer's only for trained tokens, and 12 x heads x head
-    size for each layer and pair of tokens. Recomputation isn't counted.
+    They are 6 for each parameter that a token uses, the output layer's only for trained tokens, 12 x heads x head size
+    for each layer with attention and pair of tokens, and `state_flops`. Recomputation isn't counted.
 
     Args:
         shape: the model.
@@ -39,4 +39,11 @@ def training_flops(shape: ModelShape, tokens: float, trained: float, attended: f
     """
     output = shape.vocabulary * shape.hidden
     of_layers = 6.0 * (used_parameters(shape) - output) * tokens
-    return of_layers + 6.0 * output * trained + 12.0 * shape.layers * shape.query * attended
+    of_attention = 12.0 * shape.attention_layers * shape.query * attended
+    return of_layers + 6.0 * output * trained + of_attention + state_flops(shape) * tokens
+
+
+def state_flops(shape: ModelShape) -> float:
+    """Return the FLOPs for a token in the states of gated delta nets: each number is read twice and written once."""
+    sizes = shape.delta_net
+    return 18.0 * sum(sizes.layers) * sizes.values * sizes.key_size if sizes is not None else 0.0

@@ -179,7 +179,12 @@ class Layout:
 
     def stage_layers(self, shape: ModelShape, stage: int = 0) -> int:
         """Return the layers of a pipeline stage."""
-        return len(stage_layers(shape.layers, self.pipeline, self.pipeline_layers)[stage])
+        return len(self.layers_of_stage(shape, stage))
+
+    def layers_of_stage(self, shape: ModelShape, stage: int) -> list[int]:
+        """List the layers of a pipeline stage, numbered over the whole model from 0."""
+        chunks = chunk_layers(shape.layers, self.pipeline, self.pipeline_layers, self.pipeline_chunks)[stage]
+        return [layer for chunk in chunks for layer in chunk]
 
     def recomputed_layers(self, shape: ModelShape, stage: int = 0) -> int:
         """Return the layers of a stage whose activations are recomputed."""
@@ -204,6 +209,11 @@ def problems(layout: Layout, shape: ModelShape) -> list[tuple[str, str]]:
         ("tensor_parallel", layout.tensor, "key-value heads", shape.kv_heads),
     ]
     found = []
+    if (delta_net := shape.delta_net) is not None:
+        divided.append(("tensor_parallel", layout.tensor, "key heads of gated delta nets", delta_net.key_heads))
+        if layout.context > 1:
+            wrong = f"is {layout.context}: it must be 1, because gated delta nets ({shape.model_type}) carry a state"
+            found.append(("context_parallel", f"{wrong} from token to token, which context-parallel ranks can't share"))
     if not layout.pipeline_layers:
         divided.append(("pipeline_parallel", layout.pipeline, "layers", shape.layers))
     elif sum(layout.pipeline_layers) != shape.layers:
@@ -307,9 +317,9 @@ def stage_parameters(shape: ModelShape, layout: Layout, stage: int, *, critic: b
         stage: the stage, from 0.
         critic: whether the model is a critic, which has a value head instead of the output layer.
     """
-    tensor, layers = layout.tensor, layout.stage_layers(shape, stage)
-    dense, experts = layer_parameters(shape, layout)
-    dense, experts = dense * layers, experts * layers
+    tensor = layout.tensor
+    of_layers = [layer_parameters(shape, layout, layer) for layer in layout.layers_of_stage(shape, stage)]
+    dense, experts = (sum(counts) for counts in zip(*of_layers, strict=True))
     vocabulary = -(-shape.vocabulary // tensor) * shape.hidden
     first, last = stage == 0, stage == layout.pipeline - 1
     if first:
@@ -323,14 +333,17 @@ def stage_parameters(shape: ModelShape, layout: Layout, stage: int, *, critic: b
     return Parameters(dense, experts, shape.tower_parameters if first else 0)
 
 
-def layer_parameters(shape: ModelShape, layout: Layout) -> tuple[int, int]:
-    """Return a layer's parameters on one rank: those of experts, and the others before them."""
+def layer_parameters(shape: ModelShape, layout: Layout, layer: int) -> tuple[int, int]:
+    """Return the parameters of a layer, numbered from 0, on one rank: those of experts, and the others before them."""
     tensor, hidden, experts = layout.tensor, shape.hidden, shape.experts
-    projected = shape.query + 2 * shape.kv
-    dense = 2 * hidden + projected * hidden // tensor + shape.query * hidden // tensor
-    dense += 2 * shape.head_size if shape.qk_norm else 0
-    dense += projected // tensor if shape.qkv_bias else 0
-    dense += hidden if shape.output_bias else 0
+    if shape.delta_net is not None and shape.has_delta_net(layer):
+        dense = 2 * hidden + shape.delta_net.parameters(hidden, tensor)
+    else:
+        projected = (2 if shape.output_gate else 1) * shape.query + 2 * shape.kv
+        dense = 2 * hidden + projected * hidden // tensor + shape.query * hidden // tensor
+        dense += 2 * shape.head_size if shape.qk_norm else 0
+        dense += projected // tensor if shape.qkv_bias else 0
+        dense += hidden if shape.output_bias else 0
     if experts is None:
         return dense + 3 * hidden * shape.ffn // tensor, 0
     dense += experts.count * hidden

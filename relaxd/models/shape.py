@@ -10,6 +10,7 @@ import numpy as np
 
 from relaxd.json_text import parse_json
 from relaxd.models import DataError
+from relaxd.models.delta_nets import DeltaNetSizes, read_delta_net
 from relaxd.models.model_contradictions import config_contradiction
 
 Config = Mapping[str, Any]
@@ -108,6 +109,10 @@ class ModelShape:
     output_bias: bool
     """True if attention's output projection has a bias."""
     experts: ExpertShape | None
+    output_gate: bool = False
+    """True if attention's output is multiplied by a gate, which has the width of the queries."""
+    delta_net: DeltaNetSizes | None = None
+    """Gated delta nets in place of attention in some layers."""
     vision: VisionShape | None = None
     """Vision tower of a model that sees images."""
     audio: AudioShape | None = None
@@ -117,6 +122,15 @@ class ModelShape:
     def tower_parameters(self) -> int:
         """Number of parameters of the towers."""
         return sum(tower.parameters for tower in (self.vision, self.audio) if tower is not None)
+
+    def has_delta_net(self, layer: int) -> bool:
+        """Return True if a layer, numbered from 0, has a gated delta net in place of attention."""
+        return self.delta_net is not None and self.delta_net.layers[layer]
+
+    @property
+    def attention_layers(self) -> int:
+        """Number of layers with attention."""
+        return self.layers - (sum(self.delta_net.layers) if self.delta_net is not None else 0)
 
     @property
     def query(self) -> int:
@@ -134,6 +148,10 @@ def _both_biases(config: Config) -> dict[str, bool]:
     return {"qkv_bias": bias, "output_bias": bias}
 
 
+def _qk_norm(config: Config) -> dict[str, bool]:
+    return {"qk_norm": True}
+
+
 @dataclass(frozen=True)
 class _Family:
     """Differences of a `model_type` from Llama."""
@@ -149,6 +167,10 @@ class _Family:
     """True if there is a shared expert."""
     sees: bool = False
     """True if there is a vision tower, beside whose fields those of the decoder are in `text_config`."""
+    hybrid: bool = False
+    """True if some layers have gated delta nets, and the others an output gate."""
+    deepstack: bool = True
+    """False if a vision tower has no rows for the decoder's first layers."""
     section: str = ""
     """Section of config.json that has these; empty: none."""
 
@@ -169,6 +191,9 @@ FAMILIES = {
     ),
     "qwen2_moe": _Family(lambda config: {"qkv_bias": bool(config.get("qkv_bias", True))}, experts=True, shared=True),
     "qwen3_moe": _Family(lambda config: {"qk_norm": True, **_both_biases(config)}, experts=True),
+    "qwen3_next": _Family(_qk_norm, kv_heads=2, head_size=256, experts=True, shared=True, hybrid=True),
+    "qwen3_5_text": _Family(_qk_norm, kv_heads=4, head_size=256, hybrid=True),
+    "qwen3_5": _Family(_qk_norm, kv_heads=4, head_size=256, hybrid=True, sees=True, deepstack=False),
     "mistral": _Family(kv_heads=8),
     "ministral": _Family(kv_heads=8),
     "phi3": _Family(),
@@ -230,7 +255,8 @@ def decoder_config(config: Config) -> Config:
     if not sees(config):
         return config
     whole = config.get(FAMILIES[config["model_type"]].section, config)
-    return {**whole, **whole["text_config"], "model_type": config["model_type"]}
+    tied = whole.get("tie_word_embeddings", False)  # not the decoder's own field, as in transformers
+    return {**whole, **whole["text_config"], "model_type": config["model_type"], "tie_word_embeddings": tied}
 
 
 def sees(config: Config) -> bool:
@@ -250,7 +276,7 @@ def _shape(config: Config) -> ModelShape:
         )
     family = FAMILIES[model_type]
     whole = config[family.section] if family.section else config
-    vision = _vision(whole["vision_config"]) if family.sees else None
+    vision = _vision(whole["vision_config"], deepstack=family.deepstack) if family.sees else None
     audio = _audio(whole["audio_config"]) if "audio_config" in whole else None
     config = decoder_config(config)
     heads, hidden = _size(config, "num_attention_heads"), _size(config, "hidden_size")
@@ -271,11 +297,13 @@ def _shape(config: Config) -> ModelShape:
         experts=_experts(config, family) if family.experts else None,
         vision=vision,
         audio=audio,
+        output_gate=family.hybrid,
+        delta_net=read_delta_net(config) if family.hybrid else None,
         **{"qk_norm": False, "qkv_bias": False, "output_bias": False, **family.switches(config)},
     )
 
 
-def _vision(config: Config) -> VisionShape:
+def _vision(config: Config, *, deepstack: bool) -> VisionShape:
     """Read `vision_config`, which may leave out what has a default in transformers."""
     config = {**VISION_DEFAULTS, **config}
     return VisionShape(
@@ -286,7 +314,7 @@ def _vision(config: Config) -> VisionShape:
         patch_values=_size(config, "in_channels") * _size(config, "temporal_patch_size") * config["patch_size"] ** 2,
         positions=_size(config, "num_position_embeddings"),
         merge=_size(config, "spatial_merge_size"),
-        deepstack=len(config["deepstack_visual_indexes"]),
+        deepstack=len(config["deepstack_visual_indexes"]) if deepstack else 0,
         output=_size(config, "out_hidden_size"),
     )
 

@@ -8,6 +8,8 @@ from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
     PreTrainedTokenizerFast,
+    Qwen3_5ForCausalLM,
+    Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3ForCausalLM,
     Qwen3MoeConfig,
@@ -52,8 +54,8 @@ def make_tiny_model(
 ) -> Path:
     """Write a random model (hidden 64, 2 layers, 4 heads of which 2 are key-value heads) into `folder`.
 
-    `architecture` is "llama", "qwen3" or "qwen3_moe" (8 experts of 32, top 2); `sizes` are fields of its configuration
-    that are to be otherwise. Returns `folder`.
+    `architecture` is "llama", "qwen3", "qwen3_moe" (8 experts of 32, top 2) or "qwen3_5_text" (a gated delta net in the
+    first layer); `sizes` are fields of its configuration that are to be otherwise. Returns `folder`.
     """
     shape = {
         "vocab_size": 259,
@@ -78,8 +80,12 @@ def make_tiny_model(
     elif architecture == "qwen3_moe":
         experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "norm_topk_prob": True}
         model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**(experts | shape)))
+    elif architecture == "qwen3_5_text":
+        heads = {"linear_num_key_heads": 2, "linear_num_value_heads": 4}
+        widths = {"linear_key_head_dim": 16, "linear_value_head_dim": 16, "full_attention_interval": 2}
+        model = Qwen3_5ForCausalLM(Qwen3_5TextConfig(**(heads | widths | shape)))
     else:
-        raise ValueError(f'architecture is {architecture!r}: one of "llama", "qwen3", "qwen3_moe"')
+        raise ValueError(f'architecture is {architecture!r}: one of "llama", "qwen3", "qwen3_moe", "qwen3_5_text"')
     model.generation_config.eos_token_id = 2
     model.generation_config.pad_token_id = 0
     model.to(dtype).save_pretrained(folder)

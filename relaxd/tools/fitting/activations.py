@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
+from relaxd.models.delta_nets import DeltaNetSizes
 from relaxd.models.layouts import Layout
 from relaxd.models.shape import ModelShape
 
@@ -48,9 +49,19 @@ class SavedTensor:
     """True if "selective" recomputes it."""
 
 
-def layer_tensors(shape: ModelShape, layout: Layout, batch: MicroBatch) -> list[SavedTensor]:
-    """Return the tensors that a layer saves without recomputation."""
-    return [*_attention(shape, layout, batch), *_mlp(shape, layout, batch)]
+def layer_tensors(
+    shape: ModelShape, layout: Layout, batch: MicroBatch, delta_net: DeltaNetSizes | None = None
+) -> list[SavedTensor]:
+    """Return the tensors that a layer saves without recomputation; `delta_net` is what it has in place of attention."""
+    attention = _attention(shape, layout, batch) if delta_net is None else _delta_net(shape, delta_net, batch)
+    return [*attention, *_mlp(shape, layout, batch)]
+
+
+def _delta_net(shape: ModelShape, sizes: DeltaNetSizes, batch: MicroBatch) -> Iterator[SavedTensor]:
+    """Yield the tensors of a gated delta net, which computes all between its projections again."""
+    yield from _norm(shape, batch, "attention")
+    yield SavedTensor("projection", "attention", sizes.projected * batch.tokens * batch.element)
+    yield SavedTensor("output", "attention", sizes.values * batch.tokens * batch.element)
 
 
 def _attention(shape: ModelShape, layout: Layout, batch: MicroBatch) -> Iterator[SavedTensor]:
@@ -70,6 +81,8 @@ def _attention(shape: ModelShape, layout: Layout, batch: MicroBatch) -> Iterator
     yield SavedTensor("rotated heads", "attention", (shape.query + (1 + separate) * gathered) * slots, recomputed=True)
     yield SavedTensor("output", "attention", shape.query * slots)
     yield SavedTensor("softmax statistics", "attention", 4 * shape.heads * batch.slots)
+    if shape.output_gate:
+        yield SavedTensor("gate and gated output", "attention", 2 * shape.query * tokens)
     if batch.slots > batch.tokens:
         yield SavedTensor("output in the row's order", "attention", shape.query * tokens, recomputed=True)
 
@@ -114,17 +127,23 @@ def saved_by_part(shape: ModelShape, layout: Layout, batch: MicroBatch, stage: i
 
     The part "recomputed layer" is what the backward pass makes of one layer at a time, with `full`.
     """
-    tensors, layers = layer_tensors(shape, layout, batch), layout.stage_layers(shape, stage)
     recomputed = layout.recomputed_layers(shape, stage)
+    layer_input, recomputed_layer = shape.hidden * batch.tokens * batch.element, 0
     found: dict[str, int] = {}
-    for tensor in tensors:
-        again = layout.recompute == "full" or tensor.recomputed
-        kept = layers - recomputed if again else layers
-        found[tensor.part] = found.get(tensor.part, 0) + kept * tensor.size
+    stage_layers = layout.layers_of_stage(shape, stage)
+    for sizes in (None,) if shape.delta_net is None else (None, shape.delta_net):
+        alike = [n for n, layer in enumerate(stage_layers) if shape.has_delta_net(layer) == (sizes is not None)]
+        own_recomputed = sum(number < recomputed for number in alike)
+        tensors = layer_tensors(shape, layout, batch, sizes)
+        for tensor in tensors:
+            again = layout.recompute == "full" or tensor.recomputed
+            kept = len(alike) - own_recomputed if again else len(alike)
+            found[tensor.part] = found.get(tensor.part, 0) + kept * tensor.size
+        if own_recomputed:
+            recomputed_layer = max(recomputed_layer, sum(tensor.size for tensor in tensors) - layer_input)
     if layout.recompute == "full" and recomputed:
-        layer_input = shape.hidden * batch.tokens * batch.element
         found["norms"] = found.get("norms", 0) + recomputed * layer_input
-        found["recomputed layer"] = sum(tensor.size for tensor in tensors) - layer_input
+        found["recomputed layer"] = recomputed_layer
     return {part: size // layout.slices for part, size in found.items()}
 
 
@@ -138,7 +157,25 @@ def backward_work(shape: ModelShape, layout: Layout, batch: MicroBatch) -> int:
         mlp = 3 * hidden + experts.per_token * (2 * hidden + 4 * experts.ffn) + 3 * experts.shared_ffn
     if layout.recompute == "selective":
         mlp += hidden + (3 * shape.ffn if experts is None else 2 * experts.per_token * experts.ffn)
-    return max(attention * batch.slots, mlp * batch.tokens) * batch.element // layout.slices
+    widest = max(attention * batch.slots, mlp * batch.tokens) * batch.element
+    return max(widest, delta_net_work(shape, batch)) // layout.slices
+
+
+DELTA_CHUNK = 64
+"""Tokens of a chunk in gated delta nets, as in services/trainer/transformer/delta_net/chunk_tree.py."""
+
+
+def delta_net_work(shape: ModelShape, batch: MicroBatch) -> int:
+    """Return the bytes of what one gated delta net computes between its projections, in float32; 0 without any.
+
+    A value head has six matrices of a chunk, nine vectors of a key's size and nine of a value's for each token, and
+    four states for each chunk. Gradients take as much as half of that again.
+    """
+    if (sizes := shape.delta_net) is None:
+        return 0
+    state = sizes.key_size * sizes.value_size
+    of_token = 6 * DELTA_CHUNK + 9 * (sizes.key_size + sizes.value_size) + 4 * state // DELTA_CHUNK
+    return 4 * sizes.value_heads * of_token * batch.tokens * 3 // 2
 
 
 CHUNK_BYTES = 1 << 30
@@ -179,7 +216,8 @@ def forward_work(shape: ModelShape, layout: Layout, batch: MicroBatch) -> int:
     width = -(-shape.vocabulary // layout.tensor) * batch.logit_bytes
     experts = shape.experts
     inner = 3 * shape.ffn if experts is None else experts.per_token * (shape.hidden + 3 * experts.ffn)
-    layer = (3 * shape.hidden + inner) * batch.tokens * batch.element // layout.slices
+    layer = max((3 * shape.hidden + inner) * batch.tokens * batch.element, delta_net_work(shape, batch))
+    layer //= layout.slices
     chunk = _chunk_tokens(width)
     return layer + (1 if batch.fused else 3) * min(chunk, batch.tokens) * width
 

@@ -73,7 +73,7 @@ def engine_memory(
             GPU.
     """
     weights = model_parameters(shape) * element // tensor
-    token = 2 * shape.layers * max(1, shape.kv_heads // tensor) * shape.head_size * element
+    token = 2 * shape.attention_layers * max(1, shape.kv_heads // tensor) * shape.head_size * element
     static = fraction * share if fraction else share - (1 - DEFAULT_FRACTION)
     cache = int(static * gpu_bytes) - weights
     return EngineMemory(weights, cache, token, not fraction, share)

@@ -6,7 +6,7 @@ exchange and offloading several models weren't measured.
 
 from dataclasses import dataclass
 
-from relaxd.models.flops import PEAK_FLOPS
+from relaxd.models.flops import PEAK_FLOPS, state_flops
 from relaxd.models.layouts import Layout, stage_parameters, used_parameters
 from relaxd.models.shape import ModelShape
 
@@ -68,12 +68,13 @@ class Seconds:
 def predict(shape: ModelShape, layout: Layout, work: StepWork, element: int = 2) -> Seconds:
     """Predict the seconds in which the trainer works on a step, its groups being there.
 
-    FLOPs are 6 for each parameter that a token uses, and 12 x heads x head size for each layer and pair of tokens.
+    FLOPs are 6 for each parameter that a token uses, 12 x heads x head size for each layer with attention and pair of
+    tokens, and those of the states of gated delta nets, whose lower speed in torch's operations isn't known here.
     """
     ranks, stages = layout.ranks, layout.pipeline
     extra = 1 + (EXTRA_WORK[layout.recompute] - 1) * layout.recomputed_layers(shape) / layout.stage_layers(shape)
     of_output = 6.0 * shape.vocabulary * shape.hidden * work.tokens
-    attention = 12.0 * shape.layers * shape.query * work.attended
+    attention = 12.0 * shape.attention_layers * shape.query * work.attended + state_flops(shape) * work.tokens
     of_layers = (6.0 * used_parameters(shape) * work.tokens - of_output + attention) * extra
     speed = PEAK_FLOPS["H200"] * EFFICIENCY * ranks * (1 if element == 2 else 0.1)
     compute = (of_layers + of_output) / speed

@@ -59,19 +59,20 @@ def _parameters(shape: ModelShape, layout: Layout, stage: int, *, critic: bool) 
     """
     tensor, hidden, experts = layout.tensor, shape.hidden, shape.experts
     ffn = shape.ffn if experts is None else experts.shared_ffn
-    matrices = [
-        shape.query * hidden // tensor,
-        (shape.query + 2 * shape.kv) * hidden // tensor,
-        2 * hidden * ffn // tensor,
-        hidden * ffn // tensor,
-    ]
-    of_layer, of_experts = layer_parameters(shape, layout)
-    layers = layout.stage_layers(shape, stage)
-    dense = [of_layer - sum(matrices), *matrices] * layers
+    mlp = [2 * hidden * ffn // tensor, hidden * ffn // tensor]
+    attention = [shape.query, (2 if shape.output_gate else 1) * shape.query + 2 * shape.kv]
+    delta_net = [] if shape.delta_net is None else [shape.delta_net.values, shape.delta_net.projected]
+    dense, of_experts = [], []
+    for layer in layout.layers_of_stage(shape, stage):
+        widths = delta_net if shape.has_delta_net(layer) else attention
+        matrices = [*(width * hidden // tensor for width in widths), *mlp]
+        of_layer, own = layer_parameters(shape, layout, layer)
+        dense += [of_layer - sum(matrices), *matrices]
+        of_experts += [own * 2 // 3, own // 3]
     vocabulary = -(-shape.vocabulary // tensor) * hidden
     first = [vocabulary] if stage == 0 else []
     rest = stage_parameters(shape, layout, stage, critic=critic).dense - sum(dense) - sum(first)
-    return [*first, *dense, rest], [of_experts * 2 // 3, of_experts // 3] * layers
+    return [*first, *dense, rest], of_experts
 
 
 def _buckets(parameters: Sequence[int], least: int) -> list[int]:

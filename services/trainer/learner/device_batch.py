@@ -30,7 +30,7 @@ class DeviceBatch:
     tokens: Tensor
     """int64 [1, T / cp_size]: this rank's slice."""
     rotary: Tensor
-    """float32 [2, tokens, 1, head_size / 2]: `rotary_table` of the tokens from which this rank attends: all T, or those
+    """float32 [2, tokens, 1, frequencies]: `rotary_table` of the tokens from which this rank attends: all T, or those
     of the ranks with which it exchanges heads."""
     layout: SequenceLayout
     """The sequences of all T tokens."""
@@ -65,6 +65,7 @@ def to_device_batch(
     *,
     prompts_once: bool = False,
     vision: VisionModel | None = None,
+    convolution: int = 0,
 ) -> DeviceBatch:
     """Pad a micro-batch, cut out this rank's slice and copy it to this rank's device.
 
@@ -76,6 +77,7 @@ def to_device_batch(
         context: the ranks with which this rank shares attention, if there are any.
         prompts_once: whether attention may take the queries of shared prompts once.
         vision: the model's rules for media; None: it takes none.
+        convolution: as of `sequence_layout`.
 
     Raises:
         ValueError: the micro-batch has media, but the model takes none.
@@ -108,7 +110,9 @@ def to_device_batch(
     return DeviceBatch(
         tokens=to_device(batch.tokens[begin : begin + slice_tokens], world.device).unsqueeze(0),
         rotary=rotary_table(to_device(_attending(batch.positions, context), world.device), rotary),
-        layout=sequence_layout(batch, world.device, kernel, router, context, prompts_once=prompts_once),
+        layout=sequence_layout(
+            batch, world.device, kernel, router, context, prompts_once=prompts_once, convolution=convolution
+        ),
         media=media,
         trained_indices=to_device(own, world.device),
         targets=to_device(batch.tokens[trained], world.device),

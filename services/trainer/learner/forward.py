@@ -383,6 +383,7 @@ class Forward:
             self._context,
             prompts_once=self._prompts_once,
             vision=self.vision,
+            convolution=0 if self.architecture.delta_net is None else self.architecture.delta_net.convolution,
         )
 
 

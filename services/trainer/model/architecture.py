@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from relaxd.models.delta_nets import DeltaNetSizes
 from relaxd.rpc.errors import FailedPrecondition, InvalidArgument
 from services.trainer.model.rope import Rope
 
@@ -84,5 +85,11 @@ class Architecture:
     """Tokens that a token of a `windowed` layer attends to, itself included; None if no layer is windowed."""
     windowed: tuple[bool, ...] = ()
     """True if each layer's attention is limited to `window`; empty if `window` is None."""
+    output_gate: bool = False
+    """True if attention's output is multiplied by the sigmoid of a gate."""
+    zero_centred_norms: bool = False
+    """True if norms multiply by 1 + weight."""
+    delta_net: DeltaNetSizes | None = None
+    """Gated delta nets in place of attention in some layers; None: all layers have attention."""
     towers: tuple[TowerArchitecture, ...] = ()
     """Towers; none of a model of text."""

@@ -18,19 +18,20 @@ class Family:
 
     read: Callable[[Config], Architecture]
     """Read a config.json, mostly by `decoder`. Raises ModelError, or KeyError for a field that is missing."""
-    rules: Callable[[Architecture], tuple[Rule, ...]] = layer_rules
-    """Return the rules of a layer, without those of its routed experts."""
+    rules: Callable[[Architecture, int], tuple[Rule, ...]] = layer_rules
+    """Return the rules of a layer, numbered over the whole model from 0, without those of its routed experts."""
     prefix: str = "model."
     """Beginning of the names of the decoder's tensors in Hugging Face's files."""
     outer: str = ""
     """Beginning of the name of the output layer."""
 
 
-def decoder(config: Config, **switches: Any) -> Architecture:
+def decoder(config: Config, *, partial_rotary: bool = False, **switches: Any) -> Architecture:
     """Read what all families have in common.
 
     Args:
         config: the config.json. Where a family's defaults differ from Llama's, pass `{"name": default, **config}`.
+        partial_rotary: whether `partial_rotary_factor` may be less than 1.
         switches: fields of `Architecture` that the family reads itself.
 
     Raises:
@@ -41,7 +42,7 @@ def decoder(config: Config, **switches: Any) -> Architecture:
     if config.get("quantization_config"):
         raise ModelError("quantization_config: the weights are quantised. Train the unquantised model")
     try:
-        rope = read_rope(config)
+        rope = read_rope(config, partial=partial_rotary)
     except RopeError as error:
         raise ModelError(str(error)) from error
     heads = _size(config, "num_attention_heads")

@@ -8,7 +8,7 @@ attention distinguishes the sequences.
 import services.trainer.megatron.cpu_support  # noqa: F401  must come before Megatron
 
 # isort: split
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from megatron.core.transformer.transformer_block import get_num_layers_to_build
@@ -23,7 +23,6 @@ from services.trainer.transformer.recompute import Recompute
 
 # isort: split
 import torch
-import torch.nn.functional as functional
 
 from services.trainer.transformer.kernels.fusion import fused_kernels
 
@@ -37,6 +36,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_layer import TransformerLayerSubmodules
 
+from relaxd.models.delta_nets import DeltaNetSizes
 from services.trainer.transformer.attention.attention import PackedAttention
 from services.trainer.transformer.attention.context_parallel import (
     copy_kv_heads,
@@ -44,7 +44,8 @@ from services.trainer.transformer.attention.context_parallel import (
     heads_to_tokens,
     tokens_to_heads,
 )
-from services.trainer.transformer.attention.heads import split_heads
+from services.trainer.transformer.attention.heads import rms_norm, split_gates, split_heads
+from services.trainer.transformer.delta_net.gated_delta_net import GatedDeltaNet
 from services.trainer.transformer.mlp.mlp import DenseMLP
 
 
@@ -56,6 +57,8 @@ class PolicyConfig(TransformerConfig):
     """Number of layers, the first of each pipeline stage, that recompute most of their tensors in the backward pass."""
     attention_output_bias: bool = False
     """True if attention's output projection has a bias."""
+    delta_net: DeltaNetSizes | None = None
+    """Gated delta nets in place of attention in some layers."""
 
 
 class PackedLayer(TransformerLayer):
@@ -87,7 +90,11 @@ class PackedLayer(TransformerLayer):
         with Recompute(self._index < self.config.selective_layers, keep) as recompute:
             residual, x = self.input_layernorm.of_sum(hidden_states)
             recompute.register(x, self.input_layernorm, residual)
-            attended = self.self_attention(x, rotary_pos_emb, packed_seq_params, recompute)
+            if isinstance(self.self_attention, GatedDeltaNet):
+                assert packed_seq_params.chunks is not None
+                attended = self.self_attention(x, packed_seq_params.chunks)
+            else:
+                attended = self.self_attention(x, rotary_pos_emb, packed_seq_params, recompute)
             residual, x = self.pre_mlp_layernorm.of_sum(residual, attended)
             recompute.register(x, self.pre_mlp_layernorm, residual)
             if isinstance(self.mlp, MixtureOfExperts):
@@ -107,18 +114,29 @@ def _index_in_stage(layer: int, config: TransformerConfig, chunk: int | None) ->
 
 
 class RMSNorm(torch.nn.Module):
-    """Root mean square normalisation, compatible with Megatron's sequence parallelism."""
+    """Root mean square normalisation, compatible with Megatron's sequence parallelism.
+
+    With `layernorm_zero_centered_gamma` it multiplies by 1 + weight.
+    """
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, **_: object) -> None:
         super().__init__()
         self.eps = eps
+        self._zero_centred = config.layernorm_zero_centered_gamma
         device = "cuda" if torch.cuda.is_available() else "cpu"
         self.weight = torch.nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype, device=device))
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
+    @property
+    def scale(self) -> Tensor:
+        """The factors after the normalisation, [hidden_size]: in float32, if rounding would change them."""
+        if not self._zero_centred:
+            return self.weight
+        return 1 + self.weight.to(torch.promote_types(self.weight.dtype, torch.float32))
+
     def forward(self, x: Tensor) -> Tensor:
         """Normalise x [..., hidden_size]."""
-        return functional.rms_norm(x, self.weight.shape, self.weight, self.eps)
+        return rms_norm(x, self.scale, self.eps)
 
     def of_sum(self, x: Tensor, addend: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Return the new residual x + addend (x without addend) and its norm.
@@ -126,7 +144,7 @@ class RMSNorm(torch.nn.Module):
         Fused kernels need one pass over memory forward and one backward, which includes the residual's gradient.
         """
         if x.dtype == torch.bfloat16 and x.is_cuda and fused_kernels():
-            fused: tuple[Tensor, Tensor] = _NormOfSum.apply(x, addend, self.weight, self.eps)
+            fused: tuple[Tensor, Tensor] = _NormOfSum.apply(x, addend, self.scale, self.eps)
             return fused
         total = x if addend is None else x + addend
         return total, self(total)
@@ -176,13 +194,18 @@ class PackedSelfAttention(SelfAttention):
         qkv = qkv.view(qkv.shape[0], self.num_query_groups_per_partition, -1)
         if context.exchanging is not None:
             qkv = tokens_to_heads(copy_kv_heads(qkv, context.copies, head_size), context.exchanging)
-        norms = (self.q_layernorm.weight, self.k_layernorm.weight) if self.config.qk_layernorm else None
+        gate = None
+        if self.config.attention_output_gate:
+            qkv, gate = split_gates(qkv, head_size)
+        norms = (self.q_layernorm.scale, self.k_layernorm.scale) if self.config.qk_layernorm else None
         query, key, value = recompute(split_heads, qkv, norms, rotary, head_size, self.config.layernorm_epsilon)
         if context.gathering is not None:
             key, value = (recompute(gather_tokens, x, context.gathering) for x in (key, value))
         output = self.core_attention(query, key, value, layout, recompute)
         if context.exchanging is not None:
             output = heads_to_tokens(output, context.exchanging)
+        if gate is not None:
+            output = output * gate.sigmoid()
         output, bias = self.linear_proj(output.reshape(output.shape[0], 1, -1))
         return output if bias is None else output + bias
 
@@ -194,7 +217,7 @@ class OutputProjection(RowParallelLinear):
         super().__init__(*arguments, config=config, **{**named, "bias": config.attention_output_bias})
 
 
-def block_spec(config: TransformerConfig, chunk: int | None = None) -> TransformerBlockSubmodules:
+def block_spec(config: PolicyConfig, chunk: int | None = None) -> TransformerBlockSubmodules:
     """Return the specification of the layers of this pipeline stage, or of one of its chunks, dense or with experts."""
     backend = LocalSpecProvider()
     head_norm = RMSNorm if config.qk_layernorm else IdentityOp
@@ -218,4 +241,10 @@ def block_spec(config: TransformerConfig, chunk: int | None = None) -> Transform
             mlp=DenseMLP if config.num_moe_experts is None else MixtureOfExperts,
         ),
     )
-    return TransformerBlockSubmodules(layer_specs=[layer] * get_num_layers_to_build(config, chunk), layer_norm=RMSNorm)
+    layers = [layer] * get_num_layers_to_build(config, chunk)
+    if (sizes := config.delta_net) is not None:
+        delta_net = ModuleSpec(module=GatedDeltaNet, params={"sizes": sizes})
+        recurrent = replace(layer, submodules=replace(layer.submodules, self_attention=delta_net))
+        first = get_transformer_layer_offset(config, chunk)
+        layers = [recurrent if sizes.layers[first + number] else layer for number in range(len(layers))]
+    return TransformerBlockSubmodules(layer_specs=layers, layer_norm=RMSNorm)

@@ -94,7 +94,7 @@ def _chunk_entries(
                 yield ParameterEntry(f"{TOWERS}.{tower.name}.{name}", Replicated, ((tensor,),), None, True)
         yield from (_entry(rule, shape) for rule in FIRST)
     for layer, whole in enumerate(layers):
-        yield from (_entry(rule, shape, layer, whole) for rule in FAMILIES[shape.model_type].rules(shape))
+        yield from (_entry(rule, shape, layer, whole) for rule in FAMILIES[shape.model_type].rules(shape, whole))
         per_rank = shape.experts.count // ep_size if shape.experts else 0
         for expert in range(per_rank):
             same_place = [rank * per_rank + expert for rank in range(ep_size)]
@@ -122,6 +122,7 @@ def _entry(
         "kv": shape.kv_heads * shape.head_size,
         "head": shape.head_size,
         "ffn": shape.ffn_size,
+        **_delta_sizes(shape),
         "experts": shape.experts.count if shape.experts else 0,
         "expert_ffn": shape.experts.ffn_size if shape.experts else 0,
         "shared_ffn": (shape.experts.shared_ffn_size if shape.experts else None) or 0,
@@ -144,6 +145,19 @@ def _entry(
         index=expert,
         exported=rule.exported,
     )
+
+
+def _delta_sizes(shape: Architecture) -> dict[str, int]:
+    sizes = shape.delta_net
+    if sizes is None:
+        return {}
+    return {
+        "delta_keys": sizes.keys,
+        "delta_values": sizes.values,
+        "delta_value": sizes.value_size,
+        "delta_heads": sizes.value_heads,
+        "convolution": sizes.convolution,
+    }
 
 
 def _named(name: str, family: Family) -> str:

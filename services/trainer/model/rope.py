@@ -24,23 +24,34 @@ class Rope:
     """The scaling: a key of `SCALINGS`."""
     parameters: dict[str, Any] = field(default_factory=dict)
     """The scaling's parameters, under transformers' names."""
+    share: float = 1.0
+    """Share of a head, its beginning, that is rotated (`partial_rotary_factor`)."""
     sections: tuple[int, ...] = ()
     """Frequencies for time, row and column in M-RoPE (Qwen2-VL, arXiv 2409.12191), interleaved as in Qwen3-VL; none:
     positions have one axis."""
 
+    def rotated(self, head_size: int) -> int:
+        """Return the width of the rotated part of a head."""
+        return int(head_size * self.share)
+
     def rotary(self, head_size: int) -> Rotary:
         """Return the frequencies for heads of `head_size`, in float32 on the CPU, and the factor of cosine and sine."""
-        found = SCALINGS[self.scaling](self, head_size)
+        size = self.rotated(head_size)
+        found = SCALINGS[self.scaling](self, size)
         if not self.sections:
             return found
-        axes = torch.zeros(head_size // 2, dtype=torch.int64)  # time, row, column, time, row, ... time
+        axes = torch.zeros(size // 2, dtype=torch.int64)  # time, row, column, time, row, ... time
         for axis in (1, 2):
             axes[axis : 3 * self.sections[axis] : 3] = axis
         return found._replace(axes=axes)
 
 
-def read_rope(config: dict[str, Any]) -> Rope:
+def read_rope(config: dict[str, Any], *, partial: bool = False) -> Rope:
     """Read a config.json: `rope_parameters` (transformers 5), or `rope_theta` and `rope_scaling` (older releases).
+
+    Args:
+        config: the config.json.
+        partial: whether the family may rotate only a part of each head.
 
     Raises:
         RopeError: the scaling isn't supported or lacks a parameter.
@@ -52,7 +63,7 @@ def read_rope(config: dict[str, Any]) -> Rope:
     old_name = found.pop("type", "default")
     scaling = found.pop("rope_type", old_name)
     share = found.pop("partial_rotary_factor", config.get("partial_rotary_factor")) or 1.0
-    if share != 1.0:
+    if share != 1.0 and not partial:
         raise RopeError(f"partial_rotary_factor is {share}: only 1.0 is supported (all of a head is rotated)")
     if scaling not in SCALINGS:
         hint = (
@@ -71,7 +82,7 @@ def read_rope(config: dict[str, Any]) -> Rope:
     missing = [name for name in _NEEDED[scaling] if found.get(name) is None]
     if missing:
         raise RopeError(f'rope_type "{scaling}" needs {" and ".join(missing)}')
-    return Rope(float(theta), scaling, found)
+    return Rope(float(theta), scaling, found, float(share))
 
 
 _NEEDED = {

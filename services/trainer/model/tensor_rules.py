@@ -97,8 +97,11 @@ class QueryKeyValue:
 
     @staticmethod
     def heads(parameter: Tensor, shape: Architecture) -> Sequence[Tensor]:
-        """Return views of the queries, keys and values of a whole parameter: [key-value head, head, size, hidden]."""
-        per_group = shape.heads // shape.kv_heads
+        """Return views of the queries, keys and values of a whole parameter: [key-value head, head, size, hidden].
+
+        A query's output gate counts as a query.
+        """
+        per_group = shape.heads // shape.kv_heads * (2 if shape.output_gate else 1)
         return parameter.view(shape.kv_heads, per_group + 2, shape.head_size, -1).split([per_group, 1, 1], dim=1)
 
 
@@ -164,18 +167,26 @@ NORMS = (
 )
 """The norms before attention and MLP."""
 
-QKV = (
-    Rule(
-        f"{LAYER}.self_attention.linear_qkv.weight",
-        QueryKeyValue,
-        (
-            (f"{HF_LAYER}.self_attn.q_proj.weight", "query hidden"),
-            (f"{HF_LAYER}.self_attn.k_proj.weight", "kv hidden"),
-            (f"{HF_LAYER}.self_attn.v_proj.weight", "kv hidden"),
+
+def _qkv(queries: str) -> tuple[Rule, ...]:
+    return (
+        Rule(
+            f"{LAYER}.self_attention.linear_qkv.weight",
+            QueryKeyValue,
+            (
+                (f"{HF_LAYER}.self_attn.q_proj.weight", f"{queries} hidden"),
+                (f"{HF_LAYER}.self_attn.k_proj.weight", "kv hidden"),
+                (f"{HF_LAYER}.self_attn.v_proj.weight", "kv hidden"),
+            ),
         ),
-    ),
-)
+    )
+
+
+QKV = _qkv("query")
 """Queries, keys and values."""
+
+GATED_QKV = _qkv("query+query")
+"""The same, each query head followed by its output gate."""
 
 OUTPUT = (
     Rule(
@@ -263,16 +274,26 @@ SHARED_EXPERT = (
 """The shared expert and its gate."""
 
 
-def layer_rules(shape: Architecture) -> tuple[Rule, ...]:
+def layer_rules(shape: Architecture, layer: int) -> tuple[Rule, ...]:
     """Return the rules of a layer with Llama's names, without those of its routed experts."""
-    experts = shape.experts
+    return (*NORMS, *attention_rules(shape), *mlp_rules(shape))
+
+
+def attention_rules(shape: Architecture) -> tuple[Rule, ...]:
+    """Return the rules of a layer's attention."""
     return (
-        *NORMS,
-        *QKV,
+        *(GATED_QKV if shape.output_gate else QKV),
         *OUTPUT,
         *(QK_NORM if shape.qk_norm else ()),
         *(QKV_BIAS if shape.qkv_bias else ()),
         *(OUTPUT_BIAS if shape.output_bias else ()),
+    )
+
+
+def mlp_rules(shape: Architecture) -> tuple[Rule, ...]:
+    """Return the rules of a layer's MLP, without those of its routed experts."""
+    experts = shape.experts
+    return (
         *((*GATE_UP, *DOWN) if experts is None else ROUTER),
         *(SHARED_EXPERT if experts is not None and experts.shared_ffn_size is not None else ()),
     )

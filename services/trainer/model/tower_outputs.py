@@ -72,14 +72,14 @@ def run_towers(towers: torch.nn.ModuleDict, media: DeviceMedia, items: Sequence[
             outputs = run(towers[name], [media.inputs(item) for item in own], [media.grids[item] for item in own])
             parts = zip(*(rows.split([media.counts[item] for item in own]) for rows in outputs), strict=True)
             found |= zip(own, map(list, parts), strict=True)
-    layers = len(towers[VISUAL].deepstack_merger_list)  # type: ignore[arg-type]
+    layers = len(getattr(towers[VISUAL], "deepstack_merger_list", ()))
     return {item: rows + [torch.zeros_like(rows[0])] * (layers + 1 - len(rows)) for item, rows in found.items()}
 
 
 def _see(tower: torch.nn.Module, patches: Sequence[Tensor], grids: Sequence[Grid]) -> list[Tensor]:
     """Return the rows of images and videos, one after the other, and those for DeepStack."""
     seen = tower(torch.cat(list(patches)), torch.tensor(grids, device=patches[0].device), return_dict=True)
-    return [seen.pooler_output, *seen.deepstack_features]
+    return [seen.pooler_output, *getattr(seen, "deepstack_features", ())]
 
 
 def _hear(tower: torch.nn.Module, spectrograms: Sequence[Tensor], grids: Sequence[Grid]) -> list[Tensor]:

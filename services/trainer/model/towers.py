@@ -101,10 +101,12 @@ class _Cut(torch.autograd.Function):
 
 
 def _module(tower: TowerArchitecture) -> torch.nn.Module:
+    from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5VisionModel
     from transformers.models.qwen3_omni_moe import modeling_qwen3_omni_moe as omni
     from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLVisionModel
 
-    known: tuple[Any, ...] = (Qwen3VLVisionModel, omni.Qwen3OmniMoeVisionEncoder, omni.Qwen3OmniMoeAudioEncoder)
+    omnis = omni.Qwen3OmniMoeVisionEncoder, omni.Qwen3OmniMoeAudioEncoder
+    known: tuple[Any, ...] = (Qwen3VLVisionModel, Qwen3_5VisionModel, *omnis)
     kind = {one.__name__: one for one in known}[tower.source]
     try:
         settings = {name: value for name, value in json.loads(tower.config).items() if name != "model_type"}

@@ -41,6 +41,14 @@ LLAMA3 = {
 YARN = {"rope_type": "yarn", "rope_theta": 1000.0, "factor": 4.0, "original_max_position_embeddings": 16}
 LINEAR = {"rope_type": "linear", "rope_theta": 1000.0, "factor": 4.0}
 SLIDING = {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}
+HYBRID: dict[str, Any] = {
+    "head_dim": 32,
+    "full_attention_interval": 2,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 24,
+}
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {"head_dim": 32}),
     "llama3": ("llama", {"attention_bias": True, "rope_parameters": LLAMA3}),
@@ -56,6 +64,8 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "phi3": ("phi3", {"sliding_window": 6, "pad_token_id": None, "eos_token_id": 2}),
     "qwen2_moe": ("qwen2_moe", SHARED_EXPERT),
     "qwen3_moe": ("qwen3_moe", {"head_dim": 32, **EXPERTS, "norm_topk_prob": True}),
+    "qwen3_next_moe": ("qwen3_next", {**HYBRID, **SHARED_EXPERT, "norm_topk_prob": True}),
+    "qwen3_5_text": ("qwen3_5_text", HYBRID),
     "qwen3_moe_bias": ("qwen3_moe", {"head_dim": 32, **EXPERTS, "attention_bias": True, "rope_parameters": YARN}),
 }
 """Models: `model_type` and settings. Windows and contexts are shorter than the samples, so that they matter."""

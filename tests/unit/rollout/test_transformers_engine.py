@@ -17,7 +17,7 @@ from tests.unit.rollout.engine_harness import Answer, Harness, full_logprobs, lo
 PROMPTS = [[5, 9, 17, 200, 33], [7], [100, 101, 102], list(range(10, 60))]
 
 
-@pytest.fixture(scope="module", params=["llama", "qwen3"])
+@pytest.fixture(scope="module", params=["llama", "qwen3", "qwen3_5_text"])
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     tied = request.param == "llama"
     return make_tiny_model(tmp_path_factory.mktemp(request.param), architecture=request.param, tied=tied)

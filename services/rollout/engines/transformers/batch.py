@@ -1,5 +1,5 @@
-"""Batches of samples that a model decodes together, and their key-value cache, whose rows are added and removed while
-it grows.
+"""Batches of samples that a model decodes together, and their cache of keys, values and states, whose rows are added
+and removed while it grows.
 """
 
 from collections.abc import Sequence
@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel
-from transformers.cache_utils import Cache, DynamicLayer
+from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.cache_utils import Cache, DynamicLayer, LinearAttentionLayer
 
 from services.rollout.engines.request_types import FinishReason, Request
 from services.rollout.engines.seen_prompts import SeenPrompt
@@ -46,10 +46,17 @@ class GrowingLayer(DynamicLayer):
         self.keys, self.values = keys[:, :, :end], values[:, :, :end]
         return self.keys, self.values
 
-    def replace(self, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Replace all keys and values."""
+    def take_rows(self, rows: torch.Tensor, cut: int) -> None:
+        """Keep these rows, without their first `cut` positions."""
         self._buffers = None
-        self.keys, self.values = keys, values
+        self.keys, self.values = (x[:, :, cut:].index_select(0, rows) for x in (self.keys, self.values))
+
+    def append_rows(self, other: "GrowingLayer", length: int) -> None:
+        """Append the rows of another layer, after padding both to `length`."""
+        self._buffers = None
+        self.keys, self.values = (
+            _stack(above, below, length) for above, below in ((self.keys, other.keys), (self.values, other.values))
+        )
 
     def _grow(self, length: int, capacity: int, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         rows, heads = key_states.shape[:2]
@@ -61,24 +68,42 @@ class GrowingLayer(DynamicLayer):
         self._buffers = (keys, values)
 
 
-def empty_cache() -> Cache:
-    """Return an empty cache."""
-    return Cache(layer_class_to_replicate=GrowingLayer)
+class StateLayer(LinearAttentionLayer):
+    """One layer's states of a gated delta net and of its convolution, [rows, ...] each.
+
+    A state belongs to a sample's last token, and nothing of it can be cut off. Padding on the left doesn't reach it:
+    transformers feeds zeros there, which leave a state of zeros as it is.
+    """
+
+    def take_rows(self, rows: torch.Tensor, cut: int) -> None:
+        """Keep these rows. They have no positions, so that none are cut."""
+        self.reorder_cache(rows)
+
+    def append_rows(self, other: "StateLayer", length: int) -> None:
+        """Append the rows of another layer."""
+        for above, below in ((self.conv_states, other.conv_states), (self.recurrent_states, other.recurrent_states)):
+            above[0] = torch.cat((above[0], below[0]))
+
+
+def empty_cache(config: PreTrainedConfig) -> Cache:
+    """Return an empty cache for a model."""
+    text = config.get_text_config()
+    types = getattr(text, "layer_types", None) or [""] * text.num_hidden_layers
+    return Cache(layers=[StateLayer() if kind == "linear_attention" else GrowingLayer() for kind in types])
 
 
 def take_rows(cache: Cache, rows: Sequence[int], cut: int = 0) -> None:
     """Keep these rows, in this order (a row may be taken several times), without their first `cut` positions."""
-    index = torch.tensor(rows, dtype=torch.long, device=cache.layers[0].keys.device)
+    index = torch.tensor(rows, dtype=torch.long, device=cache.layers[0].device)
     for layer in cache.layers:
-        keys = layer.keys[:, :, cut:].index_select(0, index)
-        layer.replace(keys, layer.values[:, :, cut:].index_select(0, index))
+        layer.take_rows(index, cut)
 
 
 def append_rows(cache: Cache, other: Cache) -> None:
     """Append the rows of `other`. The shorter cache is padded on the left with zeros, which callers must mask."""
     length = max(cache.get_seq_length(), other.get_seq_length())
     for layer, added in zip(cache.layers, other.layers, strict=True):
-        layer.replace(_stack(layer.keys, added.keys, length), _stack(layer.values, added.values, length))
+        layer.append_rows(added, length)
 
 
 def _stack(above: torch.Tensor, below: torch.Tensor, length: int) -> torch.Tensor:
@@ -184,7 +209,7 @@ class Batch:
         ids = torch.zeros((len(prompts), longest), dtype=torch.long)
         for row, prompt in enumerate(prompts):
             ids[row, paddings[row] :] = torch.tensor(prompt)
-        cache = empty_cache()
+        cache = empty_cache(model.config)
         seen = [group[0].seen for group in groups]
         logits = _forward(model, ids, cache, paddings, [group[0].offset for group in groups], seen)
         rows = [row for row, group in enumerate(groups) for _ in group]

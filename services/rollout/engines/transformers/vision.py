@@ -62,20 +62,20 @@ def embed(
         own = slice(paddings[row], paddings[row] + len(prompt.layout.tokens))
         mask[row, own] = torch.from_numpy(prompt.layout.modality != TEXT)
         seen_mask[row, own] = torch.from_numpy(np.isin(prompt.layout.modality, (IMAGE, VIDEO)))
-    deepstack = None
+    deepstack: dict[str, Any] = {}
     if patches:
         thw = torch.tensor([grids[name] for name in patches], device=model.device)
         found = body.get_image_features(torch.cat(list(patches.values())), thw, return_dict=True)
         rows |= zip(patches, found.pooler_output, strict=True)
         places = {name: place for place, name in enumerate(patches)}
-        deepstack = [torch.cat([one[places[name]] for name in seen_order]) for one in found.deepstack_features]
+        added = [
+            torch.cat([one[places[name]] for name in seen_order]) for one in getattr(found, "deepstack_features", ())
+        ]
+        if added:
+            deepstack = {"visual_pos_masks": seen_mask.to(model.device), "deepstack_visual_embeds": added}
     embeddings = body.get_input_embeddings()(ids.to(model.device))
     embeddings[mask.to(model.device)] = torch.cat([rows[name] for name in order]).to(embeddings.dtype)
-    return {
-        "inputs_embeds": embeddings,
-        "visual_pos_masks": seen_mask.to(model.device),
-        "deepstack_visual_embeds": deepstack,
-    }
+    return {"inputs_embeds": embeddings, **deepstack}
 
 
 def _heard(body: Any, samples: np.ndarray, prompt: SeenPrompt) -> torch.Tensor:

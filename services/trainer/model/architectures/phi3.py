@@ -58,4 +58,4 @@ GATE_UP = Rule(
     f"{LAYER}.mlp.linear_fc1.weight", FusedGateUp, ((f"{HF_LAYER}.mlp.gate_up_proj.weight", "ffn+ffn hidden"),)
 )
 
-FAMILY = Family(read, rules=lambda shape: (*NORMS, QKV, *OUTPUT, GATE_UP, *DOWN))
+FAMILY = Family(read, rules=lambda shape, layer: (*NORMS, QKV, *OUTPUT, GATE_UP, *DOWN))

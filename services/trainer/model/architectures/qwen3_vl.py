@@ -31,15 +31,27 @@ def multimodal(config: Config, text: Config, **switches: Any) -> Architecture:
     Raises:
         ModelError: `mrope_section` doesn't fit the heads.
     """
-    # transformers ties by the outer configuration.
-    text = {**text, "model_type": config["model_type"], "tie_word_embeddings": config.get("tie_word_embeddings", False)}
     bias = text.get("attention_bias", False)
-    shape = decoder(text, qk_norm=True, qkv_bias=bias, output_bias=bias, **switches)
-    sections = tuple(shape.rope.parameters.get("mrope_section", SECTIONS))
-    if len(sections) != 3 or sum(sections) != shape.head_size // 2:
+    shape = decoder(as_in(config, text), qk_norm=True, qkv_bias=bias, output_bias=bias, **switches)
+    return with_sections(shape, SECTIONS)
+
+
+def as_in(config: Config, text: Config) -> Config:
+    """Return the configuration of a decoder within that of its model, by which transformers ties embeddings."""
+    return {**text, "model_type": config["model_type"], "tie_word_embeddings": config.get("tie_word_embeddings", False)}
+
+
+def with_sections(shape: Architecture, default: tuple[int, ...]) -> Architecture:
+    """Return a decoder with interleaved M-RoPE.
+
+    Raises:
+        ModelError: `mrope_section` doesn't fit the heads.
+    """
+    sections = tuple(shape.rope.parameters.get("mrope_section", default))
+    if len(sections) != 3 or sum(sections) != (rotated := shape.rope.rotated(shape.head_size)) // 2:
         raise ModelError(
-            f"mrope_section is {list(sections)}: it must have three numbers that add up to half of head_dim, which is "
-            f"{shape.head_size}"
+            f"mrope_section is {list(sections)}: it must have three numbers that add up to half of the rotated part of "
+            f"a head, which is {rotated} of head_dim = {shape.head_size}"
         )
     return replace(shape, rope=replace(shape.rope, sections=sections))
 

@@ -13,11 +13,11 @@ class Rotary(NamedTuple):
     """A rotary embedding for one size of head."""
 
     frequencies: Tensor
-    """float32 [head_size / 2]: radians per position."""
+    """float32 [head_size / 2]: radians per position. Fewer, if only the beginning of a head is rotated."""
     scale: float = 1.0
     """Factor of cosine and sine (YaRN)."""
     axes: Tensor | None = None
-    """int64 [head_size / 2]: axis of the positions [3, T] for each frequency (M-RoPE); None: they have one."""
+    """int64, as many: axis of the positions [3, T] for each frequency (M-RoPE); None: they have one."""
 
     def to(self, device: torch.device) -> "Rotary":
         """Return the embedding on a device."""
@@ -33,7 +33,8 @@ def split_heads(
     Args:
         qkv: [T, groups, (queries + 2) x head_size]: each key-value head with its query heads before it.
         norms: weights [head_size] of the queries' and the keys' RMSNorm, if there are any.
-        table: `rotary_table` of the tokens' positions, [2, T, 1, head_size / 2].
+        table: `rotary_table` of the tokens' positions, [2, T, 1, head_size / 2]. If it is narrower, only the beginning
+            of each head is rotated.
         head_size: width of a head.
         epsilon: epsilon of the norms.
 
@@ -41,7 +42,8 @@ def split_heads(
         [T, groups x queries, head_size], [T, groups, head_size] and [T, groups, head_size].
     """
     power_of_two = head_size & (head_size - 1) == 0  # Triton needs it
-    if qkv.dtype == torch.bfloat16 and power_of_two and fused_kernels():
+    whole = 2 * table.shape[-1] == head_size
+    if qkv.dtype == torch.bfloat16 and power_of_two and whole and fused_kernels():
         query_weight, key_weight = norms or (None, None)
         fused: tuple[Tensor, Tensor, Tensor] = _Heads.apply(qkv, query_weight, key_weight, table, head_size, epsilon)
         return fused
@@ -49,10 +51,31 @@ def split_heads(
     query, key, value = qkv.split([width - 2 * head_size, head_size, head_size], dim=-1)
     query = query.reshape(tokens, -1, head_size)
     if norms is not None:
-        query = functional.rms_norm(query, norms[0].shape, norms[0], epsilon)
-        key = functional.rms_norm(key, norms[1].shape, norms[1], epsilon)
+        query, key = rms_norm(query, norms[0], epsilon), rms_norm(key, norms[1], epsilon)
     table = table.to(qkv.dtype)
     return rotate(query, table), rotate(key, table), value
+
+
+def split_gates(qkv: Tensor, head_size: int) -> tuple[Tensor, Tensor]:
+    """Split off the output gates, each of which is behind its query head.
+
+    Args:
+        qkv: [T, groups, (2 x queries + 2) x head_size].
+        head_size: width of a head.
+
+    Returns:
+        The rest, [T, groups, (queries + 2) x head_size], and the gates, [T, groups x queries, head_size].
+    """
+    queries, others = qkv.split([qkv.shape[-1] - 2 * head_size, 2 * head_size], -1)
+    query, gate = queries.unflatten(-1, (-1, 2, head_size)).unbind(-2)
+    return torch.cat((query.flatten(2), others), -1), gate.flatten(1, 2)
+
+
+def rms_norm(x: Tensor, scale: Tensor, epsilon: float) -> Tensor:
+    """Normalise x [..., size] and multiply it by scale [size], which may be more precise."""
+    if scale.dtype == x.dtype:
+        return functional.rms_norm(x, scale.shape, scale, epsilon)
+    return functional.rms_norm(x.to(scale.dtype), scale.shape, scale, epsilon).to(x.dtype)
 
 
 class _Heads(torch.autograd.Function):
@@ -93,7 +116,7 @@ def rotary_table(positions: Tensor, rotary: Rotary) -> Tensor:
         rotary: the embedding, on the same device; with axes for positions [3, T].
 
     Returns:
-        float32 [2, T, 1, head_size / 2].
+        float32 [2, T, 1, number of frequencies].
     """
     if positions.dim() == 1:
         angles = torch.outer(positions.float(), rotary.frequencies).unsqueeze(1)
@@ -103,7 +126,11 @@ def rotary_table(positions: Tensor, rotary: Rotary) -> Tensor:
 
 
 def rotate(x: Tensor, table: Tensor) -> Tensor:
-    """Apply the rotary embedding (the "rotate half" convention of Hugging Face) to x [T, heads, head_size]."""
+    """Apply the rotary embedding (the "rotate half" convention of Hugging Face) to x [T, heads, head_size].
+
+    A narrower table rotates only the beginning of each head.
+    """
     cos, sin = table[0], table[1]
-    first, second = x.chunk(2, dim=-1)
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+    half = table.shape[-1]
+    first, second, rest = x.split([half, half, x.shape[-1] - 2 * half], dim=-1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin, rest), dim=-1)

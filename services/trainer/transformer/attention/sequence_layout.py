@@ -14,6 +14,7 @@ from services.trainer.batch.micro_batch import PackedMicroBatch
 from services.trainer.transformer.attention.context_parallel import ContextRanks
 from services.trainer.transformer.attention.slots import Slots, to_device
 from services.trainer.transformer.deepstack import DeepStack
+from services.trainer.transformer.delta_net.chunk_tree import ChunkTree, chunk_tree
 from services.trainer.transformer.mlp.routing import RouterInputs
 
 
@@ -122,6 +123,8 @@ class SequenceLayout:
     """The ranks with which this rank shares attention."""
     router: RouterInputs
     """Inputs of the routers, in a mixture of experts."""
+    chunks: ChunkTree | None
+    """The sequences' chunks, in a model with gated delta nets."""
     deepstack: DeepStack | None = None
     """Rows of images that the first layers add, in a model that sees them."""
 
@@ -134,6 +137,7 @@ def sequence_layout(
     context: ContextRanks | None = None,
     *,
     prompts_once: bool = False,
+    convolution: int = 0,
 ) -> SequenceLayout:
     """Lay out the sequences of a micro-batch.
 
@@ -145,6 +149,7 @@ def sequence_layout(
         router: inputs of the routers, in a mixture of experts.
         context: the ranks with which this rank shares attention, if there are any; they divide the tokens.
         prompts_once: take the queries of shared prompts once where that saves much.
+        convolution: tokens that a token's convolution reads in gated delta nets, itself included; 0: there are none.
     """
     context = context or ContextRanks()
     owned = {i: (begin, end) for i, (begin, end) in enumerate(pairwise(batch.cu_seqlens.tolist())) if begin < end}
@@ -172,6 +177,7 @@ def sequence_layout(
         else None,
         context=context,
         router=router or RouterInputs(),
+        chunks=chunk_tree(batch, convolution - 1, device) if convolution else None,
     )
 
 

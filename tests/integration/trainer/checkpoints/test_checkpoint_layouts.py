@@ -42,6 +42,7 @@ def models(folder: Path) -> dict[str, Path]:
         "qwen3": make_model(folder / "qwen3", "qwen3", tied=True),
         "llama": make_model(folder / "llama", "llama3"),
         "moe": make_model(folder / "moe", "qwen3_moe"),
+        "hybrid": make_model(folder / "hybrid", "qwen3_5_text"),
         "deep": make_model(folder / "deep", "qwen3", tied=True, num_hidden_layers=3),
         "deeper": make_model(folder / "deeper", "qwen3", tied=True, num_hidden_layers=4),
     }
@@ -72,6 +73,10 @@ def saved(folder: Path, models: dict[str, Path]) -> Results:
         "CP2": CheckpointJob(qwen3, CP2, save=folder / "CP2"),
         "llama TP2": CheckpointJob(llama, TP2, save=folder / "llama-TP2"),
         "EP2": CheckpointJob(moe, EP2, save=folder / "EP2"),
+        "hybrid TP2": CheckpointJob(models["hybrid"], TP2, save=folder / "hybrid-TP2"),
+        "hybrid TP2 again": CheckpointJob(models["hybrid"], TP2, load=folder / "hybrid-TP2", same_layout=True),
+        "hybrid TP2 to PP2": CheckpointJob(models["hybrid"], PP2, load=folder / "hybrid-TP2"),
+        "hybrid TP2 to DP2": CheckpointJob(models["hybrid"], DP2, load=folder / "hybrid-TP2"),
         "bf16": CheckpointJob(qwen3, BF16, save=folder / "bf16"),
         "offloaded": CheckpointJob(qwen3, OFFLOADED, save=folder / "offloaded"),
         "moments": CheckpointJob(qwen3, MOMENTS, save=folder / "moments"),
@@ -160,7 +165,21 @@ def check_close(ours: dict[str, np.ndarray], theirs: dict[str, np.ndarray]) -> N
 
 @pytest.mark.parametrize(
     "way",
-    ["TP2", "PP2", "DP2", "CP2", "EP2", "bf16", "offloaded", "moments", "bf16 moments", "float8", "uneven", "chunks"],
+    [
+        "TP2",
+        "PP2",
+        "DP2",
+        "CP2",
+        "EP2",
+        "bf16",
+        "offloaded",
+        "moments",
+        "bf16 moments",
+        "float8",
+        "uneven",
+        "chunks",
+        "hybrid TP2",
+    ],
 )
 def test_the_same_ranks_go_on_bit_for_bit(saved: Results, way: str) -> None:
     for before, after in zip(saved[way], saved[f"{way} again"], strict=True):
@@ -179,6 +198,8 @@ def test_the_same_ranks_go_on_bit_for_bit(saved: Results, way: str) -> None:
         ("llama TP2", "llama TP2 to PP2"),
         ("TP2", "TP2 to DP2"),
         ("PP2", "PP2 to TP2"),
+        ("hybrid TP2", "hybrid TP2 to PP2"),
+        ("hybrid TP2", "hybrid TP2 to DP2"),
         ("EP2", "EP2 to TP2"),
         ("EP2", "EP2 to PP2"),
         ("moe TP2", "moe TP2 to EP2"),

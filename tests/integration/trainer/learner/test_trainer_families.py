@@ -80,7 +80,9 @@ def test_log_probs_and_gradients_equal_those_of_transformers(folder: Path, learn
     ours, theirs = dict(learner.iter_hf_tensors()), named_parameters(reference)
     assert len(ours) > 10
     for name, gradient in ours.items():
-        assert (gradient - theirs[name]).norm() <= 1e-5 * theirs[name].norm(), name
+        # Of the decays of gated delta nets, which transformers computes in float32 whatever the model's dtype is.
+        rounding = 1e-3 if name.endswith(("A_log", "dt_bias")) else 1e-5
+        assert (gradient - theirs[name]).norm() <= rounding * theirs[name].norm(), name
 
 
 def test_the_engine_accepts_every_weight_under_its_name(folder: Path, learner: Learner) -> None:

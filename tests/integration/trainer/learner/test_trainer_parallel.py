@@ -41,6 +41,8 @@ def jobs(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> d
     made |= {("qwen3_moe", way): Job(models["qwen3_moe"], WAYS[way], **train) for way in ("TP2", "EP2", "DP2", "CP2")}
     made = {key: job for key, job in made.items() if key[1] != "EP2" or key[0] == "qwen3_moe"}
     made |= {("qwen2_moe", way): Job(models["qwen2_moe"], WAYS[way], **train) for way in ("TP2", "EP2", "PP2")}
+    made |= {("qwen3_5_text", way): Job(models["qwen3_5_text"], WAYS[way], **train) for way in ("TP2", "PP2", "DP2")}
+    made["qwen3_5_text", "TP2 recompute"] = Job(models["qwen3_5_text"], {**TP, "recompute": "full"}, **train)
     made["llama3", "TP2"] = Job(models["llama3"], TP, **train)  # biases of a row-parallel layer
     made["qwen3", "CP2 recompute"] = Job(models["qwen3"], {**CP, "recompute": "full"}, **train)
     for model, way in (("qwen3", "TP2"), ("qwen2_moe", "TP2"), ("qwen3_moe", "EP2")):
@@ -80,7 +82,7 @@ def two_ranks(
 
 @pytest.fixture(scope="module")
 def one_rank(models: dict[str, Path], jobs: dict[tuple[str, str], Job]) -> dict[str, dict[str, Any]]:
-    trained = ("llama_tied", "llama3", "qwen3", "qwen2_moe", "qwen3_moe")
+    trained = ("llama_tied", "llama3", "qwen3", "qwen3_5_text", "qwen2_moe", "qwen3_moe")
     algorithm = jobs["qwen3", "TP2"].algorithm
     made = {model: run_job(Job(models[model], steps=3, pieces=3, algorithm=algorithm)) for model in trained}
     return made | {"qwen3 candidates": run_job(Job(models["qwen3"], steps=3, pieces=3, **CANDIDATES))}
@@ -107,7 +109,7 @@ def test_three_steps_are_the_same_however_the_ranks_are_arranged(
     two_ranks: dict[tuple[str, str], list[dict[str, Any]]], one_rank: dict[str, dict[str, Any]]
 ) -> None:
     trained = [key for key, results in two_ranks.items() if results[0]["trajectory"] and "bf16" not in key[1]]
-    assert len(trained) == 27
+    assert len(trained) == 31
     for key in trained:
         expected = one_rank[alone(key)]["trajectory"]
         for rank in two_ranks[key]:

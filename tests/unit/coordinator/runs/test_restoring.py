@@ -92,7 +92,7 @@ def test_links_out_of_the_folder_are_refused(tmp_path: Path, name: str) -> None:
 def test_a_path_that_is_too_long_is_refused() -> None:
     folder = "/" + "a" * 300
     assert not is_run(Path(folder))
-    with pytest.raises(InvalidArgument, match="its run.json can't be read: .* File name too long"):
+    with pytest.raises(InvalidArgument, match=r"its run.json can't be read: .* File name too long"):
         read_run(folder)
 
 

@@ -16,6 +16,7 @@ from services.trainer.learner import logprobs
 from services.trainer.model import architectures
 from services.trainer.model.architectures import read_architecture
 from services.trainer.model.towers import tower_shapes
+from services.trainer.transformer.delta_net import chunk_tree
 from tests.integration.trainer.trainer_worlds import KINDS
 from tests.unit.tools.fitting.models import write_config
 
@@ -36,6 +37,7 @@ def check(folder: Path) -> None:
     assert (ours.hidden, ours.ffn, ours.vocabulary, ours.tied) == tuple(getattr(theirs, name) for name in sizes)
     for name in ("model_type", "layers", "heads", "kv_heads", "head_size", "qk_norm", "qkv_bias", "output_bias"):
         assert getattr(ours, name) == getattr(theirs, name), name
+    assert (ours.output_gate, ours.delta_net) == (theirs.output_gate, theirs.delta_net)
     counts = {one.name: sum(math.prod(shape) for shape in tower_shapes(one).values()) for one in theirs.towers}
     found_towers = {"visual": ours.vision, "audio_tower": ours.audio}
     assert {name: tower.parameters for name, tower in found_towers.items() if tower is not None} == counts
@@ -67,7 +69,7 @@ def test_fields_that_are_missing_have_the_trainers_defaults(tmp_path: Path, mode
     experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
     config = {**TINY, **experts, "shared_expert_intermediate_size": 80, "model_type": model_type, "rms_norm_eps": 1e-6}
     del config["num_key_value_heads"]
-    config["num_attention_heads"] = 32
+    config |= {"num_attention_heads": 32, "full_attention_interval": 2}
     if model_type in SEEING:
         config = {"model_type": model_type, "text_config": config, "vision_config": {"out_hidden_size": 64}}
         config["image_token_id"] = 5
@@ -87,6 +89,7 @@ def test_constants_are_those_of_the_trainer() -> None:
     assert (activations.CHUNK_BYTES, activations.KEPT_SHARE) == (logprobs.CHUNK_BYTES, logprobs.KEPT_SHARE)
     assert host_and_disk.MAX_REPEAT == micro_batch_division.MAX_REPEAT
     assert speed.SCHEDULE == step_plan.SCHEDULE
+    assert activations.DELTA_CHUNK == chunk_tree.CHUNK
 
 
 @pytest.mark.parametrize(

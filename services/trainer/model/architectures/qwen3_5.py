@@ -1,0 +1,24 @@
+"""Qwen3.5, dense: its decoder with interleaved M-RoPE, and a vision tower without DeepStack."""
+
+from dataclasses import replace
+
+from services.trainer.model.architecture import Architecture
+from services.trainer.model.architectures.qwen3_5_text import INPUT
+from services.trainer.model.architectures.qwen3_5_text import read as read_text
+from services.trainer.model.architectures.qwen3_next import rules
+from services.trainer.model.architectures.qwen3_vl import as_in, tower, with_sections
+from services.trainer.model.family import Config, Family
+from services.trainer.model.tower_outputs import VISUAL
+
+SECTIONS = (11, 11, 10)
+"""Default of `mrope_section`."""
+
+
+def read(config: Config) -> Architecture:
+    """Read a config.json of this family, whose decoder is `text_config`."""
+    shape = with_sections(read_text(as_in(config, config["text_config"])), SECTIONS)
+    eyes = tower(shape, config, "vision_config", name=VISUAL, prefix="model.", source="Qwen3_5VisionModel")
+    return replace(shape, towers=(eyes,))
+
+
+FAMILY = Family(read, rules=lambda shape, layer: rules(shape, layer, INPUT), prefix="model.language_model.")

@@ -1,0 +1,126 @@
+"""Qwen3-Next: gated delta nets in most layers, gated attention in the others, experts with a shared one in all.
+
+The heads for further tokens (`mtp.`) are not trained, not sent and not exported.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from relaxd.models.delta_nets import read_delta_net
+from services.trainer.model.architecture import Architecture, ModelError
+from services.trainer.model.family import Config, Family, decoder, experts, refuse
+from services.trainer.model.tensor_rules import (
+    HF_LAYER,
+    LAYER,
+    NORMS,
+    Replicated,
+    Rule,
+    ShardedColumns,
+    ShardedRows,
+    attention_rules,
+    mlp_rules,
+)
+
+
+def read(config: Config) -> Architecture:
+    """Read a config.json of this family."""
+    config = {"num_key_value_heads": 2, "norm_topk_prob": True, **config}
+    return hybrid(config, experts=experts(config, config["shared_expert_intermediate_size"]))
+
+
+def hybrid(config: Config, **switches: Any) -> Architecture:
+    """Read a decoder with gated delta nets and gated attention; `switches` are further fields of `Architecture`."""
+    refuse(config, attention_bias=False)
+    config = {"head_dim": 256, "partial_rotary_factor": 0.25, **config}
+    try:
+        delta_net = read_delta_net(config)
+    except ValueError as error:
+        raise ModelError(str(error)) from error
+    return decoder(
+        config,
+        partial_rotary=True,
+        qk_norm=True,
+        output_gate=True,
+        zero_centred_norms=True,
+        delta_net=delta_net,
+        **switches,
+    )
+
+
+class KeyHeads:
+    """Ranks have whole key heads of a delta net, with each head's rows of all parts one after the other."""
+
+    @staticmethod
+    def shard(parts: Sequence[Tensor], rank: int, size: int, shape: Architecture) -> Tensor:
+        """Return this rank's heads."""
+        heads = [part.reshape(_key_heads(shape), -1, part.shape[-1]) for part in parts]
+        return torch.cat([part.chunk(size)[rank] for part in heads], dim=1).flatten(0, 1)
+
+    @staticmethod
+    def merge(shards: Sequence[Tensor], shapes: Sequence[tuple[int, ...]], shape: Architecture) -> list[Tensor]:
+        """Return the parts of all heads."""
+        full = torch.cat(tuple(shards)).unflatten(0, (_key_heads(shape), -1))
+        parts = full.split([one[0] // _key_heads(shape) for one in shapes], dim=1)
+        return [part.reshape(one) for part, one in zip(parts, shapes, strict=True)]
+
+
+class FusedKeyHeads:
+    """`KeyHeads` whose first part is all queries, all keys, all values."""
+
+    @staticmethod
+    def shard(parts: Sequence[Tensor], rank: int, size: int, shape: Architecture) -> Tensor:
+        """Return this rank's heads."""
+        return KeyHeads.shard([*parts[0].split(_widths(shape)), *parts[1:]], rank, size, shape)
+
+    @staticmethod
+    def merge(shards: Sequence[Tensor], shapes: Sequence[tuple[int, ...]], shape: Architecture) -> list[Tensor]:
+        """Return the parts of all heads."""
+        separate = [(width, *shapes[0][1:]) for width in _widths(shape)]
+        query, key, value, *others = KeyHeads.merge(shards, [*separate, *shapes[1:]], shape)
+        return [torch.cat((query, key, value)), *others]
+
+
+def _widths(shape: Architecture) -> list[int]:
+    assert shape.delta_net is not None
+    return [shape.delta_net.keys, shape.delta_net.keys, shape.delta_net.values]
+
+
+def _key_heads(shape: Architecture) -> int:
+    assert shape.delta_net is not None
+    return shape.delta_net.key_heads
+
+
+_OURS, _THEIRS = f"{LAYER}.self_attention", f"{HF_LAYER}.linear_attn"
+INPUT = Rule(
+    f"{_OURS}.linear_in.weight",
+    KeyHeads,
+    (
+        (f"{_THEIRS}.in_proj_qkvz.weight", "delta_keys+delta_keys+delta_values+delta_values hidden"),
+        (f"{_THEIRS}.in_proj_ba.weight", "delta_heads+delta_heads hidden"),
+    ),
+)
+DELTA_NET = (
+    Rule(
+        f"{_OURS}.convolution",
+        FusedKeyHeads,
+        ((f"{_THEIRS}.conv1d.weight", "delta_keys+delta_keys+delta_values one convolution"),),
+    ),
+    Rule(f"{_OURS}.A_log", ShardedRows, ((f"{_THEIRS}.A_log", "delta_heads"),)),
+    Rule(f"{_OURS}.dt_bias", ShardedRows, ((f"{_THEIRS}.dt_bias", "delta_heads"),)),
+    Rule(f"{_OURS}.norm", Replicated, ((f"{_THEIRS}.norm.weight", "delta_value"),)),
+    Rule(f"{_OURS}.linear_out.weight", ShardedColumns, ((f"{_THEIRS}.out_proj.weight", "hidden delta_values"),)),
+)
+"""A gated delta net without its first projection."""
+
+
+def rules(shape: Architecture, layer: int, projection: Rule = INPUT) -> tuple[Rule, ...]:
+    """Return the rules of a layer; `projection` is that of a delta net's first one."""
+    assert shape.delta_net is not None
+    attention = (projection, *DELTA_NET) if shape.delta_net.layers[layer] else attention_rules(shape)
+    return (*NORMS, *attention, *mlp_rules(shape))
+
+
+FAMILY = Family(read, rules=rules)

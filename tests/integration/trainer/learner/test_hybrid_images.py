@@ -1,0 +1,168 @@
+"""Qwen3.5 with images and video: packed rows and the engine's answers against transformers' pass of each sample."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tokenizers import Tokenizer
+from transformers import PreTrainedModel, Qwen3_5Config, Qwen3_5ForConditionalGeneration
+
+from relaxd.data.vision import read_vision
+from relaxd.models.layouts import model_parameters
+from relaxd.models.shape import read_shape
+from services.trainer.batch.micro_batch import TrainSequence, pack
+from services.trainer.megatron.world import leave_layout
+from tests.integration.trainer.learner.image_worlds import Job as ImageJob
+from tests.integration.trainer.learner.image_worlds import make_samples, run_job
+from tests.integration.trainer.trainer_worlds import HYBRID, Job, make_learner, run_world
+from tests.kit.ports import free_port
+from tests.kit.vision import (
+    TOKENS,
+    TOWER,
+    Item,
+    clip,
+    image_logprobs,
+    picture,
+    prompt_with_images,
+    seen_by_transformers,
+    without_images,
+    write_vision_model,
+)
+from tests.unit.rollout.engine_harness import Harness
+
+PROMPTS: tuple[tuple[tuple[int, ...], ...], ...] = (((64, 64),), (), ((100, 60), (40, 200)), ((64, 96, 5), (64, 64)))
+"""Width and height of each prompt's pictures, with a number of frames that of a clip."""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = write_vision_model(tmp_path_factory.mktemp("seeing"), "qwen3_5")
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    torch.manual_seed(1)
+    rope = {"rope_type": "default", "rope_theta": 1000.0, "partial_rotary_factor": 0.5, "mrope_section": [4, 2, 2]}
+    text = {
+        **HYBRID,
+        "vocab_size": tokenizer.get_vocab_size(),
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 4096,
+        "rope_parameters": rope,
+    }
+    tower = {name: value for name, value in TOWER.items() if name != "deepstack_visual_indexes"}
+    ids = {name: tokenizer.token_to_id(token) for name, token in TOKENS.items()}
+    model = Qwen3_5ForConditionalGeneration(
+        Qwen3_5Config(text_config=text, vision_config=tower, tie_word_embeddings=True, **ids)
+    )
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.1)
+    model.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def reference(folder: Path) -> PreTrainedModel:
+    return Qwen3_5ForConditionalGeneration.from_pretrained(folder, dtype=torch.float32).eval()
+
+
+def items(prompt: int) -> list[Item]:
+    """The items of a prompt, as `make_samples` makes them."""
+    return [
+        picture(size[0], size[1], prompt) if len(size) == 2 else clip(size[2], size[0], size[1], prompt)
+        for size in PROMPTS[prompt]
+    ]
+
+
+def samples_of(folder: Path) -> list[TrainSequence]:
+    """Two of each prompt, whose answers have no tokens of media, after which transformers can't go on."""
+    found: list[TrainSequence] = make_samples(read_vision(folder), PROMPTS)
+    for sample in found:
+        answer = sample.tokens[sample.prompt_length :]
+        answer[answer > 250] = 7
+    return found
+
+
+def logprobs_of(model: PreTrainedModel, sample: TrainSequence, prompt: int) -> torch.Tensor:
+    ids, config = torch.from_numpy(sample.tokens)[None], model.config
+    kinds = (ids == config.image_token_id).long() + 2 * (ids == config.video_token_id).long()
+    logits = model(ids, mm_token_type_ids=kinds, **seen_by_transformers(items(prompt))).logits[0]
+    logprobs: torch.Tensor = logits[:-1].log_softmax(-1).gather(-1, ids[0, 1:, None])[:, 0]
+    return logprobs[torch.from_numpy(sample.loss_mask)[1:] == 1]
+
+
+def test_log_probs_and_gradients_equal_those_of_transformers(
+    folder: Path, reference: PreTrainedModel, alone: None
+) -> None:
+    samples, expected, loss = samples_of(folder), [], torch.zeros(())
+    for number, sample in enumerate(samples):
+        own = logprobs_of(reference, sample, number // 2)
+        expected.append(own.detach().numpy())
+        loss = loss - (own * torch.from_numpy(sample.columns["advantages"][sample.loss_mask == 1])).sum()
+    loss.backward()
+    learner = make_learner(Job(folder, {"freeze": []}, {"old_logprobs": "current"}))
+    batch = pack(samples)
+    assert (batch.prefixes[:, 1] > 0).sum() == len(PROMPTS)
+    (found,) = learner.log_probs([batch])
+    np.testing.assert_allclose(found[batch.loss_mask == 1], np.concatenate(expected), atol=1e-5)
+    learner.accumulate([batch])
+    for parameter in learner._policy.parameters():
+        parameter.data.copy_(parameter.main_grad)
+    theirs = {name: parameter.grad for name, parameter in reference.named_parameters()}
+    for name, gradient in learner.iter_hf_tensors():
+        rounding = 1e-3 if name.endswith(("A_log", "dt_bias")) else 1e-4
+        assert (gradient - theirs.pop(name)).norm() <= rounding * gradient.norm(), name
+    assert theirs == {}
+    leave_layout()
+
+
+WAYS: dict[str, dict[str, Any]] = {
+    "TP2": {"tensor_parallel": 2},
+    "PP2": {"pipeline_parallel": 2},
+    "DP2": {},
+    "TP2 recomputed": {"tensor_parallel": 2, "recompute": "full"},
+}
+
+
+@pytest.mark.night  # every layout
+def test_two_ranks_train_as_one_does(folder: Path, tmp_path: Path, alone: None) -> None:
+    jobs = {way: ImageJob(folder, {"freeze": [], **own}, steps=2) for way, own in WAYS.items()}
+    expected = run_job(ImageJob(folder, {"freeze": []}, steps=2))
+    program = "tests.integration.trainer.learner.image_worlds"
+    results = run_world(list(jobs.values()), 2, tmp_path / "world", free_port(), program=program)
+    for way, ranks in zip(jobs, results, strict=True):
+        for rank in ranks:
+            np.testing.assert_allclose(rank["logprobs"], expected["logprobs"], atol=1e-5, err_msg=way)
+            for ours, theirs in zip(rank["trajectory"], expected["trajectory"], strict=True):
+                assert ours.loss == pytest.approx(theirs.loss, abs=1e-4, rel=1e-4), way
+                assert ours.grad_norm == pytest.approx(theirs.grad_norm, rel=1e-4), way
+        assert {name for rank in ranks for name in rank["tensors"]} == expected["tensors"].keys(), way
+
+
+@pytest.fixture
+def engine(folder: Path) -> Iterator[Harness]:
+    harness = Harness(folder)
+    yield harness
+    harness.engine.stop()
+
+
+def test_the_engine_sees_as_transformers_does(folder: Path, reference: PreTrainedModel, engine: Harness) -> None:
+    vision = read_vision(folder)
+    for number in range(len(PROMPTS)):
+        prompt, media = prompt_with_images(vision, items(number))
+        engine.submit(str(number), prompt, 2, media=media, max_new_tokens=12 - number, seed=number, ignore_eos=True)
+    for number in range(len(PROMPTS)):
+        prompt, _ = prompt_with_images(vision, items(number))
+        for answer in engine.wait(str(number), 2):
+            tokens = without_images(answer.tokens, vision)
+            full = image_logprobs(reference, prompt, tokens, items(number))
+            np.testing.assert_allclose(answer.logprobs[: len(tokens)], full.float(), atol=1e-5)
+
+
+def test_its_parameters_are_counted(folder: Path, reference: PreTrainedModel) -> None:
+    assert model_parameters(read_shape(folder)) == sum(parameter.numel() for parameter in reference.parameters())
