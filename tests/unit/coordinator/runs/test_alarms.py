@@ -79,6 +79,7 @@ def test_the_log_says_when_an_alarm_begins_and_how_long_it_went_on(caplog: pytes
         record=lambda: cast("Any", SimpleNamespace(run_id="r")),
         health=HealthRecord,
         held_up=lambda: now.reason,
+        wrong_weights=dict,
         user_messages=lambda: now.messages,
         step=lambda: 3,
         clock=lambda: now.time,
