@@ -117,6 +117,8 @@ async def test_a_conversation_goes_on_through_weight_synchronisations(stage: Sta
                 assert np.unique(first).tolist() == ([BEFORE] if mode == "DRAIN" else [BEFORE, AFTER]), mode
                 assert (np.diff(first) >= 0).all()
                 assert np.unique(second).tolist() == [AFTER], mode
+                wrote = [(one, stage.digests[one], replica.replica_id) for one in (BEFORE, AFTER)]
+                assert held.receipts == wrote, mode
                 expected = log_probs(models, held, keeps_cache=mode == "IN_PLACE")
                 np.testing.assert_allclose(sequence.logprobs[own], expected, atol=1e-4, err_msg=mode)
                 if mode != "DRAIN":
