@@ -12,6 +12,7 @@ from typing import NamedTuple
 from relaxd.v1.sample_pb2 import WeightReceipt
 
 DIGITS = 16
+"""Hexadecimal digits of a digest."""
 
 
 class Receipt(NamedTuple):
