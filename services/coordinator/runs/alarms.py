@@ -5,9 +5,9 @@ import contextlib
 import logging
 import math
 import shutil
-import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from pathlib import Path
+from time import monotonic
 from typing import Any
 
 from relaxd.alerts.rules import RuleWatch, parse_rule
@@ -104,11 +104,11 @@ class RefusedGroups:
         if count > self._count:
             found = await dropped()
             self._detail = next((one.detail for one in found if one.reason == DropReason.WRONG_WEIGHTS), "")
-            self._count, self._time = count, time.monotonic()
+            self._count, self._time = count, monotonic()
 
     def problems(self) -> dict[str, str]:
         """Return what `weight_problems` takes."""
-        if time.monotonic() - self._time > REFUSED_SECONDS:
+        if monotonic() - self._time > REFUSED_SECONDS:
             return {}
         return {"": f"groups are dropped because of the weights that wrote them, {self._count} so far: {self._detail}"}
 
