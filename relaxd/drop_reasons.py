@@ -30,6 +30,7 @@ class DropReason(StrEnum):
     ALGORITHM_FAILED = "algorithm_failed"
     ALL_TRUNCATED = "all_truncated"
     ENVIRONMENT_FAILED = "environment_failed"
+    WRONG_WEIGHTS = "wrong_weights"
 
 
 MIN_GROUPS = 16
@@ -58,6 +59,8 @@ MEANINGS: dict[str, str] = {
     "and method",
     DropReason.FILTERED: "the run's own filter (data.curriculum.filter) keeps them from being trained on",
     DropReason.FILTER_FAILED: "the run's own filter (data.curriculum.filter) failed on them",
+    DropReason.WRONG_WEIGHTS: "engines wrote them with weights that the trainer has never sent, or that nobody "
+    "knows: their details name engine and version (docs/weights.md); their prompts are tried again",
     DropReason.DAMAGED: "their entries in Redis could not be read",
     DropReason.MEMORY: "Redis was full; their prompts are tried again",
     DropReason.PAYLOAD_LOST: "some of their columns are gone from Redis; their prompts are tried again: does another "

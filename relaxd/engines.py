@@ -46,6 +46,8 @@ class EngineCapabilities:
     stock_weight_group: bool = False
     """True if it receives weights as SGLang's own servers do: in torch's process group, in flat buckets, from one rank.
     """
+    gives_checksums: bool = True
+    """True if it takes checksums of the weights that it serves. Receipts of others say that they are unknown."""
     gives_likeliest: bool = False
     """True if it says which tokens it finds likeliest, beside those of an answer."""
     media: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
@@ -110,6 +112,7 @@ ENGINES: dict[str, EngineCapabilities] = {
             module="services.rollout.engines.sglang_external.external_engine",
             takes_url=True,
             stock_weight_group=True,
+            gives_checksums=False,
             refused_models=("qwen3_omni_moe", "qwen3_next", "qwen3_5", "qwen3_5_text"),
         ),
         EngineCapabilities(

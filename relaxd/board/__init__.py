@@ -49,6 +49,7 @@ from relaxd.board.schema import (
     TURNS,
     VALUES,
     VERSIONS,
+    WEIGHT_RECEIPTS,
     ColumnSpec,
     trained_columns,
 )
@@ -112,6 +113,7 @@ __all__ = [
     "TURNS",
     "VALUES",
     "VERSIONS",
+    "WEIGHT_RECEIPTS",
     "Admission",
     "AsyncBoard",
     "Board",

@@ -122,6 +122,8 @@ ADVANTAGES = "advantages"
 """The column that the loss weights tokens by."""
 VERSIONS = "versions"
 """The column with the weight version of every token that the model wrote."""
+WEIGHT_RECEIPTS = "weight_receipts"
+"""The column that a run has where weights.verify is "always"."""
 LOSS_MASK = "loss_mask"
 """The column that tells the model's tokens from others."""
 
@@ -183,6 +185,15 @@ COLUMNS: dict[str, ColumnSpec] = {
         ),
         ColumnSpec(
             VERSIONS, "rollout", "int64", "T", "Version of the weights that wrote each token; any for others' tokens."
+        ),
+        ColumnSpec(
+            WEIGHT_RECEIPTS,
+            "rollout",
+            "json",
+            "n",
+            "Receipts for the weights that wrote each sample: [[[version, digest, engine]]]. engine: its replica's id; "
+            'digest: of the memory from which it served this version, "" if it is unknown (docs/weights.md).',
+            optional=True,
         ),
         ColumnSpec(
             "finish",

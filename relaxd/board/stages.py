@@ -122,6 +122,7 @@ def stages_for(config: RunConfig) -> tuple[Stage, ...]:
     partial = config.rollout.partial
     asked |= {schema.CONTINUED} if partial.enabled else set()
     asked |= {schema.OFF_POLICY_TOKENS} if partial.mask_off_policy else set()
+    asked |= {schema.WEIGHT_RECEIPTS} if config.weights.has_receipts else set()
     asked |= set(schema.OF_CONVERSATIONS) if config.agent.is_there else set()
     of_prompts = schema.OF_MEDIA if config.has_media else ()
     of_sequences = schema.OF_SEQUENCE_MEDIA if config.agent.is_there and config.has_media else ()

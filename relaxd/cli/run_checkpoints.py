@@ -21,6 +21,7 @@ from relaxd.client import CliError
 from relaxd.client.coordinator_client import ENDED, CoordinatorClient
 from relaxd.client.folder_runs import FolderRuns
 from relaxd.config import RunConfig
+from relaxd.config.algorithm import OwnConfig
 from relaxd.config.load_toml import load_recorded
 from relaxd.local.programs import EXPORT_CHECKPOINT, REPLAY, run_program
 from relaxd.local.silence import open_client
@@ -44,15 +45,21 @@ def replay(
     run_id: Annotated[str, typer.Argument(metavar="RUN|BUNDLE", help="The run's id, or a bundle's file.")],
     step: Annotated[int | None, typer.Option(min=1, help="Step to repeat; default: a bundle's.")] = None,
     folder: FolderOption = None,
+    own_code: Annotated[
+        bool, typer.Option("--own-code", help="Import and run the algorithm's class that a bundle names.")
+    ] = False,
 ) -> None:
     """Repeat one recorded step and compare the results; exit with 1 if they differ.
 
-    A bundle is repeated on this machine, wherever its run was; another kind of device rounds otherwise.
+    A bundle is repeated on this machine, wherever its run was; another kind of device rounds otherwise. Its
+    configuration is used, and shown as far as it says what runs here.
     """
     if folder is None and Path(run_id).is_file():
         with opened_bundle(Path(run_id)) as (found, facts):
             if step not in (None, facts.step):
                 raise CliError(f"{run_id} is about step {facts.step}: it can't repeat step {step}")
+            used = used_by_replay(found, own_code=own_code)
+            show(f"step {facts.step} of run {facts.run_id}, by the configuration in {run_id}: {used}")
             _replay_and_compare(found, facts.step)
         return
     if step is None:
@@ -61,6 +68,27 @@ def replay(
     if step > (done := steps_done(found)):
         raise CliError(f"run {run_id} has done {done} steps: there is no step {step} to repeat")
     _replay_and_compare(found, step)
+
+
+def used_by_replay(folder: Path, *, own_code: bool) -> str:
+    """Say what an unpacked bundle's configuration makes a replay run and load.
+
+    Of the code that a configuration can name, a replay only runs the algorithm's; without `own_code` it raises
+    CliError.
+    """
+    config = config_of(folder)
+    algorithm = f'algorithm.name = "{config.algorithm.name}"'
+    if isinstance(config.algorithm, OwnConfig):
+        if not own_code:
+            raise CliError(
+                f"the bundle's {algorithm} is code, which this machine would import and run",
+                "if you know it and trust who packed the bundle: --own-code",
+            )
+        algorithm += ", a class of this machine's own code"
+    roles = [config.roles.frozen[role].settings for role in config.frozen_roles("trainer")]
+    models = [f', {setting} = "{model}"' for settings in roles for setting, model in settings.items() if model]
+    ranks = f"{config.trainer.ranks} rank{'s' * (config.trainer.ranks > 1)}"
+    return f"{ranks}, {algorithm}{''.join(models)}"
 
 
 def export(

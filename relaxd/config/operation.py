@@ -122,10 +122,17 @@ class WeightsConfig(Section):
     """Deadline for connecting a weight group."""
     verify: Literal["first", "always", "never"] = "first"
     """Compare a checksum of every tensor between trainer and engine: at an engine's first synchronisation with a
-    trainer, always or never. An engine whose values differ does not serve and is synchronised again."""
+    trainer, always or never. An engine whose values differ does not serve and is synchronised again. With always each
+    sample has receipts, and groups that were written with weights that were never sent are dropped (docs/weights.md).
+    """
     pause: Literal["in_place", "retract", "abort", "drain"] = "in_place"
     """Running requests during a synchronisation: in_place keeps them and their key-value cache, retract keeps their
     tokens and recomputes the cache under the new weights (sglang), abort ends them, drain waits for them."""
+
+    @property
+    def has_receipts(self) -> bool:
+        """True if each sample names the weights that wrote it."""
+        return self.verify == "always"
 
     @property
     def port_range(self) -> range | None:

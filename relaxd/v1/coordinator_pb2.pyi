@@ -11,6 +11,7 @@ from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from relaxd.v1 import health_pb2 as _health_pb2
 from relaxd.v1 import replica_pb2 as _replica_pb2
+from relaxd.v1 import sample_pb2 as _sample_pb2
 import builtins as _builtins
 import sys
 import typing as _typing
@@ -134,6 +135,8 @@ class _AlarmKindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_AlarmKind.V
     """An address can't be notified."""
     ALARM_KIND_USER: _AlarmKind.ValueType  # 8
     """A user's code told people something (relaxd.notify)."""
+    ALARM_KIND_WEIGHTS: _AlarmKind.ValueType  # 9
+    """An engine holds, or wrote samples with, other weights than the trainer has sent (docs/weights.md)."""
 
 class AlarmKind(_AlarmKind, metaclass=_AlarmKindEnumTypeWrapper):
     """What an alarm is about."""
@@ -156,6 +159,8 @@ ALARM_KIND_NOTIFIER: AlarmKind.ValueType  # 7
 """An address can't be notified."""
 ALARM_KIND_USER: AlarmKind.ValueType  # 8
 """A user's code told people something (relaxd.notify)."""
+ALARM_KIND_WEIGHTS: AlarmKind.ValueType  # 9
+"""An engine holds, or wrote samples with, other weights than the trainer has sent (docs/weights.md)."""
 Global___AlarmKind: _TypeAlias = AlarmKind  # noqa: Y015
 
 class _WaitKind:
@@ -1363,6 +1368,7 @@ class TrainedSample(_message.Message):
     REWARD_PARTS_FIELD_NUMBER: _builtins.int
     TOKENS_FIELD_NUMBER: _builtins.int
     SAMPLE_FIELD_NUMBER: _builtins.int
+    RECEIPTS_FIELD_NUMBER: _builtins.int
     group_id: _builtins.str
     """The group."""
     step: _builtins.int
@@ -1407,6 +1413,10 @@ class TrainedSample(_message.Message):
     def tokens(self) -> Global___SampleTokens:
         """Its first tokens, where they are asked for and were kept."""
 
+    @_builtins.property
+    def receipts(self) -> _containers.RepeatedCompositeFieldContainer[_sample_pb2.WeightReceipt]:
+        """Receipts for the weights that wrote it, with weights.verify = "always"."""
+
     def __init__(
         self,
         *,
@@ -1428,10 +1438,11 @@ class TrainedSample(_message.Message):
         reward_parts: _abc.Mapping[_builtins.str, _builtins.float] | None = ...,
         tokens: Global___SampleTokens | None = ...,
         sample: _builtins.int = ...,
+        receipts: _abc.Iterable[_sample_pb2.WeightReceipt] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["tokens", b"tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["advantage", b"advantage", "answer", b"answer", "conversation", b"conversation", "environment_reward", b"environment_reward", "environment_seconds", b"environment_seconds", "finish_reason", b"finish_reason", "group_id", b"group_id", "length", b"length", "media", b"media", "prompt", b"prompt", "response", b"response", "reward", b"reward", "reward_parts", b"reward_parts", "sample", b"sample", "step", b"step", "tokens", b"tokens", "turns", b"turns", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["advantage", b"advantage", "answer", b"answer", "conversation", b"conversation", "environment_reward", b"environment_reward", "environment_seconds", b"environment_seconds", "finish_reason", b"finish_reason", "group_id", b"group_id", "length", b"length", "media", b"media", "prompt", b"prompt", "receipts", b"receipts", "response", b"response", "reward", b"reward", "reward_parts", b"reward_parts", "sample", b"sample", "step", b"step", "tokens", b"tokens", "turns", b"turns", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -570,6 +570,7 @@ class GetSchedulerStatsResponse(_message.Message):
     TOKENS_GENERATED_FIELD_NUMBER: _builtins.int
     MEMORY_BYTES_FIELD_NUMBER: _builtins.int
     TOKENS_PREFILLED_FIELD_NUMBER: _builtins.int
+    RECORDING_FIELD_NUMBER: _builtins.int
     running_samples: _builtins.int
     """Samples that generate."""
     waiting_samples: _builtins.int
@@ -580,6 +581,8 @@ class GetSchedulerStatsResponse(_message.Message):
     """Bytes in use: on the GPU by all processes; on a CPU by this process."""
     tokens_prefilled: _builtins.int
     """As GetEngineStatsResponse.tokens_prefilled."""
+    recording: _builtins.bool
+    """Whether its steps are being recorded."""
     def __init__(
         self,
         *,
@@ -588,10 +591,11 @@ class GetSchedulerStatsResponse(_message.Message):
         tokens_generated: _builtins.int = ...,
         memory_bytes: _builtins.int = ...,
         tokens_prefilled: _builtins.int = ...,
+        recording: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["memory_bytes", b"memory_bytes", "running_samples", b"running_samples", "tokens_generated", b"tokens_generated", "tokens_prefilled", b"tokens_prefilled", "waiting_samples", b"waiting_samples"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["memory_bytes", b"memory_bytes", "recording", b"recording", "running_samples", b"running_samples", "tokens_generated", b"tokens_generated", "tokens_prefilled", b"tokens_prefilled", "waiting_samples", b"waiting_samples"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

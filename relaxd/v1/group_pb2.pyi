@@ -68,6 +68,10 @@ class _DropReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_DropReason
     """All its answers were cut off, and algorithm.mask_truncated gives none of them an advantage."""
     DROP_REASON_ENVIRONMENT_FAILED: _DropReason.ValueType  # 22
     """In one of its conversations the environment raised or took too long, the program failed, or the prompt can't be used."""
+    DROP_REASON_WRONG_WEIGHTS: _DropReason.ValueType  # 23
+    """Tokens of it were written with weights that the trainer has never sent, or nobody knows with which
+    (weights.verify = "always"). Its prompt is tried again.
+    """
 
 class DropReason(_DropReason, metaclass=_DropReasonEnumTypeWrapper):
     """Why a group was dropped."""
@@ -118,4 +122,8 @@ DROP_REASON_ALL_TRUNCATED: DropReason.ValueType  # 21
 """All its answers were cut off, and algorithm.mask_truncated gives none of them an advantage."""
 DROP_REASON_ENVIRONMENT_FAILED: DropReason.ValueType  # 22
 """In one of its conversations the environment raised or took too long, the program failed, or the prompt can't be used."""
+DROP_REASON_WRONG_WEIGHTS: DropReason.ValueType  # 23
+"""Tokens of it were written with weights that the trainer has never sent, or nobody knows with which
+(weights.verify = "always"). Its prompt is tried again.
+"""
 Global___DropReason: _TypeAlias = DropReason  # noqa: Y015

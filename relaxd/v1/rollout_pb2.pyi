@@ -404,6 +404,7 @@ class GenerateResponse(_message.Message):
     FINISH_REASON_FIELD_NUMBER: _builtins.int
     TEXT_FIELD_NUMBER: _builtins.int
     TOKEN_COUNT_FIELD_NUMBER: _builtins.int
+    RECEIPTS_FIELD_NUMBER: _builtins.int
     sample: _builtins.int
     """Which of the n samples."""
     finish_reason: _sample_pb2.FinishReason.ValueType
@@ -424,6 +425,10 @@ class GenerateResponse(_message.Message):
     def versions(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Weight version that produced each token; parallel to tokens."""
 
+    @_builtins.property
+    def receipts(self) -> _containers.RepeatedCompositeFieldContainer[_sample_pb2.WeightReceipt]:
+        """Receipts for the weights that produced these tokens; without final_only."""
+
     def __init__(
         self,
         *,
@@ -434,10 +439,11 @@ class GenerateResponse(_message.Message):
         finish_reason: _sample_pb2.FinishReason.ValueType = ...,
         text: _builtins.str = ...,
         token_count: _builtins.int = ...,
+        receipts: _abc.Iterable[_sample_pb2.WeightReceipt] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["finish_reason", b"finish_reason", "logprobs", b"logprobs", "sample", b"sample", "text", b"text", "token_count", b"token_count", "tokens", b"tokens", "versions", b"versions"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["finish_reason", b"finish_reason", "logprobs", b"logprobs", "receipts", b"receipts", "sample", b"sample", "text", b"text", "token_count", b"token_count", "tokens", b"tokens", "versions", b"versions"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -617,7 +623,7 @@ class ReceiveWeightsRequest(_message.Message):
     timeout_seconds: _builtins.float
     """Seconds in which the whole broadcast has to end."""
     checksum: _builtins.bool
-    """Compute a checksum of every received tensor."""
+    """Compute a checksum of every received tensor, in the memory that is served. The receipts of samples name their digest."""
     pause_timeout_seconds: _builtins.float
     """Seconds in which it has to rest; with `pause`."""
     resume: _builtins.bool

@@ -24,17 +24,19 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16relaxd/v1/sample.proto\x12\trelaxd.v1\"\xbb\x01\n\x0eSamplingParams\x12\x16\n\x0emax_new_tokens\x18\x01 \x01(\x05\x12\x13\n\x0btemperature\x18\x02 \x01(\x01\x12\r\n\x05top_p\x18\x03 \x01(\x01\x12\r\n\x05top_k\x18\x04 \x01(\x05\x12\x16\n\x0estop_token_ids\x18\x05 \x03(\x05\x12\x12\n\nignore_eos\x18\x06 \x01(\x08\x12\x0c\n\x04seed\x18\x07 \x01(\x03\x12\x0c\n\x04stop\x18\x08 \x03(\t\x12\x16\n\x0emin_new_tokens\x18\t \x01(\x05*\xdc\x01\n\x0b\x45lementType\x12\x1c\n\x18\x45LEMENT_TYPE_UNSPECIFIED\x10\x00\x12\x16\n\x12\x45LEMENT_TYPE_UINT8\x10\x01\x12\x16\n\x12\x45LEMENT_TYPE_INT32\x10\x02\x12\x16\n\x12\x45LEMENT_TYPE_INT64\x10\x03\x12\x19\n\x15\x45LEMENT_TYPE_BFLOAT16\x10\x04\x12\x18\n\x14\x45LEMENT_TYPE_FLOAT16\x10\x05\x12\x18\n\x14\x45LEMENT_TYPE_FLOAT32\x10\x06\x12\x18\n\x14\x45LEMENT_TYPE_FLOAT64\x10\x07*\x80\x02\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x12\x17\n\x13\x46INISH_REASON_ABORT\x10\x03\x12\x18\n\x14\x46INISH_REASON_BUDGET\x10\x04\x12\x17\n\x13\x46INISH_REASON_TURNS\x10\x05\x12\x1a\n\x16\x46INISH_REASON_ENV_DONE\x10\x06\x12\x1c\n\x18\x46INISH_REASON_ENV_FAILED\x10\x07\x12\x19\n\x15\x46INISH_REASON_TIMEOUT\x10\x08\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16relaxd/v1/sample.proto\x12\trelaxd.v1\"\xbb\x01\n\x0eSamplingParams\x12\x16\n\x0emax_new_tokens\x18\x01 \x01(\x05\x12\x13\n\x0btemperature\x18\x02 \x01(\x01\x12\r\n\x05top_p\x18\x03 \x01(\x01\x12\r\n\x05top_k\x18\x04 \x01(\x05\x12\x16\n\x0estop_token_ids\x18\x05 \x03(\x05\x12\x12\n\nignore_eos\x18\x06 \x01(\x08\x12\x0c\n\x04seed\x18\x07 \x01(\x03\x12\x0c\n\x04stop\x18\x08 \x03(\t\x12\x16\n\x0emin_new_tokens\x18\t \x01(\x05\"@\n\rWeightReceipt\x12\x0f\n\x07version\x18\x01 \x01(\x03\x12\x0e\n\x06\x64igest\x18\x02 \x01(\t\x12\x0e\n\x06\x65ngine\x18\x03 \x01(\t*\xdc\x01\n\x0b\x45lementType\x12\x1c\n\x18\x45LEMENT_TYPE_UNSPECIFIED\x10\x00\x12\x16\n\x12\x45LEMENT_TYPE_UINT8\x10\x01\x12\x16\n\x12\x45LEMENT_TYPE_INT32\x10\x02\x12\x16\n\x12\x45LEMENT_TYPE_INT64\x10\x03\x12\x19\n\x15\x45LEMENT_TYPE_BFLOAT16\x10\x04\x12\x18\n\x14\x45LEMENT_TYPE_FLOAT16\x10\x05\x12\x18\n\x14\x45LEMENT_TYPE_FLOAT32\x10\x06\x12\x18\n\x14\x45LEMENT_TYPE_FLOAT64\x10\x07*\x80\x02\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x12\x17\n\x13\x46INISH_REASON_ABORT\x10\x03\x12\x18\n\x14\x46INISH_REASON_BUDGET\x10\x04\x12\x17\n\x13\x46INISH_REASON_TURNS\x10\x05\x12\x1a\n\x16\x46INISH_REASON_ENV_DONE\x10\x06\x12\x1c\n\x18\x46INISH_REASON_ENV_FAILED\x10\x07\x12\x19\n\x15\x46INISH_REASON_TIMEOUT\x10\x08\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'relaxd.v1.sample_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_ELEMENTTYPE']._serialized_start=228
-  _globals['_ELEMENTTYPE']._serialized_end=448
-  _globals['_FINISHREASON']._serialized_start=451
-  _globals['_FINISHREASON']._serialized_end=707
+  _globals['_ELEMENTTYPE']._serialized_start=294
+  _globals['_ELEMENTTYPE']._serialized_end=514
+  _globals['_FINISHREASON']._serialized_start=517
+  _globals['_FINISHREASON']._serialized_end=773
   _globals['_SAMPLINGPARAMS']._serialized_start=38
   _globals['_SAMPLINGPARAMS']._serialized_end=225
+  _globals['_WEIGHTRECEIPT']._serialized_start=227
+  _globals['_WEIGHTRECEIPT']._serialized_end=291
 # @@protoc_insertion_point(module_scope)

@@ -168,3 +168,33 @@ class SamplingParams(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___SamplingParams: _TypeAlias = SamplingParams  # noqa: Y015
+
+@_typing.final
+class WeightReceipt(_message.Message):
+    """An engine's statement about weights that wrote tokens of a sample (docs/weights.md#receipts)."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    VERSION_FIELD_NUMBER: _builtins.int
+    DIGEST_FIELD_NUMBER: _builtins.int
+    ENGINE_FIELD_NUMBER: _builtins.int
+    version: _builtins.int
+    """The version."""
+    digest: _builtins.str
+    """Digest of the memory from which the engine served it; empty: unknown, because the engine took no checksums."""
+    engine: _builtins.str
+    """Id of the engine's replica."""
+    def __init__(
+        self,
+        *,
+        version: _builtins.int = ...,
+        digest: _builtins.str = ...,
+        engine: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["digest", b"digest", "engine", b"engine", "version", b"version"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WeightReceipt: _TypeAlias = WeightReceipt  # noqa: Y015

@@ -148,7 +148,7 @@ class TrainerServicer:
 
     def Profile(self, request, context):
         """Profile records the next steps that begin on some of the ranks, and answers at once where their files will be
-        (docs/profiling.md). FAILED_PRECONDITION if fewer steps are left.
+        (docs/profiling.md). FAILED_PRECONDITION if fewer steps are left, or one of them will be recorded already.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -1,5 +1,5 @@
-"""Weight transfer from trainer to engines: groups, buckets, checksums; and NCCL's environment in every process of a
-weight group; and the reason why a trainer doesn't send weights any more.
+"""Weight transfer from trainer to engines: groups, buckets, checksums, receipts; and NCCL's environment in every
+process of a weight group; and the reason why a trainer doesn't send weights any more.
 
 Imports no torch, for the parents that start these processes.
 """

@@ -23,6 +23,7 @@ from relaxd.media import MediaError, MediaItem, normalise_image
 from relaxd.media.prompt_media import NO_MEDIA, PromptMedia, StoredMedia, hashes_of, with_references, without_missing
 from relaxd.models import DataError
 from relaxd.seeds import seed_of
+from relaxd.weights.receipts import Receipt
 from services.agent.engines import EngineSession, OutOfTime, WantedWeights
 from services.agent.environments import Environments
 from services.agent.model_turns import BadPrompt, ModelMessage, ModelTurns, PolicyModel, span_attributes, tool_names
@@ -96,6 +97,8 @@ class Conversation:
     """The environment's own numbers; the last one of each name."""
     environment_seconds: float = 0.0
 
+    receipts: Sequence[Receipt] = ()
+    """Receipts for the weights that wrote the model's messages, once the conversation has ended."""
     outside_seconds: float = 0.0
     """Time outside requests to engines."""
     tool_calls: int = 0
@@ -256,6 +259,7 @@ class Conversations(ABC):
         except (CannotContinue, DataError, MediaError) as error:
             raise BadPrompt(str(error)) from error
         finally:
+            result.receipts = sorted(engine.receipts)
             result.outside_seconds = time.monotonic() - begun - engine.asked_seconds
             self._end(name)
         if result.histories:

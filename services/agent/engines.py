@@ -16,6 +16,7 @@ from relaxd.v1.rollout_pb2 import GenerateRequest
 from relaxd.v1.rollout_pb2_grpc import RolloutStub
 from relaxd.v1.sample_pb2 import FINISH_REASON_ABORT, FINISH_REASON_LENGTH, FINISH_REASON_UNSPECIFIED, SamplingParams
 from relaxd.waiting import waiting
+from relaxd.weights.receipts import Receipt
 
 WAIT_SECONDS = 0.2
 """Pause between two tries while no engine serves, and after a reply that ended with a pause of the engine."""
@@ -51,6 +52,8 @@ class EngineReply:
     """Text without the end token; empty until it has ended."""
     ended: bool = False
     """True if it is complete."""
+    receipts: set[Receipt] = field(default_factory=set)
+    """Receipts for these weights."""
     cut: bool = False
     """True if it ended because it was cut off at its maximum length."""
 
@@ -82,6 +85,8 @@ class EngineSession:
     """Weights that its engines must serve; None means any."""
     engine: str = ""
     """Id of the replica of the last request."""
+    receipts: set[Receipt] = field(default_factory=set)
+    """Receipts for the weights that wrote its replies."""
     asked_seconds: float = 0.0
     """Time of requests to engines."""
     waited_seconds: float = 0.0
@@ -178,6 +183,7 @@ class RunEngines:
                     raise
                 continue
             if reply.ended:
+                session.receipts |= reply.receipts
                 return reply
             await asyncio.sleep(WAIT_SECONDS)  # brief: the next call waits for the end of the engine's pause
 
@@ -213,6 +219,7 @@ class RunEngines:
                 reply.tokens += message.tokens
                 reply.logprobs += message.logprobs
                 reply.versions += message.versions
+                reply.receipts.update(map(Receipt.from_proto, message.receipts))
                 if message.versions:
                     peer.version = max(message.versions[-1], peer.version or 0)
                 if message.finish_reason not in (FINISH_REASON_UNSPECIFIED, FINISH_REASON_ABORT):

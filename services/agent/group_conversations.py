@@ -26,6 +26,7 @@ from relaxd.board import (
     TOOL_CALLS,
     TOOL_ERRORS,
     TURNS,
+    WEIGHT_RECEIPTS,
     BoardUnavailable,
     Column,
     Delivery,
@@ -122,6 +123,8 @@ class GroupConversations:
                 return self._dropped(delivery, failed)
             agent = self._config.agent
             made = columns_of(conversations, masked=agent.on_failure == "mask", credit=agent.credit)
+            if self._config.weights.has_receipts:
+                made[WEIGHT_RECEIPTS] = [one.receipts for one in conversations]
             return made | media_columns_of(conversations, media) if self._config.has_media else made
         except BoardUnavailable as error:
             raise asyncio.CancelledError from error  # not the group's fault: handed back, uncounted

@@ -11,7 +11,7 @@ import pytest
 from relaxd.seeds import seed_of
 from tests.e2e.conftest import Workplace
 from tests.e2e.test_repair import saved_step, until
-from tests.e2e.test_run import check_books, read_summary
+from tests.e2e.test_run import check_books, check_receipts, read_summary
 
 STEPS = 8
 SLOW = 3
@@ -39,6 +39,7 @@ SETTINGS = (
     *("--rollout.max_new_tokens", "200", "--agent.turn_tokens", "20"),
     *("--rollout.stop_token_ids", json.dumps([2, *range(40, 140)])),  # random models rarely end a message
     *("--algorithm.drop_zero_variance", "false"),
+    *("--weights.verify", "always"),
 )
 
 
@@ -68,6 +69,7 @@ def test_slow_conversations_are_waited_for_and_trained_like_others(workplace: Wo
     folder = workplace.folder / "runs" / "slow"
     summary = read_summary(folder)
     check_books(summary, STEPS)
+    check_receipts(folder)
     assert set(summary["dropped_by_reason"]) <= {"run_ended"}
     fates = {fate["group"]: fate for fate in lines_of(folder / "groups.jsonl")}
     trained = trained_groups(folder)

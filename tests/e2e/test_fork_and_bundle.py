@@ -7,12 +7,16 @@ import pytest
 
 from relaxd.run_folder import read_lines
 from tests.e2e.conftest import Workplace
+from tests.e2e.test_run import check_receipts
 
 KEPT = """
 [trainer.checkpoint]
 every = 1
 keep = 3
 keep_step_files = "always"
+
+[weights]
+verify = "always"
 """
 
 
@@ -29,6 +33,7 @@ def test_a_run_is_forked_and_packed(workplace: Workplace, tiny_model: Path) -> N
     shutil.copytree(tiny_model, place / "model")
     config.write_text(config.read_text().replace(str(tiny_model), str(place / "model")) + KEPT)
     succeed(workplace, "run", "tiny.toml", "--run-id", "original")
+    check_receipts(place / "runs/original")
     recorded = [line for line in read_lines(place / "runs/original/metrics.jsonl") if line["step"]]
 
     # Scored once more by the same reward, the answers have the same advantages, and the weights become the same.
@@ -62,5 +67,6 @@ def test_a_run_is_forked_and_packed(workplace: Workplace, tiny_model: Path) -> N
     for name in ("runs", "model"):
         (place / name).rename(place / f"{name}-elsewhere")
     output = succeed(workplace, "replay", "packed.tar.gz")
+    assert 'step 3 of run original, by the configuration in packed.tar.gz: 1 rank, algorithm.name = "grpo"' in output
     assert "from the checkpoint of step" in output
     assert output.count("the same") == 4

@@ -13,6 +13,7 @@ import psutil
 import pytest
 
 from relaxd.local.state_folder import StateFolder
+from relaxd.run_folder import read_lines
 from tests.e2e.conftest import Workplace
 from tests.kit.ports import free_port
 from tests.kit.processes import start_python
@@ -34,6 +35,22 @@ def check_books(summary: dict[str, Any], steps: int, groups_per_step: int = 2) -
     assert summary["trained"] == steps * groups_per_step
     assert summary["in_flight"] == 0
     assert summary["published"] == summary["trained"] + summary["dropped"]
+
+
+def check_receipts(folder: Path) -> None:
+    """Each sample of a run with weights.verify = "always" has receipts for weights that were sent."""
+    sent = {(line["version"], line["digest"]) for line in read_lines(folder / "weights.jsonl")}
+    last = max(line["step"] for line in read_lines(folder / "metrics.jsonl"))
+    assert sorted(version for version, _ in sent) == list(range(last + 1))
+    assert len({digest for _, digest in sent}) > 1, "the run has trained"
+    samples = list(read_lines(folder / "samples.jsonl"))
+    assert samples
+    for sample in samples:
+        found = {(one["version"], one["digest"]) for one in sample["receipts"]}
+        assert found
+        assert found <= sent
+        assert sample["version"] in {version for version, _ in found}
+        assert all(one["engine"].startswith("rollout") for one in sample["receipts"])
 
 
 def warnings_of(folder: Path) -> list[str]:

@@ -114,6 +114,11 @@ class CoordinatorSide(BoardCore):
         yield from run_script("set_gate", self.prefix, term, int(open), version)
 
     @operation
+    def record_weights(self, *, term: int, version: int, digest: str) -> RedisOperation[None]:
+        """Note that the trainer sends weights with this digest as this version. Raises Fenced, RunMissing."""
+        yield from run_script("record_weights", self.prefix, term, version, digest)
+
+    @operation
     def admission(self, worst_bytes: int) -> RedisOperation[Admission]:
         """Return the number of groups of up to `worst_bytes` that the gate (lua/library/admission.lua) admits now.
 

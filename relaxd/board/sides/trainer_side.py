@@ -69,6 +69,12 @@ class TrainerSide(BoardCore):
         return {group_id.decode(): int(version) for group_id, version in started.items()}
 
     @operation
+    def sent_weights(self) -> RedisOperation[dict[int, list[str]]]:
+        """Return the digests of the weights that were sent as each version, by this trainer or one before it."""
+        found = yield from ask("HGETALL", f"{self.prefix}weights")
+        return {int(version): digests.decode().split() for version, digests in found.items()}
+
+    @operation
     def times(self, group_ids: Sequence[str]) -> RedisOperation[dict[str, GroupTimes]]:
         """Return the times of open groups in the stages that have committed; closed groups are left out."""
         stages = [stage.name for stage in self.stages if stage.name != TRAIN]

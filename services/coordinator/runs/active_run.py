@@ -25,7 +25,7 @@ from services.coordinator.fleet.checkpoints import NoCriticCheckpoint, await_cri
 from services.coordinator.fleet.registry import Version
 from services.coordinator.fleet.run_fleet import RunContext
 from services.coordinator.health.health_manager import HealthManager
-from services.coordinator.runs.alarms import RunAlarms
+from services.coordinator.runs.alarms import RefusedGroups, RunAlarms
 from services.coordinator.runs.ending import ExportFailed, export_model, reason_to_stop_early, save_last_checkpoint
 from services.coordinator.runs.evaluation import Evaluated, EvaluationFailed, Evaluator
 from services.coordinator.runs.publisher import PromptsFailed, Publisher
@@ -102,6 +102,7 @@ class ActiveRun:
         )
         self.health = HealthManager(self, context, self.sync, self.handoff)
         self._drops = DropWatch()
+        self._refused_groups = RefusedGroups()
         self.waiting = WaitWatcher(context, self._describe)
         self._tracking: Tracking | None = None
         """The run's trackers and notifiers; None if it has none."""
@@ -113,6 +114,7 @@ class ActiveRun:
             record=lambda: self.record,
             health=lambda: self.health.record,
             held_up=lambda: self.waiting.reason if self.waiting.sentence else None,
+            wrong_weights=lambda: self.sync.wrong_engines() | self._refused_groups.problems(),
             user_messages=self._user_messages,
             step=lambda: self.step,
             clock=time.time,
@@ -343,6 +345,7 @@ class ActiveRun:
         self, phase: Phase, outcome: Outcome, reason: str, model: str, where: Mapping[str, str] | None = None
     ) -> None:
         await self._recorder.append_groups()
+        await self._recorder.append_weights()
         counts = await self._redis.call(self.board.counts)
         end = {"phase": phase, "outcome": outcome, "reason": reason, "end_time": datetime.now(UTC), **(where or {})}
         record = self.record.model_copy(update=end)
@@ -386,6 +389,7 @@ class ActiveRun:
 
     async def _check_drops(self, counts: Counts) -> None:
         """Log when many groups are dropped, and pause the run after too many consecutive drops."""
+        await self._redis.call(self._refused_groups.look, counts, self.board.dropped)
         for warning in self._drops.observe(counts.dropped_by_reason, counts.published):
             logger.warning("run %s: %s", self.record.run_id, warning)
         if counts.consecutive_drops < self.record.forgiven_drops:

@@ -3,12 +3,15 @@
 import asyncio
 import contextlib
 import logging
+import math
 import shutil
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from pathlib import Path
+from time import monotonic
 from typing import Any
 
 from relaxd.alerts.rules import RuleWatch, parse_rule
+from relaxd.board import Counts, DroppedGroup, DropReason
 from relaxd.config import RunConfig
 from relaxd.logprob_gap import GapWatch
 from relaxd.v1 import coordinator_pb2 as pb
@@ -22,6 +25,8 @@ logger = logging.getLogger(__name__)
 TICK_SECONDS = 1.0
 DISK_SECONDS = 10.0
 """Interval at which the disk's free space is looked at."""
+REFUSED_SECONDS = 600.0
+"""Time for which a group that was dropped because of its weights is an alarm."""
 SHOWN_REPLICAS = 5
 SHOWN_REASONS = 2
 SHOWN_MESSAGES = 20
@@ -66,6 +71,13 @@ def health_problems(health: HealthRecord) -> dict[Key, str]:
     return found
 
 
+def weight_problems(problems: Mapping[str, str]) -> dict[Key, str]:
+    """Return an alarm for each engine that holds other weights than were sent, and for groups that some wrote ("")."""
+    return {
+        (pb.ALARM_KIND_WEIGHTS, engine): f"{engine}: {text}" if engine else text for engine, text in problems.items()
+    }
+
+
 def user_problems(messages: Iterable[str]) -> dict[Key, str]:
     """Return an alarm for each text that users' code told people, up to a limit."""
     texts = sorted(set(messages))
@@ -75,6 +87,30 @@ def user_problems(messages: Iterable[str]) -> dict[Key, str]:
     if more := len(texts) - len(found):
         found[pb.ALARM_KIND_USER, ""] = f"{more} further messages of the run's own code are left out"
     return found
+
+
+class RefusedGroups:
+    """The groups that the trainer dropped because of the weights that wrote them, while the last is not long ago."""
+
+    def __init__(self) -> None:
+        self._count = 0
+        self._detail = ""
+        self._time = -math.inf
+        """Monotonic time at which the last one was seen."""
+
+    async def look(self, counts: Counts, dropped: Callable[[], Awaitable[Sequence[DroppedGroup]]]) -> None:
+        """Look for new ones; `dropped` returns the records of groups that were dropped, the newest first."""
+        count = counts.dropped_by_reason.get(DropReason.WRONG_WEIGHTS, 0)
+        if count > self._count:
+            found = await dropped()
+            self._detail = next((one.detail for one in found if one.reason == DropReason.WRONG_WEIGHTS), "")
+            self._count, self._time = count, monotonic()
+
+    def problems(self) -> dict[str, str]:
+        """Return what `weight_problems` takes."""
+        if monotonic() - self._time > REFUSED_SECONDS:
+            return {}
+        return {"": f"groups are dropped because of the weights that wrote them, {self._count} so far: {self._detail}"}
 
 
 class RunAlarms:
@@ -88,25 +124,28 @@ class RunAlarms:
         record: Callable[[], RunRecord],
         health: Callable[[], HealthRecord],
         held_up: Callable[[], Reason | None],
+        wrong_weights: Callable[[], Mapping[str, str]],
         user_messages: Callable[[], Iterable[str]],
         step: Callable[[], int],
         clock: Callable[[], float],
     ) -> None:
-        """`held_up` returns what holds the run up, `user_messages` what its users' code tells people, `record`,
-        `health` and `step` the run's record, its health and its last step, `clock` the Unix time.
+        """`held_up` returns what holds the run up, `wrong_weights` what is wrong with engines' weights (see
+        `weight_problems`), `user_messages` what its users' code tells people, `record`, `health` and `step` the run's
+        record, its health and its last step, `clock` the Unix time.
         """
         self._config = config
         self._folder = folder
         self._record = record
         self._health = health
         self._held_up = held_up
+        self._wrong_weights = wrong_weights
         self._user_messages = user_messages
         self._step = step
         self._clock = clock
         self._gap = GapWatch(config)
         self._rules = [RuleWatch(parse_rule(rule)) for rule in config.alerts.rules]
         self._states: dict[Key, pb.Alarm] = {}
-        """Alarms of the wait, the disk, the health and users' code."""
+        """Alarms of the wait, the disk, the health, engines' weights and users' code."""
         self._logged: dict[Key, tuple[float, pb.Alarm]] = {}
         """Alarms whose beginning was logged, and when."""
         self._disk: dict[Key, str] = {}
@@ -145,9 +184,10 @@ class RunAlarms:
         return alarms
 
     def look(self) -> None:
-        """Look at the wait, the disk, the health and the messages of users' code."""
+        """Look at the wait, the disk, the health, engines' weights and the messages of users' code."""
         problems = wait_problem(self._held_up(), self._clock(), self._config.alerts.wait_seconds)
-        problems |= self._disk | health_problems(self._health()) | user_problems(self._user_messages())
+        problems |= self._disk | health_problems(self._health()) | weight_problems(self._wrong_weights())
+        problems |= user_problems(self._user_messages())
         self._states = {
             key: self._states.get(key) or pb.Alarm(kind=key[0], name=key[1], first_step=self._step(), text=text)
             for key, text in problems.items()

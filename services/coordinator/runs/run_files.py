@@ -36,6 +36,7 @@ from relaxd.run_folder import (
     SAMPLES,
     STACK,
     SUMMARY,
+    WEIGHTS,
     answers_file,
     append_lines,
     newest_lines_with_ends,
@@ -85,8 +86,8 @@ KeepLines = Callable[[str, Sequence[Mapping[str, Any]]], None]
 class RunFiles:
     """The files of one run.
 
-    config.json, config.toml, code.json, run.json, ledger.jsonl, groups.jsonl, curriculum.bin, compared.bin,
-    metrics.jsonl, samples.jsonl, summary.json, evaluations/step-N.jsonl, evaluations/SET/step-N.jsonl.
+    config.json, config.toml, code.json, run.json, ledger.jsonl, groups.jsonl, weights.jsonl, curriculum.bin,
+    compared.bin, metrics.jsonl, samples.jsonl, summary.json, evaluations/step-N.jsonl, evaluations/SET/step-N.jsonl.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -95,6 +96,8 @@ class RunFiles:
         self.metrics = MetricsFile(folder / METRICS)
         self._kept = sys.maxsize
         """The last step that ledger.jsonl and the board's ledger agreed on, when it was taken over."""
+        self._sent: set[tuple[int, str]] | None = None
+        """Versions and digests in weights.jsonl; None until it was read."""
         self._check: Check = lambda: None
 
     @property
@@ -162,6 +165,18 @@ class RunFiles:
         """
         lines = [json.dumps(fate.line, separators=(",", ":")) + "\n" for fate in fates]
         return append_lines(self.folder / GROUPS, "".join(lines))
+
+    def append_weights(self, sent: Mapping[int, Sequence[str]]) -> None:
+        """Append the digests of versions that weights.jsonl lacks. Raises OSError."""
+        path = self.folder / WEIGHTS
+        if self._sent is None:
+            self._sent = {(line["version"], line["digest"]) for line in read_lines(path)}
+        new = [(version, digest) for version in sorted(sent) for digest in sent[version]]
+        new = [one for one in new if one not in self._sent]
+        if new:
+            lines = (json_line({"version": version, "digest": digest}).decode() for version, digest in new)
+            append_lines(path, "".join(lines))
+            self._sent.update(new)
 
     def rewind_samples(self, last_step: int) -> int:
         """Remove the samples of later steps from samples.jsonl: Redis has lost them, or they are committed again.

@@ -103,6 +103,7 @@ class StepRecorder:
             self._record_replicas(usage)
         await self._disk.in_thread(self._files.metrics.append, lines)
         await self._append_samples()
+        await self.append_weights()
         await self._trim_ledger()
 
     async def append_groups(self) -> None:
@@ -114,6 +115,12 @@ class StepRecorder:
             self._closed_groups.observe(lines)
             self._last_fate = fates[-1].entry_id
             await self._redis.call(self._board.forget_fates, self._last_fate, term=self._context.term)
+
+    async def append_weights(self) -> None:
+        """Append the digests of versions that were sent since the last call."""
+        if self._context.config.weights.has_receipts:
+            sent = await self._redis.call(self._board.sent_weights)
+            await self._disk.in_thread(self._files.append_weights, sent)
 
     async def _append_samples(self) -> None:
         """Copy the samples of new steps. A restored board has none of earlier steps."""

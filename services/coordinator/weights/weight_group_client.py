@@ -18,6 +18,7 @@ from relaxd.v1.rollout_pb2_grpc import RolloutStub
 from relaxd.v1.trainer_pb2_grpc import TrainerStub
 from relaxd.v1.weights_pb2 import Transport, WeightGroup
 from relaxd.weights import WEIGHTS_CHANGED
+from relaxd.weights.receipts import digest_of
 from services.coordinator.fleet.peers import Peers
 from services.coordinator.fleet.registry import Registry, Version
 from services.coordinator.state.records import GroupRecord, Member
@@ -50,7 +51,8 @@ TO_BLAME = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
 class SyncFailed(Exception):
     """A weight synchronisation failed.
 
-    `blamed`: members that are dead, late, or hold other weights than were sent; `wrong`: only the last kind.
+    `blamed`: members that are dead, late, or hold other weights than were sent; `wrong`: only the last kind, with what
+    differs.
     `refused`: members that answered with an error, possibly caused by another member. `unfit`: the error of each member
     that answered with INVALID_ARGUMENT, as its next process would. `silent`: members without an answer in time.
     `changed`: the trainer has newer weights, or is making them.
@@ -61,7 +63,7 @@ class SyncFailed(Exception):
         reason: str,
         blamed: Iterable[Member] = (),
         *,
-        wrong: Iterable[Member] = (),
+        wrong: Mapping[Member, str] | None = None,
         refused: Iterable[Member] = (),
         silent: Iterable[Member] = (),
         unfit: Mapping[Member, str] | None = None,
@@ -72,8 +74,8 @@ class SyncFailed(Exception):
         self.changed = changed
         self.silent = frozenset(silent)
         self.refused = frozenset(refused)
-        self.wrong = frozenset(wrong)
-        self.blamed = frozenset(blamed) | self.wrong
+        self.wrong = dict(wrong or {})
+        self.blamed = frozenset(blamed) | self.wrong.keys()
 
 
 @dataclass(frozen=True)
@@ -87,7 +89,8 @@ class TransferTimes:
     send: float
     """The trainer's broadcast."""
     resume: float
-    """Calls that resume the engines, where their weights were compared first; else they resume by themselves."""
+    """Calls that resume the engines, and the record of the digest before, where their weights were compared first; else
+    they resume by themselves."""
     bytes_sent: float
     """Bytes that were sent, each once."""
 
@@ -156,11 +159,12 @@ class WeightGroupClient:
         version: Version,
         unverified: Collection[Member],
         recorded: "asyncio.Future[None]",
+        sent: Callable[[str], Awaitable[None]],
     ) -> TransferTimes:
         """Broadcast the weights, while each engine pauses, receives and resumes on its own.
 
-        If there are `unverified` engines, all engines resume only once the checksums of those match the trainer's. The
-        broadcast starts once `recorded` is done.
+        If there are `unverified` engines, all engines resume only once the checksums of those match the trainer's, and
+        `sent` is done, which gets the digest of what the trainer sent. The broadcast starts once `recorded` is done.
         """
         began = time.monotonic()
         pause, wait = self._pause(sync_id)
@@ -202,15 +206,18 @@ class WeightGroupClient:
 
         # Engines first: a call has a longer way to an engine's scheduler than to a trainer's ranks.
         answers = await self._broadcast("transfer weights", [*group.engines, group.trainer], transfer)
-        sent = answers[group.trainer].checksums
-        wrong = {engine: _differences(sent, answers[engine].checksums) for engine in unverified}
-        if any(wrong.values()):
-            detail = "; ".join(f"{engine.replica_id}: {names}" for engine, names in wrong.items() if names)
+        checksums = answers[group.trainer].checksums
+        wrong = {
+            engine: names for engine in unverified if (names := _differences(checksums, answers[engine].checksums))
+        }
+        if wrong:
+            detail = "; ".join(f"{engine.replica_id}: {names}" for engine, names in wrong.items())
             raise SyncFailed(
-                f"engines hold other weights than the trainer sent ({detail})", wrong=[e for e in wrong if wrong[e]]
+                f"engines hold other weights than the trainer sent as version {version[1]} ({detail})", wrong=wrong
             )
         compared = time.monotonic()
         if unverified:
+            await sent(digest_of(checksums))
             await self._broadcast("resume", group.engines, lambda e: self._resume(sync_id, e))
         return TransferTimes(
             pause=drained + max(float(answers[engine].pause_seconds) for engine in group.engines),

@@ -11,9 +11,11 @@ import contextlib
 import logging
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 from relaxd import telemetry
+from relaxd.board import BoardUnavailable
 from relaxd.roles import ROLLOUT
 from relaxd.rpc.errors import FailedPrecondition
 from relaxd.steady_clock import steady_time
@@ -56,6 +58,8 @@ class WeightSync:
         """Answers INVALID_ARGUMENT, by trainer and engine: no further attempt has such a pair."""
         self._verified: set[tuple[Member, Member]] = set()
         """Pairs of trainer and engine whose checksums matched."""
+        self._wrong: dict[Member, str] = {}
+        """Engines whose checksums did not, since they were last synchronised, and what differed."""
         self.record = record
         self.last_failure = ""
         """Reason of the last attempt's failure; empty after a success."""
@@ -119,6 +123,11 @@ class WeightSync:
         """Return why an engine refuses this trainer's weights, as its next process would; "" if it doesn't."""
         trainer = self._fleet.trainer()
         return self._unfit.get((trainer.member, replica.member), "") if trainer is not None else ""
+
+    def wrong_engines(self) -> dict[str, str]:
+        """Return the engines, by id, that hold other weights than were sent, and what differs."""
+        self._wrong = {member: text for member, text in self._wrong.items() if self._registry.holds(member)}
+        return {member.replica_id: text for member, text in self._wrong.items()}
 
     def failure(self) -> RoleFailure | None:
         """Return the refusal of an engine if no other one is left that could take this trainer's weights."""
@@ -211,7 +220,7 @@ class WeightSync:
             self._unfit = {pair: text for pair, text in self._unfit.items() if pair[0] == trainer} | unfit
             if not blamed:  # a trainer also answers with an error when the engines are at fault
                 self._excluded.refusals.update(error.refused - {trainer} or error.refused)
-        except StoreUnavailable as error:
+        except (StoreUnavailable, BoardUnavailable) as error:
             self.last_failure = str(error)
         finally:
             self._add_totals(sync_seconds=time.monotonic() - started)
@@ -243,16 +252,19 @@ class WeightSync:
                     group = await self._connect(sync_id, trainer, engines)
                 connected = time.monotonic() - started
                 unverified = self._unverified(trainer, engines)
-                transfer = await self._client.transfer(sync_id, group, version, unverified, recording)
+                sent = partial(self._record_digest, announced.version)
+                transfer = await self._client.transfer(sync_id, group, version, unverified, recording, sent)
                 if then is not None:  # frees the group's device memory
                     await self._client.leave(sync_id, group)
                     await self._save(group=None)
-            except StoreUnavailable:
+            except (StoreUnavailable, BoardUnavailable):
                 await self._client.abort(sync_id, self.record.group, engines)
                 raise
             except SyncFailed as error:
                 with contextlib.suppress(StoreUnavailable):  # the save below raises it again
                     await recording
+                held = f"it held other weights than the trainer sent as version {announced.version}: "
+                self._wrong |= {engine: held + names for engine, names in error.wrong.items()}
                 if error.wrong:
                     telemetry.record("sync.wrong_engines", len(error.wrong), {"relaxd.run_id": self._context.run_id})
                     logger.error("%s: they are quarantined until the weights are sent again", error)
@@ -272,6 +284,7 @@ class WeightSync:
         for engine in engines:
             self._registry.mark_synced(engine, version)
             self._verified.add((trainer, engine))
+            self._wrong.pop(engine, None)
         await self._save(running=False, last_sync_seconds=seconds)
         self._add_totals(
             sync_connect_seconds=connected,
@@ -300,6 +313,12 @@ class WeightSync:
                 return []
         self._verified = {pair for pair in self._verified if pair[0] == trainer}
         return [engine for engine in engines if (trainer, engine) not in self._verified]
+
+    async def _record_digest(self, version: int, digest: str) -> None:
+        """Record what the trainer sent, before an engine can write with it. Raises BoardUnavailable."""
+        if self._context.config.weights.has_receipts:
+            await self._context.board.record_weights(term=self._context.term, version=version, digest=digest)
+            logger.info("version %d is sent with digest %s", version, digest)
 
     async def _connect(self, sync_id: int, trainer: Member, engines: list[Member]) -> GroupRecord:
         """Connect a new weight group and leave the old one."""

@@ -2,15 +2,19 @@
 
 import itertools
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass
 from pathlib import Path
+
+import numpy as np
 
 from relaxd.config import RunConfig
 from relaxd.media.prompt_media import NO_MEDIA, PromptMedia
 from relaxd.process.gpu_lease import GpuLease
 from relaxd.rpc.service_settings import ServiceSettings
 from relaxd.v1 import rollout_pb2
+from relaxd.weights.receipts import Receipt, digest_of
 from services.rollout.engines.request_types import (
     EngineError,
     MemoryPart,
@@ -47,6 +51,8 @@ class EngineStart:
 class RolloutEngine(ABC):
     """An engine with a loaded model. Use it only in the event loop that started it."""
 
+    name: str
+    """Name that its receipts have: the id of the replica that it works for."""
     vocabulary: int
     """Token ids are below this."""
     context: int
@@ -66,7 +72,10 @@ class RolloutEngine(ABC):
     engine_prompted_tokens and engine_prefilled_tokens if it counts them."""
 
     def __init__(self) -> None:
+        self.name = ""
         self.weights = None
+        self._digests: dict[int, str] = {}
+        """Digest of the weights that it took up, by version."""
         self.quarantined = False
         self.takes_media = False
         self.asleep = frozenset()
@@ -112,9 +121,24 @@ class RolloutEngine(ABC):
         if media and not self.takes_media:
             raise EngineError("the prompt has media, but the engine takes none")
         request_id = request_id or f"request-{next(self._numbers)}"
-        return self._generate(
-            Request(request_id, prompt_tokens, n, sampling, stream, report_every, begun or {}, likeliest, media)
-        )
+        request = Request(request_id, prompt_tokens, n, sampling, stream, report_every, begun or {}, likeliest, media)
+        return self._with_receipts(self._generate(request))
+
+    async def _with_receipts(self, outputs: AsyncIterator[Output]) -> AsyncIterator[Output]:
+        async with aclosing(outputs):  # type: ignore[type-var]
+            async for output in outputs:
+                output.receipts = self._receipts(output.versions)
+                yield output
+
+    def _receipts(self, versions: Sequence[int]) -> list[Receipt]:
+        """Return a receipt for each of the versions that wrote some tokens."""
+        written = np.unique(np.asarray(versions, dtype=np.int64)).tolist()
+        return [Receipt(version, self._digests.get(version, ""), self.name) for version in written]
+
+    def take_up(self, weights: Version, checksums: Mapping[str, int]) -> None:
+        """Serve weights from now on; `checksums` are those of their tensors, {} if none were taken."""
+        self.weights, self.quarantined = weights, False
+        self._digests[weights.version] = digest_of(checksums)
 
     @abstractmethod
     def _generate(self, request: Request) -> AsyncIterator[Output]:

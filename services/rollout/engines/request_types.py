@@ -9,6 +9,7 @@ import numpy as np
 from relaxd.media.prompt_media import NO_MEDIA, PromptMedia
 from relaxd.rpc.errors import Aborted, FailedPrecondition, InvalidArgument
 from relaxd.v1 import rollout_pb2, sample_pb2
+from relaxd.weights.receipts import Receipt
 
 FinishReason = Literal["stop", "length", "abort"]
 """The words of the proto FinishReason; "" while a sample goes on is None here."""
@@ -143,6 +144,8 @@ class Output:
     routed_experts: "np.ndarray[Any, Any] | None" = None
     """Experts of each token, uint8 or uint16 [prompt and answer tokens but the last, layers, top_k]; set with the last
     output if the run returns them."""
+    receipts: Sequence[Receipt] = ()
+    """Receipts for the weights that produced the tokens."""
     likeliest: Sequence[Sequence[int]] = field(default_factory=list)
     """With `Request.likeliest` the ids of the likeliest tokens in each token's place, the likeliest first, whatever the
     sampling: [tokens, likeliest]."""

@@ -309,11 +309,11 @@ class ScriptedEngine(RolloutEngine):
             mode = PAUSE_MODES[request.pause.mode]
             await self.pause(mode, request.pause.lease_seconds, request.pause_timeout_seconds)
         await asyncio.sleep(self._rehearsal.sync_seconds)
-        self.weights = Version(request.weights.term, request.weights.version)
-        self._changes.append((self._decoder.position, self.weights.version))
+        weights, checksums = request.weights, CHECKSUM if request.checksum else {}
+        self.take_up(Version(weights.term, weights.version), checksums)
+        self._changes.append((self._decoder.position, weights.version))
         if request.resume:
             await self.resume()
-        checksums = CHECKSUM if request.checksum else {}
         return rollout_pb2.ReceiveWeightsResponse(seconds=self._rehearsal.sync_seconds, checksums=checksums)
 
     async def leave(self, group_name: str, *, quarantine: bool) -> bool:

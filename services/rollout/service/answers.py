@@ -17,6 +17,7 @@ from relaxd.board import (
     OFF_POLICY_TOKENS,
     ROUTED_EXPERTS,
     STUDENT_CANDIDATES,
+    WEIGHT_RECEIPTS,
     Board,
     BoardError,
     Column,
@@ -24,6 +25,7 @@ from relaxd.board import (
 )
 from relaxd.config import RunConfig
 from relaxd.process.child import ChildError
+from relaxd.weights.receipts import Receipt
 from services.rollout.engines.request_types import FinishReason, Output
 
 logger = logging.getLogger(__name__)
@@ -153,6 +155,7 @@ class Answers:
             "spans_weight_update": np.array([output.spans_weight_update for output in outputs], dtype=np.uint8),
             CONTINUED: np.array([answer.continued for answer, _ in rows], dtype=np.int32),
             OFF_POLICY_TOKENS: np.array([answer.off_policy_tokens for answer, _ in rows], dtype=np.int32),
+            WEIGHT_RECEIPTS: [list(output.receipts) for output in outputs],
         }
         if (likeliest := _likeliest(outputs)).size:
             columns[STUDENT_CANDIDATES] = likeliest
@@ -168,6 +171,7 @@ class Answers:
         for part in parts:
             columns = cast(Mapping[str, Any], part)
             ends, likeliest = np.cumsum(columns["lengths"]), columns.get(STUDENT_CANDIDATES)
+            receipts = columns.get(WEIGHT_RECEIPTS)
             for row, sample in enumerate(columns["sample"].tolist()):
                 own = slice(int(ends[row] - columns["lengths"][row]), int(ends[row]))
                 answer = self._answers[sample]
@@ -180,6 +184,7 @@ class Answers:
                         cast(FinishReason | None, columns["finish"][row]),
                         columns["text"][row],
                         bool(columns["spans_weight_update"][row]),
+                        receipts=[] if receipts is None else [Receipt(*one) for one in receipts[row]],
                         likeliest=[] if likeliest is None else likeliest[own],
                     )
                 )
@@ -208,6 +213,7 @@ class Answers:
             "spans_weight_update": np.array([output.spans_weight_update for output in ended], dtype=np.uint8),
             CONTINUED: np.array([answer.continued for answer in self._answers], dtype=np.int32),
             OFF_POLICY_TOKENS: masked,
+            WEIGHT_RECEIPTS: [list(output.receipts) for output in ended],
         }
         if ROUTED_EXPERTS in names:
             found = [output.routed_experts for output in ended if output.routed_experts is not None]
@@ -233,6 +239,7 @@ def _merged(outputs: Sequence[Output]) -> list[Output]:
         tokens=_joined((output.tokens for output in outputs), np.int32),
         logprobs=_joined((output.logprobs for output in outputs), np.float32),
         versions=_joined((output.versions for output in outputs), np.int64),
+        receipts=list(dict.fromkeys(one for output in outputs for one in output.receipts)),
         likeliest=_likeliest(outputs),
         spans_weight_update=any(output.spans_weight_update for output in outputs),
     )

@@ -282,7 +282,7 @@ class ChildEngine(RolloutEngine):
     async def receive(self, request: rollout_pb2.ReceiveWeightsRequest) -> rollout_pb2.ReceiveWeightsResponse:
         timeout = request.pause_timeout_seconds + request.timeout_seconds + MARGIN_SECONDS
         answer = await self._versions.ask(engine_pb2.ReceiveVersionsRequest(receive=request), timeout=timeout)
-        self.weights, self.quarantined = Version(request.weights.term, request.weights.version), False
+        self.take_up(Version(request.weights.term, request.weights.version), answer.received.checksums)
         self._changes += 1
         return answer.received
 

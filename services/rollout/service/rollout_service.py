@@ -252,7 +252,7 @@ class RolloutService(ReplicaService):
             )
         finally:
             self._loading = False
-        self._detail = ""
+        self._detail, started.name = "", self._settings.replica_id
         return started
 
     def _set_detail(self, detail: str) -> None:

@@ -250,6 +250,7 @@ def _response(output: Output) -> rollout_pb2.GenerateResponse:
         versions=_list(output.versions),
         finish_reason=FINISH_NUMBERS[output.finish_reason or ""],
         text=output.text,
+        receipts=[receipt.to_proto() for receipt in output.receipts],
     )
 
 

@@ -27,6 +27,7 @@ from relaxd.board import (
     TURNS,
     VALUES,
     VERSIONS,
+    WEIGHT_RECEIPTS,
     StageTime,
 )
 from relaxd.board.types import MICROSECONDS
@@ -35,6 +36,7 @@ from relaxd.media.shown import SHOWN_MEDIA, shown_media, shown_message
 from relaxd.models.flops import peak_flops, training_flops
 from relaxd.models.shape import ModelShape
 from relaxd.rewards.logged import part_metrics
+from relaxd.weights.receipts import Receipt
 from services.trainer.batch.groups import TrainGroup, bounds_of
 from services.trainer.loop.sample_statistics import sample_statistics
 from services.trainer.loop.step_phases import StepBuilder
@@ -245,7 +247,7 @@ def _shown(
     length = own.stop - own.start
     versions = _trained_versions(group, own)
     last = int(np.searchsorted(columns["sample_of_sequence"], index, side="right")) - 1
-    prompt = columns["prompt"] or {}
+    prompt, found = columns["prompt"] or {}, columns.get(WEIGHT_RECEIPTS)
     return {
         "group_id": group.group_id,
         "sample": index,
@@ -261,6 +263,7 @@ def _shown(
         "version": int(versions.min()) if versions.size else 0,
         "length": length,
         "finish_reason": str(columns["finish"][last]),
+        **({"receipts": [Receipt(*one)._asdict() for one in found[index]]} if found else {}),
         **(_shown_conversation(columns, index) if TURNS in columns else {}),
     }
 

@@ -63,7 +63,8 @@ class ProfilePlan:
     def request(self, steps: int, options: ProfileOptions) -> range:
         """Plan the next `steps` steps to begin, and return them. Any thread may call this.
 
-        Raises FailedPrecondition: fewer are left. Unavailable: the ranks replay steps, and don't know the next one yet.
+        Raises FailedPrecondition: fewer are left, or one of them is planned already. Unavailable: the ranks replay
+        steps, and don't know the next one yet.
         """
         with self._lock:
             if self._begun is None:
@@ -72,6 +73,11 @@ class ProfilePlan:
             if steps > left:
                 raise FailedPrecondition(f"steps is {steps}, but only {left} of the run's {self._last} have not begun")
             asked = range(self._begun + 1, self._begun + 1 + steps)
+            if planned := sorted(self._planned.keys() & asked):
+                raise FailedPrecondition(
+                    f"step {planned[0]} will be recorded already, for an earlier call or by trainer.profile.steps: ask "
+                    f"again once step {planned[-1]} has begun"
+                )
             self._planned |= dict.fromkeys(asked, options)
             return asked
 

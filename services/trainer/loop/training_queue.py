@@ -27,6 +27,7 @@ from services.trainer.batch.step_membership import (
     may_close,
     oldest_allowed,
 )
+from services.trainer.batch.weight_receipts import ReceiptCheck
 
 logger = logging.getLogger(__name__)
 
@@ -51,6 +52,7 @@ class TrainingQueue:
         media: MediaTokens | None = None,
         max_value_staleness: int | None = None,
         teacher_of: Callable[[Mapping[str, Any]], str] | None = None,
+        receipts: ReceiptCheck | None = None,
         refusal: Callable[[TrainGroup], Drop | None] = lambda group: None,
     ) -> None:
         """Take groups as `consumer`; drop groups with a sequence longer than `max_sequence_tokens`.
@@ -59,7 +61,8 @@ class TrainingQueue:
         candidates have for each token; `images` are the model's tokens for images, if it sees any;
         `max_value_staleness` is that of a critic service, if the run has one; `teacher_of` names the teacher of a
         group, if the trainer has teachers. Groups for which it raises ValueError are dropped, and those for which
-        `refusal` says why (`GroupRefusals`).
+        `refusal` says why (`GroupRefusals`). `receipts` checks those of each group, if the run has them; the prompts of
+        groups with which there is a problem are tried again.
         """
         self._board = board
         self._columns = board.needs(TRAIN)
@@ -70,6 +73,7 @@ class TrainingQueue:
         self._routing, self._candidates, self._media = routing, candidates, media
         self._max_value_staleness = max_value_staleness
         self._teacher_of = teacher_of
+        self._receipts = receipts
         self._refusal = refusal
         self._redone: Counter[str] = Counter()
         self._lock = threading.Lock()
@@ -104,6 +108,10 @@ class TrainingQueue:
             except MalformedGroup as error:
                 logger.error("group %s is dropped: %s", delivery.group_id, error)
                 self._board.drop(delivery, reason=DropReason.MALFORMED, detail=str(error))
+                continue
+            if self._receipts is not None and (problem := self._receipts.problem(group)):
+                logger.error("group %s is dropped: %s", delivery.group_id, problem)
+                self._board.drop(delivery, reason=DropReason.WRONG_WEIGHTS, retry=True, detail=problem)
                 continue
             longest = max(group.sequence_tokens)
             if longest > self._max_sequence_tokens:

@@ -19,6 +19,7 @@ from relaxd import telemetry
 from relaxd.algorithms.algorithm_trial import create_tried
 from relaxd.board import Board, stages_for
 from relaxd.config import RunConfig
+from relaxd.engines import ENGINES
 from relaxd.models.vocabulary import check_vocabularies
 from relaxd.process.child_server import ChildServer, in_turn
 from relaxd.process.upkeep import freeze_objects
@@ -30,6 +31,7 @@ from relaxd.v1 import trainer_pb2 as pb
 from relaxd.weights.manifest import TensorBucket, to_proto
 from relaxd.weights.weight_group import Rendezvous, WeightGroupError, host_store
 from services.trainer.batch.step_membership import GroupRefusals
+from services.trainer.batch.weight_receipts import ReceiptCheck
 from services.trainer.checkpoints.rank_part import CheckpointPart
 from services.trainer.learner.frozen_model import model_of
 from services.trainer.learner.learner import Learner
@@ -194,6 +196,8 @@ class Rank(trainer_pb2_grpc.TrainerServicer, rank_pb2_grpc.RankServicer):
         )
         self._thread.events.put(rank_pb.WorkResponse(manifest=manifest))
         critic, candidates = config.roles.critic, algorithm.needs.candidates
+        unknown = not ENGINES[config.rollout.engine].gives_checksums
+        receipts = ReceiptCheck(board.sent_weights, may_be_unknown=unknown)
         intake = TrainingQueue(
             board,
             request.replica_id,
@@ -206,6 +210,7 @@ class Rank(trainer_pb2_grpc.TrainerServicer, rank_pb2_grpc.RankServicer):
             media=learner.media_tokens,
             max_value_staleness=critic.max_value_staleness if critic.placement == "service" else None,
             teacher_of=partial(model_of, config, TEACHER) if TEACHER in config.frozen_roles("trainer") else None,
+            receipts=receipts if config.weights.has_receipts else None,
             refusal=GroupRefusals(config, algorithm, learner.vocab_sizes).refusal,
         )
         Training(

@@ -65,7 +65,12 @@ class ScriptedEngine(rollout_pb2_grpc.RolloutServicer):
         for place, token in enumerate(whole[len(request.begun_tokens) :]):
             if act.what != "answer" and place == act.tokens:
                 break
-            yield rollout_pb2.GenerateResponse(tokens=[token], logprobs=[-float(token)], versions=[self.version])
+            yield rollout_pb2.GenerateResponse(
+                tokens=[token],
+                logprobs=[-float(token)],
+                versions=[self.version],
+                receipts=[{"version": self.version, "digest": f"digest {self.version}", "engine": self.name}],
+            )
         match act.what:
             case "answer":
                 text = byte_tokenizer().decode(whole[:-1])

@@ -124,6 +124,8 @@ async def test_a_message_that_is_cut_off_goes_on_with_its_tokens(
     version = {engine.name: engine.version for engine in fleet.engines}
     written = held.sequences[0].versions[held.sequences[0].loss_mask == 1]
     assert written.tolist() == [version[first]] * 4 + [version[second]] * (len("well then") - 3 + len("end") + 1)
+    wrote = sorted({(version[name], f"digest {version[name]}", name) for name in (first, second)})
+    assert held.receipts == wrote, "of all that have written it"
     assert [len(request.begun_tokens) for request in fleet.requests] == [0, 4, 0]
     assert fleet.requests[0].sampling == fleet.requests[1].sampling  # begun tokens count in max_new_tokens
 

@@ -146,6 +146,8 @@ async def test_a_conversation_goes_on_through_weight_synchronisations(
                 assert np.unique(first).tolist() == ([BEFORE] if mode == "DRAIN" else [BEFORE, AFTER]), mode
                 assert (np.diff(first) >= 0).all()
                 assert np.unique(second).tolist() == [AFTER], mode
+                wrote = [(one, stage.digests[one], replica.replica_id) for one in (BEFORE, AFTER)]
+                assert held.receipts == wrote, mode
                 masked = stage.config.rollout.engine == "sglang"
                 expected = log_probs(models, held, keeps_cache=mode == "IN_PLACE", without_ends=masked)
                 np.testing.assert_allclose(sequence.logprobs[own], expected, atol=1e-4, err_msg=mode)

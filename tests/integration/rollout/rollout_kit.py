@@ -27,6 +27,7 @@ from relaxd.v1 import (
     sample_pb2,
     weights_pb2,
 )
+from relaxd.weights.receipts import digest_of
 from tests.kit import processes
 from tests.kit.processes import Partner, start_python
 
@@ -55,6 +56,7 @@ def make_config(model: Path, **rollout: Any) -> RunConfig:
             "rollout": {"samples_per_prompt": 3, "max_new_tokens": 12, "max_running_samples": 12, "threads": 1}
             | rollout,
             "board": {"lease_seconds": 2},
+            "weights": {"verify": "always"},
         }
     )
 
@@ -203,6 +205,8 @@ class Stage:
         self.board.set_gate(term=1, oldest_version=1000, open=True)
         self.sync_id = 0
         self.term = 1
+        self.digests: dict[int, str] = {}
+        """Digests of what was sent, by version."""
         self._group_name = ""
         self._numbers = itertools.count()
         self._pool = ThreadPoolExecutor(4)
@@ -264,6 +268,7 @@ class Stage:
         sent = self.source.answer()["checksums"]
         for call in calls:
             assert dict(call.result().checksums) == sent
+        self.digests[version] = digest_of(sent)
 
     def resume(self, replicas: Sequence[Replica]) -> None:
         for replica in replicas:
@@ -307,6 +312,7 @@ class Stage:
             "finish",
             "text",
             "spans_weight_update",
+            "weight_receipts",
             *(["continued"] if self.config.rollout.partial.enabled else []),
         ]
         loaded = self.board.load(deliveries, names)

@@ -143,6 +143,7 @@ def test_calls_weights_and_groups(stage: Stage, model: Path) -> None:
     assert set(groups) == set(published)
     for columns in groups.values():
         check_columns(columns, reference, [5, 9, 17], 0)
+        assert columns["weight_receipts"] == [[[0, stage.digests[0], replica.replica_id]]] * 3
     assert groups[published[0]]["tokens"].tolist() != groups[published[1]]["tokens"].tolist()
 
     # Generate, greedy and with seeds.

@@ -14,7 +14,7 @@ import grpc
 import numpy as np
 
 from relaxd import PROTOCOL_VERSION
-from relaxd.board import TEACHER_PROMPT_TOKENS, Board, NewGroup, stages_for
+from relaxd.board import TEACHER_PROMPT_TOKENS, WEIGHT_RECEIPTS, Board, NewGroup, stages_for
 from relaxd.config import RunConfig
 from relaxd.roles import ROLES, TRAINER
 from relaxd.rpc.client import sync_channel
@@ -28,6 +28,7 @@ from relaxd.v1 import (
     trainer_pb2_grpc,
     weights_pb2,
 )
+from services.trainer.batch.groups import TrainGroup
 from tests.kit.namespaces import Node
 from tests.kit.processes import kill, start_python
 
@@ -87,6 +88,18 @@ def mark_folder(folder: Path, begun: datetime = BEGUN) -> None:
     """Write the files by which services know the folder of a run that began then."""
     (folder / RECORD).write_text(json.dumps({"begin_time": begun.isoformat()}))
     (folder / CONFIG).write_text("{}")
+
+
+def train_group(version: int, receipts: Any, length: int = 3) -> TrainGroup:
+    """A group of two samples that this version wrote, with what receipts are compared with."""
+    columns = {
+        "sample_of_sequence": np.arange(2, dtype=np.int32),
+        "lengths": np.full(2, length, np.int32),
+        "loss_mask": np.ones(2 * length, np.uint8),
+        "versions": np.full(2 * length, version, np.int64),
+        WEIGHT_RECEIPTS: receipts,
+    }
+    return TrainGroup("g1", columns)
 
 
 class Feeder:

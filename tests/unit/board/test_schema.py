@@ -32,6 +32,6 @@ def test_stages_write_what_the_table_says_and_the_trainer_takes_in_all_but_what_
         *("reference_weights", "old_logprobs", "values", "critic_state", "returns"),
         *("response_messages", "environment_reward", "environment_info", "turns", "environment_seconds"),
         *("outside_generation_seconds", "tool_calls", "tool_errors", "player", "sequence_reward"),
-        "message_returns",
+        *("message_returns", "weight_receipts"),
         *("prompt_media", "media_contents", "sequence_media", "sequence_contents"),
     }

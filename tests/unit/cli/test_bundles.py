@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 
 from relaxd.cli.bundle_command import find_secrets, without_secrets
 from relaxd.cli.main import app
+from relaxd.cli.run_checkpoints import used_by_replay
 from relaxd.client import CliError
 from relaxd.config import RunConfig
 from relaxd.config.load_toml import load
@@ -116,6 +117,24 @@ def test_a_bundle_without_a_model_is_refused(tmp_path: Path) -> None:
     done = CliRunner().invoke(app, ["replay", str(tmp_path / "odd.tar.gz")])
     assert isinstance(done.exception, CliError)
     assert "is not a bundle: its config.json has no 'model'" in str(done.exception)
+
+
+def test_code_that_a_bundle_names_is_only_run_if_it_is_asked_for(tmp_path: Path) -> None:
+    config = load(CONFIG + '[algorithm]\nname = "strangers.code:Algorithm"\n')
+    (tmp_path / "config.json").write_text(config.model_dump_json())
+    (tmp_path / "bundle.json").write_text(json.dumps({"run_id": "run-1", "step": 2, "start": 0}))
+    with tarfile.open(tmp_path / "odd.tar.gz", "w:gz") as archive:
+        for name in ("bundle.json", "config.json"):
+            archive.add(tmp_path / name, name)
+    done = CliRunner().invoke(app, ["replay", str(tmp_path / "odd.tar.gz")])
+    assert isinstance(done.exception, CliError)
+    assert 'algorithm.name = "strangers.code:Algorithm" is code' in str(done.exception)
+    used = 'algorithm.name = "strangers.code:Algorithm", a class of this machine\'s own code'
+    assert used_by_replay(tmp_path, own_code=True) == f"1 rank, {used}"
+    config = load(CONFIG + '[algorithm]\nname = "opd"\n[roles.teacher]\nmodel = "o/t"\nplacement = "trainer"\n')
+    (tmp_path / "config.json").write_text(config.model_dump_json())
+    used = '1 rank, algorithm.name = "opd", roles.teacher.model = "o/t"'
+    assert used_by_replay(tmp_path, own_code=False) == used
 
 
 def test_a_secret_that_begins_with_another_leaves_no_end(run: Path) -> None:

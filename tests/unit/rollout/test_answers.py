@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from relaxd.board import decode_columns, encode_columns, stages_for
+from relaxd.weights.receipts import Receipt
 from services.reward.samples import samples_of_columns
 from services.rollout.engines.request_types import FinishReason, Output
 from services.rollout.service.answers import Answers
@@ -17,7 +18,10 @@ def output(
 ) -> Output:
     logprobs = [-token / 10 for token in tokens]
     likeliest = [[token, token + 1] for token in tokens]
-    return Output(sample, list(tokens), logprobs, [version] * len(tokens), finish, "text", spans, likeliest=likeliest)
+    versions, receipts = [version] * len(tokens), [Receipt(version, f"digest {version}", f"rollout-{version % 2}")]
+    return Output(
+        sample, list(tokens), logprobs, versions, finish, "text", spans, receipts=receipts, likeliest=likeliest
+    )
 
 
 class Board:
@@ -52,7 +56,10 @@ def test_nothing_of_an_answer_changes_on_its_way_over_three_engines() -> None:
     answers.take(output(1, range(6, 8), 3, "length"))
     answers.take(output(2, range(3, 4), 3, "stop"))
     assert answers.ended
-    columns = answers.columns((*stages_for(run_config(partial={"enabled": True}))[0].writes, "student_candidates"))
+    names = (*stages_for(run_config(partial={"enabled": True}))[0].writes, "student_candidates", "weight_receipts")
+    columns = answers.columns(names)
+    by_version = [Receipt(version, f"digest {version}", f"rollout-{version % 2}") for version in range(4)]
+    assert columns["weight_receipts"] == [by_version[1:2], by_version[1:], by_version[2:]]
     assert columns["lengths"].tolist() == [4, 8, 4]  # type: ignore[union-attr]
     assert columns["tokens"].tolist() == [*range(4), *range(8), *range(4)]  # type: ignore[union-attr]
     expected = [-token / 10 for token in (*range(4), *range(8), *range(4))]

@@ -34,8 +34,12 @@ def test_plan_has_the_configured_and_the_requested_steps() -> None:
         plan.request(6, options)
     assert plan.begin(2) == ProfileOptions(ranks=(1,))
     assert plan.begin(2) is None, "a step that starts over is recorded already"
-    assert plan.request(2, options) == range(3, 5)
-    assert [plan.begin(step) for step in (3, 4, 5, 6)] == [options, options, None, None]
+    with pytest.raises(FailedPrecondition, match=r"step 4 will be recorded already, .* again once step 4 has begun"):
+        plan.request(2, options)
+    assert plan.request(1, options) == range(3, 4)
+    with pytest.raises(FailedPrecondition, match="step 3 will be recorded already"):
+        plan.request(1, ProfileOptions(ranks=(1,)))
+    assert [plan.begin(step) for step in (3, 4, 5, 6)] == [options, ProfileOptions(ranks=(1,)), None, None]
 
 
 @pytest.mark.parametrize("ranks", [[], [2], [0, 5]])

@@ -15,8 +15,9 @@ from relaxd.config import GRPOConfig, RunConfig
 from relaxd.roles import CRITIC, REFERENCE
 from services.trainer.batch.groups import MalformedGroup, RoutingShape, TrainGroup, check_group
 from services.trainer.batch.step_membership import DeliveredGroup, choose, due_groups, may_close
+from services.trainer.batch.weight_receipts import ReceiptCheck, written_by
 from services.trainer.loop.training_queue import TrainingQueue
-from tests.integration.trainer.service_kit import Feeder, make_config
+from tests.integration.trainer.service_kit import Feeder, make_config, train_group
 
 
 def taken(group_id: str, arrival: int) -> DeliveredGroup:
@@ -60,6 +61,7 @@ class Trainer:
         self.board = self.feeder.board
         self.board.new_trainer_term()
         candidates = create(config.algorithm).needs.candidates
+        receipts = ReceiptCheck(self.board.sent_weights, may_be_unknown=False)
         self.intake = TrainingQueue(
             self.board,
             "trainer",
@@ -69,6 +71,7 @@ class Trainer:
             lease_seconds=config.board.lease_seconds,
             candidates=None if candidates is None else candidates.width,
             max_value_staleness=1 if config.roles.critic.placement == "service" else None,
+            receipts=receipts if config.weights.has_receipts else None,
         )
 
     def take_all(self) -> None:
@@ -78,7 +81,8 @@ class Trainer:
 
 @pytest.fixture
 def trainer(request: pytest.FixtureRequest, redis_url: str) -> Iterator[Trainer]:
-    made = Trainer(redis_url, make_config(Path("model"), board={"lease_seconds": 0.8} | request.param))
+    board = {"lease_seconds": 0.8} | request.param
+    made = Trainer(redis_url, make_config(Path("model"), board=board, weights=board.pop("weights", {})))
     yield made
     made.intake.close()
     made.board.close()
@@ -443,3 +447,60 @@ def test_groups_that_were_scored_with_other_weights_go_back_to_the_reference(red
     assert trainer.intake.take_redone(CRITIC) == 0
     trainer.intake.close()
     trainer.board.close()
+
+
+with_receipts = pytest.mark.parametrize(
+    "trainer", [{"max_staleness": 1, "weights": {"verify": "always"}}], indirect=True
+)
+
+
+@with_receipts
+def test_groups_of_weights_that_were_never_sent_are_dropped_and_tried_again(trainer: Trainer) -> None:
+    """The digest of each of the weights that wrote a group must be one that was sent as their version."""
+    board, feed = trainer.board, trainer.feeder.feed
+    for version, digest in ((0, "aa"), (1, "bb"), (1, "bb"), (1, "cc")):  # two terms sent a version 1
+        board.record_weights(term=1, version=version, digest=digest)
+    assert board.sent_weights() == {0: ["aa"], 1: ["bb", "cc"]}
+    halves = np.repeat([0, 1, 1, 1], 3)
+    both, own = [(0, "aa", "rollout-0"), (1, "cc", "rollout-1")], [(1, "bb", "rollout-0")]
+    feed(1, 1, versions=halves, weight_receipts=[both, own])
+    trainer.take_all()
+    assert trainer.intake.held == 1
+    feed(1, 1, weight_receipts=[own, [(1, "dd", "rollout-1")]])
+    feed(1, 1, weight_receipts=[own, [(1, "aa", "rollout-1")]])
+    feed(1, 1, weight_receipts=[own, [(1, "", "rollout-1")]])
+    feed(1, 1, versions=halves, weight_receipts=[own, own])
+    feed(1, 1, weight_receipts=[own, [1, "bb"]])
+    trainer.take_all()
+    assert trainer.intake.held == 1
+    assert board.counts().dropped_by_reason == {"wrong_weights": 5}
+    wrote = "rollout-1 wrote tokens of version 1"
+    assert [one.detail for one in reversed(board.dropped())] == [
+        f"{wrote} with weights of digest dd, which no trainer of this run has sent",
+        f"{wrote} with weights of digest aa, which was sent as version 0",
+        f"{wrote}, but doesn't know the digest of its weights",
+        "sample 0 has tokens of version 0, but no receipt for it",
+        "weight_receipts must have [version, digest, engine] for each of a sample's weights",
+    ]
+    assert [retry.group_id for retry in board.retries()] == [f"g{number}" for number in range(2, 7)]
+    # What was sent is looked up again before a group is refused.
+    board.record_weights(term=1, version=2, digest="ee")
+    feed(1, 2, weight_receipts=[[(2, "ee", "rollout-0")]] * 2)
+    trainer.take_all()
+    assert trainer.intake.held == 2
+
+
+def test_engines_that_take_no_checksums_say_that_the_digest_is_unknown() -> None:
+    unknown = [[(4, "", "rollout-0")]] * 2
+    assert ReceiptCheck(dict, may_be_unknown=True).problem(train_group(4, unknown)) == ""
+    assert ReceiptCheck(dict, may_be_unknown=False).problem(train_group(4, unknown))
+
+
+def test_weights_count_only_where_they_wrote_tokens_that_are_trained() -> None:
+    columns = {
+        "sample_of_sequence": np.array([0, 0, 1]),
+        "lengths": np.array([2, 1, 3]),
+        "versions": np.array([5, 6, 6, 7, 8, 7]),
+        "loss_mask": np.array([1, 1, 1, 1, 0, 1]),
+    }
+    assert written_by(TrainGroup("g", columns)) == {(0, 5), (0, 6), (1, 7)}

@@ -1,4 +1,6 @@
-"""Buckets, manifests and checksums."""
+"""Buckets, manifests, checksums and digests."""
+
+from hashlib import sha256
 
 import numpy as np
 import pytest
@@ -15,6 +17,7 @@ from relaxd.weights.manifest import (
     unpack,
 )
 from relaxd.weights.nccl import NcclError, check_environment
+from relaxd.weights.receipts import Receipt, digest_of
 from relaxd.weights.sent_buckets import as_sent, broadcast_layout, checksum, checksums, piece_bytes, pieces
 
 SPECS = [
@@ -137,3 +140,13 @@ def test_nccl_is_refused_if_members_would_disagree(monkeypatch: pytest.MonkeyPat
     monkeypatch.setenv("NCCL_CUMEM_ENABLE", "1")
     with pytest.raises(NcclError, match="NCCL_CUMEM_ENABLE is 1 in this process: it must be 0 in every member"):
         check_environment()
+
+
+def test_a_digest_is_of_names_and_checksums_in_any_order() -> None:
+    digest = digest_of({"a": 1, "b": 2})
+    assert digest == digest_of({"b": 2, "a": 1}) == sha256(b"a 1\nb 2\n").hexdigest()[:16]
+    others = [{"a": 2, "b": 1}, {"a": 1}, {"a": 1, "b": 2, "c": 0}, {"a": 1, "c": 2}]
+    assert len({digest, *map(digest_of, others)}) == 5
+    assert digest_of({}) == "", "unknown"
+    receipt = Receipt(3, digest, "rollout-0")
+    assert Receipt.from_proto(receipt.to_proto()) == receipt

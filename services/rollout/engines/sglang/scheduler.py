@@ -248,6 +248,7 @@ class ControlHandlers(engine_pb2_grpc.SchedulerServicer, rollout_pb2_grpc.Rollou
             tokens_generated=scheduler.generated_tokens,
             memory_bytes=memory,
             tokens_prefilled=scheduler.prefilled_tokens,
+            recording=scheduler.profiler_manager.profile_in_progress,
         )
 
     async def WatchEnd(self, request: engine_pb2.WatchEndRequest, context: Any) -> engine_pb2.WatchEndResponse:

@@ -108,8 +108,6 @@ class SGLangEngine(GatedEngine):
         )
         """Pauses and updates the scheduler processes."""
         self._activities = ["CPU", "GPU"] if on_gpus else ["CPU"]
-        self._recorded: list[Path] = []
-        """Files of the steps that are recorded, or were last."""
         self._profile_answers: queue.SimpleQueue[ProfileReqOutput] = queue.SimpleQueue()
         self._tokens_prompted = 0
         self._stats = dict.fromkeys(("running_samples", "waiting_samples", "tokens_generated", "tokens_prefilled"), 0)
@@ -190,9 +188,10 @@ class SGLangEngine(GatedEngine):
             return sum(group.unfinished for group in self._groups.values())
 
     def record(self, request: engine_pb2.RecordStepsRequest) -> list[Path]:
-        """Record with SGLang's own profiler."""
-        if missing := [path for path in self._recorded if not path.exists()]:
-            raise EngineError(f"this engine is recording steps already: wait until {missing[0]} is there")
+        """Record with SGLang's own profiler, which a second request would stop without a file."""
+        stats = self._schedulers.ask_first("GetSchedulerStats", engine_pb2.GetSchedulerStatsRequest(), ANSWER_SECONDS)
+        if stats.recording:
+            raise EngineError("this engine is recording steps already: wait until their files are there")
         profile = request.profile
         self._profile_answers = queue.SimpleQueue()  # without a late answer to an earlier request
         self._channel.send(
@@ -212,8 +211,7 @@ class SGLangEngine(GatedEngine):
         if not answer.success:
             raise EngineError(f"SGLang does not record: {answer.message}")
         folder, ranks = Path(request.folder), range(self._schedulers.count)
-        self._recorded = [folder / f"{request.name}-TP-{rank}.trace.json.gz" for rank in ranks]
-        return self._recorded
+        return [folder / f"{request.name}-TP-{rank}.trace.json.gz" for rank in ranks]
 
     def sleep(self, timeout: float) -> None:
         """Wait for running samples, then free weights and key-value cache. Raises EngineError."""

@@ -217,7 +217,7 @@ class ExternalEngine(RolloutEngine):
         finally:
             self._updating = False
         seconds = time.monotonic() - started
-        self.weights, self.quarantined = weights, False
+        self.take_up(weights, {})
         if request.resume:
             await self.resume()
         return rollout_pb2.ReceiveWeightsResponse(seconds=seconds)

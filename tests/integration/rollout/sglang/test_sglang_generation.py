@@ -328,6 +328,8 @@ def test_the_next_steps_are_recorded(engine: EngineRunner, tmp_path: Path) -> No
     engine.generate(SHORT, max_new_tokens=8, ignore_eos=True)
     wait_until(path.exists)
     assert operations(path)["aten::embedding"] == 3
+    path.unlink()
+    assert record() == [path], "it has ended, whatever became of its file"
 
 
 def test_all_processes_end_with_the_engine_that_is_killed(engine: EngineRunner) -> None:

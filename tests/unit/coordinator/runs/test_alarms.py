@@ -9,13 +9,16 @@ import pytest
 
 from relaxd.config.load_toml import load
 from relaxd.v1 import coordinator_pb2 as pb
+from services.coordinator.runs import alarms as alarms_module
 from services.coordinator.runs.alarms import (
     SHOWN_MESSAGES,
+    RefusedGroups,
     RunAlarms,
     disk_problem,
     health_problems,
     user_problems,
     wait_problem,
+    weight_problems,
 )
 from services.coordinator.runs.wait_reasons import Reason
 from services.coordinator.state.records import Health, HealthRecord, ReplicaHealth, RoleHealth
@@ -71,6 +74,35 @@ def test_a_text_of_users_code_is_one_alarm_and_many_are_counted() -> None:
     assert found[pb.ALARM_KIND_USER, ""] == "2 further messages of the run's own code are left out"
 
 
+async def test_groups_of_other_weights_are_an_alarm_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has the detail of the last one, which names engine and version, and ends ten minutes after it."""
+    refused, now = RefusedGroups(), 1000.0
+    monkeypatch.setattr(alarms_module, "monotonic", lambda: now)
+    assert refused.problems() == {}
+    records = [
+        SimpleNamespace(reason="stale", detail=""),
+        SimpleNamespace(reason="wrong_weights", detail="rollout-0 wrote ..."),
+        SimpleNamespace(reason="wrong_weights", detail="an earlier one"),
+    ]
+
+    async def dropped() -> Any:
+        return records
+
+    async def look(count: int) -> None:
+        await refused.look(cast("Any", SimpleNamespace(dropped_by_reason={"wrong_weights": count})), dropped)
+
+    await look(2)
+    text = "groups are dropped because of the weights that wrote them, 2 so far: rollout-0 wrote ..."
+    assert weight_problems(refused.problems()) == {(pb.ALARM_KIND_WEIGHTS, ""): text}
+    now += 590
+    await look(2)
+    assert refused.problems()
+    now += 20
+    assert refused.problems() == {}
+    await look(3)
+    assert "3 so far" in refused.problems()[""]
+
+
 def test_the_log_says_when_an_alarm_begins_and_how_long_it_went_on(caplog: pytest.LogCaptureFixture) -> None:
     now = SimpleNamespace(time=1000.0, reason=Reason(REDIS, "Redis doesn't answer", since=1.0), messages=[])
     alarms = RunAlarms(
@@ -79,6 +111,7 @@ def test_the_log_says_when_an_alarm_begins_and_how_long_it_went_on(caplog: pytes
         record=lambda: cast("Any", SimpleNamespace(run_id="r")),
         health=HealthRecord,
         held_up=lambda: now.reason,
+        wrong_weights=dict,
         user_messages=lambda: now.messages,
         step=lambda: 3,
         clock=lambda: now.time,

@@ -1,0 +1,43 @@
+"""Receipts for weights: what engines say of the weights that wrote a sample, as digests.
+
+The digest of a version covers the names of all tensors that a broadcast sends and, by their checksums
+(relaxd.weights.sent_buckets), every bit of them. It doesn't cover what isn't sent, such as a tower that isn't trained.
+The trainer takes the checksums of what it sends, the engine those of the memory from which it generates.
+"""
+
+from collections.abc import Mapping
+from hashlib import sha256
+from typing import NamedTuple
+
+from relaxd.v1.sample_pb2 import WeightReceipt
+
+DIGITS = 16
+"""Hexadecimal digits of a digest."""
+
+
+class Receipt(NamedTuple):
+    """The statement of an engine about weights that wrote tokens of a sample."""
+
+    version: int
+    digest: str
+    """Digest of the memory from which it served this version; "": unknown."""
+    engine: str
+    """Id of its replica."""
+
+    @classmethod
+    def from_proto(cls, message: WeightReceipt) -> "Receipt":
+        """Convert a message."""
+        return cls(message.version, message.digest, message.engine)
+
+    def to_proto(self) -> WeightReceipt:
+        """Return the message that `from_proto` converts to this."""
+        return WeightReceipt(version=self.version, digest=self.digest, engine=self.engine)
+
+
+def digest_of(checksums: Mapping[str, int]) -> str:
+    """Return the digest of weights with these checksums by tensor; "" without any.
+
+    It is the beginning of the SHA-256 of lines "name checksum", sorted by name.
+    """
+    lines = "".join(f"{name} {value}\n" for name, value in sorted(checksums.items()))
+    return sha256(lines.encode()).hexdigest()[:DIGITS] if lines else ""
