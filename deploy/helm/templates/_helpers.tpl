@@ -43,6 +43,9 @@ runAsGroup: 10001
 fsGroup: 10001
 fsGroupChangePolicy: OnRootMismatch
 seccompProfile: {type: RuntimeDefault}
+{{- with .Values.portRange }}
+sysctls: [{name: net.ipv4.ip_local_port_range, value: {{ replace "-" " " . | quote }}}]
+{{- end }}
 {{- end }}
 
 {{/* A role's secrets: its own token (the launcher, which calls no other service, has none), whose tokens it accepts, and
@@ -83,7 +86,7 @@ spec:
   {{- end }}
   # 15 s more than the service takes to hand back its groups.
   terminationGracePeriodSeconds: {{ ternary 5 (add .settings.graceSeconds 15) $cli }}
-  securityContext: {{- include "relaxd.podSecurity" . | nindent 4 }}
+  securityContext: {{- include "relaxd.podSecurity" .root | nindent 4 }}
   {{- with .settings.nodeSelector }}
   nodeSelector: {{- toYaml . | nindent 4 }}
   {{- end }}

@@ -23,6 +23,7 @@ ALL = {
     "storage": {"runs": {"claim": "shared"}, "models": {"className": "nfs"}},
     "serviceMonitor": {"enabled": True, "labels": {"release": "prometheus"}},
     "keda": {"enabled": True},
+    "portRange": "20000-29999",
     "roles": {role: {"replicas": 2} for role in (*REPLICA_ROLES, "launcher")}
     | {"trainer": {"gpus": 8}, "rollout": {"gpus": 1}},
 }
@@ -30,6 +31,7 @@ WRONG = [
     ({"roles": {"rolout": {"replicas": 1}}}, "additional properties 'rolout' not allowed"),
     ({"roles": {"rollout": {"replicas": -1}}}, "at '/roles/rollout/replicas'"),
     ({"image": {"registry": "example.com"}}, "at '/image/registry'"),
+    ({"portRange": "20000:29999"}, "at '/portRange'"),
 ]
 Charts = tuple[list[str], list[Rendered]]
 
@@ -148,6 +150,19 @@ def test_the_launcher_may_only_copy_pods(charts: Charts) -> None:
     chosen = deployment["spec"]["selector"]["matchLabels"].items()
     assert not chosen <= labels.items()
     assert full.documents["NetworkPolicy", "r"]["spec"]["podSelector"]["matchLabels"].items() <= labels.items()
+
+
+def test_one_range_has_the_ports_that_are_chosen(charts: Charts) -> None:
+    _, (small, full, *_) = charts
+    assert "ports" not in small.documents["NetworkPolicy", "r"]["spec"]["ingress"][0]
+    allowed = full.documents["NetworkPolicy", "r"]["spec"]["ingress"][0]["ports"]
+    assert allowed[-1] == {"protocol": "TCP", "port": 20000, "endPort": 29999}
+    fixed = {one["port"] for one in allowed[:-1]}
+    for role in (*REPLICA_ROLES, "coordinator"):
+        pod = full.documents["Deployment", f"r-{role}"]["spec"]["template"]["spec"]
+        assert pod["securityContext"]["sysctls"] == [{"name": "net.ipv4.ip_local_port_range", "value": "20000 29999"}]
+        listened = {port["containerPort"] for one in pod["containers"] for port in one.get("ports", ())}
+        assert listened - {50052} <= fixed  # KEDA's port has a policy of its own
 
 
 def test_what_is_optional(charts: Charts) -> None:
