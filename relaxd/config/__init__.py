@@ -6,7 +6,14 @@ from relaxd.config.algorithm import AlgorithmConfig, GRPOConfig
 from relaxd.config.algorithm_shared import PolicyGradientConfig
 from relaxd.config.data import DataConfig, ReasoningGymConfig
 from relaxd.config.evaluation import EvalConfig
-from relaxd.config.operation import LARGE_COLUMN_BYTES, BoardConfig, HealthConfig, RehearsalConfig, WeightsConfig
+from relaxd.config.operation import (
+    CPU_TRANSPORTS,
+    LARGE_COLUMN_BYTES,
+    BoardConfig,
+    HealthConfig,
+    RehearsalConfig,
+    WeightsConfig,
+)
 from relaxd.config.placement import PlacementConfig
 from relaxd.config.reward import RewardConfig
 from relaxd.config.role_settings import (
@@ -24,6 +31,7 @@ from relaxd.config.tracking import TrackingConfig
 from relaxd.config.trainer import MoEConfig, OptimizerConfig, TrainerConfig
 
 __all__ = [
+    "CPU_TRANSPORTS",
     "LARGE_COLUMN_BYTES",
     "AgentConfig",
     "AlertsConfig",

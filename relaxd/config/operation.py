@@ -102,11 +102,17 @@ FEWEST_PORTS = 2
 """Ports on which a trainer listens besides its service's: its ranks' and the weight group's rendezvous."""
 
 
+CPU_TRANSPORTS = ("gloo", "gloo_chain")
+"""Values of weights.transport that are for engines on CPUs."""
+
+
 class WeightsConfig(Section):
     """Weight synchronisation."""
 
-    transport: Literal["gloo", "nccl", "cuda_ipc"] = "gloo"
-    """gloo: between CPUs. nccl: between GPUs. cuda_ipc: between trainer and engines that share GPUs (run.colocate)."""
+    transport: Literal["gloo", "gloo_chain", "nccl", "cuda_ipc"] = "gloo"
+    """gloo: between CPUs. gloo_chain: the same, but each engine passes the weights on to the next one, which is faster
+    where many hosts have slow links (docs/weights.md). nccl: between GPUs. cuda_ipc: between trainer and engines that
+    share GPUs (run.colocate)."""
     interval: int = Field(default=1, ge=1)
     """Send new weights to the engines after every `interval` steps, and after the last one. An engine that joins gets
     the newest ones, and all others with it. At most board.max_staleness + 1, or steps would lack groups that are fresh

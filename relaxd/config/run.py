@@ -666,11 +666,16 @@ class RunConfig(Section):
         return self
 
     @model_validator(mode="after")
-    def _one_rank_sends(self) -> Self:
+    def _stock_servers_only_receive(self) -> Self:
         engine = ENGINES[self.rollout.engine]
         if engine.stock_weight_group and self.trainer.pipeline_parallel > 1:
             raise ValueError(
                 f"trainer.pipeline_parallel is {self.trainer.pipeline_parallel}: with rollout.engine = "
                 f'"{engine.name}" it must be 1, because SGLang servers receive weights from one rank only'
+            )
+        if engine.stock_weight_group and self.weights.transport == "gloo_chain":
+            raise ValueError(
+                f'weights.transport is "gloo_chain", but with rollout.engine = "{engine.name}" SGLang servers pass no '
+                'weights on: use "gloo"'
             )
         return self

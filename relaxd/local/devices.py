@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 
 from relaxd.board import roles_for
-from relaxd.config import RunConfig
+from relaxd.config import CPU_TRANSPORTS, RunConfig
 from relaxd.config.load_toml import Problem
 from relaxd.engines import ENGINES, list_engines
 from relaxd.roles import JUDGE, ROLES, ROLLOUT, TEACHER, TRAINER
@@ -20,7 +20,7 @@ def check_devices(config: RunConfig, replicas: Mapping[str, int], visible: int) 
     transport = config.weights.transport
     if not visible:
         problems = []
-        if transport != "gloo":
+        if transport not in CPU_TRANSPORTS:
             needs = f'= "{transport}" needs GPUs, and this machine shows none: use "gloo"'
             problems.append(Problem("weights.transport", needs))
         sections = {"rollout": config.rollout.engine}

@@ -1,4 +1,5 @@
-"""relaxd.v1.Launcher, over a Host: local processes (relaxd.local.local_launcher) or containers (services.launcher).
+"""relaxd.v1.Launcher, over a Host: local processes (relaxd.local.local_launcher), containers or pods
+(services.launcher).
 
 A coordinator that was replaced must not start or kill anything any more, so the launcher reads the newest term in Redis
 at every call and refuses calls of any other. It remembers no term itself: a single mistyped or malicious call with a

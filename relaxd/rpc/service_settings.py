@@ -40,6 +40,7 @@ SECRET_FILES = (
 )
 """Settings that name files with secrets."""
 LOG_LEVELS = ("debug", "info", "warning", "error")
+PLATFORMS = ("docker", "kubernetes")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,8 +89,10 @@ class ServiceSettings:
     keda_port: int = 0
     """Coordinator: port at which KEDA asks how many rollout replicas there should be, without a token; 0: none. With
     it, an autoscaler that is on leaves adding and removing them to KEDA."""
+    platform: str = "docker"
+    """Launcher: the platform on which it starts replicas, docker or kubernetes."""
     project: str = ""
-    """Launcher: compose project whose services it scales; empty: its container's project."""
+    """Launcher: compose project or Helm release whose roles it scales; empty: its container's compose project."""
     console_hosts: tuple[str, ...] = ()
     """Console: names of its host in browsers' addresses, besides `host` and those of the loopback interface."""
     log_level: str = "info"
@@ -213,6 +216,15 @@ def _level(text: str) -> str:
     if text.lower() not in LOG_LEVELS:
         raise ValueError
     return text.lower()
+
+
+def _platform(text: str) -> str:
+    if text not in PLATFORMS:
+        raise ValueError
+    return text
+
+
+_platform.__name__ = f"platform ({', '.join(PLATFORMS)})"
 
 
 def _switch(text: str) -> bool:
@@ -364,7 +376,8 @@ def _flags(role: str) -> list[_Flag]:
         ),
         _Flag("launcher", _address, "", "host:port of the launcher that starts replicas"),
         _Flag("keda-port", _port, 0, "port at which KEDA asks for the number of rollout replicas; 0: none"),
-        _Flag("project", str, "", "compose project; default: that of this container"),
+        _Flag("platform", _platform, settings.platform, f"where replicas are started: {' or '.join(PLATFORMS)}"),
+        _Flag("project", str, "", "compose project or Helm release; default: the compose project of this container"),
         _Flag("launch-id", str, "", "id under which a launcher started this process"),
         _Flag("instance", str, container_id(), "name of this process, the same over restarts"),
         _Flag("standby", _switch, settings.standby, "register only on request (Replica.Join)"),
@@ -400,7 +413,8 @@ def _flags(role: str) -> list[_Flag]:
         ]
     if role == "launcher":
         limits = ("deadline-seconds", "stream-deadline-seconds", "max-message-bytes")
-        used = ("host", "port", "stack", "project", "replica-id", "log-level", "token-file", "tokens-file", *limits)
+        own = ("platform", "project", "token-file", "tokens-file", *limits)
+        used = ("host", "port", "stack", "replica-id", "log-level", *own)
         groups = ("redis", "tls-", "allow-insecure")
         return [flag for flag in flags if flag.name in used or flag.name.startswith(groups)]
     if role == "console":
@@ -408,10 +422,10 @@ def _flags(role: str) -> list[_Flag]:
         tls = ("tls-ca", "tls-certificate", "tls-key", "tls-name")
         hosts = _Flag("console-hosts", _names, (), "comma-separated names of its host in browsers' addresses")
         return [*(flag for flag in flags if flag.name in (*read, *tls)), hosts]
-    not_for_coordinator = ("coordinator", "advertise", "launch-id", "instance", "standby", "project")
+    not_for_coordinator = ("coordinator", "advertise", "launch-id", "instance", "standby", "platform", "project")
     only_coordinator = (
         *("lease-seconds", "gpu-lease-seconds", "launcher", "keda-port"),
         *("keep-runs", "keep-run-bytes", "keep-run-days"),
     )
-    unused = not_for_coordinator if is_coordinator else (*only_coordinator, "project")
+    unused = not_for_coordinator if is_coordinator else (*only_coordinator, "platform", "project")
     return [flag for flag in flags if flag.name not in unused]

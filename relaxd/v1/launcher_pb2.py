@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from relaxd.v1 import access_pb2 as relaxd_dot_v1_dot_access__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18relaxd/v1/launcher.proto\x12\trelaxd.v1\x1a\x16relaxd/v1/access.proto\"d\n\x08Instance\x12\x11\n\tlaunch_id\x18\x01 \x01(\t\x12\x0c\n\x04role\x18\x02 \x01(\t\x12\'\n\x05state\x18\x03 \x01(\x0e\x32\x18.relaxd.v1.InstanceState\x12\x0e\n\x06\x64\x65tail\x18\x04 \x01(\t\"W\n\rLaunchRequest\x12\x11\n\tlaunch_id\x18\x01 \x01(\t\x12\x0c\n\x04role\x18\x02 \x01(\t\x12\x11\n\tgpu_uuids\x18\x03 \x03(\t\x12\x12\n\nsglang_url\x18\x04 \x01(\t\"7\n\x0eLaunchResponse\x12%\n\x08instance\x18\x01 \x01(\x0b\x32\x13.relaxd.v1.Instance\"9\n\rRemoveRequest\x12\x11\n\tlaunch_id\x18\x01 \x01(\t\x12\x15\n\rgrace_seconds\x18\x02 \x01(\x01\"\x10\n\x0eRemoveResponse\"P\n\x14ListInstancesRequest\x12\x11\n\tlaunch_id\x18\x01 \x01(\t\x12\x11\n\tpage_size\x18\x02 \x01(\x05\x12\x12\n\npage_token\x18\x03 \x01(\t\"X\n\x15ListInstancesResponse\x12&\n\tinstances\x18\x01 \x03(\x0b\x32\x13.relaxd.v1.Instance\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t\">\n\x16LauncherRestartRequest\x12\x10\n\x08instance\x18\x01 \x01(\t\x12\x12\n\nreplica_id\x18\x02 \x01(\t\")\n\x17LauncherRestartResponse\x12\x0e\n\x06\x64\x65tail\x18\x01 \x01(\t*\x85\x01\n\rInstanceState\x12\x1e\n\x1aINSTANCE_STATE_UNSPECIFIED\x10\x00\x12\x1a\n\x16INSTANCE_STATE_RUNNING\x10\x01\x12\x1d\n\x19INSTANCE_STATE_RESTARTING\x10\x02\x12\x19\n\x15INSTANCE_STATE_FAILED\x10\x03\x32\xfd\x02\n\x08Launcher\x12N\n\x06Launch\x12\x18.relaxd.v1.LaunchRequest\x1a\x19.relaxd.v1.LaunchResponse\"\x0f\x8a\x80\x19\x0b\x63oordinator\x12N\n\x06Remove\x12\x18.relaxd.v1.RemoveRequest\x1a\x19.relaxd.v1.RemoveResponse\"\x0f\x8a\x80\x19\x0b\x63oordinator\x12\x61\n\x07Restart\x12!.relaxd.v1.LauncherRestartRequest\x1a\".relaxd.v1.LauncherRestartResponse\"\x0f\x8a\x80\x19\x0b\x63oordinator\x12n\n\rListInstances\x12\x1f.relaxd.v1.ListInstancesRequest\x1a .relaxd.v1.ListInstancesResponse\"\x1a\x90\x02\x01\x8a\x80\x19\x04read\x8a\x80\x19\x0b\x63oordinatorb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18relaxd/v1/launcher.proto\x12\trelaxd.v1\x1a\x16relaxd/v1/access.proto\"d\n\x08Instance\x12\x11\n\tlaunch_id\x18\x01 \x01(\t\x12\x0c\n\x04role\x18\x02 \x01(\t\x12\'\n\x05state\x18\x03 \x01(\x0e\x32\x18.relaxd.v1.InstanceState\x12\x0e\n\x06\x64\x65tail\x18\x04 \x01(\t\"W\n\rLaunchRequest\x12\x11\n\tlaunch_id\x18\x01 \x01(\t\x12\x0c\n\x04role\x18\x02 \x01(\t\x12\x11\n\tgpu_uuids\x18\x03 \x03(\t\x12\x12\n\nsglang_url\x18\x04 \x01(\t\"7\n\x0eLaunchResponse\x12%\n\x08instance\x18\x01 \x01(\x0b\x32\x13.relaxd.v1.Instance\"9\n\rRemoveRequest\x12\x11\n\tlaunch_id\x18\x01 \x01(\t\x12\x15\n\rgrace_seconds\x18\x02 \x01(\x01\"\x10\n\x0eRemoveResponse\"P\n\x14ListInstancesRequest\x12\x11\n\tlaunch_id\x18\x01 \x01(\t\x12\x11\n\tpage_size\x18\x02 \x01(\x05\x12\x12\n\npage_token\x18\x03 \x01(\t\"X\n\x15ListInstancesResponse\x12&\n\tinstances\x18\x01 \x03(\x0b\x32\x13.relaxd.v1.Instance\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t\">\n\x16LauncherRestartRequest\x12\x10\n\x08instance\x18\x01 \x01(\t\x12\x12\n\nreplica_id\x18\x02 \x01(\t\")\n\x17LauncherRestartResponse\x12\x0e\n\x06\x64\x65tail\x18\x01 \x01(\t*\xa1\x01\n\rInstanceState\x12\x1e\n\x1aINSTANCE_STATE_UNSPECIFIED\x10\x00\x12\x1a\n\x16INSTANCE_STATE_RUNNING\x10\x01\x12\x1d\n\x19INSTANCE_STATE_RESTARTING\x10\x02\x12\x19\n\x15INSTANCE_STATE_FAILED\x10\x03\x12\x1a\n\x16INSTANCE_STATE_PENDING\x10\x04\x32\xfd\x02\n\x08Launcher\x12N\n\x06Launch\x12\x18.relaxd.v1.LaunchRequest\x1a\x19.relaxd.v1.LaunchResponse\"\x0f\x8a\x80\x19\x0b\x63oordinator\x12N\n\x06Remove\x12\x18.relaxd.v1.RemoveRequest\x1a\x19.relaxd.v1.RemoveResponse\"\x0f\x8a\x80\x19\x0b\x63oordinator\x12\x61\n\x07Restart\x12!.relaxd.v1.LauncherRestartRequest\x1a\".relaxd.v1.LauncherRestartResponse\"\x0f\x8a\x80\x19\x0b\x63oordinator\x12n\n\rListInstances\x12\x1f.relaxd.v1.ListInstancesRequest\x1a .relaxd.v1.ListInstancesResponse\"\x1a\x90\x02\x01\x8a\x80\x19\x04read\x8a\x80\x19\x0b\x63oordinatorb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -41,7 +41,7 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_LAUNCHER'].methods_by_name['ListInstances']._loaded_options = None
   _globals['_LAUNCHER'].methods_by_name['ListInstances']._serialized_options = b'\220\002\001\212\200\031\004read\212\200\031\013coordinator'
   _globals['_INSTANCESTATE']._serialized_start=668
-  _globals['_INSTANCESTATE']._serialized_end=801
+  _globals['_INSTANCESTATE']._serialized_end=829
   _globals['_INSTANCE']._serialized_start=63
   _globals['_INSTANCE']._serialized_end=163
   _globals['_LAUNCHREQUEST']._serialized_start=165
@@ -60,6 +60,6 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_LAUNCHERRESTARTREQUEST']._serialized_end=622
   _globals['_LAUNCHERRESTARTRESPONSE']._serialized_start=624
   _globals['_LAUNCHERRESTARTRESPONSE']._serialized_end=665
-  _globals['_LAUNCHER']._serialized_start=804
-  _globals['_LAUNCHER']._serialized_end=1185
+  _globals['_LAUNCHER']._serialized_start=832
+  _globals['_LAUNCHER']._serialized_end=1213
 # @@protoc_insertion_point(module_scope)

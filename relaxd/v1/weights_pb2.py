@@ -25,15 +25,15 @@ _sym_db = _symbol_database.Default()
 from relaxd.v1 import sample_pb2 as relaxd_dot_v1_dot_sample__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17relaxd/v1/weights.proto\x12\trelaxd.v1\x1a\x16relaxd/v1/sample.proto\"\x99\x01\n\x0bWeightGroup\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x12\n\nworld_size\x18\x02 \x01(\x05\x12\x12\n\nstore_host\x18\x03 \x01(\t\x12\x12\n\nstore_port\x18\x04 \x01(\x05\x12\'\n\ttransport\x18\x05 \x01(\x0e\x32\x14.relaxd.v1.Transport\x12\x17\n\x0ftimeout_seconds\x18\x06 \x01(\x01\"P\n\nTensorSpec\x12\x0c\n\x04name\x18\x01 \x01(\t\x12%\n\x05\x64type\x18\x02 \x01(\x0e\x32\x16.relaxd.v1.ElementType\x12\r\n\x05shape\x18\x03 \x03(\x03\"K\n\x0cWeightBucket\x12&\n\x07tensors\x18\x01 \x03(\x0b\x32\x15.relaxd.v1.TensorSpec\x12\x13\n\x0bsource_rank\x18\x02 \x01(\x05\":\n\x0eWeightManifest\x12(\n\x07\x62uckets\x18\x01 \x03(\x0b\x32\x17.relaxd.v1.WeightBucket\"J\n\x0cMemoryChange\x12\x14\n\x0c\x62\x65\x66ore_bytes\x18\x01 \x01(\x03\x12\x13\n\x0b\x61\x66ter_bytes\x18\x02 \x01(\x03\x12\x0f\n\x07seconds\x18\x03 \x01(\x01*f\n\tTransport\x12\x19\n\x15TRANSPORT_UNSPECIFIED\x10\x00\x12\x12\n\x0eTRANSPORT_GLOO\x10\x01\x12\x12\n\x0eTRANSPORT_NCCL\x10\x02\x12\x16\n\x12TRANSPORT_CUDA_IPC\x10\x03\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17relaxd/v1/weights.proto\x12\trelaxd.v1\x1a\x16relaxd/v1/sample.proto\"\x99\x01\n\x0bWeightGroup\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x12\n\nworld_size\x18\x02 \x01(\x05\x12\x12\n\nstore_host\x18\x03 \x01(\t\x12\x12\n\nstore_port\x18\x04 \x01(\x05\x12\'\n\ttransport\x18\x05 \x01(\x0e\x32\x14.relaxd.v1.Transport\x12\x17\n\x0ftimeout_seconds\x18\x06 \x01(\x01\"P\n\nTensorSpec\x12\x0c\n\x04name\x18\x01 \x01(\t\x12%\n\x05\x64type\x18\x02 \x01(\x0e\x32\x16.relaxd.v1.ElementType\x12\r\n\x05shape\x18\x03 \x03(\x03\"K\n\x0cWeightBucket\x12&\n\x07tensors\x18\x01 \x03(\x0b\x32\x15.relaxd.v1.TensorSpec\x12\x13\n\x0bsource_rank\x18\x02 \x01(\x05\":\n\x0eWeightManifest\x12(\n\x07\x62uckets\x18\x01 \x03(\x0b\x32\x17.relaxd.v1.WeightBucket\"J\n\x0cMemoryChange\x12\x14\n\x0c\x62\x65\x66ore_bytes\x18\x01 \x01(\x03\x12\x13\n\x0b\x61\x66ter_bytes\x18\x02 \x01(\x03\x12\x0f\n\x07seconds\x18\x03 \x01(\x01*\x80\x01\n\tTransport\x12\x19\n\x15TRANSPORT_UNSPECIFIED\x10\x00\x12\x12\n\x0eTRANSPORT_GLOO\x10\x01\x12\x12\n\x0eTRANSPORT_NCCL\x10\x02\x12\x16\n\x12TRANSPORT_CUDA_IPC\x10\x03\x12\x18\n\x14TRANSPORT_GLOO_CHAIN\x10\x04\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'relaxd.v1.weights_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_TRANSPORT']._serialized_start=513
-  _globals['_TRANSPORT']._serialized_end=615
+  _globals['_TRANSPORT']._serialized_start=514
+  _globals['_TRANSPORT']._serialized_end=642
   _globals['_WEIGHTGROUP']._serialized_start=63
   _globals['_WEIGHTGROUP']._serialized_end=216
   _globals['_TENSORSPEC']._serialized_start=218

@@ -34,6 +34,8 @@ class _TransportEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Transport.V
     """Between GPUs."""
     TRANSPORT_CUDA_IPC: _Transport.ValueType  # 3
     """Between processes on the same GPUs."""
+    TRANSPORT_GLOO_CHAIN: _Transport.ValueType  # 4
+    """Over the network between CPUs, from each member to the next."""
 
 class Transport(_Transport, metaclass=_TransportEnumTypeWrapper):
     """How a weight group's members exchange tensors."""
@@ -46,6 +48,8 @@ TRANSPORT_NCCL: Transport.ValueType  # 2
 """Between GPUs."""
 TRANSPORT_CUDA_IPC: Transport.ValueType  # 3
 """Between processes on the same GPUs."""
+TRANSPORT_GLOO_CHAIN: Transport.ValueType  # 4
+"""Over the network between CPUs, from each member to the next."""
 Global___Transport: _TypeAlias = Transport  # noqa: Y015
 
 @_typing.final

@@ -31,16 +31,24 @@ class GlooBroadcast:
         self.finish()
 
 
+def gloo_group(store: dist.Store, rank: int, world_size: int, address: str, timeout: float) -> Any:
+    """Connect to the other members from `address` of this machine. Raises RuntimeError.
+
+    Returns a dist.ProcessGroupGloo outside torch's registry.
+    """
+    options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+    options._timeout = timedelta(seconds=timeout)
+    options._threads = 2
+    options._devices = [dist.ProcessGroupGloo.create_device(hostname=address)]
+    return dist.ProcessGroupGloo(store, rank, world_size, options)
+
+
 class GlooConnection:
-    """A gloo process group outside torch's registry."""
+    """A gloo process group whose members broadcast."""
 
     def __init__(self, store: dist.Store, rank: int, world_size: int, address: str, timeout: float) -> None:
-        """Connect to the other members from `address` of this machine. Raises RuntimeError."""
-        options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-        options._timeout = timedelta(seconds=timeout)
-        options._threads = 2
-        options._devices = [dist.ProcessGroupGloo.create_device(hostname=address)]
-        self._group: Any = dist.ProcessGroupGloo(store, rank, world_size, options)
+        """Connect: see `gloo_group`."""
+        self._group = gloo_group(store, rank, world_size, address, timeout)
         self._lock = threading.Lock()
         self._pending: list[Any] = []
 

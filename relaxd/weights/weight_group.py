@@ -18,6 +18,7 @@ from typing import Literal, Protocol, cast
 import torch
 import torch.distributed as dist
 
+from relaxd.config import CPU_TRANSPORTS
 from relaxd.process.interfaces import address_towards
 from relaxd.process.ports import listen
 from relaxd.rpc.errors import Aborted
@@ -25,11 +26,12 @@ from relaxd.rpc.message_parts import words
 from relaxd.v1 import weights_pb2
 from relaxd.weights.cuda_ipc import CudaMemory, IpcConnection
 from relaxd.weights.gloo import GlooConnection
+from relaxd.weights.gloo_chain import GlooChain
 from relaxd.weights.nccl import NcclConnection
 
 logger = logging.getLogger(__name__)
 
-Transport = Literal["gloo", "nccl", "cuda_ipc"]
+Transport = Literal["gloo", "gloo_chain", "nccl", "cuda_ipc"]
 
 _EVERYWHERE = ("", "0.0.0.0", "::")
 _POLL_SECONDS, _POLL_SHARE = 0.00005, 0.002
@@ -53,6 +55,11 @@ class Rendezvous:
     name: str
     """New to the store."""
     world_size: int
+
+    @property
+    def on_cpu(self) -> bool:
+        """True if the members exchange tensors in the memory of their hosts."""
+        return self.transport in CPU_TRANSPORTS
 
     @classmethod
     def from_proto(cls, group: weights_pb2.WeightGroup) -> "Rendezvous":
@@ -168,7 +175,7 @@ class WeightGroup:
     """A member of a weight group: `connect`, then `broadcast`; `abort` to leave."""
 
     def __init__(self, rendezvous: Rendezvous, rank: int, device: torch.device | None = None) -> None:
-        """`device` is the GPU, except for gloo."""
+        """`device` is the GPU, if the group isn't one of CPUs."""
         self.name = rendezvous.name
         self.rank = rank
         self.world_size = rendezvous.world_size
@@ -176,6 +183,7 @@ class WeightGroup:
             raise WeightGroupError(f"rank {rank} does not fit into weight group {self.name} of {self.world_size} ranks")
         self.aborted = threading.Event()
         self.transport = rendezvous.transport
+        self._on_cpu = rendezvous.on_cpu
         self._store_address = (rendezvous.store_host, rendezvous.store_port)
         self._device = device
         self._lock = threading.Lock()
@@ -258,7 +266,7 @@ class WeightGroup:
                 )
 
     def _build(self, store: dist.PrefixStore, timeout: float) -> GroupConnection:
-        if self.transport != "gloo" and self._device is None:
+        if not self._on_cpu and self._device is None:
             raise WeightGroupError(f"weight group {self.name}: {self.transport} needs a GPU, none was given")
         if self.transport == "cuda_ipc":
             assert self._device is not None
@@ -266,7 +274,10 @@ class WeightGroup:
         if self.transport == "nccl":
             assert self._device is not None
             return NcclConnection(store, self.rank, self.world_size, self._device, timeout, self.aborted)
-        return GlooConnection(store, self.rank, self.world_size, address_towards(*self._store_address), timeout)
+        address = address_towards(*self._store_address)
+        if self.transport == "gloo_chain":
+            return GlooChain(store, self.rank, self.world_size, address, timeout)
+        return GlooConnection(store, self.rank, self.world_size, address, timeout)
 
     def _close(self, *, announce: bool = True) -> None:
         with self._lock:
@@ -278,7 +289,7 @@ class WeightGroup:
             threading.Thread(target=_announce_abort, args=(store,), name=f"abort {self.name}", daemon=True).start()
         closing = threading.Thread(target=connection.abort, name=f"release {self.name}", daemon=True)
         closing.start()
-        if self.transport != "gloo":
+        if not self._on_cpu:
             closing.join(_ABORT_SECONDS)
             if closing.is_alive():
                 logger.error("weight group %s is still not aborted after %g s", self.name, _ABORT_SECONDS)

@@ -1,1 +1,1 @@
-"""The launcher for containers: starts replicas in its own compose project. Only it has access to the Docker engine."""
+"""The launcher for containers and pods. Only it has access to the Docker engine, or to the API of Kubernetes."""

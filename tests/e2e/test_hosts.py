@@ -14,3 +14,7 @@ def test_a_run_outlives_a_host_of_its_trainer(workplace: Workplace) -> None:
     workplace.kill_in_step(run, 3, "ranks")
     folder = workplace.folder / "runs" / "hosts"
     check_books(read_summary(folder), steps=6)
+    # A replay has all ranks on one machine, and finds the same numbers.
+    code, output = workplace.relaxd("replay", "hosts", "--step", "6")
+    assert code == 0, output
+    assert output.count("the same") == 4, output

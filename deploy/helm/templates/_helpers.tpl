@@ -11,6 +11,7 @@ teacher: {image: trainer, module: services.trainer.teacher, volumes: [models]}
 critic: {image: trainer, module: services.trainer.critic, volumes: [runs, models]}
 judge: {image: rollout, module: services.rollout.judge, volumes: [models]}
 agent: {image: agent, volumes: [models]}
+launcher: {image: launcher, volumes: []}
 cli: {image: cli, volumes: [runs, models]}
 {{- end }}
 
@@ -42,16 +43,22 @@ runAsGroup: 10001
 fsGroup: 10001
 fsGroupChangePolicy: OnRootMismatch
 seccompProfile: {type: RuntimeDefault}
+{{- with .Values.portRange }}
+sysctls: [{name: net.ipv4.ip_local_port_range, value: {{ replace "-" " " . | quote }}}]
+{{- end }}
 {{- end }}
 
-{{/* A role's secrets: its own token, whose tokens it accepts, and the password of Redis. */}}
+{{/* A role's secrets: its own token (the launcher, which calls no other service, has none), whose tokens it accepts, and
+the password of Redis. */}}
 {{- define "relaxd.secretVolume" -}}
 - name: secrets
   secret:
     secretName: {{ include "relaxd.secret" .root }}
     defaultMode: 0440
     items:
+      {{- if ne .role "launcher" }}
       - {key: {{ .token }}.token, path: token}
+      {{- end }}
       {{- if ne .role "cli" }}
       - {key: tokens, path: tokens}
       - {key: redis_password, path: redis_password}
@@ -65,17 +72,21 @@ seccompProfile: {type: RuntimeDefault}
 {{- $values := .root.Values }}
 {{- $port := ternary 50050 50051 (eq .role "coordinator") }}
 {{- $cli := eq .role "cli" }}
+{{- $launcher := eq .role "launcher" }}
 metadata:
   labels: {{- include "relaxd.podLabels" . | nindent 4 }}
 spec:
-  automountServiceAccountToken: false
+  {{- if $launcher }}
+  serviceAccountName: {{ .root.Release.Name }}-launcher
+  {{- end }}
+  automountServiceAccountToken: {{ $launcher }}
   enableServiceLinks: false
   {{- with $values.imagePullSecrets }}
   imagePullSecrets: {{- toYaml . | nindent 4 }}
   {{- end }}
   # 15 s more than the service takes to hand back its groups.
   terminationGracePeriodSeconds: {{ ternary 5 (add .settings.graceSeconds 15) $cli }}
-  securityContext: {{- include "relaxd.podSecurity" . | nindent 4 }}
+  securityContext: {{- include "relaxd.podSecurity" .root | nindent 4 }}
   {{- with .settings.nodeSelector }}
   nodeSelector: {{- toYaml . | nindent 4 }}
   {{- end }}
@@ -98,7 +109,12 @@ spec:
       env:
         - {name: RELAXD_COORDINATOR, value: "{{ .root.Release.Name }}-coordinator:50050"}
         - {name: RELAXD_STACK, value: {{ printf "%s.%s" .root.Release.Namespace .root.Release.Name | trunc 64 | quote }}}
+        {{- if $launcher }}
+        - {name: RELAXD_PLATFORM, value: kubernetes}
+        - {name: RELAXD_PROJECT, value: {{ .root.Release.Name | quote }}}
+        {{- else }}
         - {name: RELAXD_TOKEN_FILE, value: /run/relaxd/token}
+        {{- end }}
         - {name: HF_HOME, value: /models/.huggingface}
         - {name: HOME, value: {{ ternary "/home/relaxd" "/tmp" (gt (int .settings.gpus) 0) }}}
         {{- if not $cli }}
@@ -106,11 +122,18 @@ spec:
         - {name: RELAXD_REDIS, value: {{ $values.redis.url | default (printf "redis://%s-redis:6379/0" .root.Release.Name) | quote }}}
         - {name: RELAXD_REDIS_PASSWORD_FILE, value: /run/relaxd/redis_password}
         - {name: RELAXD_GRACE_SECONDS, value: {{ .settings.graceSeconds | quote }}}
-        {{- if ne .role "coordinator" }}
+        {{- if eq .role "coordinator" }}
+        {{- if and $values.roles.launcher $values.roles.launcher.replicas }}
+        - {name: RELAXD_LAUNCHER, value: "{{ .root.Release.Name }}-launcher:50051"}
+        {{- end }}
+        {{- if $values.keda.enabled }}
+        - {name: RELAXD_KEDA_PORT, value: "50052"}
+        {{- end }}
+        {{- else if not $launcher }}
+        # Kubernetes starts a pod's process again: by this name the coordinator knows that it will be back.
+        - {name: RELAXD_INSTANCE, valueFrom: {fieldRef: {fieldPath: metadata.name}}}
         - {name: POD_IP, valueFrom: {fieldRef: {fieldPath: status.podIP}}}
         - {name: RELAXD_ADVERTISE, value: "$(POD_IP):{{ $port }}"}
-        {{- else if $values.keda.enabled }}
-        - {name: RELAXD_KEDA_PORT, value: "50052"}
         {{- end }}
         {{- if $values.serviceMonitor.enabled }}
         - {name: OTEL_EXPORTER_OTLP_ENDPOINT, value: "http://{{ .root.Release.Name }}-collector:4317"}

@@ -30,7 +30,7 @@ GIB = 1 << 30
 def fit(
     words: WordsArgument,
     gpu_gib: Annotated[float, typer.Option(min=1, help="Memory of a GPU in GiB: 80 (H100), 141 (H200).")] = 80,
-    gpus_per_node: Annotated[int, typer.Option(min=1, max=64, help="GPUs of a machine.")] = 8,
+    gpus_per_node: Annotated[int, typer.Option(min=1, max=64, help="GPUs of a host.")] = 8,
     judge: Annotated[
         int | None, typer.Option(min=1, help="Replicas of the judge, if the run has one; default: its placement's.")
     ] = None,
@@ -92,10 +92,16 @@ def as_dictionary(found: Fit) -> dict[str, Any]:
         },
         "predicted_seconds": found.seconds.total,
         "layouts": [
-            {"settings": one.layout.settings, "bytes": one.bytes, "predicted_seconds": one.seconds}
+            {
+                "settings": one.layout.settings,
+                "bytes": one.bytes,
+                "predicted_seconds": one.seconds,
+                "bytes_between_hosts": one.between_hosts,
+            }
             for one in found.layouts
         ],
         "host": found.host,
+        "between_hosts": found.between_hosts,
         "disk": found.disk,
     }
 
@@ -112,7 +118,10 @@ def _print(path: Path, found: Fit, gpu_gib: float, console: Console) -> None:
             soft_wrap=True,
         )
     console.print(_layouts(found))
-    console.print(_amounts("the trainer's host, about", found.host))
+    title = "each of the trainer's hosts" if found.between_hosts else "the trainer's host"
+    console.print(_amounts(f"{title}, about", found.host))
+    if found.between_hosts:
+        console.print(_amounts("sent to other hosts in a step", found.between_hosts))
     console.print(_amounts("the run's folder, about", found.disk))
 
 
@@ -139,16 +148,19 @@ def _gpus(held: list[Held]) -> Table:
 
 def _layouts(found: Fit) -> Table:
     ranks = {one.layout.ranks for one in found.layouts}
-    title = "layouts of the trainer that fit" if found.layouts else "no layout of the trainer fits on a machine"
+    place = "hosts" if found.between_hosts else "a machine"
+    title = "layouts of the trainer that fit" if found.layouts else f"no layout of the trainer fits on {place}"
     if ranks - {found.layout.ranks}:
         title = f"no layout of {found.layout.ranks} ranks fits; with {min(ranks)}"
     table = Table(title=title, title_justify="left")
-    for name in ("layout", "GiB", "seconds of a step, a prediction"):
+    several = bool(found.between_hosts)
+    for name in ("layout", "GiB", "seconds of a step, a prediction", *(["GiB to other hosts"] if several else [])):
         table.add_column(name, justify="left" if name == "layout" else "right")
-    table.add_row(f"{found.layout.name} (configured)", _gib(_fullest(found)), f"{found.seconds.total:,.2f}")
-    table.add_section()
-    for one in found.layouts[:SHOWN_LAYOUTS]:
-        table.add_row(one.layout.name, _gib(one.bytes), f"{one.seconds:,.2f}")
+    own = (f"{found.layout.name} (configured)", _fullest(found), found.seconds.total, sum(found.between_hosts.values()))
+    others = [(one.layout.name, one.bytes, one.seconds, one.between_hosts) for one in found.layouts[:SHOWN_LAYOUTS]]
+    for number, (name, size, seconds, crossing) in enumerate([own, *others]):
+        row = (name, _gib(size), f"{seconds:,.2f}", *([_gib(crossing)] if several else []))
+        table.add_row(*row, end_section=number == 0)
     return table
 
 

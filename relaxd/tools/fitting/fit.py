@@ -8,6 +8,7 @@ from relaxd.config import RunConfig
 from relaxd.models.folders import resolve_model, routed_expert_bytes
 from relaxd.models.layouts import Layout, possible_layouts, problem
 from relaxd.roles import TRAINER
+from relaxd.tools.fitting.between_hosts import crossing_bytes
 from relaxd.tools.fitting.gpu_memory import (
     ASLEEP,
     EngineMemory,
@@ -43,10 +44,14 @@ class Candidate:
     """Bytes of its fullest GPU."""
     seconds: float
     """Predicted, for the trainer's part in a step."""
+    between_hosts: int
+    """Bytes that a host sends to others in a step."""
 
 
 def rank_layouts(config: RunConfig, models: Models, hardware: Hardware, taken: int) -> list[Candidate]:
     """Return the layouts that fit, the fastest predicted first: of trainer.ranks, or of the fewest ranks above.
+
+    With several hosts those whose tensor-parallel ranks are on one host. The time between hosts is not predicted.
 
     Args:
         config: the run.
@@ -54,13 +59,13 @@ def rank_layouts(config: RunConfig, models: Models, hardware: Hardware, taken: i
         hardware: the GPUs.
         taken: bytes of a GPU that another process holds.
     """
-    ranks = config.trainer.ranks
-    while ranks <= hardware.gpus_per_node:
+    ranks, hosts = config.trainer.ranks, config.trainer.hosts
+    while ranks <= hardware.gpus_per_node * hosts:
         if found := _fitting(config, models, hardware, ranks, taken):
             return sorted(found, key=lambda one: (one.seconds, one.bytes))
         if config.run.colocate:  # as many ranks as the engines have GPUs
             break
-        ranks += 1
+        ranks += hosts
     return []
 
 
@@ -75,7 +80,7 @@ def _fitting(config: RunConfig, models: Models, hardware: Hardware, ranks: int, 
             shard_gradients=trainer.shard_gradients,
             overlap_grad_reduce=trainer.overlap_grad_reduce,
         )
-        if any(problem(layout, shape) for shape in models.frozen):
+        if any(problem(layout, shape) for shape in models.frozen) or ranks // trainer.hosts % layout.tensor:
             continue
         ways = [layout]  # whole gradients first: they are faster
         if layout.data * layout.context > 1 and not layout.shard_gradients:
@@ -83,7 +88,9 @@ def _fitting(config: RunConfig, models: Models, hardware: Hardware, ranks: int, 
         for layout in ways:
             size = taken + max(held.total for held in on_trainer(config, models, layout, hardware))
             if size <= hardware.room:
-                found.append(Candidate(layout, size, predict(models.policy, layout, work, element).total))
+                seconds = predict(models.policy, layout, work, element).total
+                crossing = crossing_bytes(models.policy, layout, work, trainer.hosts, element)
+                found.append(Candidate(layout, size, seconds, sum(crossing.values())))
                 break
     return found
 
@@ -117,6 +124,9 @@ class Fit:
     layouts: list[Candidate]
     """Layouts of the trainer that fit, the fastest predicted first."""
     host: Bytes
+    """Memory of a host of the trainer."""
+    between_hosts: Bytes
+    """Bytes that a host of the trainer sends to its others in a step."""
     disk: Bytes
 
     @property
@@ -138,7 +148,7 @@ def fit(config: RunConfig, hardware: Hardware, judges: int = 1) -> Fit:
         FitError: a model can't be divided as configured, or a node has too few GPUs.
     """
     models, layout = read_models(config), Layout.of_trainer(config.trainer)
-    check_layout(layout, (models.policy, *models.frozen), TRAINER, hardware)
+    check_layout(layout, (models.policy, *models.frozen), TRAINER, hardware, config.trainer.hosts)
     trainer, own_engines = on_trainer(config, models, layout, hardware), engines(config, hardware)
     held, judge_weights = list(trainer), 0
     sleepers: list[str] = []
@@ -162,13 +172,15 @@ def fit(config: RunConfig, hardware: Hardware, judges: int = 1) -> Fit:
     if config.algorithm.needs_critic and not models.critic:
         held += on_critic(config, models, hardware)
     element, expert_bytes = _element_and_expert_bytes(config)
+    work = step_work(config, models)
     return Fit(
         held=held,
         engines={role: _engine(config, role, memory) for role, memory in own_engines.items()},
         layout=layout,
-        seconds=predict(models.policy, layout, step_work(config, models), element),
+        seconds=predict(models.policy, layout, work, element),
         layouts=rank_layouts(config, models, hardware, taken),
         host=host_bytes(config, models, element, expert_bytes, judge_weights),
+        between_hosts=crossing_bytes(models.policy, layout, work, config.trainer.hosts, element),
         disk=disk_bytes(config, models, element, expert_bytes),
     )
 

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from relaxd.config import JudgeConfig, RolloutConfig, RunConfig
+from relaxd.config import CPU_TRANSPORTS, JudgeConfig, RolloutConfig, RunConfig
 from relaxd.engines import ENGINES
 from relaxd.models.folders import frozen_models, resolve_model
 from relaxd.models.layouts import Layout, model_parameters, problem
@@ -83,13 +83,15 @@ ASLEEP = {TRAINER: 7_500_000_000, "rollout": 5_600_000_000}
 """Bytes that a process keeps while it sleeps in a colocated run. Measured: 4.4 to 7.5 GB and 3.6 to 5.6 GB."""
 
 
-def check_layout(layout: Layout, shapes: Sequence[ModelShape], section: str, hardware: Hardware) -> None:
-    """Raise FitError if a layout can't be, for one of the models or on a node."""
+def check_layout(
+    layout: Layout, shapes: Sequence[ModelShape], section: str, hardware: Hardware, hosts: int = 1
+) -> None:
+    """Raise FitError if a layout can't be, for one of the models or on so many nodes."""
     for shape in shapes:
         if wrong := problem(layout, shape, section):
             raise FitError(wrong)
     sizes = "tensor_parallel x pipeline_parallel x context_parallel"
-    hardware.check(f"{section}.{'ranks' if section == TRAINER else sizes}", layout.ranks)
+    hardware.check(f"{section}.{'ranks' if section == TRAINER else sizes}", layout.ranks, hosts)
 
 
 def on_trainer(config: RunConfig, models: Models, layout: Layout, hardware: Hardware) -> list[Held]:
@@ -100,7 +102,7 @@ def on_trainer(config: RunConfig, models: Models, layout: Layout, hardware: Hard
     if models.critic:
         trained.append(TrainedModelShape("critic", models.policy, critic.cpu_offload, critic.moment_bytes))
     batch = micro_batch(config, config.micro_batch_tokens)
-    bucket = 0 if config.weights.transport == "gloo" else config.weights.bucket_bytes
+    bucket = 0 if config.weights.transport in CPU_TRANSPORTS else config.weights.bucket_bytes
     found = []
     for stage in range(layout.pipeline):
         own = trainer_stage(trained, models.frozen, layout, stage, batch, hardware.gpu_bytes, bucket_bytes=bucket)

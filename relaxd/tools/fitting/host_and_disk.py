@@ -13,6 +13,8 @@ from relaxd.tools.fitting.trainer_memory import Bytes
 
 RANK_BYTES = 4 << 30
 """Resident memory of a rank's process without tensors: torch, CUDA's libraries, Megatron. Assumed."""
+SPARE_RANK_BYTES = 1 << 30
+"""The same of a spare rank's process, which has loaded its code and uses no device. Assumed."""
 MEAN_OF_MEDIAN = 1.5
 """Mean length of an answer over the median, as rehearsals assume."""
 
@@ -90,19 +92,24 @@ def kept_checkpoints(config: RunConfig, models: Models) -> int:
 
 
 def host_bytes(config: RunConfig, models: Models, element: int, expert_bytes: int, judge_weights: int = 0) -> Bytes:
-    """Return the memory that the trainer's host needs. `judge_weights` are those of all judges that sleep there."""
-    trainer = config.trainer
+    """Return the memory that a host of the trainer needs; of several the first, which has the groups.
+
+    `judge_weights` are those of all judges that sleep there.
+    """
+    trainer, hosts = config.trainer, config.trainer.hosts
     found = {
-        "the ranks' processes": trainer.ranks * RANK_BYTES,
+        "the ranks' processes": trainer.ranks_per_host * RANK_BYTES,
         "groups of two steps": 2 * step_bytes(config, expert_bytes),
     }
+    if hosts > 1:
+        found["spare ranks' processes"] = trainer.ranks_per_host * SPARE_RANK_BYTES
     offloads = (trainer.optimizer.cpu_offload, config.roles.critic.optimizer.cpu_offload)
     if offloaded := sum(count for count, offload in zip(models.trained, offloads, strict=False) if offload):
-        found["offloaded optimizer"] = 16 * offloaded  # main weights, moments, gradients
+        found["offloaded optimizer"] = 16 * offloaded // hosts  # main weights, moments, gradients
     if trainer.activation_offload_bytes:
-        found["activations"] = trainer.ranks * trainer.activation_offload_bytes
+        found["activations"] = trainer.ranks_per_host * trainer.activation_offload_bytes
     if trainer.checkpoint.every:
-        found["a checkpoint being written"] = checkpoint_bytes(config, models)
+        found["a checkpoint being written"] = checkpoint_bytes(config, models) // hosts
     if config.run.colocate and config.trainer.offload:
         state = state_bytes(config, models, element + (4 if element < 4 else 0))
         weights = element * sum(stage_parameters(shape, Layout(1), 0).all for shape in models.frozen)

@@ -81,7 +81,7 @@ def predict(shape: ModelShape, layout: Layout, work: StepWork, element: int = 2)
     # All wait for the slowest stage. The last one has the output layer besides its layers.
     shares = [layout.stage_layers(shape, stage) / shape.layers for stage in range(stages)]
     slowest = max(max(shares) * of_layers, shares[-1] * of_layers + of_output) * stages / speed
-    per_update = work.tokens / work.mini_batches / (FULLNESS * work.micro_batch_tokens) / layout.data
+    per_update = micro_batches(layout, work)
     schedule = max(1.0, min(per_update, float(SCHEDULE * (stages - 1))))
     bubble = slowest * (1 + (stages - 1) / layout.pipeline_chunks / schedule) - compute
     return Seconds(
@@ -90,6 +90,11 @@ def predict(shape: ModelShape, layout: Layout, work: StepWork, element: int = 2)
         _communication(shape, layout, work.tokens, element) * work.passes,
         _update(shape, layout, element, per_update) * work.updates,
     )
+
+
+def micro_batches(layout: Layout, work: StepWork) -> float:
+    """Return the micro-batches of a data-parallel rank in an update, on average."""
+    return work.tokens / work.mini_batches / (FULLNESS * work.micro_batch_tokens) / layout.data
 
 
 def _communication(shape: ModelShape, layout: Layout, tokens: float, element: int) -> float:

@@ -249,13 +249,14 @@ class Hardware:
         """Bytes of a GPU that can be filled."""
         return int(USABLE_SHARE * self.gpu_bytes)
 
-    def check(self, setting: str, gpus: int) -> None:
-        """Raise FitError if a role needs more GPUs than a node has."""
-        if gpus > self.gpus_per_node:
-            raise FitError(
-                f"{setting} is {gpus}: a replica's GPUs are on one node, which has {self.gpus_per_node} "
-                "(--gpus-per-node)"
-            )
+    def check(self, setting: str, gpus: int, nodes: int = 1) -> None:
+        """Raise FitError if a role needs more GPUs than its nodes have."""
+        if gpus <= self.gpus_per_node * nodes:
+            return
+        place = "a replica's GPUs are on one node, which has"
+        if nodes > 1:
+            place = f"they are on trainer.hosts = {nodes} nodes, each of which has"
+        raise FitError(f"{setting} is {gpus}: {place} {self.gpus_per_node} (--gpus-per-node)")
 
 
 @dataclass(frozen=True)

@@ -85,18 +85,16 @@ class Launchers:
         except grpc.aio.AioRpcError as error:
             raise self._launcher_error("could not be started", replica, error) from error
 
-    async def failure(self, replica: ScaledReplica) -> str:
-        """Return the reason why a created replica will never register; "" while it may. Raises LauncherError."""
+    async def instance(self, replica: ScaledReplica) -> Instance:
+        """Return how a created replica is by its launcher; FAILED if it is gone. Raises LauncherError."""
         if external_address(replica):
-            return ""
+            return Instance(launch_id=replica.launch_id)
         self._require_launcher()
         try:
-            instance = (await self._instances()).get(replica.launch_id)
+            instances = await self._instances()
         except grpc.aio.AioRpcError as error:
             raise self._launcher_error("can't be looked up", replica, error) from error
-        if instance is None:
-            return "it is gone"
-        return instance.detail or "it ended" if instance.state == INSTANCE_STATE_FAILED else ""
+        return instances.get(replica.launch_id) or Instance(state=INSTANCE_STATE_FAILED, detail="it is gone")
 
     async def _instances(self) -> dict[str, Instance]:
         """Return the launcher's instances by launch id: one listing for all who ask within LISTED_SECONDS."""

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from relaxd.roles import ROLES
+from relaxd.v1.launcher_pb2 import INSTANCE_STATE_FAILED, INSTANCE_STATE_PENDING
 from relaxd.v1.replica_pb2 import REPLICA_STATE_FAILED, REPLICA_STATE_IDLE, REPLICA_STATE_READY
 from services.coordinator.fleet.registry import Registry, Replica
 from services.coordinator.runs.run_manager import RunManager
@@ -119,10 +120,13 @@ class ReplicaDrive:
 
     async def _check_alive(self) -> None:
         try:
-            if failure := await self._launchers.failure(self._scaled):
-                raise ScaleFailed(failure)
+            instance = await self._launchers.instance(self._scaled)
         except LauncherError as error:
             await self._save(detail=str(error))
+            return
+        if instance.state == INSTANCE_STATE_FAILED:
+            raise ScaleFailed(instance.detail or "it ended")
+        await self._save(detail=instance.detail if instance.state == INSTANCE_STATE_PENDING else "")
 
     def _check_deadline(self, *, ended: bool = False, detail: str = "") -> None:
         """Raise ScaleFailed once the request is cancelled or its deadline has passed."""
@@ -135,7 +139,7 @@ class ReplicaDrive:
     def _progress(self, replica: Replica | None) -> tuple[ScaleState, str]:
         """Return a replica's state and what it waits for."""
         if replica is None:
-            return ScaleState.CREATING, "it has not registered yet"
+            return ScaleState.CREATING, self._scaled.detail or "it has not registered yet"
         status, active = replica.status, self._runs.active
         if status.state == REPLICA_STATE_FAILED:
             return ScaleState.CREATING, status.detail or "it failed"

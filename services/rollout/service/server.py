@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 from opentelemetry import trace
 
+from relaxd.config import CPU_TRANSPORTS
 from relaxd.media.prompt_media import PromptMedia
 from relaxd.replica.replica_server import SyncIds
 from relaxd.rpc.errors import AlreadyExists, FailedPrecondition, NotFound, ResourceExhausted, Unavailable, Violations
@@ -135,7 +136,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServicer):
         )
         violations.check(0 < group.store_port < 65536, "group.store_port", f"is {group.store_port}: no such port")
         violations.check(group.store_host, "group.store_host", "is empty")
-        place, right = ("a CPU", ("gloo",)) if engine.device == "cpu" else ("a GPU", ("nccl", "cuda_ipc"))
+        place, right = ("a CPU", CPU_TRANSPORTS) if engine.device == "cpu" else ("a GPU", ("nccl", "cuda_ipc"))
         transport = words(weights_pb2.Transport).get(group.transport, str(group.transport))
         violations.check(
             transport in right,

@@ -71,7 +71,7 @@ class WeightBroadcaster:
             WeightGroupError: a member didn't join within `timeout` seconds, or `leave` was called meanwhile.
         """
         world = self._learner.world
-        device = None if rendezvous.transport == "gloo" else world.device
+        device = None if rendezvous.on_cpu else world.device
         kind = StockWeightGroup if ENGINES[self._engine].stock_weight_group else WeightGroup
         group = kind(rendezvous, world.pp_rank, device)
         layout = broadcast_layout(rendezvous.transport, self._engine)

@@ -14,6 +14,7 @@ from pydantic import ValidationError
 
 from relaxd.config import RunConfig
 from relaxd.process.ports import reserve_port
+from relaxd.replica.gpus import visible_gpus
 from relaxd.run_folder import checkpoint_path, checkpoint_steps
 from services.trainer.checkpoints.checkpoint_folders import CheckpointBroken, verify
 
@@ -53,33 +54,41 @@ def newest_intact(run_folder: Path, up_to: int) -> int | None:
 
 
 def start_ranks(module: str, config: RunConfig, words: Sequence[str]) -> int:
-    """Run a program once per rank, with the output of rank 0. Returns the exit code.
+    """Run a program once per rank, all on this machine, with the output of rank 0. Returns the exit code.
 
-    When a rank fails, the others are killed, as they would wait for it.
+    When a rank fails, the others are killed, as they would wait for it. Raises OfflineError if this machine has GPUs,
+    but fewer than ranks.
     """
+    ranks, hosts, gpus = config.trainer.ranks, config.trainer.hosts, len(visible_gpus())
+    if 0 < gpus < ranks:
+        made = f" on {hosts} hosts" if hosts > 1 else ""
+        raise OfflineError(
+            f"the run's trainer has {ranks} ranks{made}, which are all started here, and this machine shows {gpus} "
+            f"GPUs: do this on a machine with {ranks}"
+        )
     port = reserve_port("127.0.0.1", config.weights.port_range)  # until they have ended
-    world = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port.number), "WORLD_SIZE": str(config.trainer.ranks)}
-    ranks = [
+    world = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port.number), "WORLD_SIZE": str(ranks)}
+    processes = [
         subprocess.Popen(
             [sys.executable, "-m", module, *words],
             env=os.environ | world | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
             stdout=None if rank == 0 else subprocess.DEVNULL,
         )
-        for rank in range(config.trainer.ranks)
+        for rank in range(ranks)
     ]
     try:
-        while not any(rank.poll() for rank in ranks) and any(rank.poll() is None for rank in ranks):
+        while not any(process.poll() for process in processes) and any(process.poll() is None for process in processes):
             time.sleep(POLL_SECONDS)  # idle: its ranks work
-        codes = [rank.poll() or 0 for rank in ranks]
+        codes = [process.poll() or 0 for process in processes]
         failed = next((f"rank {number} ended with code {code}" for number, code in enumerate(codes) if code), "")
         try:
-            ranks[0].wait(RANK0_ERROR_SECONDS)  # it may be about to report why another rank failed
+            processes[0].wait(RANK0_ERROR_SECONDS)  # it may be about to report why another rank failed
         except subprocess.TimeoutExpired:
             print(json.dumps({"error": failed}), flush=True)
         return max(map(abs, codes))
     finally:
-        for rank in ranks:
-            rank.kill()
+        for process in processes:
+            process.kill()
         port.close()
 
 

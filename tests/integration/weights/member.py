@@ -59,7 +59,8 @@ class Pages:
 
 def main() -> None:
     torch.set_num_threads(1)
-    pages = "pages" in sys.argv
+    transport: Any = sys.argv[1] if len(sys.argv) > 1 else "gloo"
+    pages = transport == "cuda_ipc"
     if pages:
         group_module.CudaMemory = lambda device: Pages()  # type: ignore[assignment,misc]
     store: Any = None
@@ -71,13 +72,13 @@ def main() -> None:
         try:
             match command.pop("do"):
                 case "host":
-                    store = host_store()
+                    store = host_store(command.get("host", "127.0.0.1"))
                     answer["port"] = store.port
                 case "connect":
                     timeout = command.pop("timeout")
                     abort_after = command.pop("abort_after", None)
                     rank = command.pop("rank")
-                    rendezvous = Rendezvous(transport="cuda_ipc" if pages else "gloo", **command)
+                    rendezvous = Rendezvous(transport=transport, **command)
                     group = WeightGroup(rendezvous, rank, torch.device("cpu"))
                     if abort_after is not None:
                         threading.Timer(abort_after, group.abort).start()

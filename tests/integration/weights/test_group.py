@@ -1,11 +1,13 @@
 """Weight groups between real processes."""
 
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.kit.namespaces import Node, namespaces
 from tests.kit.processes import Partner, kill
 
 PROMPT = 30.0
@@ -15,27 +17,27 @@ PROMPT = 30.0
 class Member(Partner):
     """One process of a group."""
 
-    def __init__(self, *words: str) -> None:
-        super().__init__("-m", "tests.integration.weights.member", *words)
+    def __init__(self, *words: str, within: Node | None = None) -> None:
+        super().__init__("-m", "tests.integration.weights.member", *words, within=within)
 
 
 @pytest.fixture
-def members() -> Iterator[list[Member]]:
-    members = [Member() for _ in range(3)]
+def members(request: pytest.FixtureRequest) -> Iterator[list[Member]]:
+    """Three members, of the transport that the test names."""
+    members = [Member(*([request.param] if hasattr(request, "param") else [])) for _ in range(3)]
     yield members
     kill(*(member.process for member in members))
 
 
-def connect(members: list[Member], port: int, name: str, timeout: float = 60) -> list[dict[str, Any]]:
+def connect(members: list[Member], port: int, name: str, timeout: float = 60, **place: str) -> list[dict[str, Any]]:
+    own = {"store_port": port, "name": name, "world_size": len(members), "timeout": timeout, **place}
     for rank, member in enumerate(members):
-        member.tell(
-            do="connect", store_port=port, name=name, rank=rank, world_size=len(members), timeout=timeout
-        )  # fmt: skip
+        member.tell(do="connect", rank=rank, **own)
     return [member.answer() for member in members]
 
 
-def host(member: Member) -> int:
-    member.tell(do="host")
+def host(member: Member, **place: str) -> int:
+    member.tell(do="host", **place)
     return int(member.answer()["port"])
 
 
@@ -97,6 +99,57 @@ def test_a_group_outlives_the_death_and_the_abort_of_others(members: list[Member
     assert [answer["values"][0] for answer in broadcast(rest, 0, 9.0)] == [9.0, 9.0]
 
 
+@pytest.mark.night
+@pytest.mark.parametrize("members", ["gloo_chain"], indirect=True)
+@pytest.mark.parametrize("lost", [0, 1, 2])
+def test_a_chain_ends_for_all_when_a_member_dies(members: list[Member], lost: int) -> None:
+    port = host(members[2] if lost != 2 else members[0])
+    assert not any("error" in answer for answer in connect(members, port, "first"))
+    for source in range(3):
+        assert [answer["values"] for answer in broadcast(members, source, 7.5, 3_000_000)] == [[7.5] * 3] * 3
+    rest = [member for rank, member in enumerate(members) if rank != lost]
+    for member in rest:
+        member.tell(do="broadcast", source=0, value=1, elements=50_000_000, timeout=60)
+    members[lost].process.kill()
+    answers = [member.answer() for member in rest]
+    assert all(answer["seconds"] < PROMPT for answer in answers), answers
+    # Those before the lost one may have passed everything on, except for its neighbours.
+    failed = ["error" in answer for answer in answers]
+    assert failed == {0: [True, True], 1: [True, True], 2: [failed[0], True]}[lost], answers
+    assert not any("error" in answer for answer in connect(rest, port, "second"))
+    assert [answer["values"][2] for answer in broadcast(rest, 0, 3.0, 1_000_000)] == [3.0, 3.0]
+
+
+@pytest.mark.night
+@pytest.mark.parametrize("transport", ["gloo", "gloo_chain"])
+def test_every_port_is_of_the_system_s_range(transport: str) -> None:
+    """What a container's sysctl sets is the range of all that listens."""
+    with namespaces(2) as nodes:
+        for node in nodes:
+            words = node.command(["sysctl", "-qw", "net.ipv4.ip_local_port_range=20000 20099"])
+            subprocess.run(words, check=True, timeout=60)
+        members = [Member(transport, within=node) for node in nodes]
+        try:
+            place = nodes[0].address
+            port = host(members[0], host=place)
+            assert not any("error" in answer for answer in connect(members, port, "first", store_host=place))
+            assert [answer["values"][0] for answer in broadcast(members, 0, 2.0)] == [2.0, 2.0]
+            for member in members:
+                ports = listened_in_namespace_of(member.process.pid)
+                assert ports
+                assert all(20000 <= port < 20100 for port in ports), ports
+        finally:
+            kill(*(member.process for member in members))
+
+
+def listened_in_namespace_of(pid: int) -> list[int]:
+    """Return the TCP ports on which a process's network namespace listens, as proc_net_tcp(5) has them."""
+    lines = [
+        line.split() for name in ("tcp", "tcp6") for line in Path(f"/proc/{pid}/net/{name}").read_text().splitlines()
+    ]
+    return [int(fields[1].rpartition(":")[2], 16) for fields in lines if fields[3] == "0A"]
+
+
 def test_a_store_that_is_not_there_is_named(members: list[Member]) -> None:
     members[0].tell(do="connect", store_port=9, name="x", rank=0, world_size=2, timeout=1)
     answer = members[0].answer()
@@ -106,7 +159,7 @@ def test_a_store_that_is_not_there_is_named(members: list[Member]) -> None:
 
 def test_memory_that_all_see() -> None:
     """The flow of cuda_ipc, with pages of the host's memory in the place of a GPU's."""
-    members = [Member("pages") for _ in range(3)]
+    members = [Member("cuda_ipc") for _ in range(3)]
     try:
         port = host(members[0])
         assert not any("error" in answer for answer in connect(members, port, "first"))

@@ -183,6 +183,22 @@ async def test_a_launcher_that_is_full_is_asked_again_until_the_deadline(desk: D
     assert desk.scaled.detail.startswith("not active within 60 s: could not be started: ")
 
 
+async def test_the_reason_of_a_wait_on_its_host_is_told(desk: Desk) -> None:
+    driving = await desk.begin(Direction.OUT)
+    await eventually(lambda: LAUNCH in desk.host.there, "it is launched", 20.0)
+    waits = "pod r-1: pending: no node has a GPU"
+    instance = desk.host.there[LAUNCH]
+    instance.state, instance.detail = launcher_pb2.INSTANCE_STATE_PENDING, waits
+    await desk.until(ScaleState.CREATING, waits)
+    instance.state = launcher_pb2.INSTANCE_STATE_RUNNING
+    await eventually(lambda: not desk.scaled.detail, "it waits no more", 20.0)
+    instance.state = launcher_pb2.INSTANCE_STATE_PENDING
+    await desk.until(ScaleState.CREATING, waits)
+    desk.passes(SECONDS + 1)
+    await asyncio.wait_for(driving, 20.0)
+    assert (desk.scaled.state, desk.scaled.detail) == (ScaleState.FAILED, f"not active within 60 s: {waits}")
+
+
 async def test_what_is_cancelled_on_its_way_up_is_removed(desk: Desk) -> None:
     driving = await desk.begin(Direction.OUT)
     await eventually(lambda: LAUNCH in desk.host.there, "it is launched", 20.0)

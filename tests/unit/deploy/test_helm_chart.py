@@ -10,6 +10,8 @@ from relaxd.roles import REPLICA_ROLES, SCALABLE_ROLES
 from relaxd.rpc.credentials import read_tokens
 from relaxd.rpc.server import LIVENESS
 from relaxd.rpc.service_settings import parse_settings
+from relaxd.v1 import launcher_pb2 as pb
+from services.launcher.kubernetes_host import pod_manifest
 from tests.kit.helm_chart import CHART, HelmUnavailable, Rendered, render_chart
 
 PAGE = Path(__file__).parents[3] / "docs" / "kubernetes.md"
@@ -21,12 +23,15 @@ ALL = {
     "storage": {"runs": {"claim": "shared"}, "models": {"className": "nfs"}},
     "serviceMonitor": {"enabled": True, "labels": {"release": "prometheus"}},
     "keda": {"enabled": True},
-    "roles": {role: {"replicas": 2} for role in REPLICA_ROLES} | {"trainer": {"gpus": 8}, "rollout": {"gpus": 1}},
+    "portRange": "20000-29999",
+    "roles": {role: {"replicas": 2} for role in (*REPLICA_ROLES, "launcher")}
+    | {"trainer": {"gpus": 8}, "rollout": {"gpus": 1}},
 }
 WRONG = [
     ({"roles": {"rolout": {"replicas": 1}}}, "additional properties 'rolout' not allowed"),
     ({"roles": {"rollout": {"replicas": -1}}}, "at '/roles/rollout/replicas'"),
     ({"image": {"registry": "example.com"}}, "at '/image/registry'"),
+    ({"portRange": "20000:29999"}, "at '/portRange'"),
 ]
 Charts = tuple[list[str], list[Rendered]]
 
@@ -109,18 +114,55 @@ def test_services_accept_their_environment(charts: Charts, tmp_path: Path) -> No
     for key in ("tokens", "redis_password"):
         (tmp_path / key).write_text(secret[key])
     for rendered in (small, full):
-        for role in (*REPLICA_ROLES, "coordinator"):
+        for role in (*REPLICA_ROLES, "coordinator", "launcher"):
             if ("Deployment", f"r-{role}") not in rendered.documents:
                 continue
-            (tmp_path / "token").write_text(secret[f"{role}.token"])
+            (tmp_path / "token").write_text(secret.get(f"{role}.token", ""))
             given = {
                 name: value.replace("/run/relaxd", str(tmp_path)).replace("$(POD_IP)", "10.0.0.1")
                 for name, value in environment(rendered, role).items()
             }
             settings = parse_settings(role, [], given)
             assert settings.stack == "default.r"
-            assert settings.advertise == ("" if role == "coordinator" else "10.0.0.1:50051")
+            assert settings.advertise == ("10.0.0.1:50051" if role in REPLICA_ROLES else "")
             settings.security.check("0.0.0.0")  # else it would not listen there
+
+
+def test_the_launcher_may_only_copy_pods(charts: Charts) -> None:
+    _, (small, full, *_) = charts
+    assert not [kind for kind, _ in small.documents if kind in ("Role", "RoleBinding", "ServiceAccount")]
+    assert "RELAXD_LAUNCHER" not in environment(small, "coordinator")
+    assert environment(full, "coordinator")["RELAXD_LAUNCHER"] == "r-launcher:50051"
+    pods, deployments = full.documents["Role", "r-launcher"]["rules"]
+    assert (pods["resources"], pods["verbs"]) == (["pods"], ["get", "list", "create", "delete"])
+    assert (deployments["resources"], deployments["verbs"]) == (["deployments"], ["get"])
+    assert deployments["resourceNames"] == [f"r-{role}" for role in SCALABLE_ROLES]
+    given = environment(full, "launcher")
+    assert (given["RELAXD_PLATFORM"], given["RELAXD_PROJECT"]) == ("kubernetes", "r")
+    for role in (*REPLICA_ROLES, "coordinator", "launcher"):
+        pod = full.documents["Deployment", f"r-{role}"]["spec"]["template"]["spec"]
+        assert pod["automountServiceAccountToken"] == (role == "launcher")
+        assert pod.get("serviceAccountName") == ("r-launcher" if role == "launcher" else None)
+    deployment = full.documents["Deployment", "r-rollout"]
+    deployment["metadata"]["uid"] = "u"
+    request = pb.LaunchRequest(launch_id="scale-1", role="rollout")
+    labels = pod_manifest(deployment, request, "r-scale-1")["metadata"]["labels"]
+    chosen = deployment["spec"]["selector"]["matchLabels"].items()
+    assert not chosen <= labels.items()
+    assert full.documents["NetworkPolicy", "r"]["spec"]["podSelector"]["matchLabels"].items() <= labels.items()
+
+
+def test_one_range_has_the_ports_that_are_chosen(charts: Charts) -> None:
+    _, (small, full, *_) = charts
+    assert "ports" not in small.documents["NetworkPolicy", "r"]["spec"]["ingress"][0]
+    allowed = full.documents["NetworkPolicy", "r"]["spec"]["ingress"][0]["ports"]
+    assert allowed[-1] == {"protocol": "TCP", "port": 20000, "endPort": 29999}
+    fixed = {one["port"] for one in allowed[:-1]}
+    for role in (*REPLICA_ROLES, "coordinator"):
+        pod = full.documents["Deployment", f"r-{role}"]["spec"]["template"]["spec"]
+        assert pod["securityContext"]["sysctls"] == [{"name": "net.ipv4.ip_local_port_range", "value": "20000 29999"}]
+        listened = {port["containerPort"] for one in pod["containers"] for port in one.get("ports", ())}
+        assert listened - {50052} <= fixed  # KEDA's port has a policy of its own
 
 
 def test_what_is_optional(charts: Charts) -> None:

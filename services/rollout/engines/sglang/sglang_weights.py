@@ -73,7 +73,7 @@ class SGLangWeights:
         except ManifestError as error:
             raise ManifestMismatch(str(error)) from error
         destinations = self._find(manifest, buckets)
-        device = None if rendezvous.transport == "gloo" else self._device
+        device = None if rendezvous.on_cpu else self._device
         group = WeightGroup(rendezvous, rank, device)
         receiver = _Receiver(
             group,

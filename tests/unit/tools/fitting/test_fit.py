@@ -490,3 +490,29 @@ def test_the_command_names_what_is_wrong(tmp_path: Path) -> None:
     found = CliRunner().invoke(app, ["fit", str(path), "--trainer.ranks", "3", "--trainer.tensor_parallel", "3"])
     assert isinstance(found.exception, CliError)
     assert "must divide the model's 16 query heads; sizes that do: 1, 2" in str(found.exception)
+
+
+def test_a_trainer_over_hosts_has_room_on_each(large: Path) -> None:
+    sections: dict[str, Any] = {"trainer": {"ranks": 16, "hosts": 2, "tensor_parallel": 2, "recompute": "selective"}}
+    found, one = (
+        fit(make(large, **sections), H100),
+        fit(make(large, trainer=sections["trainer"] | {"hosts": 1}), wide()),
+    )
+    assert found.fits
+    assert found.held == one.held
+    assert found.host["the ranks' processes"] * 2 == one.host["the ranks' processes"]
+    assert one.between_hosts == {}
+    assert found.between_hosts.keys() == {"gradients", "updated weights"}
+    assert found.between_hosts["gradients"] == 2 * found.between_hosts["updated weights"]
+    # Tensor-parallel ranks share a host.
+    assert max(one.layout.tensor for one in found.layouts) <= 8
+    assert all(one.between_hosts > 0 for one in found.layouts)
+    with pytest.raises(
+        FitError, match=r"trainer\.ranks is 32: they are on trainer\.hosts = 2 nodes, each of which has 8"
+    ):
+        fit(make(large, trainer={"ranks": 32, "hosts": 2}), H100)
+
+
+def wide() -> Hardware:
+    """Return a host with as many GPUs as two others."""
+    return Hardware(80 << 30, 16)

@@ -1,0 +1,214 @@
+"""A host that runs replicas as pods: each is a copy of a role's Deployment in a release of deploy/helm."""
+
+import copy
+import hashlib
+import math
+import re
+import time
+from typing import Any
+
+from relaxd.roles import REPLICA_ROLES, SCALABLE_ROLES
+from relaxd.rpc.errors import FailedPrecondition, NotFound, Unavailable
+from relaxd.v1 import launcher_pb2 as pb
+from services.launcher.kubernetes_api import KubernetesApi, Object
+
+RELEASE = "app.kubernetes.io/instance"
+ROLE = "relaxd.dev/role"
+SCALED = "relaxd.dev/scaled"
+"""Label of launched pods, with their role. They have no label ROLE, so that neither the role's Deployment nor its
+disruption budget nor an autoscaler of Kubernetes counts them."""
+LAUNCH_ID, SGLANG_URL = "relaxd.dev/launch-id", "relaxd.dev/sglang-url"
+"""Annotations of launched pods: what they were launched with. (Labels may have no URL, and not every launch id.)"""
+MAX_NAME = 63
+"""Maximum length of a pod's name, which is also its host's."""
+MAX_RESTARTS = 5
+"""Restarts of a pod's container after which it counts as failed."""
+KILL_SECONDS = 1
+"""Grace period of a pod that is killed. With 0, Kubernetes would forget it while its processes may still run."""
+ENDING_SECONDS = 30.0
+"""Time for a pod to be gone, beyond its grace period."""
+POLL_SECONDS = 0.25
+
+
+def pod_name(release: str, launch_id: str) -> str:
+    """Return the name of a launch id's pod, which may have only lower-case letters, digits and dashes."""
+    wanted = f"{release}-{launch_id}"
+    name = re.sub(r"[^a-z0-9-]", "-", wanted.lower()).strip("-")
+    if name == wanted and len(name) <= MAX_NAME:
+        return name
+    digest = hashlib.sha256(launch_id.encode()).hexdigest()[:10]
+    return f"{name[: MAX_NAME - 11].rstrip('-')}-{digest}"
+
+
+def pod_manifest(deployment: Object, request: pb.LaunchRequest, name: str) -> Object:
+    """Return the manifest of a launched pod.
+
+    Args:
+        deployment: the role's, whose pods it is like.
+        request: launch id, role and SGLang server of the replica; the last one is the Deployment's where empty.
+        name: the pod's.
+
+    Raises FailedPrecondition if the Deployment's pods have no container of the role's name.
+    """
+    metadata, template = deployment["metadata"], deployment["spec"]["template"]
+    spec = copy.deepcopy(template["spec"])
+    given = {"RELAXD_LAUNCH_ID": request.launch_id}
+    annotations = {LAUNCH_ID: request.launch_id}
+    if request.sglang_url:
+        given["RELAXD_SGLANG_URL"] = annotations[SGLANG_URL] = request.sglang_url
+    container = next((one for one in spec["containers"] if one["name"] == request.role), None)
+    if container is None:
+        raise FailedPrecondition(f"Deployment {metadata['name']!r} has no container {request.role!r} to copy")
+    kept = [variable for variable in container.get("env") or () if variable["name"] not in given]
+    container["env"] = kept + [{"name": variable, "value": value} for variable, value in given.items()]
+    labels = {key: value for key, value in template["metadata"]["labels"].items() if key != ROLE}
+    return {
+        "apiVersion": "v1",
+        "kind": "Pod",
+        "metadata": {
+            "name": name,
+            "labels": labels | {SCALED: request.role},
+            "annotations": (template["metadata"].get("annotations") or {}) | annotations,
+            # It goes with the Deployment, and so with the release.
+            "ownerReferences": [
+                {"apiVersion": "apps/v1", "kind": "Deployment", "name": metadata["name"], "uid": metadata["uid"]}
+            ],
+        },
+        "spec": spec,
+    }
+
+
+def pod_instance(pod: Object) -> pb.Instance:
+    """Return the instance that a launched pod is."""
+    metadata = pod["metadata"]
+    state, detail = _state(pod)
+    return pb.Instance(
+        launch_id=metadata["annotations"][LAUNCH_ID],
+        role=metadata["labels"][SCALED],
+        state=state,
+        detail=f"pod {metadata['name']}: {detail}",
+    )
+
+
+class KubernetesHost:
+    """Runs replicas as pods of one release: copies of its Deployments' pods."""
+
+    roles = frozenset(SCALABLE_ROLES)
+
+    def __init__(self, api: KubernetesApi, release: str) -> None:
+        """`release` is the Helm release. Raises FailedPrecondition when it is empty."""
+        if not release:
+            raise FailedPrecondition("name the Helm release whose roles are scaled with --project / RELAXD_PROJECT")
+        self._api = api
+        self._release = release
+
+    def launch(self, request: pb.LaunchRequest) -> pb.Instance:
+        if request.gpu_uuids:
+            raise FailedPrecondition(
+                "gpu_uuids can't be chosen on Kubernetes, whose device plugin gives GPUs to pods: leave them out"
+            )
+        name = pod_name(self._release, request.launch_id)
+        pod = self._launched(name) or self._create(request, name)
+        if pod["metadata"]["annotations"][LAUNCH_ID] != request.launch_id:
+            raise FailedPrecondition(f"pod {name} has launch id {pod['metadata']['annotations'][LAUNCH_ID]}")
+        if pod["metadata"].get("deletionTimestamp"):
+            raise Unavailable(f"pod {name} of an earlier launch is still ending")
+        return pod_instance(pod)
+
+    def remove(self, launch_id: str, grace_seconds: float) -> None:
+        pod = self._launched(pod_name(self._release, launch_id))
+        if pod is not None:
+            self._end(pod, max(KILL_SECONDS, math.ceil(grace_seconds)))
+
+    def restart(self, instance: str, replica_id: str) -> str:
+        """See Host. `instance` is a pod's name; `replica_id` is ignored, because Kubernetes does not know it."""
+        pod = self._api.pod(instance)
+        labels = {} if pod is None else pod["metadata"].get("labels") or {}
+        if pod is None or labels.get(RELEASE) != self._release:
+            raise NotFound(f"release {self._release!r} has no pod {instance!r}")
+        scaled = SCALED in labels
+        role = labels[SCALED] if scaled else labels.get(ROLE)
+        if role not in REPLICA_ROLES:
+            raise FailedPrecondition(
+                f"pod {instance} is of {role or 'no role'}: only {', '.join(REPLICA_ROLES)} can be restarted"
+            )
+        _, was = _state(pod)
+        if scaled:
+            annotations = pod["metadata"]["annotations"]
+            again = pb.LaunchRequest(
+                launch_id=annotations[LAUNCH_ID], role=role, sglang_url=annotations.get(SGLANG_URL, "")
+            )
+            self._end(pod, KILL_SECONDS)
+            self._create(again, instance)
+        else:  # its ReplicaSet makes another
+            self._api.delete_pod(pod, KILL_SECONDS)
+        return f"pod {instance} was {was}"
+
+    def instances(self) -> list[pb.Instance]:
+        return [pod_instance(pod) for pod in self._api.pods(f"{RELEASE}={self._release},{SCALED}")]
+
+    def _create(self, request: pb.LaunchRequest, name: str) -> Object:
+        deployment = self._api.deployment(f"{self._release}-{request.role}")
+        if deployment is None:
+            raise FailedPrecondition(
+                f"release {self._release!r} has no Deployment of role {request.role!r} to copy: give it one replica "
+                f"(helm upgrade, roles.{request.role}.replicas)"
+            )
+        pod = self._api.create_pod(pod_manifest(deployment, request, name)) or self._launched(name)
+        if pod is None:
+            raise Unavailable(f"pod {name} of an earlier launch was still ending")
+        return pod
+
+    def _launched(self, name: str) -> Object | None:
+        """Return a launched pod; None if there is none. Raises FailedPrecondition if another pod has the name."""
+        pod = self._api.pod(name)
+        if pod is not None:
+            metadata = pod["metadata"]
+            ours = (metadata.get("labels") or {}).get(RELEASE) == self._release
+            if not ours or LAUNCH_ID not in (metadata.get("annotations") or {}):
+                raise FailedPrecondition(f"pod {name} is not one that this launcher started: remove or rename it")
+        return pod
+
+    def _end(self, pod: Object, grace_seconds: int) -> None:
+        """End a pod, and wait until it is gone. Raises Unavailable if that takes too long."""
+        name, uid = pod["metadata"]["name"], pod["metadata"]["uid"]
+        self._api.delete_pod(pod, grace_seconds)
+        deadline = time.monotonic() + grace_seconds + ENDING_SECONDS
+        while True:
+            found = self._api.pod(name)
+            if found is None or found["metadata"]["uid"] != uid:
+                return
+            if time.monotonic() > deadline:
+                node = found["spec"].get("nodeName") or "no node"
+                raise Unavailable(f"pod {name} on {node} has not ended within {grace_seconds + ENDING_SECONDS:g} s")
+            time.sleep(POLL_SECONDS)  # brief: the grace period, and ENDING_SECONDS
+
+
+def _state(pod: Object) -> tuple["pb.InstanceState.ValueType", str]:
+    """Return a pod's state, and its reason in words."""
+    status: dict[str, Any] = pod.get("status") or {}
+    phase = status.get("phase", "Pending")
+    container: dict[str, Any] = next(iter(status.get("containerStatuses") or ()), {})
+    told: dict[str, Any] = container.get("state") or {}
+    if phase in ("Failed", "Succeeded"):
+        ended = told.get("terminated") or {}
+        reason = status.get("reason") or ended.get("reason") or "ended"
+        code = f", exit code {ended['exitCode']}" if "exitCode" in ended else ""
+        return pb.INSTANCE_STATE_FAILED, _line(f"{reason}{code}", status.get("message") or ended.get("message"))
+    if waiting := told.get("waiting"):
+        words = _line(waiting.get("reason") or "waiting", waiting.get("message"))
+        restarts = container.get("restartCount", 0)
+        if not restarts:
+            return pb.INSTANCE_STATE_PENDING, words
+        failed = restarts >= MAX_RESTARTS
+        return pb.INSTANCE_STATE_FAILED if failed else pb.INSTANCE_STATE_RESTARTING, f"{words} ({restarts} restarts)"
+    if phase == "Pending":
+        problems = [
+            one for one in status.get("conditions") or () if one.get("status") == "False" and one.get("message")
+        ]
+        return pb.INSTANCE_STATE_PENDING, _line("pending", problems[0]["message"] if problems else "")
+    return pb.INSTANCE_STATE_RUNNING, f"{phase.lower()} on {pod['spec'].get('nodeName', 'no node')}"
+
+
+def _line(words: str, message: str | None) -> str:
+    return f"{words}: {message}" if message else words
