@@ -81,7 +81,11 @@ ENGINES: dict[str, EngineCapabilities] = {
             sleeps=True,
             pauses=("in_place", "abort", "drain"),
             gives_likeliest=True,
-            media={"qwen3_vl": ("image", "video"), "qwen3_omni_moe": ("image", "audio")},
+            media={
+                "qwen3_vl": ("image", "video"),
+                "qwen3_vl_moe": ("image", "video"),
+                "qwen3_omni_moe": ("image", "audio"),
+            },
         ),
         EngineCapabilities(
             name="sglang",
@@ -98,7 +102,7 @@ ENGINES: dict[str, EngineCapabilities] = {
             sleeps=True,
             gives_likeliest=True,
             media={"qwen3_vl": ("image", "video")},
-            refused_models=("qwen3_omni_moe",),
+            refused_models=("qwen3_vl_moe", "qwen3_omni_moe"),
         ),
         EngineCapabilities(
             name="sglang_external",
@@ -106,7 +110,7 @@ ENGINES: dict[str, EngineCapabilities] = {
             module="services.rollout.engines.sglang_external.external_engine",
             takes_url=True,
             stock_weight_group=True,
-            refused_models=("qwen3_omni_moe",),
+            refused_models=("qwen3_vl_moe", "qwen3_omni_moe"),
         ),
         EngineCapabilities(
             name=SCRIPTED,
