@@ -82,6 +82,7 @@ def test_log_probs_equal_transformers(harness: Harness, reference: PreTrainedMod
     assert compared > 60
 
 
+@pytest.mark.night  # a further model
 def test_a_mixture_answers_as_transformers_does(tmp_path: Path) -> None:
     harness = Harness(make_vision_model(tmp_path, model_type="qwen3_vl_moe", **EXPERTS))
     vision = read_vision(tmp_path)
