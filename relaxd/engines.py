@@ -85,6 +85,7 @@ ENGINES: dict[str, EngineCapabilities] = {
             gives_likeliest=True,
             media={
                 "qwen3_vl": ("image", "video"),
+                "qwen3_vl_moe": ("image", "video"),
                 "qwen3_5": ("image", "video"),
                 "qwen3_omni_moe": ("image", "audio"),
             },
@@ -104,7 +105,7 @@ ENGINES: dict[str, EngineCapabilities] = {
             sleeps=True,
             gives_likeliest=True,
             media={"qwen3_vl": ("image", "video"), "qwen3_omni_moe": ("image", "audio")},
-            refused_models=("qwen3_next", "qwen3_5", "qwen3_5_text"),
+            refused_models=("qwen3_vl_moe", "qwen3_next", "qwen3_5", "qwen3_5_text"),
         ),
         EngineCapabilities(
             name="sglang_external",
@@ -113,7 +114,7 @@ ENGINES: dict[str, EngineCapabilities] = {
             takes_url=True,
             stock_weight_group=True,
             gives_checksums=False,
-            refused_models=("qwen3_omni_moe", "qwen3_next", "qwen3_5", "qwen3_5_text"),
+            refused_models=("qwen3_vl_moe", "qwen3_omni_moe", "qwen3_next", "qwen3_5", "qwen3_5_text"),
         ),
         EngineCapabilities(
             name=SCRIPTED,

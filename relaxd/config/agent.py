@@ -58,9 +58,9 @@ class AgentConfig(Section):
     reward."""
     settings: dict[str, Any] = Field(default_factory=dict)
     """The environment's own settings, or the function's: keyword arguments of its class, or of the function."""
-    images: bool = False
-    """Messages may have images, those of the environment, the program or the function and those of prompts, whether or
-    not data.media_keys names a column with them (docs/media.md)."""
+    media: tuple[Literal["image", "video", "audio"], ...] = ()
+    """Kinds of media that messages may have, those of the environment, the program or the function and those of
+    prompts, besides the kinds of data.media_keys (docs/media.md)."""
     max_turns: int = Field(default=8, ge=1)
     """Maximum number of the model's messages in a conversation, in all of its histories."""
     turn_tokens: int = Field(default=0, ge=0)

@@ -233,12 +233,12 @@ class RunConfig(Section):
     @property
     def media_kinds(self) -> tuple[str, ...]:
         """The kinds of media that the run's prompts or other messages of its conversations may have."""
-        return tuple(self.data.media_keys) or (("image",) if self.agent.images else ())
+        return tuple(dict.fromkeys((*self.data.media_keys, *self.agent.media)))
 
     @property
     def media_setting(self) -> str:
         """The setting by which the run has media."""
-        return "data.media_keys" if self.data.media_keys else "agent.images"
+        return "data.media_keys" if self.data.media_keys else "agent.media"
 
     @property
     def media_problem(self) -> tuple[str, str] | None:
@@ -248,12 +248,6 @@ class RunConfig(Section):
         for kind in self.media_kinds:
             if not ENGINES[self.rollout.engine].takes(kind):
                 return "rollout.engine", self.engine_problem(kind)
-        others = [kind for kind in self.data.media_keys if kind != "image"]
-        if self.agent.is_there and others:
-            return (
-                "data.media_keys",
-                f"names a column with {others[0]}, but {self.agent.shown}: conversations have only images so far",
-            )
         return None
 
     def engine_problem(self, kind: str, model_type: str | None = None) -> str:
@@ -295,7 +289,7 @@ class RunConfig(Section):
         if self.reward.media and not self.has_media:
             raise ValueError(
                 "reward.media is true, but the run has none: name a column with media in data.media_keys, set "
-                "agent.images, or leave it out"
+                "agent.media, or leave it out"
             )
         return self
 

@@ -93,7 +93,7 @@ class Prompt:
     teacher_tokens: np.ndarray | None = None
     """Token ids of the teacher's prompt, int32, if it has its own."""
     media: PromptMedia = NO_MEDIA
-    """Its images, whose tokens it has."""
+    """Its media, whose tokens it has."""
 
     def to_json(self) -> dict[str, Any]:
         """Return the board's `prompt` column."""
@@ -187,7 +187,7 @@ class PromptDataset:
         )
 
     def look_ahead(self, cursor: Cursor, count: int) -> None:
-        """Begin with the images of the prompts of the next places, which most visits go to."""
+        """Begin with the media of the prompts of the next places, which most visits go to."""
         if self._media is None:
             return
         epoch, position = cursor.place

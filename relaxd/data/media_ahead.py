@@ -1,4 +1,4 @@
-"""Images and videos of prompts whose turn comes soon, which are normalised in threads beside whoever publishes them."""
+"""Media of prompts whose turn comes soon, which are normalised in threads beside whoever publishes them."""
 
 import os
 from collections import OrderedDict
@@ -11,15 +11,15 @@ from relaxd.media import NormalMedia
 from relaxd.models import DataError
 
 KEPT = 48
-"""Prompts whose images are kept or on the way: those of a batch that is published, and of two after it."""
+"""Prompts whose media are kept or on the way: those of a batch that is published, and of two after it."""
 THREADS = 4
 """Maximum number of threads: decoding, resizing and PNG leave Python's lock to others."""
 DEADLINE_SECONDS = 300
-"""Time in which a prompt's images must be there; a disk may hang."""
+"""Time in which a prompt's media must be there; a disk may hang."""
 
 
 class MediaAhead:
-    """The images and videos of prompts in their normal form, by index. For one caller at a time."""
+    """The media of prompts in their normal form, by index. For one caller at a time."""
 
     def __init__(self, vision: VisionModel) -> None:
         self._vision = vision
@@ -27,13 +27,13 @@ class MediaAhead:
         self._found: OrderedDict[int, Future[list[NormalMedia]]] = OrderedDict()
 
     def expect(self, examples: Iterable[tuple[int, Example]]) -> None:
-        """Begin to normalise the images of prompts that aren't on the way yet."""
+        """Begin to normalise the media of prompts that aren't on the way yet."""
         for index, example in examples:
             if example.media and index not in self._found:
                 self._found[index] = self._pool.submit(normalise, example, self._vision)
 
     def take(self, index: int, example: Example) -> list[NormalMedia]:
-        """Return a prompt's images, and drop the oldest ones that are kept. Raises DataError."""
+        """Return a prompt's media, and drop the oldest ones that are kept. Raises DataError."""
         self.expect([(index, example)])
         if index not in self._found:
             return []
@@ -43,7 +43,7 @@ class MediaAhead:
         try:
             return self._found[index].result(DEADLINE_SECONDS)
         except TimeoutError as error:
-            raise DataError("data", f"{example.place}: its images weren't read in {DEADLINE_SECONDS} s") from error
+            raise DataError("data", f"{example.place}: its media weren't read in {DEADLINE_SECONDS} s") from error
         except Exception:
             del self._found[index]  # the file may be repaired
             raise

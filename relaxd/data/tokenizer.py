@@ -85,7 +85,7 @@ class PromptTokenizer:
             model.chat_template,
             model.chat_template_arguments,
             continue_final=data.continue_final_message,
-            vision=read_vision(folder, data) if config.has_media else None,
+            vision=read_vision(folder, data, config.media_kinds) if config.has_media else None,
         )
 
     def encode(self, examples: Sequence[Example]) -> list[np.ndarray]:
@@ -127,6 +127,10 @@ class PromptTokenizer:
             return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
         # Other threads run meanwhile, which they don't beside `encode`.
         return list(self._tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids)
+
+    def labels_of(self, times: Sequence[float]) -> list[list[int]]:
+        """Return the tokens of the texts that say a video's times, as Qwen3-VL's processor writes them."""
+        return [self.encode_text(f"<{seconds:.1f} seconds>") for seconds in times]
 
     @cached_property
     def added_tokens(self) -> dict[int, AddedToken]:
@@ -192,8 +196,7 @@ class PromptTokenizer:
     def _expanded(
         self, example: Example, tokens: np.ndarray, vision: VisionModel, sizes: Sequence[MediaSize]
     ) -> np.ndarray:
-        # As Qwen3-VL's processor writes them.
-        labels = [[self.encode_text(f"<{seconds:.1f} seconds>") for seconds in size.times] for size in sizes]
+        labels = [self.labels_of(size.times) for size in sizes]
         try:
             return expand(tokens, [size.grid for size in sizes], vision.tokens, labels)
         except MediaError as error:

@@ -1,7 +1,7 @@
 """Images, video and sound of prompts for one model: its rules, read from its folder, and items read by them."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -77,7 +77,7 @@ class VisionModel:
 
     @property
     def rules(self) -> Mapping[str, Any]:
-        """The rules by kind of media; None: prompts of the run have none of it."""
+        """The rules by kind of media; None: the run has none of it."""
         return {IMAGE: self.rule, VIDEO: self.video, AUDIO: self.sound}
 
     def cut(self, pixels: np.ndarray, grid: Grid) -> np.ndarray:
@@ -100,12 +100,13 @@ class VisionModel:
         return patches(pixels, self.rule, grid, self.mean, self.std, self.times)
 
 
-def read_vision(folder: Path, data: DataConfig | None = None) -> VisionModel:
-    """Return a model's rules for images, and for video and sound if the prompts of `data` have some.
+def read_vision(folder: Path, data: DataConfig | None = None, run_kinds: Collection[str] | None = None) -> VisionModel:
+    """Return a model's rules for images, and for video and sound if the run has some.
 
     Args:
         folder: the model's.
         data: columns and limits of items; None: the model's limits, and sound if the model hears.
+        run_kinds: kinds of media of the run; None: those of the columns.
 
     Raises:
         DataError: it sees no such media, its rules aren't known here, its files are damaged or disagree, or the limits
@@ -119,11 +120,14 @@ def read_vision(folder: Path, data: DataConfig | None = None) -> VisionModel:
             f"prompts have media, but {folder} has a model of type {model_type!r}: {', '.join(MODEL_KINDS)} see",
         )
     kinds = MODEL_KINDS[model_type]
-    for kind in data.media_keys if data is not None else ():
+    columns = data.media_keys if data is not None else ()
+    wanted = columns if run_kinds is None else run_kinds
+    for kind in wanted:
         if kind not in kinds:
             able = ", ".join(name for name, own in MODEL_KINDS.items() if kind in own)
             what = f"has a model of type {model_type!r}, which takes no {kind} here: {able} do"
-            raise DataError("model.path", f"prompts have {kind} (data.media_keys), but {folder} {what}")
+            who = "prompts have {} (data.media_keys)" if kind in columns else "messages may have {} (agent.media)"
+            raise DataError("model.path", f"{who.format(kind)}, but {folder} {what}")
     config = config.get("thinker_config", config)
     processor, file = _processor(folder, PROCESSOR_FILES, "image_processor")
     size = processor.get("size") or {}
@@ -172,9 +176,9 @@ def read_vision(folder: Path, data: DataConfig | None = None) -> VisionModel:
             "at most the maximum",
         )
     vision = VisionModel(ImageRule(patch, merge, least, most), tokens, mean, std, times)
-    if AUDIO in kinds and (data is None or AUDIO in data.media_keys):
+    if AUDIO in kinds and (data is None or AUDIO in wanted):
         vision = replace(vision, sound=_sound_rule(folder, config, data))
-    if data is not None and VIDEO in data.media_keys:
+    if data is not None and VIDEO in wanted:
         vision = replace(vision, video=_video_rule(folder, vision, data))
     return vision
 
@@ -253,6 +257,16 @@ def measure(example: Example, vision: VisionModel) -> list[MediaSize]:
 def normalise(example: Example, vision: VisionModel) -> list[NormalMedia]:
     """Return a prompt's media in their normal form. Raises DataError, which names the row and the item."""
     return _read_each(example, vision, lambda kind: kind.normalise)
+
+
+def normalise_shown(kind: str, source: Any, vision: VisionModel | None) -> NormalMedia:
+    """Return an item of a conversation's message in its normal form.
+
+    Raises MediaError: it can't be used, or the run has none of its kind.
+    """
+    if (rule := None if vision is None else vision.rules[kind]) is None:
+        raise MediaError(f'is of type {kind}, but agent.media doesn\'t name it: add "{kind}"')
+    return MEDIA_KINDS[kind].normalise(source, rule)
 
 
 def _read_each(

@@ -47,7 +47,7 @@ class OpenedSession:
     tools: list[dict[str, Any]]
     """Schemas of tools."""
     media: Sequence[MediaItem] = ()
-    """The messages' images, in order."""
+    """The messages' media, in order."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ class SessionStep:
     rewards: Mapping[int, float] = field(default_factory=dict)
     """Rewards of the other players, by number."""
     media: Sequence[MediaItem] = ()
-    """The messages' images, in order."""
+    """The messages' media, in order."""
 
 
 class EnvironmentClient:
@@ -161,7 +161,7 @@ _TOLD = (Aborted, DeadlineExceeded)
 
 
 def _messages(text: str, what: str) -> tuple[list[Message], tuple[MediaItem, ...]]:
-    """Return messages that an environment sent, without their images, and these."""
+    """Return messages that an environment sent, without their media, and these."""
     read = read_observation(_list("messages_json", text), what, sent=True)
     return [message for message, _ in read], tuple(item for _, items in read for item in items)
 

@@ -16,10 +16,10 @@ __all__ = ["BadEnvironmentError", "Environment", "Observation", "Reply", "Sample
 
 Observation = str | Message | Sequence[Message] | None
 """Words of the environment: a text, a message, messages, or nothing. A text answers the tool calls of the model's
-message if it has any, and is the user's otherwise. The content of a message is a text, or a list of texts and images
+message if it has any, and is the user's otherwise. The content of a message is a text, or a list of texts and media
 (docs/agents.md)."""
 MAX_BYTES = 1 << 20
-"""Maximum number of bytes of an observation without its images, and of the tools' schemas, as JSON in UTF-8."""
+"""Maximum number of bytes of an observation without its media, and of the tools' schemas, as JSON in UTF-8."""
 STEP = "return Step(observation, reward, done, info), or a tuple of the first two, three or four of these"
 
 
@@ -32,7 +32,7 @@ class Sample:
     """The beginning of a conversation."""
 
     messages: Sequence[Message]
-    """The prompt's messages. An image in them is a part {"type": "image", "image": a data URI}, in its normal form."""
+    """The prompt's messages. An item in them is a part, {"type": "image", "image": a data URI}, in its normal form."""
     answer: str = ""
     """The reference answer; "" if the data has none."""
     metadata: Mapping[str, Any] = field(default_factory=dict)
@@ -153,7 +153,7 @@ def finite_number(value: object, what: str) -> float:
 
 
 def messages_of(observation: object, what: str, calls: Sequence[ToolCall] = (), *, sent: bool = False) -> list[Message]:
-    """Return an observation as messages whose images are data URIs, as `read_observation`."""
+    """Return an observation as messages whose media are data URIs, as `read_observation`."""
     return [
         {**message, "content": put_media(message["content"], [item.source for item in items])}
         for message, items in read_observation(observation, what, calls, sent=sent)
@@ -163,7 +163,7 @@ def messages_of(observation: object, what: str, calls: Sequence[ToolCall] = (), 
 def read_observation(
     observation: object, what: str, calls: Sequence[ToolCall] = (), *, sent: bool = False
 ) -> list[tuple[Message, list[MediaItem]]]:
-    """Return an observation as messages without their images, each with its images as data URIs.
+    """Return an observation as messages without their media, each with its media as data URIs.
 
     It may answer a message with `calls`. One that was `sent` must have data URIs. Raises BadEnvironmentError, which
     begins with `what`, such as "step() returned": it is no observation.
@@ -192,7 +192,7 @@ def read_observation(
         if not isinstance(content, str | list):
             raise BadEnvironmentError(
                 f"{what} a message with the content {_shown(content)}: it must be text, or a list of parts, "
-                '{"type": "text", "text": "..."} or {"type": "image", "image": ...}'
+                '{"type": "text", "text": "..."} or media such as {"type": "image", "image": ...}'
             )
         if len(content) > MAX_BYTES:
             raise _too_large(f"{what} a message of", len(content))

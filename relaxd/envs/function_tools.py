@@ -35,7 +35,7 @@ class FunctionTool:
         """The schema in OpenAI's form."""
 
     async def answer(self, call: ToolCall) -> str | list[Any]:
-        """Return the function's result as a text, or as parts if it has images.
+        """Return the function's result as a text, or as parts if it has media.
 
         Bad arguments and exceptions are answered with "Error: ...". Raises BadEnvironmentError if the function does.
         """

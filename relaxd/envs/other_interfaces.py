@@ -7,7 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from relaxd.envs.environment import BadEnvironmentError, Environment, Reply, Sample, Step
-from relaxd.media.placeholders import IMAGE
+from relaxd.media.placeholders import KINDS
 
 
 class RelaxEnvironment(Environment):
@@ -100,13 +100,15 @@ class GymEnvironment(Environment):
 
 
 def _content(observation: Mapping[str, Any]) -> str | list[Any]:
-    """Return an observation of Relax as a message's content: its images before its text."""
+    """Return an observation of Relax as a message's content: its media before its text."""
     text, media = observation.get("obs_str", ""), observation.get("multi_modal_data") or {}
-    if other := [kind for kind in media if kind != IMAGE]:
-        raise BadEnvironmentError(f"step() returned an observation with multi_modal_data of {other[0]!r}: only images")
-    given = media.get(IMAGE) or []
-    images = given if isinstance(given, list | tuple) else [given]
-    parts = [{"type": IMAGE, "image": image} for image in images]
+    if other := [kind for kind in media if kind not in KINDS]:
+        known = ", ".join(KINDS)
+        raise BadEnvironmentError(f"step() returned an observation with multi_modal_data of {other[0]!r}: only {known}")
+    parts = []
+    for kind, given in media.items():
+        items = given if isinstance(given, list | tuple) else [given] if given is not None else []
+        parts += [{"type": kind, kind: item} for item in items]
     return [*parts, {"type": "text", "text": text}] if parts else text
 
 

@@ -68,7 +68,7 @@ class Model:
         """Have the model write the next message.
 
         Args:
-            messages: all messages so far. Their content may have images as an environment's.
+            messages: all messages so far. Their content may have media as an environment's.
             tools: schemas of the tools that it may call, in OpenAI's form.
             max_tokens: maximum length of the message, besides the run's limits.
             stop: texts that end it, besides the run's.
@@ -105,7 +105,7 @@ class Model:
 
 
 def _with_sent_media(place: str, message: Message) -> Message:
-    """Return a message whose images are data URIs. Raises MediaError, a ValueError."""
+    """Return a message whose media are data URIs. Raises MediaError, a ValueError."""
     content = message.get("content")
     if not isinstance(content, list | tuple):
         return message

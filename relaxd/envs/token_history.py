@@ -10,7 +10,7 @@ next turn. How this text joins the reply depends on the token at which the model
 - the template writes no special token there: the sampled one stays;
 - the model was cut off: the template's text ends its turn.
 
-Messages may have images. The template writes an image token for each, which becomes as many as the image has.
+Messages may have images, video and sound. The template writes one token for each item, which becomes the item's.
 """
 
 import json
@@ -30,7 +30,7 @@ from relaxd.data.templating import REASONING
 from relaxd.data.tokenizer import PromptTokenizer
 from relaxd.envs.replies import THINKING_TAGS
 from relaxd.media import MediaError
-from relaxd.media.placeholders import IMAGE
+from relaxd.media.placeholders import KINDS
 from relaxd.media.prompt_media import StoredMedia, expand_at
 from relaxd.models import DataError
 
@@ -115,13 +115,13 @@ class TokenHistory:
             tools: schemas of the tools that the model may call; None: those of the example.
             opened: messages of the environment that follow the prompt's. Without them and with the example's tools, the
                 prompt's tokens are those that `PromptTokenizer.encode` makes of the example.
-            media: images of the example's and of these messages, in order.
+            media: media of the example's and of these messages, in order.
             tokens: the prompt's token ids, in place of all of these; then only `add_tokens` continues it.
 
         Raises:
             DataError: the model has no chat template, or the template rejects the prompt.
-            CannotContinue: a message of the environment has something else than text and images, or the template
-                doesn't write one image token for each image.
+            CannotContinue: a message of the environment has something else than text and media, or the template
+                doesn't write one token for each item.
         """
         if tokenizer.template is None:
             raise DataError("model.chat_template", "is not set, and the model has none, which conversations need")
@@ -136,7 +136,7 @@ class TokenHistory:
         self.opens_thinking = False
         """True if the context ends with the tag that begins thinking."""
         self.media: list[StoredMedia] = []
-        """Images in the context, and where they are."""
+        """Media in the context, and where they are."""
         self.prompt_tokens: list[int] = list(tokens)
         """Token ids of the first prompt of the engine."""
         if not tokens:
@@ -198,7 +198,7 @@ class TokenHistory:
 
     @property
     def media_to_last_reply(self) -> list[StoredMedia]:
-        """Images in the context up to the end of the last reply."""
+        """Media in the context up to the end of the last reply."""
         return self._media_to_reply
 
     def reply_lengths(self) -> list[int]:
@@ -251,12 +251,12 @@ class TokenHistory:
         Texts of control tokens in the messages become plain text. If it fails, the history is as before.
 
         Args:
-            messages: at least one. An image of theirs is a part {"type": "image"}.
-            media: the messages' images, in order.
+            messages: at least one. An item of theirs is a part such as {"type": "image"}.
+            media: the messages' media, in order.
 
         Raises:
             CannotContinue: the chat template rejects the conversation, does not show where the reply ends or doesn't
-                write one image token for each image, or a message has something else than text and images.
+                write one token for each item, or a message has something else than text and media.
             ValueError: there is no reply before, or no message.
         """
         if not self._replied or not messages:
@@ -386,19 +386,19 @@ class TokenHistory:
         return [{**self._tools[0], "function": described}, *self._tools[1:]]
 
     def _as_plain_text(self, message: Message) -> Message:
-        """Return a message of text and images in which control tokens are broken.
+        """Return a message of text and media in which control tokens are broken.
 
         Raises CannotContinue: it has something else.
         """
         content, text = message.get("content"), message.get("content")
         if isinstance(content, list):
             kinds = [part.get("type") for part in content]
-            if other := [kind for kind in kinds if kind not in ("text", IMAGE)]:
+            if other := [kind for kind in kinds if kind not in ("text", *KINDS)]:
                 raise CannotContinue(
-                    f"a message of {message['role']} has a part of type {other[0]!r}: only text and images do"
+                    f"a message of {message['role']} has a part of type {other[0]!r}: only text and media do"
                 )
             text = "".join(part["text"] for part in content if part["type"] == "text")
-            content = content if IMAGE in kinds else text
+            content = content if any(kind in KINDS for kind in kinds) else text
         if not isinstance(text, str | None):
             raise CannotContinue(f"the content of a message of {message['role']} is {text!r:.80}: it must be text")
         try:
@@ -423,13 +423,14 @@ class TokenHistory:
         return text
 
     def _expanded(self, short: list[int], media: Sequence[StoredMedia]) -> tuple[list[int], list[StoredMedia]]:
-        """Return ids with the tokens of their images, and the images with their places. Raises CannotContinue."""
+        """Return ids with the tokens of their media, and the media with their places. Raises CannotContinue."""
         if not media:
             return short, []
         if self._tokenizer.vision is None:
-            raise CannotContinue("a message has an image, but the run has none (data.media_keys, agent.images)")
+            raise CannotContinue("a message has media, but the run has none (data.media_keys, agent.media)")
         try:
-            return expand_at(short, media, self._tokenizer.vision.tokens)
+            labels = [self._tokenizer.labels_of(item.times) for item in media]
+            return expand_at(short, media, self._tokenizer.vision.tokens, labels)
         except MediaError as error:
             raise CannotContinue(f"a conversation {error}") from error
 

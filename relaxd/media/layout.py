@@ -82,6 +82,10 @@ class MediaTokens:
         """Return the token of media by which a template writes an item."""
         return self.audio if is_sound(grid) else self.video if labels else self.token
 
+    def offset(self, labels: Labels) -> int:
+        """Return the index of an item's first token of media among its ids."""
+        return len(labels[0]) + 1 if labels else 0
+
     def of_item(self, grid: Grid, labels: Labels) -> np.ndarray:
         """Return the ids of an item, int32 [T]."""
         if not labels:
@@ -170,8 +174,8 @@ def lay_out(
         grids: the items' patches, in the order of the prompt.
         media: the model's.
         start: position of the first token, for a part that follows an answer.
-        begins: index of each image's first token, for ids that have answers in them; None: every token of media is an
-            item's. A video has no single place, so there must be none with begins.
+        begins: index of each item's first token of media, for ids that have answers in them; None: every token of
+            media is an item's. Each further time of a video begins with the next token of media.
 
     Raises:
         MediaError: the tokens of media aren't those of these items.
@@ -182,15 +186,17 @@ def lay_out(
     kinds = np.zeros(len(tokens), np.uint8)
     for token, modality_of_token in media.modalities.items():
         kinds[tokens == token] = modality_of_token
-    runs = [run for grid in grids for run in media.runs(grid)]
+    items, places = [media.runs(grid) for grid in grids], np.flatnonzero(kinds)
+    runs = [run for item in items for run in item]
     counts = [len(run) for run in runs]
     if begins is None:
-        places = np.flatnonzero(kinds)
         if len(places) != sum(counts):
             raise MediaError(f"has {len(places)} tokens of media, but its items have {sum(counts)}")
         begins = places[np.cumsum([0, *counts[:-1]])].tolist() if counts else []
-    if len(begins) != len(runs):
-        raise MediaError(f"has {len(begins)} begins of items, but its items have {len(runs)} images, frames and sounds")
+    elif len(begins) != len(items):
+        raise MediaError(f"has {len(begins)} begins of items, but it has {len(items)} items")
+    else:
+        begins = [place for item, begin in zip(items, begins, strict=True) for place in _begins(item, begin, places)]
     modality, end = np.zeros(len(tokens), np.uint8), 0
     # By how much each token moves what follows it: an item's first token by all of the item.
     advances = np.ones(len(tokens))
@@ -209,3 +215,20 @@ def lay_out(
     for first, run in zip(begins, runs, strict=True):
         positions[:, first : first + len(run)] = line[first] + run.offsets
     return Layout(tokens, modality, positions.astype(np.float32), start + float(advances.sum()))
+
+
+def _begins(item: Sequence[Run], begin: int, places: np.ndarray) -> list[int]:
+    """Return the indices of the first tokens of an item's runs. Raises MediaError: there is no token left for one.
+
+    Args:
+        item: the runs.
+        begin: index of the first one's first token.
+        places: indices of all tokens of media.
+    """
+    found = [begin]
+    for run in item[:-1]:
+        behind = int(np.searchsorted(places, found[-1] + len(run)))
+        if behind == len(places):
+            raise MediaError(f"has no tokens for a time of the video that begins at token {begin}")
+        found.append(int(places[behind]))
+    return found

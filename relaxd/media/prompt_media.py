@@ -5,7 +5,7 @@ sequence_contents.
 """
 
 import base64
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
@@ -13,14 +13,17 @@ import numpy as np
 
 from relaxd.media.images import NormalImage
 from relaxd.media.kinds import NormalMedia
-from relaxd.media.layout import Grid, MediaTokens, expand
-from relaxd.media.placeholders import IMAGE, shown_text
-from relaxd.media.sources import MediaError
+from relaxd.media.layout import Grid, Labels, MediaTokens, expand
+from relaxd.media.placeholders import AUDIO, IMAGE, VIDEO, shown_text
+from relaxd.media.sounds import NormalSound
+from relaxd.media.sources import MediaError, data_uri
+from relaxd.media.videos import count_frames, png_frames
 from relaxd.v1 import agent_pb2, rollout_pb2
 
 MediaRecord = Mapping[str, Any]
 """One of prompt_media: {"kind": "image", "video" or "audio", "sha256": ..., "grid": [times, rows, columns] or, of a
-sound, [frames], "bytes": ...}. Those of a sequence have "begin", too: the index of the item's first token."""
+sound, [frames], "bytes": ...}. A video has "times", too, and those of a sequence have "begin", the index of the item's
+first token of media."""
 
 
 @dataclass(frozen=True)
@@ -33,19 +36,22 @@ class StoredMedia:
     content: bytes
     """PNG, or WAV of a sound."""
     begin: int | None = None
-    """Index of its first token in a sequence; None where it isn't known."""
+    """Index of its first token of media in a sequence; None where it isn't known."""
     kind: str = IMAGE
     media_type: str = NormalImage.media_type
+    times: tuple[float, ...] = ()
+    """Seconds from the begin of a video at each of its times; empty of others."""
 
     @classmethod
     def of(cls, item: NormalMedia) -> Self:
         """Return an item in its normal form."""
-        return cls(item.sha256, item.size.grid, item.content, kind=item.kind, media_type=item.media_type)
+        size = item.size
+        return cls(item.sha256, size.grid, item.content, None, item.kind, item.media_type, size.times)
 
     @property
-    def png(self) -> bytes:
-        """The content of an image."""
-        return self.content
+    def uri(self) -> str:
+        """The normal form as a data URI, as environments and programs get it."""
+        return data_uri(self.content, self.media_type.replace(" ", ""))
 
     def shifted(self, by: int) -> Self:
         """Return it in a sequence that has `by` more tokens before it."""
@@ -53,22 +59,24 @@ class StoredMedia:
 
 
 def expand_at(
-    short: Sequence[int], media: Sequence[StoredMedia], tokens: MediaTokens
+    short: Sequence[int], media: Sequence[StoredMedia], tokens: MediaTokens, labels: Sequence[Labels]
 ) -> tuple[list[int], list[StoredMedia]]:
-    """Repeat each image token once for each token of its image. Returns the ids, and the images with their begins.
+    """Put the tokens of each item into the place of its one token. Returns the ids, and the items with their begins.
 
     Args:
-        short: ids with one image token for each image.
-        media: the images, in order.
-        tokens: the model's tokens for images.
+        short: ids with one token for each item.
+        media: the items, in order.
+        tokens: the model's tokens for media.
+        labels: the items' labels.
 
-    Raises MediaError: there are more or fewer image tokens than images.
+    Raises MediaError: as `expand`.
     """
-    ids = expand(short, [item.grid for item in media], tokens)
+    ids = expand(short, [item.grid for item in media], tokens, labels)
     placed, before = [], 0
-    for place, item in zip(np.flatnonzero(np.asarray(short) == tokens.token).tolist(), media, strict=True):
-        placed.append(replace(item, begin=place + before))
-        before += tokens.count(item.grid) - 1
+    places = np.flatnonzero(np.isin(short, list(tokens.modalities))).tolist()
+    for place, item, label in zip(places, media, labels, strict=True):
+        placed.append(replace(item, begin=place + before + tokens.offset(label)))
+        before += len(tokens.of_item(item.grid, label)) - 1
     return ids.tolist(), placed
 
 
@@ -82,11 +90,11 @@ def to_columns(items: Sequence[NormalMedia]) -> tuple[list[dict[str, Any]], np.n
 def to_sequence_columns(
     sequences: Sequence[Sequence[StoredMedia]], prompt: Collection[str]
 ) -> tuple[list[list[dict[str, Any]]], np.ndarray]:
-    """Return the columns sequence_media and sequence_contents (uint8). An image of a group is stored once.
+    """Return the columns sequence_media and sequence_contents (uint8). An item of a group is stored once.
 
     Args:
-        sequences: images of each sequence with their begins, but those of a prompt that it shares.
-        prompt: hashes of the prompt's images.
+        sequences: media of each sequence with their begins, but those of a prompt that it shares.
+        prompt: hashes of the prompt's media.
     """
     stored = dict.fromkeys(prompt, b"")
     records = [_records(media, stored) for media in sequences]
@@ -99,8 +107,10 @@ def _records(items: Sequence[StoredMedia], stored: dict[str, bytes]) -> list[dic
     for item in items:
         size = 0 if item.sha256 in stored else len(item.content)
         stored.setdefault(item.sha256, item.content)
-        begin = {} if item.begin is None else {"begin": item.begin}
-        records.append({"kind": item.kind, "sha256": item.sha256, "grid": list(item.grid), "bytes": size, **begin})
+        more: dict[str, Any] = {} if item.begin is None else {"begin": item.begin}
+        if item.times:
+            more["times"] = list(item.times)
+        records.append({"kind": item.kind, "sha256": item.sha256, "grid": list(item.grid), "bytes": size, **more})
     return records
 
 
@@ -129,12 +139,12 @@ def with_references(
 
 
 def without_missing(messages: Sequence[Mapping[str, Any]], known: Collection[str]) -> list[dict[str, Any]]:
-    """Return messages with the text <image> in the place of each image that isn't among those of the `known` hashes."""
+    """Return messages with a text such as <image> in the place of each item that isn't among the `known` hashes."""
     found = []
     for message in messages:
         content = message["content"]
         if isinstance(content, list):
-            is_missing = [part["type"] == IMAGE and part.get("sha256") not in known for part in content]
+            is_missing = [part["type"] != "text" and part.get("sha256") not in known for part in content]
             content = [
                 {"type": "text", "text": shown_text([part])} if missing else part
                 for part, missing in zip(content, is_missing, strict=True)
@@ -159,7 +169,7 @@ def kinds_of(records: Sequence[MediaRecord]) -> dict[str, str]:
 
 
 def begins_of(records: Sequence[MediaRecord]) -> list[int] | None:
-    """Return the index of each image's first token, for `lay_out`; None if the first one doesn't say it."""
+    """Return the index of each item's first token of media, for `lay_out`; None if the first one doesn't say it."""
     return [int(record["begin"]) for record in records] if records and "begin" in records[0] else None
 
 
@@ -215,7 +225,7 @@ class PromptMedia:
 
     @classmethod
     def of_columns(cls, columns: Mapping[str, Any]) -> "PromptMedia":
-        """Return those of a group's columns, which has none in runs without images."""
+        """Return those of a group's columns, which has none in runs without media."""
         contents = columns.get("media_contents")
         return cls(tuple(columns.get("prompt_media") or ()), contents.tobytes() if contents is not None else b"")
 
@@ -226,6 +236,7 @@ class PromptMedia:
             tuple(
                 {"kind": one.kind, "sha256": one.sha256, "grid": list(one.grid), "bytes": one.bytes}
                 | ({"begin": one.begin} if one.HasField("begin") else {})
+                | ({"times": list(one.times)} if one.times else {})
                 for one in message.media
             ),
             message.media_contents,
@@ -250,18 +261,16 @@ class PromptMedia:
         return contents_of(self.records, self.array)
 
     def items(self) -> list[StoredMedia]:
-        """Return each image.
-
-        Raises MediaError: the contents lack one or aren't as long as the records say, or an item is no image.
-        """
-        if other := next((record["kind"] for record in self.records if record["kind"] != IMAGE), ""):
-            raise MediaError(f"the prompt has a {other}: conversations have only images so far")
-        contents = self.by_hash()
-        if lacking := next((name for name in hashes_of(self.records) if name not in contents), ""):
-            raise MediaError(f"has no bytes of image {lacking}")
-        begins: Sequence[int | None] = begins_of(self.records) or [None] * len(self.records)
-        of_each = zip(hashes_of(self.records), grids_of(self.records), begins, strict=True)
-        return [StoredMedia(name, grid, contents[name], begin) for name, grid, begin in of_each]
+        """Return each item. Raises MediaError: the contents lack one or aren't as long as the records say."""
+        contents, found = self.by_hash(), []
+        for record, grid in zip(self.records, grids_of(self.records), strict=True):
+            name, kind = record["sha256"], record["kind"]
+            if name not in contents:
+                raise MediaError(f"has no bytes of {kind} {name}")
+            media_type = _MEDIA_TYPES[kind](contents[name], grid)
+            times = tuple(record.get("times", ()))
+            found.append(StoredMedia(name, grid, contents[name], record.get("begin"), kind, media_type, times))
+        return found
 
     @property
     def array(self) -> np.ndarray:
@@ -269,4 +278,10 @@ class PromptMedia:
         return np.frombuffer(self.contents, np.uint8)
 
 
+_MEDIA_TYPES: Mapping[str, Callable[[bytes, Grid], str]] = {
+    IMAGE: lambda content, grid: NormalImage.media_type,
+    VIDEO: lambda content, grid: png_frames(count_frames(content, grid)),
+    AUDIO: lambda content, grid: NormalSound.media_type,
+}
+"""Return the MIME type of a stored item, by kind."""
 NO_MEDIA = PromptMedia()

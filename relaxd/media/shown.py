@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 from relaxd.media.placeholders import AUDIO, IMAGE, VIDEO
 from relaxd.media.prompt_media import MediaRecord
-from relaxd.media.videos import frames_of
+from relaxd.media.videos import count_frames, frames_of
 
 MAX_CHARACTERS = 10_000
 """Maximum number of characters of a message that are shown: most of them its beginning, and its end."""
@@ -50,7 +50,7 @@ def _picture_facts(content: bytes, record: MediaRecord, thumbnails: bool) -> dic
     from PIL import Image
 
     with Image.open(io.BytesIO(content)) as image:
-        frames = frames_of(image, _frames(image, record))
+        frames = frames_of(image, count_frames(content, record["grid"]))
         facts: dict[str, Any] = {"width": frames[0].width, "height": frames[0].height}
         if len(frames) > 1:
             facts["frames"] = len(frames)
@@ -69,12 +69,6 @@ _FACTS: Mapping[str, Callable[[bytes, MediaRecord, bool], dict[str, Any]]] = {
 }
 
 
-def _frames(image: "Image", record: MediaRecord) -> int:
-    """Return the number of frames of an item in its normal form: 1 of an image."""
-    _, rows, columns = record["grid"]
-    return image.height // (rows * image.width // columns)  # patches are squares
-
-
 def _thumbnail(frames: "Sequence[Image]") -> str:
     """Return some of the frames side by side, evenly spread, as a data URI."""
     from PIL import Image
@@ -91,14 +85,14 @@ def _thumbnail(frames: "Sequence[Image]") -> str:
     return THUMBNAIL_URI + base64.b64encode(file.getvalue()).decode()
 
 
-def media_line(image: Mapping[str, Any]) -> str:
+def media_line(item: Mapping[str, Any]) -> str:
     """Return an item of a sample as text, such as "image 3f2a9c01, 640 x 480"."""
-    name = str(image["sha256"])[:8]
-    if seconds := image.get("seconds"):
+    name = str(item["sha256"])[:8]
+    if seconds := item.get("seconds"):
         return f"sound {name}, {seconds:.2f} s"
-    frames = image.get("frames", 0)
+    frames = item.get("frames", 0)
     kind, more = ("video", f", {frames} frames") if frames else ("image", "")
-    return f"{kind} {name}, {image['width']} x {image['height']}{more}"
+    return f"{kind} {name}, {item['width']} x {item['height']}{more}"
 
 
 def shown_message(message: Mapping[str, Any]) -> dict[str, Any]:

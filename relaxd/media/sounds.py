@@ -175,6 +175,14 @@ def decode_wav(content: bytes) -> NDArray[np.int16]:
         raise MediaError(f"is a broken sound: {error}") from error
 
 
+def wav_of_array(source: Mapping[str, Any]) -> bytes:
+    """Return an array's samples as WAV, 16 bits each, at their own rate. Raises MediaError, as `normalise_sound`."""
+    frames = [frame.to_ndarray()[0] for frame in _of_array(source)]
+    samples = np.concatenate([np.zeros(0, np.float32), *frames])
+    # As FFmpeg converts them, so that no bit differs from the same array of data.
+    return encode_wav(np.clip((samples * 32768).round(), -32768, 32767).astype(np.int16), source[ARRAY_RATE])
+
+
 def _of_file(content: bytes) -> "Iterator[AudioFrame]":
     """Yield the decoded frames of the first sound in a file. Raises anything."""
     import av

@@ -63,10 +63,10 @@ def read_source(source: Any) -> bytes:
     return _from_text(source)
 
 
-def data_uri(content: bytes) -> str:
-    """Return a file's content as a data URI."""
-    kind = "image/png" if content.startswith(BEGINNINGS[0]) else "application/octet-stream"
-    return f"data:{kind};base64,{base64.b64encode(content).decode()}"
+def data_uri(content: bytes, media_type: str = "") -> str:
+    """Return a file's content as a data URI; an empty MIME type is told by the first bytes."""
+    known = "image/png" if content.startswith(BEGINNINGS[0]) else "application/octet-stream"
+    return f"data:{media_type or known};base64,{base64.b64encode(content).decode()}"
 
 
 def content_hash(source: Any) -> str:

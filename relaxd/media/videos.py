@@ -6,6 +6,7 @@ and is imported when the first one is read.
 """
 
 import io
+import struct
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -124,7 +125,7 @@ class NormalVideo:
     @property
     def media_type(self) -> str:
         """MIME type of the PNG, and the number of frames in it."""
-        return f"image/png; frames={len(self.size.sampled)}"
+        return png_frames(len(self.size.sampled))
 
     @property
     def content(self) -> bytes:
@@ -169,6 +170,18 @@ def normalise_video(source: Any, rule: VideoRule) -> NormalVideo:
         raise MediaError(f"is a broken video: its file has {clip.frames} frames, but frame {lacking[0]} isn't decoded")
     pixels = np.concatenate([found[index] for index in size.sampled])
     return NormalVideo(encode_png(pixels), pixels_sha256(pixels, FORM, rule), size)
+
+
+def png_frames(count: int) -> str:
+    """Return the MIME type of a PNG with the frames of a video."""
+    return f"image/png; frames={count}"
+
+
+def count_frames(content: bytes, grid: Sequence[int]) -> int:
+    """Return the number of frames of an image or a video in its normal form, from its PNG's header and its patches."""
+    width, height = struct.unpack(">II", content[16:24])
+    _, rows, columns = grid
+    return int(height // (rows * width // columns))  # patches are squares
 
 
 def frames_of(image: "Image", count: int) -> "list[Image]":

@@ -182,6 +182,9 @@ FAMILIES = {
     "qwen3_vl": _Family(
         lambda config: {"qk_norm": True, **_both_biases(config)}, kv_heads=32, head_size=128, sees=True
     ),
+    "qwen3_vl_moe": _Family(
+        lambda config: {"qk_norm": True, **_both_biases(config)}, kv_heads=16, experts=True, sees=True
+    ),
     "qwen3_omni_moe": _Family(
         lambda config: {"qk_norm": True, **_both_biases(config)},
         kv_heads=4,

@@ -235,7 +235,7 @@ def sample_values(sample: pb.TrainedSample) -> dict[str, Any]:
         for message in sample.conversation
     ]
     values["reward_parts"] = dict(sample.reward_parts)
-    names = ("sha256", "width", "height", "thumbnail", "frames")
+    names = [field.name for field in pb.ShownMedia.DESCRIPTOR.fields]
     values["media"] = [{name: getattr(item, name) for name in names} for item in sample.media]
     left_out = {"tokens", *(() if sample.turns else OF_CONVERSATIONS), *(() if sample.media else ("media",))}
     return {name: value for name, value in values.items() if name not in left_out}

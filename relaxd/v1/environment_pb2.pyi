@@ -39,7 +39,7 @@ class OpenSessionRequest(_message.Message):
     session_id: _builtins.str
     """Its name, unique among those of the run."""
     messages_json: _builtins.str
-    """The prompt's messages as a JSON list: [{"role": "user", "content": "..."}]. A content with images is a list of parts,
+    """The prompt's messages as a JSON list: [{"role": "user", "content": "..."}]. A content with media is a list of parts,
     {"type": "text", "text": "..."} and {"type": "image", "image": "data:image/png;base64,..."}.
     """
     answer: _builtins.str
@@ -94,7 +94,7 @@ class OpenSessionResponse(_message.Message):
     TOOLS_JSON_FIELD_NUMBER: _builtins.int
     USER_MESSAGES_FIELD_NUMBER: _builtins.int
     messages_json: _builtins.str
-    """Messages that follow the prompt's, as a JSON list, also with images; empty for none."""
+    """Messages that follow the prompt's, as a JSON list, also with media; empty for none."""
     tools_json: _builtins.str
     """Schemas of the tools that the model may call, in OpenAI's form, as a JSON list; empty for none."""
     @_builtins.property
@@ -244,7 +244,7 @@ class StepResponse(_message.Message):
     PLAYER_FIELD_NUMBER: _builtins.int
     REWARDS_FIELD_NUMBER: _builtins.int
     messages_json: _builtins.str
-    """Messages for the model as a JSON list, also with images; empty for none, which ends the conversation."""
+    """Messages for the model as a JSON list, also with media; empty for none, which ends the conversation."""
     reward: _builtins.float
     """The reward of this step for the player who spoke, a finite number."""
     done: _builtins.bool

@@ -28,7 +28,7 @@ from relaxd.v1 import sample_pb2 as relaxd_dot_v1_dot_sample__pb2
 from relaxd.v1 import weights_pb2 as relaxd_dot_v1_dot_weights__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17relaxd/v1/rollout.proto\x12\trelaxd.v1\x1a\x16relaxd/v1/access.proto\x1a\x17relaxd/v1/replica.proto\x1a\x16relaxd/v1/sample.proto\x1a\x17relaxd/v1/weights.proto\"/\n\x0eProfileRequest\x12\r\n\x05steps\x18\x01 \x01(\x05\x12\x0e\n\x06stacks\x18\x02 \x01(\x08\" \n\x0fProfileResponse\x12\r\n\x05paths\x18\x01 \x03(\t\"8\n\x0cSleepRequest\x12\x0f\n\x07sync_id\x18\x01 \x01(\x03\x12\x17\n\x0ftimeout_seconds\x18\x02 \x01(\x01\"8\n\rSleepResponse\x12\'\n\x06memory\x18\x01 \x01(\x0b\x32\x17.relaxd.v1.MemoryChange\"]\n\x0bWakeRequest\x12\x0f\n\x07sync_id\x18\x01 \x01(\x03\x12$\n\x05parts\x18\x02 \x03(\x0e\x32\x15.relaxd.v1.MemoryPart\x12\x17\n\x0ftimeout_seconds\x18\x03 \x01(\x01\"7\n\x0cWakeResponse\x12\'\n\x06memory\x18\x01 \x01(\x0b\x32\x17.relaxd.v1.MemoryChange\"\x87\x02\n\x0fGenerateRequest\x12\x15\n\rprompt_tokens\x18\x01 \x03(\x05\x12\t\n\x01n\x18\x02 \x01(\x05\x12+\n\x08sampling\x18\x03 \x01(\x0b\x32\x19.relaxd.v1.SamplingParams\x12\x12\n\nfinal_only\x18\x04 \x01(\x08\x12\x12\n\nrequest_id\x18\x05 \x01(\t\x12\x12\n\nsession_id\x18\x06 \x01(\t\x12\x14\n\x0c\x62\x65gun_tokens\x18\x07 \x03(\x05\x12\x14\n\x0creport_every\x18\x08 \x01(\x05\x12%\n\x05media\x18\t \x03(\x0b\x32\x16.relaxd.v1.PromptMedia\x12\x16\n\x0emedia_contents\x18\n \x01(\x0c\"f\n\x0bPromptMedia\x12\x0c\n\x04kind\x18\x01 \x01(\t\x12\x0e\n\x06sha256\x18\x02 \x01(\t\x12\x0c\n\x04grid\x18\x03 \x03(\x05\x12\r\n\x05\x62ytes\x18\x04 \x01(\x03\x12\x12\n\x05\x62\x65gin\x18\x05 \x01(\x05H\x00\x88\x01\x01\x42\x08\n\x06_begin\"#\n\rCancelRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"\x10\n\x0e\x43\x61ncelResponse\"\xd5\x01\n\x10GenerateResponse\x12\x0e\n\x06sample\x18\x01 \x01(\x05\x12\x0e\n\x06tokens\x18\x02 \x03(\x05\x12\x10\n\x08logprobs\x18\x03 \x03(\x02\x12\x10\n\x08versions\x18\x04 \x03(\x03\x12.\n\rfinish_reason\x18\x05 \x01(\x0e\x32\x17.relaxd.v1.FinishReason\x12\x0c\n\x04text\x18\x06 \x01(\t\x12\x13\n\x0btoken_count\x18\x07 \x01(\x05\x12*\n\x08receipts\x18\x08 \x03(\x0b\x32\x18.relaxd.v1.WeightReceipt\"d\n\x16PauseGenerationRequest\x12\x0f\n\x07sync_id\x18\x01 \x01(\x03\x12\"\n\x04mode\x18\x02 \x01(\x0e\x32\x14.relaxd.v1.PauseMode\x12\x15\n\rlease_seconds\x18\x03 \x01(\x01\"1\n\x17PauseGenerationResponse\x12\x16\n\x0epaused_samples\x18\x01 \x01(\x05\"*\n\x17ResumeGenerationRequest\x12\x0f\n\x07sync_id\x18\x01 \x01(\x03\"E\n\x18ResumeGenerationResponse\x12)\n\x07weights\x18\x01 \x01(\x0b\x32\x18.relaxd.v1.WeightVersion\"\x8b\x01\n\x16JoinWeightGroupRequest\x12\x0f\n\x07sync_id\x18\x01 \x01(\x03\x12%\n\x05group\x18\x02 \x01(\x0b\x32\x16.relaxd.v1.WeightGroup\x12\x0c\n\x04rank\x18\x03 \x01(\x05\x12+\n\x08manifest\x18\x04 \x01(\x0b\x32\x19.relaxd.v1.WeightManifest\"\x19\n\x17JoinWeightGroupResponse\"\xf3\x01\n\x15ReceiveWeightsRequest\x12\x0f\n\x07sync_id\x18\x01 \x01(\x03\x12\x12\n\ngroup_name\x18\x02 \x01(\t\x12)\n\x07weights\x18\x03 \x01(\x0b\x32\x18.relaxd.v1.WeightVersion\x12\x17\n\x0ftimeout_seconds\x18\x04 \x01(\x01\x12\x10\n\x08\x63hecksum\x18\x05 \x01(\x08\x12\x30\n\x05pause\x18\x06 \x01(\x0b\x32!.relaxd.v1.PauseGenerationRequest\x12\x1d\n\x15pause_timeout_seconds\x18\x07 \x01(\x01\x12\x0e\n\x06resume\x18\x08 \x01(\x08\"\xb7\x01\n\x16ReceiveWeightsResponse\x12\x0f\n\x07seconds\x18\x01 \x01(\x01\x12\x43\n\tchecksums\x18\x02 \x03(\x0b\x32\x30.relaxd.v1.ReceiveWeightsResponse.ChecksumsEntry\x12\x15\n\rpause_seconds\x18\x03 \x01(\x01\x1a\x30\n\x0e\x43hecksumsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x06:\x02\x38\x01\"R\n\x17LeaveWeightGroupRequest\x12\x0f\n\x07sync_id\x18\x01 \x01(\x03\x12\x12\n\ngroup_name\x18\x02 \x01(\t\x12\x12\n\nquarantine\x18\x03 \x01(\x08\"/\n\x18LeaveWeightGroupResponse\x12\x13\n\x0bquarantined\x18\x01 \x01(\x08*c\n\nMemoryPart\x12\x1b\n\x17MEMORY_PART_UNSPECIFIED\x10\x00\x12\x17\n\x13MEMORY_PART_WEIGHTS\x10\x01\x12\x1f\n\x1bMEMORY_PART_KEY_VALUE_CACHE\x10\x02*\x84\x01\n\tPauseMode\x12\x1a\n\x16PAUSE_MODE_UNSPECIFIED\x10\x00\x12\x17\n\x13PAUSE_MODE_IN_PLACE\x10\x01\x12\x14\n\x10PAUSE_MODE_ABORT\x10\x02\x12\x14\n\x10PAUSE_MODE_DRAIN\x10\x03\x12\x16\n\x12PAUSE_MODE_RETRACT\x10\x04\x32\xb8\x07\n\x07Rollout\x12_\n\x08Generate\x12\x1a.relaxd.v1.GenerateRequest\x1a\x1b.relaxd.v1.GenerateResponse\"\x18\x8a\x80\x19\x0b\x63oordinator\x8a\x80\x19\x05\x61gent0\x01\x12N\n\x06\x43\x61ncel\x12\x18.relaxd.v1.CancelRequest\x1a\x19.relaxd.v1.CancelResponse\"\x0f\x8a\x80\x19\x0b\x63oordinator\x12i\n\x0fPauseGeneration\x12!.relaxd.v1.PauseGenerationRequest\x1a\".relaxd.v1.PauseGenerationResponse\"\x0f\x8a\x80\x19\x0b\x63oordinator\x12l\n\x10ResumeGeneration\x12\".relaxd.v1.ResumeGenerationRequest\x1a#.relaxd.v1.ResumeGenerationResponse\"\x0f\x8a\x80\x19\x0b\x63oordinator\x12i\n\x0fJoinWeightGroup\x12!.relaxd.v1.JoinWeightGroupRequest\x1a\".relaxd.v1.JoinWeightGroupResponse\"\x0f\x8a\x80\x19\x0b\x63oordinator\x12\x66\n\x0eReceiveWeights\x12 .relaxd.v1.ReceiveWeightsRequest\x1a!.relaxd.v1.ReceiveWeightsResponse\"\x0f\x8a\x80\x19\x0b\x63oordinator\x12l\n\x10LeaveWeightGroup\x12\".relaxd.v1.LeaveWeightGroupRequest\x1a#.relaxd.v1.LeaveWeightGroupResponse\"\x0f\x8a\x80\x19\x0b\x63oordinator\x12K\n\x05Sleep\x12\x17.relaxd.v1.SleepRequest\x1a\x18.relaxd.v1.SleepResponse\"\x0f\x8a\x80\x19\x0b\x63oordinator\x12H\n\x04Wake\x12\x16.relaxd.v1.WakeRequest\x1a\x17.relaxd.v1.WakeResponse\"\x0f\x8a\x80\x19\x0b\x63oordinator\x12K\n\x07Profile\x12\x19.relaxd.v1.ProfileRequest\x1a\x1a.relaxd.v1.ProfileResponse\"\t\x8a\x80\x19\x05\x61\x64minb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17relaxd/v1/rollout.proto\x12\trelaxd.v1\x1a\x16relaxd/v1/access.proto\x1a\x17relaxd/v1/replica.proto\x1a\x16relaxd/v1/sample.proto\x1a\x17relaxd/v1/weights.proto\"/\n\x0eProfileRequest\x12\r\n\x05steps\x18\x01 \x01(\x05\x12\x0e\n\x06stacks\x18\x02 \x01(\x08\" \n\x0fProfileResponse\x12\r\n\x05paths\x18\x01 \x03(\t\"8\n\x0cSleepRequest\x12\x0f\n\x07sync_id\x18\x01 \x01(\x03\x12\x17\n\x0ftimeout_seconds\x18\x02 \x01(\x01\"8\n\rSleepResponse\x12\'\n\x06memory\x18\x01 \x01(\x0b\x32\x17.relaxd.v1.MemoryChange\"]\n\x0bWakeRequest\x12\x0f\n\x07sync_id\x18\x01 \x01(\x03\x12$\n\x05parts\x18\x02 \x03(\x0e\x32\x15.relaxd.v1.MemoryPart\x12\x17\n\x0ftimeout_seconds\x18\x03 \x01(\x01\"7\n\x0cWakeResponse\x12\'\n\x06memory\x18\x01 \x01(\x0b\x32\x17.relaxd.v1.MemoryChange\"\x87\x02\n\x0fGenerateRequest\x12\x15\n\rprompt_tokens\x18\x01 \x03(\x05\x12\t\n\x01n\x18\x02 \x01(\x05\x12+\n\x08sampling\x18\x03 \x01(\x0b\x32\x19.relaxd.v1.SamplingParams\x12\x12\n\nfinal_only\x18\x04 \x01(\x08\x12\x12\n\nrequest_id\x18\x05 \x01(\t\x12\x12\n\nsession_id\x18\x06 \x01(\t\x12\x14\n\x0c\x62\x65gun_tokens\x18\x07 \x03(\x05\x12\x14\n\x0creport_every\x18\x08 \x01(\x05\x12%\n\x05media\x18\t \x03(\x0b\x32\x16.relaxd.v1.PromptMedia\x12\x16\n\x0emedia_contents\x18\n \x01(\x0c\"u\n\x0bPromptMedia\x12\x0c\n\x04kind\x18\x01 \x01(\t\x12\x0e\n\x06sha256\x18\x02 \x01(\t\x12\x0c\n\x04grid\x18\x03 \x03(\x05\x12\r\n\x05\x62ytes\x18\x04 \x01(\x03\x12\x12\n\x05\x62\x65gin\x18\x05 \x01(\x05H\x00\x88\x01\x01\x12\r\n\x05times\x18\x06 \x03(\x01\x42\x08\n\x06_begin\"#\n\rCancelRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"\x10\n\x0e\x43\x61ncelResponse\"\xd5\x01\n\x10GenerateResponse\x12\x0e\n\x06sample\x18\x01 \x01(\x05\x12\x0e\n\x06tokens\x18\x02 \x03(\x05\x12\x10\n\x08logprobs\x18\x03 \x03(\x02\x12\x10\n\x08versions\x18\x04 \x03(\x03\x12.\n\rfinish_reason\x18\x05 \x01(\x0e\x32\x17.relaxd.v1.FinishReason\x12\x0c\n\x04text\x18\x06 \x01(\t\x12\x13\n\x0btoken_count\x18\x07 \x01(\x05\x12*\n\x08receipts\x18\x08 \x03(\x0b\x32\x18.relaxd.v1.WeightReceipt\"d\n\x16PauseGenerationRequest\x12\x0f\n\x07sync_id\x18\x01 \x01(\x03\x12\"\n\x04mode\x18\x02 \x01(\x0e\x32\x14.relaxd.v1.PauseMode\x12\x15\n\rlease_seconds\x18\x03 \x01(\x01\"1\n\x17PauseGenerationResponse\x12\x16\n\x0epaused_samples\x18\x01 \x01(\x05\"*\n\x17ResumeGenerationRequest\x12\x0f\n\x07sync_id\x18\x01 \x01(\x03\"E\n\x18ResumeGenerationResponse\x12)\n\x07weights\x18\x01 \x01(\x0b\x32\x18.relaxd.v1.WeightVersion\"\x8b\x01\n\x16JoinWeightGroupRequest\x12\x0f\n\x07sync_id\x18\x01 \x01(\x03\x12%\n\x05group\x18\x02 \x01(\x0b\x32\x16.relaxd.v1.WeightGroup\x12\x0c\n\x04rank\x18\x03 \x01(\x05\x12+\n\x08manifest\x18\x04 \x01(\x0b\x32\x19.relaxd.v1.WeightManifest\"\x19\n\x17JoinWeightGroupResponse\"\xf3\x01\n\x15ReceiveWeightsRequest\x12\x0f\n\x07sync_id\x18\x01 \x01(\x03\x12\x12\n\ngroup_name\x18\x02 \x01(\t\x12)\n\x07weights\x18\x03 \x01(\x0b\x32\x18.relaxd.v1.WeightVersion\x12\x17\n\x0ftimeout_seconds\x18\x04 \x01(\x01\x12\x10\n\x08\x63hecksum\x18\x05 \x01(\x08\x12\x30\n\x05pause\x18\x06 \x01(\x0b\x32!.relaxd.v1.PauseGenerationRequest\x12\x1d\n\x15pause_timeout_seconds\x18\x07 \x01(\x01\x12\x0e\n\x06resume\x18\x08 \x01(\x08\"\xb7\x01\n\x16ReceiveWeightsResponse\x12\x0f\n\x07seconds\x18\x01 \x01(\x01\x12\x43\n\tchecksums\x18\x02 \x03(\x0b\x32\x30.relaxd.v1.ReceiveWeightsResponse.ChecksumsEntry\x12\x15\n\rpause_seconds\x18\x03 \x01(\x01\x1a\x30\n\x0e\x43hecksumsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x06:\x02\x38\x01\"R\n\x17LeaveWeightGroupRequest\x12\x0f\n\x07sync_id\x18\x01 \x01(\x03\x12\x12\n\ngroup_name\x18\x02 \x01(\t\x12\x12\n\nquarantine\x18\x03 \x01(\x08\"/\n\x18LeaveWeightGroupResponse\x12\x13\n\x0bquarantined\x18\x01 \x01(\x08*c\n\nMemoryPart\x12\x1b\n\x17MEMORY_PART_UNSPECIFIED\x10\x00\x12\x17\n\x13MEMORY_PART_WEIGHTS\x10\x01\x12\x1f\n\x1bMEMORY_PART_KEY_VALUE_CACHE\x10\x02*\x84\x01\n\tPauseMode\x12\x1a\n\x16PAUSE_MODE_UNSPECIFIED\x10\x00\x12\x17\n\x13PAUSE_MODE_IN_PLACE\x10\x01\x12\x14\n\x10PAUSE_MODE_ABORT\x10\x02\x12\x14\n\x10PAUSE_MODE_DRAIN\x10\x03\x12\x16\n\x12PAUSE_MODE_RETRACT\x10\x04\x32\xb8\x07\n\x07Rollout\x12_\n\x08Generate\x12\x1a.relaxd.v1.GenerateRequest\x1a\x1b.relaxd.v1.GenerateResponse\"\x18\x8a\x80\x19\x0b\x63oordinator\x8a\x80\x19\x05\x61gent0\x01\x12N\n\x06\x43\x61ncel\x12\x18.relaxd.v1.CancelRequest\x1a\x19.relaxd.v1.CancelResponse\"\x0f\x8a\x80\x19\x0b\x63oordinator\x12i\n\x0fPauseGeneration\x12!.relaxd.v1.PauseGenerationRequest\x1a\".relaxd.v1.PauseGenerationResponse\"\x0f\x8a\x80\x19\x0b\x63oordinator\x12l\n\x10ResumeGeneration\x12\".relaxd.v1.ResumeGenerationRequest\x1a#.relaxd.v1.ResumeGenerationResponse\"\x0f\x8a\x80\x19\x0b\x63oordinator\x12i\n\x0fJoinWeightGroup\x12!.relaxd.v1.JoinWeightGroupRequest\x1a\".relaxd.v1.JoinWeightGroupResponse\"\x0f\x8a\x80\x19\x0b\x63oordinator\x12\x66\n\x0eReceiveWeights\x12 .relaxd.v1.ReceiveWeightsRequest\x1a!.relaxd.v1.ReceiveWeightsResponse\"\x0f\x8a\x80\x19\x0b\x63oordinator\x12l\n\x10LeaveWeightGroup\x12\".relaxd.v1.LeaveWeightGroupRequest\x1a#.relaxd.v1.LeaveWeightGroupResponse\"\x0f\x8a\x80\x19\x0b\x63oordinator\x12K\n\x05Sleep\x12\x17.relaxd.v1.SleepRequest\x1a\x18.relaxd.v1.SleepResponse\"\x0f\x8a\x80\x19\x0b\x63oordinator\x12H\n\x04Wake\x12\x16.relaxd.v1.WakeRequest\x1a\x17.relaxd.v1.WakeResponse\"\x0f\x8a\x80\x19\x0b\x63oordinator\x12K\n\x07Profile\x12\x19.relaxd.v1.ProfileRequest\x1a\x1a.relaxd.v1.ProfileResponse\"\t\x8a\x80\x19\x05\x61\x64minb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -57,10 +57,10 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_ROLLOUT'].methods_by_name['Wake']._serialized_options = b'\212\200\031\013coordinator'
   _globals['_ROLLOUT'].methods_by_name['Profile']._loaded_options = None
   _globals['_ROLLOUT'].methods_by_name['Profile']._serialized_options = b'\212\200\031\005admin'
-  _globals['_MEMORYPART']._serialized_start=2130
-  _globals['_MEMORYPART']._serialized_end=2229
-  _globals['_PAUSEMODE']._serialized_start=2232
-  _globals['_PAUSEMODE']._serialized_end=2364
+  _globals['_MEMORYPART']._serialized_start=2145
+  _globals['_MEMORYPART']._serialized_end=2244
+  _globals['_PAUSEMODE']._serialized_start=2247
+  _globals['_PAUSEMODE']._serialized_end=2379
   _globals['_PROFILEREQUEST']._serialized_start=136
   _globals['_PROFILEREQUEST']._serialized_end=183
   _globals['_PROFILERESPONSE']._serialized_start=185
@@ -76,35 +76,35 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_GENERATEREQUEST']._serialized_start=488
   _globals['_GENERATEREQUEST']._serialized_end=751
   _globals['_PROMPTMEDIA']._serialized_start=753
-  _globals['_PROMPTMEDIA']._serialized_end=855
-  _globals['_CANCELREQUEST']._serialized_start=857
-  _globals['_CANCELREQUEST']._serialized_end=892
-  _globals['_CANCELRESPONSE']._serialized_start=894
-  _globals['_CANCELRESPONSE']._serialized_end=910
-  _globals['_GENERATERESPONSE']._serialized_start=913
-  _globals['_GENERATERESPONSE']._serialized_end=1126
-  _globals['_PAUSEGENERATIONREQUEST']._serialized_start=1128
-  _globals['_PAUSEGENERATIONREQUEST']._serialized_end=1228
-  _globals['_PAUSEGENERATIONRESPONSE']._serialized_start=1230
-  _globals['_PAUSEGENERATIONRESPONSE']._serialized_end=1279
-  _globals['_RESUMEGENERATIONREQUEST']._serialized_start=1281
-  _globals['_RESUMEGENERATIONREQUEST']._serialized_end=1323
-  _globals['_RESUMEGENERATIONRESPONSE']._serialized_start=1325
-  _globals['_RESUMEGENERATIONRESPONSE']._serialized_end=1394
-  _globals['_JOINWEIGHTGROUPREQUEST']._serialized_start=1397
-  _globals['_JOINWEIGHTGROUPREQUEST']._serialized_end=1536
-  _globals['_JOINWEIGHTGROUPRESPONSE']._serialized_start=1538
-  _globals['_JOINWEIGHTGROUPRESPONSE']._serialized_end=1563
-  _globals['_RECEIVEWEIGHTSREQUEST']._serialized_start=1566
-  _globals['_RECEIVEWEIGHTSREQUEST']._serialized_end=1809
-  _globals['_RECEIVEWEIGHTSRESPONSE']._serialized_start=1812
-  _globals['_RECEIVEWEIGHTSRESPONSE']._serialized_end=1995
-  _globals['_RECEIVEWEIGHTSRESPONSE_CHECKSUMSENTRY']._serialized_start=1947
-  _globals['_RECEIVEWEIGHTSRESPONSE_CHECKSUMSENTRY']._serialized_end=1995
-  _globals['_LEAVEWEIGHTGROUPREQUEST']._serialized_start=1997
-  _globals['_LEAVEWEIGHTGROUPREQUEST']._serialized_end=2079
-  _globals['_LEAVEWEIGHTGROUPRESPONSE']._serialized_start=2081
-  _globals['_LEAVEWEIGHTGROUPRESPONSE']._serialized_end=2128
-  _globals['_ROLLOUT']._serialized_start=2367
-  _globals['_ROLLOUT']._serialized_end=3319
+  _globals['_PROMPTMEDIA']._serialized_end=870
+  _globals['_CANCELREQUEST']._serialized_start=872
+  _globals['_CANCELREQUEST']._serialized_end=907
+  _globals['_CANCELRESPONSE']._serialized_start=909
+  _globals['_CANCELRESPONSE']._serialized_end=925
+  _globals['_GENERATERESPONSE']._serialized_start=928
+  _globals['_GENERATERESPONSE']._serialized_end=1141
+  _globals['_PAUSEGENERATIONREQUEST']._serialized_start=1143
+  _globals['_PAUSEGENERATIONREQUEST']._serialized_end=1243
+  _globals['_PAUSEGENERATIONRESPONSE']._serialized_start=1245
+  _globals['_PAUSEGENERATIONRESPONSE']._serialized_end=1294
+  _globals['_RESUMEGENERATIONREQUEST']._serialized_start=1296
+  _globals['_RESUMEGENERATIONREQUEST']._serialized_end=1338
+  _globals['_RESUMEGENERATIONRESPONSE']._serialized_start=1340
+  _globals['_RESUMEGENERATIONRESPONSE']._serialized_end=1409
+  _globals['_JOINWEIGHTGROUPREQUEST']._serialized_start=1412
+  _globals['_JOINWEIGHTGROUPREQUEST']._serialized_end=1551
+  _globals['_JOINWEIGHTGROUPRESPONSE']._serialized_start=1553
+  _globals['_JOINWEIGHTGROUPRESPONSE']._serialized_end=1578
+  _globals['_RECEIVEWEIGHTSREQUEST']._serialized_start=1581
+  _globals['_RECEIVEWEIGHTSREQUEST']._serialized_end=1824
+  _globals['_RECEIVEWEIGHTSRESPONSE']._serialized_start=1827
+  _globals['_RECEIVEWEIGHTSRESPONSE']._serialized_end=2010
+  _globals['_RECEIVEWEIGHTSRESPONSE_CHECKSUMSENTRY']._serialized_start=1962
+  _globals['_RECEIVEWEIGHTSRESPONSE_CHECKSUMSENTRY']._serialized_end=2010
+  _globals['_LEAVEWEIGHTGROUPREQUEST']._serialized_start=2012
+  _globals['_LEAVEWEIGHTGROUPREQUEST']._serialized_end=2094
+  _globals['_LEAVEWEIGHTGROUPRESPONSE']._serialized_start=2096
+  _globals['_LEAVEWEIGHTGROUPRESPONSE']._serialized_end=2143
+  _globals['_ROLLOUT']._serialized_start=2382
+  _globals['_ROLLOUT']._serialized_end=3334
 # @@protoc_insertion_point(module_scope)

@@ -319,6 +319,7 @@ class PromptMedia(_message.Message):
     GRID_FIELD_NUMBER: _builtins.int
     BYTES_FIELD_NUMBER: _builtins.int
     BEGIN_FIELD_NUMBER: _builtins.int
+    TIMES_FIELD_NUMBER: _builtins.int
     kind: _builtins.str
     """"image", "video" or "audio"."""
     sha256: _builtins.str
@@ -326,12 +327,16 @@ class PromptMedia(_message.Message):
     bytes: _builtins.int
     """Number of bytes of media_contents that are its own; 0 for one that came before in the same prompt."""
     begin: _builtins.int
-    """Index of its first token in prompt_tokens. All media have it, and then all are images, or none: then every token of
-    media is an item's. A conversation needs it, because the model may have written an image token that stands for nothing.
+    """Index of its first token of media in prompt_tokens. All media have it, or none: then every token of media is an item's.
+    A conversation needs it, because the model may have written an image token that stands for nothing.
     """
     @_builtins.property
     def grid(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Patches in time (1 of an image), rows and columns; of a sound one number, the frames of its spectrogram."""
+
+    @_builtins.property
+    def times(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
+        """Seconds from a video's begin at each of its times, for a conversation whose prompt has it."""
 
     def __init__(
         self,
@@ -341,10 +346,11 @@ class PromptMedia(_message.Message):
         grid: _abc.Iterable[_builtins.int] | None = ...,
         bytes: _builtins.int = ...,
         begin: _builtins.int | None = ...,
+        times: _abc.Iterable[_builtins.float] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_begin", b"_begin", "begin", b"begin"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_begin", b"_begin", "begin", b"begin", "bytes", b"bytes", "grid", b"grid", "kind", b"kind", "sha256", b"sha256"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_begin", b"_begin", "begin", b"begin", "bytes", b"bytes", "grid", b"grid", "kind", b"kind", "sha256", b"sha256", "times", b"times"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__begin: _TypeAlias = _typing.Literal["begin"]  # noqa: Y015
     _WhichOneofArgType__begin: _TypeAlias = _typing.Literal["_begin", b"_begin"]  # noqa: Y015

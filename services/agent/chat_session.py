@@ -158,9 +158,9 @@ class ChatSession:
         for index, token in enumerate(tokens[kept:], kept):
             if not tokenizer.has_token(token):
                 raise BadRequest(f"token_ids[{index}] = {token} isn't a token of the model", f"token_ids[{index}]")
-            if tokenizer.vision is not None and token == tokenizer.vision.tokens.token:
+            if tokenizer.vision is not None and token in tokenizer.vision.tokens.modalities:
                 raise BadRequest(
-                    f"token_ids[{index}] = {token} is the token of images: send new ones in messages",
+                    f"token_ids[{index}] = {token} is a token of media: send new ones in messages",
                     f"token_ids[{index}]",
                 )
         if branch is None:

@@ -14,12 +14,13 @@ from opentelemetry.trace import Span
 
 from relaxd import telemetry
 from relaxd.data.examples import Example, Message
+from relaxd.data.vision import normalise_shown
 from relaxd.envs.client import EnvironmentFailed
 from relaxd.envs.environment import Reply, Sample
 from relaxd.envs.observation_media import with_media
 from relaxd.envs.reply_formats import ParsedReply
 from relaxd.envs.token_history import CannotContinue, TokenHistory
-from relaxd.media import MediaError, MediaItem, normalise_image
+from relaxd.media import MediaError, MediaItem
 from relaxd.media.prompt_media import NO_MEDIA, PromptMedia, StoredMedia, hashes_of, with_references, without_missing
 from relaxd.models import DataError
 from relaxd.seeds import seed_of
@@ -44,13 +45,13 @@ class ConversationTokens:
     message_lengths: list[int] = field(default_factory=list)
     """Numbers of tokens from the end of each message of the model, or from the beginning, to the end of the next."""
     media: list[StoredMedia] = field(default_factory=list)
-    """Images in the tokens, and where they begin."""
+    """Media in the tokens, and where they begin."""
 
     @classmethod
     def of(cls, history: TokenHistory, published: Sequence[int], hashes: Sequence[str]) -> "ConversationTokens":
         """Copy a history up to its last reply. If its prompt isn't the published one, it stands before the tokens.
 
-        `hashes` are those of the published one's images: others may have as many tokens.
+        `hashes` are those of the published one's media: others may have as many tokens.
         """
         own, columns, media = list(history.prompt_tokens), history.to_last_reply(), history.media_to_last_reply
         versions = columns["versions"]
@@ -156,7 +157,7 @@ class ConversationStart:
     seconds: Callable[[], float]
     """Returns the time that is left."""
     media: Sequence[StoredMedia] = ()
-    """Images of the prompt."""
+    """Media of the prompt."""
 
     async def turns(
         self,
@@ -178,7 +179,7 @@ class ConversationStart:
             opened: messages that follow the prompt's.
             branch: number of this history of the sample, from 0 on.
             tokens: the prompt's token ids, in place of example, tools and messages.
-            media: images of `opened`.
+            media: media of `opened`.
         """
         seed = seed_of(self.sample_seed, "branch", branch) if branch else self.sample_seed
         return await ModelTurns.begin(
@@ -195,14 +196,14 @@ class ConversationStart:
         )
 
     def media_of(self, example: Example) -> Sequence[StoredMedia]:
-        """Return the images of a prompt: none of one that stands in the place of the sample's."""
+        """Return the media of a prompt: none of one that stands in the place of the sample's."""
         return self.media if example is self.example else ()
 
     @property
     def sample(self) -> Sample:
         """The sample as environments and programs get it."""
         example = self.example
-        messages = with_media(example.messages, [item.png for item in self.media])
+        messages = with_media(example.messages, [item.uri for item in self.media])
         return Sample(messages, example.answer, example.metadata, self.group_seed, example.tools)
 
 
@@ -236,7 +237,7 @@ class Conversations(ABC):
             group_seed: seed of the environment or of the program.
             sample_seed: seed of the model's messages.
             wanted: weights that its engines must serve; None means any.
-            media: the prompt's images.
+            media: the prompt's media.
 
         Raises:
             BadPrompt: it can't begin or go on.
@@ -268,7 +269,7 @@ class Conversations(ABC):
                 for key, history in result.histories.items()
             }
             result.histories = {}
-        # Images that the model didn't come to see aren't stored.
+        # Media that the model didn't come to see aren't stored.
         seen = {item.sha256 for one in result.sequences.values() for item in one.media}
         result.messages = without_missing(result.messages, seen.union(hashes_of(media.records)))
         return result
@@ -310,7 +311,7 @@ class EnvironmentConversations(Conversations):
             opened = await self._environments.open(name, start.sample)
         tools = [*start.example.tools, *opened.tools]
         names = tool_names(tools)
-        media = await self._normalised(opened.media)
+        media = await self._normalised(opened.media, start.media)
         players = {0: await start.turns(self._model, start.example, tools, opened.messages, media=media)}
         player = 0
         result.messages += with_references(opened.messages, media)
@@ -342,7 +343,7 @@ class EnvironmentConversations(Conversations):
                 if not result.finish:
                     raise OutOfTime
                 return
-            media = await self._normalised(step.media)
+            media = await self._normalised(step.media, start.media)
             result.messages += with_references(step.messages, media)
             player = self._checked_player(step.player)
             if player in players:
@@ -351,21 +352,24 @@ class EnvironmentConversations(Conversations):
                 begun = start.turns(self._model, start.example, tools, step.messages, branch=player, media=media)
                 players[player] = await begun
 
-    async def _normalised(self, items: Sequence[MediaItem]) -> list[StoredMedia]:
-        """Return the environment's images in the model's normal form. Raises EnvironmentFailed."""
+    async def _normalised(self, items: Sequence[MediaItem], prompt: Sequence[StoredMedia]) -> list[StoredMedia]:
+        """Return the environment's media in the model's normal form; those of the prompt have it already.
+
+        Raises EnvironmentFailed.
+        """
         if not items:
             return []
-        if (vision := self._model.tokenizer.vision) is None:
-            raise EnvironmentFailed(f"{items[0].place} is an image, but agent.images is false: set it to true")
-        rule = vision.rule
+        vision = self._model.tokenizer.vision
+        known = {(one.kind, one.uri): one for one in prompt}
 
         def normalise_all() -> list[StoredMedia]:
             found = []
             for item in items:
+                own = known.get((item.kind, item.source)) if isinstance(item.source, str) else None
                 try:
-                    found.append(StoredMedia.of(normalise_image(item.source, rule)))
+                    found.append(own or StoredMedia.of(normalise_shown(item.kind, item.source, vision)))
                 except MediaError as error:
-                    raise EnvironmentFailed(f"the environment's image {item.place} {error}") from error
+                    raise EnvironmentFailed(f"the environment's {item.kind} {item.place} {error}") from error
             return found
 
         return await asyncio.to_thread(normalise_all)

@@ -27,7 +27,7 @@ PROTOCOLS: Mapping[str, Protocol] = {
 }
 """Protocols by their addresses."""
 MAX_BODY = 64 << 20
-"""Maximum number of bytes of a request, which has all images of its messages."""
+"""Maximum number of bytes of a request, which has all media of its messages."""
 LONG_BODY = 1 << 20
 """Size of a request, in bytes, above which it is read in a thread: others go on meanwhile."""
 CLOSE_SECONDS = 1.0
@@ -139,7 +139,7 @@ class Endpoint:
 async def _read(
     session: ChatSession, request: web.Request, read: Callable[[dict[str, Any]], Asked]
 ) -> tuple[dict[str, Any], Asked]:
-    """Return a request's body, and what is read of it, in a thread if it is long or may have images."""
+    """Return a request's body, and what is read of it, in a thread if it is long or may have media."""
     body = await request.read()
 
     def parse() -> tuple[dict[str, Any], Asked]:

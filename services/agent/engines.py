@@ -130,7 +130,7 @@ class RunEngines:
             prompt: token ids.
             sampling: how to sample.
             seconds: returns the time that is left.
-            media: the prompt's images, and where they are.
+            media: the prompt's media, and where they are.
 
         Raises:
             RefusedPrompt: the engine can't answer it.

@@ -35,7 +35,7 @@ class EvaluationConversations:
     ) -> None:
         """`by_set` holds conversations with the environment of each evaluation set; `places` limits those at once.
 
-        `opened` are the sets whose rewards may open images.
+        `opened` are the sets whose rewards may open media.
         """
         self._agent = agent
         self._opened = opened
@@ -70,7 +70,7 @@ class EvaluationConversations:
             count: number of conversations.
             sampling: how the model's messages are sampled.
             wanted: weights that engines must serve.
-            media: the prompt's images.
+            media: the prompt's media.
 
         Raises:
             Unavailable: `cancel` was called.
@@ -122,7 +122,7 @@ class EvaluationConversations:
             outcome=EnvironmentOutcome(reward=held.reward, info=held.info),
             turns=held.turns,
             failure=held.failure,
-            media={item.sha256: item.png for one in held.sequences.values() for item in one.media}
+            media={item.sha256: item.content for one in held.sequences.values() for item in one.media}
             if name in self._opened
             else {},
         )

@@ -271,7 +271,7 @@ def columns_of(conversations: Sequence[Conversation], *, masked: bool, credit: C
 
 
 def media_columns_of(conversations: Sequence[Conversation], prompt: PromptMedia) -> dict[str, Column]:
-    """Return the columns of the images in the conversations of a group, whose prompt may have some itself."""
+    """Return the columns of the media in the conversations of a group, whose prompt may have some itself."""
     sequences = [sequence.media for one in conversations for sequence in one.sequences.values()]
     records, contents = to_sequence_columns(sequences, hashes_of(prompt.records))
     return {SEQUENCE_MEDIA: records, SEQUENCE_CONTENTS: contents}

@@ -119,7 +119,7 @@ class ModelTurns:
             example: the prompt.
             tools: schemas of the tools that the model may call.
             opened: messages that follow the prompt's.
-            media: images of the prompt's and of these messages, in order.
+            media: media of the prompt's and of these messages, in order.
             seed: seed of the model's messages.
             seconds: returns the time that is left.
             long_prompt: True if the prompt may have more than data.max_prompt_tokens; what is above takes `room`.
@@ -151,7 +151,7 @@ class ModelTurns:
         return self._budget - above - self.history.length
 
     async def add_messages(self, messages: Sequence[Message], media: Sequence[StoredMedia] = ()) -> None:
-        """Append what was said to the model's message, and the images in it. Raises CannotContinue."""
+        """Append what was said to the model's message, and the media in it. Raises CannotContinue."""
         await _in_thread_if_long(messages, partial(self.history.add_messages, messages, media))
 
     async def write(

@@ -4,14 +4,16 @@ import asyncio
 import os
 import stat
 import time
+from collections.abc import Callable, Mapping
 from numbers import Real
 from pathlib import Path
+from typing import Any
 
 from relaxd.data.examples import Message
 from relaxd.envs.client import EnvironmentFailed
 from relaxd.envs.environment import MAX_BYTES, BadEnvironmentError, finite_number
 from relaxd.json_text import parse_json
-from relaxd.media.placeholders import IMAGE
+from relaxd.media.placeholders import AUDIO, IMAGE, VIDEO
 from relaxd.sandbox.processes import describe_exit
 from services.agent.chat_session import ChatSession
 from services.agent.conversation import MAX_INFO, Conversation, Conversations, ConversationStart
@@ -74,11 +76,19 @@ def _in_openai_form(message: Message) -> Message:
     content = message.get("content")
     if not isinstance(content, list):
         return message
-    parts = [
-        {"type": "image_url", "image_url": {"url": part["image"]}} if part["type"] == IMAGE else part
-        for part in content
-    ]
+    parts = [_OPENAI_PARTS[part["type"]](part) if part["type"] in _OPENAI_PARTS else part for part in content]
     return {**message, "content": parts}
+
+
+_OPENAI_PARTS: Mapping[str, Callable[[Mapping[str, Any]], dict[str, Any]]] = {
+    IMAGE: lambda part: {"type": "image_url", "image_url": {"url": part[IMAGE]}},
+    VIDEO: lambda part: {"type": "video_url", "video_url": {"url": part[VIDEO]}},
+    AUDIO: lambda part: {
+        "type": "input_audio",
+        "input_audio": {"data": part[AUDIO].partition(",")[2], "format": "wav"},
+    },
+}
+"""Return a part in OpenAI's form, by its kind of media; that of video is vLLM's and SGLang's."""
 
 
 def _check_end(code: int, output: str, session: ChatSession, result: Conversation) -> None:

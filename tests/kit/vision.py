@@ -135,23 +135,38 @@ TOWER = {
 }
 
 
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
+"""Fields of the decoder of a mixture."""
+
+
 def make_vision_model(
-    folder: Path, *, tied: bool = True, seed: int = 1, noise: float = 0.1, tower: Mapping[str, Any] = TOWER, **text: Any
+    folder: Path,
+    *,
+    tied: bool = True,
+    seed: int = 1,
+    noise: float = 0.1,
+    tower: Mapping[str, Any] = TOWER,
+    model_type: str = "qwen3_vl",
+    **text: Any,
 ) -> Path:
     """Write a tiny random Qwen3-VL in float32, with sharp logits and no zeros and ones: mix-ups show."""
     import torch
-    from transformers import Qwen3VLConfig, Qwen3VLForConditionalGeneration
+    from transformers import AutoConfig, AutoModelForImageTextToText
 
     folder.mkdir(parents=True, exist_ok=True)
-    write_vision_model(folder)
+    write_vision_model(folder, model_type)
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     ids = {name: tokenizer.token_to_id(token) for name, token in TOKENS.items()}
     size = Tokenizer.from_file(str(folder / "tokenizer.json")).get_vocab_size()
     torch.manual_seed(seed)
-    config = Qwen3VLConfig(
-        text_config={**TEXT, "vocab_size": size, **text}, vision_config=dict(tower), tie_word_embeddings=tied, **ids
+    config = AutoConfig.for_model(
+        model_type,
+        text_config={**TEXT, "vocab_size": size, **text},
+        vision_config=dict(tower),
+        tie_word_embeddings=tied,
+        **ids,
     )
-    model = Qwen3VLForConditionalGeneration(config)
+    model = AutoModelForImageTextToText.from_config(config)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter) * noise)

@@ -27,6 +27,7 @@ from relaxd.envs.reply_formats import REPLY_FORMATS
 from relaxd.evaluation.set_checks import environment_problems
 from relaxd.json_text import parse_json
 from relaxd.media import shown_text
+from relaxd.media.prompt_media import StoredMedia
 from relaxd.models import DataError
 from relaxd.models.folders import resolve_model
 from relaxd.process.child import ChildError
@@ -128,8 +129,8 @@ def _trial_of_run(words: list[str]) -> _Trial:
     messages = first.messages
     if first.media:
         try:
-            vision = read_vision(resolve_model(config.model.path), config.data)
-            messages = with_media(messages, [one.content for one in normalise(first, vision)])
+            vision = read_vision(resolve_model(config.model.path), config.data, config.media_kinds)
+            messages = with_media(messages, [StoredMedia.of(one).uri for one in normalise(first, vision)])
         except DataError as error:
             raise ConfigError([Problem(error.field, error.message)]) from error
     return _Trial(

@@ -175,7 +175,7 @@ def _media_of(config: RunConfig, examples: Sequence[Example]) -> list[tuple[tupl
     """Return each prompt's messages and images as rewards get them. Raises DataError."""
     if not config.reward.media:
         return [((), {})] * len(examples)
-    vision = read_vision(resolve_model(config.model.path), config.data)
+    vision = read_vision(resolve_model(config.model.path), config.data, config.media_kinds)
     found = []
     for example in examples:
         media = normalise(example, vision)

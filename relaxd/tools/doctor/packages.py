@@ -12,7 +12,7 @@ import relaxd
 from relaxd.board import roles_for
 from relaxd.config import RunConfig
 from relaxd.engines import ENGINES
-from relaxd.media import VIDEO
+from relaxd.media import IMAGE
 from relaxd.replica.gpus import visible_gpus
 from relaxd.rewards.table import BOXED, PACKAGES
 from relaxd.roles import JUDGE, ROLLOUT, TEACHER
@@ -105,7 +105,7 @@ def extras_of(config: RunConfig) -> list[str]:
     needed = [ENGINES[engine].extra for role, engine in engines.items() if role in roles]
     extras = ["coordinator", "reward", "advantage", *needed, "trainer"]
     extras += ["media"] if config.has_media else []
-    extras += ["video"] if VIDEO in config.data.media_keys else []
+    extras += ["video"] if set(config.media_kinds) - {IMAGE} else []
     rewards = {config.reward.name, *(term.name for term in config.reward.terms)}
     for name in sorted(rewards):
         _, requirement = PACKAGES.get(name.removeprefix(BOXED), ("", ""))

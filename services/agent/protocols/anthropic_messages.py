@@ -5,6 +5,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from relaxd.data.examples import Message
+from relaxd.media.placeholders import IMAGE
 from services.agent.chat_requests import BadRequest, ChatAnswer, ChatRequest, shown
 from services.agent.protocols.protocol import (
     Parts,
@@ -42,7 +43,7 @@ def _image(part: Mapping[str, Any]) -> Any:
     return f"data:{source.get('media_type')};base64,{source.get('data')}"
 
 
-PARTS = Parts(("text",), {"image": _image})
+PARTS = Parts(("text",), {"image": (IMAGE, _image)})
 """Blocks that are text or an image."""
 
 

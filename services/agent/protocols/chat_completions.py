@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from relaxd.data.examples import Message
+from relaxd.media.placeholders import PARTS as MEDIA_PARTS
 from services.agent.chat_requests import BadRequest, ChatAnswer, ChatRequest, shown
 from services.agent.protocols.protocol import (
     Parts,
@@ -48,13 +49,17 @@ SUPPORTED: Supported = {
 }
 
 
-def _image_url(part: Mapping[str, Any]) -> Any:
-    url = part.get("image_url")
-    return url.get("url") if isinstance(url, dict) else url
+def _source(part: Mapping[str, Any]) -> Any:
+    name = part["type"]
+    inside, source = MEDIA_PARTS[name][1], part.get(name)
+    if not inside or not isinstance(source, dict):
+        return source
+    given = source.get(inside)
+    return f"data:audio/{source.get('format')};base64,{given}" if name == "input_audio" else given
 
 
-PARTS = Parts(("text",), {"image_url": _image_url, "image": lambda part: part.get("image")})
-"""Parts of contents; an image may also have the form in which environments show it."""
+PARTS = Parts(("text",), {name: (kind, _source) for name, (kind, _) in MEDIA_PARTS.items()})
+"""Parts of contents; an item may also have the form in which environments show it."""
 
 
 def read_request(asked: dict[str, Any], stored: StoredMessages, media: SessionMedia) -> ChatRequest:

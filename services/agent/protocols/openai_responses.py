@@ -5,6 +5,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from relaxd.data.examples import Message
+from relaxd.media.placeholders import IMAGE
 from services.agent.chat_requests import BadRequest, ChatAnswer, ChatRequest, shown
 from services.agent.protocols.chat_completions import ROLES
 from services.agent.protocols.protocol import (
@@ -35,7 +36,7 @@ SUPPORTED: Supported = {
 }
 IGNORED_TOOLS = ("namespace", "web_search", "web_search_preview")
 """Types of tools that some programs offer to every model, and that this one isn't told of."""
-PARTS = Parts(("input_text", "output_text", "text"), {"input_image": lambda part: part.get("image_url")})
+PARTS = Parts(("input_text", "output_text", "text"), {"input_image": (IMAGE, lambda part: part.get("image_url"))})
 """Parts of contents."""
 
 

@@ -35,8 +35,9 @@ class Parts:
 
     texts: Collection[str]
     """Types of parts that are text."""
-    media: Mapping[str, Callable[[Mapping[str, Any]], Any]]
-    """Returns the data URI of a part that is an image, by its type; anything else if the part has none."""
+    media: Mapping[str, tuple[str, Callable[[Mapping[str, Any]], Any]]]
+    """The kind of media of a part, and a function that returns its data URI or anything else if it has none, by its
+    type."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +45,7 @@ class Protocol:
     """A form of requests and answers."""
 
     read: Callable[[dict[str, Any], StoredMessages, SessionMedia], ChatRequest]
-    """Reads a request, which has no nulls and may go on from stored messages, with its images. Raises BadRequest, which
+    """Reads a request, which has no nulls and may go on from stored messages, with its media. Raises BadRequest, which
     names what isn't supported."""
     whole: Callable[[ChatAnswer, dict[str, Any]], dict[str, Any]]
     """Returns an answer to a request."""
@@ -153,7 +154,7 @@ def read_list(asked: Mapping[str, Any], name: str) -> list[Any]:
 
 
 def read_content(place: str, content: Any, forms: Parts, media: SessionMedia | None = None) -> Content:
-    """Return a content, which is a text or a list of parts; without `images` it may have none. Raises BadRequest."""
+    """Return a content, which is a text or a list of parts; without `media` it may have none. Raises BadRequest."""
     if isinstance(content, list):
         return joined([read_part(f"{place}[{index}]", part, forms, media) for index, part in enumerate(content)])
     if not isinstance(content, str | None):
@@ -162,10 +163,11 @@ def read_content(place: str, content: Any, forms: Parts, media: SessionMedia | N
 
 
 def read_part(place: str, part: Any, forms: Parts, media: SessionMedia | None = None) -> dict[str, Any]:
-    """Return a part of a content, an image by reference. Raises BadRequest."""
+    """Return a part of a content, an item by reference. Raises BadRequest."""
     kind = part["type"] if isinstance(part, dict) and isinstance(part.get("type"), str) else ""
     if media is not None and kind in forms.media:
-        return media.read(place, forms.media[kind](part))
+        of_media, source = forms.media[kind]
+        return media.read(place, of_media, source(part))
     if kind in forms.texts and isinstance(part.get("text"), str):
         return {"type": "text", "text": part["text"]}
     kinds = " or ".join([*forms.texts, *(forms.media if media is not None else ())])

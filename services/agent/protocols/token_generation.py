@@ -11,8 +11,8 @@ from services.agent.stored_messages import StoredMessages
 
 SUPPORTED: Supported = {
     "stream": ((False, True), "use true or false"),
-    "features": ((), "send images in messages"),
-    "content_parts": ((), "send images in messages"),
+    "features": ((), "send media in messages"),
+    "content_parts": ((), "send media in messages"),
     "kv_transfer_params": ((), "the run's engines keep their caches"),
 }
 SAMPLING = "sampling_params"

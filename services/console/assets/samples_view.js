@@ -149,7 +149,7 @@ export function create({ run, state }) {
 
   function media(items) {
     return items.length ? make("div", { class: "media" }, items.map((item) => {
-      const words = `${item.frames ? `video, ${item.frames} frames` : "image"}, ${item.width} × ${item.height}`;
+      const words = item.seconds ? `sound, ${item.seconds.toFixed(2)} s` : `${item.frames ? `video, ${item.frames} frames` : "image"}, ${item.width} × ${item.height}`;
       return make("figure", {}, item.thumbnail.startsWith("data:image/jpeg;base64,") ? make("img", { src: item.thumbnail, alt: words }) : null, make("figcaption", { class: "note" }, words));
     })) : null;
   }

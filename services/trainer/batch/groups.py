@@ -122,7 +122,7 @@ class TrainGroup:
             version: version of the weights that compute the log-probs to be compared with the engine's; None if they
                 are of no version. Log-probs of tokens of this version are comparable, unless the sequence spans a
                 weight update with a stale cache.
-            media: reads the images, for a model that sees them.
+            media: reads the media, for a model that takes them.
 
         Raises:
             AlgorithmError: the token weights aren't what they must be.
@@ -174,11 +174,11 @@ def check_group(
         names: the columns that the run's train stage needs.
         routing: what its routed experts must fit; None if they are known to fit, or there are none.
         candidates: what columns of candidates must have for each token; None: all as many.
-        media: the model's tokens for images, which the group's must fit; None if they are known to fit.
+        media: the model's tokens for media, which the group's must fit; None if they are known to fit.
 
     Raises:
         MalformedGroup: a column is missing, has a wrong kind or size, or is NaN or infinite at a trained token; or its
-            sequences don't fit the samples or the prompt, its images its tokens, or its routed experts the model.
+            sequences don't fit the samples or the prompt, its media its tokens, or its routed experts the model.
     """
     for name in names:
         if name not in columns:

@@ -69,7 +69,7 @@ class TrainSequence:
                 engine had the same weights and a cache written by them.
             temperature: sampling temperature, > 0.
             experts: [P + R - 1, layers, top_k]: experts of all tokens but the last, from which nothing is predicted.
-            media: images of the prompt and in the response, if there are any.
+            media: media of the prompt and in the response, if there are any.
 
         Raises:
             PackingError: lengths differ, nothing predicts the first trained token, or the temperature isn't positive.
@@ -114,7 +114,7 @@ class PackedMicroBatch:
     tokens: NDArray[np.int64]
     """int64 [T]."""
     positions: NDArray[np.int64] | NDArray[np.float32]
-    """int64 [T]: position of each token in its sequence. With images float32 [3, T]: by time, row and column."""
+    """int64 [T]: position of each token in its sequence. With media float32 [3, T]: by time, row and column."""
     cu_seqlens: NDArray[np.int32]
     """int32 [sequences + 1]: begin of each sequence's tokens, and T."""
     prefixes: NDArray[np.int32]
@@ -134,7 +134,7 @@ class PackedMicroBatch:
     experts: NDArray[np.int16] | None = None
     """int16 [T, layers, top_k]; see `TrainSequence`."""
     media: PackedMedia | None = None
-    """The images of its sequences, if it has any."""
+    """The media of its sequences, if it has any."""
 
     @property
     def sequences(self) -> int:
@@ -262,7 +262,7 @@ def with_padding(batch: PackedMicroBatch, multiple: int) -> PackedMicroBatch:
 def _positions_with_media(
     sequences: Sequence[TrainSequence], prefixes: Sequence[tuple[int, int]]
 ) -> NDArray[np.float32]:
-    """Return the positions of packed sequences, some of which have images, float32 [3, T]."""
+    """Return the positions of packed sequences, some of which have media, float32 [3, T]."""
     rows = []
     for sequence, (_, skipped) in zip(sequences, prefixes, strict=True):
         tokens = len(sequence.tokens)
@@ -281,7 +281,7 @@ def _with_last(experts: NDArray[np.integer], tokens: int) -> NDArray[np.int16]:
 
 
 def _same_prompt(first: TrainSequence, second: TrainSequence) -> bool:
-    """Return True if sequences begin with the same prompt: the same tokens, and the same images for them."""
+    """Return True if sequences begin with the same prompt: the same tokens, and the same media for them."""
     length = first.prompt_length
     if length != second.prompt_length or _hashes(first) != _hashes(second):
         return False

@@ -1,4 +1,4 @@
-"""Media of prompts, and images of conversations: in sequences and in packed micro-batches."""
+"""Media of prompts and conversations: in sequences and in packed micro-batches."""
 
 import threading
 from collections.abc import Mapping, Sequence
@@ -35,14 +35,14 @@ class DecodedItem:
 
 @dataclass(frozen=True)
 class SequenceMedia:
-    """The images and videos in the first P tokens of a sequence, such as its prompt, and where the model has them."""
+    """The media in the first P tokens of a sequence, such as its prompt, and where the model has them."""
 
     items: tuple[DecodedItem, ...]
     """In the order of the tokens."""
     places: NDArray[np.int64]
-    """int64 [M]: the tokens that stand for images. The tower's rows belong to them in order."""
+    """int64 [M]: the tokens that stand for media. The towers' rows belong to them in order."""
     begins: tuple[int, ...]
-    """Index in `places` of each image's first token."""
+    """Index in `places` of each item's first token."""
     positions: NDArray[np.float32]
     """float32 [3, P]: positions of the tokens by time, row and column."""
     next_position: float
@@ -56,16 +56,16 @@ class SequenceMedia:
         tokens: MediaTokens,
         begins: Sequence[int] | None = None,
     ) -> Self:
-        """Lay out token ids with their images.
+        """Lay out token ids with their media.
 
         Args:
             sequence: expanded token ids, [P].
             items: their media.
-            tokens: the model's tokens for images.
-            begins: index of each image's first token; None: every image token is an image's.
+            tokens: the model's tokens for media.
+            begins: index of each item's first token; None: every token of media is an item's.
 
         Raises:
-            MediaError: the image tokens aren't those of these images.
+            MediaError: the tokens of media aren't those of these items.
         """
         layout = lay_out(sequence, [item.grid for item in items], tokens, begins=begins)
         counts = [tokens.count(item.grid) for item in items]
@@ -78,26 +78,26 @@ class SequenceMedia:
         return np.concatenate((self.positions, np.tile(rest, (3, 1))), axis=1)
 
     def hashes_before(self, end: int) -> list[str]:
-        """Return the hashes of the images that begin before token `end`."""
+        """Return the hashes of the items that begin before token `end`."""
         return [item.sha256 for item, begin in zip(self.items, self.begins, strict=True) if self.places[begin] < end]
 
 
 class GroupMediaReader:
-    """The images of groups, decoded. Those that were read last are kept."""
+    """The media of groups, decoded. Those that were read last are kept."""
 
     def __init__(self, tokens: MediaTokens) -> None:
-        """Make a reader for a model with these tokens for images."""
+        """Make a reader for a model with these tokens for media."""
         self._tokens = tokens
         self._lock = threading.Lock()
         self._cache = MediaCache(KEPT_BYTES)
 
     @property
     def tokens(self) -> MediaTokens:
-        """The model's tokens for images."""
+        """The model's tokens for media."""
         return self._tokens
 
     def read(self, columns: Mapping[str, Any]) -> "list[SequenceMedia | None]":
-        """Return the images of each sequence of a group, those of a prompt that it shares included; None without any.
+        """Return the media of each sequence of a group, those of a prompt that it shares included; None without any.
 
         Args:
             columns: the group's, checked by `check_media`.
@@ -132,11 +132,11 @@ class GroupMediaReader:
 
 
 def check_media(columns: Mapping[str, Any], tokens: MediaTokens | None) -> None:
-    """Check the columns of a group whose prompt or sequences may have images.
+    """Check the columns of a group whose prompt or sequences may have media.
 
     Args:
         columns: the group's.
-        tokens: the model's tokens for images, which prompt and sequences must have; None: this isn't checked.
+        tokens: the model's tokens for media, which prompt and sequences must have; None: this isn't checked.
 
     Raises:
         ValueError: they are malformed, or don't fit the prompt or the sequences.
@@ -154,13 +154,13 @@ def check_media(columns: Mapping[str, Any], tokens: MediaTokens | None) -> None:
             grids_of(records)
             known |= set(contents_of(records, contents, name))
             if lacking := next((one for one in hashes_of(records) if one not in known), ""):
-                raise ValueError(f"{contents_name} has no image {lacking}")
+                raise ValueError(f"{contents_name} has no item {lacking}")
         except (KeyError, TypeError) as error:
             raise ValueError(f"{name} is malformed: {error!r}") from error
     own_prompts = np.flatnonzero(columns["shares_prompt"] == 0)
     if columns.get(PROMPT_MEDIA) and SEQUENCE_MEDIA not in columns and len(own_prompts):
         raise ValueError(
-            f"sequence {own_prompts[0]} begins with a prompt of its own, but the group's prompt has images, and there "
+            f"sequence {own_prompts[0]} begins with a prompt of its own, but the group's prompt has media, and there "
             f"is no column {SEQUENCE_MEDIA}"
         )
     if tokens is None:
@@ -180,28 +180,28 @@ def check_media(columns: Mapping[str, Any], tokens: MediaTokens | None) -> None:
         except MediaError as error:
             raise ValueError(f"sequence {index} {error}") from error
         if masks[own][layout.modality != 0].any():
-            raise ValueError(f"sequence {index} has loss_mask 1 at a token of an image, which the model didn't write")
+            raise ValueError(f"sequence {index} has loss_mask 1 at a token of media, which the model didn't write")
 
 
 @message
 @dataclass(frozen=True)
 class PackedMedia:
-    """The images of a micro-batch of T tokens, each once."""
+    """The media of a micro-batch of T tokens, each once."""
 
     items: tuple[DecodedItem, ...]
-    """The images, whose rows in the tower's output follow one another."""
+    """The items, whose rows in the towers' output follow one another."""
     places: NDArray[np.int64]
-    """int64 [M]: tokens that stand for images."""
+    """int64 [M]: tokens that stand for media."""
     rows: NDArray[np.int64]
-    """int64 [M]: rows of the tower's output that belong to them."""
+    """int64 [M]: rows of the towers' output that belong to them."""
 
 
 def pack_media(sequences: Sequence[tuple[int, int, SequenceMedia]]) -> PackedMedia | None:
-    """Return the images of sequences that are stored in a row; None if they have none.
+    """Return the media of sequences that are stored in a row; None if they have none.
 
     Args:
         sequences: begin of each sequence in the row, the number of its first tokens that are stored with an earlier
-            one, and its images.
+            one, and its media.
     """
     first: dict[str, int] = {}
     items: list[DecodedItem] = []

@@ -58,7 +58,7 @@ class TrainingQueue:
         """Take groups as `consumer`; drop groups with a sequence longer than `max_sequence_tokens`.
 
         `routing` is what their routed experts must fit, if the run has them, and `candidates` what columns of
-        candidates have for each token; `images` are the model's tokens for images, if it sees any;
+        candidates have for each token; `media` are the model's tokens for media, if it takes any;
         `max_value_staleness` is that of a critic service, if the run has one; `teacher_of` names the teacher of a
         group, if the trainer has teachers. Groups for which it raises ValueError are dropped, and those for which
         `refusal` says why (`GroupRefusals`). `receipts` checks those of each group, if the run has them; the prompts of

@@ -6,7 +6,7 @@ from typing import Any
 
 from services.trainer.model.architecture import Architecture, ExpertArchitecture, ModelError
 from services.trainer.model.rope import RopeError, read_rope
-from services.trainer.model.tensor_rules import Rule, layer_rules
+from services.trainer.model.tensor_rules import EXPERT, Rule, layer_rules
 
 Config = dict[str, Any]
 """A config.json."""
@@ -20,6 +20,8 @@ class Family:
     """Read a config.json, mostly by `decoder`. Raises ModelError, or KeyError for a field that is missing."""
     rules: Callable[[Architecture, int], tuple[Rule, ...]] = layer_rules
     """Return the rules of a layer, numbered over the whole model from 0, without those of its routed experts."""
+    expert_rules: tuple[Rule, ...] = EXPERT
+    """Rules of a routed expert."""
     prefix: str = "model."
     """Beginning of the names of the decoder's tensors in Hugging Face's files."""
     outer: str = ""

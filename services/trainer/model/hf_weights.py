@@ -57,12 +57,13 @@ def hf_tensor_specs(
 ) -> list[HFTensorSpec]:
     """List the exported tensors of all stages, in the order of `gather_hf_tensors`."""
     return [
-        HFTensorSpec(part.name, dtype, part.shape, stage)
+        HFTensorSpec(part.name, dtype, part.whole_shape, stage)
         for stage in range(pp_size)
         for entry in entries(shape, stage, pp_size, ep_size, pipeline_layers, pipeline_chunks)
         if entry.exported
         for parts in entry.parts
         for part in parts
+        if part.is_last
     ]
 
 
@@ -80,19 +81,23 @@ class HFFolder:
         else:
             raise ModelFileError(f"{folder} has neither model.safetensors nor model.safetensors.index.json")
 
-    def read(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        """Read one tensor.
+    def read(self, wanted: HFTensor) -> Tensor:
+        """Read one tensor, or its part of a stack, in which parts may also be transposed.
 
         Raises:
             ModelError: the tensor is missing, or it has another shape.
             ModelFileError: its file can't be read.
         """
+        name, shape = wanted.name, wanted.whole_shape
         if name not in self._file_of:
             raise ModelError(f"{self._folder} has no tensor {name}, which config.json's architecture needs")
-        tensor = self._open(self._file_of[name]).get_tensor(name)
-        if tuple(tensor.shape) != shape:
-            raise ModelError(f"{self._folder}: {name} is {list(tensor.shape)}, but config.json makes it {list(shape)}")
-        return tensor
+        stored = self._open(self._file_of[name]).get_slice(name)
+        found = tuple(stored.get_shape())
+        is_transposed = wanted.stack > 0 and found == (wanted.stack, *wanted.shape[::-1])
+        if found != shape and not is_transposed:
+            raise ModelError(f"{self._folder}: {name} is {list(found)}, but config.json makes it {list(shape)}")
+        tensor: Tensor = stored[wanted.index] if wanted.stack else stored[:]
+        return tensor.T if is_transposed else tensor
 
     def _open(self, file: str) -> safe_open:
         if file not in self._files:
@@ -144,7 +149,7 @@ def load_hf(
             mine = entry.parts[world.ep_rank if entry.expert else 0]
             dense, expert = (world.tp_rank, world.tp_size), (world.etp_rank, world.etp_size)
             rank, size = expert if entry.expert else dense
-            tensors = [source.read(part.name, part.shape) for part in mine]
+            tensors = [source.read(part) for part in mine]
             parameter = parameters[entry.megatron]
             part = entry.of(parameter)
             exact = entry.layout.shard(tensors, rank, size, shape)
@@ -179,13 +184,13 @@ class ExportedParameter:
         """The entry's part of the parameter, a view."""
         return self.entry.of(self._parameter.detach())
 
-    def tensors(self, shards: Sequence[Tensor], number: int, shape: Architecture) -> list[tuple[str, Tensor]]:
+    def tensors(self, shards: Sequence[Tensor], number: int, shape: Architecture) -> list[tuple[HFTensor, Tensor]]:
         """Return the tensors of an expert-parallel rank, by its number, from all shards of them."""
         parts = self.entry.parts[number]
         merged = self.entry.layout.merge(shards, [part.shape for part in parts], shape)
-        return [(part.name, tensor) for part, tensor in zip(parts, merged, strict=True)]
+        return list(zip(parts, merged, strict=True))
 
-    def own_tensors(self, shape: Architecture) -> list[tuple[str, Tensor]]:
+    def own_tensors(self, shape: Architecture) -> list[tuple[HFTensor, Tensor]]:
         """Return the tensors of a parameter that this rank has whole."""
         memory = self._parameter.untyped_storage().data_ptr()
         if not self._views or self._views[0][1].untyped_storage().data_ptr() != memory:
@@ -194,7 +199,7 @@ class ExportedParameter:
             if not views:
                 return self.tensors([self.part], 0, shape)
             self._views = list(zip(parts, views, strict=True))
-        return [(part.name, one if one.shape == part.shape else one.reshape(part.shape)) for part, one in self._views]
+        return [(part, one if one.shape == part.shape else one.reshape(part.shape)) for part, one in self._views]
 
 
 def exported_parameters(model: torch.nn.Module, shape: Architecture, world: World) -> list[ExportedParameter]:
@@ -220,6 +225,20 @@ def gather_hf_tensors(
     Yields:
         (Hugging Face name, full tensor) in the order of `hf_tensor_specs`, on the source rank.
     """
+    stacks: dict[str, Tensor] = {}
+    for part, tensor in _gathered(exported, shape, world, groups):
+        if part.stack:
+            if part.name not in stacks:
+                stacks[part.name] = tensor.new_empty(part.whole_shape)
+            stacks[part.name][part.index] = tensor
+        if part.is_last:
+            yield part.name, stacks.pop(part.name, tensor)
+
+
+def _gathered(
+    exported: Sequence[ExportedParameter], shape: Architecture, world: World, groups: GatherGroups
+) -> Iterator[tuple[HFTensor, Tensor]]:
+    """Gather tensors as `gather_hf_tensors` does, those of stacks part by part."""
     for parameter in exported:
         entry = parameter.entry
         group = groups.experts if entry.expert else groups.dense
@@ -324,11 +343,14 @@ def _write_hf(
 
 
 def _file_numbers(shape: Architecture, stage: int, world: World, dtype: torch.dtype) -> list[int]:
-    """Return the file number, from 0, of each of a stage's `exported_parameters`, given MAX_FILE_BYTES."""
+    """Return the file number, from 0, of each of a stage's `exported_parameters`, given MAX_FILE_BYTES.
+
+    A layer's experts, which may be one tensor, are in one file.
+    """
     numbers, number, size = [], 0, 0
     for entry in _stage_entries(shape, stage, world):
         if entry.exported:
-            if size >= MAX_FILE_BYTES:
+            if size >= MAX_FILE_BYTES and not entry.expert:
                 number, size = number + 1, 0
             numbers.append(number)
             size += sum(math.prod(part.shape) for parts in entry.parts for part in parts) * dtype.itemsize

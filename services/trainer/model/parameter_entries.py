@@ -10,7 +10,6 @@ from services.trainer.model.architecture import Architecture
 from services.trainer.model.architectures import FAMILIES
 from services.trainer.model.family import Family
 from services.trainer.model.tensor_rules import (
-    EXPERT,
     FIRST,
     LAST,
     LAST_TIED,
@@ -30,6 +29,20 @@ class HFTensor:
     """Name."""
     shape: tuple[int, ...]
     """Shape."""
+    index: int = 0
+    """Index in the stack."""
+    stack: int = 0
+    """Number of parts, of this shape each, in the tensor of this name, of which this is one; 0: it is the whole."""
+
+    @property
+    def whole_shape(self) -> tuple[int, ...]:
+        """The shape of the tensor of this name."""
+        return (self.stack, *self.shape) if self.stack else self.shape
+
+    @property
+    def is_last(self) -> bool:
+        """True if its tensor has no part after this one, in the order of `entries`."""
+        return self.index + 1 >= self.stack
 
 
 @dataclass(frozen=True)
@@ -87,6 +100,7 @@ def _chunk_entries(
     shape: Architecture, layers: Sequence[int], ep_size: int, *, first: bool, last: bool
 ) -> Iterator[ParameterEntry]:
     """Yield the entries of some layers, which may be the model's first or last ones."""
+    family = FAMILIES[shape.model_type]
     if first:
         for tower in shape.towers:
             for name, size in tower_shapes(tower).items():
@@ -94,11 +108,11 @@ def _chunk_entries(
                 yield ParameterEntry(f"{TOWERS}.{tower.name}.{name}", Replicated, ((tensor,),), None, True)
         yield from (_entry(rule, shape) for rule in FIRST)
     for layer, whole in enumerate(layers):
-        yield from (_entry(rule, shape, layer, whole) for rule in FAMILIES[shape.model_type].rules(shape, whole))
+        yield from (_entry(rule, shape, layer, whole) for rule in family.rules(shape, whole))
         per_rank = shape.experts.count // ep_size if shape.experts else 0
         for expert in range(per_rank):
             same_place = [rank * per_rank + expert for rank in range(ep_size)]
-            yield from (_entry(rule, shape, layer, whole, expert, same_place) for rule in EXPERT)
+            yield from (_entry(rule, shape, layer, whole, expert, same_place) for rule in family.expert_rules)
     if last:
         yield from (_entry(rule, shape) for rule in LAST)
         if not shape.tied_embeddings:
@@ -137,6 +151,7 @@ def _entry(
                 HFTensor(
                     _named(name, family).format(layer=whole_layer, expert=i),
                     tuple(sum(sizes[x] for x in size.split("+")) for size in names.split()),
+                    *((i, sizes["experts"]) if rule.stacked else ()),
                 )
                 for name, names in rule.parts
             )

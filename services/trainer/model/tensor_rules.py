@@ -144,6 +144,9 @@ class Rule:
     sizes (`parameter_entries.py`) and their sums, such as "query+kv+kv hidden"."""
     exported: bool = True
     """True if the tensor is exported by this rule; False if another rule does."""
+    stacked: bool = False
+    """True of an expert whose tensors are parts, by its number, of tensors that have those of all experts of a layer.
+    """
 
 
 LAYER, HF_LAYER = "decoder.layers.{layer}", "model.layers.{layer}"
@@ -244,17 +247,17 @@ DOWN = (Rule(f"{LAYER}.mlp.linear_fc2.weight", ShardedColumns, ((f"{HF_LAYER}.ml
 ROUTER = (Rule(f"{LAYER}.mlp.router.weight", Replicated, ((f"{HF_LAYER}.mlp.gate.weight", "experts hidden"),)),)
 """The router."""
 
-_EXPERTS, _HF_EXPERT = f"{LAYER}.mlp.experts", f"{HF_LAYER}.mlp.experts.{{expert}}"
+EXPERTS, _HF_EXPERT = f"{LAYER}.mlp.experts", f"{HF_LAYER}.mlp.experts.{{expert}}"
 EXPERT = (
     Rule(
-        f"{_EXPERTS}.linear_fc1",
+        f"{EXPERTS}.linear_fc1",
         ShardedRows,
         (
             (f"{_HF_EXPERT}.gate_proj.weight", "expert_ffn hidden"),
             (f"{_HF_EXPERT}.up_proj.weight", "expert_ffn hidden"),
         ),
     ),
-    Rule(f"{_EXPERTS}.linear_fc2", ShardedColumns, ((f"{_HF_EXPERT}.down_proj.weight", "hidden expert_ffn"),)),
+    Rule(f"{EXPERTS}.linear_fc2", ShardedColumns, ((f"{_HF_EXPERT}.down_proj.weight", "hidden expert_ffn"),)),
 )
 """One expert: its part of the parameters of all the rank's experts."""
 

@@ -144,7 +144,7 @@ def _media_tokens(models: Models) -> dict[str, MediaTokens]:
     for name, model in models.items():
         if model.forward.vision is None:
             raise ModelError(
-                f"the run has media (data.media_keys, agent.images), but {model.forward.folder} has a model of type "
+                f"the run has media (data.media_keys, agent.media), but {model.forward.folder} has a model of type "
                 f"{model.forward.architecture.model_type!r}, which the trainer doesn't let see"
             )
         found[name] = model.forward.vision.tokens

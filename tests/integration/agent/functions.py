@@ -10,7 +10,7 @@ import relaxd
 from relaxd.envs.environment import Sample
 from relaxd.envs.function_tools import FunctionTool
 from relaxd.envs.own_function import Model
-from tests.integration.agent.galleries import OTHER, SHOWN
+from tests.integration.agent.galleries import OTHER, SHOWN, item
 from tests.kit.vision import encoded
 
 
@@ -50,6 +50,18 @@ async def pictures(sample: Sample, model: Model) -> float:
     far = {"type": "image", "image": "https://example.com/a.png"}
     with pytest.raises(ValueError, match="relaxd fetches no media"):
         await model.generate([{"role": "user", "content": [far]}])
+    return 1.0
+
+
+async def items(sample: Sample, model: Model) -> float:
+    """Show two items of the prompt's kind, then the prompt's in a history of its own."""
+    kind = str(sample.metadata["kind"])
+    messages = list(sample.messages)
+    for seed in (2, 3):
+        answer = await model.generate(messages)
+        part = {"type": kind, kind: item(kind, seed)}
+        messages += [answer.message, {"role": "user", "content": ["And ", part]}]
+    await model.generate(messages)
     return 1.0
 
 

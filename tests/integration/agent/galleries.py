@@ -1,4 +1,4 @@
-"""Environments that show pictures, and what can't be shown."""
+"""Environments that show pictures, videos and sounds, and what can't be shown."""
 
 from io import BytesIO
 from pathlib import Path
@@ -7,7 +7,8 @@ from typing import Any
 from PIL import Image
 
 from relaxd.envs.environment import Reply, Sample, Step
-from tests.kit.vision import encoded, picture
+from tests.kit.sounds import RATE, encoded_sound, sound
+from tests.kit.vision import clip, encoded, encoded_clip, picture
 
 SHOWN = [picture(64, 64, 1), picture(100, 60, 2), picture(64, 64, 3), picture(64, 64, 4)]
 """Pictures of `Gallery`: one with which it opens, and those of its answers."""
@@ -43,6 +44,41 @@ class Gallery:
         return Step(messages, 1.0, is_over)
 
 
+def item(kind: str, seed: int) -> Any:
+    """Return an item, one of several of equal size, in one of the forms that Python has."""
+    if kind == "image":
+        return picture(64, 64, seed)
+    if kind == "video":
+        frames = clip(4, 64, 64, seed)
+        return encoded_clip(frames, 2.0) if seed == 1 else frames
+    samples = sound(0.5, seed)
+    return encoded_sound(samples) if seed == 1 else {"array": samples / 32768, "sampling_rate": RATE}
+
+
+class Theatre:
+    """Shows or plays items of a kind with pictures between them, and the prompt's again."""
+
+    def __init__(self, kind: str) -> None:
+        self._kind = kind
+        self._turn = 0
+
+    def open(self, sample: Sample) -> Any:
+        """Show a first item."""
+        self._prompt = sample.messages[-1]["content"]
+        return {"role": "user", "content": ["First: ", self._part(1), "?"]}
+
+    def step(self, reply: Reply) -> Step:
+        """Show two items around a picture, then the prompt's, then end."""
+        self._turn += 1
+        between = {"type": "image", "image": SHOWN[0]}
+        answers = [[self._part(2), "or", between, self._part(3)], self._prompt]
+        is_over = self._turn > len(answers)
+        return Step(None if is_over else [{"role": "tool", "content": answers[self._turn - 1]}], 1.0, is_over)
+
+    def _part(self, seed: int) -> dict[str, Any]:
+        return {"type": self._kind, self._kind: item(self._kind, seed)}
+
+
 class Wrong:
     """Shows what can't be shown, as the model's message says."""
 
@@ -61,5 +97,5 @@ class Wrong:
             case "fetched":
                 part["image"] = "https://user:secret@example.com/a.png"
             case "video":
-                part = {"type": "video", "video": "a.mp4"}
+                part = {"type": "video", "video": SHOWN[:2]}
         return Step([{"role": "user", "content": ["Look", part]}])

@@ -288,6 +288,17 @@ def pictures(ask: Ask) -> None:
     end(SAMPLE["answer"], 0)
 
 
+def items_openai() -> None:
+    """Talk about items of any kind in chat completions, then about the prompt's again."""
+    answers = list[Any]()
+    ask, messages = chat_completions(answers), SAMPLE["messages"]
+    (own,) = (part for part in messages[0]["content"] if part["type"] != "text")
+    for part in (*SAMPLE["metadata"]["parts"], own):
+        messages = [*messages, {"role": "assistant", "content": ask(messages)}, {"role": "user", "content": [part]}]
+    ask(messages)
+    end(SAMPLE["answer"], 0)
+
+
 def pictures_openai() -> None:
     """Talk about pictures in chat completions, then go on with token ids, which may have no new ones."""
     image_token, answers = SAMPLE["metadata"]["image_token"], list[Any]()

@@ -1,7 +1,7 @@
-"""Conversations with images from the environment to the trainer's log-probs, beside transformers' own pass."""
+"""Conversations with media from the environment to the trainer's log-probs, beside transformers' own pass."""
 
 import asyncio
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import replace
 from pathlib import Path
@@ -12,14 +12,13 @@ import pytest
 import torch
 from PIL import Image
 from transformers import Qwen3VLForConditionalGeneration
-from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 from relaxd.algorithms import create
 from relaxd.board import MEDIA_CONTENTS, PROMPT_MEDIA, Column
 from relaxd.config import GRPOConfig
 from relaxd.data.examples import Example
 from relaxd.data.tokenizer import PromptTokenizer
-from relaxd.data.vision import read_vision
+from relaxd.data.vision import normalise, read_vision
 from relaxd.media import ImageRule, MediaItem, normalise_image, shown_text
 from relaxd.media.messages import to_proto
 from relaxd.media.prompt_media import PromptMedia, with_references
@@ -44,10 +43,12 @@ from tests.integration.agent.seeing_engines import SeeingFleet
 from tests.integration.agent.test_conversation_faults import config_of, talks
 from tests.integration.trainer.trainer_worlds import Job, make_learner
 from tests.kit.models import byte_tokenizer
-from tests.kit.vision import PROCESSOR, encoded, make_vision_model, picture
+from tests.kit.sounds import encoded_sound, make_omni_model, sound
+from tests.kit.vision import Item, clip, encoded, encoded_clip, make_vision_model, picture, seen_by_transformers
 from tests.unit.rollout.engine_harness import Harness
 
 GALLERY = "tests.integration.agent.galleries:Gallery"
+THEATRE = "tests.integration.agent.galleries:Theatre"
 ASKED = picture(70, 130, 9)
 
 
@@ -63,13 +64,15 @@ def harness(folder: Path) -> Iterator[Harness]:
     harness.engine.stop()
 
 
-def asked(pictures: Sequence[Image.Image], tokenizer: PromptTokenizer) -> tuple[Example, np.ndarray, PromptMedia]:
-    """Return a prompt, its published tokens and its images."""
+def asked(
+    items: Sequence[Any], tokenizer: PromptTokenizer, kind: str = "image"
+) -> tuple[Example, np.ndarray, PromptMedia]:
+    """Return a prompt, its published tokens and its media."""
     assert tokenizer.vision is not None
-    items = tuple(MediaItem("image", encoded(one), "") for one in pictures)
-    parts = [{"type": "image"} for _ in pictures]
-    example = Example([{"role": "user", "content": [*parts, {"type": "text", "text": "What is it?"}]}], media=items)
-    media = [normalise_image(item.source, tokenizer.vision.rule) for item in items]
+    found = tuple(MediaItem(kind, encoded(one) if isinstance(one, Image.Image) else one, "") for one in items)
+    parts = [{"type": kind} for _ in items]
+    example = Example([{"role": "user", "content": [*parts, {"type": "text", "text": "What is it?"}]}], media=found)
+    media = normalise(example, tokenizer.vision)
     tokens = tokenizer.encode_seen(example, media)
     return Example(with_references(example.messages, media)), tokens, PromptMedia.of(media)
 
@@ -97,23 +100,34 @@ def trained_log_probs(learner: Any, columns: dict[str, Column]) -> np.ndarray:
     return np.asarray(found[row.loss_mask == 1])
 
 
-def reference(whole: Any, tokens: np.ndarray, mask: np.ndarray, pictures: Sequence[Image.Image]) -> np.ndarray:
-    """Return log-probs of the tokens with mask 1 by transformers' own processor, positions and modules.
+def reference(whole: Any, tokens: np.ndarray, mask: np.ndarray, items: Sequence[Item]) -> np.ndarray:
+    """Return log-probs of the tokens with mask 1 by transformers' own processors, positions and modules.
 
-    An image token that the model wrote is text, as it isn't for transformers.
+    A token of media that the model wrote is text, as it isn't for transformers.
     """
-    model = whole.model
-    seen = Qwen2VLImageProcessorPil(patch_size=16, size=PROCESSOR["size"])(list(pictures), return_tensors="pt")
-    ids = torch.from_numpy(tokens)[None].long()
-    is_image = (ids == whole.config.image_token_id) & (torch.from_numpy(mask)[None] == 0)
+    model, seen = whole.model, seen_by_transformers(items)
+    ids, asked = torch.from_numpy(tokens)[None].long(), torch.from_numpy(mask)[None] == 0
+    modality = torch.zeros_like(ids)
     with torch.no_grad():
-        own = model.get_image_features(seen["pixel_values"], seen["image_grid_thw"], return_dict=True)
         embeddings = model.get_input_embeddings()(ids)
-        embeddings = embeddings.masked_scatter(is_image[..., None], torch.cat(list(own.pooler_output)))
-        deep = [torch.cat(list(rows)).reshape(is_image.sum(), -1) for rows in own.deepstack_features]
-        grids, kinds = seen["image_grid_thw"], is_image.long()
-        position, _ = model.get_rope_index(ids, image_grid_thw=grids, mm_token_type_ids=kinds)
-        media = {"visual_pos_masks": is_image, "deepstack_visual_embeds": deep}
+        deep = [torch.zeros_like(embeddings)] * 3
+        for kind, token, features, patches, grids in (
+            (1, whole.config.image_token_id, model.get_image_features, "pixel_values", "image_grid_thw"),
+            (2, whole.config.video_token_id, model.get_video_features, "pixel_values_videos", "video_grid_thw"),
+        ):
+            if patches not in seen:
+                continue
+            own = features(seen[patches], seen[grids], return_dict=True)
+            is_own = (ids == token) & asked
+            modality[is_own] = kind
+            embeddings = embeddings.masked_scatter(is_own[..., None], torch.cat(list(own.pooler_output)))
+            deep = [
+                before.masked_scatter(is_own[..., None], torch.cat(list(rows)))
+                for before, rows in zip(deep, own.deepstack_features, strict=True)
+            ]
+        all_grids = {name: seen[name] for name in ("image_grid_thw", "video_grid_thw") if name in seen}
+        position, _ = model.get_rope_index(ids, mm_token_type_ids=modality, **all_grids)
+        media = {"visual_pos_masks": modality != 0, "deepstack_visual_embeds": [rows[modality != 0] for rows in deep]}
         hidden = model.language_model(inputs_embeds=embeddings, position_ids=position, **media).last_hidden_state
         logits = whole.lm_head(hidden)[0, :-1]
     found = logits.log_softmax(-1).gather(-1, ids[0, 1:, None])[:, 0].numpy()
@@ -131,7 +145,7 @@ def reference(whole: Any, tokens: np.ndarray, mask: np.ndarray, pictures: Sequen
 async def test_the_trainer_sees_what_the_engine_saw(
     folder: Path, harness: Harness, tmp_path: Path, alone: None, opens: bool, in_prompt: int
 ) -> None:
-    config = config_of(GALLERY, media=True, settings={"folder": str(tmp_path), "opens": opens}, turn_tokens=6)
+    config = config_of(GALLERY, media=["image"], settings={"folder": str(tmp_path), "opens": opens}, turn_tokens=6)
     tokenizer = PromptTokenizer.of_run(config, folder)
     example, tokens, media = asked([ASKED] * in_prompt, tokenizer)
     fleet = SeeingFleet(harness)
@@ -155,13 +169,13 @@ async def test_the_trainer_sees_what_the_engine_saw(
     # Rewards may open what the conversation showed, in training and in evaluations.
     prompt = {"text": "", "messages": example.messages}
     scored = samples_of_columns({**columns, "prompt": prompt})
-    assert [[one.size for one in sample.media()] for sample in scored] == [[normal_size(one) for one in pictures]] * 2
+    assert [[one.size for one in sample.images()] for sample in scored] == [[normal_size(one) for one in pictures]] * 2
     answered = {"messages": evaluated.messages}
     request = ScoreRequest(
         prompt=to_proto(example.messages), responses=[answered], media=media.by_hash() | dict(evaluated.media)
     )
     (sample,) = samples_of_request(request)
-    assert len(sample.media()) == len(pictures)
+    assert len(sample.images()) == len(pictures)
 
     model = Qwen3VLForConditionalGeneration.from_pretrained(folder, dtype=torch.float32).eval()
     bounds, lengths = np.cumsum([0, *columns["lengths"]]), len(tokens) * shares
@@ -190,7 +204,7 @@ async def test_the_trainer_sees_what_the_engine_saw(
 )
 async def test_the_trainer_sees_what_a_program_showed(folder: Path, harness: Harness, alone: None, client: str) -> None:
     """Images come from unmodified clients; a picture in the place of the prompt's begins a sequence of its own."""
-    agent = {"images": True, "turn_tokens": 6}
+    agent = {"media": ["image"], "turn_tokens": 6}
     tokenizer = PromptTokenizer.of_run(program_config(["none"], **agent), folder)
     example, tokens, media = asked([ASKED], tokenizer)
     shown = [SHOWN[0], SHOWN[2], OTHER]
@@ -212,7 +226,7 @@ async def test_the_trainer_sees_what_a_program_showed(folder: Path, harness: Har
     own = [[ASKED, SHOWN[0], SHOWN[2], ASKED], [OTHER]]
     opened = [*own[0], OTHER]
     (scored,) = samples_of_columns({**columns, "prompt": {"text": "", "messages": example.messages}})[:1]
-    assert [one.size for one in scored.media()] == [normal_size(one) for one in opened]
+    assert [one.size for one in scored.images()] == [normal_size(one) for one in opened]
 
     lengths = np.asarray(columns["lengths"])
     sequences = np.split(np.asarray(columns["tokens"]), np.cumsum(lengths)[:-1])
@@ -231,18 +245,99 @@ async def test_the_trainer_sees_what_a_program_showed(folder: Path, harness: Har
     leave_layout()
 
 
+@pytest.fixture(scope="module")
+def omni(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, Harness]]:
+    folder = make_omni_model(tmp_path_factory.mktemp("hearing"))
+    harness = Harness(folder)
+    yield folder, harness
+    harness.engine.stop()
+
+
+@pytest.mark.parametrize(
+    ("kind", "who"),
+    [
+        ("video", "environment"),
+        pytest.param("video", "function", marks=pytest.mark.night),
+        pytest.param("video", "openai", marks=pytest.mark.night),
+        pytest.param("audio", "environment", marks=pytest.mark.night),
+        pytest.param("audio", "function", marks=pytest.mark.night),
+        pytest.param("audio", "openai", marks=pytest.mark.night),
+    ],
+)
+async def test_the_trainer_gets_each_kind_as_the_engine_did(
+    request: pytest.FixtureRequest, alone: None, kind: str, who: str
+) -> None:
+    """Video as transformers computes it, too. With two items of one size in each other's place log-probs are others."""
+    names = ("folder", "harness") if kind == "video" else ("omni",)
+    found = [request.getfixturevalue(name) for name in names]
+    folder, harness = found if kind == "video" else found[0]
+    agent = {"media": ["image", kind], "turn_tokens": 6}
+    environment = {"settings": {"kind": kind}}
+    config = config_of(THEATRE, **agent, **environment)
+    tokenizer = PromptTokenizer.of_run(config, folder)
+    example, tokens, media = asked([_file_of(kind, 0)], tokenizer, kind)
+    shown = [data_uri(_file_of(kind, seed)) for seed in (2, 3)]
+    example = replace(example, metadata={"kind": kind, "parts": [_OPENAI[kind](uri) for uri in shown]})
+    fleet = SeeingFleet(harness)
+    held: AbstractAsyncContextManager[Any]
+    if who == "environment":
+        async with fleet.serving() as engines, talks(config, tokenizer, engines) as conversations:
+            one = await conversations.hold("s", example, tokens.tolist(), 7, 1, media=media)
+    else:
+        leads = function_holding if who == "function" else program_holding
+        held = leads(tokenizer, fleet, "items" if who == "function" else "items_openai", **agent)
+        async with held as its:
+            one = await its.conversations.hold("s", example, tokens.tolist(), 7, 1, media=media)
+    assert (one.failure, one.finish, list(one.sequences)) == ("", "env_done", [0])
+    columns = group_columns([one], tokens, media) | {"reward": np.array([1.0])}
+    of_engine = np.asarray(columns["rollout_logprobs"])[np.asarray(columns["loss_mask"]) == 1]
+    assert len(of_engine) > 6
+    learner = make_learner(Job(folder))
+    np.testing.assert_allclose(trained_log_probs(learner, columns), of_engine, atol=1e-5)
+    records: Any = columns["sequence_media"]
+    of_kind = [record for record in records[0] if record["kind"] == kind]
+    if kind == "video":
+        seeds: list[int | None] = [0, 2, 3] if who == "function" else [0, 2, 3, 0]
+        if who == "environment":
+            seeds = [0, 1, 2, None, 3, 0]
+        items: list[Item] = [SHOWN[0] if seed is None else clip(4, 64, 64, seed) for seed in seeds]
+        shares = bool(np.asarray(columns["shares_prompt"])[0])
+        before = tokens if shares else tokens[:0]
+        whole = Qwen3VLForConditionalGeneration.from_pretrained(folder, dtype=torch.float32).eval()
+        mask = np.concatenate([np.zeros(len(before)), np.asarray(columns["loss_mask"])])
+        sequence = np.concatenate([before, np.asarray(columns["tokens"])])
+        np.testing.assert_allclose(of_engine, reference(whole, sequence, mask, items), atol=1e-5)
+    (scored,) = samples_of_columns({**columns, "prompt": {"text": "", "messages": example.messages}})
+    assert len(scored.videos() if kind == "video" else scored.sounds()) == 1 + len(of_kind) - (who == "environment")
+    first, second = of_kind[-3:-1] if who != "function" else of_kind[-2:]
+    first["sha256"], second["sha256"] = second["sha256"], first["sha256"]
+    assert np.abs(trained_log_probs(learner, columns) - of_engine).max() > 1e-3
+    leave_layout()
+
+
+def _file_of(kind: str, seed: int) -> bytes:
+    return encoded_clip(clip(4, 64, 64, seed), 2.0) if kind == "video" else encoded_sound(sound(0.5, seed))
+
+
+_OPENAI: dict[str, Callable[[str], dict[str, Any]]] = {
+    "video": lambda uri: {"type": "video_url", "video_url": {"url": uri}},
+    "audio": lambda uri: {"type": "input_audio", "input_audio": {"data": uri.partition(",")[2], "format": "wav"}},
+}
+"""Return an item in the form that openai's client sends, by kind."""
+
+
 WRONG = {
     "broken": "the environment's image messages[0].content[1] is a broken image",
     "large": "messages[0].content[1] is 7000 x 7000 pixels: at most 33,554,432 are decoded, make it smaller",
     "missing": "content[1] is '/nowhere/picture.png', which is no file here",
     "fetched": "content[1] is a URL of example.com: relaxd fetches no media",
-    "video": "content[1] is of type video: conversations have only images so far",
+    "video": 'messages[0].content[1] is of type video, but agent.media doesn\'t name it: add "video"',
     "": "content[1] has no item",
 }
 
 
 async def test_what_cannot_be_shown_fails_the_conversation_by_name(folder: Path, tmp_path: Path) -> None:
-    config = config_of("tests.integration.agent.galleries:Wrong", media=True)
+    config = config_of("tests.integration.agent.galleries:Wrong", media=["image"])
     byte_tokenizer().save_pretrained(tmp_path)  # the scripted engine's
     tokenizer = PromptTokenizer(tmp_path, vision=read_vision(folder))
     fleet = Fleet([*WRONG, "broken"], versions=[3])
@@ -254,14 +349,16 @@ async def test_what_cannot_be_shown_fails_the_conversation_by_name(folder: Path,
             assert "secret" not in held.failure
         tokenizer.vision = None
         held = await conversations.hold("s", Example("Show!"), [1], 7, 8)
-    assert held.failure == "messages[0].content[1] is an image, but agent.images is false: set it to true"
+    assert held.failure.endswith(
+        'messages[0].content[1] is of type image, but agent.media doesn\'t name it: add "image"'
+    )
 
 
 @pytest.mark.parametrize(("tokens", "seen", "finish"), [(90, 2, "turns"), (20, 0, "budget")])
 async def test_images_that_the_model_does_not_come_to_see_are_not_stored(
     folder: Path, harness: Harness, tmp_path: Path, tokens: int, seen: int, finish: str
 ) -> None:
-    config = config_of(GALLERY, media=True, settings={"folder": str(tmp_path)}, max_turns=2, turn_tokens=6)
+    config = config_of(GALLERY, media=["image"], settings={"folder": str(tmp_path)}, max_turns=2, turn_tokens=6)
     tokenizer = PromptTokenizer.of_run(config, folder)
     fleet = SeeingFleet(harness)
     async with fleet.serving() as engines, talks(config, tokenizer, engines) as conversations:

@@ -173,6 +173,8 @@ def test_images_are_shown_small_in_the_report_and_named_on_a_terminal() -> None:
         assert colors == [0, 0, 2, 1]  # of frames 0, 1, 3 and 5
     sample = sample_message({"prompt": "<video>?", "media": [clip]})
     assert f"video {video.sha256[:8]}, 64 x 32, 6 frames" in shown(samples_table([sample]), width=200)
-    assert sample_values(sample)["media"] == [clip]
+    assert sample_values(sample)["media"] == [{**clip, "seconds": 0.0}]
+    sample = sample_message({"prompt": "<audio>?", "media": [{"sha256": "cd" * 32, "seconds": 1.5}]})
+    assert "sound cdcdcdcd, 1.50 s" in shown(samples_table([sample]), width=200)
     harmful = {"sha256": "<b>", "width": 1, "height": 1, "thumbnail": "http://example.com/"}
     assert "<br>image &lt;b&gt;, 1 x 1</td>" in _samples_table([{"prompt": "", "media": [harmful]}])

@@ -17,6 +17,7 @@ VISION, PROJECTION, LANGUAGE = (
     "model.language_model.layers.0.mlp.up_proj.weight",
 )
 IMAGES = 'data.media_keys={image = "images"}'
+IMAGES_SHOWN = 'agent.media=["image"]'
 OPD = ("algorithm.name=opd", "roles.teacher.model=big", "roles.teacher.placement=service")
 
 
@@ -83,10 +84,10 @@ def test_parts_of_a_model_that_hears(option: str, trained: set[str]) -> None:
             'roles.teacher.privileged_key is "answer", but the run has media (data.media_keys)',
         ),
         (
-            ["algorithm.name=ppo", "roles.critic.placement=service", "agent.environment=zoom", "agent.images=true"],
-            'roles.critic.placement is "service", but the run has media (agent.images)',
+            ["algorithm.name=ppo", "roles.critic.placement=service", "agent.environment=zoom", IMAGES_SHOWN],
+            'roles.critic.placement is "service", but the run has media (agent.media)',
         ),
-        (["agent.images=true"], "agent.images is true, but agent.environment is empty"),
+        ([IMAGES_SHOWN], 'agent.media is ["image"], but agent.environment is empty'),
     ],
 )
 def test_wrong_settings_are_refused(options: list[str], problem: str) -> None:
@@ -96,18 +97,22 @@ def test_wrong_settings_are_refused(options: list[str], problem: str) -> None:
 
 
 @pytest.mark.parametrize("leads", ['agent.command=["a"]', "agent.function=a.b:c"])
-@pytest.mark.parametrize("images", [IMAGES, "agent.images=true"])
+@pytest.mark.parametrize("images", [IMAGES, IMAGES_SHOWN])
 def test_programs_and_functions_may_have_images(leads: str, images: str) -> None:
     run = load("rollout.engine=transformers", leads, images)
     assert run.has_media
     assert run.media_problem is None
 
 
-def test_conversations_about_prompts_with_video_are_refused() -> None:
-    run = load("rollout.engine=transformers", "agent.environment=zoom", 'data.media_keys={image = "a", video = "b"}')
+def test_conversations_may_have_each_kind_that_their_engine_takes() -> None:
+    agent = ("agent.environment=zoom", 'agent.media=["video", "audio"]')
+    run = load("rollout.engine=transformers", *agent, 'data.media_keys={image = "a", video = "b"}')
+    assert run.media_kinds == ("image", "video", "audio")
+    assert run.media_problem is None
+    run = load("rollout.engine=sglang", *agent)
     assert run.media_problem == (
-        "data.media_keys",
-        'names a column with video, but agent.environment is "zoom": conversations have only images so far',
+        "rollout.engine",
+        '= "sglang", which takes no audio (agent.media): "transformers" does',
     )
 
 
@@ -115,6 +120,6 @@ def test_a_model_that_sees_nothing_is_refused_by_the_setting_that_asks_for_image
     write_tokenizer(tmp_path)
     config = {"model_type": "qwen3", "vocab_size": 300, "num_attention_heads": 2, "num_hidden_layers": 2}
     (tmp_path / "config.json").write_text(json.dumps(config | {"hidden_size": 64, "intermediate_size": 64}))
-    run = load(f"model.path={tmp_path}", "agent.environment=zoom", "agent.images=true")
+    run = load(f"model.path={tmp_path}", "agent.environment=zoom", IMAGES_SHOWN)
     found = {problem.setting: problem.message for problem in check(run, call_reward=False)}
-    assert "the trainer lets no model of type 'qwen3' see: qwen3_vl" in found["agent.images"]
+    assert "the trainer lets no model of type 'qwen3' see: qwen3_vl" in found["agent.media"]

@@ -194,9 +194,9 @@ def test_sounds_that_are_too_long_are_refused_and_not_cut() -> None:
             "which takes no video with a model of type 'qwen3_omni_moe' (data.media_keys): no engine does",
         ),
         (
-            ["--agent.environment=zoom"],
-            "data.media_keys",
-            'names a column with audio, but agent.environment is "zoom": conversations have only images so far',
+            ["--agent.environment=zoom", '--agent.media=["video"]'],
+            "rollout.engine",
+            "which takes no video with a model of type 'qwen3_omni_moe'",
         ),
         (["--model.path=seeing"], "rollout.engine", "which takes no audio with a model of type 'qwen3_vl'"),
     ],

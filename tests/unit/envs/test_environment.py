@@ -52,7 +52,7 @@ def test_images_become_data_uris(tmp_path: Path) -> None:
         ({"type": "image", "image": "/no/a.png"}, False, "which is no file here"),
         ({"type": "image", "image": "https://user:secret@host/a.png"}, False, "is a URL of host: relaxd fetches no"),
         ({"type": "image"}, False, "has no item"),
-        ({"type": "video", "video": "a.mp4"}, False, "is of type video: conversations have only images so far"),
+        ({"type": "video", "video": "a.mp4"}, False, "is 'a.mp4', which is no file here"),
         (7, False, "is no part: there are only text, images, video and sound"),
     ],
 )
@@ -76,14 +76,16 @@ def test_images_of_relax_come_before_their_text() -> None:
     step = playing({"obs_str": "see", "multi_modal_data": {"image": [shown]}}).step(Reply("x"))
     content = [{"type": "image", "image": shown}, {"type": "text", "text": "see"}]
     assert step.observation == {"role": "user", "content": content}
-    with pytest.raises(BadEnvironmentError, match="multi_modal_data of 'video': only images"):
-        playing({"obs_str": "see", "multi_modal_data": {"video": [b""]}}).step(Reply("x"))
+    step = playing({"obs_str": "hear", "multi_modal_data": {"audio": b"RIFF"}}).step(Reply("x"))
+    assert step.observation["content"][0] == {"type": "audio", "audio": b"RIFF"}
+    with pytest.raises(BadEnvironmentError, match="multi_modal_data of 'smell': only image, video, audio"):
+        playing({"obs_str": "see", "multi_modal_data": {"smell": [b""]}}).step(Reply("x"))
 
 
 def test_images_count_against_a_limit_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(observation_media, "MAX_MEDIA_BYTES", 2000)
     large = {"role": "user", "content": [{"type": "image", "image": b"x" * 1500}] * 2}
-    with pytest.raises(BadEnvironmentError, match=r"messages\[0\].content has images of more than"):
+    with pytest.raises(BadEnvironmentError, match=r"messages\[0\].content has media of more than"):
         messages_of(large, "step() returned")
 
 

@@ -2,9 +2,11 @@
 
 import re
 from copy import copy
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
@@ -14,7 +16,7 @@ from relaxd.data.vision import VisionModel
 from relaxd.envs.replies import ParsedReply
 from relaxd.envs.token_history import CannotContinue, TokenHistory
 from relaxd.envs.tool_calls import ToolCall
-from relaxd.media import ImageRule, MediaTokens
+from relaxd.media import ImageRule, MediaTokens, lay_out
 from relaxd.media.prompt_media import StoredMedia
 from relaxd.models import DataError
 from tests.kit.templates import TEMPLATES, template_tokenizer
@@ -177,6 +179,32 @@ def test_images_have_their_tokens_where_the_template_writes_them() -> None:
     assert tokenizer.decode(context).count("<|image_pad|>: ") == 1
 
 
+def test_a_video_has_the_texts_of_its_times_and_begins_at_its_first_frame() -> None:
+    tokenizer = seeing("qwen3_vl")
+    assert tokenizer.vision is not None
+    (image, video), (start, end) = (
+        map(tokenizer.encode_text, ("<|image_pad|>", "<|video_pad|>")),
+        map(tokenizer.encode_text, ("<|vision_start|>", "<|vision_end|>")),
+    )
+    tokenizer.vision = replace(
+        tokenizer.vision, tokens=MediaTokens(image[0], 2, video=video[0], start=start[0], end=end[0])
+    )
+    history = TokenHistory(tokenizer, ASKED, [])
+    reply(history, tokenizer, "<|video_pad|>?<|im_end|>")
+    clip = StoredMedia("a", (2, 4, 4), b"a", kind="video", times=(0.25, 1.25))
+    history.add_messages(
+        [{"role": "user", "content": [{"type": "video"}, {"type": "image"}]}], [clip, StoredMedia("b", (1, 2, 2), b"b")]
+    )
+    frame = f"<|vision_start|>{'<|video_pad|>' * 4}<|vision_end|>"
+    shown = f"<|vision_start|><0.2 seconds>{frame}<1.2 seconds>{frame}<|vision_end|>"
+    assert shown in tokenizer.decode(history.context, special=True)
+    own, other = history.media
+    assert history.context[own.begin - 1 : own.begin + 4] == [*start, *video * 4]
+    assert history.context[other.begin - 1 : other.begin + 1] == [*start, *image]
+    layout = lay_out(history.context, [own.grid, other.grid], tokenizer.vision.tokens, begins=[own.begin, other.begin])
+    assert np.count_nonzero(layout.modality) == 9
+
+
 def test_a_template_that_leaves_images_out_cannot_go_on() -> None:
     tokenizer = seeing("qwen3_vl")
     history = TokenHistory(tokenizer, ASKED, [])
@@ -190,7 +218,7 @@ def test_a_template_that_leaves_images_out_cannot_go_on() -> None:
 @pytest.mark.parametrize(
     ("message", "problem"),
     [
-        ({"role": "user", "content": [{"type": "video", "uri": "x"}]}, "a message of user has a part of type 'video'"),
+        ({"role": "user", "content": [{"type": "smell", "uri": "x"}]}, "a message of user has a part of type 'smell'"),
         ({"role": "tool", "content": {"a": 1}}, "the content of a message of tool is {'a': 1}: it must be text"),
         ({"role": "tool", "content": "\ud83d"}, r"a message of tool has '\ud83d', half of a character"),
         ({"role": "assistant", "content": "5"}, "the last message of an observation is the assistant's"),

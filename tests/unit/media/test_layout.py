@@ -134,12 +134,17 @@ def test_places_that_are_not_those_of_the_images_are_refused(begins: list[int], 
         lay_out(np.array([1, 9, 9, 9, 9, 2, 9, 9, 9, 9]), [(1, 4, 4)] * 2, IMAGES, begins=begins)
 
 
-def test_a_video_has_no_single_place() -> None:
+def test_each_further_time_of_a_video_begins_with_the_next_token_of_media() -> None:
     with_video = MediaTokens(9, 2, video=8, start=6, end=7)
-    tokens = np.array([1, 6, 8, 7, 6, 8, 7, 9])
-    assert lay_out(tokens, [(2, 2, 2), (1, 2, 2)], with_video).modality.tolist() == [0, 0, 2, 0, 0, 2, 0, 1]
-    with pytest.raises(MediaError, match="has 2 begins of items, but its items have 3 images, frames and sounds"):
-        lay_out(tokens, [(2, 2, 2), (1, 2, 2)], with_video, begins=[2, 7])
+    tokens, grids = np.array([1, 6, 8, 7, 3, 6, 8, 7, 9]), [(2, 2, 2), (1, 2, 2)]
+    assert lay_out(tokens, grids, with_video).modality.tolist() == [0, 0, 2, 0, 0, 0, 2, 0, 1]
+    sampled = np.concatenate([[8, 9], tokens[:-1], [8], tokens[-1:]])  # the model wrote what stands for nothing
+    found = lay_out(sampled, grids, with_video, begins=[4, 11])
+    assert found.modality.tolist() == [0, 0, 0, 0, 2, 0, 0, 0, 2, 0, 0, 1]
+    with pytest.raises(MediaError, match="has 3 begins of items, but it has 2 items"):
+        lay_out(tokens, grids, with_video, begins=[2, 6, 8])
+    with pytest.raises(MediaError, match="has no tokens for a time of the video that begins at token 6"):
+        lay_out(tokens[:-1], grids[:1], with_video, begins=[6])
 
 
 @pytest.mark.parametrize(

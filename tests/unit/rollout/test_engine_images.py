@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from transformers import PreTrainedModel, Qwen3VLForConditionalGeneration
+from transformers import AutoModelForImageTextToText, PreTrainedModel
 
 from relaxd.data.vision import VisionModel, read_vision
 from relaxd.media.prompt_media import PromptMedia
@@ -14,6 +14,7 @@ from relaxd.weights.manifest import ManifestMismatch, TensorBucket, TensorSpec
 from services.rollout.engines.request_types import Version
 from services.rollout.engines.transformers.transformers_weights import check_manifest, named_parameters
 from tests.kit.vision import (
+    EXPERTS,
     Item,
     clip,
     image_logprobs,
@@ -36,7 +37,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def reference(folder: Path) -> PreTrainedModel:
-    return Qwen3VLForConditionalGeneration.from_pretrained(folder, dtype=torch.float32).eval()
+    return AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32).eval()
 
 
 @pytest.fixture(scope="module")
@@ -79,6 +80,20 @@ def test_log_probs_equal_transformers(harness: Harness, reference: PreTrainedMod
             np.testing.assert_allclose(answer.logprobs[: len(tokens)], full.float(), atol=1e-5)
             compared += len(tokens)
     assert compared > 60
+
+
+@pytest.mark.night  # a further model
+def test_a_mixture_answers_as_transformers_does(tmp_path: Path) -> None:
+    harness = Harness(make_vision_model(tmp_path, model_type="qwen3_vl_moe", **EXPERTS))
+    vision = read_vision(tmp_path)
+    prompt, media = prompt_with_media(vision, [PICTURES[0], CLIP])
+    harness.submit("mixed", prompt, 2, media=media, max_new_tokens=8, ignore_eos=True)
+    reference = AutoModelForImageTextToText.from_pretrained(tmp_path, dtype=torch.float32).eval()
+    for answer in harness.wait("mixed", 2):
+        tokens = without_media(answer.tokens, vision)
+        full = image_logprobs(reference, prompt, tokens, [PICTURES[0], CLIP])
+        np.testing.assert_allclose(answer.logprobs[: len(tokens)], full.float(), atol=1e-5)
+    harness.engine.stop()
 
 
 def test_a_video_with_its_frames_in_another_order_is_another_one(
@@ -158,7 +173,7 @@ def test_weights_reach_language_model_and_tower_under_their_names(
     harness: Harness, vision: VisionModel, tmp_path: Path
 ) -> None:
     other = make_vision_model(tmp_path, seed=2)
-    new = Qwen3VLForConditionalGeneration.from_pretrained(other, dtype=torch.float32).eval()
+    new = AutoModelForImageTextToText.from_pretrained(other, dtype=torch.float32).eval()
     prompt, media = prompt_with_media(vision, PICTURES[:2])
     harness.set_weights(Version(1, 1), new.state_dict())
     harness.submit("new", prompt, media=media, max_new_tokens=4, ignore_eos=True)

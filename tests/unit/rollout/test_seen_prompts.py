@@ -7,9 +7,10 @@ import pytest
 from PIL import Image
 
 from relaxd.data.vision import read_vision
+from relaxd.media.prompt_media import PromptMedia
 from services.rollout.engines.request_types import EngineError, Request, Sampling
 from services.rollout.engines.seen_prompts import SeenPrompt, read_model_vision, see
-from tests.kit.vision import picture, prompt_with_media, write_vision_model
+from tests.kit.vision import clip, picture, prompt_with_media, write_vision_model
 
 WIDE, SQUARE, TALL = picture(96, 64), picture(64, 64, 1), picture(64, 128, 2)
 """3 x 2, 2 x 2 and 2 x 4 tokens."""
@@ -44,6 +45,26 @@ def test_places_and_positions(
     np.testing.assert_array_equal(positions[:, len(prompt) :], [[behind, behind + 1, behind + 2]] * 3)
     assert seen.offset == behind - len(prompt)
     assert all(seen.patches[name].shape[1:] == (3, 1, 16, 16) for name in seen.hashes)
+
+
+def test_a_video_of_a_conversation_is_seen_as_one_of_a_prompt(folder: Path) -> None:
+    """Its record says where its first frame begins, and the model has written a token of video that stands for none."""
+    vision = read_vision(folder)
+    prompt, media = prompt_with_media(vision, [clip(4, 64, 64), SQUARE])
+    places = np.flatnonzero(np.isin(prompt, list(vision.tokens.modalities))).tolist()
+    begins = [places[0], places[-4]]
+    records = tuple({**record, "begin": begin + 1} for record, begin in zip(media.records, begins, strict=True))
+    in_prompt, shown = (
+        see(Request("a", tuple(tokens), 1, Sampling(4), media=own), vision)
+        for tokens, own in (
+            (prompt, media),
+            ([vision.tokens.video, *prompt], PromptMedia(records, media.contents)),
+        )
+    )
+    assert in_prompt is not None
+    assert shown is not None
+    assert [frame.span for frame in shown.frames] == [(a + 1, b + 1) for a, b in (one.span for one in in_prompt.frames)]
+    np.testing.assert_array_equal(shown.positions(2)[:, 1:], in_prompt.positions(2) + 1)
 
 
 def test_identity_is_that_of_all_images_in_order(folder: Path) -> None:

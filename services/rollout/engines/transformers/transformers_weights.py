@@ -18,7 +18,7 @@ def named_parameters(model: PreTrainedModel) -> dict[str, torch.Tensor]:
     """Return every tensor that a manifest may name, tied weights under each of their names."""
     tensors: dict[str, torch.Tensor] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        tensors |= _expert_views(name, parameter.data) or {name: parameter.data}
+        tensors |= _file_views(name, parameter.data, model.config.model_type)
     of_files = _FILE_NAMES.get(model.config.model_type, {})
     return {_renamed(name, of_files): tensor for name, tensor in tensors.items()}
 
@@ -38,15 +38,23 @@ def _renamed(name: str, beginnings: Mapping[str, str]) -> str:
     return beginnings.get(found, "") + name.removeprefix(found)
 
 
-def _expert_views(name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Return views of a layer's stacked experts under the names that checkpoints use; {} for other tensors."""
+_STACKED = ("qwen3_vl_moe",)
+"""Types of models whose files have a layer's experts in one tensor, [experts, inputs, outputs]."""
+
+
+def _file_views(name: str, tensor: torch.Tensor, model_type: str) -> dict[str, torch.Tensor]:
+    """Return a parameter as files have it: a layer's stacked experts as views under their names there."""
     prefix, _, leaf = name.rpartition(".")
+    if leaf not in ("gate_up_proj", "down_proj") or tensor.dim() != 3:
+        return {name: tensor}
+    if model_type in _STACKED:
+        return {name: tensor.transpose(1, 2)}
     views = {}
-    if leaf == "gate_up_proj" and tensor.dim() == 3:
+    if leaf == "gate_up_proj":
         for expert, (gate, up) in enumerate(zip(*tensor.chunk(2, dim=1), strict=True)):
             views[f"{prefix}.{expert}.gate_proj.weight"] = gate
             views[f"{prefix}.{expert}.up_proj.weight"] = up
-    elif leaf == "down_proj" and tensor.dim() == 3:
+    else:
         for expert, down in enumerate(tensor):
             views[f"{prefix}.{expert}.down_proj.weight"] = down
     return views

@@ -15,7 +15,11 @@ SECTIONS = (24, 20, 20)
 def read(config: Config) -> Architecture:
     """Read a config.json of this family, whose decoder is `text_config`."""
     text = {"num_key_value_heads": 32, "head_dim": 128, "rope_theta": 500000.0, **config["text_config"]}
-    shape = multimodal(config, text)
+    return with_eyes(multimodal(config, text), config)
+
+
+def with_eyes(shape: Architecture, config: Config) -> Architecture:
+    """Return a decoder with Qwen3-VL's tower. Raises ModelError as `tower` does."""
     eyes = tower(shape, config, "vision_config", name=VISUAL, prefix="model.", source="Qwen3VLVisionModel")
     return replace(shape, towers=(eyes,))
 

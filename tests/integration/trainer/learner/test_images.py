@@ -1,5 +1,7 @@
 """Qwen3-VL with images and video in packed rows, against transformers' own pass of each sample."""
 
+import json
+import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -8,15 +10,18 @@ import numpy as np
 import PIL.Image
 import pytest
 import torch
-from safetensors.torch import load_file
-from transformers import Qwen3VLForConditionalGeneration
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForImageTextToText
 
 from relaxd.data.vision import read_vision
+from relaxd.weights.manifest import TensorBucket, TensorSpec
+from services.rollout.engines.transformers.transformers_weights import check_manifest, named_parameters
 from services.trainer.batch.micro_batch import PackedMicroBatch, pack
 from services.trainer.batch.sequence_media import DecodedItem
 from services.trainer.learner.learner import Learner
 from services.trainer.megatron.world import leave_layout
 from services.trainer.model.architecture import ModelError
+from services.trainer.model.architectures import read_architecture
 from services.trainer.model.hf_weights import load_hf
 from services.trainer.model.policy_model import PolicyModel, check_divisible
 from services.trainer.model.tower_outputs import TowerOutputs
@@ -24,21 +29,26 @@ from tests.integration.trainer.learner.image_worlds import Job, make_samples, ru
 from tests.integration.trainer.trainer_worlds import Job as LearnerJob
 from tests.integration.trainer.trainer_worlds import make_learner, run_world, trainer_config
 from tests.kit.ports import free_port
-from tests.kit.vision import Item, make_vision_model, seen_by_transformers
+from tests.kit.vision import EXPERTS, TEXT, TOWER, Item, make_vision_model, seen_by_transformers
 
 PROGRAM = "tests.integration.trainer.learner.image_worlds"
 
 ALL = {"freeze": []}
 """Settings that train the tower, too."""
+MIXTURE: dict[str, Any] = {"tied": False, "model_type": "qwen3_vl_moe", **EXPERTS}
+"""Fields of a Qwen3-VL-MoE."""
+STACKED = ("experts.gate_up_proj", "experts.down_proj")
+"""Ends of the names of experts' tensors, [experts, inputs, outputs] in files and [experts, outputs, inputs] in
+transformers' module."""
 
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     root = tmp_path_factory.mktemp("models")
 
-    def make(tied: bool = True, **text: int) -> Path:
-        folder = root / f"{tied}-{text}"
-        return folder if folder.exists() else make_vision_model(folder, tied=tied, **text)
+    def make(tied: bool = True, **own: Any) -> Path:
+        folder = root / f"{tied}-{own}"
+        return folder if folder.exists() else make_vision_model(folder, tied=tied, **own)
 
     return make
 
@@ -48,7 +58,7 @@ def reference(folder: Path) -> tuple[np.ndarray, dict[str, torch.Tensor]]:
 
     Its own positions, patches and masks, except that an answer's image token is text, as it isn't for transformers.
     """
-    whole = Qwen3VLForConditionalGeneration.from_pretrained(folder, dtype=torch.float32)
+    whole = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32)
     model, found, loss = whole.model, [], torch.zeros(())
     kinds = (
         (1, whole.config.image_token_id, model.get_image_features, "pixel_values", "image_grid_thw"),
@@ -83,7 +93,10 @@ def reference(folder: Path) -> tuple[np.ndarray, dict[str, torch.Tensor]]:
         found.append(logprobs.detach().numpy())
         loss = loss - (logprobs * advantages).sum()
     loss.backward()
-    return np.concatenate(found), {name: parameter.grad for name, parameter in whole.named_parameters()}
+    return np.concatenate(found), {
+        name: parameter.grad.transpose(1, 2) if name.endswith(STACKED) else parameter.grad
+        for name, parameter in whole.named_parameters()
+    }
 
 
 def _item(image: DecodedItem) -> Item:
@@ -93,12 +106,21 @@ def _item(image: DecodedItem) -> Item:
     return frames if len(frames) > 1 else frames[0]
 
 
-@pytest.mark.parametrize("settings", [ALL, {**ALL, "recompute": "full"}], ids=["plain", "recomputed"])
-@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+@pytest.mark.parametrize(
+    ("model", "settings"),
+    [
+        ({"tied": True}, ALL),
+        ({"tied": False}, ALL),
+        (MIXTURE, ALL),
+        ({"tied": True}, {**ALL, "recompute": "full"}),
+        ({"tied": False}, {**ALL, "recompute": "full"}),
+    ],
+    ids=["tied", "untied", "mixture", "tied recomputed", "untied recomputed"],
+)
 def test_log_probs_and_gradients_equal_those_of_transformers(
-    models: Callable[..., Path], alone: None, tied: bool, settings: dict[str, Any]
+    models: Callable[..., Path], alone: None, model: dict[str, Any], settings: dict[str, Any]
 ) -> None:
-    folder = models(tied)
+    folder = models(**model)
     logprobs, gradients = reference(folder)
     found = run_job(Job(folder, settings))
     assert found["images"] == [4, 6]
@@ -126,7 +148,7 @@ def test_the_tower_is_frozen_by_default_and_written_as_it_was(
     same = {name for name in before if torch.equal(before[name], after[name])}
     assert same == {name for name in before if name.startswith("model.visual.")}
     assert not {name for name in found["trained"] if name.startswith("towers.")}
-    Qwen3VLForConditionalGeneration.from_pretrained(tmp_path / "saved")
+    AutoModelForImageTextToText.from_pretrained(tmp_path / "saved")
 
 
 def test_a_frozen_tower_sees_an_image_once_until_its_weights_change(models: Callable[..., Path], alone: None) -> None:
@@ -240,12 +262,24 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
+EXPERT_WAYS: dict[str, dict[str, Any]] = {
+    "TP2": {"tensor_parallel": 2},
+    "CP2": {"context_parallel": 2},
+    "PP2": {"pipeline_parallel": 2, "pipeline_layers": [3, 1]},
+    "EP2": {"expert_parallel": 2},
+    "TP2 EP2": {"tensor_parallel": 2, "expert_parallel": 2},
+}
+"""Layouts of a mixture."""
+
+
 @pytest.mark.night  # every layout
 def test_two_ranks_train_as_one_does(models: Callable[..., Path], alone: None, tmp_path: Path) -> None:
-    odd = models(num_attention_heads=3, num_key_value_heads=1)
+    odd, mixture = models(num_attention_heads=3, num_key_value_heads=1), models(**MIXTURE)
     jobs = {way: Job(models(), {**ALL, **own}, steps=2) for way, own in WAYS.items()}
     jobs["CP2 gathering"] = Job(odd, {**ALL, "context_parallel": 2}, steps=2)  # heads don't divide
-    expected = {folder: run_job(Job(folder, ALL, steps=2)) for folder in (models(), odd)}
+    for way, own in EXPERT_WAYS.items():
+        jobs[f"mixture {way}"] = Job(mixture, {**ALL, **own}, steps=2)
+    expected = {folder: run_job(Job(folder, ALL, steps=2)) for folder in (models(), odd, mixture)}
     results = run_world(list(jobs.values()), 2, tmp_path / "world", free_port(), program=PROGRAM)
     for (way, job), ranks in zip(jobs.items(), results, strict=True):
         one, tensors = expected[job.model], {}
@@ -263,3 +297,60 @@ def test_pipelines_that_divide_deepstack_are_refused(models: Callable[..., Path]
     with pytest.raises(ModelError, match=r"trainer.pipeline_parallel is 2: the first 2 layers are together, but"):
         check_divisible(models(), trainer_config(**sizes))
     check_divisible(models(), trainer_config(**sizes, pipeline_layers=[3, 1]))
+
+
+@pytest.fixture(scope="module")
+def published(models: Callable[..., Path]) -> Path:
+    """A mixture as it is published, with transposed experts; transformers writes those of its module."""
+    folder = models(**MIXTURE).with_name("published")
+    shutil.copytree(models(**MIXTURE), folder)
+    tensors = load_file(folder / "model.safetensors")
+    for name in tensors:
+        if name.endswith(STACKED):
+            tensors[name] = tensors[name].transpose(1, 2).contiguous()
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+def test_a_round_trip_of_stacked_experts_changes_no_bit(
+    models: Callable[..., Path], published: Path, alone: None, tmp_path: Path
+) -> None:
+    """From both forms to that of published models, which engines get as well, and which transformers reads."""
+    expected, module = (
+        load_file(published / "model.safetensors"),
+        AutoModelForImageTextToText.from_pretrained(published),
+    )
+    for folder in (published, models(**MIXTURE)):
+        learner = make_learner(LearnerJob(folder, ALL, {"old_logprobs": "current"}))
+        learner.save_hf(tmp_path / "saved")
+        saved = load_file(tmp_path / "saved" / "model.safetensors")
+        assert saved.keys() == expected.keys()
+        assert all(torch.equal(tensor, expected[name]) for name, tensor in saved.items())
+        specs = [TensorSpec(spec.name, spec.dtype, spec.shape) for spec in learner.hf_tensor_specs()]
+        check_manifest(module, [TensorBucket(tuple(specs), source_rank=0)])
+        served = named_parameters(module)
+        assert [spec.name for spec in specs] == [name for name, _ in learner.iter_hf_tensors()]
+        assert all(torch.equal(tensor, served[name]) for name, tensor in learner.iter_hf_tensors())
+        leave_layout()
+    again = AutoModelForImageTextToText.from_pretrained(tmp_path / "saved", dtype=torch.float32)
+    for (name, one), (_, other) in zip(module.named_parameters(), again.named_parameters(), strict=True):
+        assert torch.equal(one, other), name
+
+
+@pytest.mark.night  # every layout
+def test_every_layout_has_the_files_stacked_experts(published: Path, alone: None, tmp_path: Path) -> None:
+    jobs = [Job(published, {**ALL, **own}, steps=0) for own in EXPERT_WAYS.values()]
+    expected = load_file(published / "model.safetensors")
+    results = run_world(jobs, 2, tmp_path / "world", free_port(), program=PROGRAM)
+    for way, ranks in zip(EXPERT_WAYS, results, strict=True):
+        found = {name: tensor for rank in ranks for name, tensor in rank["tensors"].items()}
+        assert found.keys() == expected.keys(), way
+        for name, tensor in found.items():
+            np.testing.assert_array_equal(tensor, expected[name].numpy(), err_msg=f"{way} {name}")
+
+
+def test_square_tensors_of_experts_are_refused(tmp_path: Path) -> None:
+    config = {"text_config": TEXT | EXPERTS | {"moe_intermediate_size": 32, "vocab_size": 64}, "vision_config": TOWER}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3_vl_moe", **config}))
+    with pytest.raises(ModelError, match=r"moe_intermediate_size is 32 and hidden_size 64: .* square"):
+        read_architecture(tmp_path)

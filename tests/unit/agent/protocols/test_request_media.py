@@ -1,4 +1,4 @@
-"""Images in requests: the forms that each protocol has for them, and what is refused by name."""
+"""Media in requests: the forms that each protocol has for them, and what is refused by name."""
 
 import base64
 import json
@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from relaxd.data.vision import read_vision
-from relaxd.media import normalise_image
+from relaxd.media import normalise_image, normalise_video
 from relaxd.media.prompt_media import StoredMedia, reference_part
 from relaxd.media.sources import data_uri
 from services.agent.chat_requests import BadRequest, new_messages
@@ -18,7 +18,8 @@ from services.agent.protocols.openai_responses import OPENAI_RESPONSES
 from services.agent.protocols.protocol import Protocol, read_object
 from services.agent.session_media import SessionMedia
 from services.agent.stored_messages import StoredMessages
-from tests.kit.vision import encoded, picture, write_vision_model
+from tests.kit.sounds import WITH_SOUND, encoded_sound, sound, write_omni_model
+from tests.kit.vision import WITH_VIDEO, clip, encoded, encoded_clip, picture, write_vision_model
 
 FILE = encoded(picture(64, 96))
 URI, DATA = data_uri(FILE), base64.b64encode(FILE).decode()
@@ -37,7 +38,7 @@ OUTPUT = {
 
 @pytest.fixture
 def media(tmp_path: Path) -> SessionMedia:
-    return SessionMedia(read_vision(write_vision_model(tmp_path)))
+    return SessionMedia(read_vision(write_vision_model(tmp_path), WITH_VIDEO))
 
 
 def read(protocol: Protocol, media: SessionMedia, **asked: Any) -> Any:
@@ -66,6 +67,34 @@ def test_images_stand_in_messages_by_reference(media: SessionMedia, protocol: Pr
     normal = StoredMedia.of(normalise_image(FILE, media.vision.rule))
     assert message["content"] == [reference_part(normal), TEXT]
     assert media.of([message, {"role": "user", "content": "x"}]) == [normal]
+
+
+@pytest.mark.parametrize("form", ["file", "frames", "video_url"])
+def test_videos_are_read_as_the_data_are(media: SessionMedia, form: str) -> None:
+    frames = clip(4, 64, 96)
+    source = [data_uri(encoded(one)) for one in frames] if form == "frames" else data_uri(encoded_clip(frames, 2.0))
+    part = (
+        {"type": "video_url", "video_url": {"url": source}}
+        if form == "video_url"
+        else {"type": "video", "video": source}
+    )
+    (message,) = read(CHAT_COMPLETIONS, media, messages=[user(part, TEXT)]).messages
+    (item,) = media.of([message])
+    assert media.vision is not None
+    assert item == StoredMedia.of(normalise_video([encoded(one) for one in frames], media.vision.video))
+    assert message["content"] == [reference_part(item), TEXT]
+
+
+def test_sounds_come_as_input_audio(tmp_path: Path) -> None:
+    heard = SessionMedia(read_vision(write_omni_model(tmp_path), WITH_SOUND))
+    wav = encoded_sound(sound(0.5))
+    for part in (
+        {"type": "input_audio", "input_audio": {"data": base64.b64encode(wav).decode(), "format": "wav"}},
+        {"type": "audio_url", "audio_url": {"url": data_uri(wav)}},
+    ):
+        (message,) = read(CHAT_COMPLETIONS, heard, messages=[user(part)]).messages
+        (item,) = heard.of([message])
+        assert (item.kind, item.content) == ("audio", wav)
 
 
 def test_an_image_of_the_prompt_is_taken_as_it_is(media: SessionMedia) -> None:
@@ -105,7 +134,10 @@ UNSENT, BROKEN = "has no image in it: send its content", "is a data URI whose ba
         (CHAT_COMPLETIONS, {"type": "image", "image": "data:image/png;base64,?"}, BROKEN),
         (CHAT_COMPLETIONS, {"type": "image", "image": data_uri(FILE[:300])}, "is a broken image"),
         (CHAT_COMPLETIONS, {"type": "image", "image": data_uri(encoded(picture(4, 9)))}, "must have at least 8"),
-        (CHAT_COMPLETIONS, {"type": "video_url", "video_url": {"url": URI}}, "only parts of type text or image_url or"),
+        (CHAT_COMPLETIONS, {"type": "video_url", "video_url": {"url": URI}}, "is no video in a format that is read"),
+        (CHAT_COMPLETIONS, {"type": "video", "video": ["/etc/hosts"]}, "has no video in it: send its content"),
+        (CHAT_COMPLETIONS, {"type": "input_audio", "input_audio": {"data": DATA, "format": "wav"}}, "is of type audio"),
+        (OPENAI_RESPONSES, {"type": "input_video", "video_url": URI}, "only parts of type input_text or output_text"),
         (CHAT_COMPLETIONS, {"type": ["image"]}, "isn't supported: only parts of type"),
         (OPENAI_RESPONSES, {"type": "input_image", "image_url": "https://example.com/a.png"}, UNSENT),
         (OPENAI_RESPONSES, {"type": "input_image", "file_id": "file-1"}, UNSENT),
@@ -135,5 +167,5 @@ def test_the_assistant_and_runs_without_images_show_none(
         BadRequest, match=r"messages\[0\]\.content\[0\] .* isn't supported: only parts of type text are"
     ):
         read(protocol, media, messages=[{"role": "assistant", "content": [part]}, user(TEXT)])
-    with pytest.raises(BadRequest, match=r"\[0\] is an image, but agent.images is false: set it to true"):
+    with pytest.raises(BadRequest, match=r'\[0\] is of type image, but agent.media doesn.t name it: add "image"'):
         read(protocol, SessionMedia(), messages=[user(part)])

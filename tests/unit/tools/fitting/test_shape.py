@@ -73,8 +73,9 @@ def test_fields_that_are_missing_have_the_trainers_defaults(tmp_path: Path, mode
     if model_type in SEEING:
         config = {"model_type": model_type, "text_config": config, "vision_config": {"out_hidden_size": 64}}
         config["image_token_id"] = 5
-    if model_type == "qwen3_omni_moe":
+    if model_type in ("qwen3_vl_moe", "qwen3_omni_moe"):
         config["text_config"]["head_dim"] = 128
+    if model_type == "qwen3_omni_moe":
         audio = {"output_dim": 64}
         config = {"model_type": model_type, "thinker_config": {**config, "audio_config": audio, "audio_token_id": 6}}
     (tmp_path / "config.json").write_text(json.dumps(config))

@@ -142,7 +142,7 @@ def shifted(columns: dict[str, Any]) -> dict[str, Any]:
         (lambda own: own[0][0].pop("begin"), "sequence_media is malformed: KeyError"),
         (lambda own: own[0][0].update(begin=1), "sequence 0 has other tokens among those of the item that begins at"),
         (lambda own: own[1][1].update(begin=2), "sequence 1 has an item that begins at token 2, before token 5"),
-        (lambda own: own[1][0].update(sha256="x"), "sequence_contents has no image x"),
+        (lambda own: own[1][0].update(sha256="x"), "sequence_contents has no item x"),
         (lambda own: own.pop(), "sequence_media must be a list of 2 values"),
     ],
 )
@@ -156,7 +156,7 @@ def test_malformed_images_of_sequences_are_refused(vision: VisionModel, change: 
 def test_an_image_is_never_trained_on(vision: VisionModel) -> None:
     columns = conversation_columns(vision)
     columns["loss_mask"][4] = 1
-    with pytest.raises(MalformedGroup, match="sequence 0 has loss_mask 1 at a token of an image"):
+    with pytest.raises(MalformedGroup, match="sequence 0 has loss_mask 1 at a token of media"):
         checked(columns, vision)
 
 
@@ -199,7 +199,7 @@ def test_an_image_without_content_is_refused(vision: VisionModel) -> None:
     columns = columns_of(vision, ((64, 64, 0),))
     columns[PROMPT_MEDIA][0]["bytes"] = 0
     columns[MEDIA_CONTENTS] = np.zeros(0, np.uint8)
-    with pytest.raises(MalformedGroup, match="media_contents has no image"):
+    with pytest.raises(MalformedGroup, match="media_contents has no item"):
         checked(columns, vision)
 
 

@@ -1,0 +1,71 @@
+"""Qwen3-VL with a mixture of experts (arXiv 2511.21631): the decoder of Qwen3-MoE, the rest as in Qwen3-VL.
+
+Its files have all experts of a layer in one tensor, [experts, inputs, outputs]. transformers reads this form and writes
+[experts, outputs, inputs], which is read here, too.
+"""
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from services.trainer.model.architecture import Architecture, ModelError
+from services.trainer.model.architectures.phi3 import FusedGateUp
+from services.trainer.model.architectures.qwen3_vl import multimodal, with_eyes
+from services.trainer.model.family import Config, Family, experts, refuse
+from services.trainer.model.tensor_rules import EXPERTS, HF_LAYER, Rule, ShardedColumns
+
+
+def read(config: Config) -> Architecture:
+    """Read a config.json of this family, whose decoder is `text_config`."""
+    text = {"num_key_value_heads": 16, "rope_theta": 500000.0, "norm_topk_prob": True, **config["text_config"]}
+    refuse(text, norm_topk_prob=True)
+    mixture = experts(text)
+    if text["hidden_size"] in (mixture.ffn_size, 2 * mixture.ffn_size):
+        raise ModelError(
+            f"moe_intermediate_size is {mixture.ffn_size} and hidden_size {text['hidden_size']}: tensors of experts "
+            "would be square, which transformers reads transposed; neither the size nor its double may be hidden_size"
+        )
+    return with_eyes(multimodal(config, text, experts=mixture), config)
+
+
+class StackedGateUp:
+    """`FusedGateUp` of one expert's part of the stack: [inputs, gate and up]."""
+
+    @staticmethod
+    def shard(parts: Sequence[Tensor], rank: int, size: int, shape: Architecture) -> Tensor:
+        """Return this rank's rows of both halves."""
+        return FusedGateUp.shard([parts[0].T], rank, size, shape)
+
+    @staticmethod
+    def merge(shards: Sequence[Tensor], shapes: Sequence[tuple[int, ...]], shape: Architecture) -> list[Tensor]:
+        """Return the expert's part."""
+        return [one.T for one in FusedGateUp.merge(shards, [shapes[0][::-1]], shape)]
+
+
+class StackedDown:
+    """`ShardedColumns` of one expert's part of the stack: [inputs, outputs]."""
+
+    @staticmethod
+    def shard(parts: Sequence[Tensor], rank: int, size: int, shape: Architecture) -> Tensor:
+        """Return this rank's columns."""
+        return ShardedColumns.shard([parts[0].T], rank, size, shape)
+
+    @staticmethod
+    def merge(shards: Sequence[Tensor], shapes: Sequence[tuple[int, ...]], shape: Architecture) -> list[Tensor]:
+        """Return the expert's part."""
+        return [one.T for one in ShardedColumns.merge(shards, shapes, shape)]
+
+
+_STACK = f"{HF_LAYER}.mlp.experts"
+STACKED_EXPERT = (
+    Rule(
+        f"{EXPERTS}.linear_fc1",
+        StackedGateUp,
+        ((f"{_STACK}.gate_up_proj", "hidden expert_ffn+expert_ffn"),),
+        stacked=True,
+    ),
+    Rule(f"{EXPERTS}.linear_fc2", StackedDown, ((f"{_STACK}.down_proj", "expert_ffn hidden"),), stacked=True),
+)
+"""One expert: its part of the parameters of all the rank's experts, and of the tensors of all the layer's."""
+
+FAMILY = Family(read, prefix="model.language_model.", expert_rules=STACKED_EXPERT)
