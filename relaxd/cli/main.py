@@ -257,9 +257,17 @@ def up(
         )
     if as_containers:
         warn_of_machine("compose", scope_of(state, None, None, PREFLIGHT_SECONDS, containers=True), console)
-        containers = compose.up(folder, port, replicas, grace_seconds, lambda text: console.print(text, style="dim"))
+        containers = compose.up(
+            folder,
+            port,
+            replicas,
+            grace_seconds,
+            lambda text: console.print(text, style="dim"),
+            console=web_console,
+        )
         console.print(f"up: the coordinator is at {containers.coordinator}, `docker compose logs` has the logs")
-        console.print(f"the console is at {containers.console}, for the token in {containers.token_file}")
+        if containers.console:
+            console.print(f"the console is at {containers.console}, for the token in {containers.token_file}")
         return
     warn_of_machine("up", scope_of(state, None, None, PREFLIGHT_SECONDS), console)
     with folder.starting("relaxd up"):
