@@ -191,7 +191,8 @@ def _message_bytes(text: str) -> int:
 _message_bytes.__name__ = "number of bytes (1024 to 2147483647)"
 
 
-def _address(text: str) -> str:
+def checked_address(text: str) -> str:
+    """Return host:port as it is. Raises ValueError if it is something else."""
     host, _, port = text.rpartition(":")
     if not host:
         raise ValueError
@@ -199,7 +200,7 @@ def _address(text: str) -> str:
     return text
 
 
-_address.__name__ = "address (host:port)"
+checked_address.__name__ = "address (host:port)"
 
 
 def _stack(text: str) -> str:
@@ -337,8 +338,8 @@ def _flags(role: str) -> list[_Flag]:
     flags = [
         _Flag("host", str, settings.host, "address to listen on"),
         _Flag("port", _port, COORDINATOR_PORT if is_coordinator else 0, "port to listen on; 0 picks a free one"),
-        _Flag("advertise", _address, "", "host:port at which others reach this process"),
-        _Flag("coordinator", _address, settings.coordinator, "host:port of the coordinator"),
+        _Flag("advertise", checked_address, "", "host:port at which others reach this process"),
+        _Flag("coordinator", checked_address, settings.coordinator, "host:port of the coordinator"),
         _Flag(
             "redis",
             _redis_url,
@@ -362,7 +363,7 @@ def _flags(role: str) -> list[_Flag]:
             settings.gpu_lease_seconds,
             "seconds without a heartbeat until a replica's GPUs are leased to others",
         ),
-        _Flag("launcher", _address, "", "host:port of the launcher that starts replicas"),
+        _Flag("launcher", checked_address, "", "host:port of the launcher that starts replicas"),
         _Flag("keda-port", _port, 0, "port at which KEDA asks for the number of rollout replicas; 0: none"),
         _Flag("project", str, "", "compose project; default: that of this container"),
         _Flag("launch-id", str, "", "id under which a launcher started this process"),
