@@ -101,7 +101,11 @@ def make_plan(
         count = (replicas or {}).get(role.name, role.replicas)
         environment = {**common, "RELAXD_PORT": "0"}
         if role.name == COORDINATOR:
-            environment |= {"RELAXD_PORT": coordinator.rpartition(":")[2], "RELAXD_LAUNCHER": launcher}
+            environment |= {
+                "RELAXD_PORT": coordinator.rpartition(":")[2],
+                "RELAXD_LAUNCHER": launcher,
+                "RELAXD_LOGS": str(folder.logs),
+            }
         module = role.modules.get((engines or {}).get(role.name, ""), role.module)
         spec = ServiceSpec(
             name=role.name, role=role.name, command=[sys.executable, "-m", module], environment=environment

@@ -88,10 +88,14 @@ class ServiceSettings:
     keda_port: int = 0
     """Coordinator: port at which KEDA asks how many rollout replicas there should be, without a token; 0: none. With
     it, an autoscaler that is on leaves adding and removing them to KEDA."""
+    logs: str = ""
+    """Coordinator: folder with the logs of its stack's services, as files, for GetLogs; empty: none."""
     project: str = ""
     """Launcher: compose project whose services it scales; empty: its container's project."""
     console_hosts: tuple[str, ...] = ()
     """Console: names of its host in browsers' addresses, besides `host` and those of the loopback interface."""
+    trace_url: str = ""
+    """Console: URL of a trace in Jaeger, Tempo or the like, with {trace_id} in its place; empty: no links to traces."""
     log_level: str = "info"
     """debug, info, warning or error."""
     deadline_seconds: float = 120.0
@@ -246,6 +250,15 @@ def _http_url(text: str) -> str:
 _http_url.__name__ = "URL (http://host:port)"
 
 
+def _trace_url(text: str) -> str:
+    if text and (urlsplit(text).scheme not in ("http", "https") or "{trace_id}" not in text):
+        raise ValueError
+    return text
+
+
+_trace_url.__name__ = "URL with {trace_id} (such as http://127.0.0.1:16686/trace/{trace_id})"
+
+
 def _names(text: str) -> tuple[str, ...]:
     return tuple(filter(None, (name.strip() for name in text.split(","))))
 
@@ -365,6 +378,7 @@ def _flags(role: str) -> list[_Flag]:
         ),
         _Flag("launcher", checked_address, "", "host:port of the launcher that starts replicas"),
         _Flag("keda-port", _port, 0, "port at which KEDA asks for the number of rollout replicas; 0: none"),
+        _Flag("logs", str, "", "folder with the logs of the services, for GetLogs; default: none"),
         _Flag("project", str, "", "compose project; default: that of this container"),
         _Flag("launch-id", str, "", "id under which a launcher started this process"),
         _Flag("instance", str, container_id(), "name of this process, the same over restarts"),
@@ -408,10 +422,13 @@ def _flags(role: str) -> list[_Flag]:
         read = ("host", "port", "coordinator", "stack", "replica-id", "log-level", "token-file", "allow-insecure")
         tls = ("tls-ca", "tls-certificate", "tls-key", "tls-name")
         hosts = _Flag("console-hosts", _names, (), "comma-separated names of its host in browsers' addresses")
-        return [*(flag for flag in flags if flag.name in (*read, *tls)), hosts]
+        traces = _Flag(
+            "trace-url", _trace_url, "", "URL of a trace in Jaeger or the like, with {trace_id} in its place"
+        )
+        return [*(flag for flag in flags if flag.name in (*read, *tls)), hosts, traces]
     not_for_coordinator = ("coordinator", "advertise", "launch-id", "instance", "standby", "project")
     only_coordinator = (
-        *("lease-seconds", "gpu-lease-seconds", "launcher", "keda-port"),
+        *("lease-seconds", "gpu-lease-seconds", "launcher", "keda-port", "logs"),
         *("keep-runs", "keep-run-bytes", "keep-run-days"),
     )
     unused = not_for_coordinator if is_coordinator else (*only_coordinator, "project")

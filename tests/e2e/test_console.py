@@ -21,7 +21,8 @@ from tests.kit.waiting import PATIENCE, wait_until
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 PATIENCE_MS = 30_000 * PATIENCE
 STEPS = 400
-VIEWS = ("run", "curves", "samples", "ledger", "replicas", "scaling", "configuration")
+VIEWS = ("run", "curves", "samples", "ledger", "replicas", "scaling", "logs", "configuration")
+TRACES = "http://traces.example/trace/{trace_id}"
 CONTRAST = """() => {
   const parse = (text) => (text.match(/[\\d.]+/g) ?? []).map(Number);
   const light = ([red, green, blue]) => [red, green, blue].map((part) => part / 255)
@@ -54,13 +55,14 @@ def stack(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Iterato
     """Services with a console, and a run that goes on."""
     require_browser()
     with open_workplace(tmp_path_factory.mktemp("console"), tiny_model) as place:
-        code, output = place.relaxd("up", "--port", "0", RELAXD_CONSOLE="yes")
+        code, output = place.relaxd("up", "--port", "0", RELAXD_CONSOLE="yes", RELAXD_TRACE_URL=TRACES)
         assert code == 0, output
         state = StateFolder(place.folder / ".relaxd").read()
         assert state is not None
         assert f"the console is at {state.console}" in output
         assert place.relaxd("console") == (0, f"the console is at {state.console}\n")
-        place.start("run", "tiny.toml", "--run-id", "seen", "--run.steps", str(STEPS), "--rollout.max_new_tokens", "24")
+        settings = ("--run.steps", str(STEPS), "--rollout.max_new_tokens", "24", "--telemetry.traces", "file")
+        place.start("run", "tiny.toml", "--run-id", "seen", *settings)
         with CoordinatorClient(state.coordinator) as client:
             wait_until(lambda: any(run.step >= 3 for run in client.runs()), "three steps", 240 * PATIENCE)
         yield place, state
@@ -134,6 +136,36 @@ def test_the_ledger_answers_conditions(page: Page) -> None:
     page.get_by_label("condition").fill("nonsense = 2")
     page.keyboard.press("Enter")
     expect(page.locator("#notice")).to_contain_text("'nonsense' is unknown")
+
+
+def test_logs_are_searched_by_service_and_text(page: Page, stack: tuple[Workplace, StackState]) -> None:
+    page.keyboard.press("7")
+    lines = page.locator(".log .line")
+    expect(lines.filter(has_text=re.compile(r"INFO trainer.* step \d+: reward")).first).to_be_visible()
+    page.get_by_label("service").select_option("coordinator")
+    expect(lines.filter(has_text="INFO trainer")).to_have_count(0)
+    expect(lines.filter(has_text="INFO coordinator").first).to_be_visible()
+    page.keyboard.press("/")
+    page.keyboard.type("no line has this")
+    page.keyboard.press("Enter")
+    expect(page.locator(".log")).to_have_text("No line matches.")
+    newest = stack[0].folder / ".relaxd" / "logs" / "coordinator.log"
+    with newest.open("a") as file:
+        file.write("    no line has this <b>but one</b>\n")  # as a service writes it: the page asks again
+    expect(lines).to_have_text([re.compile("no line has this <b>but one</b>")])
+
+
+def test_samples_and_groups_lead_to_their_traces(page: Page) -> None:
+    page.keyboard.press("3")
+    links = page.locator("article a[target=_blank]")
+    expect(links).to_have_text(["group", "step"])
+    of_group = str(links.first.get_attribute("href"))
+    assert re.fullmatch(r"http://traces\.example/trace/[0-9a-f]{32}", of_group)
+    group = page.locator("article dd").first.text_content()
+    page.keyboard.press("4")
+    page.get_by_label("prompt").fill(str(group))
+    page.keyboard.press("Enter")
+    expect(page.get_by_role("link", name=str(group))).to_have_attribute("href", of_group)
 
 
 def test_an_operator_pauses_and_resumes(page: Page, stack: tuple[Workplace, StackState]) -> None:

@@ -6,8 +6,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import pytest
-from playwright.sync_api import Page, sync_playwright
+from playwright.sync_api import Page, expect, sync_playwright
 
+from tests.kit.waiting import PATIENCE
+
+expect.set_options(timeout=30_000 * PATIENCE)  # milliseconds; its own five seconds are short on a busy machine
 NAMES = ("chromium", "chromium-browser", "google-chrome")
 
 

@@ -4,12 +4,13 @@ import * as config from "./config_view.js";
 import * as curves from "./curves_view.js";
 import { ago, ask, count, duration, make, notify, pill } from "./elements.js";
 import * as groups from "./groups_view.js";
+import * as logs from "./logs_view.js";
 import * as replicas from "./replicas_view.js";
 import * as overview from "./run_view.js";
 import * as samples from "./samples_view.js";
 import * as scaling from "./scaling_view.js";
 
-const VIEWS = { run: overview, curves, samples, ledger: groups, replicas, scaling, configuration: config };
+const VIEWS = { run: overview, curves, samples, ledger: groups, replicas, scaling, logs, configuration: config };
 const TOPICS = ["connection", "run", "metrics", "health", "events", "fleet", "weights"];
 const RUNS_MS = 10000;
 const ENDED = ["stopped", "failed"];
@@ -147,7 +148,7 @@ async function loadRuns() {
 }
 
 function help() {
-  const keys = [["1 – 7", "views"], ["[  ]", "newer, older run"], ["/", "search"], ["j  k", "next, previous sample"], ["?", "this help"], ["Esc", "close, leave a field"]];
+  const keys = [["1 – 8", "views"], ["[  ]", "newer, older run"], ["/", "search"], ["j  k", "next, previous sample"], ["?", "this help"], ["Esc", "close, leave a field"]];
   ask("Keys", "", [make("dl", { class: "keys" }, keys.map(([key, what]) => [make("dt", {}, make("kbd", {}, key)), make("dd", {}, what)]))], "");
 }
 

@@ -51,6 +51,9 @@ export function table(columns, rows, empty = "Nothing yet.") {
   return make("div", { class: "wide" }, make("table", {}, make("thead", {}, make("tr", {}, head)), make("tbody", {}, body)));
 }
 
+// A link to another page, which opens beside this one.
+export const link = (href, text) => make("a", { href, target: "_blank", rel: "noopener" }, text);
+
 export function card(title, ...children) {
   return make("section", { class: "card" }, make("h2", {}, title), children);
 }

@@ -1,6 +1,6 @@
 // The ledger: what became of every group.
-import { ofRun } from "./api.js";
-import { count, make, notify, number, table } from "./elements.js";
+import { ofRun, traceUrl } from "./api.js";
+import { count, link, make, notify, number, table } from "./elements.js";
 
 export const title = "Ledger";
 
@@ -14,7 +14,7 @@ export function create({ run, state }) {
     try {
       const { groups, complete } = await ofRun(run, "groups", { prompt: prompt.value.trim(), where: where.value.trim() });
       found.replaceChildren(table([
-        ["Group", ({ group_id: id }) => id], ["Row", ({ row }) => (row === undefined ? "" : count(row)), "number"], ["Source", ({ source }) => source],
+        ["Group", ({ group_id: id, trace_id: trace }) => (traceUrl(trace) ? link(traceUrl(trace), id) : id)], ["Row", ({ row }) => (row === undefined ? "" : count(row)), "number"], ["Source", ({ source }) => source],
         ["Fate", ({ step, reason }) => (reason ? make("span", { class: "warn" }, `dropped: ${reason.replaceAll("_", " ")}`) : `trained in step ${count(step)}`)],
         ["At", ({ stage }) => stage], ["Try", ({ retry, retried }) => `${retry + 1}${retried ? ", tried again" : ""}`],
         ["Tokens", ({ tokens }) => (tokens === undefined ? "" : number(tokens)), "number"], ["Reward", ({ reward }) => (reward === undefined ? "" : number(reward)), "number"],

@@ -1,6 +1,6 @@
 // What the model wrote: samples to search and sort, and one of them in full, its tokens coloured by a number.
-import { ofRun } from "./api.js";
-import { count, make, notify, number, table } from "./elements.js";
+import { ofRun, traceUrl } from "./api.js";
+import { count, link, make, notify, number, table } from "./elements.js";
 
 const NEWEST = 200;
 const SHOWN = 300;
@@ -143,7 +143,8 @@ export function create({ run, state }) {
       ["Weights", `version ${chosen.version}`], ["Tokens", count(chosen.length)], ["Ended", chosen.finish_reason],
     ];
     if (chosen.turns) found.push(["Environment", `paid ${number(chosen.environment_reward)} and took ${number(chosen.environment_seconds)} s`]);
-    found.push(["Trace", make("code", {}, `relaxd trace ${chosen.group_id} --run ${run}`)]);
+    const traces = [["group", chosen.trace_id], ["step", chosen.step_trace_id]].filter(([, id]) => traceUrl(id));
+    found.push(["Trace", traces.length ? traces.flatMap(([words, id], place) => [place ? " · " : "", link(traceUrl(id), words)]) : make("code", {}, `relaxd trace ${chosen.group_id} --run ${run}`)]);
     return found;
   }
 

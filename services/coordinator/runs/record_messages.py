@@ -98,6 +98,7 @@ def group_message(line: Mapping[str, Any]) -> pb.ClosedGroup:
         retry=line["retry"],
         retried=bool(line.get("retried")),
         source=str(line.get("source", "")),
+        trace_id=line.get("trace_id", ""),
     )
     for field, name in (("step", "step"), ("row", "index"), ("tokens", "tokens"), ("reward", "reward")):
         if line.get(name) is not None:
