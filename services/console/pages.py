@@ -12,12 +12,12 @@ from aiohttp import web
 from relaxd import __version__
 from relaxd.client.metric_series import rows
 from relaxd.report.charts import chart_data
+from relaxd.report.message_json import plain
 from relaxd.v1 import coordinator_pb2 as pb
 from relaxd.v1 import scaling_pb2
 from relaxd.v1.coordinator_pb2_grpc import CoordinatorStub
 from services.console.actions import ACTIONS
 from services.console.guard import VIEWER, Refusal
-from services.console.json_forms import plain
 from services.console.live_changes import all_replicas
 from services.console.viewers import Viewers
 

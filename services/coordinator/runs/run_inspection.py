@@ -10,11 +10,10 @@ from relaxd.client.service_logs import LogTail, by_time, log_paths
 from relaxd.data.tokenizer import PromptTokenizer
 from relaxd.models import DataError
 from relaxd.models.folders import resolve_model
-from relaxd.report.group_outcomes import ConditionError, Test, condition, of_prompt, read_fates
+from relaxd.report.group_outcomes import ConditionError, Test, condition, of_prompt, outcome_message, read_fates
 from relaxd.rpc.errors import FailedPrecondition, Violations
 from relaxd.run_folder import LOGS
 from relaxd.v1 import coordinator_pb2 as pb
-from services.coordinator.runs.record_messages import group_message
 from services.coordinator.runs.starting import check_run_id
 from services.coordinator.state.records import RunRecord
 
@@ -68,7 +67,7 @@ def find_groups(folder: Path, tests: Sequence[Test], count: int) -> pb.GetGroups
             found.complete = False
             break
         if all(test(line) for test in tests):
-            found.groups.append(group_message(line))
+            found.groups.append(outcome_message(line))
     return found
 
 
