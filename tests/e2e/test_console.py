@@ -15,7 +15,7 @@ from relaxd.client.coordinator_client import CoordinatorClient
 from relaxd.local.state_folder import StackState, StateFolder
 from relaxd.v1 import coordinator_pb2 as pb
 from tests.e2e.conftest import Workplace, open_workplace
-from tests.kit.browser import browser_page, require_browser
+from tests.kit.browser import browser_page, require_browser, unreadable
 from tests.kit.waiting import PATIENCE, wait_until
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
@@ -23,31 +23,6 @@ PATIENCE_MS = 30_000 * PATIENCE
 STEPS = 400
 VIEWS = ("run", "curves", "samples", "ledger", "replicas", "scaling", "logs", "configuration")
 TRACES = "http://traces.example/trace/{trace_id}"
-CONTRAST = """() => {
-  const parse = (text) => (text.match(/[\\d.]+/g) ?? []).map(Number);
-  const light = ([red, green, blue]) => [red, green, blue].map((part) => part / 255)
-    .map((part) => (part <= 0.03928 ? part / 12.92 : ((part + 0.055) / 1.055) ** 2.4))
-    .reduce((sum, part, place) => sum + part * [0.2126, 0.7152, 0.0722][place], 0);
-  const ground = (element) => {
-    for (let one = element; one; one = one.parentElement) {
-      const [red, green, blue, alpha = 1] = parse(getComputedStyle(one).backgroundColor);
-      if (alpha === 1) return [red, green, blue];
-    }
-    return [255, 255, 255];
-  };
-  return [...document.querySelectorAll('body *')].flatMap((element) => {
-    const own = [...element.childNodes].some((node) => node.nodeType === 3 && node.textContent.trim());
-    if (!own || !element.checkVisibility() || element.closest('.written, .chart, :disabled, noscript')) return [];
-    const [one, other] = [light(parse(getComputedStyle(element).color)), light(ground(element))].sort((a, b) => b - a);
-    const ratio = (one + 0.05) / (other + 0.05);
-    return ratio < 4.5 ? [`${element.outerHTML.slice(0, 80)}: ${ratio.toFixed(2)}`] : [];
-  });
-}"""
-"""Texts whose contrast is less than WCAG 2.2 AA asks for."""
-UNNAMED = """() => [...document.querySelectorAll('input, select, button')]
-  .filter((one) => one.checkVisibility() && !(one.ariaLabel || one.labels?.length || one.textContent.trim()))
-  .map((one) => one.outerHTML)"""
-"""Controls that a screen reader has no name for."""
 
 
 @pytest.fixture(scope="module")
@@ -201,9 +176,7 @@ def test_every_view_is_readable(stack: tuple[Workplace, StackState], dark: bool)
             page.goto(f"{stack[1].console}#/seen/{view}")
             expect(page.locator(".pill").first).to_be_visible()
             expect(page.locator("main > *").first).to_be_visible()
-            assert page.evaluate(CONTRAST) == [], view
-            assert page.evaluate("document.documentElement.scrollWidth <= innerWidth"), f"{view} is too wide"
-            assert page.evaluate(UNNAMED) == [], view
+            assert unreadable(page) == [], view
         assert errors == []
 
 

@@ -1,17 +1,18 @@
 // The console: chooses run and view by the address, follows the run, and offers what an operator may do.
-import { get, loadSession, post, session } from "./api.js";
-import * as config from "./config_view.js";
-import * as curves from "./curves_view.js";
-import { ago, ask, count, duration, make, notify, pill } from "./elements.js";
-import * as groups from "./groups_view.js";
+import { get, loadSession, ofRun, post, session, traceUrl } from "./api.js";
 import * as logs from "./logs_view.js";
 import * as replicas from "./replicas_view.js";
 import * as overview from "./run_view.js";
-import * as samples from "./samples_view.js";
 import * as scaling from "./scaling_view.js";
+import * as config from "./shared/config_view.js";
+import * as curves from "./shared/curves_view.js";
+import { ago, ask, count, duration, make, notify, pill, viewLinks } from "./shared/elements.js";
+import * as groups from "./shared/groups_view.js";
+import * as samples from "./shared/samples_view.js";
 
 const VIEWS = { run: overview, curves, samples, ledger: groups, replicas, scaling, logs, configuration: config };
 const TOPICS = ["connection", "run", "metrics", "health", "events", "fleet", "weights"];
+const source = { live: true, get, ofRun, traceUrl }; // of the views that the report has, too
 const RUNS_MS = 10000;
 const ENDED = ["stopped", "failed"];
 
@@ -36,15 +37,13 @@ function show(next) {
   view?.close();
   shown = next;
   const { view: name, run } = next;
-  page("views").replaceChildren(...Object.entries(VIEWS).map(([one, { title }], place) => make("a", {
-    href: link(run, one), "aria-current": one === name ? "page" : undefined, "aria-keyshortcuts": String(place + 1),
-  }, title, make("kbd", { "aria-hidden": "true" }, String(place + 1)))));
+  page("views").replaceChildren(...viewLinks(VIEWS, name, (one) => link(run, one)));
   page("runs").value = run;
   document.title = run ? `${run} · ${VIEWS[name].title} · relaxd` : "relaxd";
   if (!run) {
     view = { element: make("div", { class: "empty" }, make("p", {}, "There is no run yet."), make("p", {}, make("code", {}, "relaxd run my.toml"), " starts one; it appears here.")), update() {}, close() {} };
   } else {
-    view = VIEWS[name].create({ run, state });
+    view = VIEWS[name].create({ run, state, source });
   }
   page("view").replaceChildren(view.element);
   TOPICS.filter((topic) => topic in state).forEach((topic) => view.update(topic));

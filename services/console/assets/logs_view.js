@@ -1,6 +1,6 @@
 // The logs of the run's services: the newest lines of all, by time, or of one of them.
 import { ofRun } from "./api.js";
-import { clock, count, make } from "./elements.js";
+import { clock, count, make } from "./shared/elements.js";
 
 const REFRESH_MS = 3000;
 const NEAR_END = 40; // pixels

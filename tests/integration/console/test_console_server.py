@@ -100,7 +100,14 @@ async def test_the_page_is_its_own_and_nobody_elses(visit: Callable[[], Browser]
     assert "<style" not in text
     assert "http://" not in text.replace("http://www.w3.org", "")
     assert "https://" not in text
-    for asset in ("console.js", "console.css", "icon.svg", "shared/charts.js", "shared/uplot/uPlot.iife.min.js"):
+    for asset in (
+        "console.js",
+        "icon.svg",
+        "shared/page.css",
+        "shared/samples_view.js",
+        "shared/charts.js",
+        "shared/uplot/uPlot.iife.min.js",
+    ):
         async with browser.client.get(f"{browser.url}assets/{asset}") as answer:
             assert answer.status == 200, asset
     for place in ("assets/../server.py", "assets/%2e%2e/server.py", "assets/shared/../html_page.py", "nowhere"):

@@ -51,6 +51,11 @@ export function table(columns, rows, empty = "Nothing yet.") {
   return make("div", { class: "wide" }, make("table", {}, make("thead", {}, make("tr", {}, head)), make("tbody", {}, body)));
 }
 
+// The links to views, each { title }, by their names; `address` gives a view's.
+export const viewLinks = (views, current, address) => Object.entries(views).map(([name, { title }], place) => make("a", {
+  href: address(name), "aria-current": name === current ? "page" : undefined, "aria-keyshortcuts": String(place + 1),
+}, title, make("kbd", { "aria-hidden": "true" }, String(place + 1))));
+
 // A link to another page, which opens beside this one.
 export const link = (href, text) => make("a", { href, target: "_blank", rel: "noopener" }, text);
 
