@@ -27,7 +27,7 @@ TRACES = "http://traces.example/trace/{trace_id}"
 
 @pytest.fixture(scope="module")
 def stack(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Iterator[tuple[Workplace, StackState]]:
-    """Services with a console, and a run that goes on."""
+    """Services with a console, a run that has ended, and one that goes on."""
     require_browser()
     with open_workplace(tmp_path_factory.mktemp("console"), tiny_model) as place:
         code, output = place.relaxd("up", "--port", "0", RELAXD_CONSOLE="yes", RELAXD_TRACE_URL=TRACES)
@@ -36,11 +36,18 @@ def stack(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Iterato
         assert state is not None
         assert f"the console is at {state.console}" in output
         assert place.relaxd("console") == (0, f"the console is at {state.console}\n")
+        code, output = place.relaxd("run", "tiny.toml", "--run-id", "first", "--run.steps", "2")
+        assert code == 0, output
         settings = ("--run.steps", str(STEPS), "--rollout.max_new_tokens", "24", "--telemetry.traces", "file")
         place.start("run", "tiny.toml", "--run-id", "seen", *settings)
         with CoordinatorClient(state.coordinator) as client:
-            wait_until(lambda: any(run.step >= 3 for run in client.runs()), "three steps", 240 * PATIENCE)
+            wait_until(lambda: _step(client) >= 3, "three steps", 240 * PATIENCE)
         yield place, state
+
+
+def _step(client: CoordinatorClient) -> int:
+    """Return the step of the run that goes on; 0 before it is there."""
+    return max((run.step for run in client.runs() if run.run_id == "seen"), default=0)
 
 
 @pytest.fixture
@@ -78,6 +85,39 @@ def test_curves_are_smoothed_filtered_and_drawn_by_time(page: Page) -> None:
     expect(legend).to_contain_text("time")
     page.get_by_role("button", name="Log scale").click()
     expect(page.locator(".chart:visible canvas")).to_be_visible()
+
+
+def test_every_view_and_run_is_reached_by_keys(page: Page) -> None:
+    for number, view in enumerate(VIEWS, 1):
+        page.keyboard.press(str(number))
+        expect(page.locator("#views a[aria-current=page]")).to_have_attribute("href", f"#/seen/{view}")
+    page.keyboard.press("]")
+    expect(page.locator("h1")).to_have_text("first")
+    expect(page.locator(".pill").first).to_have_text("stopped")
+    page.keyboard.press("[")
+    expect(page.locator("h1")).to_have_text("seen")
+    page.keyboard.press("?")
+    expect(page.get_by_role("dialog")).to_contain_text("next, previous sample")
+    page.keyboard.press("Escape")
+    expect(page.get_by_role("dialog")).to_have_count(0)
+    page.reload()
+    page.keyboard.press("Tab")
+    expect(page.locator(".skip")).to_be_focused()
+    box = page.locator(".skip").bounding_box()
+    assert box is not None
+    assert box["x"] >= 0  # it is seen while it has the focus
+    assert page.locator(".skip:focus-visible").count() == 1
+
+
+def test_runs_are_compared(page: Page) -> None:
+    page.keyboard.press("2")
+    page.get_by_label("compare with a run").select_option("first")
+    expect(page.get_by_role("button", name="no longer compare with first")).to_be_visible()
+    expect(page.locator(".u-legend").first).to_contain_text("first")
+    page.keyboard.press("8")
+    page.get_by_label("compare with a run").select_option("first")
+    differences = page.locator("main table").last.locator("tbody tr")
+    expect(differences).to_contain_text(["rollout.max_new_tokens", "run.steps", "telemetry.traces"])
 
 
 def test_samples_are_searched_and_their_tokens_coloured(page: Page) -> None:
