@@ -10,9 +10,9 @@ from relaxd.telemetry.logs import INDENT
 TAIL_BYTES = 4 << 20
 """Maximum number of bytes that are read of a log before following it."""
 STAMP = re.compile(r'(?:\{"time": ")?(\d{4}-\d\d-\d\dT[\d:.]+Z)(?:(?:", "level": "| )([A-Z]+))?')
-"""Begin of a record: its time, then its level."""
+"""Beginning of a record: its time, then its level."""
 REDIS = re.compile(r"\d+:[A-Z] [^*#]{20,24} ([.*-]) ")
-"""Begin of a line of Redis that is no warning."""
+"""Beginning of a line of Redis that is no warning."""
 USUAL = ("DEBUG", "INFO")
 
 
@@ -69,6 +69,6 @@ def _stamped(service: str, lines: Sequence[str]) -> Iterator[LogLine]:
     for line in lines:
         if match := STAMP.match(line):
             time, is_problem = match[1], match[2] not in USUAL
-        elif not line.startswith(INDENT):  # else it goes on with the record before
+        elif line and not line.startswith(INDENT):  # else it goes on with the record before
             is_problem = REDIS.match(line) is None
         yield LogLine(service, time, is_problem, line)

@@ -1,5 +1,6 @@
 """Details of a run that people ask for: what became of its groups, its services' logs, the texts of tokens."""
 
+import contextlib
 import json
 import logging
 from collections.abc import Callable, Sequence
@@ -102,7 +103,7 @@ def read_logs(record: RunRecord, stack_logs: str, request: pb.GetLogsRequest) ->
     for line in found[-(request.max_lines or DEFAULT_LOG_LINES) :]:
         text = line.text[:MAX_LINE_LETTERS]
         message = response.lines.add(service=line.service, text=text, is_problem=line.is_problem)
-        if line.time:
+        with contextlib.suppress(ValueError):  # no time, or what a user's code wrote like one
             message.log_time.FromJsonString(line.time)
     return response
 

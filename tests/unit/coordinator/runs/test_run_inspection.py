@@ -112,6 +112,7 @@ def test_logs_of_services_that_stay_up_are_those_of_the_runs_time(tmp_path: Path
         read_logs(record, "", pb.GetLogsRequest())
     of_run = tmp_path / "r" / LOGS
     of_run.mkdir(parents=True)
-    (of_run / "rollout.log").write_text("x" * 5000 + "\n")
-    (line,) = read_logs(record, str(stack), pb.GetLogsRequest(max_lines=1)).lines
-    assert (line.service, len(line.text), line.HasField("log_time")) == ("rollout", 4000, False)
+    (of_run / "rollout.log").write_text("x" * 5000 + "\n2026-99-01T12:00:00.000Z INFO no such month\n")
+    long, odd = read_logs(record, str(stack), pb.GetLogsRequest()).lines
+    assert (long.service, len(long.text), long.HasField("log_time")) == ("rollout", 4000, False)
+    assert (odd.is_problem, odd.HasField("log_time")) == (False, False)
