@@ -192,7 +192,7 @@ def shown_samples(
     step: int,
     limit: int,
     whitening: Whitening | None = None,
-    traces: Mapping[str, Mapping[str, str]] | None = None,
+    traces: Mapping[str, dict[str, Any]] | None = None,
 ) -> list[dict[str, Any]]:
     """Choose samples to show, every group's first sample first, with the fields of TrainedSample in coordinator.proto.
 
