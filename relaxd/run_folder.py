@@ -1,6 +1,7 @@
 """A run's folder: the names of its files, and appending and reading its JSON lines while they grow."""
 
 import contextlib
+import errno
 import fcntl
 import gzip
 import io
@@ -135,7 +136,12 @@ def earlier_use_of(folder: Path) -> str:
 
 def is_run(folder: Path) -> bool:
     """Return whether this is the folder of a run that has begun."""
-    return (folder / RECORD).is_file() and (folder / CONFIG).is_file()
+    try:
+        return (folder / RECORD).is_file() and (folder / CONFIG).is_file()
+    except OSError as error:
+        if error.errno == errno.ENAMETOOLONG:
+            return False
+        raise
 
 
 def begin_time(folder: Path) -> datetime | None:
