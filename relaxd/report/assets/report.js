@@ -2,7 +2,7 @@
 import * as answers from "./answers_view.js";
 import * as config from "./config_view.js";
 import * as curves from "./curves_view.js";
-import { make, pill, viewLinks } from "./elements.js";
+import { make, pill, press, viewKeys, viewLinks } from "./elements.js";
 import * as groups from "./groups_view.js";
 import * as results from "./results_view.js";
 import * as samples from "./samples_view.js";
@@ -47,19 +47,7 @@ function start() {
   }
 
   addEventListener("hashchange", show);
-  addEventListener("keydown", (event) => {
-    if (event.ctrlKey || event.metaKey || event.altKey) return;
-    if (event.target.closest("input, select, textarea")) {
-      if (event.key === "Escape") event.target.blur();
-      return;
-    }
-    const name = Object.keys(VIEWS)[Number(event.key) - 1];
-    if (name) location.hash = name;
-    else if (event.key === "/") page("view").querySelector("[data-search]")?.focus();
-    else if (view?.keys?.[event.key]) view.keys[event.key]();
-    else return;
-    event.preventDefault();
-  });
+  addEventListener("keydown", (event) => press(event, viewKeys(VIEWS, (name) => { location.hash = name; }, view)));
   show();
 }
 

@@ -6,7 +6,7 @@ import * as overview from "./run_view.js";
 import * as scaling from "./scaling_view.js";
 import * as config from "./shared/config_view.js";
 import * as curves from "./shared/curves_view.js";
-import { ago, ask, count, duration, make, notify, pill, viewLinks } from "./shared/elements.js";
+import { ago, ask, count, duration, make, notify, pill, press, viewKeys, viewLinks } from "./shared/elements.js";
 import * as groups from "./shared/groups_view.js";
 import * as samples from "./shared/samples_view.js";
 
@@ -151,21 +151,12 @@ function help() {
   ask("Keys", "", [make("dl", { class: "keys" }, keys.map(([key, what]) => [make("dt", {}, make("kbd", {}, key)), make("dd", {}, what)]))], "");
 }
 
-function press(event) {
-  if (event.ctrlKey || event.metaKey || event.altKey || page("dialog").open) return;
-  if (event.target.closest("input, select, textarea")) {
-    if (event.key === "Escape") event.target.blur();
-    return;
-  }
-  const name = Object.keys(VIEWS)[Number(event.key) - 1], place = runs.findIndex(({ run_id: id }) => id === shown.run);
-  if (name) location.hash = link(shown.run, name);
-  else if (event.key === "?") help();
-  else if (event.key === "/") page("view").querySelector("[data-search]")?.focus();
-  else if (event.key === "[" && runs[place - 1]) location.hash = link(runs[place - 1].run_id, shown.view);
-  else if (event.key === "]" && runs[place + 1]) location.hash = link(runs[place + 1].run_id, shown.view);
-  else if (view?.keys?.[event.key]) view.keys[event.key]();
-  else return;
-  event.preventDefault();
+function pressed(event) {
+  if (page("dialog").open) return;
+  const place = runs.findIndex(({ run_id: id }) => id === shown.run);
+  const open = (run) => { if (run) location.hash = link(run.run_id, shown.view); };
+  const own = { "?": help, "[": () => open(runs[place - 1]), "]": () => open(runs[place + 1]) };
+  press(event, { ...viewKeys(VIEWS, (name) => { location.hash = link(shown.run, name); }, view), ...own });
 }
 
 function showLogin() {
@@ -201,7 +192,7 @@ async function start() {
   page("place").textContent = session.coordinator;
   if (session.log_in) return showLogin();
   addEventListener("hashchange", route);
-  addEventListener("keydown", press);
+  addEventListener("keydown", pressed);
   page("help").addEventListener("click", help);
   page("runs").addEventListener("change", () => { location.hash = link(page("runs").value, shown.view || "run"); });
   setInterval(() => { if (state.connection?.away_since) showAway(); }, 1000);
