@@ -274,7 +274,7 @@ class Run:
             config = config.model_copy(update={"model": config.model.model_copy(update={"path": exported["path"]})})
             found = f"step-{exported['step']:06d}-{time.strftime('%Y%m%d-%H%M%S')}"
             folder = out or source.folder / "evaluated" / found
-            return evaluate_model(config, folder, console, sets, Device(device), exported["step"])
+            return evaluate_model(config, folder, console, sets, Device(device), step=exported["step"])
 
     def _now(self) -> pb.Run:
         with _errors(), self._source() as source:

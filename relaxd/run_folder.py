@@ -1,6 +1,7 @@
 """A run's folder: the names of its files, and appending and reading its JSON lines while they grow."""
 
 import contextlib
+import errno
 import fcntl
 import gzip
 import io
@@ -139,8 +140,10 @@ def is_run(folder: Path) -> bool:
     """Return whether this is the folder of a run that has begun."""
     try:
         return (folder / RECORD).is_file() and (folder / CONFIG).is_file()
-    except OSError:  # such as a name that is too long
-        return False
+    except OSError as error:
+        if error.errno == errno.ENAMETOOLONG:
+            return False
+        raise
 
 
 def begin_time(folder: Path) -> datetime | None:

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from relaxd.board.schema import CONTINUED, TEACHER_PROMPT_TOKENS
 from relaxd.board.types import JSON, Column
 from relaxd.finish_reasons import TRUNCATED
+from relaxd.telemetry import trace_id
 
 RIGHT_FROM = 1.0
 """Reward from which a sample counts as right in the metrics of training."""
@@ -58,6 +59,8 @@ def parse_fate(fields: Mapping[bytes, bytes]) -> dict[str, Any]:
     for name, value in fields.items():
         if name.startswith(b"facts:"):
             record |= json.loads(value)
+    if trace := trace_id(json.loads(fields.get(b"trace", b"{}"))):
+        record["trace_id"] = trace
     return record
 
 

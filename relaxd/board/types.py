@@ -181,8 +181,8 @@ class GroupOutcome:
     entry_id: str
     """Its entry in the stream of fates."""
     record: dict[str, Any]
-    """`group`; of a trained one `step`, of a dropped one `reason`, `stage`, `attempt` and `retried`; and its facts
-    (`NewGroup.facts`, relaxd.board.group_contents)."""
+    """`group`; of a trained one `step`, of a dropped one `reason`, `stage`, `attempt` and `retried`; its facts
+    (`NewGroup.facts`, relaxd.board.group_contents); and `trace_id`, if it is traced."""
 
     @property
     def line(self) -> dict[str, Any]:

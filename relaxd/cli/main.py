@@ -67,69 +67,53 @@ HELP = """
 relaxd post-trains language models by reinforcement learning, asynchronously, as five gRPC services:
 coordinator, rollout, reward, advantage and trainer. (Some runs have more, such as reference, critic or judge.)
 
+\b
 Start here:
+  relaxd demo                         teach a real model to add, in minutes
+  relaxd init my-task                 write a configuration, prompts, a reward
+  relaxd doctor                       say what is missing on this machine
+  relaxd run my.toml                  train with your own configuration
+  relaxd run my.toml --run.steps 50   override any setting
+  relaxd sweep sweep.toml             train with several settings, and compare
 
-    relaxd demo                      teach a real model to add, in minutes
+\b
+Before a run:
+  relaxd config show my.toml          print every setting with its value
+  relaxd data my.toml                 show prompts as the model gets them
+  relaxd reward test my.toml          try the reward on three prompts
+  relaxd env test calculator          hold a conversation with an environment
+  relaxd alerts test my.toml          test who is told of alarms
+  relaxd fit my.toml                  say what GPUs hold, which layouts fit
+  relaxd rehearse my.toml             run it at its real size without GPUs
+  relaxd eval my.toml --model FOLDER  evaluate a model
 
-    relaxd init my-task              write a configuration, prompts and a reward to start from
+\b
+During a run, and most of it afterwards:
+  relaxd watch                        follow it (also: samples, metrics, logs)
+  relaxd console                      show the same and more in a browser
+  relaxd why                          say what it waits for, and what to do
+  relaxd runs                         list the runs with their results
+  relaxd report RUN                   show where time went; curves, as a page
+  relaxd evaluation RUN               show results on evaluation sets
+  relaxd ledger RUN                   show what became of every prompt
+  relaxd pause                        pause it (also: stop, checkpoint)
 
-    relaxd run my.toml               train with your own configuration
-
-    relaxd run my.toml --run.steps 50      override any setting
-
-    relaxd sweep sweep.toml          train with several settings, and compare them
-
-    relaxd config show my.toml       print every setting with its value
-
-    relaxd reward test my.toml       try the reward on three prompts
-
-    relaxd env test calculator       play a conversation with an environment
-
-    relaxd alerts test my.toml       send a test message to those who are told of alarms
-
-    relaxd fit my.toml               what each GPU will hold, and which layouts fit
-
-    relaxd doctor                    what is missing or wrong on this machine, and how to get it right
-
-    relaxd rehearse my.toml          run it at its real size without GPUs, and see its first limit
-
+\b
 Keep the services up for several runs:
+  relaxd up --rollout 2               start Redis and the services
+  relaxd status                       show the services, the runs, the queues
+  relaxd scale rollout=3              add or remove replicas
+  relaxd autoscale on                 let the coordinator add and remove
+  relaxd down                         stop the services
 
-    relaxd up --rollout 2            start Redis and the services
-
-    relaxd watch                     follow the run (also: samples, metrics, logs, status)
-
-    relaxd console                   the same and more in a browser
-
-    relaxd runs                      list the runs in runs/ with their results
-
-    relaxd why                       say what the run waits for, and what to do
-
-    relaxd report RUN                show where its time went, and its curves in report.html
-
-    relaxd evaluation RUN            show results on evaluation sets, and answers before and after
-
-    relaxd eval my.toml --model FOLDER     evaluate a model without a run
-
-    relaxd ledger RUN                show what became of every prompt
-
-    relaxd scale rollout=3           add or remove replicas
-
-    relaxd autoscale on              let the coordinator add and remove rollout replicas
-
-    relaxd pause                     pause the run (also: resume, stop)
-
-    relaxd down                      stop the services
-
+\b
 Recover and inspect:
-
-    relaxd resume RUN                continue after a crash (also: checkpoint)
-
-    relaxd replay RUN --step N       repeat a step and compare (also: checkpoints, export, push)
-
-    relaxd fork RUN --step N --set algorithm.name=gspo      train its recorded steps with other settings
-
-    relaxd bundle RUN --step N       pack a step for a colleague or a bug report, without secrets
+  relaxd resume RUN                   continue it after a crash
+  relaxd checkpoints RUN              list checkpoints (also: export, push)
+  relaxd replay RUN --step N          repeat a step and compare
+  relaxd fork RUN --step N --set algorithm.name=gspo
+                                      train recorded steps with other settings
+  relaxd bundle RUN --step N          pack a step for others, without secrets
 """
 
 app = typer.Typer(
@@ -257,9 +241,17 @@ def up(
         )
     if as_containers:
         warn_of_machine("compose", scope_of(state, None, None, PREFLIGHT_SECONDS, containers=True), console)
-        containers = compose.up(folder, port, replicas, grace_seconds, lambda text: console.print(text, style="dim"))
+        containers = compose.up(
+            folder,
+            port,
+            replicas,
+            grace_seconds,
+            lambda text: console.print(text, style="dim"),
+            console=web_console,
+        )
         console.print(f"up: the coordinator is at {containers.coordinator}, `docker compose logs` has the logs")
-        console.print(f"the console is at {containers.console}, for the token in {containers.token_file}")
+        if containers.console:
+            console.print(f"the console is at {containers.console}, for the token in {containers.token_file}")
         return
     warn_of_machine("up", scope_of(state, None, None, PREFLIGHT_SECONDS), console)
     with folder.starting("relaxd up"):

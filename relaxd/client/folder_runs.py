@@ -1,7 +1,7 @@
 """Runs read from their folders, with the coordinator client's calls, so that commands work without services."""
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import datetime
 from itertools import islice
 from pathlib import Path
@@ -90,7 +90,7 @@ class FolderRuns:
             found = read_all_samples(folder, step)
         else:
             found = (line for line in newest_samples(folder) if step in (0, line.get("step")))
-        return [_sample(line) for line in islice(found, limit)]
+        return [read_sample(line) for line in islice(found, limit)]
 
     def series(self, request: pb.GetMetricsRequest) -> list[pb.MetricSeries]:
         """Return numbers of a run's steps."""
@@ -111,7 +111,7 @@ class FolderRuns:
         yield response
 
 
-def _sample(line: dict[str, Any]) -> pb.TrainedSample:
+def read_sample(line: Mapping[str, Any]) -> pb.TrainedSample:
     """Read a sample. Reward parts that weren't finite are null in files, which no map has."""
     parts = {name: value for name, value in (line.get("reward_parts") or {}).items() if value is not None}
     return ParseDict({**line, "reward_parts": parts}, pb.TrainedSample(), ignore_unknown_fields=True)

@@ -13,6 +13,8 @@ from relaxd.v1.sample_pb2 import SamplingParams
 
 SHARED = ("workers", "timeout_seconds", "environment", "max_in_flight", "outage_seconds")
 """Settings of [reward] that hold for the rewards of sets, too."""
+TRAINING = "training"
+"""Name of the set of training prompts (`relaxd eval --training`)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,6 +114,25 @@ def sets_of(config: RunConfig) -> list[ResolvedSet]:
             )
         )
     return found
+
+
+def training_set(config: RunConfig, prompts: int) -> ResolvedSet:
+    """Return the first training prompts as a set, answered as the run samples them."""
+    rollout = config.rollout
+    return ResolvedSet(
+        name=TRAINING,
+        prompts=prompts,
+        samples_per_prompt=rollout.samples_per_prompt,
+        sizes=tuple(sorted({1, rollout.samples_per_prompt})),
+        temperature=rollout.temperature,
+        top_p=rollout.top_p,
+        top_k=rollout.top_k,
+        max_new_tokens=rollout.max_new_tokens,
+        min_new_tokens=rollout.min_new_tokens,
+        stop=rollout.stop,
+        stop_token_ids=rollout.stop_token_ids,
+        seed=config.run.seed,
+    )
 
 
 def _agent_of(one: EvalSet, runs: AgentConfig) -> AgentConfig:

@@ -47,7 +47,7 @@ class ComposeState(BaseModel):
 
     @property
     def console(self) -> str:
-        """URL of the console; empty if an earlier release started them."""
+        """URL of the console; empty without one."""
         port = self.settings.get("CONSOLE_PORT")
         return f"http://{LOOPBACK}:{port}/" if port else ""
 
@@ -77,11 +77,17 @@ def use(folder: StateFolder) -> ComposeState | None:
 
 
 def up(
-    folder: StateFolder, port: int, replicas: Mapping[str, int], grace_seconds: float, say: Callable[[str], None]
+    folder: StateFolder,
+    port: int,
+    replicas: Mapping[str, int],
+    grace_seconds: float,
+    say: Callable[[str], None],
+    *,
+    console: bool = True,
 ) -> ComposeState:
     """Build changed images, start the containers and wait until they are healthy. Raises CliError.
 
-    `port` is the coordinator's; 0 picks a free one.
+    `port` is the coordinator's; 0 picks a free one. Without `console` no container serves the web page.
     """
     if port and not is_free(port) and read(folder) is None:
         raise CliError(taken_port(port), "stop it, or use --port 0 for any free port")
@@ -90,7 +96,7 @@ def up(
     console_port = next(filter(is_free, CONSOLE_PORTS), 0) or free_port()
     settings = {
         "COORDINATOR_PORT": str(port),
-        "CONSOLE_PORT": str(console_port),
+        **({"CONSOLE_PORT": str(console_port)} if console else {"CONSOLE_REPLICAS": "0"}),
         "STACK": _stack_identity(folder),
         "SECRETS": str(_make_secrets(folder)),
         "GRACE_SECONDS": f"{grace_seconds:g}",

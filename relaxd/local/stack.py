@@ -20,7 +20,7 @@ from relaxd.local.state_folder import CONSOLE, StackState, StateFolder
 from relaxd.local.supervisor import ServiceSpec, StackPlan
 from relaxd.process.ports import LOOPBACK, free_port, reservations, reserve
 from relaxd.roles import COORDINATOR, REPLICA_ROLES, ROLES
-from relaxd.rpc.service_settings import CONSOLE_PORTS
+from relaxd.rpc.service_settings import CONSOLE_PORTS, checked_address
 from relaxd.rpc.stack_identity import STACK_VARIABLE, make_stack_identity
 
 COORDINATOR_PORT = 50050
@@ -101,7 +101,11 @@ def make_plan(
         count = (replicas or {}).get(role.name, role.replicas)
         environment = {**common, "RELAXD_PORT": "0"}
         if role.name == COORDINATOR:
-            environment |= {"RELAXD_PORT": coordinator.rpartition(":")[2], "RELAXD_LAUNCHER": launcher}
+            environment |= {
+                "RELAXD_PORT": coordinator.rpartition(":")[2],
+                "RELAXD_LAUNCHER": launcher,
+                "RELAXD_LOGS": str(folder.logs),
+            }
         module = role.modules.get((engines or {}).get(role.name, ""), role.module)
         spec = ServiceSpec(
             name=role.name, role=role.name, command=[sys.executable, "-m", module], environment=environment
@@ -253,10 +257,16 @@ def down(folder: StateFolder, say: Callable[[str], None] = lambda text: None) ->
 def address_here(state: Path, coordinator: str | None) -> str | None:
     """Return host:port as given, else of the containers or services up here; None if nothing is up here.
 
-    There is no default address: another folder's services may use it.
+    There is no default address: another folder's services may use it. Raises CliError if the given one is no host:port.
     """
     if coordinator:
-        return coordinator
+        try:
+            return checked_address(coordinator)
+        except ValueError as error:
+            raise CliError(
+                f"the coordinator's address is {coordinator!r}: it must be host:port",
+                f"--coordinator {LOOPBACK}:{COORDINATOR_PORT}, or the variable RELAXD_COORDINATOR, names it",
+            ) from error
     if containers := compose.use(StateFolder(state)):
         return containers.coordinator
     stack_state = use_stack(StateFolder(state).read())

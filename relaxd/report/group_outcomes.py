@@ -5,13 +5,14 @@ import math
 import operator
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from relaxd.run_folder import GROUPS, closed_groups, newest_lines
+from relaxd.v1 import coordinator_pb2 as pb
 
 FIELDS = (
     *("group", "index", "source", "prompt_tokens", "fate", "step", "reason", "stage", "attempt", "retry", "retried"),
@@ -81,6 +82,23 @@ def _with_fate(line: dict[str, Any]) -> dict[str, Any]:
     line["fate"] = "trained" if "step" in line else "dropped"
     line["retry"] = int(line["group"].partition("~")[2] or 0)
     return line
+
+
+def outcome_message(line: Mapping[str, Any]) -> pb.ClosedGroup:
+    """Convert a closed group, as `read_fates` yields it."""
+    message = pb.ClosedGroup(
+        group_id=line["group"],
+        reason=line.get("reason", ""),
+        stage=line.get("stage", ""),
+        retry=line["retry"],
+        retried=bool(line.get("retried")),
+        source=str(line.get("source", "")),
+        trace_id=line.get("trace_id", ""),
+    )
+    for of_message, name in (("step", "step"), ("row", "index"), ("tokens", "tokens"), ("reward", "reward")):
+        if line.get(name) is not None:
+            setattr(message, of_message, line[name])
+    return message
 
 
 def of_prompt(prompt: str) -> Test:

@@ -91,10 +91,14 @@ class ServiceSettings:
     it, an autoscaler that is on leaves adding and removing them to KEDA."""
     platform: str = "docker"
     """Launcher: the platform on which it starts replicas, docker or kubernetes."""
+    logs: str = ""
+    """Coordinator: folder with the logs of its stack's services, as files, for GetLogs; empty: none."""
     project: str = ""
     """Launcher: compose project or Helm release whose roles it scales; empty: its container's compose project."""
     console_hosts: tuple[str, ...] = ()
     """Console: names of its host in browsers' addresses, besides `host` and those of the loopback interface."""
+    trace_url: str = ""
+    """Console: URL of a trace in Jaeger, Tempo or the like, with {trace_id} in its place; empty: no links to traces."""
     log_level: str = "info"
     """debug, info, warning or error."""
     deadline_seconds: float = 120.0
@@ -194,7 +198,8 @@ def _message_bytes(text: str) -> int:
 _message_bytes.__name__ = "number of bytes (1024 to 2147483647)"
 
 
-def _address(text: str) -> str:
+def checked_address(text: str) -> str:
+    """Return host:port as it is. Raises ValueError if it is something else."""
     host, _, port = text.rpartition(":")
     if not host:
         raise ValueError
@@ -202,7 +207,7 @@ def _address(text: str) -> str:
     return text
 
 
-_address.__name__ = "address (host:port)"
+checked_address.__name__ = "address (host:port)"
 
 
 def _stack(text: str) -> str:
@@ -255,6 +260,15 @@ def _http_url(text: str) -> str:
 
 
 _http_url.__name__ = "URL (http://host:port)"
+
+
+def _trace_url(text: str) -> str:
+    if text and (urlsplit(text).scheme not in ("http", "https") or "{trace_id}" not in text):
+        raise ValueError
+    return text
+
+
+_trace_url.__name__ = "URL with {trace_id} (such as http://127.0.0.1:16686/trace/{trace_id})"
 
 
 def _names(text: str) -> tuple[str, ...]:
@@ -349,8 +363,8 @@ def _flags(role: str) -> list[_Flag]:
     flags = [
         _Flag("host", str, settings.host, "address to listen on"),
         _Flag("port", _port, COORDINATOR_PORT if is_coordinator else 0, "port to listen on; 0 picks a free one"),
-        _Flag("advertise", _address, "", "host:port at which others reach this process"),
-        _Flag("coordinator", _address, settings.coordinator, "host:port of the coordinator"),
+        _Flag("advertise", checked_address, "", "host:port at which others reach this process"),
+        _Flag("coordinator", checked_address, settings.coordinator, "host:port of the coordinator"),
         _Flag(
             "redis",
             _redis_url,
@@ -374,8 +388,9 @@ def _flags(role: str) -> list[_Flag]:
             settings.gpu_lease_seconds,
             "seconds without a heartbeat until a replica's GPUs are leased to others",
         ),
-        _Flag("launcher", _address, "", "host:port of the launcher that starts replicas"),
+        _Flag("launcher", checked_address, "", "host:port of the launcher that starts replicas"),
         _Flag("keda-port", _port, 0, "port at which KEDA asks for the number of rollout replicas; 0: none"),
+        _Flag("logs", str, "", "folder with the logs of the services, for GetLogs; default: none"),
         _Flag("platform", _platform, settings.platform, f"where replicas are started: {' or '.join(PLATFORMS)}"),
         _Flag("project", str, "", "compose project or Helm release; default: the compose project of this container"),
         _Flag("launch-id", str, "", "id under which a launcher started this process"),
@@ -421,10 +436,13 @@ def _flags(role: str) -> list[_Flag]:
         read = ("host", "port", "coordinator", "stack", "replica-id", "log-level", "token-file", "allow-insecure")
         tls = ("tls-ca", "tls-certificate", "tls-key", "tls-name")
         hosts = _Flag("console-hosts", _names, (), "comma-separated names of its host in browsers' addresses")
-        return [*(flag for flag in flags if flag.name in (*read, *tls)), hosts]
+        traces = _Flag(
+            "trace-url", _trace_url, "", "URL of a trace in Jaeger or the like, with {trace_id} in its place"
+        )
+        return [*(flag for flag in flags if flag.name in (*read, *tls)), hosts, traces]
     not_for_coordinator = ("coordinator", "advertise", "launch-id", "instance", "standby", "platform", "project")
     only_coordinator = (
-        *("lease-seconds", "gpu-lease-seconds", "launcher", "keda-port"),
+        *("lease-seconds", "gpu-lease-seconds", "launcher", "keda-port", "logs"),
         *("keep-runs", "keep-run-bytes", "keep-run-days"),
     )
     unused = not_for_coordinator if is_coordinator else (*only_coordinator, "platform", "project")

@@ -14,6 +14,7 @@ from relaxd.telemetry.spans import (
     record_batch,
     remote_context,
     root_span,
+    trace_id,
 )
 
 __all__ = [
@@ -36,6 +37,7 @@ __all__ = [
     "setup",
     "setup_logging",
     "shutdown",
+    "trace_id",
     "tracer",
     "write_traces",
 ]

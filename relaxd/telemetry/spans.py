@@ -27,6 +27,7 @@ from opentelemetry.trace import (
     SpanKind,
     TraceFlags,
     TraceState,
+    format_trace_id,
 )
 from opentelemetry.util.types import Attributes, AttributeValue
 
@@ -58,6 +59,12 @@ def remote_context(carrier: Mapping[str, str]) -> SpanContext:
     if not parent or len(parent) > MOST_LETTERS:
         return INVALID_SPAN_CONTEXT
     return _read(parent, state if len(state) <= MOST_LETTERS else "")
+
+
+def trace_id(carrier: Mapping[str, str]) -> str:
+    """Return the id of a carrier's trace, in 32 hexadecimal digits; "" for a carrier that has none."""
+    context = remote_context(carrier)
+    return format_trace_id(context.trace_id) if context.is_valid else ""
 
 
 def link_from(carrier: Mapping[str, str]) -> Link | None:

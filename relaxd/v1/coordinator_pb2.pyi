@@ -1369,6 +1369,8 @@ class TrainedSample(_message.Message):
     TOKENS_FIELD_NUMBER: _builtins.int
     SAMPLE_FIELD_NUMBER: _builtins.int
     RECEIPTS_FIELD_NUMBER: _builtins.int
+    TRACE_ID_FIELD_NUMBER: _builtins.int
+    STEP_TRACE_ID_FIELD_NUMBER: _builtins.int
     group_id: _builtins.str
     """The group."""
     step: _builtins.int
@@ -1397,6 +1399,10 @@ class TrainedSample(_message.Message):
     """Time that the environment took, in seconds."""
     sample: _builtins.int
     """Its place in its group, from 0."""
+    trace_id: _builtins.str
+    """Id of the group's trace: 32 hexadecimal digits; empty if it isn't traced (docs/traces.md)."""
+    step_trace_id: _builtins.str
+    """Id of the step's trace; empty if it isn't traced."""
     @_builtins.property
     def conversation(self) -> _containers.RepeatedCompositeFieldContainer[Global___ShownMessage]:
         """In runs with an environment: the messages after the prompt."""
@@ -1439,10 +1445,12 @@ class TrainedSample(_message.Message):
         tokens: Global___SampleTokens | None = ...,
         sample: _builtins.int = ...,
         receipts: _abc.Iterable[_sample_pb2.WeightReceipt] | None = ...,
+        trace_id: _builtins.str = ...,
+        step_trace_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["tokens", b"tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["advantage", b"advantage", "answer", b"answer", "conversation", b"conversation", "environment_reward", b"environment_reward", "environment_seconds", b"environment_seconds", "finish_reason", b"finish_reason", "group_id", b"group_id", "length", b"length", "media", b"media", "prompt", b"prompt", "receipts", b"receipts", "response", b"response", "reward", b"reward", "reward_parts", b"reward_parts", "sample", b"sample", "step", b"step", "tokens", b"tokens", "turns", b"turns", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["advantage", b"advantage", "answer", b"answer", "conversation", b"conversation", "environment_reward", b"environment_reward", "environment_seconds", b"environment_seconds", "finish_reason", b"finish_reason", "group_id", b"group_id", "length", b"length", "media", b"media", "prompt", b"prompt", "receipts", b"receipts", "response", b"response", "reward", b"reward", "reward_parts", b"reward_parts", "sample", b"sample", "step", b"step", "step_trace_id", b"step_trace_id", "tokens", b"tokens", "trace_id", b"trace_id", "turns", b"turns", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1664,6 +1672,7 @@ class ClosedGroup(_message.Message):
     SOURCE_FIELD_NUMBER: _builtins.int
     TOKENS_FIELD_NUMBER: _builtins.int
     REWARD_FIELD_NUMBER: _builtins.int
+    TRACE_ID_FIELD_NUMBER: _builtins.int
     group_id: _builtins.str
     """Its id."""
     step: _builtins.int
@@ -1684,6 +1693,8 @@ class ClosedGroup(_message.Message):
     """Mean number of tokens of its answers; unset: it had none."""
     reward: _builtins.float
     """Mean reward of its answers; unset: it wasn't scored."""
+    trace_id: _builtins.str
+    """Id of its trace: 32 hexadecimal digits; empty if it isn't traced."""
     def __init__(
         self,
         *,
@@ -1697,10 +1708,11 @@ class ClosedGroup(_message.Message):
         source: _builtins.str = ...,
         tokens: _builtins.float | None = ...,
         reward: _builtins.float | None = ...,
+        trace_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_reward", b"_reward", "_row", b"_row", "_step", b"_step", "_tokens", b"_tokens", "reward", b"reward", "row", b"row", "step", b"step", "tokens", b"tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_reward", b"_reward", "_row", b"_row", "_step", b"_step", "_tokens", b"_tokens", "group_id", b"group_id", "reason", b"reason", "retried", b"retried", "retry", b"retry", "reward", b"reward", "row", b"row", "source", b"source", "stage", b"stage", "step", b"step", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_reward", b"_reward", "_row", b"_row", "_step", b"_step", "_tokens", b"_tokens", "group_id", b"group_id", "reason", b"reason", "retried", b"retried", "retry", b"retry", "reward", b"reward", "row", b"row", "source", b"source", "stage", b"stage", "step", b"step", "tokens", b"tokens", "trace_id", b"trace_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__reward: _TypeAlias = _typing.Literal["reward"]  # noqa: Y015
     _WhichOneofArgType__reward: _TypeAlias = _typing.Literal["_reward", b"_reward"]  # noqa: Y015
@@ -1748,6 +1760,110 @@ class GetGroupsResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___GetGroupsResponse: _TypeAlias = GetGroupsResponse  # noqa: Y015
+
+@_typing.final
+class GetLogsRequest(_message.Message):
+    """Asks for lines of logs."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RUN_ID_FIELD_NUMBER: _builtins.int
+    SERVICE_FIELD_NUMBER: _builtins.int
+    TEXT_FIELD_NUMBER: _builtins.int
+    ONLY_PROBLEMS_FIELD_NUMBER: _builtins.int
+    MAX_LINES_FIELD_NUMBER: _builtins.int
+    run_id: _builtins.str
+    """The run's id; empty means the newest."""
+    service: _builtins.str
+    """Only the log of this service, such as trainer or rollout-2, or those of a role, such as rollout; empty means all."""
+    text: _builtins.str
+    """Only lines with this text, in capital or small letters."""
+    only_problems: _builtins.bool
+    """Only warnings and errors, with the lines that belong to them, and what services wrote without their logger."""
+    max_lines: _builtins.int
+    """Maximum number of lines: at most 2000; 0 means 500."""
+    def __init__(
+        self,
+        *,
+        run_id: _builtins.str = ...,
+        service: _builtins.str = ...,
+        text: _builtins.str = ...,
+        only_problems: _builtins.bool = ...,
+        max_lines: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["max_lines", b"max_lines", "only_problems", b"only_problems", "run_id", b"run_id", "service", b"service", "text", b"text"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetLogsRequest: _TypeAlias = GetLogsRequest  # noqa: Y015
+
+@_typing.final
+class LogLine(_message.Message):
+    """One line of a log."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SERVICE_FIELD_NUMBER: _builtins.int
+    LOG_TIME_FIELD_NUMBER: _builtins.int
+    TEXT_FIELD_NUMBER: _builtins.int
+    IS_PROBLEM_FIELD_NUMBER: _builtins.int
+    service: _builtins.str
+    """The service that wrote it."""
+    text: _builtins.str
+    """The line, which is cut if it is very long."""
+    is_problem: _builtins.bool
+    """Whether it is a warning, an error, or was written without the service's logger."""
+    @_builtins.property
+    def log_time(self) -> _timestamp_pb2.Timestamp:
+        """When; of a line without a time, such as one of a traceback, that of the line before. Unset before the first one."""
+
+    def __init__(
+        self,
+        *,
+        service: _builtins.str = ...,
+        log_time: _timestamp_pb2.Timestamp | None = ...,
+        text: _builtins.str = ...,
+        is_problem: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["log_time", b"log_time"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["is_problem", b"is_problem", "log_time", b"log_time", "service", b"service", "text", b"text"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LogLine: _TypeAlias = LogLine  # noqa: Y015
+
+@_typing.final
+class GetLogsResponse(_message.Message):
+    """Lines of logs."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LINES_FIELD_NUMBER: _builtins.int
+    SERVICES_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def lines(self) -> _containers.RepeatedCompositeFieldContainer[Global___LogLine]:
+        """The newest ones that were asked for, oldest first. Only the last megabytes of each log are looked at."""
+
+    @_builtins.property
+    def services(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """The services that have logs."""
+
+    def __init__(
+        self,
+        *,
+        lines: _abc.Iterable[Global___LogLine] | None = ...,
+        services: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["lines", b"lines", "services", b"services"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetLogsResponse: _TypeAlias = GetLogsResponse  # noqa: Y015
 
 @_typing.final
 class Registration(_message.Message):

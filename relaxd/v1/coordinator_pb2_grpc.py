@@ -102,6 +102,11 @@ class CoordinatorStub:
                 request_serializer=relaxd_dot_v1_dot_coordinator__pb2.GetGroupsRequest.SerializeToString,
                 response_deserializer=relaxd_dot_v1_dot_coordinator__pb2.GetGroupsResponse.FromString,
                 _registered_method=True)
+        self.GetLogs = channel.unary_unary(
+                '/relaxd.v1.Coordinator/GetLogs',
+                request_serializer=relaxd_dot_v1_dot_coordinator__pb2.GetLogsRequest.SerializeToString,
+                response_deserializer=relaxd_dot_v1_dot_coordinator__pb2.GetLogsResponse.FromString,
+                _registered_method=True)
         self.Register = channel.unary_unary(
                 '/relaxd.v1.Coordinator/Register',
                 request_serializer=relaxd_dot_v1_dot_coordinator__pb2.RegisterRequest.SerializeToString,
@@ -289,6 +294,14 @@ class CoordinatorServicer:
 
     def GetGroups(self, request, context):
         """GetGroups says what became of closed groups, newest first, as the run's groups.jsonl has it.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def GetLogs(self, request, context):
+        """GetLogs returns the newest lines of the services' logs, where the coordinator can read them: those of services on its
+        machine that `relaxd up` or `relaxd run` started. For a run whose services log elsewhere: FAILED_PRECONDITION.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -492,6 +505,11 @@ def add_CoordinatorServicer_to_server(servicer, server):
                     servicer.GetGroups,
                     request_deserializer=relaxd_dot_v1_dot_coordinator__pb2.GetGroupsRequest.FromString,
                     response_serializer=relaxd_dot_v1_dot_coordinator__pb2.GetGroupsResponse.SerializeToString,
+            ),
+            'GetLogs': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetLogs,
+                    request_deserializer=relaxd_dot_v1_dot_coordinator__pb2.GetLogsRequest.FromString,
+                    response_serializer=relaxd_dot_v1_dot_coordinator__pb2.GetLogsResponse.SerializeToString,
             ),
             'Register': grpc.unary_unary_rpc_method_handler(
                     servicer.Register,
@@ -937,6 +955,33 @@ class Coordinator:
             '/relaxd.v1.Coordinator/GetGroups',
             relaxd_dot_v1_dot_coordinator__pb2.GetGroupsRequest.SerializeToString,
             relaxd_dot_v1_dot_coordinator__pb2.GetGroupsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetLogs(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/relaxd.v1.Coordinator/GetLogs',
+            relaxd_dot_v1_dot_coordinator__pb2.GetLogsRequest.SerializeToString,
+            relaxd_dot_v1_dot_coordinator__pb2.GetLogsResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -7,11 +7,11 @@ from typing import Any
 from google.protobuf.json_format import ParseDict, ParseError
 from google.protobuf.message import Message
 
+from relaxd.report.message_json import plain
 from relaxd.v1 import coordinator_pb2 as pb
 from relaxd.v1 import scaling_pb2
 from relaxd.v1.coordinator_pb2_grpc import CoordinatorStub
 from services.console.guard import Refusal
-from services.console.json_forms import plain
 
 
 @dataclass(frozen=True)

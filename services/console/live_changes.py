@@ -17,10 +17,11 @@ import grpc
 
 from relaxd.client.coordinator_client import ENDED
 from relaxd.client.run_changes import merge
+from relaxd.report.message_json import plain
 from relaxd.rpc.errors import explain
 from relaxd.v1 import coordinator_pb2 as pb
 from relaxd.v1.coordinator_pb2_grpc import CoordinatorStub
-from services.console.json_forms import fleet_form, numbers, plain
+from services.console.json_forms import fleet_form, numbers
 
 WATCH_SECONDS = 60.0
 SILENCE_SECONDS = 10.0

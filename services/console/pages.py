@@ -12,12 +12,12 @@ from aiohttp import web
 from relaxd import __version__
 from relaxd.client.metric_series import rows
 from relaxd.report.charts import chart_data
+from relaxd.report.message_json import plain
 from relaxd.v1 import coordinator_pb2 as pb
 from relaxd.v1 import scaling_pb2
 from relaxd.v1.coordinator_pb2_grpc import CoordinatorStub
 from services.console.actions import ACTIONS
 from services.console.guard import VIEWER, Refusal
-from services.console.json_forms import plain
 from services.console.live_changes import all_replicas
 from services.console.viewers import Viewers
 
@@ -26,6 +26,7 @@ CALL_SECONDS = 30.0
 MAX_RUNS = 500
 MAX_SAMPLES = 500
 SHOWN_GROUPS = 200
+SHOWN_LOG_LINES = 1000
 SHOWN_SCALE_REQUESTS = 50
 MAX_DRAWN = 8
 """Runs whose charts are kept."""
@@ -36,9 +37,10 @@ LARGE = ("config_json", "health", "metrics", "wait", "alarms")
 class Pages:
     """The JSON API. Each answer is read from the coordinator anew, with the viewer's token."""
 
-    def __init__(self, viewers: Viewers, coordinator: str) -> None:
+    def __init__(self, viewers: Viewers, coordinator: str, trace_url: str = "") -> None:
         self._viewers = viewers
         self._coordinator = coordinator
+        self._trace_url = trace_url
         self._charts: dict[str, tuple[tuple[int, int], str]] = {}
         """By run, its charts as JSON, with the step and the number of metrics that they show."""
         self._drawing = asyncio.Lock()
@@ -55,6 +57,7 @@ class Pages:
             web.get("/api/runs/{run}/series", self.series),
             web.get("/api/runs/{run}/samples", self.samples),
             web.get("/api/runs/{run}/groups", self.groups),
+            web.get("/api/runs/{run}/logs", self.logs),
             web.get("/api/replicas", self.replicas),
             web.get("/api/scaling", self.scaling),
             web.post("/api/actions/{action}", self.act),
@@ -64,7 +67,7 @@ class Pages:
         """Say who looks, and what they may do."""
         viewer = self._viewers.find(request)
         answer: dict[str, Any] = {"log_in": viewer is None, "may_log_out": self._viewers.log_in}
-        answer |= {"version": __version__, "coordinator": self._coordinator}
+        answer |= {"version": __version__, "coordinator": self._coordinator, "trace_url": self._trace_url}
         if viewer is not None:
             try:
                 answer |= {"csrf": viewer.csrf, "may_act": await viewer.may_act()}
@@ -147,6 +150,17 @@ class Pages:
         )
         found = await _stub(request).GetGroups(asked, timeout=CALL_SECONDS)
         return _compressed(web.json_response(plain(found)))
+
+    async def logs(self, request: web.Request) -> web.Response:
+        """Return the newest lines of the services' logs, or of those of one `service`; with `problems` only these."""
+        asked = pb.GetLogsRequest(
+            run_id=request.match_info["run"],
+            service=request.query.get("service", ""),
+            text=request.query.get("text", ""),
+            only_problems="problems" in request.query,
+            max_lines=SHOWN_LOG_LINES,
+        )
+        return _compressed(web.json_response(plain(await _stub(request).GetLogs(asked, timeout=CALL_SECONDS))))
 
     async def replicas(self, request: web.Request) -> web.Response:
         """List the replicas with all that is known of them."""

@@ -48,7 +48,7 @@ class ConsoleServer:
         settings.security.check(settings.host)
         hosts = [*settings.console_hosts, *([settings.host] if settings.host not in ("", "0.0.0.0", "::") else [])]
         app = web.Application(client_max_size=MAX_BODY, middlewares=[guard(self._viewers, hosts)])
-        app.add_routes(Pages(self._viewers, settings.coordinator).routes())
+        app.add_routes(Pages(self._viewers, settings.coordinator, settings.trace_url).routes())
         app.add_routes(
             [
                 web.get("/", self._page),

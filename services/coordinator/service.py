@@ -88,6 +88,7 @@ class CoordinatorProcess:
                     self._peers,
                     self._scaler,
                     self._autoscaler,
+                    logs=self._settings.logs,
                 ),
                 "relaxd.v1.Coordinator",
             ),

@@ -190,6 +190,16 @@ def test_samples_checkpoint_and_traces_are_in_the_folder(finished: FinishedRun, 
     written = {span["spanId"] for span in exported_spans(finished.folder) if span["name"] in SERVICE_OF}
     assert written == received
 
+    roots = {
+        span.attributes["relaxd.group_id"]: span.trace_id for span in finished.spans if span.name == "create rollout"
+    }
+    steps = {span.attributes["relaxd.step"]: span.trace_id for span in finished.spans if span.name == "step"}
+    for sample in samples:
+        ids = (roots[sample["group_id"]], steps[sample["step"]])
+        assert (sample["trace_id"], sample["step_trace_id"]) == ids
+    for line in read_lines(finished.folder / "groups.jsonl"):
+        assert line["trace_id"] == roots[line["group"]]
+
 
 @pytest.mark.timeout(240)
 def test_a_group_is_one_trace_from_prompt_to_step(finished: FinishedRun) -> None:

@@ -20,11 +20,11 @@ from relaxd.cli.reading.evaluation_command import results_table
 from relaxd.client import CliError
 from relaxd.config import RunConfig
 from relaxd.config.load_toml import ConfigError, Problem
-from relaxd.data.dataset import Prompt, PromptDataset, load_evaluation
+from relaxd.data.dataset import Prompt, PromptDataset, load_data, load_evaluation
 from relaxd.evaluation.estimates import vote_of
 from relaxd.evaluation.scored_answers import ScoredAnswer, summarise_set
 from relaxd.evaluation.set_checks import context_problems, set_problems
-from relaxd.evaluation.sets import ResolvedSet, sets_of, unknown_set
+from relaxd.evaluation.sets import TRAINING, ResolvedSet, sets_of, training_set, unknown_set
 from relaxd.local.programs import ROLLOUT_OFFLINE, stream_program
 from relaxd.media.messages import with_parts
 from relaxd.models import DataError
@@ -61,6 +61,12 @@ def evaluate(
     words: WordsArgument,
     model: Annotated[str, typer.Option(help="Model to evaluate, as model.path; default: that of FILE.")] = "",
     names: Annotated[list[str] | None, typer.Option("--set", help="Evaluate on this set only; repeatable.")] = None,
+    training: Annotated[
+        int,
+        typer.Option(
+            metavar="N", min=0, help="Instead of sets, answer the first N training prompts, with the run's sampling."
+        ),
+    ] = 0,
     device: Annotated[Device, typer.Option(help="Where the model is; auto: on a GPU if there is one.")] = Device.AUTO,
     out: Annotated[Path | None, typer.Option(help="Folder for answers and results; default: evaluations/TIME.")] = None,
 ) -> None:
@@ -69,29 +75,46 @@ def evaluate(
     Instead of a configuration, FILE may be a file or folder with prompts: then --reward.name names the reward.
     """
     named = ["--model.path", model] if model else []
+    if training and names:
+        raise CliError("--set and --training exclude each other", "evaluate them one after the other")
     config = load_words_or_prompts([*words, *named], lambda path: f"reward = {{}}\n{set_of(path)}")
     console = new_console()
     prepare_model(config, lambda text: console.print(text, markup=False, highlight=False, soft_wrap=True))
     folder = out or Path("evaluations") / time.strftime("%Y%m%d-%H%M%S")
-    line = evaluate_model(config, folder, console, names or [], device)
+    line = evaluate_model(config, folder, console, names or [], device, training=training)
     console.print(results_table(set_rows([line])))
     console.print(f"answers and results are in {folder}", style="dim", markup=False, soft_wrap=True)
 
 
 def evaluate_model(
-    config: RunConfig, folder: Path, console: Console, names: Sequence[str], device: Device, step: int = 0
+    config: RunConfig,
+    folder: Path,
+    console: Console,
+    names: Sequence[str],
+    device: Device,
+    *,
+    step: int = 0,
+    training: int = 0,
 ) -> dict[str, Any]:
     """Evaluate the model of a configuration on its sets, by default on all, and write answers and results to a folder.
 
+    With `training` it answers as many training prompts instead, as the run samples them.
+
     Returns the results, named as in metrics.jsonl, with `step`. Raises CliError, ConfigError.
     """
-    sets = _chosen(config, names)
+    sets = [training_set(config, training)] if training else _chosen(config, names)
+    if config.agent.is_there:
+        raise CliError(
+            f'agent.environment is "{config.agent.environment}", but relaxd eval has no environments',
+            "the evaluations of a run have (relaxd run)",
+        )
     try:
-        data = load_evaluation(config, {one.name for one in sets})
+        found = {one.name for one in sets}
+        data = {TRAINING: load_data(config).train} if training else load_evaluation(config, found)
         problems = context_problems(config, resolve_model(config.model.path, weights=False))
     except DataError as error:
         raise ConfigError([Problem(error.field, error.message)]) from error
-    if problems := [*problems, *set_problems(config, data, {one.name for one in sets})]:
+    if problems := [*problems, *set_problems(config, data, found)]:
         raise ConfigError([Problem(setting, message) for setting, message in problems])
     if (folder / RESULTS).exists():
         raise CliError(f"{folder} has the results of an earlier evaluation", "choose another folder with --out")
@@ -108,11 +131,6 @@ def _chosen(config: RunConfig, names: Sequence[str]) -> list[ResolvedSet]:
     sets = {one.name: one for one in sets_of(config)}
     if not sets:
         raise CliError("the configuration has nothing to evaluate on", "set eval.prompts, or add an [[eval.sets]]")
-    if config.agent.is_there:
-        raise CliError(
-            f'agent.environment is "{config.agent.environment}", but relaxd eval has no environments',
-            "the evaluations of a run have (relaxd run)",
-        )
     for name in names:
         if name not in sets:
             raise CliError(unknown_set(name, list(sets)))

@@ -1,7 +1,6 @@
 """`relaxd logs` and `relaxd trace`: what the services wrote, by time, and how a group or step went."""
 
 import difflib
-import re
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
@@ -19,6 +18,7 @@ from relaxd.cli.options import DEFAULT_STATE, CoordinatorOption, FolderOption, S
 from relaxd.cli.output import show, show_json, show_line
 from relaxd.cli.reading.run_source import open_run
 from relaxd.client import CliError
+from relaxd.client.service_logs import LogTail, by_time, log_paths
 from relaxd.config import RunConfig
 from relaxd.config.load_toml import load_recorded
 from relaxd.local import compose
@@ -28,9 +28,6 @@ from relaxd.report.traces import GroupTrace, TracedSpan, read_group_trace, read_
 from relaxd.run_folder import LOGS
 
 POLL_SECONDS = 0.3
-TAIL_BYTES = 4 << 20
-"""Maximum number of bytes that are read of a log before following it."""
-TIME = re.compile(r"\d{4}-\d\d-\d\dT[\d:.]+Z")
 
 
 def logs(
@@ -46,39 +43,18 @@ def logs(
     """Show the services' logs: of those up here, else of the last ones here, or of a run (--run)."""
     place = StateFolder(state)
     where = _log_folder(place, run_id, folder)
-    tails = [_Tail(path) for path in _logs_of(where, service)]
+    tails = [LogTail(path) for path in _logs_of(where, service)]
     _print(tails, [tail.read(lines) for tail in tails])
     with suppress(KeyboardInterrupt):
         while follow:
             alive = place.is_up()
             time.sleep(POLL_SECONDS)  # idle: for more lines
             known = {tail.path for tail in tails}
-            tails += [_Tail(path) for path in _logs_of(where, service) if path not in known]
+            tails += [LogTail(path) for path in _logs_of(where, service) if path not in known]
             _print(tails, [tail.read() for tail in tails])
             if not alive:
                 show("no services are up here: nothing is added to these logs")
                 return
-
-
-class _Tail:
-    """A log of which more is read each time."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self._position: int | None = None
-
-    def read(self, lines: int = 0) -> list[str]:
-        """Return the complete lines since the last call; at the first one, the last `lines` lines, 0 for all."""
-        with self.path.open("rb") as file:
-            size = file.seek(0, 2)
-            if self._position is None and lines:
-                self._position = max(0, size - TAIL_BYTES)
-            if self._position is None or self._position > size:  # the first time, or its services were started again
-                self._position = 0
-            file.seek(self._position)
-            text, end, _ = file.read().rpartition(b"\n")
-            self._position += len(text) + len(end)
-        return text.decode(errors="replace").split("\n")[-lines:] if text else []
 
 
 def _log_folder(place: StateFolder, run_id: str, folder: Path | None) -> Path:
@@ -102,32 +78,20 @@ def _log_folder(place: StateFolder, run_id: str, folder: Path | None) -> Path:
 
 def _logs_of(folder: Path, service: str) -> list[Path]:
     """Return the logs of a service, by its name or its role; all logs without one. Raises CliError."""
-    paths = sorted(folder.glob("*.log"))
-    found = [path for path in paths if service in ("", path.stem)]
-    found = found or [path for path in paths if path.stem.startswith(f"{service}-")]
+    found = log_paths(folder, service)
     if not found:
-        names = [path.stem for path in paths]
+        names = [path.stem for path in log_paths(folder)]
         close = difflib.get_close_matches(service, names, 1)
         hint = f"did you mean {close[0]}?" if close else f"there are {', '.join(names)}"
         raise CliError(f"there is no log of {service} in {folder}", hint)
     return found
 
 
-def _print(tails: Sequence[_Tail], texts: Sequence[Sequence[str]]) -> None:
+def _print(tails: Sequence[LogTail], texts: Sequence[Sequence[str]]) -> None:
     """Print lines of several logs in the order of their times, each with its service if there are several."""
     width = max(len(tail.path.stem) for tail in tails)
-    stamped = [entry for tail, text in zip(tails, texts, strict=True) for entry in _stamped(tail.path.stem, text)]
-    for _, name, line in sorted(stamped, key=lambda entry: entry[0]):
-        show_line(f"{name:<{width}} | {line}" if len(tails) > 1 else line)
-
-
-def _stamped(name: str, lines: Sequence[str]) -> Iterator[tuple[str, str, str]]:
-    """Yield (time, name, line): a line without a time, such as one of a traceback, has that of the line before."""
-    stamp = ""
-    for line in lines:
-        if match := TIME.match(line):
-            stamp = match[0]
-        yield stamp, name, line
+    for line in by_time(tails, texts):
+        show_line(f"{line.service:<{width}} | {line.text}" if len(tails) > 1 else line.text)
 
 
 BAR, MIN_BAR = 24, 8

@@ -10,13 +10,12 @@ from relaxd.models.shape import ModelShape, read_shape
 from relaxd.tools.fitting.activations import MicroBatch
 from relaxd.tools.fitting.speed import StepWork
 from relaxd.tools.fitting.trainer_memory import Bytes
+from relaxd.tools.rehearsal.assumptions import mean_tokens
 
 RANK_BYTES = 4 << 30
 """Resident memory of a rank's process without tensors: torch, CUDA's libraries, Megatron. Assumed."""
 SPARE_RANK_BYTES = 1 << 30
 """The same of a spare rank's process, which has loaded its code and uses no device. Assumed."""
-MEAN_OF_MEDIAN = 1.5
-"""Mean length of an answer over the median, as rehearsals assume."""
 
 
 @dataclass(frozen=True)
@@ -44,18 +43,11 @@ def critic_parameters(models: Models) -> int:
     return stage_parameters(models.policy, Layout(1), 0, critic=True).trained(vision=False).all
 
 
-def mean_answer(config: RunConfig) -> float:
-    """Return the tokens of an answer on average, from rehearsal.median_tokens or its default."""
-    most, own = config.rollout.max_new_tokens, config.rehearsal
-    messages = own.turns if config.agent.is_there else 1
-    return float(min(most, MEAN_OF_MEDIAN * (messages * own.median_tokens or max(1.0, most / 8))))
-
-
 def step_bytes(config: RunConfig, expert_bytes: int) -> int:
     """Return the bytes of a step's groups, with answers of mean length. `expert_bytes` are a token's routed experts."""
     prompt, samples = config.published_prompt_tokens, config.rollout.samples_per_prompt
     worst = worst_bytes(config, prompt, expert_bytes=expert_bytes)
-    mean = mean_answer(config) + sample_tokens(config) - config.rollout.max_new_tokens
+    mean = mean_tokens(config) + sample_tokens(config) - config.rollout.max_new_tokens
     mean_share = (prompt + samples * mean) / (prompt + samples * sample_tokens(config))
     return int(config.trainer.groups_per_step * worst * mean_share)
 
@@ -178,7 +170,7 @@ def micro_batch(config: RunConfig, budget: int) -> MicroBatch:
     Attention sees a prompt once for each sample that shares it: as often as with prompts of maximal and answers of mean
     length, and at most MAX_REPEAT times the tokens of the row.
     """
-    prompt, samples, answer = config.data.max_prompt_tokens, config.rollout.samples_per_prompt, mean_answer(config)
+    prompt, samples, answer = config.data.max_prompt_tokens, config.rollout.samples_per_prompt, mean_tokens(config)
     repeat = min(MAX_REPEAT, samples * (prompt + answer) / (prompt + samples * answer))
     tokens, bf16 = max(budget, longest_sequence(config)), config.trainer.dtype == "bfloat16"
     return MicroBatch(tokens, int(repeat * tokens), bf16, 2 if bf16 else 4, config.trainer.fp32_lm_head)
@@ -191,7 +183,7 @@ def step_work(config: RunConfig, models: Models) -> StepWork:
     a critic as much as the policy.
     """
     trainer, rollout = config.trainer, config.rollout
-    prompt, answer, trained = config.data.max_prompt_tokens, mean_answer(config), 1 + models.critic
+    prompt, answer, trained = config.data.max_prompt_tokens, mean_tokens(config), 1 + models.critic
     # Of several teachers, one is asked about a group.
     forward_only = len(config.frozen_roles("trainer")) + (trained if trainer.updates_per_step > 1 else models.critic)
     return StepWork(

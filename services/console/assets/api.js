@@ -1,6 +1,6 @@
 // Questions to the console's server. An Error's message is a sentence for people.
 
-export const session = { csrf: "", may_act: null, log_in: false };
+export const session = { csrf: "", may_act: null, log_in: false, trace_url: "" };
 
 export class ApiError extends Error {
   constructor(message, status) {
@@ -30,6 +30,9 @@ export const post = (path, body = {}) => ask(path, {
 });
 
 export const ofRun = (run, what, query = {}) => get(`/api/runs/${encodeURIComponent(run)}/${what}?${new URLSearchParams(query)}`);
+
+// The address of a trace in the viewer that the console was told of; "" if there is none.
+export const traceUrl = (id) => (id ? session.trace_url.replaceAll("{trace_id}", id) : "");
 
 export async function loadSession() {
   Object.assign(session, await get("/api/session"));

@@ -1,16 +1,18 @@
 // The console: chooses run and view by the address, follows the run, and offers what an operator may do.
-import { get, loadSession, post, session } from "./api.js";
-import * as config from "./config_view.js";
-import * as curves from "./curves_view.js";
-import { ago, ask, count, duration, make, notify, pill } from "./elements.js";
-import * as groups from "./groups_view.js";
+import { get, loadSession, ofRun, post, session, traceUrl } from "./api.js";
+import * as logs from "./logs_view.js";
 import * as replicas from "./replicas_view.js";
 import * as overview from "./run_view.js";
-import * as samples from "./samples_view.js";
 import * as scaling from "./scaling_view.js";
+import * as config from "./shared/config_view.js";
+import * as curves from "./shared/curves_view.js";
+import { ago, ask, count, duration, make, notify, pill, press, viewKeys, viewLinks } from "./shared/elements.js";
+import * as groups from "./shared/groups_view.js";
+import * as samples from "./shared/samples_view.js";
 
-const VIEWS = { run: overview, curves, samples, ledger: groups, replicas, scaling, configuration: config };
+const VIEWS = { run: overview, curves, samples, ledger: groups, replicas, scaling, logs, configuration: config };
 const TOPICS = ["connection", "run", "metrics", "health", "events", "fleet", "weights"];
+const source = { live: true, get, ofRun, traceUrl }; // of the views that the report has, too
 const RUNS_MS = 10000;
 const ENDED = ["stopped", "failed"];
 
@@ -35,15 +37,13 @@ function show(next) {
   view?.close();
   shown = next;
   const { view: name, run } = next;
-  page("views").replaceChildren(...Object.entries(VIEWS).map(([one, { title }], place) => make("a", {
-    href: link(run, one), "aria-current": one === name ? "page" : undefined, "aria-keyshortcuts": String(place + 1),
-  }, title, make("kbd", { "aria-hidden": "true" }, String(place + 1)))));
+  page("views").replaceChildren(...viewLinks(VIEWS, name, (one) => link(run, one)));
   page("runs").value = run;
   document.title = run ? `${run} · ${VIEWS[name].title} · relaxd` : "relaxd";
   if (!run) {
     view = { element: make("div", { class: "empty" }, make("p", {}, "There is no run yet."), make("p", {}, make("code", {}, "relaxd run my.toml"), " starts one; it appears here.")), update() {}, close() {} };
   } else {
-    view = VIEWS[name].create({ run, state });
+    view = VIEWS[name].create({ run, state, source });
   }
   page("view").replaceChildren(view.element);
   TOPICS.filter((topic) => topic in state).forEach((topic) => view.update(topic));
@@ -147,25 +147,16 @@ async function loadRuns() {
 }
 
 function help() {
-  const keys = [["1 – 7", "views"], ["[  ]", "newer, older run"], ["/", "search"], ["j  k", "next, previous sample"], ["?", "this help"], ["Esc", "close, leave a field"]];
+  const keys = [["1 – 8", "views"], ["[  ]", "newer, older run"], ["/", "search"], ["j  k", "next, previous sample"], ["?", "this help"], ["Esc", "close, leave a field"]];
   ask("Keys", "", [make("dl", { class: "keys" }, keys.map(([key, what]) => [make("dt", {}, make("kbd", {}, key)), make("dd", {}, what)]))], "");
 }
 
-function press(event) {
-  if (event.ctrlKey || event.metaKey || event.altKey || page("dialog").open) return;
-  if (event.target.closest("input, select, textarea")) {
-    if (event.key === "Escape") event.target.blur();
-    return;
-  }
-  const name = Object.keys(VIEWS)[Number(event.key) - 1], place = runs.findIndex(({ run_id: id }) => id === shown.run);
-  if (name) location.hash = link(shown.run, name);
-  else if (event.key === "?") help();
-  else if (event.key === "/") page("view").querySelector("[data-search]")?.focus();
-  else if (event.key === "[" && runs[place - 1]) location.hash = link(runs[place - 1].run_id, shown.view);
-  else if (event.key === "]" && runs[place + 1]) location.hash = link(runs[place + 1].run_id, shown.view);
-  else if (view?.keys?.[event.key]) view.keys[event.key]();
-  else return;
-  event.preventDefault();
+function pressed(event) {
+  if (page("dialog").open) return;
+  const place = runs.findIndex(({ run_id: id }) => id === shown.run);
+  const open = (run) => { if (run) location.hash = link(run.run_id, shown.view); };
+  const own = { "?": help, "[": () => open(runs[place - 1]), "]": () => open(runs[place + 1]) };
+  press(event, { ...viewKeys(VIEWS, (name) => { location.hash = link(shown.run, name); }, view), ...own });
 }
 
 function showLogin() {
@@ -201,7 +192,7 @@ async function start() {
   page("place").textContent = session.coordinator;
   if (session.log_in) return showLogin();
   addEventListener("hashchange", route);
-  addEventListener("keydown", press);
+  addEventListener("keydown", pressed);
   page("help").addEventListener("click", help);
   page("runs").addEventListener("change", () => { location.hash = link(page("runs").value, shown.view || "run"); });
   setInterval(() => { if (state.connection?.away_since) showAway(); }, 1000);

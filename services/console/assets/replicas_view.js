@@ -1,6 +1,6 @@
 // Health and replicas: each process, what it does, and the weights and GPUs that it has.
 import { get, post, session } from "./api.js";
-import { ask, bytes, card, clock, count, duration, make, notify, pill, table } from "./elements.js";
+import { ask, bytes, card, clock, count, duration, make, notify, pill, table } from "./shared/elements.js";
 
 const REFRESH_MS = 3000;
 const SHOWN = 200;

@@ -1,6 +1,6 @@
 // The run as one picture: its groups on their way through the stages, what it waits for, its engines and their weights.
 import { ofRun } from "./api.js";
-import { card, clock, count, duration, figure, make, number, pill, short } from "./elements.js";
+import { card, clock, count, duration, figure, make, number, pill, short } from "./shared/elements.js";
 
 const BLOCKS = 48;
 const SPARKS = [

@@ -1,6 +1,6 @@
 // Scaling: the autoscaler and its decisions, scale requests, and a form for one.
 import { get, post, session } from "./api.js";
-import { ask, card, clock, count, make, moment, notify, number, pill, table } from "./elements.js";
+import { ask, card, clock, count, make, moment, notify, number, pill, table } from "./shared/elements.js";
 
 const REFRESH_MS = 3000;
 const MODES = [["off", "Off"], ["dry_run", "Say only"], ["on", "On"]];

@@ -23,6 +23,7 @@ from services.coordinator.api.validation import (
     autoscale_mode,
     check_announcement,
     check_gpu_request,
+    check_logs_request,
     check_metrics_request,
     check_registration,
     check_role,
@@ -37,7 +38,7 @@ from services.coordinator.fleet.peers import Peers
 from services.coordinator.fleet.registry import Registry, Replica
 from services.coordinator.fleet.replica_feed import ReplicaFeed
 from services.coordinator.runs.record_messages import sample_message
-from services.coordinator.runs.run_inspection import find_groups, group_tests, token_texts
+from services.coordinator.runs.run_inspection import find_groups, group_tests, read_logs, token_texts
 from services.coordinator.runs.run_manager import RunManager, read_board
 from services.coordinator.runs.starting import check_run_id
 from services.coordinator.runs.watch_stream import RunFeed
@@ -65,6 +66,8 @@ class CoordinatorService(CoordinatorServicer):
         peers: Peers,
         scaler: Scaler,
         autoscaler: Autoscaler,
+        *,
+        logs: str = "",
     ) -> None:
         self._manager = manager
         self._feed = RunFeed(manager)
@@ -73,6 +76,7 @@ class CoordinatorService(CoordinatorServicer):
         self._peers = peers
         self._scaler = scaler
         self._autoscaler = autoscaler
+        self._logs = logs
 
     # --- runs -----------------------------------------------------------------------------------------------------
 
@@ -156,6 +160,12 @@ class CoordinatorService(CoordinatorServicer):
         tests = group_tests(request)
         record = await self._manager.record(request.run_id)
         return await asyncio.to_thread(find_groups, Path(record.folder), tests, request.max_groups)
+
+    async def GetLogs(self, request: pb.GetLogsRequest, context: Any) -> pb.GetLogsResponse:
+        """Return the newest lines of the services' logs, from files of the run's folder or of this stack."""
+        check_logs_request(request)
+        record = await self._manager.record(request.run_id)
+        return await asyncio.to_thread(read_logs, record, self._logs, request)
 
     # --- checkpoints ----------------------------------------------------------------------------------------------
 

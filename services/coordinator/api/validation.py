@@ -30,6 +30,7 @@ ANY_ID = re.compile(r".{1,128}")
 MAX_LAUNCH_ID = 300
 MAX_NAME = 300
 MAX_METRICS = 100
+MAX_LOG_LINES = 2000
 MAX_STATUS_BYTES = 1 << 18
 MAX_RANKS = 4096
 MAX_REPLICAS = 4096
@@ -62,6 +63,19 @@ def check_metrics_request(request: pb.GetMetricsRequest) -> None:
         len(names) <= MAX_METRICS and all(0 < len(name) <= MAX_NAME for name in names),
         "names",
         f"must be at most {MAX_METRICS} names of 1 to {MAX_NAME} characters",
+    )
+    violations.raise_if_any()
+
+
+def check_logs_request(request: pb.GetLogsRequest) -> None:
+    """Check a GetLogs request."""
+    violations = Violations()
+    check_run_id(request.run_id, violations)
+    for field in ("service", "text"):
+        length = len(getattr(request, field))
+        violations.check(length <= MAX_NAME, field, f"has {length} characters: it may have {MAX_NAME}")
+    violations.check(
+        0 <= request.max_lines <= MAX_LOG_LINES, "max_lines", f"is {request.max_lines}: it must be 0 to {MAX_LOG_LINES}"
     )
     violations.raise_if_any()
 

@@ -1,7 +1,7 @@
 """Runs, steps, samples and health records as protobuf."""
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from relaxd.board import AsyncBoard, RunMissing
@@ -86,22 +86,6 @@ def sample_message(
         for name, values in tokens.items():
             getattr(message.tokens, name).extend(values * count if len(values) == 1 else values)
         message.tokens.texts.extend(texts(tokens["ids"]))
-    return message
-
-
-def group_message(line: Mapping[str, Any]) -> pb.ClosedGroup:
-    """Convert a closed group, as `read_fates` yields it."""
-    message = pb.ClosedGroup(
-        group_id=line["group"],
-        reason=line.get("reason", ""),
-        stage=line.get("stage", ""),
-        retry=line["retry"],
-        retried=bool(line.get("retried")),
-        source=str(line.get("source", "")),
-    )
-    for field, name in (("step", "step"), ("row", "index"), ("tokens", "tokens"), ("reward", "reward")):
-        if line.get(name) is not None:
-            setattr(message, field, line[name])
     return message
 
 

@@ -1,17 +1,20 @@
-"""Details of a run that people ask for: what became of its groups, and the texts of its samples' tokens."""
+"""Details of a run that people ask for: what became of its groups, its services' logs, the texts of tokens."""
 
+import contextlib
 import json
 import logging
 from collections.abc import Callable, Sequence
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
+from relaxd.client.service_logs import LogTail, by_time, log_paths
 from relaxd.data.tokenizer import PromptTokenizer
 from relaxd.models import DataError
 from relaxd.models.folders import resolve_model
-from relaxd.report.group_outcomes import ConditionError, Test, condition, of_prompt, read_fates
-from relaxd.rpc.errors import Violations
+from relaxd.report.group_outcomes import ConditionError, Test, condition, of_prompt, outcome_message, read_fates
+from relaxd.rpc.errors import FailedPrecondition, Violations
+from relaxd.run_folder import LOGS
 from relaxd.v1 import coordinator_pb2 as pb
-from services.coordinator.runs.record_messages import group_message
 from services.coordinator.runs.starting import check_run_id
 from services.coordinator.state.records import RunRecord
 
@@ -19,6 +22,16 @@ MAX_GROUPS = 1000
 DEFAULT_GROUPS = 100
 MAX_READ_GROUPS = 1_000_000
 """Maximum number of groups that one call looks at, the newest ones: a thread reads them, for some seconds."""
+
+DEFAULT_LOG_LINES = 500
+MAX_LINE_LETTERS = 4000
+"""Maximum characters of a line of a log in an answer."""
+MAX_LOG_BYTES, MIN_LOG_BYTES = 16 << 20, 64 << 10
+"""Maximum bytes of all logs that one call reads, and the minimum for each of many."""
+MAX_READ_LINES = 50_000
+"""Maximum number of lines that one call reads of a log."""
+LATE_LINES = timedelta(seconds=10)
+"""Time after a run's end in which services may log of it."""
 
 logger = logging.getLogger(__name__)
 
@@ -55,8 +68,49 @@ def find_groups(folder: Path, tests: Sequence[Test], count: int) -> pb.GetGroups
             found.complete = False
             break
         if all(test(line) for test in tests):
-            found.groups.append(group_message(line))
+            found.groups.append(outcome_message(line))
     return found
+
+
+def read_logs(record: RunRecord, stack_logs: str, request: pb.GetLogsRequest) -> pb.GetLogsResponse:
+    """Return the newest lines of the logs in a run's folder, else of those in `stack_logs`, from the run's time.
+
+    Reads files: call it in a thread. Raises FailedPrecondition: there are none; InvalidArgument: not of this service.
+    """
+    first, last, paths = "", "", log_paths(Path(record.folder) / LOGS)
+    if not paths and stack_logs:
+        paths, first = log_paths(Path(stack_logs)), _log_time(record.create_time)
+        last = _log_time(record.end_time + LATE_LINES) if record.end_time else ""
+    if not paths:
+        raise FailedPrecondition(
+            f"the coordinator has no logs of run {record.run_id}: its services write them elsewhere, such as in "
+            "containers (docker compose logs, kubectl logs) or to a collector (docs/deploy.md)",
+            reason="NO_LOGS",
+        )
+    chosen = log_paths(paths[0].parent, request.service)
+    services = [path.stem for path in paths]
+    violations = Violations()
+    known = ", ".join(services)
+    violations.check(bool(chosen), "service", f"is {request.service!r}: there are logs of {known}")
+    violations.raise_if_any()
+    tails = [LogTail(path, max(MIN_LOG_BYTES, MAX_LOG_BYTES // len(chosen))) for path in chosen]
+    word, found = request.text.casefold(), []
+    for line in by_time(tails, [tail.read(MAX_READ_LINES) for tail in tails]):
+        in_time = not line.time or (first <= line.time and (not last or line.time <= last))
+        if in_time and line.is_problem >= request.only_problems and word in line.text.casefold():
+            found.append(line)
+    response = pb.GetLogsResponse(services=services)
+    for line in found[-(request.max_lines or DEFAULT_LOG_LINES) :]:
+        text = line.text[:MAX_LINE_LETTERS]
+        message = response.lines.add(service=line.service, text=text, is_problem=line.is_problem)
+        with contextlib.suppress(ValueError):  # no time, or what a user's code wrote like one
+            message.log_time.FromJsonString(line.time)
+    return response
+
+
+def _log_time(time: datetime) -> str:
+    """Return a time as logs have it."""
+    return time.astimezone(UTC).strftime("%Y-%m-%dT%H:%M:%S.000Z")
 
 
 def token_texts(record: RunRecord) -> Callable[[Sequence[int]], list[str]]:

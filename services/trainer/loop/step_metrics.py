@@ -190,7 +190,11 @@ def record_samples(run_id: str, groups: Sequence[TrainGroup], step: int) -> None
 
 
 def shown_samples(
-    groups: Sequence[TrainGroup], step: int, limit: int, whitening: Whitening | None = None
+    groups: Sequence[TrainGroup],
+    step: int,
+    limit: int,
+    whitening: Whitening | None = None,
+    traces: Mapping[str, dict[str, Any]] | None = None,
 ) -> list[dict[str, Any]]:
     """Choose samples to show, every group's first sample first, with the fields of TrainedSample in coordinator.proto.
 
@@ -201,6 +205,7 @@ def shown_samples(
         step: the step.
         limit: largest number of samples.
         whitening: what their advantages are normalised with, if they are.
+        traces: fields of a group's samples with the ids of traces, by group.
     """
     places = [
         (index, place) for place, group in enumerate(groups) for index in range(group.samples)
@@ -215,6 +220,7 @@ def shown_samples(
         _shown(groups[place], index, bounds[place], step, whitening)
         | media[place][index]
         | {"tokens": _shown_tokens(groups[place], index, bounds[place], whitening)}
+        | (traces or {}).get(groups[place].group_id, {})
         for index, place in chosen
     ]
 

@@ -82,6 +82,14 @@ class StepBuilder:
         """Return the deliveries of a round's groups."""
         return tuple(self.members[group_id].delivery for group_id in sorted(entry.group_ids))
 
+    def trace_ids(self) -> dict[str, dict[str, str]]:
+        """Return the trace ids of each group and of the step, as fields of TrainedSample; "" for untraced ones."""
+        step = telemetry.trace_id(self._carrier)
+        return {
+            group_id: {"trace_id": telemetry.trace_id(taken.delivery.trace), "step_trace_id": step}
+            for group_id, taken in self.members.items()
+        }
+
     def add(self, chosen: Sequence[DeliveredGroup]) -> None:
         """Add groups to the step."""
         now = microseconds()

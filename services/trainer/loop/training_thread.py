@@ -398,7 +398,8 @@ class Training:
             **self.sleeping.take_metrics(),
         }
         metrics = {name: value for name, value in metrics.items() if math.isfinite(value)}  # JSON has no NaN
-        samples = shown_samples(groups, plan.step, self._config.telemetry.samples_per_step, plan.whitening)
+        kept = self._config.telemetry.samples_per_step
+        samples = shown_samples(groups, plan.step, kept, plan.whitening, open_step.trace_ids())
         if self._config.telemetry.all_samples:
             self._sample_files.write(plan.step, all_samples(groups, plan.step, plan.whitening))
         traces = [taken.delivery.trace for taken in open_step.members.values()]

@@ -10,7 +10,8 @@ from typer.testing import CliRunner
 
 from relaxd.cli.main import app
 from relaxd.client import CliError
-from relaxd.config.load_toml import ConfigError
+from relaxd.config.load_toml import ConfigError, load_file
+from relaxd.data.dataset import load_data
 
 CONFIG = """
 run.steps = 1
@@ -68,6 +69,24 @@ def test_a_model_is_evaluated_on_sets_without_services(folder: Path, tiny_model:
     assert not any(line["error"] for line in lines)
     with pytest.raises(CliError, match="found has the results of an earlier evaluation"):
         run("--model", str(tiny_model), "--out", "found")
+
+
+@pytest.mark.night
+def test_training_prompts_are_answered_as_the_run_samples_them(folder: Path, tiny_model: Path) -> None:
+    words = ("--model", str(tiny_model), "--rollout.samples_per_prompt", "5", "--training", "3", "--out", "rollouts")
+    assert "training: 3 prompts, 5 answers each" in run(*words)
+    assert sorted(path.name for path in Path("rollouts").iterdir()) == ["results.json", "training.jsonl"]
+    lines = [json.loads(line) for line in Path("rollouts/training.jsonl").read_text().splitlines()]
+    assert sorted((line["index"], line["sample"]) for line in lines) == [(i, n) for i in range(3) for n in range(5)]
+    prompts = {line["index"]: (line["prompt"], line["answer"]) for line in lines}
+    train = load_data(load_file(Path("run.toml"), ["--model.path", str(tiny_model)])).train
+    assert prompts == {index: (train.prompt(index).text, train.prompt(index).answer) for index in range(3)}
+    assert len({line["response"] for line in lines}) > 10  # sampled, not greedy
+
+
+def test_sets_and_training_prompts_exclude_each_other(folder: Path) -> None:
+    with pytest.raises(CliError, match="--set and --training exclude each other"):
+        run("--set", "letters", "--training", "2")
 
 
 def test_what_cannot_be_evaluated_is_said_before(folder: Path, tiny_model: Path) -> None:

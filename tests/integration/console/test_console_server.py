@@ -3,13 +3,16 @@
 import asyncio
 import json
 from collections.abc import AsyncIterator, Callable, Iterator
+from pathlib import Path
 from typing import Any
+from urllib.parse import urlencode
 
 import aiohttp
 import pytest
 
 from relaxd.rpc.errors import ServerError
 from relaxd.rpc.service_settings import ServiceSettings
+from relaxd.run_folder import LOGS
 from relaxd.v1 import coordinator_pb2 as pb
 from services.console.actions import ACTIONS
 from services.console.guard import CSRF_HEADER, HEADERS
@@ -97,7 +100,14 @@ async def test_the_page_is_its_own_and_nobody_elses(visit: Callable[[], Browser]
     assert "<style" not in text
     assert "http://" not in text.replace("http://www.w3.org", "")
     assert "https://" not in text
-    for asset in ("console.js", "console.css", "icon.svg", "shared/charts.js", "shared/uplot/uPlot.iife.min.js"):
+    for asset in (
+        "console.js",
+        "icon.svg",
+        "shared/page.css",
+        "shared/samples_view.js",
+        "shared/charts.js",
+        "shared/uplot/uPlot.iife.min.js",
+    ):
         async with browser.client.get(f"{browser.url}assets/{asset}") as answer:
             assert answer.status == 200, asset
     for place in ("assets/../server.py", "assets/%2e%2e/server.py", "assets/shared/../html_page.py", "nowhere"):
@@ -170,6 +180,31 @@ async def test_pages_see_what_the_coordinator_knows(admin: Browser) -> None:
         status, answer = await admin.ask("GET", f"api/runs/{RUN}/samples?limit={number}")
         assert (status, answer["error"].startswith("limit is ")) == (400, True)
     assert (await admin.ask("GET", "api/runs/nobody/events"))[0] == 404
+
+
+async def test_logs_are_those_of_the_runs_folder(cluster: Guarded, admin: Browser) -> None:
+    status, answer = await admin.ask("GET", f"api/runs/{RUN}/logs")
+    assert (status, "has no logs of run shown" in answer["error"]) == (409, True)
+    logs = Path(cluster.run(RUN).folder) / LOGS
+    logs.mkdir()
+    usual, failed = "INFO trainer step 1", ["ERROR trainer <b>it</b> failed", "    why"]
+    lines = (f"2026-01-01T12:00:01.000Z {usual}", f"2026-01-01T12:00:03.000Z {failed[0]}", failed[1], "")
+    (logs / "trainer.log").write_text("\n".join(lines))
+    (logs / "rollout-1.log").write_text("2026-01-01T12:00:02.000Z WARNING rollout-1 slow\n")
+
+    async def texts(**query: str) -> list[str]:
+        _, answer = await admin.ask("GET", f"api/runs/{RUN}/logs?{urlencode(query)}")
+        assert answer["services"] == ["rollout-1", "trainer"]
+        return [line["text"].rpartition("Z ")[2] for line in answer["lines"]]
+
+    assert await texts() == [usual, "WARNING rollout-1 slow", *failed]
+    assert await texts(problems="") == ["WARNING rollout-1 slow", *failed]
+    assert await texts(service="rollout") == ["WARNING rollout-1 slow"]
+    assert await texts(service="trainer", text="FAILED") == failed[:1]
+    _, answer = await admin.ask("GET", f"api/runs/{RUN}/logs?service=trainer&problems")
+    assert answer["lines"][1] == {"service": "trainer", "log_time": 1767268803.0, "text": "    why", "is_problem": True}
+    status, answer = await admin.ask("GET", f"api/runs/{RUN}/logs?service=nobody")
+    assert (status, "service: is 'nobody': there are logs of rollout-1, trainer" in answer["error"]) == (400, True)
 
 
 async def test_events_go_on_after_the_coordinator_has_restarted(cluster: Guarded, admin: Browser) -> None:

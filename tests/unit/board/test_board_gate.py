@@ -1,5 +1,7 @@
 """The admission gate: staleness, memory, and what it says."""
 
+from dataclasses import replace
+
 import pytest
 
 from relaxd.board import BoardUnavailable, GateClosed, NewGroup
@@ -155,6 +157,18 @@ def test_a_run_that_ended_leaves_no_prompts_behind(redis_url):
     board.forget_fates(board.fates()[-1].entry_id, term=1)
     assert 0 < board.measure() < before + 1000
     audit(board)
+
+
+def test_the_fate_of_a_traced_group_has_its_trace(redis_url):
+    board, trace = make_board(redis_url), "0af7651916cd43dd8448eb211c80319c"
+    traced = replace(group("a"), trace={"traceparent": f"00-{trace}-b7ad6b7169203331-01"})
+    board.publish(term=1, groups=[traced, replace(group("b"), trace={}), group("c")])  # c's is none that there can be
+    board.drop_groups(["a", "b", "c"], term=1, reason="stale")
+    assert {fate.line["group"]: fate.line.get("trace_id") for fate in board.fates()} == {
+        "a": trace,
+        "b": None,
+        "c": None,
+    }
 
 
 def test_consumers_that_are_gone_are_forgotten(redis_url):

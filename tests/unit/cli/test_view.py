@@ -15,7 +15,6 @@ from relaxd.cli.reading.live_view import Picture, RunView, samples_table, sparkl
 from relaxd.media import ImageRule, VideoRule, normalise_image, normalise_video
 from relaxd.media.prompt_media import PromptMedia
 from relaxd.media.shown import THUMBNAIL_URI, shown_media, shown_message
-from relaxd.report.html_page import _samples_table
 from relaxd.report.run_result import sample_values
 from relaxd.v1 import coordinator_pb2 as pb
 from services.coordinator.runs.record_messages import sample_message
@@ -61,7 +60,6 @@ def test_conversations_are_shown_turn_by_turn() -> None:
         environment_reward=0.5, environment_seconds=0.25,
     )  # fmt: skip
     lines = ["[assistant] Let me <see>\\u001b[2J", '-> add {"a": 1}', "[tool] [/1]", "[assistant] It is 1"]
-    outcome = "(2 turns, env_done; the environment paid 0.5 and took 0.25 s)"
     text = re.sub(r"\s+", " ", shown(samples_table([sample]), width=200))
     for line in lines:
         assert line in text
@@ -69,9 +67,6 @@ def test_conversations_are_shown_turn_by_turn() -> None:
     assert "[tool]" not in shown(samples_table([sample], one_line=True), width=200)
     assert sample_values(sample)["conversation"][1] == {"role": "tool", "content": "[/1]", "tool_calls": []}
     assert "conversation" not in sample_values(pb.TrainedSample(response="7"))
-    rendered = _samples_table([sample_values(sample)])
-    for line in ("[assistant] Let me &lt;see&gt;", "-&gt; add {&quot;a&quot;: 1}", "[tool] [/1]", outcome):
-        assert line in rendered
 
 
 def test_long_messages_are_cut_and_media_are_named() -> None:
@@ -149,7 +144,7 @@ def test_the_final_table_shows_the_reward_where_nothing_was_held_out(evaluated: 
     assert "zero_variance 8 (20%) stale 2 (5%)" in text
 
 
-def test_images_are_shown_small_in_the_report_and_named_on_a_terminal() -> None:
+def test_images_have_thumbnails_and_are_named_on_a_terminal() -> None:
     picture = Image.new("RGB", (640, 64), "red")
     image = normalise_image(encoded(picture), ImageRule(16, 2, 32 * 32, 1024 * 1024))
     media = PromptMedia.of([image] * 6)
@@ -161,7 +156,7 @@ def test_images_are_shown_small_in_the_report_and_named_on_a_terminal() -> None:
     sample = sample_message({"prompt": "<image>?", "media": [found]})
     assert f"image {image.sha256[:8]}, 640 x 64" in shown(samples_table([sample]), width=200)
     assert "640 x 64" not in shown(samples_table([sample], one_line=True), width=200)
-    assert f'<td>&lt;image&gt;?<br><img src="{found["thumbnail"]}"' in _samples_table([sample_values(sample)])
+    assert sample_values(sample)["media"][0]["thumbnail"] == found["thumbnail"]
     frames = [encoded(Image.new("RGB", (64, 32), color)) for color in ("red", "red", "blue", "blue", "blue", "lime")]
     video = normalise_video(frames, VideoRule(16, 2, 4096, 1 << 20, times=2, fps=2.0, min_frames=4, max_frames=8))
     of_video = PromptMedia.of([video])
@@ -176,5 +171,3 @@ def test_images_are_shown_small_in_the_report_and_named_on_a_terminal() -> None:
     assert sample_values(sample)["media"] == [{**clip, "seconds": 0.0}]
     sample = sample_message({"prompt": "<audio>?", "media": [{"sha256": "cd" * 32, "seconds": 1.5}]})
     assert "sound cdcdcdcd, 1.50 s" in shown(samples_table([sample]), width=200)
-    harmful = {"sha256": "<b>", "width": 1, "height": 1, "thumbnail": "http://example.com/"}
-    assert "<br>image &lt;b&gt;, 1 x 1</td>" in _samples_table([{"prompt": "", "media": [harmful]}])

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from relaxd.report.charts import COLOURS, NAMED, SECTIONS, UNDRAWN, chart_data
-from relaxd.report.html_page import _packed
+from relaxd.report.html_page import packed
 from relaxd.telemetry.metrics import METRICS
 
 
@@ -96,4 +96,4 @@ def test_twenty_thousand_steps_take_a_few_megabytes() -> None:
     rng = random.Random(0)
     many = sorted(NAMED)
     lines = [{"step": step} | {name: rng.random() for name in many} for step in range(2000)]
-    assert len(_packed(chart_data(lines))) * 10 < 10e6
+    assert len(packed(chart_data(lines))) * 10 < 10e6

@@ -4,16 +4,18 @@ import json
 import re
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from relaxd.client import CliError
 from relaxd.config.load_toml import load
 from relaxd.report.charts import chart_data
-from relaxd.report.html_page import shown_text
+from relaxd.report.report_data import shown_text
 from relaxd.report.report_files import write_report
 from relaxd.report.run_result import read_result
 from relaxd.report.step_times import GROUP, TRAINER, mean_rows, share_rows, tables
+from tests.kit.reports import read_report
 
 
 @pytest.fixture
@@ -58,28 +60,44 @@ class Parser(HTMLParser):
         assert self.open.pop() == tag
 
 
+def answers(folder: Path) -> dict[str, Any]:
+    """What the report of a folder answers its views."""
+    found: dict[str, Any] = read_report(write_report(folder))["answers"]
+    return found
+
+
 def test_report_has_everything_and_needs_nothing(folder: Path) -> None:
     text = write_report(folder).read_text()
-    for expected in ("0.08 → 0.66", "+0.58", "0.50 → 1.00", "1.5 min", "dropped: zero_variance", "1 + 1", "0.750"):
-        assert expected in text
-    assert "steps = 3 # &lt;b&gt;" in text
-    assert "<script>alert" not in text
-    assert "&lt;script&gt;alert(1)&lt;/script&gt; $title" in text
     parser = Parser()
     parser.feed(text)
     assert parser.open == []
     assert not any({"src", "href"} & attributes.keys() for _, attributes in parser.tags)
     assert "The MIT License" in text
-    without_scripts = re.sub("<script.*?</script>", "", text, flags=re.DOTALL)
-    assert "accuracy" not in without_scripts.split("<h2>Steps</h2>")[0]  # no reward is called so
+    assert "<script>alert" not in text
+    assert not re.search("^(import|export) ", text, re.MULTILINE)  # a file has no modules
     assert (folder / "curve.png").read_bytes().startswith(b"\x89PNG")
 
-
-def test_the_charts_are_drawn_before_the_tables_are_read(folder: Path) -> None:
-    text = write_report(folder).read_text()
-    order = ['id="charts"', 'id="data"', "uPlot=", "What the window shows is drawn now", "<h2>Where the time went</h2>"]
-    places = [text.index(part) for part in order]
-    assert places == sorted(places)
+    data = read_report(folder / "report.html")
+    run, found = data["run"], data["answers"]
+    assert (run["run_id"], run["state"], run["reason"], run["step"]) == ("r1", "stopped", "completed", 3)
+    counts = {"published": 14, "trained": 12, "dropped": 2, "open": 0, "dropped_by_reason": {"zero_variance": 2}}
+    assert run["groups"] == counts
+    assert found["results"]["cards"] == [
+        ["held-out reward", "0.08 → 0.66", "+0.58"],
+        ["held-out brief", "0.50 → 1.00", "+0.50"],
+        ["steps", "3", ""],
+        ["wall time", "1.5 min", "90 s"],
+    ]
+    steps = found["results"]["steps"]
+    assert (steps["head"], steps["rows"][-1]) == (
+        ["step", "reward", "accuracy", "seconds"],
+        ["3", "0.750", "0.750", "20.0"],
+    )
+    (sample,) = found["samples"]["samples"]
+    assert {name: sample[name] for name in ("step", "prompt", "answer", "response", "reward")} == {
+        "step": 3, "prompt": "1 + 1", "answer": "2", "response": "<script>alert(1)</script> $title", "reward": 0.25,
+    }  # fmt: skip
+    assert found["config"]["config_toml"] == "[run]\nsteps = 3 # <b>\n"
 
 
 @pytest.mark.parametrize(
@@ -99,33 +117,41 @@ def test_blank_text_takes_little_room(text: object, shown: str) -> None:
 
 def test_blank_samples_and_answers_are_short(folder: Path) -> None:
     blank = {"response": "\n" * 500, "prompt": "1 + 1", "answer": "2"}
-    (folder / "samples.jsonl").write_text(json.dumps({"step": 3, "reward": 0, **blank}) + "\n")
+    said = {"role": "assistant", "content": " " * 300, "tool_calls": []}
+    sample = {"step": 3, "reward": 0, **blank, "conversation": [said], "turns": 1}
+    (folder / "samples.jsonl").write_text(json.dumps(sample) + "\n")
     (folder / "evaluations").mkdir()
     answer = {"index": 0, "sample": 0, "reward": 0.0, "error": "", **blank}
     (folder / "evaluations" / "step-000003.jsonl").write_text(json.dumps(answer) + "\n")
-    page = write_report(folder).read_text()
-    assert page.count("(only 500 blank characters)") == 2
-    assert "\n\n\n" not in page.split("<h2>Held-out answers</h2>")[1].split("<h2>Groups</h2>")[0]
+    found = answers(folder)
+    (shown,) = found["samples"]["samples"]
+    assert shown["response"] == found["answers"]["sets"][0]["rows"][0][2] == "(only 500 blank characters)"
+    assert shown["conversation"][0]["content"] == "(only 300 blank characters)"
 
 
-def rows(text: str, head: str) -> dict[str, list[str]]:
-    """The rows of the table with this head, by their first cell."""
-    table = next(part for part in text.split("<table>") if f"<th>{head}</th>" in part).split("</table>")[0]
-    cells = [re.findall(r"<td>(.*?)</td>", row) for row in table.split("<tr>")]
-    return {re.sub("<.*?>", "", name): values for name, *values in filter(None, cells)}
+def test_the_ledger_has_the_newest_groups(folder: Path) -> None:
+    lines = [{"group": f"0-{place:06}", "index": place, "step": 1 + place // 100} for place in range(299)]
+    lines.append(
+        {"group": "0-000299", "index": 299, "reason": "stale", "stage": "train", "attempt": 1, "retried": False}
+    )
+    (folder / "groups.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    groups = answers(folder)["groups"]["groups"]
+    assert ([one["group_id"] for one in groups[:2]], len(groups)) == (["0-000299", "0-000298"], 200)
+    assert (groups[0]["reason"], groups[1]["step"], "step" in groups[0]) == ("stale", 3, False)
 
 
 def test_the_time_adds_up(folder: Path) -> None:
-    text = write_report(folder).read_text()
-    assert "60.0 s in 3 steps, 30.0 s outside of them" in text
-    trainer = rows(text, "the trainer&#x27;s step")
+    results = answers(folder)["results"]
+    assert results["outside"].startswith("60.0 s in 3 steps, 30.0 s outside of them: ")
+    times = {one["title"]: one["rows"] for one in results["times"]}
+    trainer = {row["label"]: [row["seconds"], row["share"]] for row in times["the trainer's step"]}
     assert trainer == {
         "forward, backward, optimizer": ["12.000", "60.0%"],
         "waiting for groups": ["5.000", "25.0%"],
         "writing the step file": ["0.500", "2.5%"],
         "other: intake, commit, planning": ["2.500", "12.5%"],
     }
-    stages = rows(text, "a group&#x27;s stages (mean)")
+    stages = {row["label"]: [row["seconds"], row["share"]] for row in times["a group's stages (mean)"]}
     assert list(stages) == [
         "queue: rollout",
         "generate",
@@ -136,7 +162,7 @@ def test_the_time_adds_up(folder: Path) -> None:
     ]
     assert stages["generate"] == ["20.000", "50.0%"]
     assert sum(float(seconds) for seconds, _ in stages.values()) == 40.0
-    shares = rows(text, "of the time of all steps")
+    shares = {row["label"]: [row["share"]] for row in times["of the time of all steps"]}
     assert shares == {
         "weight synchronisation: share of a step": ["2.0%"],
         "trainer: not computing": ["40.0%"],
@@ -169,14 +195,15 @@ def test_a_run_that_goes_on_has_a_report(folder: Path) -> None:
         file.write('{"step": 4, "rew')  # it is being written
     result = read_result(folder)
     assert (result.run_id, result.state, len(result.steps)) == ("r1", "running", 3)
-    assert "Where the time went" in write_report(folder).read_text()
+    assert read_report(write_report(folder))["run"]["state"] == "running"
 
 
 def test_a_run_without_steps_and_evaluations_has_a_report(folder: Path) -> None:
     (folder / "summary.json").write_text(json.dumps({"run_id": "r1", "steps": 0}))
     (folder / "metrics.jsonl").write_text("")
     (folder / "samples.jsonl").unlink()
-    assert "r1" in write_report(folder).read_text()
+    results = answers(folder)["results"]
+    assert (results["times"], results["steps"]["rows"], results["cards"]) == ([], [], [["steps", "0", ""]])
 
 
 def test_values_are_read_by_kind(folder: Path) -> None:
@@ -210,11 +237,12 @@ def test_held_out_answers_are_shown_before_and_after(folder: Path) -> None:
     assert read_result(folder).answered_sets == []
     keep_answers(folder, 0, ["<b>4", "3"])
     keep_answers(folder, 3, ["3", "12"])
-    text = write_report(folder).read_text()
-    assert rows(text, "response, step 3") == {
-        "1 + 2 (0)": ["3", "&lt;b&gt;4", "0.00", "3", "1.00"],
-        "1 + 2 (1)": ["3", "3", "1.00", "12", "0.00"],
-    }
+    (held_out,) = answers(folder)["answers"]["sets"]
+    assert held_out["head"] == ["prompt", "answer", "response, step 0", "reward", "response, step 3", "reward"]
+    assert held_out["rows"] == [
+        ["1 + 2 (0)", "3", "<b>4", "0.00", "3", "1.00"],
+        ["1 + 2 (1)", "3", "3", "1.00", "12", "0.00"],
+    ]
     (folder / "evaluations" / "step-000003.jsonl").write_text("{")
     with pytest.raises(CliError, match="answers of the evaluation of step 3 can't be read"):
         write_report(folder)
@@ -231,9 +259,10 @@ def test_every_set_has_its_results_and_charts(folder: Path) -> None:
     (folder / "evaluations" / "sums" / "step-000009.jsonl").write_text("\n".join(map(json.dumps, lines)))
     result = read_result(folder)
     assert [result.answers(9, "sums", limit) for limit in (None, 1)] == [[*lines[:0:-1], lines[0]], lines[-1:]]
-    page = write_report(folder).read_text()
-    assert rows(page, "cut off")["sums"] == ["9", "10", "0.500", "0.750 [0.600, 0.900]", "0.500", "7", "12.5%"]
-    assert "<h3>sums</h3>" in page
+    found = answers(folder)["answers"]
+    row = ["sums", "9", "10", "0.500", "0.750 [0.600, 0.900]", "0.500", "7", "12.5%"]
+    assert found["results"]["rows"][-1] == row
+    assert [one["name"] for one in found["sets"]] == ["sums"]
     sections = {one["title"]: one["charts"] for one in chart_data(result.lines)["sections"]}
     assert [[line["name"] for line in chart["lines"]] for chart in sections["Evaluation sets"]] == [
         ["eval/sums/pass_at_4", "eval/sums/maj_at_4"],
@@ -248,9 +277,8 @@ def test_what_was_trained_with_which_code_is_on_top(folder: Path) -> None:
     (folder / "config.json").write_text(config.model_dump_json())
     code = {"relaxd": "0.1.0", "python": "3.12.1", "commit": "0123456789abcdef", "uncommitted_changes": True}
     (folder / "code.json").write_text(json.dumps(code))
-    top = write_report(folder).read_text().split("<nav>")[0]
-    facts = dict(re.findall("<dt>(.*?)</dt><dd>(.*?)</dd>", top))
-    assert facts == {
+    found = answers(folder)
+    assert dict(found["results"]["facts"]) == {
         "model": "tiny",
         "data": "addition",
         "reward": "addition",
@@ -258,12 +286,13 @@ def test_what_was_trained_with_which_code_is_on_top(folder: Path) -> None:
         "engine": "transformers",
         "code": "relaxd 0.1.0, commit 0123456789ab, with uncommitted changes, Python 3.12.1",
     }
-    assert "steps = 3\n\n[model]\npath = &quot;tiny&quot;" in top
+    assert 'steps = 3\n\n[model]\npath = "tiny"' in found["config"]["changes_toml"]
+    assert found["config"]["config"]["run"]["steps"] == 3
 
 
 def test_a_long_run_has_a_short_table_of_steps(folder: Path) -> None:
     lines = "".join(json.dumps({"step": step, "reward_mean": 0.5}) + "\n" for step in range(1, 301))
     (folder / "metrics.jsonl").write_text(lines)
-    text = write_report(folder).read_text()
-    assert "the newest 100 of 300" in text
-    assert list(rows(text.split("<h2>Steps</h2>")[1], "step"))[0::99] == ["201", "300"]
+    results = answers(folder)["results"]
+    assert results["newest"].startswith("The newest 100 of 300")
+    assert [row[0] for row in results["steps"]["rows"]][0::99] == ["201", "300"]

@@ -15,6 +15,7 @@ from relaxd.run_folder import (
     append_lines,
     append_whole,
     closed_groups,
+    is_run,
     newest_lines,
     newest_samples,
     read_lines,
@@ -138,3 +139,8 @@ def test_a_failed_append_leaves_what_others_have_appended(tmp_path: Path) -> Non
     append_lines(path, '{"by": "the next"}\n')
     assert b'{"by": "another"}\n' in path.read_bytes()
     assert [line["by"] for line in read_lines(path)][-1] == "the next"
+
+
+def test_a_name_that_no_file_can_have_is_no_run(tmp_path: Path) -> None:
+    assert not is_run(tmp_path / ("x" * 5000))
+    assert not is_run(tmp_path)

@@ -153,6 +153,17 @@ def test_a_replica_id_names_the_host_and_is_never_given_twice():
     assert all(REPLICA_ID.fullmatch(replica_id) for replica_id in ids)
 
 
+def test_a_console_is_told_where_traces_are(capsys):
+    jaeger = "http://jaeger:16686/trace/{trace_id}"
+    assert parse_settings("console", [], {"RELAXD_TRACE_URL": jaeger}).trace_url == jaeger
+    for wrong in ("http://jaeger:16686", "jaeger/{trace_id}", "javascript:{trace_id}"):
+        with pytest.raises(SystemExit):
+            parse_settings("console", ["--trace-url", wrong], {})
+        said = " ".join(capsys.readouterr().err.split())
+        assert "--trace-url: invalid URL with {trace_id} (such as http" in said
+        assert f"value: {wrong!r}" in said
+
+
 def test_a_rollout_replica_is_told_its_sglang_server(tmp_path, capsys):
     key = tmp_path / "key"
     key.write_text("from-file\n")

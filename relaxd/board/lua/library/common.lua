@@ -263,6 +263,10 @@ end
 -- list of fields and values that say what became of it.
 local function close(id, group, fate, spare)
   local record = { 'group', id, unpack(fate) }
+  if group.trace then
+    record[#record + 1] = 'trace'
+    record[#record + 1] = group.trace
+  end
   for name, value in pairs(group) do
     if string.sub(name, 1, 6) == 'facts:' then
       record[#record + 1] = name

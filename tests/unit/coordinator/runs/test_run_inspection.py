@@ -1,17 +1,19 @@
-"""Groups that people look for, and the tokens of samples."""
+"""Groups that people look for, logs, and the tokens of samples."""
 
 import json
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from relaxd.data.tokenizer import PromptTokenizer
-from relaxd.rpc.errors import InvalidArgument
-from relaxd.run_folder import GROUPS
+from relaxd.rpc.errors import FailedPrecondition, InvalidArgument
+from relaxd.run_folder import GROUPS, LOGS
 from relaxd.v1 import coordinator_pb2 as pb
 from services.coordinator.runs import run_inspection
 from services.coordinator.runs.record_messages import sample_message
-from services.coordinator.runs.run_inspection import find_groups, group_tests, token_texts
+from services.coordinator.runs.run_inspection import find_groups, group_tests, read_logs, token_texts
 from services.coordinator.state.records import RunRecord
 from tests.kit.tokenizer import write_tokenizer
 
@@ -91,3 +93,26 @@ def test_tokens_of_a_sample_have_texts_and_all_their_numbers(tmp_path: Path) -> 
     assert not sample_message(sample).HasField("tokens")
     record = record.model_copy(update={"config_json": json.dumps({"model": {"path": str(tmp_path)}})})
     assert token_texts(record)(ids) == []
+
+
+def test_logs_of_services_that_stay_up_are_those_of_the_runs_time(tmp_path: Path) -> None:
+    stack, begun = tmp_path / "logs", datetime(2026, 1, 1, 12, 0, 10, tzinfo=UTC)
+    stack.mkdir()
+    seconds = (5, 10, 30, 45, 59)
+    (stack / "trainer.log").write_text("".join(f"2026-01-01T12:00:{at:02}.500Z INFO trainer {at}\n" for at in seconds))
+    record = RunRecord(run_id="r", config_json="{}", folder=str(tmp_path / "r"), create_time=begun)
+
+    def shown(**more: Any) -> list[str]:
+        answer = read_logs(record.model_copy(update=more), str(stack), pb.GetLogsRequest())
+        return [line.text.rpartition(" ")[2] for line in answer.lines]
+
+    assert shown() == ["10", "30", "45", "59"]
+    assert shown(end_time=begun + timedelta(seconds=26)) == ["10", "30", "45"]  # some seconds for what is logged of it
+    with pytest.raises(FailedPrecondition, match="the coordinator has no logs of run r"):
+        read_logs(record, "", pb.GetLogsRequest())
+    of_run = tmp_path / "r" / LOGS
+    of_run.mkdir(parents=True)
+    (of_run / "rollout.log").write_text("x" * 5000 + "\n2026-99-01T12:00:00.000Z INFO no such month\n")
+    long, odd = read_logs(record, str(stack), pb.GetLogsRequest()).lines
+    assert (long.service, len(long.text), long.HasField("log_time")) == ("rollout", 4000, False)
+    assert (odd.is_problem, odd.HasField("log_time")) == (False, False)

@@ -1,5 +1,4 @@
 // The curves of a run, beside those of others.
-import { get, ofRun } from "./api.js";
 import { make, notify } from "./elements.js";
 
 const REFRESH_MS = 4000;
@@ -7,7 +6,7 @@ const PATIENCE = 20; // a refresh waits for so many times the time that the last
 
 export const title = "Curves";
 
-export function create({ run, state }) {
+export function create({ run, state, source }) {
   const page = make("div", { id: "charts" }), charts = new relaxdCharts.Charts(page);
   const smoothing = make("input", { type: "range", min: 0, max: 0.99, step: 0.01, value: 0, "aria-label": "smoothing", oninput: () => {
     charts.smoothing = Number(smoothing.value);
@@ -38,7 +37,8 @@ export function create({ run, state }) {
   const compared = [];
   let known = new Map(), shownStep = -1, due = 0, timer = 0, loading = false, closed = false;
 
-  get("/api/runs").then(({ runs }) => {
+  source.get("/api/runs").then(({ runs }) => {
+    others.hidden = !runs.length;
     others.replaceChildren(make("option", { value: "" }, "Compare with …"),
       ...runs.filter(({ run_id: id }) => id !== run).map(({ run_id: id }) => make("option", { value: id }, id)));
   }, () => {});
@@ -48,7 +48,7 @@ export function create({ run, state }) {
     loading = true;
     const began = performance.now(), wanted = [run, ...compared];
     try {
-      const data = await Promise.all(wanted.map((id) => (id !== run && known.get(id)) || ofRun(id, "charts")));
+      const data = await Promise.all(wanted.map((id) => (id !== run && known.get(id)) || source.ofRun(id, "charts")));
       if (closed) return;
       known = new Map(wanted.map((id, place) => [id, data[place]]));
       shownStep = state.metrics?.step ?? shownStep;

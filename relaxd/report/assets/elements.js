@@ -51,6 +51,32 @@ export function table(columns, rows, empty = "Nothing yet.") {
   return make("div", { class: "wide" }, make("table", {}, make("thead", {}, make("tr", {}, head)), make("tbody", {}, body)));
 }
 
+// The links to views, each { title }, by their names; `address` gives a view's.
+export const viewLinks = (views, current, address) => Object.entries(views).map(([name, { title }], place) => make("a", {
+  href: address(name), "aria-current": name === current ? "page" : undefined, "aria-keyshortcuts": String(place + 1),
+}, title, make("kbd", { "aria-hidden": "true" }, String(place + 1))));
+
+// Do what a key stands for, by `actions`; in a field only Escape does something: it leaves it.
+export function press(event, actions) {
+  if (event.ctrlKey || event.metaKey || event.altKey) return;
+  if (event.target.closest("input, select, textarea")) {
+    if (event.key === "Escape") event.target.blur();
+  } else if (actions[event.key]) {
+    actions[event.key]();
+    event.preventDefault();
+  }
+}
+
+// The keys of views, which `choose` opens, and those of the one that is open.
+export const viewKeys = (views, choose, view) => ({
+  ...Object.fromEntries(Object.keys(views).map((name, place) => [String(place + 1), () => choose(name)])),
+  "/": () => document.querySelector("#view [data-search]")?.focus(),
+  ...view?.keys,
+});
+
+// A link to another page, which opens beside this one.
+export const link = (href, text) => make("a", { href, target: "_blank", rel: "noopener" }, text);
+
 export function card(title, ...children) {
   return make("section", { class: "card" }, make("h2", {}, title), children);
 }

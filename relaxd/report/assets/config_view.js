@@ -1,5 +1,4 @@
 // The configuration of a run, and its difference to another one's; its folder and logs.
-import { get, ofRun } from "./api.js";
 import { card, make, moment, notify, table } from "./elements.js";
 
 export const title = "Configuration";
@@ -14,20 +13,29 @@ function flat(value, name = "", found = new Map()) {
   return found;
 }
 
-export function create({ run, state }) {
+export function create({ run, state, source }) {
   const search = make("input", { type: "search", placeholder: "Filter settings …", "aria-label": "filter", "data-search": "", oninput: show });
   const other = make("select", { "aria-label": "compare with a run", onchange: compare });
-  const list = make("section", { class: "card" }), facts = make("div");
-  const element = make("div", {}, facts, make("div", { class: "tools" }, search, other), list);
+  const list = make("section", { class: "card" }), facts = make("div"), texts = make("div");
+  const element = make("div", {}, facts, texts, make("div", { class: "tools" }, search, other), list);
   let own = new Map(), others = null;
 
-  get("/api/runs").then(({ runs }) => other.replaceChildren(make("option", { value: "" }, "All settings"),
-    ...runs.filter(({ run_id: id }) => id !== run).map(({ run_id: id }) => make("option", { value: id }, `Difference to ${id}`))), () => {});
-  ofRun(run, "config").then(({ config }) => { own = flat(config); show(); update("run"); }, (error) => notify(error.message, true));
+  source.get("/api/runs").then(({ runs }) => {
+    other.hidden = !runs.length;
+    other.replaceChildren(make("option", { value: "" }, "All settings"),
+      ...runs.filter(({ run_id: id }) => id !== run).map(({ run_id: id }) => make("option", { value: id }, `Difference to ${id}`)));
+  }, () => {});
+  source.ofRun(run, "config").then(({ config, changes_toml: changes, config_toml: whole }) => {
+    own = flat(config);
+    texts.replaceChildren(...[["Settings that differ from the defaults", changes], ["The configuration as it was given", whole]].filter(([, text]) => text)
+      .map(([name, text]) => make("details", {}, make("summary", {}, name), make("pre", {}, text))));
+    show();
+    update("run");
+  }, (error) => notify(error.message, true));
 
   async function compare() {
     try {
-      others = other.value ? flat((await ofRun(other.value, "config")).config) : null;
+      others = other.value ? flat((await source.ofRun(other.value, "config")).config) : null;
       show();
     } catch (error) {
       notify(error.message, true);
@@ -45,7 +53,7 @@ export function create({ run, state }) {
     if (topic !== "run" || !state.run) return;
     const { folder, create_time: begun, end_time: ended } = state.run;
     facts.replaceChildren(make("div", { class: "row" }, card("Where it is", make("dl", { class: "facts-list" },
-      [["Begun", moment(begun)], ended ? ["Ended", moment(ended)] : null, ["Folder", folder], ["Logs", make("code", {}, `relaxd logs --run ${run}`)], ["Report", make("code", {}, `relaxd report ${run}`)], own.get("telemetry.traces") === '"file"' ? ["Traces", make("code", {}, `${folder}/traces`)] : null]
+      [begun ? ["Begun", moment(begun)] : null, ended ? ["Ended", moment(ended)] : null, ["Folder", folder], ["Logs", make("code", {}, `relaxd logs --run ${run}`)], ["Report", make("code", {}, `relaxd report ${run}`)], own.get("telemetry.traces") === '"file"' ? ["Traces", make("code", {}, `${folder}/traces`)] : null]
         .filter(Boolean).map(([name, value]) => [make("dt", {}, name), make("dd", {}, value)])))));
   }
 

@@ -1,6 +1,5 @@
 // What the model wrote: samples to search and sort, and one of them in full, its tokens coloured by a number.
-import { ofRun } from "./api.js";
-import { count, make, notify, number, table } from "./elements.js";
+import { count, link, make, notify, number, table } from "./elements.js";
 
 const NEWEST = 200;
 const SHOWN = 300;
@@ -24,7 +23,7 @@ const COLOURS = {
 
 export const title = "Samples";
 
-export function create({ run, state }) {
+export function create({ run, state, source }) {
   const search = make("input", { type: "search", placeholder: "Search prompts and answers …", "aria-label": "search", "data-search": "", oninput: showList });
   const sort = make("select", { "aria-label": "sort", onchange: showList }, Object.entries(SORTS).map(([name, [label]]) => make("option", { value: name }, label)));
   const finish = make("select", { "aria-label": "how it ended", onchange: showList });
@@ -41,7 +40,7 @@ export function create({ run, state }) {
 
   async function load() {
     try {
-      const answer = await ofRun(run, "samples", { limit: NEWEST, step: Number(step.value) || 0 });
+      const answer = await source.ofRun(run, "samples", { limit: NEWEST, step: Number(step.value) || 0 });
       samples = answer.samples;
       const same = chosen && samples.find((sample) => key(sample) === key(chosen)); // what is being read stays
       loadedStep = Math.max(state.metrics?.step ?? 0, ...samples.map(({ step: own }) => own));
@@ -87,7 +86,7 @@ export function create({ run, state }) {
   async function loadTokens(sample) {
     if (!tokensOf.has(key(sample))) {
       try {
-        const answer = await ofRun(run, "samples", { step: sample.step, limit: NEWEST, tokens: "" });
+        const answer = await source.ofRun(run, "samples", { step: sample.step, limit: NEWEST, tokens: "" });
         if (tokensOf.size > KEPT_TOKENS) tokensOf.clear();
         for (const one of answer.samples) tokensOf.set(key(one), one.tokens ?? null);
       } catch (error) {
@@ -130,7 +129,7 @@ export function create({ run, state }) {
     one.replaceChildren(...[
       make("section", { class: "part" }, make("dl", { class: "facts-list" }, facts().map(([name, value]) => [make("dt", {}, name), make("dd", {}, value)]))),
       part("Prompt", make("div", { class: "written" }, prompt), media(shown)),
-      conversation.length ? part(`Conversation, ${chosen.turns} turns`, conversation.map(turn)) : null,
+      conversation.length ? part(`Conversation, ${chosen.turns} ${chosen.turns === 1 ? "turn" : "turns"}`, conversation.map(turn)) : null,
       part(conversation.length ? "Last answer" : "Answer of the model", written()),
       answer ? part("Reference answer", make("div", { class: "written" }, answer)) : null,
       Object.keys(parts).length ? part("Parts of the reward", table([["part", ([name]) => name], ["value", ([, value]) => number(value), "number"]], Object.entries(parts))) : null,
@@ -143,7 +142,8 @@ export function create({ run, state }) {
       ["Weights", `version ${chosen.version}`], ["Tokens", count(chosen.length)], ["Ended", chosen.finish_reason],
     ];
     if (chosen.turns) found.push(["Environment", `paid ${number(chosen.environment_reward)} and took ${number(chosen.environment_seconds)} s`]);
-    found.push(["Trace", make("code", {}, `relaxd trace ${chosen.group_id} --run ${run}`)]);
+    const traces = [["group", chosen.trace_id], ["step", chosen.step_trace_id]].filter(([, id]) => source.traceUrl(id));
+    found.push(["Trace", traces.length ? traces.flatMap(([words, id], place) => [place ? " · " : "", link(source.traceUrl(id), words)]) : make("code", {}, `relaxd trace ${chosen.group_id} --run ${run}`)]);
     return found;
   }
 
