@@ -26,9 +26,9 @@ from tests.kit.vision import (
     clip,
     image_logprobs,
     picture,
-    prompt_with_images,
+    prompt_with_media,
     seen_by_transformers,
-    without_images,
+    without_media,
     write_vision_model,
 )
 from tests.unit.rollout.engine_harness import Harness
@@ -154,12 +154,12 @@ def engine(folder: Path) -> Iterator[Harness]:
 def test_the_engine_sees_as_transformers_does(folder: Path, reference: PreTrainedModel, engine: Harness) -> None:
     vision = read_vision(folder)
     for number in range(len(PROMPTS)):
-        prompt, media = prompt_with_images(vision, items(number))
+        prompt, media = prompt_with_media(vision, items(number))
         engine.submit(str(number), prompt, 2, media=media, max_new_tokens=12 - number, seed=number, ignore_eos=True)
     for number in range(len(PROMPTS)):
-        prompt, _ = prompt_with_images(vision, items(number))
+        prompt, _ = prompt_with_media(vision, items(number))
         for answer in engine.wait(str(number), 2):
-            tokens = without_images(answer.tokens, vision)
+            tokens = without_media(answer.tokens, vision)
             full = image_logprobs(reference, prompt, tokens, items(number))
             np.testing.assert_allclose(answer.logprobs[: len(tokens)], full.float(), atol=1e-5)
 
