@@ -168,13 +168,13 @@ DELTA_CHUNK = 64
 def delta_net_work(shape: ModelShape, batch: MicroBatch) -> int:
     """Return the bytes of what one gated delta net computes between its projections, in float32; 0 without any.
 
-    A value head has six matrices of a chunk, nine vectors of a key's size and nine of a value's for each token, and
-    four states for each chunk. Gradients take as much as half of that again.
+    A value head has three matrices of a chunk, nine vectors of a key's size and nine of a value's for each token, half
+    of them around the convolution, and two states for each chunk. Gradients are assumed to take half of that again.
     """
     if (sizes := shape.delta_net) is None:
         return 0
     state = sizes.key_size * sizes.value_size
-    of_token = 6 * DELTA_CHUNK + 9 * (sizes.key_size + sizes.value_size) + 4 * state // DELTA_CHUNK
+    of_token = 3 * DELTA_CHUNK + 9 * (sizes.key_size + sizes.value_size) + 2 * state // DELTA_CHUNK
     return 4 * sizes.value_heads * of_token * batch.tokens * 3 // 2
 
 
