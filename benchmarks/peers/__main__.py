@@ -3,6 +3,7 @@
     python -m benchmarks.peers relaxd --steps 13 --out relaxd.json
     python -m benchmarks.peers verl --steps 13 --out verl.json
     python -m benchmarks.peers trl --steps 13 --out trl.json --extra generation=continuous
+    python -m benchmarks.peers relaxd --gpus 2 --out relaxd-async.json    asynchronous; verl, too
     python -m benchmarks.peers table relaxd.json verl.json trl.json
     python -m benchmarks.peers curves OUT.png relaxd-0.json relaxd-1.json trl-0.json ...
 
@@ -38,7 +39,7 @@ def run(system: str, work: Workload, folder: Path, options: argparse.Namespace) 
     paths = [str(folder / f"{system}-packages"), str(folder), str(ROOT), os.environ.get("PYTHONPATH", "")]
     os.environ["PYTHONPATH"] = os.pathsep.join(path for path in paths if path)
     log = Path(options.log or options.out.with_suffix(".log")).resolve()
-    found = watch(launch, steps=work.steps, warmup=options.warmup, seconds=options.seconds, log=log)
+    found = watch(launch, steps=work.steps, warmup=options.warmup, seconds=options.seconds, log=log, gpus=work.gpus)
     facts = [
         relaxd_run.step_facts(line) if system == "relaxd" else module.step_facts(line, work) for line in found["lines"]
     ]

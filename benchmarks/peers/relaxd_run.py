@@ -1,4 +1,4 @@
-"""relaxd, colocated on one GPU: an SGLang engine and the trainer take turns, strictly on-policy."""
+"""relaxd: on one GPU an SGLang engine and the trainer take turns, strictly on-policy; on two a step may be one late."""
 
 import json
 import sys
@@ -60,25 +60,27 @@ every = 0
 transport = "{transport}"
 
 [board]
-max_staleness = 0
+max_staleness = {staleness}
 """
 
 
 def launch(work: Workload, folder: Path, *, cpu: bool, extra: list[str]) -> Launch:
     """Write the run's configuration; return its command. `extra`: further options of `relaxd run`."""
+    colocate = work.gpus == 1 and not cpu
     (folder / "run.toml").write_text(
         CONFIG.format(
             work=work,
             folder=folder,
             prompt=MAX_PROMPT_TOKENS,
             reward=REWARD,
-            colocate=json.dumps(not cpu),
-            offload=json.dumps(cpu),  # verl and TRL keep the trainer's state on the GPU by default, too
+            colocate=json.dumps(colocate),
+            offload=json.dumps(not colocate),  # verl and TRL keep the trainer's state on the GPU by default, too
             engine="transformers" if cpu else "sglang",
             dtype="float32" if cpu else "bfloat16",
             memory=0 if cpu else work.memory_fraction,
             options="" if cpu else sglang_options(work.samples_per_step),
-            transport="gloo" if cpu else "cuda_ipc",
+            transport="gloo" if cpu else "cuda_ipc" if colocate else "nccl",
+            staleness=0 if work.gpus == 1 else 1,
         )
     )
     command = [sys.executable, "-m", "relaxd.cli", "run", "run.toml", "--run-id", "peers", *extra]

@@ -18,6 +18,8 @@ def launch(work: Workload, folder: Path, *, cpu: bool, extra: list[str]) -> Laun
     `extra`: generation=plain, static or continuous; batch=SAMPLES of a forward; weights=float32, to keep weights in
     float32 and compute in bfloat16, as a real learning rate needs it.
     """
+    if work.gpus > 1:
+        raise SystemExit("TRL generates on GPUs of its own with vLLM only: leave --gpus out")
     if find_spec("trl") is None:
         raise SystemExit("TRL is not installed: pip install trl==1.16.0")
     flash_attention.provide(folder / "trl-packages")

@@ -1,8 +1,9 @@
-"""verl, synchronous on one GPU: SGLang as its rollout, FSDP as its trainer, in its hybrid engine.
+"""verl: synchronous on one GPU, in its hybrid engine; fully asynchronous on two, each with SGLang as rollout, and FSDP.
 
-Its asynchronous mode needs a second GPU. The engine gets the options that relaxd's gets, the trainer micro-batches by
-tokens, without recomputation. `--extra` takes further settings, such as
-algorithm.rollout_correction.bypass_mode=true, which takes the engine's log-probs instead of computing them again.
+The asynchronous mode sends weights by CuPy's NCCL (pip install cupy-cuda13x), after each step. The engine gets the
+options that relaxd's gets, the trainer micro-batches by tokens, without recomputation. `--extra` takes further
+settings, such as algorithm.rollout_correction.bypass_mode=true, which takes the engine's log-probs instead of computing
+them again.
 """
 
 import json
@@ -20,6 +21,10 @@ PROBABILITY_GAP = "training/rollout_probs_diff_mean"
 NO_TRL = "class AutoModelForCausalLMWithValueHead: ...\n"
 """Hides TRL: verl changes this class if `trl` can be imported, and TRL 1.16 no longer has it."""
 RAY = ("include_dashboard=False", f"object_store_memory={4 * 2**30}")
+CORES = 64
+"""Cores that Ray counts in the asynchronous mode, whose services ask for more than a machine of two GPUs may have."""
+MODES = {1: "verl.trainer.main_ppo", 2: "verl.experimental.fully_async_policy.fully_async_main"}
+"""Modules of the synchronous and of the asynchronous mode."""
 
 
 def settings(work: Workload, folder: Path) -> dict[str, Any]:
@@ -60,6 +65,26 @@ def settings(work: Workload, folder: Path) -> dict[str, Any]:
     } | {f"+{rollout}.engine_kwargs.sglang.{name}": value for name, value in engine_options(work).items()}
 
 
+def asynchronous(work: Workload) -> dict[str, Any]:
+    """Return the settings of the asynchronous mode: a step behind at most, and weights after each step."""
+    return {
+        "actor_rollout_ref.hybrid_engine": False,
+        "actor_rollout_ref.rollout.n": work.samples,
+        "async_training.concurrent_samples_per_replica": work.prompts,
+        "async_training.require_batches": 1,
+        "async_training.staleness_threshold": 1,
+        "async_training.trigger_parameter_sync_step": 1,
+        "data.gen_batch_size": 1,
+        "data.return_raw_chat": True,
+        "data.train_batch_size": 0,
+        "ray_kwargs.ray_init.num_cpus": CORES,
+        "rollout.n_gpus_per_node": 1,
+        "rollout.nnodes": 1,
+        "rollout.total_rollout_steps": work.prompts * (work.steps + 2),
+        "trainer.nnodes": 1,
+    }
+
+
 def engine_options(work: Workload) -> dict[str, Any]:
     """Return SGLang's options as relaxd's engine gets them."""
     lines = (line.split(" = ", 1) for line in sglang_options(work.samples_per_step).splitlines())
@@ -76,10 +101,11 @@ def launch(work: Workload, folder: Path, *, cpu: bool, extra: list[str]) -> Laun
     flash_attention.provide(packages)
     (packages / "trl").mkdir(parents=True, exist_ok=True)
     (packages / "trl" / "__init__.py").write_text(NO_TRL)
-    words = [f"{name}={json.dumps(value).strip(chr(34))}" for name, value in settings(work, folder).items()]
+    chosen = settings(work, folder) | (asynchronous(work) if work.gpus == 2 else {})
+    words = [f"{name}={json.dumps(value).strip(chr(34))}" for name, value in chosen.items()]
     words += [f"+ray_kwargs.ray_init.{option}" for option in RAY] + ["hydra.run.dir=hydra", *extra]
     return Launch(
-        [sys.executable, "-m", "verl.trainer.main_ppo", *words],
+        [sys.executable, "-m", MODES[work.gpus], *words],
         folder,
         folder / "verl.jsonl",
         "data",

@@ -31,13 +31,14 @@ class Launch:
 
 
 class GpuWatch(threading.Thread):
-    """Samples memory in use and utilisation of the first GPU ten times a second; nothing without a GPU."""
+    """Samples memory in use and utilisation of the first GPUs ten times a second; nothing without a GPU."""
 
-    def __init__(self) -> None:
+    def __init__(self, gpus: int) -> None:
         super().__init__(daemon=True)
+        self._gpus = gpus
         self._ended = threading.Event()
         self.samples: list[tuple[float, int, float]] = []
-        """Time, bytes in use, share of the time with a kernel."""
+        """Time, bytes in use on the fullest, mean share of the time with a kernel."""
 
     def run(self) -> None:
         """Sample until `stop`."""
@@ -47,10 +48,11 @@ class GpuWatch(threading.Thread):
             pynvml.nvmlInit()
         except pynvml.NVMLError:
             return
-        gpu = pynvml.nvmlDeviceGetHandleByIndex(0)
+        gpus = [pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(self._gpus)]
         while not self._ended.wait(0.1):
-            used = int(pynvml.nvmlDeviceGetMemoryInfo(gpu).used)
-            self.samples.append((time.monotonic(), used, pynvml.nvmlDeviceGetUtilizationRates(gpu).gpu / 100))
+            used = max(int(pynvml.nvmlDeviceGetMemoryInfo(gpu).used) for gpu in gpus)
+            busy = statistics.fmean(pynvml.nvmlDeviceGetUtilizationRates(gpu).gpu / 100 for gpu in gpus)
+            self.samples.append((time.monotonic(), used, busy))
 
     def stop(self) -> None:
         """Stop the thread."""
@@ -58,12 +60,12 @@ class GpuWatch(threading.Thread):
         self.join()
 
 
-def watch(launch: Launch, *, steps: int, warmup: int, seconds: float, log: Path) -> dict[str, Any]:
-    """Run a system until it has done `steps` steps or `seconds` are over.
+def watch(launch: Launch, *, steps: int, warmup: int, seconds: float, log: Path, gpus: int = 1) -> dict[str, Any]:
+    """Run a system, which uses the first `gpus` GPUs, until it has done `steps` steps or `seconds` are over.
 
     Returns its figures, with all step lines as "lines". Its output goes to `log`.
     """
-    gpu = GpuWatch()
+    gpu = GpuWatch(gpus)
     gpu.start()
     begun = time.monotonic()
     ends: list[float] = []

@@ -91,6 +91,8 @@ class Workload:
     """Maximum number of tokens of a training micro-batch."""
     memory_fraction: float = 0.5
     """Share of the GPU for the engine's weights and cache."""
+    gpus: int = 1
+    """1: engine and trainer take turns on it. 2: each has one, and the engine writes a step while the other trains."""
 
     @property
     def samples_per_step(self) -> int:
