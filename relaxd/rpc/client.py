@@ -72,7 +72,7 @@ def sync_channel(
     plain = open_channel(
         grpc, address, channel_options(max_message_bytes), TlsFiles.from_environment() if tls is None else tls
     )
-    return _SyncChannel(plain, call_metadata(token, term, stack))
+    return grpc.intercept_channel(plain, _SyncInterceptor(call_metadata(token, term, stack)))
 
 
 def channel_options(max_message_bytes: int = MAX_MESSAGE_BYTES) -> list[tuple[str, Any]]:
@@ -176,27 +176,7 @@ def _status(call: Any) -> str:
     return grpc.StatusCode.UNKNOWN.name
 
 
-class _SyncCaller:
-    """The same for threads, without spans: its users are tools, outside of any trace."""
-
-    def __init__(self, call: Any, deadline_seconds: float, metadata: MakeMetadata) -> None:
-        self._call, self._deadline_seconds, self._metadata = call, deadline_seconds, metadata
-
-    def __call__(self, request: Any, timeout: float | None = None, metadata: Any = None, **options: Any) -> Any:
-        return self._make(self._call, request, timeout, metadata, options)
-
-    def with_call(self, request: Any, timeout: float | None = None, metadata: Any = None, **options: Any) -> Any:
-        return self._make(self._call.with_call, request, timeout, metadata, options)
-
-    def future(self, request: Any, timeout: float | None = None, metadata: Any = None, **options: Any) -> Any:
-        return self._make(self._call.future, request, timeout, metadata, options)
-
-    def _make(self, call: Any, request: Any, timeout: float | None, metadata: Any, options: Any) -> Any:
-        timeout = self._deadline_seconds if timeout is None else timeout
-        return call(request, timeout=timeout, metadata=self._metadata(metadata), **options)
-
-
-# gRPC's own client interceptors would do, but cost every call a task and a call object of its own.
+# With grpc.aio's interceptors this would be four classes, one for each kind of call.
 
 
 class AsyncChannel(grpc.aio.Channel):
@@ -249,40 +229,29 @@ class AsyncChannel(grpc.aio.Channel):
         await self._plain.channel_ready()
 
 
-class _SyncChannel(grpc.Channel):
-    def __init__(self, plain: grpc.Channel, metadata: MakeMetadata) -> None:
-        self._plain, self._metadata = plain, metadata
+class _SyncInterceptor(
+    grpc.UnaryUnaryClientInterceptor,
+    grpc.UnaryStreamClientInterceptor,
+    grpc.StreamUnaryClientInterceptor,
+    grpc.StreamStreamClientInterceptor,
+):
+    """Adds deadline and metadata to calls of threads, without spans: its users are tools, outside of any trace."""
 
-    def unary_unary(self, *arguments: Any, **options: Any) -> Any:
-        return _SyncCaller(self._plain.unary_unary(*arguments, **options), DEFAULT_DEADLINE_SECONDS, self._metadata)
+    def __init__(self, metadata: MakeMetadata) -> None:
+        self._metadata = metadata
 
-    def unary_stream(self, *arguments: Any, **options: Any) -> Any:
-        return _SyncCaller(
-            self._plain.unary_stream(*arguments, **options), DEFAULT_STREAM_DEADLINE_SECONDS, self._metadata
-        )
+    def _call(self, proceed: Any, details: Any, request: Any, deadline_seconds: float) -> Any:
+        timeout = deadline_seconds if details.timeout is None else details.timeout
+        return proceed(details._replace(timeout=timeout, metadata=self._metadata(details.metadata)), request)
 
-    def stream_unary(self, *arguments: Any, **options: Any) -> Any:
-        return _SyncCaller(
-            self._plain.stream_unary(*arguments, **options), DEFAULT_STREAM_DEADLINE_SECONDS, self._metadata
-        )
+    def intercept_unary_unary(self, continuation: Any, client_call_details: Any, request: Any) -> Any:
+        return self._call(continuation, client_call_details, request, DEFAULT_DEADLINE_SECONDS)
 
-    def stream_stream(self, *arguments: Any, **options: Any) -> Any:
-        return _SyncCaller(
-            self._plain.stream_stream(*arguments, **options), DEFAULT_STREAM_DEADLINE_SECONDS, self._metadata
-        )
+    def intercept_unary_stream(self, continuation: Any, client_call_details: Any, request: Any) -> Any:
+        return self._call(continuation, client_call_details, request, DEFAULT_STREAM_DEADLINE_SECONDS)
 
-    def subscribe(self, callback: Callable[[grpc.ChannelConnectivity], None], try_to_connect: bool = False) -> None:
-        self._plain.subscribe(callback, try_to_connect)
+    def intercept_stream_unary(self, continuation: Any, client_call_details: Any, request_iterator: Any) -> Any:
+        return self._call(continuation, client_call_details, request_iterator, DEFAULT_STREAM_DEADLINE_SECONDS)
 
-    def unsubscribe(self, callback: Callable[[grpc.ChannelConnectivity], None]) -> None:
-        self._plain.unsubscribe(callback)
-
-    def close(self) -> None:
-        self._plain.close()
-
-    def __enter__(self) -> "_SyncChannel":
-        return self
-
-    def __exit__(self, *error: Any) -> bool | None:
-        self.close()
-        return None
+    def intercept_stream_stream(self, continuation: Any, client_call_details: Any, request_iterator: Any) -> Any:
+        return self._call(continuation, client_call_details, request_iterator, DEFAULT_STREAM_DEADLINE_SECONDS)
