@@ -57,9 +57,8 @@ class ChildExited(ChildError):
         self.name = name
         self.exit_code = exit_code
         self.last_lines = list(last_lines)
-        how = f"was killed by signal {-exit_code}" if exit_code < 0 else f"exited with code {exit_code}"
         tail = ("; its last lines:\n" + "\n".join(self.last_lines[-10:])) if self.last_lines else ""
-        super().__init__(f"{name} {how}{tail}")
+        super().__init__(f"{name} {ChildExit(exit_code)}{tail}")
 
 
 @dataclass(frozen=True)
@@ -68,8 +67,13 @@ class ChildExit:
 
     exit_code: int
     """Exit code; negative means the signal that killed it."""
-    last_lines: tuple[str, ...]
+    last_lines: tuple[str, ...] = ()
     """Last lines of its stdout and stderr."""
+
+    def __str__(self) -> str:
+        if self.exit_code < 0:
+            return f"was killed by signal {-self.exit_code}"
+        return f"exited with code {self.exit_code}"
 
 
 @contextlib.contextmanager

@@ -18,6 +18,7 @@ from typing import Any
 import relaxd
 from relaxd.alerts.urls import VARIABLE
 from relaxd.config import RunConfig
+from relaxd.process.child import ChildExit
 from relaxd.telemetry.printable import escape
 from relaxd.v1 import coordinator_pb2 as pb
 from relaxd.waiting import Backoff
@@ -163,7 +164,7 @@ class Tracking:
             self._process = None
             if process.returncode is None:
                 await self._stop(process)
-        return f"was killed by signal {-code}" if code < 0 else f"exited with code {code}"
+        return str(ChildExit(code))
 
     async def _stop(self, process: asyncio.subprocess.Process) -> int:
         """Let the process end by itself, which the end of its input asks for; kill it after STOP_SECONDS."""

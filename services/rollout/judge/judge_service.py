@@ -4,8 +4,6 @@ import asyncio
 import logging
 from pathlib import Path
 
-import psutil
-
 from relaxd.board import roles_for
 from relaxd.config import JudgeConfig, RolloutConfig, RunConfig
 from relaxd.config.role_settings import ENGINE_SETTINGS
@@ -13,16 +11,15 @@ from relaxd.data.examples import Example, Message
 from relaxd.data.tokenizer import PromptTokenizer
 from relaxd.models import DataError
 from relaxd.models.folders import resolve_model
-from relaxd.process.child import ChildExit
-from relaxd.replica.gpus import gpu_environment
 from relaxd.replica.replica_context import ReplicaContext
 from relaxd.replica.service_interface import ReplicaService, ServiceStatus
-from relaxd.roles import JUDGE, ROLES
-from relaxd.rpc.errors import FailedPrecondition, InvalidArgument, RpcError, Unavailable
+from relaxd.roles import JUDGE
+from relaxd.rpc.errors import FailedPrecondition, InvalidArgument, Unavailable
 from relaxd.v1.coordinator_pb2 import Assignment
 from relaxd.v1.weights_pb2 import MemoryChange
 from services.rollout.engines.request_types import Output, Sampling
-from services.rollout.service.child_engine import ALL_MEMORY, ChildEngine, loaded_mebibytes
+from services.rollout.service.child_engine import ALL_MEMORY, ChildEngine
+from services.rollout.service.frozen_engine import FrozenEngine
 
 IDLE_LOOK_SECONDS = 0.1
 """Interval at which a drain looks whether the open questions are answered."""
@@ -31,20 +28,16 @@ logger = logging.getLogger(__name__)
 
 
 class JudgeService(ReplicaService):
-    """Owns the engine. When it exits, so does this replica, and its supervisor starts another."""
+    """Answers questions with its engine."""
 
     role = JUDGE
 
     def __init__(self, context: ReplicaContext) -> None:
-        self._context = context
-        self._settings = context.settings
+        self._engine = FrozenEngine(context, JUDGE, {"rollout.": "roles.judge."})
         self._config = JudgeConfig()
         self._tokenizer: PromptTokenizer | None = None
-        self._engine: ChildEngine | None = None
-        self._loading = self._draining = self._takes_turns = False
-        self._detail = ""
+        self._draining = self._takes_turns = False
         self._open = self._answered = 0
-        self._process = psutil.Process()
 
     async def ask(self, messages: list[Message], seed: int) -> tuple[int, Output]:
         """Continue a conversation. Returns the number of its tokens, and the reply.
@@ -102,55 +95,26 @@ class JudgeService(ReplicaService):
         return memory
 
     def _present_engine(self) -> ChildEngine:
-        if self._engine is None or not self._engine.alive:
-            raise Unavailable("there is no model: " + (self._detail or "no run with a judge is assigned"))
-        return self._engine
-
-    def _set_detail(self, detail: str) -> None:
-        self._detail = detail
+        engine = self._engine.child
+        if engine is None or not engine.alive:
+            raise Unavailable("there is no model: " + (self._engine.detail or "no run with a judge is assigned"))
+        return engine
 
     async def start_run(self, config: RunConfig, assignment: Assignment) -> None:
         """See ReplicaService. Returns once the model is loaded."""
         self._draining = False
         if JUDGE not in roles_for(config):
-            self._detail = "this run needs no judge service"
+            self._engine.detail = "this run needs no judge service"
             return
         self._config = judge = config.roles.judge
         folder = await asyncio.to_thread(resolve_model, judge.model, setting="roles.judge.model")
         self._tokenizer = await asyncio.to_thread(_read_tokenizer, folder, judge)
         self._takes_turns = config.run.colocate and judge.shares_gpus
-        share = ROLES[JUDGE].gpu_share(config)
-        gpus = await self._context.gpus.lease(ROLES[JUDGE].gpus(config), share)
-        if self._takes_turns:
-            await self._context.take_turn(self._set_detail)
-        self._detail, self._loading = f"loading {folder.name}", True
-        try:
-            self._engine = await ChildEngine.start(
-                folder,
-                engine_config(judge),
-                environment=gpu_environment(gpus, share),
-                name=self._settings.replica_id,
-                role=JUDGE,
-                log_level=self._settings.log_level,
-                python=self._settings.engine_python,
-                on_exit=self._on_engine_exit,
-                on_tokens=lambda count, per_second: None,
-                colocate=self._takes_turns,
-                frozen=True,
-                gpu_lease=self._context.gpus.child_lease if gpus else None,
-            )
-        except RpcError as error:
-            # The engine knows its settings as those of the table that usually has them.
-            raise FailedPrecondition(str(error).replace("rollout.", "roles.judge.")) from error
-        finally:
-            self._loading = False
-        self._detail = ""
-        logger.info("%s is loaded (process %d)", folder.name, self._engine.pid)
+        await self._engine.load(folder, config, engine_config(judge), takes_turns=self._takes_turns)
 
     async def stop_run(self) -> None:
-        engine, self._engine, self._tokenizer, self._detail = self._engine, None, None, ""
-        if engine is not None:
-            await engine.stop()
+        self._tokenizer = None
+        await self._engine.stop()
 
     async def pause_run(self) -> None:
         """Keep answering: rewards that are being computed still ask."""
@@ -168,23 +132,18 @@ class JudgeService(ReplicaService):
 
     def status(self) -> ServiceStatus:
         """See ReplicaService. Counts open questions as held groups."""
-        engine = self._engine
+        engine = self._engine.child
         asleep = engine is not None and engine.asleep == ALL_MEMORY
-        loaded = loaded_mebibytes(self._process) if self._loading else 0
         gauges = dict(engine.gauges) if engine is not None else {}
+        tokens = engine.tokens if engine is not None else 0
         return ServiceStatus(
             held_groups=self._open,
             done_groups=self._answered,
-            progress=self._answered + (engine.tokens if engine is not None else 0) + loaded,
-            detail=self._detail or ("asleep: the trainer has the device" if asleep else ""),
-            awake=self._takes_turns and (self._loading or (engine is not None and engine.alive and not asleep)),
-            gauges={**gauges, "rss_bytes": float(self._process.memory_info().rss)},
+            progress=self._answered + tokens + self._engine.loaded_mebibytes,
+            detail=self._engine.detail or ("asleep: the trainer has the device" if asleep else ""),
+            awake=self._takes_turns and (self._engine.loading or (engine is not None and engine.alive and not asleep)),
+            gauges={**gauges, "rss_bytes": self._engine.rss_bytes},
         )
-
-    def _on_engine_exit(self, ended: ChildExit) -> None:
-        code = ended.exit_code
-        how = f"was killed by signal {-code}" if code < 0 else f"exited with code {code}"
-        self._context.give_up(f"the judge's engine {how}")
 
 
 def engine_config(judge: JudgeConfig) -> RolloutConfig:

@@ -48,8 +48,7 @@ async def start_engine(start: EngineStart) -> "ChildEngine":
     """Start the engine's process for a rollout replica, and load its model. Raises ChildError."""
 
     def on_exit(ended: ChildExit) -> None:
-        how = f"was killed by signal {-ended.exit_code}" if ended.exit_code < 0 else f"exited with {ended.exit_code}"
-        start.on_exit(f"the engine {how}: starting another")
+        start.on_exit(f"the engine {ended}: starting another")
 
     start.set_detail(f"loading {start.folder.name}")
     engine = await ChildEngine.start(

@@ -248,9 +248,8 @@ class RankProcesses:
 
     def _exited(self, child: Child) -> None:
         ended = child.exited.result()
-        code, last = ended.exit_code, ended.last_lines[-1:]
-        how = f"was killed by signal {-code}" if code < 0 else f"ended with code {code}"
-        self._fail(ChildError(f"{child.name} {how}" + (f": {last[0]}" if last and code > 0 else "")))
+        last = ended.last_lines[-1:]
+        self._fail(ChildError(f"{child.name} {ended}" + (f": {last[0]}" if last and ended.exit_code > 0 else "")))
 
     def _fail(self, error: RpcError) -> None:
         if not self._failure.done():
