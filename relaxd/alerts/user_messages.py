@@ -54,7 +54,7 @@ def take_messages() -> list[str]:
 
 
 def ignore(messages: Iterable[str]) -> None:
-    """Take messages that nobody is to be told."""
+    """Drop messages: for processes whose messages reach nobody."""
 
 
 def one_line(text: str) -> str:

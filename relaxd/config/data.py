@@ -122,8 +122,8 @@ class DataSource(Section):
     name: str = ""
     """Becomes metadata.data_source of its prompts, unless they have one."""
     weight: float = Field(default=1.0, gt=0)
-    """Number of times that an epoch visits each of its prompts: 2 is twice, 0.5 visits every second one, others in each
-    epoch."""
+    """Number of times that an epoch visits each of its prompts. With 0.5 it visits half of them, and the next epoch the
+    others."""
     prompt_key: str = ""
     """As data.prompt_key; empty means that."""
     answer_key: str = ""

@@ -1,4 +1,4 @@
-"""Parsing of TOML within limits, so that whatever a file holds, the answer comes soon and says what is wrong.
+"""Parsing of TOML within limits, so that any file gets an answer soon, which says what is wrong.
 
 tomllib and pydantic take minutes for a million keys, and Python refuses deep nesting and long numbers with errors of
 its own.
@@ -9,7 +9,7 @@ import tomllib
 from typing import Any
 
 MAX_CHARACTERS = 1 << 18
-"""Characters of a configuration. Prompts, rewards and long templates have files of their own."""
+"""Characters of a configuration. Prompts, rewards and long templates belong into separate files."""
 MAX_SETTINGS = 10_000
 MAX_NAME = 200
 """Characters of a key."""

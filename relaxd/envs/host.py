@@ -42,7 +42,6 @@ class EnvironmentHandlers(environment_pb2_grpc.EnvironmentServicer):
         self._ending: set[asyncio.Task[None]] = set()
 
     async def OpenSession(self, request: pb.OpenSessionRequest, context: Any) -> pb.OpenSessionResponse:
-        """See the proto."""
         name, seconds = request.session_id, request.call_seconds
         if not name:
             raise InvalidArgument("session_id is empty", [("session_id", "name the conversation")])
@@ -80,7 +79,6 @@ class EnvironmentHandlers(environment_pb2_grpc.EnvironmentServicer):
             raise
 
     async def Step(self, request: pb.StepRequest, context: Any) -> pb.StepResponse:
-        """See the proto."""
         session = self._sessions.get(request.session_id)
         if session is None:
             raise NotFound(f'session_id is "{request.session_id}": there is no such session, or its lease has ended')
@@ -108,7 +106,6 @@ class EnvironmentHandlers(environment_pb2_grpc.EnvironmentServicer):
         return await session.answer(request.turn, step)
 
     async def CloseSession(self, request: pb.CloseSessionRequest, context: Any) -> pb.CloseSessionResponse:
-        """See the proto."""
         if (closing := self._end(request.session_id)) is not None:
             await asyncio.shield(closing)
         return pb.CloseSessionResponse()

@@ -49,7 +49,7 @@ class ChildChannel(AsyncChannel):
         wait_connected: Callable[[], Awaitable[None]],
         wait_exited: Callable[[float], Awaitable[None]],
     ) -> None:
-        """See Child for the two functions; `name` is the child's."""
+        """`wait_connected` and `wait_exited` are those of the Child that is called, and `name` its name."""
         plain = grpc.aio.insecure_channel(target, OPTIONS)
         super().__init__(plain, call_metadata(token), target, deadline_seconds=None, stream_deadline_seconds=None)
         self._name = name

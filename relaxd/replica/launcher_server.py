@@ -59,7 +59,6 @@ class LauncherServicer(launcher_pb2_grpc.LauncherServicer):
         self._host = host
 
     async def Launch(self, request: pb.LaunchRequest, context: Any) -> pb.LaunchResponse:
-        """See the proto."""
         violations = Violations()
         _check_launch_id(request.launch_id, violations)
         roles = ", ".join(sorted(self._host.roles))
@@ -74,7 +73,6 @@ class LauncherServicer(launcher_pb2_grpc.LauncherServicer):
         return pb.LaunchResponse(instance=instance)
 
     async def Remove(self, request: pb.RemoveRequest, context: Any) -> pb.RemoveResponse:
-        """See the proto."""
         violations = Violations()
         _check_launch_id(request.launch_id, violations)
         in_range = 0 <= request.grace_seconds <= MAX_GRACE_SECONDS
@@ -85,7 +83,6 @@ class LauncherServicer(launcher_pb2_grpc.LauncherServicer):
         return pb.RemoveResponse()
 
     async def Restart(self, request: pb.LauncherRestartRequest, context: Any) -> pb.LauncherRestartResponse:
-        """See the proto."""
         violations = Violations()
         violations.check(LAUNCH_ID.fullmatch(request.instance), "instance", _NAME_RULE)
         violations.check(len(request.replica_id) <= 128, "replica_id", "must be a replica's id, or empty")
@@ -95,7 +92,6 @@ class LauncherServicer(launcher_pb2_grpc.LauncherServicer):
         return pb.LauncherRestartResponse(detail=detail)
 
     async def ListInstances(self, request: pb.ListInstancesRequest, context: Any) -> pb.ListInstancesResponse:
-        """See the proto."""
         page = Page[pb.Instance](request, f"instances {request.launch_id}", default=100, maximum=1000)
         instances = await asyncio.to_thread(self._host.instances)
         for instance in sorted(instances, key=lambda instance: instance.launch_id):

@@ -47,15 +47,12 @@ class ReplicaServicer(replica_pb2_grpc.ReplicaServicer):
         self._deadline_seconds = deadline_seconds
 
     async def GetStatus(self, request: replica_pb2.GetStatusRequest, context: Any) -> replica_pb2.GetStatusResponse:
-        """See the proto."""
         return replica_pb2.GetStatusResponse(status=self._status())
 
     async def Drain(self, request: replica_pb2.DrainRequest, context: Any) -> replica_pb2.DrainResponse:
-        """See the proto."""
         return replica_pb2.DrainResponse(held_groups=await self._drain(self._seconds_left(context)))
 
     async def Join(self, request: replica_pb2.JoinRequest, context: Any) -> replica_pb2.JoinResponse:
-        """See the proto."""
         standby = self._require_standby()
         if len(request.launch_id) > MAX_LAUNCH_ID:
             # The coordinator would refuse it, and a refused replica ends.
@@ -66,12 +63,10 @@ class ReplicaServicer(replica_pb2_grpc.ReplicaServicer):
         return replica_pb2.JoinResponse(replica_id=status.replica_id, role=status.role)
 
     async def Leave(self, request: replica_pb2.LeaveRequest, context: Any) -> replica_pb2.LeaveResponse:
-        """See the proto."""
         await self._require_standby().leave(request.launch_id, self._seconds_left(context))
         return replica_pb2.LeaveResponse()
 
     async def Restart(self, request: replica_pb2.RestartRequest, context: Any) -> replica_pb2.RestartResponse:
-        """See the proto."""
         if self._restart is None:
             raise FailedPrecondition("this process is restarted where it was started")
         self._restart(request.replica_id, request.reason)

@@ -98,7 +98,7 @@ class Choice:
         self.awaits = any(scorer.awaits for scorer in scorers)
 
     def score(self, samples: Sequence[RewardInput], runner: asyncio.Runner) -> list[Outcome]:
-        """See Scorer. Samples of a group have the same prompt, and so the same reward."""
+        """Samples of a group have the same prompt, and so the same reward."""
         return self._of(samples[0]).score(samples, runner)
 
     def _of(self, sample: RewardInput) -> Scorer:

@@ -149,7 +149,7 @@ class MultiCallable:
         self._method = RpcMethod(path, target)
 
     def __call__(self, request: Any, timeout: float | None = None, metadata: Any = None, **options: Any) -> Any:
-        """See grpc.aio's multi-callables."""
+        """Make the call. `options` are those of grpc.aio's multi-callables."""
         timeout = self._deadline_seconds if timeout is None else timeout
         span = open_client_span(self._method)
         call = self._call(request, timeout=timeout, metadata=self._metadata(metadata, span), **options)

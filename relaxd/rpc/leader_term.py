@@ -80,9 +80,9 @@ class RedisTerm:
         )
 
     async def check(self, term: int) -> None:
-        """See Fence.
+        """Raise FailedPrecondition for a term older than the newest one.
 
-        Also raises InvalidArgument for a term that no coordinator has, Unavailable when Redis doesn't answer, and
+        Raises InvalidArgument for a term that no coordinator has, Unavailable when Redis doesn't answer, and
         FailedPrecondition when it refuses the user or the password.
         """
         newest = await asyncio.to_thread(self._newest)

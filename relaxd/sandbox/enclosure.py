@@ -43,7 +43,7 @@ class Plan:
     hidden: tuple[str, ...] = ()
     """Files and folders that it can't open; all others it can read."""
     needed: tuple[str, ...] = ()
-    """Paths that it needs to read: it doesn't become a user who can't."""
+    """Paths that it must be able to read; if another user couldn't, it keeps its own."""
 
     def to_json(self) -> str:
         """Return JSON for `from_json`."""

@@ -185,7 +185,7 @@ class NcclConnection:
                 self._nccl.ncclCommAbort(communicator)
 
     def _settle_last(self) -> None:
-        """See `settle`. The lock is held."""
+        """Do what `settle` does, while the lock is held."""
         if not self._communicator.value:
             raise NcclError("the communicator was aborted")
         if (last := self._enqueueing) is not None:

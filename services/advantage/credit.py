@@ -14,7 +14,7 @@ from relaxd.board import COLUMNS, MESSAGE_RETURNS, PLAYER, SEQUENCE_REWARD, Colu
 
 @dataclass(frozen=True)
 class _Part:
-    """A part with a reward of its own: a sequence, or its tokens from one message of the model to the next."""
+    """A part with a separate reward: a sequence, or its tokens from one message of the model to the next."""
 
     sequence: int
     """Index of its sequence."""

@@ -21,7 +21,6 @@ class AdvantageServicer(advantage_pb2_grpc.AdvantageServicer):
     """Answers relaxd.v1.Advantage. Needs no run: a request names its algorithm."""
 
     async def Compute(self, request: advantage_pb2.ComputeRequest, context: Any) -> advantage_pb2.ComputeResponse:
-        """See the proto."""
         algorithm, rewards, lengths = parse_compute_request(request)
         if algorithm.needs.advantages:
             needs = ", ".join(algorithm.needs.advantages)

@@ -118,7 +118,7 @@ class DockerHost:
                     logger.info("%s was removed already", launch_id)
 
     def restart(self, instance: str, replica_id: str) -> str:
-        """See Host. `instance` is a container's id; `replica_id` is ignored, because the engine does not know it."""
+        """`instance` is a container's id; `replica_id` is ignored, because the engine does not know it."""
         with _translate_errors():
             container = next((one for one in self._containers() if one["Id"].startswith(instance)), None)
             if container is None:

@@ -94,7 +94,7 @@ async def try_reward(
 
 
 async def _try_remote(config: RewardConfig, samples: Sequence[RewardInput], workers: int) -> dict[str, Any]:
-    """See `try_reward`. A service that can't be reached is an error here: nobody waits for it."""
+    """Try a remote reward. A service that can't be reached is an error here: nobody waits for it."""
     try:
         remote = RemoteScorer(config)
     except MissingVariableError as error:

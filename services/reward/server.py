@@ -33,7 +33,6 @@ class RewardServicer(reward_pb2_grpc.RewardServicer):
         self._allowed = allowed
 
     async def Score(self, request: reward_pb2.ScoreRequest, context: Any) -> reward_pb2.ScoreResponse:
-        """See the proto."""
         samples = parse_score_request(request, bool(self._service.reward_of_run), self._service.sets)
         self._check_allowed(request.reward)
         reward = reward_of_set(request.evaluation_set) if request.evaluation_set else request.reward
@@ -48,7 +47,6 @@ class RewardServicer(reward_pb2_grpc.RewardServicer):
         return reward_pb2.ScoreResponse(scores=map(_score, outcomes))
 
     async def ListRewards(self, request: reward_pb2.ListRewardsRequest, context: Any) -> reward_pb2.ListRewardsResponse:
-        """See the proto."""
         infos = [reward_pb2.RewardInfo(name=name, description=describe(name)) for name in sorted(REWARDS)]
         return reward_pb2.ListRewardsResponse(rewards=infos)
 

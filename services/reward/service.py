@@ -74,7 +74,7 @@ class RewardService(StageReplica):
         await super().start_run(config, assignment)
 
     async def prepare(self, config: RunConfig) -> tuple[Process, int]:
-        """See StageReplica. Loads the run's reward, so that a wrong name fails the start instead of every group."""
+        """Load the run's reward, so that a wrong name fails the start instead of every group."""
         check_names(config.reward)
         self.reward_of_run = config.reward.shown
         of_sets = {one.name: one.reward for one in sets_of(config) if one.reward is not None}
@@ -181,11 +181,11 @@ class RewardService(StageReplica):
         return [*self._remotes.values(), *([] if self._judge is None else [self._judge])]
 
     def pieces(self) -> int:
-        """See StageReplica. Counts samples, replies of the judge, and probes of a service that doesn't answer."""
+        """Return a counter of samples, replies of the judge, and probes of a service that doesn't answer."""
         return self.pool.scored + sum(client.pieces for client in self._clients)
 
     def status(self) -> ServiceStatus:
-        """See ReplicaService. Names a sample that takes long."""
+        """Return the state, with the name of a sample that takes long."""
         status = super().status()
         for client in self._clients:
             if detail := client.detail:
@@ -196,7 +196,7 @@ class RewardService(StageReplica):
         return status
 
     async def resume_run(self) -> None:
-        """See ReplicaService. Loads the reward again, because people repair it while the run is paused."""
+        """Resume, and load the reward again, because people repair it while the run is paused."""
         self.pool.reload()
         self._cache.clear()
         for client in self._clients:

@@ -125,7 +125,7 @@ def _docstrings(module: str) -> Mapping[tuple[str, str], str]:
 
 
 def _choices(field: FieldInfo) -> Mapping[str, type[BaseModel]]:
-    """Return the models of a section by their tags; of most sections there is one, tagged ""."""
+    """Return the models of a section by their tags: one, tagged "", unless the section is a choice."""
     kind = field.annotation
     if isinstance(kind, type) and issubclass(kind, BaseModel):
         return {"": kind}

@@ -141,7 +141,7 @@ class PromptRecord:
         return unknown
 
     def chances(self, indices: np.ndarray) -> np.ndarray:
-        """Return with what probability visits to these prompts take place, float32 like `indices`."""
+        """Return the probability that a visit to each of these prompts takes place, float32 like `indices`."""
         return np.ones(len(indices), np.float32) if self.exhausted else self._chance[indices]
 
     def is_retest(self, index: int) -> bool:

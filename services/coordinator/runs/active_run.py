@@ -483,7 +483,7 @@ class ActiveRun:
             return await self._serves_last(version)
 
     async def _serves_last(self, version: int) -> bool:
-        """See `_last_sync`, which names this wait."""
+        """Return whether the engines come to serve a version; `_last_sync` names the wait."""
         weights = self.config.weights
         limit = 2 * (weights.connect_timeout_seconds + weights.timeout_seconds)
         seen = unable = time.monotonic()

@@ -34,7 +34,7 @@ class ChatCompletions:
         self._session: aiohttp.ClientSession | None = None
 
     async def probe(self) -> None:
-        """See Judges. Asks for the server's models, which it may answer with 404."""
+        """Ask for the server's models, which it may answer with 404."""
         limit = aiohttp.ClientTimeout(total=PROBE_SECONDS)
         try:
             async with self._open().get(f"{self.on}/models", timeout=limit, allow_redirects=False) as answer:

@@ -115,7 +115,7 @@ class RemoteTerms:
             await remote.probe()
 
     async def start(self) -> None:
-        """See RemoteScorer. Raises MismatchError."""
+        """Raises MismatchError."""
         for remote in self._remote.values():
             await remote.start()
 

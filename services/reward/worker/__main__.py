@@ -7,7 +7,7 @@ from dataclasses import replace
 from relaxd.sandbox.enclosure import Measure, Plan, enclose
 
 SOCKET = "RELAXD_CHILD_SOCKET"
-"""See relaxd.process.child, whose imports start threads."""
+"""Environment variable of relaxd.process.child, which isn't imported here because its imports start threads."""
 
 
 def main() -> None:

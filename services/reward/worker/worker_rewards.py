@@ -167,17 +167,14 @@ class Rewards(reward_worker_pb2_grpc.RewardWorkerServicer):
         self._tasks: queue.SimpleQueue[tuple[Callable[[], Answer], Future[Any]]] = queue.SimpleQueue()
 
     def LoadReward(self, request: pb.LoadRewardRequest, context: Any) -> pb.LoadRewardResponse:
-        """See the proto."""
         return cast(pb.LoadRewardResponse, self._in_main_thread(lambda: self._load(request)))
 
     def ScoreSamples(self, request: pb.ScoreSamplesRequest, context: Any) -> pb.ScoreSamplesResponse:
-        """See the proto."""
         return cast(pb.ScoreSamplesResponse, self._in_main_thread(lambda: self._score(request)))
 
     async def CarryQuestions(
         self, request_iterator: AsyncIterator[pb.CarryQuestionsRequest], context: Any
     ) -> AsyncIterator[pb.CarryQuestionsResponse]:
-        """See the proto."""
         async for question in self._judge.carry(request_iterator):
             yield question
 

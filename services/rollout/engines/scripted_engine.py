@@ -285,7 +285,7 @@ class ScriptedEngine(RolloutEngine):
             task.cancel()
 
     async def pause(self, mode: PauseMode, lease_seconds: float, timeout: float) -> int:
-        """See RolloutEngine. Decoding goes on when the lease ends, at the latest."""
+        """Decoding goes on when the lease ends, at the latest."""
         self._end_lease()
         if mode == "abort":
             for request_id in list(self._tasks):

@@ -101,7 +101,7 @@ class JudgeService(ReplicaService):
         return engine
 
     async def start_run(self, config: RunConfig, assignment: Assignment) -> None:
-        """See ReplicaService. Returns once the model is loaded."""
+        """Start; return once the model is loaded."""
         self._draining = False
         if JUDGE not in roles_for(config):
             self._engine.detail = "this run needs no judge service"
@@ -131,7 +131,7 @@ class JudgeService(ReplicaService):
         return self._open
 
     def status(self) -> ServiceStatus:
-        """See ReplicaService. Counts open questions as held groups."""
+        """Return the state; open questions count as held groups."""
         engine = self._engine.child
         asleep = engine is not None and engine.asleep == ALL_MEMORY
         gauges = dict(engine.gauges) if engine is not None else {}

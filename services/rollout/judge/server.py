@@ -17,7 +17,6 @@ class JudgeServicer(judge_pb2_grpc.JudgeServicer):
         self._sync_ids = sync_ids
 
     async def Ask(self, request: judge_pb2.AskRequest, context: Any) -> judge_pb2.AskResponse:
-        """See the proto."""
         messages = parse_messages(request)
         prompt_tokens, output = await self._service.ask(messages, request.seed)
         return judge_pb2.AskResponse(
@@ -28,12 +27,10 @@ class JudgeServicer(judge_pb2_grpc.JudgeServicer):
         )
 
     async def Sleep(self, request: judge_pb2.JudgeSleepRequest, context: Any) -> judge_pb2.JudgeSleepResponse:
-        """See the proto."""
         self._check_turn(request)
         return judge_pb2.JudgeSleepResponse(memory=await self._service.sleep(request.timeout_seconds))
 
     async def Wake(self, request: judge_pb2.JudgeWakeRequest, context: Any) -> judge_pb2.JudgeWakeResponse:
-        """See the proto."""
         self._check_turn(request)
         return judge_pb2.JudgeWakeResponse(memory=await self._service.wake(request.timeout_seconds))
 

@@ -225,7 +225,7 @@ class Answers:
 
 
 def _merged(outputs: Sequence[Output]) -> list[Output]:
-    """Return one output that stands for all of a sample's, in order; none for none."""
+    """Join the outputs of one sample, in order, to one output."""
     if len(outputs) < 2:
         return list(outputs)
     merged = replace(

@@ -170,7 +170,7 @@ class ChildEngine(RolloutEngine):
 
     @property
     def tokens(self) -> int:
-        """See RolloutEngine: by its last report."""
+        """Number of tokens, by its last report."""
         return self._measured[1]
 
     @property

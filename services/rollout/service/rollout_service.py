@@ -157,7 +157,7 @@ class RolloutService(ReplicaService):
         self.update_intake()
 
     async def drain(self, seconds: float) -> int:
-        """See ReplicaService. Groups not finished in time return to the board, so none is held afterwards.
+        """Groups not finished in time return to the board, so none is held afterwards.
 
         With rollout.partial.enabled none is finished: others continue them at once. Where agents ask the engine, it
         finishes their requests, and agents ask another one from now on.

@@ -40,7 +40,7 @@ class TeacherService(StageReplica):
         """Counts looks at an engine that has nothing to do."""
 
     async def prepare(self, config: RunConfig) -> tuple[Process, int | Callable[[], int]]:
-        """See StageReplica. Raises DataError, RpcError."""
+        """Raises DataError, RpcError."""
         if wrong := ROLES[TEACHER].wrong_module(MODULE, config):
             raise FailedPrecondition(wrong)
         await asyncio.to_thread(check_vocabularies, config, TEACHER)

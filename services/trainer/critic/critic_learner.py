@@ -124,7 +124,7 @@ class CriticLearner:
         prepare(self._stateful(self.step), self._kept)
 
     def snapshot(self, folder: Path) -> Snapshot:
-        """See `Checkpointed`. The next update waits until the snapshot's copies are complete."""
+        """Copy the state for a checkpoint. The next update waits until the snapshot's copies are complete."""
         self._wait_for_copies()
         self._kept = self._kept.free_or_new()
         snapshot = Snapshot(self._stateful(self.step), folder, self._kept)

@@ -172,8 +172,8 @@ def _shifted(numbers: Tensor, places: int) -> Tensor:
 
 BLOCK = 32
 """Elements that share a scale, as in the MX formats (arXiv 2310.10537). A block begins at a multiple of this in its
-parameter. So do Megatron's shards, unless there are many data-parallel ranks: a block's two parts then have scales of
-their own."""
+parameter. So do Megatron's shards, unless there are many data-parallel ranks: a block's two parts then have a
+scale each."""
 EXPONENTS = "exp_avg_exponents"
 """Name of the scales in the state of a parameter: int8, of each block the exponent of the power of two."""
 TOP = 8

@@ -232,7 +232,7 @@ class PreparedThenTrained(_Phases):
         return not failed and self._assemble(open_step, groups, prepared)
 
     def rounds(self, update: MiniBatch) -> Sequence[MicroBatchRound]:
-        """Return all."""
+        """Return all rounds of an update."""
         return update.rounds
 
     def _prepared(

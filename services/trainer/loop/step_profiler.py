@@ -76,7 +76,7 @@ class ProfilePlan:
             return asked
 
     def begin(self, step: int) -> ProfileOptions | None:
-        """Return how to record a step that begins; None if it isn't, or is already."""
+        """Return the options for recording a step that begins; None if it isn't recorded, or is already."""
         with self._lock:
             self._begun = step
             return self._planned.pop(step, None)

@@ -17,7 +17,7 @@ class DeviceImages:
     towers: tuple[str, ...]
     """Name of each item's tower."""
     inputs: Callable[[int], Tensor]
-    """Returns what an item's tower takes, by the item's index: patches, float32 [patches, values], or a spectrogram,
+    """Returns the input of an item's tower, by the item's index: patches, float32 [patches, values], or a spectrogram,
     float32 [bands, frames]."""
     grids: Sequence[Grid]
     """Size of each item."""

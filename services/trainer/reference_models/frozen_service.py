@@ -54,7 +54,7 @@ class ModelService(ReplicaService):
         self._done_before = 0
 
     async def start_run(self, config: RunConfig, assignment: Assignment) -> None:
-        """See ReplicaService. Returns once the model is loaded."""
+        """Start; return once the model is loaded."""
         if self.role not in roles_for(config):
             self._detail = f"this run needs no {self.role} service"
             return
@@ -118,7 +118,7 @@ class ModelService(ReplicaService):
         await self._set_paused(False)
 
     async def drain(self, seconds: float) -> int:
-        """See ReplicaService. Groups not finished in time return to the board."""
+        """Groups not finished in time return to the board."""
         if self._ranks is not None and self._ranks.ranks:
             request = pb.HandBackGroupsRequest(seconds=max(0.0, seconds - DRAIN_MARGIN_SECONDS))
             with contextlib.suppress(RpcError):  # a rank that fails ends this replica

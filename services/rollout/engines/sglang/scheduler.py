@@ -214,14 +214,12 @@ class ControlHandlers(engine_pb2_grpc.SchedulerServicer, rollout_pb2_grpc.Rollou
             raise EngineError(f"no calls are taken at {path} after {ANSWER_SECONDS:g} s")
 
     def EndAll(self, request: engine_pb2.EndAllRequest, context: Any) -> engine_pb2.EndAllResponse:
-        """See the proto."""
         ended = self._scheduler.run_between_steps(self._scheduler.end_all, ANSWER_SECONDS)
         return engine_pb2.EndAllResponse(ended=ended)
 
     def GetSchedulerStats(
         self, request: engine_pb2.GetSchedulerStatsRequest, context: Any
     ) -> engine_pb2.GetSchedulerStatsResponse:
-        """See the proto."""
         scheduler = self._scheduler
         if scheduler.cuda_device is None:
             memory = int(psutil.Process().memory_info().rss)
@@ -237,14 +235,13 @@ class ControlHandlers(engine_pb2_grpc.SchedulerServicer, rollout_pb2_grpc.Rollou
         )
 
     async def WatchEnd(self, request: engine_pb2.WatchEndRequest, context: Any) -> engine_pb2.WatchEndResponse:
-        """See the proto."""
         await asyncio.Event().wait()
         return engine_pb2.WatchEndResponse()
 
     def JoinWeightGroup(
         self, request: rollout_pb2.JoinWeightGroupRequest, context: Any
     ) -> rollout_pb2.JoinWeightGroupResponse:
-        """See the proto. The scheduler's rank in the group is `rank` + its tensor-parallel rank."""
+        """The scheduler's rank in the group is `rank` + its tensor-parallel rank."""
         group = request.group
         try:
             self._scheduler.weights.join(
@@ -260,6 +257,6 @@ class ControlHandlers(engine_pb2_grpc.SchedulerServicer, rollout_pb2_grpc.Rollou
     def LeaveWeightGroup(
         self, request: rollout_pb2.LeaveWeightGroupRequest, context: Any
     ) -> rollout_pb2.LeaveWeightGroupResponse:
-        """See the proto. Answers whether a failed broadcast had touched the model."""
+        """Answer, also whether a failed broadcast had touched the model."""
         unusable = self._scheduler.updates.leave(request.group_name)
         return rollout_pb2.LeaveWeightGroupResponse(quarantined=unusable)

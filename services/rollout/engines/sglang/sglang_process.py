@@ -133,7 +133,6 @@ class SGLangProcess(EngineProcess):
     async def ComputeLogprobs(
         self, request: engine_pb2.ComputeLogprobsRequest, context: Any
     ) -> engine_pb2.ComputeLogprobsResponse:
-        """See the proto."""
         if not self.for_logprobs:
             raise EngineError("the model was loaded to generate: load one with LoadRequest.logprobs")
         return await asyncio.wrap_future(self._loaded().logprobs.submit(request))
@@ -141,7 +140,7 @@ class SGLangProcess(EngineProcess):
     def JoinWeightGroup(
         self, request: rollout_pb2.JoinWeightGroupRequest, context: Any
     ) -> rollout_pb2.JoinWeightGroupResponse:
-        """See the proto. Tensor-parallel rank t has rank `rank` + t in the group."""
+        """Tensor-parallel rank t has rank `rank` + t in the group."""
         self._loaded()
         group = request.group
         if self._group and self._group != group.name:
@@ -205,7 +204,6 @@ class SGLangProcess(EngineProcess):
     def LeaveWeightGroup(
         self, request: rollout_pb2.LeaveWeightGroupRequest, context: Any
     ) -> rollout_pb2.LeaveWeightGroupResponse:
-        """See the proto."""
         if self._engine is None:
             return rollout_pb2.LeaveWeightGroupResponse()
         self._end(request.group_name)

@@ -45,7 +45,7 @@ STOP_SECONDS = 5.0
 PROBE_SECONDS = 2.0
 """Interval of probes."""
 SCHEDULER_SECONDS = 60.0
-"""A server whose scheduler answers no probe for so long, outside of an update, counts as dead."""
+"""Time without an answer to a probe, outside of an update, after which a server's scheduler counts as dead."""
 STATS_SECONDS = 1.0
 
 logger = logging.getLogger(__name__)
@@ -177,7 +177,7 @@ class ExternalEngine(RolloutEngine):
         return len(self._requests.running_ids)
 
     async def resume(self) -> None:
-        """See RolloutEngine. Raises EngineError during an update. A quarantined server stays paused."""
+        """Raises EngineError during an update. A quarantined server stays paused."""
         if self._updating:
             raise EngineError("weights are being received: the pause cannot end now")
         self._replace_lease(None)
@@ -228,7 +228,7 @@ class ExternalEngine(RolloutEngine):
         return self.quarantined
 
     async def stop(self) -> None:
-        """See RolloutEngine: abort this engine's requests and end its pause. The server runs on."""
+        """Abort this engine's requests and end its pause. The server runs on."""
         if self.alive:
             running_ids, paused = self._requests.running_ids, not self._open.is_set()
             self._mark_ended("the engine is stopped")

@@ -37,7 +37,7 @@ class ExternalWeights:
         self._waiting: asyncio.Future[Any] | None = None
 
     async def join(self, request: rollout_pb2.JoinWeightGroupRequest) -> None:
-        """See RolloutEngine.join. Raises BadManifest, Aborted or DeadlineExceeded."""
+        """Raises BadManifest, Aborted or DeadlineExceeded."""
         buckets, group = stock_buckets(request.manifest), request.group
         await self.leave_all()
         body = {

@@ -56,7 +56,6 @@ class TransformersProcess(EngineProcess):
     def JoinWeightGroup(
         self, request: rollout_pb2.JoinWeightGroupRequest, context: Any
     ) -> rollout_pb2.JoinWeightGroupResponse:
-        """See the proto."""
         engine, asked = self._loaded(), request.group
         try:
             buckets = from_proto(request.manifest)
@@ -96,7 +95,6 @@ class TransformersProcess(EngineProcess):
     def LeaveWeightGroup(
         self, request: rollout_pb2.LeaveWeightGroupRequest, context: Any
     ) -> rollout_pb2.LeaveWeightGroupResponse:
-        """See the proto."""
         self._forget(request.group_name)
         if request.quarantine and self._engine is not None:
             self._engine.quarantine()

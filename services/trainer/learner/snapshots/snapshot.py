@@ -99,11 +99,11 @@ class Loaded:
     """The state of a learner outside its model, as read from a checkpoint."""
 
     optimizer_steps: int
-    """As of `Stateful`."""
+    """Number of updates that have changed the weights."""
     metrics: dict[str, float]
-    """As of `Stateful`."""
+    """The numbers of the last step, where nothing else keeps them."""
     skipped_in_a_row: int
-    """As of `Stateful`."""
+    """Updates skipped in a row, where nothing else counts them."""
 
 
 class Checkpointed(Protocol):
