@@ -35,13 +35,13 @@ from services.trainer.batch.groups import check_group
 from services.trainer.batch.micro_batch import pack
 from services.trainer.batch.prompt_images import ImageReader
 from services.trainer.megatron.world import leave_layout
+from tests.integration.agent.conversation_kit import config_of, talks
 from tests.integration.agent.function_kit import holding as function_holding
 from tests.integration.agent.galleries import OTHER, SHOWN
 from tests.integration.agent.program_kit import config_of as program_config
 from tests.integration.agent.program_kit import holding as program_holding
 from tests.integration.agent.scripted_engines import Fleet
 from tests.integration.agent.seeing_engines import SeeingFleet
-from tests.integration.agent.test_conversation_faults import config_of, talks
 from tests.integration.trainer.trainer_worlds import Job, make_learner
 from tests.kit.models import byte_tokenizer
 from tests.kit.vision import PROCESSOR, encoded, make_vision_model, picture

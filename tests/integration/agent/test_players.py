@@ -8,8 +8,8 @@ import pytest
 from relaxd.data.examples import Example
 from relaxd.data.tokenizer import PromptTokenizer
 from services.agent.group_conversations import columns_of
+from tests.integration.agent.conversation_kit import config_of, talks
 from tests.integration.agent.scripted_engines import STOP, Fleet, encode
-from tests.integration.agent.test_conversation_faults import config_of, talks
 from tests.kit.models import byte_tokenizer
 
 ASKED = Example([{"role": "user", "content": "Nim."}], "", {"stones": 7})

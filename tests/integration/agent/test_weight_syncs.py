@@ -11,8 +11,8 @@ from transformers import PreTrainedModel
 
 from relaxd.data.tokenizer import PromptTokenizer
 from services.agent.conversation import Conversation
+from tests.integration.agent.conversation_kit import ASKED, config_of, service_of, talks
 from tests.integration.agent.scripted_engines import Fleet
-from tests.integration.agent.test_conversation_faults import ASKED, config_of, service_of, talks
 from tests.integration.rollout.rollout_kit import Stage
 from tests.integration.rollout.test_rollout_service import with_weights
 from tests.kit.models import byte_tokenizer, make_tiny_model

@@ -11,7 +11,7 @@ from services.trainer.batch.step_plan import MicroBatchRound, MiniBatch, Sequenc
 from services.trainer.critic.critic_learner import CriticLearner
 from services.trainer.learner.update import TooManySkippedUpdates
 from services.trainer.megatron.world import shut_down
-from tests.integration.trainer.critic.test_critic import config_of
+from tests.integration.trainer.critic.critic_kit import config_of
 
 GROUPS = ("a", "b")
 TOKENS = 6

@@ -22,8 +22,8 @@ from services.trainer.batch.step_file import read_committed
 from services.trainer.megatron.world import shut_down
 from services.trainer.offline.replay import replay
 from tests.integration.trainer import training_worlds
-from tests.integration.trainer.critic.test_critic import GAMMA, LAMBDA, generalized
-from tests.integration.trainer.learner.test_several_updates import LENGTHS, WAYS, PlainLoop
+from tests.integration.trainer.critic.critic_kit import GAMMA, LAMBDA, generalized
+from tests.integration.trainer.learner.updates_kit import LENGTHS, WAYS, PlainLoop
 from tests.integration.trainer.service_kit import RUN_ID, Feeder, several_updates
 from tests.integration.trainer.trainer_worlds import run_world
 from tests.integration.trainer.training_worlds import RunJob, run_job
