@@ -38,7 +38,8 @@ WORKERS ?= $(shell expr $(CORES) + 1)
 PARALLEL := --dist loadfile --no-loadscope-reorder
 
 .PHONY: test
-test: lint test-quick ## lint, and what can be tested without a GPU, but for what is slow (WORKERS=)
+test: ## lint, and meanwhile what can be tested without a GPU, but for what is slow (WORKERS=)
+	$(MAKE) --jobs=2 lint test-quick
 
 .PHONY: test-quick
 test-quick: $(STAMP)
