@@ -2,9 +2,12 @@
 
 import re
 
+import pytest
+
 from tests.kit.processes import run_python
 
 
+@pytest.mark.slow
 def test_the_loop_on_one_page_learns() -> None:
     done = run_python("examples/one_page.py", seconds=240)
     assert done.returncode == 0, done.stdout + done.stderr
