@@ -9,7 +9,7 @@ import tomllib
 from typing import Any
 
 MAX_CHARACTERS = 1 << 18
-"""Characters of a configuration. Prompts, rewards and long templates belong into separate files."""
+"""Characters of a configuration. Prompts, rewards and long templates belong in separate files."""
 MAX_SETTINGS = 10_000
 MAX_NAME = 200
 """Characters of a key."""
