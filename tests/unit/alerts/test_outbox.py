@@ -4,10 +4,9 @@ import json
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
-import pytest
-
 from relaxd.alerts.outbox import MAX_PENDING, Message, Outbox
 from relaxd.alerts.quiet_hours import NO_QUIET_HOURS, parse_quiet_hours
+from tests.kit.cases import each
 
 NOON = datetime(2026, 5, 4, 12, 0, tzinfo=UTC)
 
@@ -91,7 +90,7 @@ ALARMS: list[tuple[list[tuple[float, dict[str, Any]]], list[tuple[float, str]]]]
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("statuses", "messages"), ALARMS)
+@each(("statuses", "messages"), ALARMS)
 def test_beginning_and_end_of_an_alarm_are_told_once(
     statuses: list[tuple[float, dict[str, Any]]], messages: list[tuple[float, str]]
 ) -> None:
@@ -154,7 +153,7 @@ QUIET: list[tuple[str, str, bool]] = [
 ]
 
 
-@pytest.mark.parametrize(("hours", "time", "quiet"), QUIET)
+@each(("hours", "time", "quiet"), QUIET)
 def test_messages_wait_in_quiet_hours(hours: str, time: str, quiet: bool) -> None:
     now = datetime.combine(NOON.date(), datetime.strptime(time, "%H:%M").time(), UTC)
     box = outbox(hours)

@@ -5,6 +5,7 @@ import math
 import pytest
 
 from relaxd.alerts.rules import RuleWatch, parse_rule
+from tests.kit.cases import each
 
 WRONG = [
     ("", "expected"),
@@ -20,7 +21,7 @@ WRONG = [
 ]
 
 
-@pytest.mark.parametrize(("rule", "text"), WRONG)
+@each(("rule", "text"), WRONG)
 def test_wrong_rules_are_refused(rule: str, text: str) -> None:
     with pytest.raises(ValueError, match=text.replace("(", r"\(")):
         parse_rule(rule)
@@ -40,7 +41,7 @@ CASES: list[tuple[str, list[float | None], list[tuple[int, int]]]] = [
 ]
 
 
-@pytest.mark.parametrize(("rule", "values", "alarms"), CASES)
+@each(("rule", "values", "alarms"), CASES)
 def test_alarms_of_a_rule(rule: str, values: list[float | None], alarms: list[tuple[int, int]]) -> None:
     lines = [{"step": step, "m": value} for step, value in enumerate(values, 1)]
     found = RuleWatch(parse_rule(rule)).observe_all(lines)

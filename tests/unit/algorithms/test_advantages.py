@@ -18,6 +18,7 @@ from relaxd.config.algorithm import ALGORITHM
 from relaxd.config.load_toml import ConfigError, load
 from relaxd.drop_reasons import DropReason
 from relaxd.roles import ADVANTAGE
+from tests.kit.cases import each
 
 REWARDS = [0.5, 1.5, -1.0, 0.25]
 LENGTHS = [3, 2, 4, 2]
@@ -139,7 +140,7 @@ def test_answers_that_were_cut_have_no_advantage() -> None:
         algorithm.advantages(np.array(REWARDS), np.array(LENGTHS, np.int32))
 
 
-@pytest.mark.parametrize("name", sorted(set(ALGORITHMS) - {"opd"}))
+@each("name", sorted(set(ALGORITHMS) - {"opd"}))
 def test_equal_rewards_and_single_samples(name: str) -> None:
     dropped = name not in ("reinforce_plus_plus", "ppo")
     assert (advantages(name, [0.1 + 0.2] * 4) == "zero_variance") == dropped
@@ -319,7 +320,7 @@ def test_distillation_alone_does_not_see_the_rewards() -> None:
             assert result.values.tolist() == pytest.approx(expected)
 
 
-@pytest.mark.parametrize(
+@each(
     ("settings", "problem"),
     [
         ('name = "opd"', "roles.teacher.model is empty: set it to the teacher's model"),
@@ -360,7 +361,7 @@ def test_columns_that_advantages_need_reach_their_stage() -> None:
     assert needs('distill_loss_coef = 0.1\n[roles.teacher]\nmodel = "big"') == plain  # only the loss sees it
 
 
-@pytest.mark.parametrize(
+@each(
     ("settings", "taken_in"),
     [
         ("kl_reward_coef = 0.1", set()),
@@ -427,7 +428,7 @@ def test_weights_and_normalizer_make_the_mean(aggregation: str) -> None:
     assert found == pytest.approx(expected, rel=1e-6)
 
 
-@pytest.mark.parametrize("name", ALGORITHMS)
+@each("name", ALGORITHMS)
 def test_whoever_compares_the_samples_of_a_group_needs_two(name: str) -> None:
     """One sample has the raw reward as its advantage: no baseline."""
     alone = {"reinforce_plus_plus", "ppo", "opd"}

@@ -11,6 +11,7 @@ import torch
 
 from relaxd.algorithms import LossInputs, LossOutput, create
 from relaxd.config.algorithm import ALGORITHM
+from tests.kit.cases import each
 
 torch.set_num_threads(1)
 TOKENS, VOCAB = 6, 9
@@ -94,8 +95,8 @@ def divergence(kind: str, student: list[float], teacher: list[float]) -> float:
     }[kind]
 
 
-@pytest.mark.parametrize("kind", DIVERGENCES)
-@pytest.mark.parametrize(("top_k", "union"), [(1, False), (4, False), (VOCAB, False), (3, True)])
+@each("kind", DIVERGENCES)
+@each(("top_k", "union"), [(1, False), (4, False), (VOCAB, False), (3, True)])
 def test_loss_sums_and_gradient_match_the_formula(kind: str, top_k: int, union: bool) -> None:
     case, settings = Case(top_k, union=union), settings_of(kind, top_k, "union" if union else "teacher")
     logits = torch.from_numpy(case.student).requires_grad_()

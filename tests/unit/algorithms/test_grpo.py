@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from relaxd.algorithms import Advantages, Filtered, LossInputs, create, sample_lengths
 from relaxd.algorithms.loss_terms import correction_weights
 from relaxd.config import GRPOConfig
+from tests.kit.cases import each
 
 torch.set_num_threads(1)
 RANDOM = np.random.default_rng(7)
@@ -46,8 +47,8 @@ def test_every_token_of_a_sample_has_the_same_advantage():
     np.testing.assert_array_equal(result, np.float32([-1, -1, 1, 1, 1]))
 
 
-@pytest.mark.parametrize("reward", [0.0, 1.0, -1.0, 0.1, 0.1 + 0.2, 1 / 3, 1e-300, 5e-324, 1e300, 123456.789])
-@pytest.mark.parametrize("samples", [2, 3, 7, 10, 64])
+@each("reward", [0.0, 1.0, -1.0, 0.1, 0.1 + 0.2, 1 / 3, 1e-300, 5e-324, 1e300, 123456.789])
+@each("samples", [2, 3, 7, 10, 64])
 def test_identical_rewards_are_dropped(reward, samples):
     assert advantages([reward] * samples) == "zero_variance"
     kept = advantages([reward] * samples, drop_zero_variance=False, std_epsilon=1e-30)
@@ -277,7 +278,7 @@ def one_token(log_ratio: float, advantage: float, **settings_) -> tuple[float, f
     return output.loss.item(), logprobs.grad.item(), output.sums["clip_fraction"].item()
 
 
-@pytest.mark.parametrize(
+@each(
     ("ratio", "advantage", "clipped_to"),
     [
         (1.27, 1.0, None),
@@ -298,8 +299,8 @@ def test_clip_boundaries(ratio, advantage, clipped_to):
         assert (loss, gradient, clip_fraction) == pytest.approx((-clipped_to * advantage, 0, 1))
 
 
-@pytest.mark.parametrize("log_ratio", [-1e4, -200.0, 200.0, 1e4])
-@pytest.mark.parametrize("advantage", [-1.0, 1.0])
+@each("log_ratio", [-1e4, -200.0, 200.0, 1e4])
+@each("advantage", [-1.0, 1.0])
 def test_a_token_left_far_behind_gives_a_finite_loss_and_no_gradient(log_ratio, advantage):
     loss, gradient, _ = one_token(log_ratio, advantage)
     assert math.isfinite(loss)

@@ -10,6 +10,7 @@ import torch
 
 from relaxd.algorithms import ALGORITHMS, Algorithm, LossInputs, create
 from relaxd.config.algorithm import ALGORITHM
+from tests.kit.cases import each
 from tests.unit.algorithms.loss_formulas import Micro, formula
 
 torch.set_num_threads(1)
@@ -127,8 +128,8 @@ def test_every_algorithm_has_a_case() -> None:
     assert {case.replace(",", "").split()[0] for case in CASES} == set(ALGORITHMS)
 
 
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("old", [False, True], ids=["one update", "several updates"])
+@each("case", CASES)
+@each("old", [False, True], ids=["one update", "several updates"])
 def test_loss_sums_and_gradient_match_the_formula(case: str, old: bool) -> None:
     inputs, settings = make_inputs(old=old), settings_of(case)
     micro, output = micro_of(inputs), algorithm_of(case).loss(inputs)
@@ -146,7 +147,7 @@ def test_loss_sums_and_gradient_match_the_formula(case: str, old: bool) -> None:
         assert inputs.logprobs.grad[token].item() == pytest.approx(quotient, rel=1e-6, abs=1e-8), token
 
 
-@pytest.mark.parametrize("case", CASES)
+@each("case", CASES)
 def test_each_case_shows_what_it_is_about(case: str) -> None:
     """A clip that never clips, or a mask that never masks, would test nothing."""
     inputs, settings = make_inputs(), settings_of(case)
@@ -160,7 +161,7 @@ def test_each_case_shows_what_it_is_about(case: str) -> None:
         assert 0 < sums["veto_fraction"] < trained
 
 
-@pytest.mark.parametrize("case", CASES)
+@each("case", CASES)
 def test_float32_agrees(case: str) -> None:
     single, double = make_inputs(torch.float32), make_inputs()
     found, expected = algorithm_of(case).loss(single), algorithm_of(case).loss(double)
@@ -168,8 +169,8 @@ def test_float32_agrees(case: str) -> None:
     assert found.loss.item() == pytest.approx(expected.loss.item(), rel=2e-5)
 
 
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("pieces", [2, 5])
+@each("case", CASES)
+@each("pieces", [2, 5])
 def test_the_loss_does_not_depend_on_how_sequences_are_divided(case: str, pieces: int) -> None:
     """Into micro-batches, and among data-parallel ranks: their losses and gradients add up."""
     whole, algorithm = make_inputs(), algorithm_of(case)
@@ -201,7 +202,7 @@ def test_the_loss_does_not_depend_on_how_sequences_are_divided(case: str, pieces
     assert sums == pytest.approx({name: value.item() for name, value in output.sums.items()}, rel=1e-12)
 
 
-@pytest.mark.parametrize("case", CASES)
+@each("case", CASES)
 def test_what_stands_where_the_mask_is_0_does_not_matter(case: str) -> None:
     clean, algorithm = make_inputs(), algorithm_of(case)
     untrained = clean.mask == 0
@@ -223,8 +224,8 @@ def test_what_stands_where_the_mask_is_0_does_not_matter(case: str) -> None:
     torch.testing.assert_close(dirtied.logprobs.grad, clean.logprobs.grad, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("settings", [{}, {"kl_coef": 0.1, "kl_unbiased": True}], ids=["", "unbiased kl"])
-@pytest.mark.parametrize("name", ALGORITHMS)
+@each("settings", [{}, {"kl_coef": 0.1, "kl_unbiased": True}], ids=["", "unbiased kl"])
+@each("name", ALGORITHMS)
 def test_one_extreme_token_does_not_own_the_step(name: str, settings: dict[str, Any]) -> None:
     """A token whose probability rose by e^10 had 22,026 times the gradient of the others; NaN isn't hidden."""
     algorithm = create(ALGORITHM.validate_python({"name": name, **settings}))

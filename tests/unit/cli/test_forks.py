@@ -13,6 +13,7 @@ from relaxd.client import CliError
 from relaxd.config.load_toml import ConfigError, load
 from relaxd.report.charts import chart_data
 from relaxd.run_forks import Fork, with_original, write_fork
+from tests.kit.cases import each
 from tests.kit.run_folders import write_run
 
 TASK = """
@@ -38,7 +39,7 @@ def test_another_algorithm_begins_with_its_defaults() -> None:
     assert (same.clip_low, same.clip_high) == (0.1, 0.3)
 
 
-@pytest.mark.parametrize(
+@each(
     ("change", "problem"),
     [
         (

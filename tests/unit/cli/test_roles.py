@@ -23,6 +23,7 @@ from relaxd.rpc.errors import InvalidArgument
 from relaxd.v1.coordinator_pb2 import Registration
 from relaxd.v1.scaling_pb2 import ScaleOutRequest
 from services.coordinator.api.validation import check_registration, scale_out_spec
+from tests.kit.cases import each
 
 
 def registration(role: str) -> Registration:
@@ -177,7 +178,7 @@ def test_a_run_starts_what_it_needs(tmp_path: Path) -> None:
         assert _replicas(where, load(RUN + more)) == {**needed, **optional, role: 1}
 
 
-@pytest.mark.parametrize(
+@each(
     ("settings", "problem"),
     [
         ('roles.reference.placement = "service"', "algorithm.kl_coef is 0"),

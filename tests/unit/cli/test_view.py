@@ -19,6 +19,7 @@ from relaxd.report.html_page import _samples_table
 from relaxd.report.run_result import sample_values
 from relaxd.v1 import coordinator_pb2 as pb
 from services.coordinator.runs.record_messages import sample_message
+from tests.kit.cases import each
 from tests.kit.vision import encoded
 
 
@@ -84,8 +85,8 @@ def test_long_messages_are_cut_and_media_are_named() -> None:
     assert found == {"role": "assistant", "content": "", "tool_calls": ['add {"a": "ü"}']}
 
 
-@pytest.mark.parametrize("width", [80, 120])
-@pytest.mark.parametrize("height", [16, 24, 50])
+@each("width", [80, 120])
+@each("height", [16, 24, 50])
 def test_the_live_picture_fits_the_terminal(width: int, height: int) -> None:
     view = RunView()
     for step in range(1, 31):

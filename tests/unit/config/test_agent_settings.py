@@ -9,6 +9,7 @@ from relaxd.config import AgentConfig, RunConfig
 from relaxd.config.load_toml import ConfigError, load_file
 from relaxd.evaluation.set_checks import environment_problems
 from relaxd.evaluation.sets import sets_of
+from tests.kit.cases import each
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "addition.toml"
 TEACHER = "algorithm.name=opd roles.teacher.model=big roles.teacher.placement=service"
@@ -23,9 +24,7 @@ def test_environment_is_a_name_or_an_address(name: str) -> None:
     load(f"agent.environment={name}")
 
 
-@pytest.mark.parametrize(
-    "name", ["Maze", "games.py", "http://games:80", "grpc://games", "grpc://games:0", "grpc://a:70000"]
-)
+@each("name", ["Maze", "games.py", "http://games:80", "grpc://games", "grpc://games:0", "grpc://a:70000"])
 def test_other_names_of_environments_are_refused(name: str) -> None:
     with pytest.raises(ConfigError, match=rf"'{name}' must be the name of a bundled environment"):
         load(f"agent.environment={name}")
@@ -53,7 +52,7 @@ def test_settings_that_conversations_do_not_have_are_refused(words: str, problem
     assert 'agent.environment is "calculator"' in str(caught.value)
 
 
-@pytest.mark.parametrize(
+@each(
     ("words", "problem"),
     [
         ("agent.environment=calculator", 'agent.environment is "calculator", and agent.command is ["python", "a.py"]'),

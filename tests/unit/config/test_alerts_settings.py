@@ -4,6 +4,7 @@ import pytest
 from pydantic import ValidationError
 
 from relaxd.config.alerts import AlertsConfig
+from tests.kit.cases import each
 
 WRONG = [
     ({"rules": ["kl > 1", "kl ="]}, 'alerts.rules.1 = "kl =": expected "METRIC < NUMBER"'),
@@ -17,7 +18,7 @@ WRONG = [
 ]
 
 
-@pytest.mark.parametrize(("given", "text"), WRONG)
+@each(("given", "text"), WRONG)
 def test_wrong_settings_are_refused(given: dict[str, object], text: str) -> None:
     with pytest.raises(ValidationError) as caught:
         AlertsConfig(**given)

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from relaxd.config import RunConfig
 from relaxd.config.load_toml import ConfigError, load, load_file
 from relaxd.config.write_toml import dump
+from tests.kit.cases import each
 
 GOOD = """\
 [run]
@@ -76,7 +77,7 @@ def test_any_text_survives_dump(text: str) -> None:
     assert load(dump(changed)) == changed
 
 
-@pytest.mark.parametrize(
+@each(
     ("old", "new", "expected"),
     [
         (
@@ -195,7 +196,7 @@ def test_a_wrong_override_in_a_list_of_tables_is_named(overrides: list[str], exp
     assert expected in refusal(SETS, *overrides)
 
 
-@pytest.mark.parametrize(
+@each(
     ("overrides", "expected"),
     [
         (["--run.stepz", "1"], "--run.stepz: run.stepz is not a known setting; did you mean run.steps?"),
@@ -219,7 +220,7 @@ def test_a_colocated_run_loads() -> None:
     assert (config.run.colocate, config.weights.transport) == (True, "cuda_ipc")
 
 
-@pytest.mark.parametrize(
+@each(
     ("overrides", "expected"),
     [
         (["--board.max_staleness=1"], "board.max_staleness is 1: set 0"),

@@ -9,6 +9,7 @@ from pydantic import BaseModel, ValidationError
 
 from relaxd.config import JudgeConfig, RolloutConfig, TeacherConfig, WeightsConfig
 from relaxd.engines import ENGINES, EngineCapabilities, engines_of, list_engines
+from tests.kit.cases import each
 
 SECTIONS: dict[str, type[BaseModel]] = {
     "rollout": RolloutConfig,
@@ -38,7 +39,7 @@ def test_a_section_takes_its_engines_and_no_other(place: str) -> None:
         section.model_validate({"engine": "vllm"})
 
 
-@pytest.mark.parametrize(
+@each(
     ("engine", "setting", "having"),
     [
         ("transformers", {"tensor_parallel": 2}, '"sglang" or "sglang_external"'),

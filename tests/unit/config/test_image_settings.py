@@ -8,6 +8,7 @@ import pytest
 from relaxd.cli.preparing.config_command import check
 from relaxd.config import RunConfig
 from relaxd.config.load_toml import ConfigError, load_file
+from tests.kit.cases import each
 from tests.kit.tokenizer import write_tokenizer
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "addition.toml"
@@ -24,7 +25,7 @@ def load(*options: str) -> RunConfig:
     return load_file(EXAMPLE, [f"--{option}" for option in options])
 
 
-@pytest.mark.parametrize(
+@each(
     ("option", "trained"),
     [
         ("trainer.threads=1", {LANGUAGE}),
@@ -60,7 +61,7 @@ def test_parts_of_a_model_that_hears(option: str, trained: set[str]) -> None:
     assert trainer.trains_towers(hears=True) == bool(trained & set(towers))
 
 
-@pytest.mark.parametrize(
+@each(
     ("options", "problem"),
     [
         (["reward.images=true"], "reward.images is true, but the run has none"),

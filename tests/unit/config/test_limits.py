@@ -13,6 +13,7 @@ from relaxd.data.files.json_files import JsonLines
 from relaxd.data.templating import load_chat_template
 from relaxd.json_text import parse_json
 from relaxd.models import DataError
+from tests.kit.cases import each
 
 SECONDS = 10.0
 """Less than any of these took before; most take a hundredth of a second on a machine with nothing else to do."""
@@ -51,7 +52,7 @@ def refused(text: str, *overrides: str) -> str:
     return str(error.value)
 
 
-@pytest.mark.parametrize("name", CASES)
+@each("name", CASES)
 def test_what_no_run_has_is_refused_soon(name: str) -> None:
     text, expected = CASES[name]
     assert re.search(expected, refused(text)), refused(text)[:500]

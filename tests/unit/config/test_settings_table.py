@@ -14,6 +14,7 @@ from relaxd.config.names.other_frameworks import EQUIVALENTS, FRAMEWORKS
 from relaxd.config.names.settings_table import sections, settings
 from relaxd.config.names.suggestions import suggest
 from relaxd.config.write_toml import dump, dump_changes, dump_explained
+from tests.kit.cases import each
 
 ROOT = Path(__file__).parents[3]
 EXAMPLES = sorted((ROOT / "examples").rglob("*.toml"))
@@ -101,7 +102,7 @@ def test_the_table_of_other_names_is_sound() -> None:
         assert sorted(names) == sorted(set(names))
 
 
-@pytest.mark.parametrize("name", [*BUILT_IN, "my.module:Mine"])
+@each("name", [*BUILT_IN, "my.module:Mine"])
 def test_a_section_has_the_defaults_of_its_algorithm(name: str) -> None:
     overrides = ["--algorithm.name", name, "--board.max_staleness", "0"]
     if ":" in name:
@@ -125,7 +126,7 @@ def test_the_demo_has_no_teacher() -> None:
         load_file(ROOT / "examples" / "addition.toml", demo_overrides("opd"))
 
 
-@pytest.mark.parametrize("name", [name for name in BUILT_IN if name != "opd"])
+@each("name", [name for name in BUILT_IN if name != "opd"])
 def test_the_demo_runs_with_every_other_algorithm(name: str) -> None:
     config = load_file(ROOT / "examples" / "addition.toml", [*demo_overrides(name), "--run.steps", "3"])
     assert (config.algorithm.name, config.board.max_staleness, config.run.steps) == (name, 1, 3)
@@ -137,7 +138,7 @@ def test_an_algorithms_example_is_its_demo(name: str) -> None:
     assert load_file(ROOT / "examples" / f"{name.replace('_', '-')}.toml") == demo
 
 
-@pytest.mark.parametrize(
+@each(
     ("overrides", "expected"),
     [
         ("name=gspoo", "algorithm.name = \"gspoo\" is not allowed: one of 'grpo', "),
@@ -198,7 +199,7 @@ def test_what_does_not_fit_an_algorithm_is_refused(overrides: str, expected: str
     assert expected in str(caught.value)
 
 
-@pytest.mark.parametrize(
+@each(
     ("unknown", "expected"),
     [
         ("trainer.num_generations", "TRL's num_generations is rollout.samples_per_prompt here"),

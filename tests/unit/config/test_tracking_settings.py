@@ -4,6 +4,7 @@ import pytest
 from pydantic import ValidationError
 
 from relaxd.config.tracking import TrackingConfig
+from tests.kit.cases import each
 
 WRONG = [
     ({"trackers": ["wandbb"]}, "tracking.trackers.0 = \"wandbb\": did you mean 'wandb'?"),
@@ -25,7 +26,7 @@ WRONG = [
 ]
 
 
-@pytest.mark.parametrize(("given", "text"), WRONG)
+@each(("given", "text"), WRONG)
 def test_wrong_settings_are_refused(given: dict[str, object], text: str) -> None:
     with pytest.raises(ValidationError) as caught:
         TrackingConfig(**given)

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from relaxd.config.load_toml import ConfigError, load_file
+from tests.kit.cases import each
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "addition.toml"
 TIS = "algorithm.old_logprobs=current algorithm.correction=tis"
@@ -70,7 +71,7 @@ def load(words: str) -> None:
     load_file(EXAMPLE, [f"--{word}" for word in words.split()])
 
 
-@pytest.mark.parametrize(("given", "counts", "reason"), CASES)
+@each(("given", "counts", "reason"), CASES)
 def test_what_counts_for_nothing_is_refused(given: str, counts: str, reason: str) -> None:
     with pytest.raises(ConfigError) as caught:
         load(given)

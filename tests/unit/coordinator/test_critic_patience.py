@@ -1,7 +1,5 @@
 """How long a critic's checkpoint is waited for: as a table of what is seen of the critic, and when."""
 
-import pytest
-
 from relaxd.v1.coordinator_pb2 import Registration
 from relaxd.v1.replica_pb2 import (
     REPLICA_STATE_FAILED,
@@ -11,6 +9,7 @@ from relaxd.v1.replica_pb2 import (
 )
 from services.coordinator.fleet.checkpoints import CriticPatience
 from services.coordinator.fleet.registry import Replica
+from tests.kit.cases import each
 
 READY, STARTING, FAILED = REPLICA_STATE_READY, REPLICA_STATE_STARTING, REPLICA_STATE_FAILED
 Seen = tuple[str, int, str, int] | None
@@ -55,7 +54,7 @@ CASES: dict[str, tuple[list[tuple[float, Seen]], str]] = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+@each("case", CASES)
 def test_how_long_a_critic_is_waited_for(case: str) -> None:
     events, said = CASES[case]
     now = [0.0]

@@ -3,9 +3,8 @@
 from dataclasses import replace
 from itertools import product
 
-import pytest
-
 from services.coordinator.weights.gpu_handoff_rules import HandoffMove, Situation, next_move
+from tests.kit.cases import each
 
 GENERATING = Situation(
     trainer="ready", trainer_awake=False, engines_awake=True, engines_able=True, engines_serving=True,
@@ -15,7 +14,7 @@ TRAINING = Situation(trainer="ready", trainer_awake=True, engines_able=True, due
 TRAINED = replace(TRAINING, due=False)
 
 
-@pytest.mark.parametrize(
+@each(
     ("what", "now", "move"),
     [
         ("groups are generated", GENERATING, HandoffMove.WAIT),

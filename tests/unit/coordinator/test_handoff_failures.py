@@ -1,14 +1,13 @@
 """How long a process may fail to sleep or wake up before turns go on without it."""
 
-import pytest
-
 from services.coordinator.weights.gpu_handoff_rules import HandoffFailures
+from tests.kit.cases import each
 
 Call = tuple[float, str, str, float]
 """When a call begins, what it asks for, its error (empty: it worked), and how long it takes."""
 
 
-@pytest.mark.parametrize(
+@each(
     ("what", "calls", "seconds", "given_up"),
     [
         ("nothing was asked", [], None, False),

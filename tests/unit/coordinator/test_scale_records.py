@@ -7,6 +7,7 @@ import pytest
 from relaxd.v1 import scaling_pb2
 from services.coordinator.scaling.scale_log import scale_message
 from services.coordinator.state.records import Direction, ScaledReplica, ScaleRecord, ScaleSpec, ScaleState
+from tests.kit.cases import each
 
 
 def record(direction: str, states: str) -> ScaleRecord:
@@ -17,7 +18,7 @@ def record(direction: str, states: str) -> ScaleRecord:
     return ScaleRecord(request_id="r", spec=spec, scaled=scaled, deadline=datetime.now(UTC))
 
 
-@pytest.mark.parametrize(
+@each(
     ("direction", "replicas", "expected"),
     [
         ("OUT", "", "ACTIVE"),

@@ -4,9 +4,10 @@ import pytest
 
 from services.coordinator.fleet.registry import Version
 from services.coordinator.weights.sync_members import is_due
+from tests.kit.cases import each
 
 
-@pytest.mark.parametrize(
+@each(
     ("announced", "served", "interval", "due"),
     [
         ((1, 4), [(1, 3)], 1, True),

@@ -14,6 +14,7 @@ from relaxd.data.sources.evaluation_sets import read_benchmark
 from relaxd.evaluation.sets import sets_of
 from relaxd.models import DataError
 from relaxd.rewards import RewardInput, resolve
+from tests.kit.cases import each
 from tests.kit.tokenizer import write_tokenizer
 
 PROBLEM = {
@@ -116,7 +117,7 @@ def test_a_set_has_one_source(given: dict, named: str) -> None:
         EvalSet(name="x", **given)
 
 
-@pytest.mark.parametrize(
+@each(
     ("given", "message"),
     [
         ({"reward_settings": {"a": 1}}, "without one it has the run's, with reward.settings"),

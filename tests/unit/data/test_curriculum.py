@@ -27,6 +27,7 @@ from relaxd.data.examples import Example
 from relaxd.models import DataError
 from relaxd.run_folder import GROUPS
 from relaxd.v1 import coordinator_pb2 as pb
+from tests.kit.cases import each
 from tests.kit.processes import run_python
 
 
@@ -455,7 +456,7 @@ def test_status_shows_the_curriculum_of_a_run() -> None:
 # --- settings -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
+@each(
     ("text", "message"),
     [
         ('sampler = "learnabel"', "data.curriculum.sampler = \"learnabel\": did you mean 'learnable'?"),

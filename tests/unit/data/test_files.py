@@ -23,6 +23,7 @@ from relaxd.data.files.opening import open_rows
 from relaxd.data.sources.prompt_columns import Columns, Examples
 from relaxd.data.sources.run_sources import Share, epoch_visits
 from relaxd.models import DataError
+from tests.kit.cases import each
 from tests.kit.processes import run_python
 from tests.kit.tokenizer import write_tokenizer
 
@@ -159,7 +160,7 @@ def test_a_folder_has_all_its_files_in_order(tmp_path):
 # --- columns ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
+@each(
     ("record", "columns", "expected"),
     [
         ({"q": "a", "a": 3}, {"prompt": "q", "answer": "a"}, ("a", "3", {})),
@@ -190,7 +191,7 @@ def test_columns(record, columns, expected):
     assert (example.prompt, example.answer, example.metadata) == expected
 
 
-@pytest.mark.parametrize(
+@each(
     ("record", "columns", "message"),
     [
         ({"promt": "a"}, {}, r'"prompt" is missing \(found: promt\); did you mean data.prompt_key = "promt"\?'),

@@ -9,6 +9,7 @@ from relaxd.data.duplicates import keys_of, repeats
 from relaxd.data.examples import Example
 from relaxd.data.sources.messages import read_prompt
 from relaxd.data.sources.prompt_columns import Columns
+from tests.kit.cases import each
 
 USER = {"role": "user", "content": "hi"}
 
@@ -18,7 +19,7 @@ def called(**arguments: Any) -> list[dict[str, Any]]:
     return [USER, {"role": "assistant", "content": "", "tool_calls": [call]}, {"role": "tool", "content": "ok"}]
 
 
-@pytest.mark.parametrize(
+@each(
     ("value", "expected"),
     [
         ("hi", "hi"),
@@ -44,7 +45,7 @@ def test_the_text_of_a_prompt_is_what_the_assistant_is_asked() -> None:
     assert Example([begun]).text == "<think>"
 
 
-@pytest.mark.parametrize(
+@each(
     ("value", "complaint"),
     [
         ([], '"prompt" must be text or a list of chat messages, not a list without entries'),
@@ -76,7 +77,7 @@ def test_prompts_that_differ_in_tool_calls_are_different_ones() -> None:
     assert repeats(keys_of([one, other])).normalised == 0
 
 
-@pytest.mark.parametrize(
+@each(
     ("value", "answer"),
     [(72.0, "72"), (1e16, "10000000000000000"), (0.5, "0.5"), ([72.0], "72"), ([1.0, 2.5], '["1", "2.5"]'), (7, "7")],
 )

@@ -14,6 +14,7 @@ from relaxd.data.examples import Example
 from relaxd.data.sources.reasoning_gym_source import KEY, NOT_REPRODUCIBLE, reasoning_gym
 from relaxd.models import DataError
 from relaxd.rewards import RewardInput, check_output, resolve
+from tests.kit.cases import each
 from tests.kit.processes import run_python
 from tests.kit.tokenizer import write_tokenizer
 
@@ -122,6 +123,7 @@ SLOW = frozenset(
 )
 
 
+@pytest.mark.slow
 def test_every_other_task_makes_the_same_items_in_each_process() -> None:
     names = sorted(set(package.factory.DATASETS) - {"composite"} - NOT_REPRODUCIBLE - SLOW)
     found = []
@@ -134,7 +136,7 @@ def test_every_other_task_makes_the_same_items_in_each_process() -> None:
     assert [name for name in names if found[0][name] != found[1][name]] == []
 
 
-@pytest.mark.parametrize(
+@each(
     ("settings", "message"),
     [
         ({"task": "spell_backwards"}, r"data\.reasoning_gym\.task: = 'spell_backwards' is not a task.*spell_backward"),

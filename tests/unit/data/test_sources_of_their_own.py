@@ -12,6 +12,7 @@ from relaxd.config.load_toml import ConfigError, load
 from relaxd.data.dataset import load_data
 from relaxd.data.sources.run_sources import Share, epoch_visits, mixture_weights
 from relaxd.models import DataError
+from tests.kit.cases import each
 from tests.kit.tokenizer import write_tokenizer
 
 TOOL = {"type": "function", "function": {"name": "look_up"}}
@@ -135,7 +136,7 @@ def test_a_temperature_mixes_sources_of_a_run(tmp_path: Path, model_folder: Path
     assert {share.visits for share in data.train._shares} == {75, 25}
 
 
-@pytest.mark.parametrize(
+@each(
     ("text", "message"),
     [
         (

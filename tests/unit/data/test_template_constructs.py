@@ -7,6 +7,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from relaxd.data.templating import ChatTemplate
 from relaxd.models import DataError
+from tests.kit.cases import each
 
 SPECIAL = {"bos_token": "<s>", "eos_token": "</s>"}
 TOOLS: list[dict[str, Any]] = [
@@ -217,7 +218,7 @@ def ours(source: str, messages: list[dict[str, Any]], tools: list[dict[str, Any]
         return REFUSED
 
 
-@pytest.mark.parametrize("name", CONSTRUCTS)
+@each("name", CONSTRUCTS)
 def test_a_construct_is_rendered_or_refused_as_in_transformers(name: str) -> None:
     source = CONSTRUCTS[name] + LOOP
     for tools in (None, TOOLS) if "tools" in source else (None,):

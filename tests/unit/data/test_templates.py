@@ -11,6 +11,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 from relaxd.data.special_tokens import special_tokens
 from relaxd.data.templating import ChatTemplate, chat_template_text, load_chat_template
 from relaxd.models import DataError
+from tests.kit.cases import each
 from tests.kit.models import make_tiny_model
 
 SPECIAL = {"bos_token": "<s>", "eos_token": "</s>"}
@@ -72,7 +73,7 @@ def test_null_content_is_rendered_as_a_tokenizer_does(source: str, tmp_path: Pat
     assert "None" not in expected
 
 
-@pytest.mark.parametrize("name", TEMPLATES)
+@each("name", TEMPLATES)
 def test_the_text_is_that_of_transformers(name: str) -> None:
     source = TEMPLATES[name]
     ours = ChatTemplate(source, SPECIAL, "model.path")

@@ -8,9 +8,10 @@ from relaxd.envs.calculator import Calculator, compute, shown
 from relaxd.envs.environment import Reply, Sample, Step
 from relaxd.envs.nim import Nim
 from relaxd.envs.number_guessing import NumberGuessing
+from tests.kit.cases import each
 
 
-@pytest.mark.parametrize(
+@each(
     ("expression", "result"),
     [
         ("(12 + 3) * 4", "60"),
@@ -77,7 +78,7 @@ def play(game: Nim, stones: int, *moves: str) -> Step:
     return [game.step(Reply(move)) for move in moves][-1]
 
 
-@pytest.mark.parametrize(
+@each(
     ("opponent", "stones", "moves", "step"),
     [
         ("self", 7, ["3"], Step("4 stones. Take 1 to 3.", player=1)),

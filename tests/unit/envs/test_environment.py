@@ -12,13 +12,14 @@ from relaxd.envs import observation_images
 from relaxd.envs.environment import BadEnvironmentError, Reply, Sample, Step, check_step, check_tools, messages_of
 from relaxd.envs.other_interfaces import RelaxEnvironment
 from relaxd.envs.tool_calls import ToolCall
+from tests.kit.cases import each
 from tests.kit.vision import encoded, picture
 
 CALLS = [ToolCall("add", {"a": 1}, id="c1"), ToolCall("add", {"a": 2}, id="c2")]
 USER = {"role": "user", "content": "x"}
 
 
-@pytest.mark.parametrize(
+@each(
     ("observation", "calls", "messages"),
     [
         (None, CALLS, []),
@@ -45,7 +46,7 @@ def test_images_become_data_uris(tmp_path: Path) -> None:
     assert messages_of([USER | {"content": ["a", "b"]}], "step() returned") == [USER | {"content": "ab"}]
 
 
-@pytest.mark.parametrize(
+@each(
     ("part", "sent", "complaint"),
     [
         ({"type": "image", "image": "a.png"}, True, "is no data URI"),
@@ -95,7 +96,7 @@ def test_steps_may_be_tuples_with_numbers_of_numpy() -> None:
     assert step == Step([USER], player=1, rewards={0: 0.5})
 
 
-@pytest.mark.parametrize(
+@each(
     ("returned", "message"),
     [
         ("x", "step() returned 'x' (str): return Step(observation, reward, done, info)"),

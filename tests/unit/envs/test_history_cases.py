@@ -17,6 +17,7 @@ from relaxd.envs.tool_calls import ToolCall
 from relaxd.media import ImageRule, ImageTokens
 from relaxd.media.prompt_media import StoredImage
 from relaxd.models import DataError
+from tests.kit.cases import each
 from tests.kit.templates import TEMPLATES, template_tokenizer
 from tests.kit.tokenizer import write_tokenizer
 
@@ -105,7 +106,7 @@ def test_a_call_that_was_cut_off_after_its_end_is_closed() -> None:
 # --- messages of the environment --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", TEMPLATES)
+@each("name", TEMPLATES)
 def test_control_tokens_in_observations_are_plain_text(name: str) -> None:
     tokenizer = template_tokenizer(name)
     controls = [one.content for one in tokenizer.added_tokens.values()]

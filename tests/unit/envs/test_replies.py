@@ -2,12 +2,11 @@
 
 import time
 
-import pytest
-
 from relaxd.data.templating import ChatTemplate
 from relaxd.envs.replies import parse_reply, reply_format
 from relaxd.envs.reply_formats import DSML, REPLY_FORMATS, ParsedReply
 from relaxd.envs.tool_calls import ToolCall
+from tests.kit.cases import each
 from tests.kit.templates import TEMPLATES, template_tokenizer
 
 FORMATS = {form.name: form for form in REPLY_FORMATS}
@@ -56,7 +55,7 @@ ONE_CALL = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", ONE_CALL)
+@each("name", ONE_CALL)
 def test_thinking_text_and_call_are_told_apart(name: str) -> None:
     if name == "gpt-oss":
         before = (
@@ -68,7 +67,7 @@ def test_thinking_text_and_call_are_told_apart(name: str) -> None:
     assert parse_reply(reply, FORMATS[name], TOOLS) == ParsedReply("I add.", "Why?", (ADD,))
 
 
-@pytest.mark.parametrize(
+@each(
     ("name", "text", "calls"),
     [
         ("llama3", '{"name": "add", "parameters": {"a": 2, "b": "x"}}', [{"a": 2, "b": "x"}]),
@@ -88,12 +87,12 @@ def test_forms_with_variants(name: str, text: str, calls: list[dict[str, object]
     assert (reply.text, reply.problem) == ("", "")
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@each("name", FORMATS)
 def test_a_reply_without_calls_is_text_as_it_was_written(name: str) -> None:
     assert parse_reply(" {5}\n", FORMATS[name], TOOLS) == parse_reply(" {5}\n", None) == ParsedReply(" {5}\n")
 
 
-@pytest.mark.parametrize(
+@each(
     ("name", "text", "problem"),
     [
         ("hermes", "a <tool_call>{", "a tool call has no </tool_call>"),
@@ -118,7 +117,7 @@ def test_what_cannot_be_read_as_a_call_is_a_problem(name: str, text: str, proble
     assert reply.text == ("" if name == "llama3" else "a")
 
 
-@pytest.mark.parametrize(
+@each(
     ("text", "in_thinking", "thinking", "said"),
     [
         ("why</think>5", True, "why", "5"),
@@ -133,7 +132,7 @@ def test_thinking_is_split_off(text: str, in_thinking: bool, thinking: str, said
     assert parse_reply(text, FORMATS["hermes"], in_thinking=in_thinking) == ParsedReply(said, thinking)
 
 
-@pytest.mark.parametrize("name", ONE_CALL)
+@each("name", ONE_CALL)
 def test_the_form_is_found_by_what_a_template_writes(name: str) -> None:
     call = f"{{% if m.tool_calls %}}{{% raw %}}{ONE_CALL[name]}{{% endraw %}}{{% endif %}}"
     source = "{{ tools }}{% for m in messages %}<|start|>{{ m.role }}\n{{ m.content }}" + call + "{% endfor %}"
@@ -167,7 +166,7 @@ def test_forms_of_real_templates() -> None:
     }
 
 
-@pytest.mark.parametrize("name", ONE_CALL)
+@each("name", ONE_CALL)
 def test_long_replies_are_read_in_linear_time(name: str) -> None:
     """Parts of calls again and again, as a model writes that repeats itself; quadratic time would be minutes."""
     half = ONE_CALL[name][: len(ONE_CALL[name]) // 2]

@@ -3,6 +3,7 @@
 
 import pytest
 
+from tests.kit.cases import each
 from tests.unit.rewards.scoring import LONG, score
 
 HANGS_SYMPY = "(" * 30 + "x" + "+sqrt(x+1))" * 30
@@ -69,12 +70,12 @@ def _little_time(monkeypatch):
     monkeypatch.setattr("relaxd.rewards.mathematics.equality.SYMPY_SECONDS", 0.5)
 
 
-@pytest.mark.parametrize(("said", "answer", "accuracy", "form"), ANSWERS)
+@each(("said", "answer", "accuracy", "form"), ANSWERS)
 def test_math(said, answer, accuracy, form):
     assert score("math", said, answer) == {"reward": accuracy, "accuracy": accuracy, "format": form}
 
 
-@pytest.mark.parametrize(("said", "answer", "accuracy", "form"), ANSWERS)
+@each(("said", "answer", "accuracy", "form"), ANSWERS)
 def test_deepscaler_is_math_after_the_thinking(said, answer, accuracy, form):
     expected = {"reward": accuracy, "accuracy": accuracy, "format": form, "thought": 1}
     assert score("deepscaler", rf"<think>\boxed{{7}}</think>{said}", answer) == expected
@@ -82,7 +83,7 @@ def test_deepscaler_is_math_after_the_thinking(said, answer, accuracy, form):
     assert score("deepscaler", said, answer) == {"reward": 0, "accuracy": 0, "format": 0, "thought": 0}
 
 
-@pytest.mark.parametrize(
+@each(
     ("response", "accuracy", "thought"),
     [
         (r"<think>\boxed{4}</think> \boxed{5}", 1, 1),
@@ -110,7 +111,7 @@ def test_deepscaler_finds_the_end_of_the_thinking(response, accuracy, thought):
     assert (scored["reward"], scored["thought"]) == (accuracy, thought)
 
 
-@pytest.mark.parametrize(("said", "answer", "accuracy", "form"), ANSWERS)
+@each(("said", "answer", "accuracy", "form"), ANSWERS)
 def test_geo3k_is_math_with_a_format(said, answer, accuracy, form):
     without = {"reward": 0.9 * accuracy, "accuracy": accuracy, "format": 0}
     assert score("geo3k", said, answer) == pytest.approx(without)
@@ -121,7 +122,7 @@ def test_geo3k_is_math_with_a_format(said, answer, accuracy, form):
     )
 
 
-@pytest.mark.parametrize(
+@each(
     ("response", "accuracy", "form"),
     [
         (r"<think>a</think> so \boxed{5}", 1, 1),

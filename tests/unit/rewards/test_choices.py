@@ -3,10 +3,11 @@
 
 import pytest
 
+from tests.kit.cases import each
 from tests.unit.rewards.scoring import LONG, score
 
 
-@pytest.mark.parametrize(
+@each(
     ("response", "chosen"),
     [
         ("B", "B"),
@@ -62,7 +63,7 @@ def test_gpqa_finds_the_letter(response, chosen):
         }
 
 
-@pytest.mark.parametrize(
+@each(
     ("answer", "metadata", "right"),
     [
         ("B", {}, "B"),
@@ -81,7 +82,7 @@ def test_gpqa_knows_the_right_letter(answer, metadata, right):
     assert score("gpqa", "the answer is A", answer, metadata)["reward"] == 0
 
 
-@pytest.mark.parametrize(
+@each(
     ("answer", "metadata", "message"),
     [
         ("", {}, "needs a letter, an index or a text"),
@@ -102,7 +103,7 @@ def test_gpqa_without_letters_looks_for_the_text():
     assert score("gpqa", "It is evergreen teapots", "green tea")["reward"] == 0
 
 
-@pytest.mark.parametrize(
+@each(
     ("response", "chosen"),
     [
         ("B", "B"),
@@ -181,7 +182,7 @@ def test_multiple_choice(response, chosen):
             }
 
 
-@pytest.mark.parametrize("answer", ["", "none here either", "AB", "<answer></answer>", "5", "Ж"])
+@each("answer", ["", "none here either", "AB", "<answer></answer>", "5", "Ж"])
 def test_multiple_choice_does_not_take_two_absent_letters_for_equal(answer):
     with pytest.raises(ValueError, match="needs a letter"):
         score("multiple_choice", "no tags here", answer)

@@ -7,9 +7,10 @@ import pytest
 
 from relaxd.sandbox.running_time import LATE_SECONDS, LOOK_SECONDS, RunningClock, ran
 from services.reward.deadline import Deadline
+from tests.kit.cases import each
 
 
-@pytest.mark.parametrize(
+@each(
     ("planned", "passed", "counted"),
     [
         (0.5, 0.5, 0.5),
@@ -61,7 +62,7 @@ class Machine(asyncio.SelectorEventLoop):
         super()._run_once()  # type: ignore[misc]
 
 
-@pytest.mark.parametrize(
+@each(
     ("limit", "work", "stops", "late"),
     [
         (10.0, 9.0, [], False),

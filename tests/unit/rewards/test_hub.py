@@ -5,6 +5,7 @@ import time
 import pytest
 
 from relaxd.rewards import UnknownRewardError, resolve
+from tests.kit.cases import each
 from tests.unit.rewards.scoring import LONG, score
 
 SCHEMA = {
@@ -14,7 +15,7 @@ SCHEMA = {
 }
 
 
-@pytest.mark.parametrize(
+@each(
     ("response", "valid", "form"),
     [
         ('{"name": "Ann"}', 1, 1),
@@ -70,7 +71,7 @@ MINE = {"max_tokens": 100, "buffer_tokens": 40}
 """The fall is from 60 tokens on to 100."""
 
 
-@pytest.mark.parametrize(
+@each(
     ("tokens", "settings", "reward"),
     [
         (1, MINE, 0),
@@ -154,7 +155,7 @@ ANYTHING = [
 ]
 
 
-@pytest.mark.parametrize("response", ANYTHING)
+@each("response", ANYTHING)
 def test_random_and_dummy_read_nothing(response):
     for answer in ("", response):
         assert score("dummy", response, answer) == {"reward": 0}
@@ -163,7 +164,7 @@ def test_random_and_dummy_read_nothing(response):
         assert all(one.keys() == {"reward"} for one in drawn)
 
 
-@pytest.mark.parametrize(
+@each(
     ("name", "response", "answer", "reward"),
     [
         ("exact_match", r"so \boxed{Paris}", "Paris", 1),

@@ -26,6 +26,7 @@ from services.reward.remote.foreign_calls import MismatchError
 from services.reward.remote.patience import Pace
 from services.reward.reward_trial import NOT_YET, try_reward
 from services.reward.worker_pool import Failure, WorkerPool
+from tests.kit.cases import each
 from tests.kit.ports import free_port
 from tests.kit.waiting import PATIENCE, eventually
 
@@ -35,7 +36,7 @@ KEY = "sk-a-key-that-nobody-may-see"
 # --- replies ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
+@each(
     ("reply", "found"),
     [
         ("Score: 7", 7),
@@ -66,7 +67,7 @@ def test_numbers(reply, found):
     assert time.process_time() - begun < 2
 
 
-@pytest.mark.parametrize(
+@each(
     ("reply", "found"),
     [
         ("Judgement: 1", 1),
@@ -85,7 +86,7 @@ def test_yes_and_no(reply, found):
     assert read_or_none(read_yes_no, reply) == found
 
 
-@pytest.mark.parametrize(
+@each(
     ("reply", "found"),
     [
         ('{"score": 7}', 7),
@@ -195,7 +196,7 @@ def test_a_reply_that_makes_no_sense_is_asked_for_again_and_then_fails():
         run(None, "judge", SAMPLE)
 
 
-@pytest.mark.parametrize(
+@each(
     ("name", "settings", "message"),
     [
         ("judge", {"reply": "words"}, 'reward.settings.reply is "words"'),
@@ -484,7 +485,7 @@ async def test_questions_are_limited(place):
     assert time.monotonic() - started >= 4 / 20.0
 
 
-@pytest.mark.parametrize(
+@each(
     ("per_second", "events", "pauses"),
     [
         (0.0, ["begin", "begin"], [0, 0]),
@@ -511,7 +512,7 @@ def test_questions_begin_at_even_intervals_and_not_before_the_judge_wants_them(p
     assert found == pauses
 
 
-@pytest.mark.parametrize(
+@each(
     ("value", "seconds"),
     [
         (None, 0),

@@ -12,6 +12,7 @@ from relaxd.rewards import RewardInput, RewardOutput
 from relaxd.rewards.calling import call
 from relaxd.rewards.logged import MAX_NAMES, MAX_STEP_NAMES, log_metric, part_metrics
 from relaxd.rewards.scorers import parts_of_term
+from tests.kit.cases import each
 
 SAMPLES = [RewardInput("", "a"), RewardInput("", "bcd"), RewardInput("", "ef")]
 
@@ -80,7 +81,7 @@ def test_terms_of_a_sum_log_under_one_name() -> None:
     assert parts_of_term(RewardTerm(name="f1"), output) == {"f1": 0.5, "log/sum/calls": 2.0, "f1_style": 1.0}
 
 
-@pytest.mark.parametrize(
+@each(
     ("arguments", "error"),
     [
         (("two words", 1), "name is 'two words'"),

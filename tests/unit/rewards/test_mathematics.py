@@ -11,12 +11,13 @@ from relaxd.rewards.interface import TooSlow, time_limit
 from relaxd.rewards.mathematics.boxed import last_boxed
 from relaxd.rewards.mathematics.equality import SYMPY_SECONDS, are_equal
 from relaxd.rewards.mathematics.formulas import Unreadable, parse
+from tests.kit.cases import each
 from tests.unit.rewards.scoring import LONG, score
 
 HANGS_SYMPY = "(" * 30 + "x" + "+sqrt(x+1))" * 30
 
 
-@pytest.mark.parametrize(
+@each(
     ("text", "content"),
     [
         (r"\boxed{5}", "5"),
@@ -151,13 +152,13 @@ DIFFERENT = [
 ]
 
 
-@pytest.mark.parametrize(("answer", "expected"), EQUAL)
+@each(("answer", "expected"), EQUAL)
 def test_equal_answers(answer, expected):
     assert are_equal(answer, expected)
     assert are_equal(expected, answer)
 
 
-@pytest.mark.parametrize(("answer", "expected"), DIFFERENT)
+@each(("answer", "expected"), DIFFERENT)
 def test_different_answers(answer, expected):
     begun = time.process_time()
     assert not are_equal(answer, expected)
@@ -165,7 +166,7 @@ def test_different_answers(answer, expected):
     assert time.process_time() - begun < 2 * SYMPY_SECONDS + 1
 
 
-@pytest.mark.parametrize(
+@each(
     ("text", "value"),
     [
         ("1+2*3", 7),
@@ -182,22 +183,20 @@ def test_formulas_have_the_usual_precedence(text, value):
     assert numbers.isclose(float(parse(text)), value)
 
 
-@pytest.mark.parametrize(
-    "text", ["", "1+", "(1", "1)", "x.__class__", "2^2^2", "2^100", "1" * 401, "(" * 50 + "1" + ")" * 50]
-)
+@each("text", ["", "1+", "(1", "1)", "x.__class__", "2^2^2", "2^100", "1" * 401, "(" * 50 + "1" + ")" * 50])
 def test_other_formulas_are_not_tried(text):
     with pytest.raises(Unreadable):
         parse(text)
 
 
-@pytest.mark.parametrize("name", ["math", "deepscaler", "dapo", "geo3k", "openr1mm", "gsm8k"])
-@pytest.mark.parametrize("answer", ["", " \n", r"\boxed{}"])
+@each("name", ["math", "deepscaler", "dapo", "geo3k", "openr1mm", "gsm8k"])
+@each("answer", ["", " \n", r"\boxed{}"])
 def test_a_missing_reference_is_no_silent_zero(name, answer):
     with pytest.raises(ValueError, match="needs a"):
         score(name, r"\boxed{}", answer)
 
 
-@pytest.mark.parametrize(
+@each(
     ("response", "answer", "accuracy", "form"),
     [
         ("Answer: 34", "34", 1, 1),

@@ -3,10 +3,11 @@
 
 import pytest
 
+from tests.kit.cases import each
 from tests.unit.rewards.scoring import LONG, score
 
 
-@pytest.mark.parametrize(
+@each(
     ("response", "answer", "accuracy", "well_formed"),
     [
         ("46", "46", 1, 1),
@@ -69,7 +70,7 @@ def test_addition_refuses_an_answer_that_is_no_number(answer):
         score("addition", "46", answer)
 
 
-@pytest.mark.parametrize(
+@each(
     ("response", "answer", "accuracy", "form"),
     [
         ("#### 72", "72", 1, 1),
@@ -126,7 +127,7 @@ def test_gsm8k(response, answer, accuracy, form):
     assert score("gsm8k", response, answer) == {"reward": accuracy, "accuracy": accuracy, "format": form}
 
 
-@pytest.mark.parametrize("answer", ["", "none", "####", "#### 1/2", "1/2", "nan", "Infinity"])
+@each("answer", ["", "none", "####", "#### 1/2", "1/2", "nan", "Infinity"])
 def test_gsm8k_refuses_an_answer_that_is_no_number(answer):
     with pytest.raises(ValueError, match="needs a number"):
         score("gsm8k", "#### 1", answer)

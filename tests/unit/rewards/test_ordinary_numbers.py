@@ -6,7 +6,6 @@ from fractions import Fraction
 from itertools import product
 from unittest.mock import patch
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -15,6 +14,7 @@ from relaxd.rewards.mathematics import boxed, equality
 from relaxd.rewards.mathematics.boxed import last_boxed
 from relaxd.rewards.mathematics.equality import are_equal
 from relaxd.rewards.mathematics.normal_forms import normalize, numeral, plain, rational
+from tests.kit.cases import each
 
 DIGITS = ("0", "1", "2", "4", "5", "25", "50", "007", "1234", "1,234", "12,34", "0.5", ".5", "0.50", "2.0", "1,234.0")
 FRACTIONS = (
@@ -80,7 +80,7 @@ def test_what_looks_like_a_number_is_read_as_any_formula_is(answer):
     assert numeral(answer) in (None, plain(answer))
 
 
-@pytest.mark.parametrize(
+@each(
     ("answer", "value"),
     [
         ("12", 12),

@@ -7,6 +7,7 @@ import pytest
 
 from relaxd.data.sources.reasoning_gym_source import KEY, make_task
 from relaxd.rewards.hub.reasoning_gym import readable
+from tests.kit.cases import each
 from tests.unit.rewards.scoring import LONG, score
 
 pytest.importorskip("reasoning_gym", reason="needs the extra reasoning")
@@ -39,7 +40,7 @@ def scored(task: str, response: str) -> dict[str, float]:
     return score("reasoning_gym", response, item(task)["answer"], metadata)
 
 
-@pytest.mark.parametrize(
+@each(
     ("task", "response", "reward"),
     [
         ("chain_sum", "-4", 1),
@@ -113,7 +114,7 @@ def test_no_answer_is_run_as_code(task, code, tmp_path):
     assert not path.exists()
 
 
-@pytest.mark.parametrize(
+@each(
     "formula",
     [
         "-4*(-2*x - 8)**(3/2)/3 + C",

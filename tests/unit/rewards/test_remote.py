@@ -25,6 +25,7 @@ from services.reward.remote.remote_scorer import RemoteScorer
 from services.reward.reward_trial import try_reward
 from services.reward.worker_enclosure import MissingVariableError
 from services.reward.worker_pool import Failure
+from tests.kit.cases import each
 from tests.kit.ports import free_port
 from tests.kit.waiting import eventually
 
@@ -435,7 +436,7 @@ async def test_the_token_is_sent_and_a_missing_one_is_named(bench, monkeypatch):
     assert headers == ["Bearer a-secret"]
 
 
-@pytest.mark.parametrize(
+@each(
     ("settings", "reason"),
     [
         ({"address": "judge"}, "must be"),

@@ -11,6 +11,7 @@ import pytest
 from relaxd.media.messages import without_thinking
 from relaxd.rewards.coding.cases import code_in
 from relaxd.rewards.coding.judging import same_output, same_value
+from tests.kit.cases import each
 from tests.unit.rewards.scoring import SECONDS, score
 
 BMATRIX, PMATRIX = r"\begin{bmatrix}1\\2\end{bmatrix}", r"\begin{pmatrix}1\\2\end{pmatrix}"
@@ -158,7 +159,7 @@ CASES: list[tuple[str, str, str, int]] = [
 ]
 
 
-@pytest.mark.parametrize(("name", "response", "answer", "expected"), CASES)
+@each(("name", "response", "answer", "expected"), CASES)
 def test_the_reward_is_right(name: str, response: str, answer: str, expected: int) -> None:
     assert score(name, response, answer)["accuracy"] == expected
 
@@ -185,7 +186,7 @@ def test_null_among_the_targets_is_no_target() -> None:
     assert score("search_r1", "<answer>paris</answer>", metadata=metadata)["accuracy"] == 1
 
 
-@pytest.mark.parametrize(
+@each(
     ("printed", "expected", "same"),
     [
         ("1000000006.0", "1000000006", True),
@@ -219,7 +220,7 @@ def test_only_a_list_of_one_value_stands_for_its_value() -> None:
     assert same_value((0, 1), [0, 1])
 
 
-@pytest.mark.parametrize(
+@each(
     ("reply", "code"),
     [
         ("```python\na = 1\n```\nIt prints:\n```\n1\n```", "a = 1\n"),
@@ -268,7 +269,7 @@ def test_code_in_unfinished_thinking_is_none(tag: str, fence: str) -> None:
     assert code_in(f"{tag}{fence}print(9)\n```") == ("", False)
 
 
-@pytest.mark.parametrize(
+@each(
     ("reply", "said"),
     [
         ("a<think>b</think>c", "ac"),
@@ -283,7 +284,7 @@ def test_thinking_is_removed(reply: str, said: str) -> None:
     assert without_thinking(reply) == said
 
 
-@pytest.mark.parametrize("line", ["~~~\n", "> ", "1. ", "```python\n", "`", "x: ```\n", "```x```\n"])
+@each("line", ["~~~\n", "> ", "1. ", "```python\n", "`", "x: ```\n", "```x```\n"])
 def test_code_is_found_in_linear_time(line: str) -> None:
     began = time.process_time()
     code_in(line * (100_000 // len(line)))

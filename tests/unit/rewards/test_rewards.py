@@ -22,9 +22,10 @@ from relaxd.rewards import (
 from relaxd.rewards.hub.environment import environment
 from relaxd.rewards.interface import text_message
 from services.reward.samples import request_of_samples, samples_of_columns, samples_of_request
+from tests.kit.cases import each
 
 
-@pytest.mark.parametrize("value", [1, 0.5, True, np.float32(0.5), np.float64(0.5), np.int64(3), Fraction(1, 2)])
+@each("value", [1, 0.5, True, np.float32(0.5), np.float64(0.5), np.int64(3), Fraction(1, 2)])
 def test_numbers_are_rewards(value):
     assert check_output(value).reward == float(value)
 
@@ -34,7 +35,7 @@ def test_a_mapping_has_a_reward_and_parts():
     assert (output.reward, output.parts) == (0.5, {"accuracy": 1.0})
 
 
-@pytest.mark.parametrize(
+@each(
     ("value", "message"),
     [
         (math.nan, "it must be finite"),

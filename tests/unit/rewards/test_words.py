@@ -5,10 +5,11 @@ import re
 
 import pytest
 
+from tests.kit.cases import each
 from tests.unit.rewards.scoring import LONG, score
 
 
-@pytest.mark.parametrize(
+@each(
     ("response", "answer", "right"),
     [
         ("Paris", "Paris", 1),
@@ -71,7 +72,7 @@ def test_exact_match_does_not_take_nothing_for_right(answer):
         score("exact_match", "", answer)
 
 
-@pytest.mark.parametrize(
+@each(
     ("response", "answer", "precision", "recall"),
     [
         # Of the reply's words "big red dog" two of three are shared, of the answer's two of two.
@@ -130,7 +131,7 @@ def test_f1_needs_words(answer):
 TARGETS = {"reward_model": {"ground_truth": {"target": ["Victor Hugo", "Hugo, Victor", "the 5"]}}}
 
 
-@pytest.mark.parametrize(
+@each(
     ("response", "accuracy", "form"),
     [
         ("<answer>Victor Hugo</answer>", 1, 1),
@@ -189,7 +190,7 @@ def test_search_r1_gives_a_quarter_for_many_answers_and_no_silent_zero():
             score("search_r1", "<answer></answer>", metadata={"reward_model": {"ground_truth": truth}})
 
 
-@pytest.mark.parametrize(
+@each(
     ("response", "settings", "found"),
     [
         ("<think>a</think> b", {"pattern": r"(?s)<think>.*</think>"}, 1),

@@ -16,6 +16,7 @@ from services.coordinator.weights.sync_members import JoinBatcher
 from services.coordinator.weights.weight_group_client import WeightGroupClient
 from services.coordinator.weights.weight_sync import IDLE_SECONDS, WeightSync
 from tests.integration.coordinator.fleet_kit import FleetKit
+from tests.kit.cases import each
 
 
 def member(name: str, registered_at: float = 0.0) -> Member:
@@ -27,7 +28,7 @@ GROUP = GroupRecord(name="group", trainer=TRAINS, engines=(A, B))
 CONNECTING = 10.0
 
 
-@pytest.mark.parametrize(
+@each(
     ("looks", "expected"),
     [
         # Seconds, engines that are there -> those to synchronise. Connecting takes 10 s.

@@ -1,15 +1,14 @@
 """When evaluations that no longer improve end a run."""
 
-import pytest
-
 from relaxd.config.run import StopEarlyConfig
 from services.coordinator.runs.ending import reason_to_stop_early
 from services.coordinator.state.records import Evaluation
+from tests.kit.cases import each
 
 METRIC = "eval.held_out.reward"
 
 
-@pytest.mark.parametrize(
+@each(
     ("settings", "values", "since", "reason"),
     [
         ({"patience": 2}, [0.1, 0.2, 0.2, 0.15], 0, "in 2 evaluations, up to step 4, since 0.2 at step 2"),

@@ -11,6 +11,7 @@ from relaxd.rpc.message_parts import numbers, words
 from relaxd.v1 import replica_pb2
 from relaxd.v1.coordinator_pb2 import WAIT_KIND_HELD_GROUP, WAIT_KIND_ROLE, WaitKind
 from services.coordinator.runs.wait_reasons import REASONS, Named, Peer, RunSnapshot, evidence, explain, is_late
+from tests.kit.cases import each
 
 NOW = 10_000.0
 
@@ -194,7 +195,7 @@ CASES = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("kind", "changes", "sentence", "advice"), CASES)
+@each(("kind", "changes", "sentence", "advice"), CASES)
 def test_each_reason_has_its_sentence(kind: str, changes: dict, sentence: str, advice: str) -> None:
     run = replace(RUN, **changes)
     reason = explain(run)

@@ -21,12 +21,13 @@ from relaxd.tools.doctor.host import (
     processes_finding,
     shared_memory_finding,
 )
+from tests.kit.cases import each
 
 INFINITY = resource.RLIM_INFINITY
 MIB, GIB = 1 << 20, 1 << 30
 
 
-@pytest.mark.parametrize(
+@each(
     ("soft", "hard", "level", "command"),
     [
         (INFINITY, INFINITY, "ok", ""),

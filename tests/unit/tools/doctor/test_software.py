@@ -31,6 +31,7 @@ from relaxd.tools.doctor.services import status_findings
 from relaxd.tools.doctor.trackers import PACKAGES as TRACKERS
 from relaxd.tools.doctor.trackers import trackers_finding
 from relaxd.v1.replica_pb2 import REPLICA_STATE_FAILED, ReplicaStatus
+from tests.kit.cases import each
 
 RUN = """
 run.steps = 1
@@ -46,7 +47,7 @@ WITH_ENGINE = {
 }
 
 
-@pytest.mark.parametrize(
+@each(
     ("text", "installed", "problem"),
     [
         ("torch>=2.11,<2.14", "2.13.0+cpu", ""),

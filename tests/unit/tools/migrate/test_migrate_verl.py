@@ -7,6 +7,7 @@ import pytest
 from relaxd.config.load_toml import load
 from relaxd.tools.migrate.verl import VerlConfigError, migrate, read_verl
 from relaxd.tools.migrate.verl_rewards import CONFINED
+from tests.kit.cases import each
 
 RECIPE = r"""
 set -x
@@ -63,7 +64,7 @@ BUFFER = {"reward_model.overlong_buffer.enable": True, "reward_model.overlong_bu
 WARMUP = {"trainer.total_training_steps": 9, "actor_rollout_ref.actor.optim.lr_warmup_steps_ratio": 0.34}
 
 
-@pytest.mark.parametrize(
+@each(
     ("given", "setting", "value"),
     [
         ({CLIP: 0.3}, "algorithm.clip_high", 0.3),
@@ -94,7 +95,7 @@ def test_what_a_reward_function_may_do_is_noted():
     assert CONFINED not in migrate({"data.train_batch_size": 4}).notes
 
 
-@pytest.mark.parametrize(
+@each(
     ("given", "why"),
     [
         ({"algorithm.adv_estimator": "optimal_token_baseline"}, "so that grpo is written"),

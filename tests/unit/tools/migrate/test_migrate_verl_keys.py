@@ -8,6 +8,7 @@ import pytest
 from relaxd.config.load_toml import load
 from relaxd.tools.migrate.migrated import KeyFate
 from relaxd.tools.migrate.verl import migrate
+from tests.kit.cases import each
 
 A, R = "actor_rollout_ref.actor.", "actor_rollout_ref.rollout."
 WRITTEN: dict[str, Any] = {
@@ -176,8 +177,8 @@ def test_what_was_written_is_what_verl_does():
         assert said in notes
 
 
-@pytest.mark.parametrize("section", ["reward", "reward_model"])
-@pytest.mark.parametrize("buffer", ["reward_kwargs.overlong_buffer_cfg", "overlong_buffer_cfg", "overlong_buffer"])
+@each("section", ["reward", "reward_model"])
+@each("buffer", ["reward_kwargs.overlong_buffer_cfg", "overlong_buffer_cfg", "overlong_buffer"])
 def test_long_answers_are_punished_by_whatever_name(section, buffer):
     given = {f"{section}.{buffer}.{key}": value for key, value in (("enable", True), ("len", 9), ("penalty_factor", 2))}
     values = migrate(given | {"data.max_response_length": 100}).values

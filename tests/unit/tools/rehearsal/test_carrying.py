@@ -9,6 +9,7 @@ import pytest
 from relaxd.config.load_toml import load_file
 from relaxd.tools.rehearsal.assumptions import least_step_seconds, mean_tokens
 from relaxd.tools.rehearsal.carrying import HostLoad, advice, doubt, refusal
+from tests.kit.cases import each
 
 # A step takes at least 240 s and costs 30 s of processor time: at a time scale of 8 that is one processor.
 LOAD = HostLoad(
@@ -34,7 +35,7 @@ REFUSALS = [
 ]
 
 
-@pytest.mark.parametrize(("changes", "said"), REFUSALS)
+@each(("changes", "said"), REFUSALS)
 def test_a_scale_that_the_machine_cant_carry_is_refused(changes: dict[str, float], said: str) -> None:
     found = refusal(replace(LOAD, **changes))
     assert said in found

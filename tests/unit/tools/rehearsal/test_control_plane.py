@@ -2,9 +2,8 @@
 
 from pathlib import Path
 
-import pytest
-
 from relaxd.tools.rehearsal.control_plane import AnsweredCall, CallTimes, call_times, line, p99, read_calls, verdict
+from tests.kit.cases import each
 
 VERDICTS = [
     # p99 at rest, p99 while it works, p99 of leases, cores, busy at rest; what is said
@@ -29,7 +28,7 @@ VERDICTS = [
 ]
 
 
-@pytest.mark.parametrize(("rest", "working", "lease", "cores", "busy", "said"), VERDICTS)
+@each(("rest", "working", "lease", "cores", "busy", "said"), VERDICTS)
 def test_verdict(
     rest: float | None, working: float | None, lease: float | None, cores: float, busy: bool, said: str
 ) -> None:
