@@ -244,10 +244,14 @@ class _SyncInterceptor(
         timeout = deadline_seconds if details.timeout is None else details.timeout
         return proceed(details._replace(timeout=timeout, metadata=self._metadata(details.metadata)), request)
 
-    def _call_stream(self, proceed: Any, details: Any, request: Any) -> Any:
-        return self._call(proceed, details, request, DEFAULT_STREAM_DEADLINE_SECONDS)
-
     def intercept_unary_unary(self, continuation: Any, client_call_details: Any, request: Any) -> Any:
         return self._call(continuation, client_call_details, request, DEFAULT_DEADLINE_SECONDS)
 
-    intercept_unary_stream = intercept_stream_unary = intercept_stream_stream = _call_stream
+    def intercept_unary_stream(self, continuation: Any, client_call_details: Any, request: Any) -> Any:
+        return self._call(continuation, client_call_details, request, DEFAULT_STREAM_DEADLINE_SECONDS)
+
+    def intercept_stream_unary(self, continuation: Any, client_call_details: Any, request_iterator: Any) -> Any:
+        return self._call(continuation, client_call_details, request_iterator, DEFAULT_STREAM_DEADLINE_SECONDS)
+
+    def intercept_stream_stream(self, continuation: Any, client_call_details: Any, request_iterator: Any) -> Any:
+        return self._call(continuation, client_call_details, request_iterator, DEFAULT_STREAM_DEADLINE_SECONDS)
