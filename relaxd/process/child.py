@@ -196,6 +196,10 @@ class Child:
         """True if the child runs."""
         return not self.exited.done()
 
+    def rename(self, name: str) -> None:
+        """Give it another name in messages."""
+        self.name = self.channel.name = name
+
     async def wait_connected(self) -> None:
         """Wait until the child serves. Raises ChildExited."""
         if not self._connected.done():

@@ -52,7 +52,7 @@ class ChildChannel(AsyncChannel):
         """See Child for the two functions; `name` is the child's."""
         plain = grpc.aio.insecure_channel(target, OPTIONS)
         super().__init__(plain, call_metadata(token), target, deadline_seconds=None, stream_deadline_seconds=None)
-        self._name = name
+        self.name = name
         self._wait_connected = wait_connected
         self._wait_exited = wait_exited
 
@@ -88,7 +88,7 @@ class ChildChannel(AsyncChannel):
         return call
 
     def _late(self, method: str, timeout: float | None) -> str:
-        return f"{self._name} did not answer {method.rpartition('/')[2]} within {timeout or 0:g} s"
+        return f"{self.name} did not answer {method.rpartition('/')[2]} within {timeout or 0:g} s"
 
     async def _time_left_once_connected(self, timeout: float | None, late: str) -> float | None:
         """Wait until the child serves; return the rest of `timeout`. Raises ChildExited, DeadlineExceeded."""
@@ -113,7 +113,7 @@ class ChildChannel(AsyncChannel):
         if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
             raise DeadlineExceeded(late) from None
         await self._wait_exited(EXIT_SECONDS)
-        raise Unavailable(f"{self._name}: {error.code().name}: {error.details()}") from None
+        raise Unavailable(f"{self.name}: {error.code().name}: {error.details()}") from None
 
 
 class Responses:

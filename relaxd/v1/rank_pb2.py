@@ -27,13 +27,15 @@ from relaxd.v1 import replica_pb2 as relaxd_dot_v1_dot_replica__pb2
 from relaxd.v1 import trainer_pb2 as relaxd_dot_v1_dot_trainer__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x14relaxd/v1/rank.proto\x12\trelaxd.v1\x1a\x16relaxd/v1/access.proto\x1a\x17relaxd/v1/replica.proto\x1a\x17relaxd/v1/trainer.proto\"\xaa\x01\n\x0bWorkRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x13\n\x0b\x63onfig_json\x18\x02 \x01(\t\x12\x0e\n\x06\x66older\x18\x03 \x01(\t\x12\r\n\x05redis\x18\x04 \x01(\t\x12\x12\n\nstore_host\x18\x05 \x01(\t\x12\x12\n\nreplica_id\x18\x06 \x01(\t\x12\x11\n\tlog_level\x18\x07 \x01(\t\x12\x0e\n\x06paused\x18\x08 \x01(\x08\x12\x0c\n\x04role\x18\t \x01(\t\"\x80\x02\n\x0cWorkResponse\x12\'\n\x06loaded\x18\x01 \x01(\x0b\x32\x15.relaxd.v1.RankLoadedH\x00\x12\x38\n\x08manifest\x18\x02 \x01(\x0b\x32$.relaxd.v1.GetWeightManifestResponseH\x00\x12+\n\x08progress\x18\x03 \x01(\x0b\x32\x17.relaxd.v1.RankProgressH\x00\x12.\n\x07version\x18\x04 \x01(\x0b\x32\x1b.relaxd.v1.VersionCommittedH\x00\x12\x10\n\x06\x66\x61iled\x18\x05 \x01(\tH\x00\x12\x15\n\rstart_refused\x18\x06 \x01(\x08\x42\x07\n\x05\x65vent\"-\n\nRankLoaded\x12\x0e\n\x06source\x18\x01 \x01(\x08\x12\x0f\n\x07gathers\x18\x02 \x01(\x08\"\x9c\x01\n\x0cRankProgress\x12\x0e\n\x06\x64\x65tail\x18\x01 \x01(\t\x12\x13\n\x0bheld_groups\x18\x02 \x01(\x03\x12\x13\n\x0b\x64one_groups\x18\x03 \x01(\x03\x12\x12\n\niterations\x18\x04 \x01(\x03\x12\x18\n\x10\x63hanging_weights\x18\x05 \x01(\x08\x12$\n\x04wait\x18\x06 \x01(\x0e\x32\x16.relaxd.v1.ReplicaWait\"\xa2\x01\n\x10VersionCommitted\x12)\n\x07weights\x18\x01 \x01(\x0b\x32\x18.relaxd.v1.WeightVersion\x12\x35\n\x05trace\x18\x02 \x03(\x0b\x32&.relaxd.v1.VersionCommitted.TraceEntry\x1a,\n\nTraceEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"\"\n\x10SetPausedRequest\x12\x0e\n\x06paused\x18\x01 \x01(\x08\"\x13\n\x11SetPausedResponse\"(\n\x15HandBackGroupsRequest\x12\x0f\n\x07seconds\x18\x01 \x01(\x01\"&\n\x16HandBackGroupsResponse\x12\x0c\n\x04\x64one\x18\x01 \x01(\x08\"P\n\x12HoldWeightsRequest\x12)\n\x07weights\x18\x01 \x01(\x0b\x32\x18.relaxd.v1.WeightVersion\x12\x0f\n\x07seconds\x18\x02 \x01(\x01\"#\n\x13HoldWeightsResponse\x12\x0c\n\x04hold\x18\x01 \x01(\x03\"%\n\x15ReleaseWeightsRequest\x12\x0c\n\x04hold\x18\x01 \x01(\x03\")\n\x16ReleaseWeightsResponse\x12\x0f\n\x07in_time\x18\x01 \x01(\x08\"Q\n\x18\x42roadcastVersionsRequest\x12\x35\n\tbroadcast\x18\x01 \x01(\x0b\x32\".relaxd.v1.BroadcastWeightsRequest\"N\n\x19\x42roadcastVersionsResponse\x12\x31\n\x04sent\x18\x01 \x01(\x0b\x32#.relaxd.v1.BroadcastWeightsResponse2\xb1\x04\n\x04Rank\x12\x45\n\x04Work\x12\x16.relaxd.v1.WorkRequest\x1a\x17.relaxd.v1.WorkResponse\"\n\x8a\x80\x19\x06parent0\x01\x12R\n\tSetPaused\x12\x1b.relaxd.v1.SetPausedRequest\x1a\x1c.relaxd.v1.SetPausedResponse\"\n\x8a\x80\x19\x06parent\x12\x61\n\x0eHandBackGroups\x12 .relaxd.v1.HandBackGroupsRequest\x1a!.relaxd.v1.HandBackGroupsResponse\"\n\x8a\x80\x19\x06parent\x12X\n\x0bHoldWeights\x12\x1d.relaxd.v1.HoldWeightsRequest\x1a\x1e.relaxd.v1.HoldWeightsResponse\"\n\x8a\x80\x19\x06parent\x12\x61\n\x0eReleaseWeights\x12 .relaxd.v1.ReleaseWeightsRequest\x1a!.relaxd.v1.ReleaseWeightsResponse\"\n\x8a\x80\x19\x06parent\x12n\n\x11\x42roadcastVersions\x12#.relaxd.v1.BroadcastVersionsRequest\x1a$.relaxd.v1.BroadcastVersionsResponse\"\n\x8a\x80\x19\x06parent(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x14relaxd/v1/rank.proto\x12\trelaxd.v1\x1a\x16relaxd/v1/access.proto\x1a\x17relaxd/v1/replica.proto\x1a\x17relaxd/v1/trainer.proto\"\x9c\x02\n\x0bWorkRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x13\n\x0b\x63onfig_json\x18\x02 \x01(\t\x12\x0e\n\x06\x66older\x18\x03 \x01(\t\x12\r\n\x05redis\x18\x04 \x01(\t\x12\x12\n\nstore_host\x18\x05 \x01(\t\x12\x12\n\nreplica_id\x18\x06 \x01(\t\x12\x11\n\tlog_level\x18\x07 \x01(\t\x12\x0e\n\x06paused\x18\x08 \x01(\x08\x12\x0c\n\x04role\x18\t \x01(\t\x12<\n\x0b\x65nvironment\x18\n \x03(\x0b\x32\'.relaxd.v1.WorkRequest.EnvironmentEntry\x1a\x32\n\x10\x45nvironmentEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"\x80\x02\n\x0cWorkResponse\x12\'\n\x06loaded\x18\x01 \x01(\x0b\x32\x15.relaxd.v1.RankLoadedH\x00\x12\x38\n\x08manifest\x18\x02 \x01(\x0b\x32$.relaxd.v1.GetWeightManifestResponseH\x00\x12+\n\x08progress\x18\x03 \x01(\x0b\x32\x17.relaxd.v1.RankProgressH\x00\x12.\n\x07version\x18\x04 \x01(\x0b\x32\x1b.relaxd.v1.VersionCommittedH\x00\x12\x10\n\x06\x66\x61iled\x18\x05 \x01(\tH\x00\x12\x15\n\rstart_refused\x18\x06 \x01(\x08\x42\x07\n\x05\x65vent\"-\n\nRankLoaded\x12\x0e\n\x06source\x18\x01 \x01(\x08\x12\x0f\n\x07gathers\x18\x02 \x01(\x08\"\x9c\x01\n\x0cRankProgress\x12\x0e\n\x06\x64\x65tail\x18\x01 \x01(\t\x12\x13\n\x0bheld_groups\x18\x02 \x01(\x03\x12\x13\n\x0b\x64one_groups\x18\x03 \x01(\x03\x12\x12\n\niterations\x18\x04 \x01(\x03\x12\x18\n\x10\x63hanging_weights\x18\x05 \x01(\x08\x12$\n\x04wait\x18\x06 \x01(\x0e\x32\x16.relaxd.v1.ReplicaWait\"\xa2\x01\n\x10VersionCommitted\x12)\n\x07weights\x18\x01 \x01(\x0b\x32\x18.relaxd.v1.WeightVersion\x12\x35\n\x05trace\x18\x02 \x03(\x0b\x32&.relaxd.v1.VersionCommitted.TraceEntry\x1a,\n\nTraceEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"\"\n\x10SetPausedRequest\x12\x0e\n\x06paused\x18\x01 \x01(\x08\"\x13\n\x11SetPausedResponse\"(\n\x15HandBackGroupsRequest\x12\x0f\n\x07seconds\x18\x01 \x01(\x01\"&\n\x16HandBackGroupsResponse\x12\x0c\n\x04\x64one\x18\x01 \x01(\x08\"P\n\x12HoldWeightsRequest\x12)\n\x07weights\x18\x01 \x01(\x0b\x32\x18.relaxd.v1.WeightVersion\x12\x0f\n\x07seconds\x18\x02 \x01(\x01\"#\n\x13HoldWeightsResponse\x12\x0c\n\x04hold\x18\x01 \x01(\x03\"%\n\x15ReleaseWeightsRequest\x12\x0c\n\x04hold\x18\x01 \x01(\x03\")\n\x16ReleaseWeightsResponse\x12\x0f\n\x07in_time\x18\x01 \x01(\x08\"Q\n\x18\x42roadcastVersionsRequest\x12\x35\n\tbroadcast\x18\x01 \x01(\x0b\x32\".relaxd.v1.BroadcastWeightsRequest\"N\n\x19\x42roadcastVersionsResponse\x12\x31\n\x04sent\x18\x01 \x01(\x0b\x32#.relaxd.v1.BroadcastWeightsResponse2\xb1\x04\n\x04Rank\x12\x45\n\x04Work\x12\x16.relaxd.v1.WorkRequest\x1a\x17.relaxd.v1.WorkResponse\"\n\x8a\x80\x19\x06parent0\x01\x12R\n\tSetPaused\x12\x1b.relaxd.v1.SetPausedRequest\x1a\x1c.relaxd.v1.SetPausedResponse\"\n\x8a\x80\x19\x06parent\x12\x61\n\x0eHandBackGroups\x12 .relaxd.v1.HandBackGroupsRequest\x1a!.relaxd.v1.HandBackGroupsResponse\"\n\x8a\x80\x19\x06parent\x12X\n\x0bHoldWeights\x12\x1d.relaxd.v1.HoldWeightsRequest\x1a\x1e.relaxd.v1.HoldWeightsResponse\"\n\x8a\x80\x19\x06parent\x12\x61\n\x0eReleaseWeights\x12 .relaxd.v1.ReleaseWeightsRequest\x1a!.relaxd.v1.ReleaseWeightsResponse\"\n\x8a\x80\x19\x06parent\x12n\n\x11\x42roadcastVersions\x12#.relaxd.v1.BroadcastVersionsRequest\x1a$.relaxd.v1.BroadcastVersionsResponse\"\n\x8a\x80\x19\x06parent(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'relaxd.v1.rank_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
+  _globals['_WORKREQUEST_ENVIRONMENTENTRY']._loaded_options = None
+  _globals['_WORKREQUEST_ENVIRONMENTENTRY']._serialized_options = b'8\001'
   _globals['_VERSIONCOMMITTED_TRACEENTRY']._loaded_options = None
   _globals['_VERSIONCOMMITTED_TRACEENTRY']._serialized_options = b'8\001'
   _globals['_RANK'].methods_by_name['Work']._loaded_options = None
@@ -49,37 +51,39 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_RANK'].methods_by_name['BroadcastVersions']._loaded_options = None
   _globals['_RANK'].methods_by_name['BroadcastVersions']._serialized_options = b'\212\200\031\006parent'
   _globals['_WORKREQUEST']._serialized_start=110
-  _globals['_WORKREQUEST']._serialized_end=280
-  _globals['_WORKRESPONSE']._serialized_start=283
-  _globals['_WORKRESPONSE']._serialized_end=539
-  _globals['_RANKLOADED']._serialized_start=541
-  _globals['_RANKLOADED']._serialized_end=586
-  _globals['_RANKPROGRESS']._serialized_start=589
-  _globals['_RANKPROGRESS']._serialized_end=745
-  _globals['_VERSIONCOMMITTED']._serialized_start=748
-  _globals['_VERSIONCOMMITTED']._serialized_end=910
-  _globals['_VERSIONCOMMITTED_TRACEENTRY']._serialized_start=866
-  _globals['_VERSIONCOMMITTED_TRACEENTRY']._serialized_end=910
-  _globals['_SETPAUSEDREQUEST']._serialized_start=912
-  _globals['_SETPAUSEDREQUEST']._serialized_end=946
-  _globals['_SETPAUSEDRESPONSE']._serialized_start=948
-  _globals['_SETPAUSEDRESPONSE']._serialized_end=967
-  _globals['_HANDBACKGROUPSREQUEST']._serialized_start=969
-  _globals['_HANDBACKGROUPSREQUEST']._serialized_end=1009
-  _globals['_HANDBACKGROUPSRESPONSE']._serialized_start=1011
-  _globals['_HANDBACKGROUPSRESPONSE']._serialized_end=1049
-  _globals['_HOLDWEIGHTSREQUEST']._serialized_start=1051
-  _globals['_HOLDWEIGHTSREQUEST']._serialized_end=1131
-  _globals['_HOLDWEIGHTSRESPONSE']._serialized_start=1133
-  _globals['_HOLDWEIGHTSRESPONSE']._serialized_end=1168
-  _globals['_RELEASEWEIGHTSREQUEST']._serialized_start=1170
-  _globals['_RELEASEWEIGHTSREQUEST']._serialized_end=1207
-  _globals['_RELEASEWEIGHTSRESPONSE']._serialized_start=1209
-  _globals['_RELEASEWEIGHTSRESPONSE']._serialized_end=1250
-  _globals['_BROADCASTVERSIONSREQUEST']._serialized_start=1252
-  _globals['_BROADCASTVERSIONSREQUEST']._serialized_end=1333
-  _globals['_BROADCASTVERSIONSRESPONSE']._serialized_start=1335
-  _globals['_BROADCASTVERSIONSRESPONSE']._serialized_end=1413
-  _globals['_RANK']._serialized_start=1416
-  _globals['_RANK']._serialized_end=1977
+  _globals['_WORKREQUEST']._serialized_end=394
+  _globals['_WORKREQUEST_ENVIRONMENTENTRY']._serialized_start=344
+  _globals['_WORKREQUEST_ENVIRONMENTENTRY']._serialized_end=394
+  _globals['_WORKRESPONSE']._serialized_start=397
+  _globals['_WORKRESPONSE']._serialized_end=653
+  _globals['_RANKLOADED']._serialized_start=655
+  _globals['_RANKLOADED']._serialized_end=700
+  _globals['_RANKPROGRESS']._serialized_start=703
+  _globals['_RANKPROGRESS']._serialized_end=859
+  _globals['_VERSIONCOMMITTED']._serialized_start=862
+  _globals['_VERSIONCOMMITTED']._serialized_end=1024
+  _globals['_VERSIONCOMMITTED_TRACEENTRY']._serialized_start=980
+  _globals['_VERSIONCOMMITTED_TRACEENTRY']._serialized_end=1024
+  _globals['_SETPAUSEDREQUEST']._serialized_start=1026
+  _globals['_SETPAUSEDREQUEST']._serialized_end=1060
+  _globals['_SETPAUSEDRESPONSE']._serialized_start=1062
+  _globals['_SETPAUSEDRESPONSE']._serialized_end=1081
+  _globals['_HANDBACKGROUPSREQUEST']._serialized_start=1083
+  _globals['_HANDBACKGROUPSREQUEST']._serialized_end=1123
+  _globals['_HANDBACKGROUPSRESPONSE']._serialized_start=1125
+  _globals['_HANDBACKGROUPSRESPONSE']._serialized_end=1163
+  _globals['_HOLDWEIGHTSREQUEST']._serialized_start=1165
+  _globals['_HOLDWEIGHTSREQUEST']._serialized_end=1245
+  _globals['_HOLDWEIGHTSRESPONSE']._serialized_start=1247
+  _globals['_HOLDWEIGHTSRESPONSE']._serialized_end=1282
+  _globals['_RELEASEWEIGHTSREQUEST']._serialized_start=1284
+  _globals['_RELEASEWEIGHTSREQUEST']._serialized_end=1321
+  _globals['_RELEASEWEIGHTSRESPONSE']._serialized_start=1323
+  _globals['_RELEASEWEIGHTSRESPONSE']._serialized_end=1364
+  _globals['_BROADCASTVERSIONSREQUEST']._serialized_start=1366
+  _globals['_BROADCASTVERSIONSREQUEST']._serialized_end=1447
+  _globals['_BROADCASTVERSIONSRESPONSE']._serialized_start=1449
+  _globals['_BROADCASTVERSIONSRESPONSE']._serialized_end=1527
+  _globals['_RANK']._serialized_start=1530
+  _globals['_RANK']._serialized_end=2091
 # @@protoc_insertion_point(module_scope)

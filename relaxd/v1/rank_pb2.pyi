@@ -26,6 +26,26 @@ class WorkRequest(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
+    @_typing.final
+    class EnvironmentEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.str
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.str = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
     RUN_ID_FIELD_NUMBER: _builtins.int
     CONFIG_JSON_FIELD_NUMBER: _builtins.int
     FOLDER_FIELD_NUMBER: _builtins.int
@@ -35,6 +55,7 @@ class WorkRequest(_message.Message):
     LOG_LEVEL_FIELD_NUMBER: _builtins.int
     PAUSED_FIELD_NUMBER: _builtins.int
     ROLE_FIELD_NUMBER: _builtins.int
+    ENVIRONMENT_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     """The run."""
     config_json: _builtins.str
@@ -53,6 +74,10 @@ class WorkRequest(_message.Message):
     """Whether to begin paused."""
     role: _builtins.str
     """The service's role."""
+    @_builtins.property
+    def environment(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
+        """Environment variables of its place in the world, which may not have been known when its process started."""
+
     def __init__(
         self,
         *,
@@ -65,10 +90,11 @@ class WorkRequest(_message.Message):
         log_level: _builtins.str = ...,
         paused: _builtins.bool = ...,
         role: _builtins.str = ...,
+        environment: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["config_json", b"config_json", "folder", b"folder", "log_level", b"log_level", "paused", b"paused", "redis", b"redis", "replica_id", b"replica_id", "role", b"role", "run_id", b"run_id", "store_host", b"store_host"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["config_json", b"config_json", "environment", b"environment", "folder", b"folder", "log_level", b"log_level", "paused", b"paused", "redis", b"redis", "replica_id", b"replica_id", "role", b"role", "run_id", b"run_id", "store_host", b"store_host"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -46,6 +46,8 @@ LEASE_SECONDS = 2.0
 REPLICA_LEASE_SECONDS = 6.0
 """Of replicas: one that is silent for longer is restarted."""
 MAX_STALENESS = 1
+RANKS = 2
+"""Of the trainer, on all hosts."""
 REPLICAS = {"rollout": 2, "reward": 2, "advantage": 2, "trainer": 1}
 FROZEN_REPLICAS = {"reference": 1, "teacher": 1, "judge": 1}
 """Besides, where the configuration has these roles."""
@@ -86,7 +88,7 @@ threads = 1
 {roles}
 
 [trainer]
-ranks = 2
+ranks = {ranks}
 groups_per_step = 4
 threads = 1
 collective_timeout_seconds = 20
@@ -324,6 +326,7 @@ class ChaosStack:
         roles = chosen["roles"].format(folder=self.folder, teacher=chosen["teacher"])
         answers = chosen["answers"].format(mood=self.mood, stops=", ".join(map(str, range(40, 140))))
         config = CONFIG.format(
+            ranks=RANKS,
             folder=self.folder,
             seed=self.seed,
             lease=LEASE_SECONDS,
@@ -386,7 +389,9 @@ class ChaosStack:
     def trainer_ranks(self) -> list[psutil.Process]:
         """The trainer's ranks by number, on all hosts."""
         hosts = ["trainer", *self.names("ranks")]
-        return [process for name in hosts for process in self.children(name, "services.trainer.loop.training_rank")]
+        each = RANKS // len(hosts)  # of a host's processes the oldest ones; the others are spare
+        found = [self.children(name, "services.trainer.loop.training_rank")[:each] for name in hosts]
+        return [process for processes in found for process in processes]
 
     def trainer_rank(self, number: int) -> psutil.Process:
         """A rank of the trainer. Raises RuntimeError: it isn't up."""

@@ -13,6 +13,8 @@ from relaxd.tools.fitting.trainer_memory import Bytes
 
 RANK_BYTES = 4 << 30
 """Resident memory of a rank's process without tensors: torch, CUDA's libraries, Megatron. Assumed."""
+SPARE_RANK_BYTES = 1 << 30
+"""The same of a spare rank's process, which has loaded its code and uses no device. Assumed."""
 MEAN_OF_MEDIAN = 1.5
 """Mean length of an answer over the median, as rehearsals assume."""
 
@@ -99,6 +101,8 @@ def host_bytes(config: RunConfig, models: Models, element: int, expert_bytes: in
         "the ranks' processes": trainer.ranks_per_host * RANK_BYTES,
         "groups of two steps": 2 * step_bytes(config, expert_bytes),
     }
+    if hosts > 1:
+        found["spare ranks' processes"] = trainer.ranks_per_host * SPARE_RANK_BYTES
     offloads = (trainer.optimizer.cpu_offload, config.roles.critic.optimizer.cpu_offload)
     if offloaded := sum(count for count, offload in zip(models.trained, offloads, strict=False) if offload):
         found["offloaded optimizer"] = 16 * offloaded // hosts  # main weights, moments, gradients

@@ -185,13 +185,16 @@ class RankThread:
     """Runs a rank's work. Any error ends the process; the parent then restarts the world or the replica."""
 
     def __init__(self) -> None:
-        self.number = int(os.environ.get("RANK", "0"))
-        self.alone = os.environ.get("WORLD_SIZE", "1") == "1"
+        self.number = 0
+        self.alone = True
         """True if there is no other rank."""
         self.events: Outbox[WorkResponse] = Outbox()
 
     def start(self, request: WorkRequest, work: Callable[[WorkRequest, RunConfig], None]) -> None:
         """Run `work` with the request and its configuration in a new thread. It doesn't return."""
+        os.environ.update(request.environment)
+        self.number = int(os.environ.get("RANK", "0"))
+        self.alone = os.environ.get("WORLD_SIZE", "1") == "1"
         threading.Thread(target=self._run, args=(request, work), name=request.role, daemon=True).start()
 
     def fail(self, reason: str, *, start_refused: bool = False) -> None:

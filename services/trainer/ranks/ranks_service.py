@@ -9,9 +9,7 @@ from relaxd import __version__
 from relaxd.board import roles_for
 from relaxd.config import RunConfig
 from relaxd.process.child import ChildError
-from relaxd.process.gpu_lease import GpuLease
 from relaxd.process.interfaces import interface_towards
-from relaxd.replica.gpus import Gpu
 from relaxd.replica.replica_context import ReplicaContext
 from relaxd.replica.service_interface import ReplicaService, ServiceStatus
 from relaxd.roles import RANKS, TRAINER
@@ -19,6 +17,7 @@ from relaxd.rpc.errors import Aborted, FailedPrecondition, InvalidArgument, RpcE
 from relaxd.v1 import rank_pb2, ranks_pb2
 from relaxd.v1.coordinator_pb2 import Assignment
 from services.trainer.reference_models.followed_folder import await_run_folder
+from services.trainer.service.rank_pool import RankPool
 from services.trainer.service.rank_processes import (
     MeetingPlace,
     Rank,
@@ -38,15 +37,11 @@ logger = logging.getLogger(__name__)
 class HostAttempt:
     """The ranks of this host in one attempt, and their events."""
 
-    def __init__(
-        self, start: ranks_pb2.RanksStart, gpus: tuple[Gpu, ...], gpu_lease: GpuLease, place: MeetingPlace
-    ) -> None:
+    def __init__(self, start: ranks_pb2.RanksStart, pool: RankPool, place: MeetingPlace) -> None:
         numbers = range(start.first_rank, start.first_rank + start.ranks)
         self.number = start.attempt
         self.trainer_id = start.trainer_id
-        self._processes = RankProcesses(
-            numbers, self._on_event, rank_environment(gpus), gpu_lease if gpus else None, place=place
-        )
+        self._processes = RankProcesses(numbers, self._on_event, pool, place=place)
         self.responses: asyncio.Queue[ranks_pb2.StartRanksResponse] = asyncio.Queue()
         """Responses to the trainer; a failure is the last."""
         self._living: asyncio.Task[None] | None = None
@@ -94,7 +89,8 @@ class RanksService(ReplicaService):
         self._context = context
         self._config: RunConfig | None = None
         self._assignment = Assignment()
-        self._gpus: tuple[Gpu, ...] = ()
+        self._pool: RankPool | None = None
+        """The processes of this host's ranks."""
         self._newest = 0
         """The newest attempt of the run."""
         self._attempt: HostAttempt | None = None
@@ -108,7 +104,10 @@ class RanksService(ReplicaService):
             return
         begun = assignment.begin_time.ToDatetime(UTC)
         await asyncio.to_thread(await_run_folder, Path(assignment.folder), RANKS, begun)
-        self._gpus = await self._context.gpus.lease(config.trainer.ranks_per_host)
+        gpus = await self._context.gpus.lease(config.trainer.ranks_per_host)
+        gpu_lease = self._context.gpus.child_lease if gpus else None
+        self._pool = RankPool(rank_environment(gpus), gpu_lease, spares=config.trainer.ranks_per_host)
+        self._pool.prepare()  # while the trainer waits for other hosts, or for its own ranks
         self._config, self._assignment, self._newest = config, assignment, 0
         self._detail = "the trainer has not started ranks here"
 
@@ -118,7 +117,9 @@ class RanksService(ReplicaService):
             if self._attempt is not None:
                 self._attempt.fail(Aborted(f"{self._context.settings.replica_id} leaves the run"))
                 await self._end_attempt(self._attempt)
-            self._gpus, self._detail = (), ""
+            if self._pool is not None:
+                await self._pool.close()
+            self._pool, self._detail = None, ""
 
     async def drain(self, seconds: float) -> int:
         """Hold no groups: those of the ranks are the trainer's."""
@@ -145,8 +146,9 @@ class RanksService(ReplicaService):
             if self._attempt is not None:
                 self._attempt.fail(Aborted(f"attempt {start.attempt} of {start.trainer_id} has begun"))
                 await self._attempt.end()
-            config, settings = self._config, self._context.settings
+            config, pool, settings = self._config, self._pool, self._context.settings
             assert config is not None
+            assert pool is not None
             try:
                 interface = await asyncio.to_thread(interface_towards, start.store_host, start.store_port)
             except OSError as error:
@@ -159,7 +161,7 @@ class RanksService(ReplicaService):
                 interface=interface,
                 attempt=start.attempt,
             )
-            attempt = HostAttempt(start, self._gpus, self._context.gpus.child_lease, place)
+            attempt = HostAttempt(start, pool, place)
             work = rank_pb2.WorkRequest(
                 run_id=self._assignment.run_id,
                 config_json=config.model_dump_json(),

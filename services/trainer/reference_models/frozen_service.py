@@ -22,6 +22,7 @@ from relaxd.v1 import rank_pb2 as pb
 from relaxd.v1.coordinator_pb2 import Assignment
 from relaxd.weights import NCCL_ENVIRONMENT
 from services.trainer.reference_models.followed_folder import await_run_folder
+from services.trainer.service.rank_pool import RankPool
 from services.trainer.service.rank_processes import Rank, RankProcesses
 
 REQUEST_SECONDS = 10.0
@@ -69,9 +70,7 @@ class ModelService(ReplicaService):
         self._ranks = ranks = RankProcesses(
             range(sizes.ranks),
             self._on_event,
-            environment,
-            gpu_lease,
-            self.rank_module,
+            RankPool(environment, gpu_lease, self.rank_module),
             ports=config.weights.port_range,
         )
         await ranks.start()

@@ -11,14 +11,13 @@ import logging
 import re
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from relaxd import __version__
 from relaxd.board import Board, BoardError, Fenced, stages_for
 from relaxd.config import RunConfig
 from relaxd.process.child import ChildError
-from relaxd.process.gpu_lease import GpuLease
 from relaxd.process.interfaces import interface_towards
 from relaxd.process.ports import NoFreePort, ReservedPort, reserve_port
 from relaxd.replica.peer_replicas import Peer, PeerReplicas
@@ -29,6 +28,7 @@ from relaxd.rpc.errors import InvalidArgument, RpcError
 from relaxd.v1 import rank_pb2, ranks_pb2
 from relaxd.v1.coordinator_pb2 import Assignment
 from relaxd.v1.ranks_pb2_grpc import RanksStub
+from services.trainer.service.rank_pool import RankPool
 from services.trainer.service.rank_processes import MeetingPlace, Rank, RankEvent, RankProcess, RankProcesses
 from services.trainer.service.remote_ranks import HostRefused, RemoteRanks
 
@@ -144,15 +144,13 @@ class HostRanks:
         hosts: TrainerHosts,
         on_event: RankEvent,
         on_wait: Callable[[str], None],
-        environment: Mapping[str, str],
-        gpu_lease: GpuLease | None,
+        pool: RankPool,
     ) -> None:
-        """`on_wait` is called with what the start waits for."""
+        """`on_wait` is called with what the start waits for; `pool` has the processes of this host's ranks."""
         self._hosts = hosts
         self._on_event = on_event
         self._on_wait = on_wait
-        self._environment = environment
-        self._gpu_lease = gpu_lease
+        self._pool = pool
         self._own: RankProcesses | None = None
         self._others: list[RemoteRanks] = []
         self._port: ReservedPort | None = None
@@ -176,7 +174,7 @@ class HostRanks:
         logger.info("attempt %d: ranks are on this host and on %s, over %s", place.attempt, names, place.interface)
         self._on_wait("starting the ranks")
         numbers = range(self._hosts.config.trainer.ranks_per_host)
-        self._own = RankProcesses(numbers, self._on_event, self._environment, self._gpu_lease, place=place)
+        self._own = RankProcesses(numbers, self._on_event, self._pool, place=place)
         await self._own.start()
 
     def work(self, request: rank_pb2.WorkRequest) -> None:

@@ -9,16 +9,14 @@ from typing import Any, Protocol
 
 from relaxd.process.child import Child, ChildError
 from relaxd.process.child_channel import RequestStream
-from relaxd.process.gpu_lease import GpuLease
 from relaxd.process.ports import NoFreePort, ReservedPort, reserve_port
 from relaxd.replica.gpus import Gpu, gpu_environment
 from relaxd.rpc.errors import InvalidArgument, RpcError
 from relaxd.v1 import rank_pb2, rank_pb2_grpc, trainer_pb2, trainer_pb2_grpc
 from relaxd.weights import NCCL_ENVIRONMENT
 from services.trainer.megatron import ATTEMPT_VARIABLE
+from services.trainer.service.rank_pool import RankPool
 
-RANK = "services.trainer.loop.training_rank"
-"""The program of a rank that trains."""
 LOOPBACK = "127.0.0.1"
 """Ranks of one machine meet here."""
 START_SECONDS = 600.0
@@ -129,6 +127,8 @@ class RankProcess:
     """A rank_pb2_grpc.RankStub."""
     broadcasts: RequestStream
     """Takes part in broadcasts of the weights."""
+    environment: Mapping[str, str]
+    """Environment variables of its place in the world."""
     loaded: rank_pb2.RankLoaded | None = None
 
     async def join(self, request: trainer_pb2.TrainerJoinWeightGroupRequest, *, timeout: float) -> None:
@@ -151,20 +151,23 @@ class RankProcesses:
         self,
         numbers: range,
         on_event: RankEvent,
-        environment: Mapping[str, str],
-        gpu_lease: GpuLease | None,
-        module: str = RANK,
+        pool: RankPool,
         *,
         ports: range | None = None,
         place: MeetingPlace | None = None,
     ) -> None:
-        """`numbers`: those of the ranks. `place`: where they meet others; None: there are no others, and they meet
-        on one of `ports` (weights.ports; None: any)."""
+        """Make the set, which is not started.
+
+        Args:
+            numbers: those of the ranks.
+            on_event: called with each event of a rank.
+            pool: has their processes.
+            ports: weights.ports; None: any.
+            place: the place where they meet others; None: there are no others, and they meet on one of `ports`.
+        """
         self._numbers = numbers
-        self._module = module
         self._on_event = on_event
-        self._environment = environment
-        self._gpu_lease = gpu_lease
+        self._pool = pool
         self._ports = ports
         self._place = place
         self.ranks: list[RankProcess] = []
@@ -186,16 +189,12 @@ class RankProcesses:
         """
         place = self._place or self._meet_here()
         for local, number in enumerate(self._numbers):
-            child = await Child.start(
-                self._module,
-                env={**self._environment, **place.environment(number, local)},
-                name=f"rank {number}",
-                gpu_lease=self._gpu_lease,
-            )
+            where = place.environment(number, local)
+            child = await self._pool.take(f"rank {number}", where)
             trainer = trainer_pb2_grpc.TrainerStub(child.channel)
             control = rank_pb2_grpc.RankStub(child.channel)
             broadcasts = RequestStream(control.BroadcastVersions, f"BroadcastVersions of {child.name}")
-            self.ranks.append(RankProcess(number, child, trainer, control, broadcasts))
+            self.ranks.append(RankProcess(number, child, trainer, control, broadcasts, where))
             child.exited.add_done_callback(lambda _, child=child: self._exited(child))  # type: ignore[misc]
         try:
             async with asyncio.timeout(START_SECONDS):
@@ -234,8 +233,13 @@ class RankProcesses:
 
     async def _read(self, rank: RankProcess, request: rank_pb2.WorkRequest) -> None:
         """Read the events of a rank until it ends."""
+        own = rank_pb2.WorkRequest()
+        own.CopyFrom(request)
+        own.environment.update(rank.environment)
         try:
-            async for event in rank.control.Work(request, timeout=None):
+            async for event in rank.control.Work(own, timeout=None):
+                if event.HasField("loaded"):  # spare processes no longer take time from it
+                    self._pool.prepare()
                 if event.HasField("failed"):
                     reason = f"{rank.child.name}: {event.failed}"
                     self._fail(InvalidArgument(reason) if event.start_refused else ChildError(reason))

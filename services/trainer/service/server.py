@@ -32,8 +32,8 @@ from relaxd.v1 import rank_pb2 as rank_pb
 from relaxd.v1 import trainer_pb2 as pb
 from services.trainer.loop.weight_read_lock import HOLD_MARGIN_SECONDS
 from services.trainer.service.host_ranks import HostRanks, TrainerHosts
+from services.trainer.service.rank_pool import RANK, RankPool
 from services.trainer.service.rank_processes import (
-    RANK,
     RankEvent,
     RankProcess,
     RankProcesses,
@@ -99,6 +99,8 @@ class TrainerService(ReplicaService):
         self._living: asyncio.Task[None] | None = None
         self._hosts: TrainerHosts | None = None
         """The other hosts, if the ranks are on several."""
+        self._pool: RankPool | None = None
+        """The processes of this host's ranks, if they are on several."""
         self.world: RankSupervisor | None = None
         self.run_folder = Path()
 
@@ -123,14 +125,16 @@ class TrainerService(ReplicaService):
             advertised, listen = _advertised_host(self._settings), _store_host(self._settings)
             hosts = self._hosts = TrainerHosts(self._context, config, assignment, advertised=advertised, listen=listen)
 
-            def make(on_event: RankEvent, on_wait: Callable[[str], None]) -> RankSet:
-                return HostRanks(hosts, on_event, on_wait, environment, gpu_lease)
-        else:
+            pool = self._pool = RankPool(environment, gpu_lease, spares=config.trainer.ranks_per_host)
 
             def make(on_event: RankEvent, on_wait: Callable[[str], None]) -> RankSet:
-                module = RANK if has_model else SCRIPTED_RANK
+                return HostRanks(hosts, on_event, on_wait, pool)
+        else:
+            pool = RankPool(environment, gpu_lease, RANK if has_model else SCRIPTED_RANK)
+
+            def make(on_event: RankEvent, on_wait: Callable[[str], None]) -> RankSet:
                 numbers, ports = range(config.trainer.ranks), config.weights.port_range
-                return RankProcesses(numbers, on_event, environment, gpu_lease, module, ports=ports)
+                return RankProcesses(numbers, on_event, pool, ports=ports)
 
         take_turn = self._context.take_turn if config.run.colocate else None
         self.world = RankSupervisor(self._settings, request, make, take_turn=take_turn)
@@ -145,7 +149,9 @@ class TrainerService(ReplicaService):
             await asyncio.wait({self._living})  # `await` would confuse this task's cancellation with its
         if self._hosts is not None:
             await self._hosts.close()
-        self._living = self.world = self._hosts = None
+        if self._pool is not None:
+            await self._pool.close()
+        self._living = self.world = self._hosts = self._pool = None
 
     async def drain(self, seconds: float) -> int:
         """Stop taking groups and hand back the held ones."""

@@ -85,6 +85,7 @@ WITHOUT_DEADLINE = {
     ENDS: {
         ("relaxd/weights/gloo_chain.py", "ChainBroadcast.finish"),  # its pieces' deadlines
         ("relaxd/weights/gloo_chain.py", "GlooChain.abort"),
+        ("services/trainer/service/rank_pool.py", "RankPool.close"),  # it is cancelled
         ("relaxd/process/child.py", "Child.wait_connected"),  # the call's deadline, or the child's end
         ("relaxd/board/worker.py", "StageWorker.stop"),  # its threads look at the stop between waits of 0.5 s
         ("relaxd/replica/assignment.py", "AssignmentFollower.dismiss"),  # STOP_RUN_SECONDS

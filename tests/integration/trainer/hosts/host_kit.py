@@ -26,6 +26,8 @@ class HostsCoordinator(ScriptedCoordinator):
     def __init__(self, config: RunConfig, folder: Path, host: str = "127.0.0.1") -> None:
         super().__init__(config, folder, host=host)
         self.hosts: dict[str, coordinator_pb2.CallableReplica] = {}
+        self.gauges: dict[str, dict[str, float]] = {}
+        """Gauges in the last heartbeat of each host."""
 
     def Register(self, request: coordinator_pb2.RegisterRequest, context: Any) -> coordinator_pb2.RegisterResponse:
         registration = request.registration
@@ -40,6 +42,7 @@ class HostsCoordinator(ScriptedCoordinator):
         if status.role != RANKS:
             return super().Heartbeat(request, context)
         known = self.hosts[status.replica_id]
+        self.gauges[status.replica_id] = dict(status.gauges)
         told = {"state": status.state, "run_id": status.run_id, "detail": status.detail}
         if any(getattr(known, name) != value for name, value in told.items()):
             new = coordinator_pb2.CallableReplica(replica_id=known.replica_id, address=known.address, **told)
@@ -66,7 +69,8 @@ class HostsCoordinator(ScriptedCoordinator):
 class Host:
     """The service of a host's ranks as a process, which can be started again."""
 
-    def __init__(self, number: int, coordinator: ScriptedCoordinator, redis_url: str, node: Node | None) -> None:
+    def __init__(self, number: int, coordinator: HostsCoordinator, redis_url: str, node: Node | None) -> None:
+        self._coordinator = coordinator
         self.name = f"ranks-{number}"
         self.node = node
         self._words = [
@@ -79,14 +83,15 @@ class Host:
         self.process = start_python(*self._words, within=self.node)
 
     def rank_pids(self) -> list[int]:
-        """Return the process ids of its ranks."""
-        return [child.pid for child in psutil.Process(self.process.pid).children(recursive=True)]
+        """Return the process ids of its ranks by its last heartbeat, without those of spare ones."""
+        gauges = self._coordinator.gauges.get(self.name, {})
+        return [int(pid) for name, pid in gauges.items() if name.endswith("_pid")]
 
     def kill(self) -> None:
         """Kill it with its ranks, at once, unless it has ended."""
         with contextlib.suppress(psutil.NoSuchProcess):
-            for pid in self.rank_pids():
-                psutil.Process(pid).kill()
+            for child in psutil.Process(self.process.pid).children(recursive=True):
+                child.kill()
         kill(self.process)
 
 

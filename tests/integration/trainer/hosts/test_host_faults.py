@@ -16,7 +16,7 @@ from tests.integration.trainer.hosts.host_kit import ranks_ended, trainer_over_h
 from tests.integration.trainer.service_kit import TrainerProcess, make_config
 from tests.kit.models import make_tiny_model
 from tests.kit.namespaces import Node
-from tests.kit.waiting import PATIENCE
+from tests.kit.waiting import PATIENCE, wait_until
 
 pytestmark = [pytest.mark.night, pytest.mark.timeout(300)]
 
@@ -38,8 +38,12 @@ def test_a_killed_rank_is_replaced(config: RunConfig, redis_url: str, tmp_path: 
         run.train(3)
         (pid,) = run.hosts[0].rank_pids()
         psutil.Process(pid).kill()
+        killed = time.time()
         assert run.again() < 5 * PATIENCE
         assert run.coordinator.wait_for_detail("ranks-1: rank 1 was killed by signal 9")
+        wait_until(lambda: run.hosts[0].rank_pids() not in ([], [pid]), "a heartbeat with the new rank", 20)
+        (new,) = run.hosts[0].rank_pids()
+        assert psutil.Process(new).create_time() < killed  # it was a spare one
         run.train(2)
         run.check_books()
 
@@ -65,7 +69,7 @@ def test_a_spare_takes_the_place_of_a_dead_host(config: RunConfig, redis_url: st
         assert (len(run.hosts[0].rank_pids()), run.hosts[1].rank_pids()) == (1, [])
         run.hosts[0].kill()
         assert run.again() < 5 * PATIENCE
-        assert len(run.hosts[1].rank_pids()) == 1
+        wait_until(lambda: len(run.hosts[1].rank_pids()) == 1, "a heartbeat with its rank", 20)
         run.train(2)
         run.check_books()
 
