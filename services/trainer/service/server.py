@@ -126,6 +126,7 @@ class TrainerService(ReplicaService):
             hosts = self._hosts = TrainerHosts(self._context, config, assignment, advertised=advertised, listen=listen)
 
             pool = self._pool = RankPool(environment, gpu_lease, spares=config.trainer.ranks_per_host)
+            pool.prepare()  # while the other hosts are awaited
 
             def make(on_event: RankEvent, on_wait: Callable[[str], None]) -> RankSet:
                 return HostRanks(hosts, on_event, on_wait, pool)
