@@ -91,12 +91,13 @@ class HFFolder:
         name, shape = wanted.name, wanted.whole_shape
         if name not in self._file_of:
             raise ModelError(f"{self._folder} has no tensor {name}, which config.json's architecture needs")
-        stored = self._open(self._file_of[name]).get_slice(name)
+        file = self._open(self._file_of[name])
+        stored = file.get_slice(name)
         found = tuple(stored.get_shape())
         is_transposed = wanted.stack > 0 and found == (wanted.stack, *wanted.shape[::-1])
         if found != shape and not is_transposed:
             raise ModelError(f"{self._folder}: {name} is {list(found)}, but config.json makes it {list(shape)}")
-        tensor: Tensor = stored[wanted.index] if wanted.stack else stored[:]
+        tensor: Tensor = stored[wanted.index] if wanted.stack else file.get_tensor(name)
         return tensor.T if is_transposed else tensor
 
     def _open(self, file: str) -> safe_open:
