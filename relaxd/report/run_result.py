@@ -235,9 +235,12 @@ def sample_values(sample: pb.TrainedSample) -> dict[str, Any]:
         for message in sample.conversation
     ]
     values["reward_parts"] = dict(sample.reward_parts)
-    names = [field.name for field in pb.ShownMedia.DESCRIPTOR.fields]
-    values["media"] = [{name: getattr(item, name) for name in names} for item in sample.media]
-    left_out = {"tokens", *(() if sample.turns else OF_CONVERSATIONS), *(() if sample.media else ("media",))}
+    for repeated in ("media", "receipts"):
+        values[repeated] = [
+            {field.name: getattr(item, field.name) for field in item.DESCRIPTOR.fields} for item in values[repeated]
+        ]
+    left_out = {"tokens", *(() if sample.turns else OF_CONVERSATIONS)}
+    left_out |= {repeated for repeated in ("media", "receipts") if not values[repeated]}
     return {name: value for name, value in values.items() if name not in left_out}
 
 

@@ -110,10 +110,10 @@ def test_conversations_may_have_each_kind_that_their_engine_takes() -> None:
     run = load("rollout.engine=transformers", *agent, 'data.media_keys={image = "a", video = "b"}')
     assert run.media_kinds == ("image", "video", "audio")
     assert run.media_problem is None
-    run = load("rollout.engine=sglang", *agent)
+    run = load("rollout.engine=sglang_external", *agent)
     assert run.media_problem == (
         "rollout.engine",
-        '= "sglang", which takes no audio (agent.media): "transformers" does',
+        '= "sglang_external", which takes no video (agent.media): "transformers" or "sglang" does',
     )
 
 

@@ -161,10 +161,6 @@ def test_the_digest_of_data_changes_with_an_image_file() -> None:
         ),
         (["--data.max_prompt_tokens=80"], "rows.jsonl line 1 has 87 tokens, more than data.max_prompt_tokens = 80"),
         (["--data.media_keys={}"], "rows.jsonl line 1 has media of type image, but data.media_keys"),
-        (
-            ["--agent.function=package.module:solve", '--data.media_keys={video="images"}'],
-            'data.media_keys: names a column with video, but agent.function is "package.module:solve": conversations h',
-        ),
     ],
 )
 def test_runs_with_images_that_cannot_be_seen_are_refused(settings: list[str], complaint: str) -> None:

@@ -290,7 +290,7 @@ def test_images_of_a_prompt_reach_the_model(board: Board, tmp_path: Path) -> Non
 
 @pytest.mark.parametrize(
     "board",
-    [{**REFERENCE, "data": {"source": "addition"}, "agent": {"environment": "zoom", "images": True}}],
+    [{**REFERENCE, "data": {"source": "addition"}, "agent": {"environment": "zoom", "media": ["image"]}}],
     indirect=True,
 )
 def test_images_of_a_conversation_reach_the_model(board: Board, tmp_path: Path) -> None:
