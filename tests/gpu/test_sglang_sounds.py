@@ -48,7 +48,7 @@ CASES: dict[str, tuple[list[Item], list[Item]]] = {
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("hearing")
-    return make_omni_model(folder, noise=0.06, tower=EYES, ears=HEARS, **TEXT, **EXPERTS)
+    return make_omni_model(folder, noise=0.06, hearing_noise=0.3, tower=EYES, ears=HEARS, **TEXT, **EXPERTS)
 
 
 @pytest.fixture(scope="module")

@@ -88,8 +88,13 @@ def write_omni_model(
     return folder
 
 
-def make_omni_model(folder: Path, *, seed: int = 1, noise: float = 0.1, **sizes: Any) -> Path:
-    """Write a tiny random Qwen3-Omni without its talker, with sharp logits and no zeros and ones: mix-ups show."""
+def make_omni_model(
+    folder: Path, *, seed: int = 1, noise: float = 0.1, hearing_noise: float = 0.0, **sizes: Any
+) -> Path:
+    """Write a tiny random Qwen3-Omni without its talker, with sharp logits and no zeros and ones: mix-ups show.
+
+    With more noise in the matrices of the tower that hears (`hearing_noise`) sounds differ more.
+    """
     import torch
     from transformers import AutoConfig, Qwen3OmniMoeForConditionalGeneration
 
@@ -97,8 +102,9 @@ def make_omni_model(folder: Path, *, seed: int = 1, noise: float = 0.1, **sizes:
     torch.manual_seed(seed)
     model = Qwen3OmniMoeForConditionalGeneration(config)
     with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn_like(parameter) * noise)
+        for name, parameter in model.named_parameters():
+            of_hearing = hearing_noise if "audio_tower" in name and parameter.dim() > 1 else 0.0
+            parameter.add_(torch.randn_like(parameter) * (noise + of_hearing))
     model.save_pretrained(folder)
     return folder
 
