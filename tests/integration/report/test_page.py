@@ -25,7 +25,7 @@ def test_the_charts_are_drawn_smoothed_and_filtered(tmp_path: Path) -> None:
     (tmp_path / "config.toml").write_text("[run]\nsteps = 40\n")
     (tmp_path / "summary.json").write_text(json.dumps({"run_id": "r", "state": "stopped", "steps": 40}))
     (tmp_path / "samples.jsonl").write_text(
-        json.dumps({"step": 40, "reward": 1.0, **dict.fromkeys(TEXTS, INJECTED), "images": [PICTURE, HARMFUL]}) + "\n"
+        json.dumps({"step": 40, "reward": 1.0, **dict.fromkeys(TEXTS, INJECTED), "media": [PICTURE, HARMFUL]}) + "\n"
     )
     lines = [{"step": step, "reward_mean": step / 40, "loss": (-1) ** step, "entropy": 5.539} for step in range(1, 41)]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
