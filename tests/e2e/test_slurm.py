@@ -4,6 +4,7 @@ import json
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 
@@ -26,9 +27,10 @@ def slow(sample):
 
 
 @pytest.fixture
-def slurm(tmp_path: Path) -> Iterator[Slurm]:
+def slurm() -> Iterator[Slurm]:
+    """The folder's path is short, because Slurm's sockets are in it: 108 bytes are the most."""
     try:
-        with slurm_cluster(tmp_path / "slurm", nodes=3) as cluster:
+        with TemporaryDirectory(prefix="slurm-") as folder, slurm_cluster(Path(folder), nodes=3) as cluster:
             yield cluster
     except SlurmUnavailable as error:
         pytest.skip(f"no Slurm here: {error}")
