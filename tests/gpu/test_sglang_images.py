@@ -17,15 +17,13 @@ if not torch.cuda.is_available():
 from PIL import Image
 from transformers import PreTrainedModel, Qwen3VLForConditionalGeneration
 
-from benchmarks.engine import default_options
-from relaxd.config import RolloutConfig
 from relaxd.data.vision import VisionModel, read_vision
+from tests.gpu.media_engine import BUCKET_BYTES, EYES, LARGEST, MEAN, TEXT, TOKENS, media_engine
 from tests.integration.rollout.rollout_kit import Source
 from tests.integration.rollout.sglang.syncs import sync
 from tests.integration.rollout.weight_source import weights_of
 from tests.kit.engines import EngineRunner, reference_logprobs
 from tests.kit.vision import (
-    TOWER,
     Item,
     clip,
     image_logprobs,
@@ -35,21 +33,6 @@ from tests.kit.vision import (
     without_media,
 )
 
-TEXT = {
-    "hidden_size": 256,
-    "intermediate_size": 512,
-    "head_dim": 64,
-    "rope_parameters": {
-        "rope_type": "default",
-        "rope_theta": 1000.0,
-        "mrope_section": [12, 10, 10],
-        "mrope_interleaved": True,
-    },
-}
-EYES = TOWER | {"hidden_size": 128, "intermediate_size": 256, "out_hidden_size": 256}
-MEAN, LARGEST = 0.05, 0.2
-"""Tolerances of log-probs: bfloat16 alone gives 0.013 and 0.041 in transformers itself, another picture 0.55."""
-TOKENS = 24
 CASES: dict[str, list[Item]] = {
     "text": [],
     "one image": [picture(256, 250, 3)],
@@ -71,24 +54,15 @@ def vision(model: Path) -> VisionModel:
 
 @pytest.fixture(scope="module")
 def source(model: Path) -> Iterator[Source]:
-    source = Source(model, 1 << 22)
+    source = Source(model, BUCKET_BYTES)
     yield source
     source.close()
 
 
 @pytest.fixture(scope="module")
 def engine(model: Path, source: Source) -> Iterator[EngineRunner]:
-    options = default_options(16) | {"load_format": "auto", "max_total_tokens": 32768, "mm_attention_backend": "sdpa"}
-    config = RolloutConfig(
-        engine="sglang", dtype="bfloat16", max_running_samples=16, memory_fraction=0.2, sglang=options
-    )
-    runner = EngineRunner()
-    try:
-        runner.start(model, config, timeout=400)
-        sync(runner, source, 1)
+    with media_engine(model, source) as runner:
         yield runner
-    finally:
-        runner.close()
 
 
 def reference(model: Path, version: int) -> PreTrainedModel:

@@ -20,9 +20,7 @@ if not torch.cuda.is_available():
 from safetensors.torch import save_file
 from transformers import PreTrainedModel, Qwen3OmniMoeThinkerForConditionalGeneration
 
-from benchmarks.engine import default_options
-from relaxd.config import RolloutConfig
-from tests.gpu.test_sglang_images import EYES, LARGEST, MEAN, TEXT, TOKENS
+from tests.gpu.media_engine import BUCKET_BYTES, EYES, LARGEST, MEAN, TEXT, TOKENS, media_engine
 from tests.integration.rollout.rollout_kit import Source
 from tests.integration.rollout.sglang.syncs import sync
 from tests.integration.rollout.weight_source import weights_of
@@ -53,24 +51,15 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def source(model: Path) -> Iterator[Source]:
-    source = Source(model, 1 << 22)
+    source = Source(model, BUCKET_BYTES)
     yield source
     source.close()
 
 
 @pytest.fixture(scope="module")
 def engine(model: Path, source: Source) -> Iterator[EngineRunner]:
-    options = default_options(16) | {"load_format": "auto", "max_total_tokens": 32768, "mm_attention_backend": "sdpa"}
-    config = RolloutConfig(
-        engine="sglang", dtype="bfloat16", max_running_samples=16, memory_fraction=0.2, sglang=options
-    )
-    runner = EngineRunner()
-    try:
-        runner.start(model, config, timeout=400)
-        sync(runner, source, 1)
+    with media_engine(model, source) as runner:
         yield runner
-    finally:
-        runner.close()
 
 
 def reference(model: Path, version: int, folder: Path) -> PreTrainedModel:
