@@ -47,7 +47,7 @@ class GlooChain:
     """A gloo process group whose members pass tensors on, from the source upwards and from the last rank to rank 0."""
 
     def __init__(self, store: dist.Store, rank: int, world_size: int, address: str, timeout: float) -> None:
-        """Connect: see `gloo_group`."""
+        """Connect to the other members from `address` of this machine. Raises RuntimeError."""
         self._group = gloo_group(store, rank, world_size, address, timeout)
         self._rank, self._size = rank, world_size
         self._lock = threading.Lock()

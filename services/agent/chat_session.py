@@ -50,7 +50,7 @@ class ChatSession:
         self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         """Raises why the conversation can't go on, as soon as it can't."""
         self.media = SessionMedia(model.tokenizer.vision, start.media)
-        """Images of its prompt and of its requests."""
+        """Media of its prompt and of its requests."""
         self.prompts = PromptTokens(model, start, self.media)
         """Tokens of its requests."""
         self.stored = StoredMessages()

@@ -121,7 +121,7 @@ class KubernetesHost:
             self._end(pod, max(KILL_SECONDS, math.ceil(grace_seconds)))
 
     def restart(self, instance: str, replica_id: str) -> str:
-        """See Host. `instance` is a pod's name; `replica_id` is ignored, because Kubernetes does not know it."""
+        """Restart the pod named `instance`. `replica_id` is ignored, because Kubernetes does not know it."""
         pod = self._api.pod(instance)
         labels = {} if pod is None else pod["metadata"].get("labels") or {}
         if pod is None or labels.get(RELEASE) != self._release:

@@ -110,7 +110,7 @@ class Request:
     likeliest: int = 0
     """Number of likeliest tokens to report for each token's place; 0: none."""
     media: PromptMedia = NO_MEDIA
-    """The prompt's images, whose tokens it has."""
+    """The prompt's media, whose tokens it has."""
 
     @property
     def samples(self) -> tuple[int, ...]:

@@ -109,7 +109,7 @@ class Asked:
 
     prompt: tuple[int, ...]
     media: PromptMedia
-    """Its images."""
+    """Its media."""
     sampling: Mapping[str, Any] | None
     """Sampling parameters of its source that differ from the run's."""
 

@@ -184,7 +184,7 @@ class World:
         return self.sync.last_failure
 
     def problem(self, version: int) -> str:
-        """What the trainer says of a group that the engine wrote with what it serves as this version."""
+        """Return the trainer's answer to a group that the engine wrote with what it serves as this version."""
         receipt = Receipt(version, self.engine.served[version], "rollout-0")
         check = ReceiptCheck(self.board.in_threads.sent_weights, may_be_unknown=False)
         return check.problem(train_group(version, receipts=[[receipt]] * 2))

@@ -123,7 +123,7 @@ def test_a_chain_ends_for_all_when_a_member_dies(members: list[Member], lost: in
 @pytest.mark.night
 @pytest.mark.parametrize("transport", ["gloo", "gloo_chain"])
 def test_every_port_is_of_the_system_s_range(transport: str) -> None:
-    """What a container's sysctl sets is the range of all that listens."""
+    """All that listens takes ports of the range that a container's sysctl sets."""
     with namespaces(2) as nodes:
         for node in nodes:
             words = node.command(["sysctl", "-qw", "net.ipv4.ip_local_port_range=20000 20099"])

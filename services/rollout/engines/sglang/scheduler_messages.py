@@ -82,12 +82,12 @@ class GroupLeft:
     rank: int
 
 
-def prefix_key(weights: str, images: str) -> str:
+def prefix_key(weights: str, media: str) -> str:
     """Return a request's key in the prefix cache: what its tokens don't say.
 
-    SGLang itself tells images apart by 30 bits of their hashes.
+    SGLang itself tells items apart by 30 bits of their hashes.
     """
-    return f"{weights}/{images}"
+    return f"{weights}/{media}"
 
 
 def with_weights(key: str, weights: str) -> str:

@@ -49,7 +49,7 @@ ENDED_AT_ONCE = 16
 """Ended samples that are decoded before they are reported, so that new requests come while the others are decoded."""
 
 SEEING_THREADS = 2
-"""Threads that decode the images of prompts."""
+"""Threads that decode the media of prompts."""
 
 logger = logging.getLogger(__name__)
 
@@ -73,8 +73,8 @@ class SGLangEngine(GatedEngine):
     ) -> None:
         """`decode` turns token ids into text; `end_ids` are the model's end tokens.
 
-        `experts`: the experts of a layer if the run records routing, else 0. `vision`: the model's rules for images, if
-        it sees any.
+        `experts`: the experts of a layer if the run records routing, else 0. `vision`: the model's rules for media, if
+        it takes any.
 
         `on_output` is called with the new outputs by request; `on_broken` with the reason when the scheduler processes
         don't do what they are told. `on_gpus`: whether they run on GPUs.
@@ -86,7 +86,7 @@ class SGLangEngine(GatedEngine):
         self._end_ids = end_ids
         self._experts = experts
         self._vision = vision
-        self._seeing = ThreadPoolExecutor(SEEING_THREADS, "images")
+        self._seeing = ThreadPoolExecutor(SEEING_THREADS, "media")
         self._on_output = on_output
         self._on_failure = on_failure
         self._on_broken = on_broken
@@ -139,7 +139,7 @@ class SGLangEngine(GatedEngine):
             self._seeing.submit(self._see, group)
 
     def _see(self, group: SGLangRequest) -> None:
-        """Decode the images of a request's prompt, and queue the request. Called in a thread for that."""
+        """Decode the media of a request's prompt, and queue the request. Called in a thread for that."""
         request_id, failure = group.request.request_id, ""
         try:
             group.take_media(see(group.request, self._vision))

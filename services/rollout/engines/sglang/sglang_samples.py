@@ -79,10 +79,10 @@ class SGLangRequest:
     """Number of samples that have not ended."""
     aborted: bool = False
     """True if it has to end before its samples start."""
-    images: str = ""
-    """Identity of its prompt's images; empty if it has none."""
+    media: str = ""
+    """Identity of its prompt's media; empty if it has none."""
     mm_inputs: Any = None
-    """The images as SGLang's messages have them, pickled once for all samples; None if there are none."""
+    """The media as SGLang's messages have them, pickled once for all samples; None if there are none."""
 
     @classmethod
     def of(cls, request: Request, end_ids: frozenset[int]) -> "SGLangRequest":
@@ -93,9 +93,9 @@ class SGLangRequest:
         return cls(request, samples, stop_ids, shares, len(samples))
 
     def take_media(self, prompt: SeenPrompt | None) -> None:
-        """Take the images of its prompt."""
+        """Take the media of its prompt."""
         if prompt is not None:
-            self.images = prompt.identity
+            self.media = prompt.identity
             self.mm_inputs = wrap_as_pickle(to_sglang(prompt, max(sample.begun for sample in self.samples)))
 
     def messages(self, key: str, *, routed_experts: bool) -> Iterator[tuple[str, TokenizedGenerateReqInput]]:
@@ -153,7 +153,7 @@ class SGLangRequest:
             token_ids_logprob=None,
             stream=self.request.stream and part != PREFIX,
             return_routed_experts=routed_experts,
-            extra_key=prefix_key(key, self.images),
+            extra_key=prefix_key(key, self.media),
         )
         return rid, message
 

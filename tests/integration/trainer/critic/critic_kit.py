@@ -56,7 +56,7 @@ class PlainLoop:
         critic = [*self.critic.named_parameters(), ("head", self.head)]
         self.critic_optimizer = adamw(critic, config.roles.critic.optimizer)
         self.critics: dict[int, Any] = {}
-        """What the critic and its head were after each step."""
+        """The critic and its head after each step."""
 
     def of_answers(self, group: dict[str, Any], critic_step: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         """Log-probs of a group's answers, one after the other, and the values of the tokens before each token.
@@ -159,7 +159,7 @@ def generalized(rewards: np.ndarray, values: torch.Tensor, lengths: list[int]) -
 
 
 def rewards_of(config: RunConfig, names: Any) -> dict[str, np.ndarray]:
-    """What `prepare_run` gives each token of the groups."""
+    """Return the rewards that `prepare_run` gives each token of the groups."""
     samples = config.rollout.samples_per_prompt
     largest = {f"g{i + 1}": (0.2 * i, length) for i, length in enumerate(LENGTHS)}
     return {n: np.repeat(np.linspace(-largest[n][0], largest[n][0], samples), largest[n][1]) for n in names}
