@@ -8,6 +8,7 @@ import redis
 import redis.asyncio
 
 from relaxd.redis_client.blocking_client import (
+    DRIVER,
     TooFewReplicas,
     WriteFence,
     lookup_of,
@@ -156,6 +157,7 @@ def connect_async(url: str, *, tag: str, seconds: float, **settings: Any) -> red
     """Return a client for one event loop; see `connect`. `settings`: those of redis.asyncio.Redis, and `packer`."""
     address = parse(url)
     settings |= {"socket_timeout": seconds, "socket_connect_timeout": seconds, "max_connections": MOST_CONNECTIONS}
+    settings["driver_info"] = DRIVER
     kind: type[AsyncFoundConnection]
     if address.nodes or address.sentinels:
         lookup, given = lookup_of(address, tag)

@@ -10,6 +10,7 @@ from weakref import WeakKeyDictionary
 
 import redis
 from redis.connection import parse_url
+from redis.driver_info import DriverInfo
 
 from relaxd.redis_client.lookups import (
     FoundConnection,
@@ -32,6 +33,10 @@ return mark"""
 """A write. WAIT waits for the last write of its own connection, but what is repeated after a lost reply may find its
 work done, by another connection, and write nothing. Its number only rises, unless a primary lacks acknowledged
 writes. It is forgotten a month after the last write of its tag."""
+
+DRIVER = DriverInfo()
+"""What connections say of themselves. redis-py reads its version from disk for each connection that isn't told, and
+raises OSError there when no more files can be opened."""
 
 logger = logging.getLogger(__name__)
 
@@ -94,6 +99,7 @@ def connect(url: str, *, tag: str, seconds: float, **settings: Any) -> redis.Red
     Raises ValueError: the URL is wrong.
     """
     address = parse(url)
+    settings["driver_info"] = DRIVER
     if address.sentinels or address.nodes:
         client = _found(address, tag, settings | {"socket_timeout": seconds, "socket_connect_timeout": seconds})
     else:

@@ -1,6 +1,7 @@
 """The board's face for an event loop: the same operations, when Redis is there, away, or forgets its scripts."""
 
 import asyncio
+import os
 import time
 from collections.abc import AsyncIterator, Callable
 
@@ -13,6 +14,7 @@ from relaxd.board.connections.connection import AT_ONCE
 from relaxd.config import BoardConfig
 from relaxd.redis_client.operations import Operation
 from tests.kit.boards import LARGE, STAGES, advance, audit, group, make_board, output, take
+from tests.kit.disks import no_descriptors
 from tests.kit.redis.redis_server import RedisServer
 
 Make = Callable[..., RedisServer]
@@ -115,6 +117,12 @@ async def test_many_calls_share_a_bounded_number_of_connections(board: AsyncBoar
     with redis.Redis.from_url(redis_url) as client:
         mine = [one for one in client.client_list() if one["lib-name"].startswith("redis-py")]
     assert 1 < len(mine) <= AT_ONCE + 8  # and those of this test
+
+
+async def test_calls_share_the_connections_there_are_when_no_more_can_be_opened(board: AsyncBoard) -> None:
+    with no_descriptors(pid=os.getpid()):
+        counts = await asyncio.gather(*(board.counts() for _ in range(8)))
+    assert [one.published for one in counts] == [0] * 8
 
 
 async def test_an_outage_is_waited_for_as_long_as_the_board_says(redis_server: Make) -> None:
