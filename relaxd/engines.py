@@ -104,8 +104,12 @@ ENGINES: dict[str, EngineCapabilities] = {
             shares_gpus=True,
             sleeps=True,
             gives_likeliest=True,
-            media={"qwen3_vl": ("image", "video"), "qwen3_omni_moe": ("image", "audio")},
-            refused_models=("qwen3_vl_moe", "qwen3_next", "qwen3_5", "qwen3_5_text"),
+            media={
+                "qwen3_vl": ("image", "video"),
+                "qwen3_vl_moe": ("image", "video"),
+                "qwen3_omni_moe": ("image", "audio"),
+            },
+            refused_models=("qwen3_next", "qwen3_5", "qwen3_5_text"),
         ),
         EngineCapabilities(
             name="sglang_external",

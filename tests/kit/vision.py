@@ -137,6 +137,8 @@ TOWER = {
 
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
 """Fields of the decoder of a mixture."""
+STACKED = ("experts.gate_up_proj", "experts.down_proj")
+"""Ends of the names of tensors that have a layer's experts."""
 
 
 def make_vision_model(
@@ -171,6 +173,18 @@ def make_vision_model(
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter) * noise)
     model.save_pretrained(folder)
+    return folder
+
+
+def with_published_experts(folder: Path) -> Path:
+    """Give a Qwen3-VL-MoE that transformers wrote the experts of published models, transposed; returns the folder."""
+    from safetensors.torch import load_file, save_file
+
+    tensors = load_file(folder / "model.safetensors")
+    for name in tensors:
+        if name.endswith(STACKED):
+            tensors[name] = tensors[name].transpose(1, 2).contiguous()
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     return folder
 
 

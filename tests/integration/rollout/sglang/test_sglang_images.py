@@ -1,21 +1,32 @@
-"""Answers to prompts with images and videos from SGLang's own Qwen3-VL, beside transformers'."""
+"""Answers to prompts with images and videos from SGLang's own Qwen3-VL, also with experts, beside transformers'."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
 import torch
-from transformers import PreTrainedModel, Qwen3VLForConditionalGeneration
+from transformers import AutoModelForImageTextToText, PreTrainedModel
 
 from relaxd.data.vision import read_vision
 from relaxd.media.prompt_media import PromptMedia
 from relaxd.rpc.errors import InvalidArgument
 from services.rollout.engines.request_types import RequestFailed
+from services.rollout.engines.transformers.transformers_weights import named_parameters
 from tests.integration.rollout.rollout_kit import Source
 from tests.integration.rollout.sglang.syncs import sync
 from tests.integration.rollout.weight_source import weights_of
 from tests.kit.engines import Answer, EngineRunner
-from tests.kit.vision import Item, clip, image_logprobs, make_vision_model, picture, prompt_with_media, without_media
+from tests.kit.vision import (
+    EXPERTS,
+    Item,
+    clip,
+    image_logprobs,
+    make_vision_model,
+    picture,
+    prompt_with_media,
+    with_published_experts,
+    without_media,
+)
 
 pytestmark = pytest.mark.night
 
@@ -24,9 +35,13 @@ LARGE = [picture(256, 250, 3), picture(64, 64, 4)]
 """So many tokens that a prompt is computed once for all samples."""
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_vision_model(tmp_path_factory.mktemp("seeing"))
+@pytest.fixture(scope="module", params=["dense", "mixture"])
+def model(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Path:
+    folder = tmp_path_factory.mktemp("seeing")
+    if request.param == "dense":
+        return make_vision_model(folder)
+    experts = EXPERTS | {"moe_intermediate_size": 128}  # on a CPU SGLang pads 48 to 64
+    return with_published_experts(make_vision_model(folder, tied=False, model_type="qwen3_vl_moe", **experts))
 
 
 @pytest.fixture(scope="module")
@@ -44,8 +59,10 @@ class Checker:
         self._model = model
 
     def with_weights(self, version: int) -> PreTrainedModel:
-        reference = Qwen3VLForConditionalGeneration.from_pretrained(self._model, dtype=torch.float32).eval()
-        reference.load_state_dict(weights_of(self._model, version), strict=False)
+        reference = AutoModelForImageTextToText.from_pretrained(self._model, dtype=torch.float32).eval()
+        parameters = named_parameters(reference)
+        for name, tensor in weights_of(self._model, version).items():
+            parameters[name].copy_(tensor)
         return reference
 
     def check(self, prompt: list[int], answer: Answer, pictures: Sequence[Item], begun: int = 0) -> int:
@@ -75,6 +92,7 @@ def test_log_probs_equal_transformers_under_each_version(
         sync(engine, source, version)
         cases: list[list[Item]] = [
             [*PICTURES],
+            [],
             [PICTURES[1]],
             [PICTURES[0], PICTURES[1], PICTURES[0]],
             [*LARGE],

@@ -10,7 +10,7 @@ import numpy as np
 import PIL.Image
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from transformers import AutoModelForImageTextToText
 
 from relaxd.data.vision import read_vision
@@ -29,7 +29,16 @@ from tests.integration.trainer.learner.image_worlds import Job, make_samples, ru
 from tests.integration.trainer.trainer_worlds import Job as LearnerJob
 from tests.integration.trainer.trainer_worlds import make_learner, run_world, trainer_config
 from tests.kit.ports import free_port
-from tests.kit.vision import EXPERTS, TEXT, TOWER, Item, make_vision_model, seen_by_transformers
+from tests.kit.vision import (
+    EXPERTS,
+    STACKED,
+    TEXT,
+    TOWER,
+    Item,
+    make_vision_model,
+    seen_by_transformers,
+    with_published_experts,
+)
 
 PROGRAM = "tests.integration.trainer.learner.image_worlds"
 
@@ -37,9 +46,6 @@ ALL = {"freeze": []}
 """Settings that train the tower, too."""
 MIXTURE: dict[str, Any] = {"tied": False, "model_type": "qwen3_vl_moe", **EXPERTS}
 """Fields of a Qwen3-VL-MoE."""
-STACKED = ("experts.gate_up_proj", "experts.down_proj")
-"""Ends of the names of experts' tensors, [experts, inputs, outputs] in files and [experts, outputs, inputs] in
-transformers' module."""
 
 
 @pytest.fixture(scope="module")
@@ -304,12 +310,7 @@ def published(models: Callable[..., Path]) -> Path:
     """A mixture as it is published, with transposed experts; transformers writes those of its module."""
     folder = models(**MIXTURE).with_name("published")
     shutil.copytree(models(**MIXTURE), folder)
-    tensors = load_file(folder / "model.safetensors")
-    for name in tensors:
-        if name.endswith(STACKED):
-            tensors[name] = tensors[name].transpose(1, 2).contiguous()
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    return folder
+    return with_published_experts(folder)
 
 
 def test_a_round_trip_of_stacked_experts_changes_no_bit(
