@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Literal
 
 SCRIPTED = "scripted"
 """Engine of a rehearsal, which `relaxd rehearse` chooses."""
+HYBRID_MODELS = ("qwen3_next", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text")
+"""Types of models with gated delta nets."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,6 +89,7 @@ ENGINES: dict[str, EngineCapabilities] = {
                 "qwen3_vl": ("image", "video"),
                 "qwen3_vl_moe": ("image", "video"),
                 "qwen3_5": ("image", "video"),
+                "qwen3_5_moe": ("image", "video"),
                 "qwen3_omni_moe": ("image", "audio"),
             },
         ),
@@ -109,7 +112,7 @@ ENGINES: dict[str, EngineCapabilities] = {
                 "qwen3_vl_moe": ("image", "video"),
                 "qwen3_omni_moe": ("image", "audio"),
             },
-            refused_models=("qwen3_next", "qwen3_5", "qwen3_5_text"),
+            refused_models=HYBRID_MODELS,
         ),
         EngineCapabilities(
             name="sglang_external",
@@ -118,7 +121,7 @@ ENGINES: dict[str, EngineCapabilities] = {
             takes_url=True,
             stock_weight_group=True,
             gives_checksums=False,
-            refused_models=("qwen3_vl_moe", "qwen3_omni_moe", "qwen3_next", "qwen3_5", "qwen3_5_text"),
+            refused_models=("qwen3_vl_moe", "qwen3_omni_moe", *HYBRID_MODELS),
         ),
         EngineCapabilities(
             name=SCRIPTED,

@@ -40,6 +40,7 @@ MODEL_KINDS: Mapping[str, tuple[str, ...]] = {
     "qwen3_vl": (IMAGE, VIDEO),
     "qwen3_vl_moe": (IMAGE, VIDEO),
     "qwen3_5": (IMAGE, VIDEO),
+    "qwen3_5_moe": (IMAGE, VIDEO),
     "qwen3_omni_moe": (IMAGE, AUDIO),
 }
 """Kinds of media whose layout is compared with transformers', by a model's type."""

@@ -197,6 +197,10 @@ FAMILIES = {
     "qwen3_next": _Family(_qk_norm, kv_heads=2, head_size=256, experts=True, shared=True, hybrid=True),
     "qwen3_5_text": _Family(_qk_norm, kv_heads=4, head_size=256, hybrid=True),
     "qwen3_5": _Family(_qk_norm, kv_heads=4, head_size=256, hybrid=True, sees=True, deepstack=False),
+    "qwen3_5_moe_text": _Family(_qk_norm, kv_heads=2, head_size=256, experts=True, shared=True, hybrid=True),
+    "qwen3_5_moe": _Family(
+        _qk_norm, kv_heads=2, head_size=256, experts=True, shared=True, hybrid=True, sees=True, deepstack=False
+    ),
     "mistral": _Family(kv_heads=8),
     "ministral": _Family(kv_heads=8),
     "phi3": _Family(),
@@ -282,6 +286,8 @@ def _shape(config: Config) -> ModelShape:
     vision = _vision(whole["vision_config"], deepstack=family.deepstack) if family.sees else None
     audio = _audio(whole["audio_config"]) if "audio_config" in whole else None
     config = decoder_config(config)
+    if family.experts:  # no layer has a dense MLP, and some configurations have no width of it
+        config = {"intermediate_size": config["moe_intermediate_size"], **config}
     heads, hidden = _size(config, "num_attention_heads"), _size(config, "hidden_size")
     kv_heads = heads
     if config.get("num_key_value_heads", family.kv_heads):

@@ -94,7 +94,7 @@ class HFFolder:
         file = self._open(self._file_of[name])
         stored = file.get_slice(name)
         found = tuple(stored.get_shape())
-        is_transposed = wanted.stack > 0 and found == (wanted.stack, *wanted.shape[::-1])
+        is_transposed = wanted.stack > 0 and found != shape and found == (wanted.stack, *wanted.shape[::-1])
         if found != shape and not is_transposed:
             raise ModelError(f"{self._folder}: {name} is {list(found)}, but config.json makes it {list(shape)}")
         tensor: Tensor = stored[wanted.index] if wanted.stack else file.get_tensor(name)

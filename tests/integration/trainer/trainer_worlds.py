@@ -66,6 +66,7 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_moe": ("qwen3_moe", {"head_dim": 32, **EXPERTS, "norm_topk_prob": True}),
     "qwen3_next_moe": ("qwen3_next", {**HYBRID, **SHARED_EXPERT, "norm_topk_prob": True}),
     "qwen3_5_text": ("qwen3_5_text", HYBRID),
+    "qwen3_5_moe_text": ("qwen3_5_moe_text", {**HYBRID, **EXPERTS, "shared_expert_intermediate_size": 80}),
     "qwen3_moe_bias": ("qwen3_moe", {"head_dim": 32, **EXPERTS, "attention_bias": True, "rope_parameters": YARN}),
 }
 """Models: `model_type` and settings. Windows and contexts are shorter than the samples, so that they matter."""
@@ -99,7 +100,8 @@ def make_model(folder: Path, kind: str, *, tied: bool = False, **changes: int) -
         for name, parameter in model.named_parameters():
             if "norm" in name or "bias" in name:
                 parameter.add_(torch.randn_like(parameter) * 0.2)
-    model.save_pretrained(folder)
+    # Published mixtures of Qwen3.5 have stacked experts, as transformers' module has.
+    model.save_pretrained(folder, save_original_format=model_type != "qwen3_5_moe_text")
     return folder
 
 

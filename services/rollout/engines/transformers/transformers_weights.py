@@ -38,8 +38,8 @@ def _renamed(name: str, beginnings: Mapping[str, str]) -> str:
     return beginnings.get(found, "") + name.removeprefix(found)
 
 
-_STACKED = ("qwen3_vl_moe",)
-"""Types of models whose files have a layer's experts in one tensor, [experts, inputs, outputs]."""
+_STACKED = {"qwen3_vl_moe": True, "qwen3_5_moe": False, "qwen3_5_moe_text": False}
+"""Types of models whose files have a layer's experts in one tensor; True: transposed, [experts, inputs, outputs]."""
 
 
 def _file_views(name: str, tensor: torch.Tensor, model_type: str) -> dict[str, torch.Tensor]:
@@ -48,7 +48,7 @@ def _file_views(name: str, tensor: torch.Tensor, model_type: str) -> dict[str, t
     if leaf not in ("gate_up_proj", "down_proj") or tensor.dim() != 3:
         return {name: tensor}
     if model_type in _STACKED:
-        return {name: tensor.transpose(1, 2)}
+        return {name: tensor.transpose(1, 2) if _STACKED[model_type] else tensor}
     views = {}
     if leaf == "gate_up_proj":
         for expert, (gate, up) in enumerate(zip(*tensor.chunk(2, dim=1), strict=True)):

@@ -15,13 +15,6 @@ FAMILIES: dict[str, Family] = {
 }
 """Families by `model_type`."""
 
-_MIXTURE = "the trainer reads mixtures of Qwen3-Next, but not those of Qwen3.5, whose files stack a layer's experts"
-UNSUPPORTED = {
-    "qwen3_5_moe": _MIXTURE,
-    "qwen3_5_moe_text": _MIXTURE,
-}
-"""Families that were considered, and why they aren't supported."""
-
 
 def read_architecture(folder: Path) -> Architecture:
     """Read a model folder's config.json.
@@ -53,8 +46,6 @@ def read_architecture(folder: Path) -> Architecture:
 def _family(model_type: str) -> Family:
     if model_type in FAMILIES:
         return FAMILIES[model_type]
-    if model_type in UNSUPPORTED:
-        raise ModelError(f'model_type is "{model_type}", which the trainer can\'t train: {UNSUPPORTED[model_type]}')
     nearest = get_close_matches(model_type, FAMILIES, n=1, cutoff=0)
     raise ModelError(
         f'model_type is "{model_type}": supported are {", ".join(FAMILIES)}. The nearest name is "{nearest[0]}"; '

@@ -16,7 +16,16 @@ SECTIONS = (11, 11, 10)
 
 def read(config: Config) -> Architecture:
     """Read a config.json of this family, whose decoder is `text_config`."""
-    shape = with_sections(read_text(as_in(config, config["text_config"])), SECTIONS)
+    return with_eyes(read_text(as_in(config, config["text_config"])), config)
+
+
+def with_eyes(shape: Architecture, config: Config) -> Architecture:
+    """Return a decoder with interleaved M-RoPE and Qwen3.5's tower.
+
+    Raises:
+        ModelError: `mrope_section` doesn't fit the heads, or the tower's rows aren't as wide as the decoder.
+    """
+    shape = with_sections(shape, SECTIONS)
     eyes = tower(shape, config, "vision_config", name=VISUAL, prefix="model.", source="Qwen3_5VisionModel")
     return replace(shape, towers=(eyes,))
 

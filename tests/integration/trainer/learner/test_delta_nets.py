@@ -200,7 +200,10 @@ def test_config_check_names_what_such_a_run_cannot_have(folder: Path) -> None:
             "linear_num_value_heads is 3: linear_num_key_heads, which is 2, must divide it",
         ),
         ({"attention_bias": True}, "attention_bias is True: only False is supported"),
-        ({"model_type": "qwen3_5_moe"}, 'model_type is "qwen3_5_moe", which the trainer can\'t train'),
+        (
+            {"model_type": "qwen3_5_moe_text", "moe_intermediate_size": 48, "norm_topk_prob": False},
+            "norm_topk_prob is False: only True is supported",
+        ),
     ],
 )
 def test_configurations_that_are_not_supported_are_refused(

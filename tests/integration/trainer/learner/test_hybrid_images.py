@@ -1,4 +1,4 @@
-"""Qwen3.5 with images and video: packed rows and the engine's answers against transformers' pass of each sample."""
+"""Qwen3.5, dense and with experts, with images and video: packed rows and answers against transformers' own pass."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -7,12 +7,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 from tokenizers import Tokenizer
-from transformers import PreTrainedModel, Qwen3_5Config, Qwen3_5ForConditionalGeneration
+from transformers import AutoConfig, AutoModelForImageTextToText, PreTrainedModel
 
 from relaxd.data.vision import read_vision
 from relaxd.models.layouts import model_parameters
 from relaxd.models.shape import read_shape
+from relaxd.weights.manifest import TensorBucket, TensorSpec
+from services.rollout.engines.transformers.transformers_weights import check_manifest, named_parameters
 from services.trainer.batch.micro_batch import TrainSequence, pack
 from services.trainer.megatron.world import leave_layout
 from tests.integration.trainer.learner.image_worlds import Job as ImageJob
@@ -20,6 +23,7 @@ from tests.integration.trainer.learner.image_worlds import make_samples, run_job
 from tests.integration.trainer.trainer_worlds import HYBRID, Job, make_learner, run_world
 from tests.kit.ports import free_port
 from tests.kit.vision import (
+    EXPERTS,
     TOKENS,
     TOWER,
     Item,
@@ -37,14 +41,19 @@ PROMPTS: tuple[tuple[tuple[int, ...], ...], ...] = (((64, 64),), (), ((100, 60),
 """Width and height of each prompt's pictures, with a number of frames that of a clip."""
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = write_vision_model(tmp_path_factory.mktemp("seeing"), "qwen3_5")
+@pytest.fixture(scope="module", params=["qwen3_5", "qwen3_5_moe"])
+def folder(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Path:
+    model_type: str = request.param
+    folder = write_vision_model(tmp_path_factory.mktemp("seeing"), model_type)
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     torch.manual_seed(1)
     rope = {"rope_type": "default", "rope_theta": 1000.0, "partial_rotary_factor": 0.5, "mrope_section": [4, 2, 2]}
+    # With square tensors of experts, which a reader could take for transposed ones.
+    experts = {**EXPERTS, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 80}
+    own = experts if model_type == "qwen3_5_moe" else {}
     text = {
         **HYBRID,
+        **own,
         "vocab_size": tokenizer.get_vocab_size(),
         "hidden_size": 64,
         "intermediate_size": 128,
@@ -56,19 +65,20 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     }
     tower = {name: value for name, value in TOWER.items() if name != "deepstack_visual_indexes"}
     ids = {name: tokenizer.token_to_id(token) for name, token in TOKENS.items()}
-    model = Qwen3_5ForConditionalGeneration(
-        Qwen3_5Config(text_config=text, vision_config=tower, tie_word_embeddings=True, **ids)
+    sections = {"text_config": text, "vision_config": tower}
+    model = AutoModelForImageTextToText.from_config(
+        AutoConfig.for_model(model_type, **sections, tie_word_embeddings=True, **ids)
     )
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.1)
-    model.save_pretrained(folder)
+    model.save_pretrained(folder, save_original_format=False)  # with stacked experts, as they are published
     return folder
 
 
 @pytest.fixture(scope="module")
 def reference(folder: Path) -> PreTrainedModel:
-    return Qwen3_5ForConditionalGeneration.from_pretrained(folder, dtype=torch.float32).eval()
+    return AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32).eval()
 
 
 def items(prompt: int) -> list[Item]:
@@ -121,6 +131,21 @@ def test_log_probs_and_gradients_equal_those_of_transformers(
     leave_layout()
 
 
+def test_a_round_trip_changes_no_bit_and_the_engine_has_its_tensors(
+    folder: Path, reference: PreTrainedModel, alone: None, tmp_path: Path
+) -> None:
+    learner = make_learner(Job(folder, {"freeze": []}, {"old_logprobs": "current"}))
+    learner.save_hf(tmp_path / "saved")
+    expected, saved = load_file(folder / "model.safetensors"), load_file(tmp_path / "saved" / "model.safetensors")
+    assert saved.keys() == expected.keys()
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in saved.items())
+    specs = [TensorSpec(spec.name, spec.dtype, spec.shape) for spec in learner.hf_tensor_specs()]
+    check_manifest(reference, [TensorBucket(tuple(specs), source_rank=0)])
+    served = named_parameters(reference)
+    assert all(torch.equal(tensor, served[name]) for name, tensor in learner.iter_hf_tensors())
+    leave_layout()
+
+
 WAYS: dict[str, dict[str, Any]] = {
     "TP2": {"tensor_parallel": 2},
     "PP2": {"pipeline_parallel": 2},
@@ -131,7 +156,8 @@ WAYS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.night  # every layout
 def test_two_ranks_train_as_one_does(folder: Path, tmp_path: Path, alone: None) -> None:
-    jobs = {way: ImageJob(folder, {"freeze": [], **own}, steps=2) for way, own in WAYS.items()}
+    ways = WAYS | ({"EP2": {"expert_parallel": 2}} if read_shape(folder).experts else {})
+    jobs = {way: ImageJob(folder, {"freeze": [], **own}, steps=2) for way, own in ways.items()}
     expected = run_job(ImageJob(folder, {"freeze": []}, steps=2))
     program = "tests.integration.trainer.learner.image_worlds"
     results = run_world(list(jobs.values()), 2, tmp_path / "world", free_port(), program=program)

@@ -67,7 +67,7 @@ def jobs(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> d
     for model in (*KINDS, "llama_tied"):
         made[model, "TP2 untrained"] = Job(models[model], TP, logits=True, save=saved / f"{model}-tp")
         made[model, "PP2 untrained"] = Job(models[model], PP, logits=True, save=saved / f"{model}-pp")
-    for model in ("qwen2_moe", "qwen3_moe", "qwen3_moe_bias", "qwen3_next_moe"):
+    for model in ("qwen2_moe", "qwen3_moe", "qwen3_moe_bias", "qwen3_next_moe", "qwen3_5_moe_text"):
         made[model, "EP2 untrained"] = Job(models[model], EP, save=saved / f"{model}-ep")
     return made
 

@@ -1,0 +1,34 @@
+"""The decoder of Qwen3.5 with a mixture of experts: that of Qwen3.5 with the experts of Qwen3-Next.
+
+Its files have all experts of a layer in one tensor, [experts, outputs, inputs].
+"""
+
+from services.trainer.model.architecture import Architecture
+from services.trainer.model.architectures.phi3 import FusedGateUp
+from services.trainer.model.architectures.qwen3_5_text import INPUT
+from services.trainer.model.architectures.qwen3_next import hybrid, rules
+from services.trainer.model.family import Config, Family, experts, refuse
+from services.trainer.model.tensor_rules import EXPERTS, HF_LAYER, Rule, ShardedColumns
+
+
+def read(config: Config) -> Architecture:
+    """Read a config.json of this family."""
+    unused = config["moe_intermediate_size"]  # no layer has a dense MLP
+    config = {"num_key_value_heads": 2, "norm_topk_prob": True, "intermediate_size": unused, **config}
+    refuse(config, norm_topk_prob=True)
+    return hybrid(config, experts=experts(config, config["shared_expert_intermediate_size"]))
+
+
+_STACK = f"{HF_LAYER}.mlp.experts"
+STACKED_EXPERT = (
+    Rule(
+        f"{EXPERTS}.linear_fc1",
+        FusedGateUp,
+        ((f"{_STACK}.gate_up_proj", "expert_ffn+expert_ffn hidden"),),
+        stacked=True,
+    ),
+    Rule(f"{EXPERTS}.linear_fc2", ShardedColumns, ((f"{_STACK}.down_proj", "hidden expert_ffn"),), stacked=True),
+)
+"""One expert: its part of the parameters of all the rank's experts, and of the tensors of all the layer's."""
+
+FAMILY = Family(read, rules=lambda shape, layer: rules(shape, layer, INPUT), expert_rules=STACKED_EXPERT)
