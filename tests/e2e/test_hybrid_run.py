@@ -1,4 +1,4 @@
-"""A run of a tiny random model whose first layer has a gated delta net: it learns, and engine and trainer agree."""
+"""Runs of tiny random models whose first layer has a gated delta net: they learn, and engine and trainer agree."""
 
 import json
 from pathlib import Path
@@ -16,8 +16,9 @@ SETTINGS = ("--rollout.samples_per_prompt", "8", "--trainer.optimizer.lr", "1e-2
 
 @pytest.mark.night
 @pytest.mark.timeout(600)
-def test_a_model_with_gated_delta_nets_learns(tmp_path: Path) -> None:
-    model = make_tiny_model(tmp_path / "hybrid", architecture="qwen3_5_text")
+@pytest.mark.parametrize("architecture", ["qwen3_5_text", "qwen3_5_moe_text"])
+def test_a_model_with_gated_delta_nets_learns(tmp_path: Path, architecture: str) -> None:
+    model = make_tiny_model(tmp_path / "hybrid", architecture=architecture)
     with open_workplace(tmp_path, model) as place:
         run = ("run", "tiny.toml", "--run-id", "hybrid", "--run.steps", str(STEPS))
         code, output = place.relaxd(*run, *SETTINGS, timeout=500)

@@ -9,6 +9,8 @@ from transformers import (
     LlamaForCausalLM,
     PreTrainedTokenizerFast,
     Qwen3_5ForCausalLM,
+    Qwen3_5MoeForCausalLM,
+    Qwen3_5MoeTextConfig,
     Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3ForCausalLM,
@@ -43,6 +45,16 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
     return wrapped
 
 
+EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+DELTA_NET = {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+    "full_attention_interval": 2,
+}
+
+
 def make_tiny_model(
     folder: Path,
     *,
@@ -54,8 +66,9 @@ def make_tiny_model(
 ) -> Path:
     """Write a random model (hidden 64, 2 layers, 4 heads of which 2 are key-value heads) into `folder`.
 
-    `architecture` is "llama", "qwen3", "qwen3_moe" (8 experts of 32, top 2) or "qwen3_5_text" (a gated delta net in the
-    first layer); `sizes` are fields of its configuration that are to be otherwise. Returns `folder`.
+    `architecture` is "llama", "qwen3", "qwen3_moe" (8 experts of 32, top 2), "qwen3_5_text" (a gated delta net in the
+    first layer) or "qwen3_5_moe_text" (that, the experts and a shared one); `sizes` are fields of its configuration
+    that are to be otherwise. Returns `folder`.
     """
     shape = {
         "vocab_size": 259,
@@ -78,16 +91,18 @@ def make_tiny_model(
     elif architecture == "qwen3":
         model = Qwen3ForCausalLM(Qwen3Config(**shape))
     elif architecture == "qwen3_moe":
-        experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "norm_topk_prob": True}
-        model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**(experts | shape)))
+        model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**(EXPERTS | shape), norm_topk_prob=True))
     elif architecture == "qwen3_5_text":
-        heads = {"linear_num_key_heads": 2, "linear_num_value_heads": 4}
-        widths = {"linear_key_head_dim": 16, "linear_value_head_dim": 16, "full_attention_interval": 2}
-        model = Qwen3_5ForCausalLM(Qwen3_5TextConfig(**(heads | widths | shape)))
+        model = Qwen3_5ForCausalLM(Qwen3_5TextConfig(**(DELTA_NET | shape)))
+    elif architecture == "qwen3_5_moe_text":
+        mixture = {**EXPERTS, "shared_expert_intermediate_size": 32}
+        model = Qwen3_5MoeForCausalLM(Qwen3_5MoeTextConfig(**(mixture | DELTA_NET | shape)))
     else:
-        raise ValueError(f'architecture is {architecture!r}: one of "llama", "qwen3", "qwen3_moe", "qwen3_5_text"')
+        known = "llama", "qwen3", "qwen3_moe", "qwen3_5_text", "qwen3_5_moe_text"
+        raise ValueError(f"architecture is {architecture!r}: one of {known}")
     model.generation_config.eos_token_id = 2
     model.generation_config.pad_token_id = 0
-    model.to(dtype).save_pretrained(folder)
+    # Published mixtures of Qwen3.5 have stacked experts, as transformers' module has.
+    model.to(dtype).save_pretrained(folder, save_original_format=architecture != "qwen3_5_moe_text")
     byte_tokenizer().save_pretrained(folder)
     return folder
