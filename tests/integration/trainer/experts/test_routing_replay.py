@@ -14,12 +14,14 @@ import transformers
 from torch import Tensor
 
 from relaxd.config import RunConfig
+from relaxd.data.vision import read_vision
 from services.trainer.batch.micro_batch import PackedMicroBatch, TrainSequence, pack
 from services.trainer.batch.step_file import read_committed
 from services.trainer.learner.learner import Learner
 from services.trainer.megatron.world import shut_down
 from services.trainer.model.architecture import ModelError
 from tests.integration.trainer import training_worlds
+from tests.integration.trainer.learner import image_worlds
 from tests.integration.trainer.service_kit import Feeder, make_config
 from tests.integration.trainer.trainer_worlds import (
     Job,
@@ -29,6 +31,7 @@ from tests.integration.trainer.trainer_worlds import (
     run_world,
 )
 from tests.integration.trainer.training_worlds import RunJob, run_job
+from tests.kit import vision
 from tests.kit.ports import free_port
 from tests.kit.redis.redis_server import RedisServer
 
@@ -134,6 +137,24 @@ def test_replaying_the_routers_own_choice_changes_no_bit(model: Path, recompute:
     found, metrics = gradients(learner, with_experts(samples, own))
     assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
     assert metrics["expert_replaced"] == 0
+
+
+def test_a_replay_with_images_and_video_changes_no_bit(tmp_path: Path) -> None:
+    mixture = {"tied": False, "model_type": "qwen3_vl_moe", **vision.EXPERTS}
+    folder = vision.make_vision_model(tmp_path / "seeing", **mixture)
+    samples = image_worlds.make_samples(read_vision(folder))
+    expected, _ = gradients(learner_of(folder, routing_replay="none", freeze=[]), samples)
+    learner = learner_of(folder, freeze=[])
+    batch = pack(samples, share_prompts=False)
+    (recorded,) = learner.log_probs_and_experts([batch])[1]
+    own = [recorded[begin:end] for begin, end in zip(batch.cu_seqlens, batch.cu_seqlens[1:], strict=False)]
+    found, metrics = gradients(learner, with_experts(samples, own))
+    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+    assert metrics["expert_replaced"] == 0
+    others = [np.roll(one, 1, axis=0) for one in own]
+    found, metrics = gradients(learner_of(folder, freeze=[]), with_experts(samples, others))
+    assert not any(torch.equal(found[name], tensor) for name, tensor in expected.items())
+    assert metrics["expert_replaced"] > 0.1
 
 
 def test_experts_that_are_not_given_are_the_routers_choice(model: Path) -> None:
