@@ -3,6 +3,9 @@
 from pathlib import Path
 from typing import Any
 
+import services.trainer.megatron.cpu_support  # noqa: F401  must come before Megatron
+
+# isort: split
 import pytest
 from megatron.core.parallel_state import RankGenerator
 
