@@ -164,7 +164,7 @@ async def judge_service(model: Path, in_flight: int) -> AsyncIterator[JudgeServi
 
 async def bare_engine(service: JudgeService, model: Path, options: argparse.Namespace, in_flight: int) -> float:
     """Return the questions per second of the engine alone."""
-    engine = service._engine.child
+    engine = service._engine.engine
     assert engine is not None
     asked = [Example([{"role": "user", "content": f"{n}".ljust(SHORT_BYTES)}]) for n in range(options.samples)]
     prompts = [tuple(map(int, tokens)) for tokens in PromptTokenizer(model).encode(asked)]

@@ -19,7 +19,7 @@ from relaxd.v1.coordinator_pb2 import Assignment
 from relaxd.v1.weights_pb2 import MemoryChange
 from services.rollout.engines.request_types import Output, Sampling
 from services.rollout.service.child_engine import ALL_MEMORY, ChildEngine
-from services.rollout.service.frozen_engine import FrozenEngine
+from services.rollout.service.replica_engine import FrozenEngine
 
 IDLE_LOOK_SECONDS = 0.1
 """Interval at which a drain looks whether the open questions are answered."""
@@ -95,7 +95,7 @@ class JudgeService(ReplicaService):
         return memory
 
     def _present_engine(self) -> ChildEngine:
-        engine = self._engine.child
+        engine = self._engine.engine
         if engine is None or not engine.alive:
             raise Unavailable("there is no model: " + (self._engine.detail or "no run with a judge is assigned"))
         return engine
@@ -132,7 +132,7 @@ class JudgeService(ReplicaService):
 
     def status(self) -> ServiceStatus:
         """Return the state; open questions count as held groups."""
-        engine = self._engine.child
+        engine = self._engine.engine
         asleep = engine is not None and engine.asleep == ALL_MEMORY
         gauges = dict(engine.gauges) if engine is not None else {}
         tokens = engine.tokens if engine is not None else 0

@@ -5,18 +5,18 @@ import contextlib
 import itertools
 import logging
 import time
+from collections.abc import Mapping
 from datetime import UTC, datetime
 from importlib import import_module
 from pathlib import Path
-
-import psutil
 
 from relaxd import telemetry
 from relaxd.board import Board, StageWorker, stages_for
 from relaxd.config import RunConfig
 from relaxd.engines import ENGINES
 from relaxd.models.folders import resolve_model
-from relaxd.replica.gpus import Gpu, gpu_environment, memory_used, wait_until_steady
+from relaxd.process.gpu_lease import GpuLease
+from relaxd.replica.gpus import memory_used, wait_until_steady
 from relaxd.replica.replica_context import ReplicaContext
 from relaxd.replica.service_interface import ReplicaService, ServiceStatus
 from relaxd.roles import ROLES, ROLLOUT
@@ -27,8 +27,9 @@ from relaxd.v1.coordinator_pb2 import Assignment
 from relaxd.waiting import Backoff, waiting
 from relaxd.weights import NCCL_ENVIRONMENT
 from services.rollout.engines.engine_interface import EngineStart, RolloutEngine
-from services.rollout.service.child_engine import ALL_MEMORY, ChildEngine, loaded_mebibytes
+from services.rollout.service.child_engine import ALL_MEMORY, ChildEngine
 from services.rollout.service.group_generator import GroupGenerator, Occupancy
+from services.rollout.service.replica_engine import ReplicaEngine
 
 DRAIN_POLL_SECONDS = 0.05
 QUEUE_FACTOR = 2
@@ -55,25 +56,20 @@ class RolloutService(ReplicaService):
         self._board: Board | None = None
         self._worker: StageWorker | None = None
         self._generator: GroupGenerator | None = None
-        self._engine: RolloutEngine | None = None
+        self._engine: ReplicaEngine[RolloutEngine] = ReplicaEngine(context, ROLLOUT)
         self._restarting: asyncio.Task[None] | None = None
-        self._gpus: tuple[Gpu, ...] = ()
-        self._environment: dict[str, str] = {}
-        """Environment of the engine: its GPUs, and settings of NCCL."""
         self.occupancy = Occupancy()
         """Time that the engine was busy and paused."""
-        self._detail = ""
         self._run_id = ""
         self._run_folder = Path()
-        self._loading = False
         self._run_paused = False
         self._done_before = 0
-        self._process = psutil.Process()
 
     @property
     def engine(self) -> RolloutEngine | None:
-        """The engine, once its model is loaded; None while there is none."""
-        return self._engine if self._engine is not None and self._engine.alive else None
+        """The run's engine, once its model is loaded; None while there is none."""
+        engine = self._engine.engine
+        return engine if engine is not None and engine.alive and self._config is not None else None
 
     @property
     def colocated(self) -> bool:
@@ -103,9 +99,8 @@ class RolloutService(ReplicaService):
         rollout = config.rollout
         self.engine_ranks = rollout.tensor_parallel
         role = ROLES[ROLLOUT]
-        self._gpus = await self._context.gpus.lease(role.gpus(config), role.gpu_share(config))
-        self._environment = gpu_environment(self._gpus, role.gpu_share(config)) | NCCL_ENVIRONMENT
-        self._engine = await self._start_engine(config)
+        await self._engine.lease(config)
+        await self._start_engine(config)
         if not role.works_on(role.stage, config):
             return  # agents ask the engine
         self._board = Board(self._settings.redis, assignment.run_id, stages_for(config), config.board)
@@ -134,17 +129,15 @@ class RolloutService(ReplicaService):
         if self._generator is not None:
             await self._generator.cut_off()
         # Not before: an engine that ends meanwhile is replaced.
-        worker, engine, board, restarting = self._worker, self._engine, self._board, self._restarting
-        self._worker = self._engine = self._board = self._restarting = self._config = self._generator = None
-        self._detail = ""
+        worker, board, restarting = self._worker, self._board, self._restarting
+        self._worker = self._board = self._restarting = self._config = self._generator = None
         if restarting is not None:
             restarting.cancel()
             await asyncio.wait({restarting})
         if worker is not None:
             await asyncio.to_thread(worker.stop)
             self._done_before += worker.done
-        if engine is not None:
-            await engine.stop()
+        await self._engine.stop()
         if board is not None:
             await asyncio.to_thread(board.close)
 
@@ -192,7 +185,7 @@ class RolloutService(ReplicaService):
     def status(self) -> ServiceStatus:
         worker, engine = self._worker, self.engine
         state: replica_pb2.ReplicaState.ValueType | None = None
-        weights, detail = None, self._detail
+        weights, detail = None, self._engine.detail
         if engine is None:
             state = replica_pb2.REPLICA_STATE_STARTING
         elif engine.quarantined:
@@ -206,16 +199,15 @@ class RolloutService(ReplicaService):
             weights = replica_pb2.WeightVersion(term=engine.weights.term, version=engine.weights.version)
         gauges = dict(engine.gauges) if engine is not None else {}
         done = self._done_before + (worker.done if worker else 0)
-        loaded = loaded_mebibytes(self._process) if self._loading else 0
         return ServiceStatus(
             held_groups=worker.held if worker else self._held_requests,
             done_groups=done,
-            progress=done + (engine.tokens if engine is not None else 0) + loaded,
+            progress=done + (engine.tokens if engine is not None else 0) + self._engine.loaded_mebibytes,
             detail=detail,
             state=state,
             weights=weights,
-            awake=self.colocated and (self._loading or (engine is not None and engine.asleep != ALL_MEMORY)),
-            gauges={**gauges, **self.occupancy.gauges(), "rss_bytes": float(self._process.memory_info().rss)},
+            awake=self.colocated and (self._engine.loading or (engine is not None and engine.asleep != ALL_MEMORY)),
+            gauges={**gauges, **self.occupancy.gauges(), "rss_bytes": self._engine.rss_bytes},
         )
 
     def update_intake(self) -> None:
@@ -228,46 +220,40 @@ class RolloutService(ReplicaService):
         else:
             worker.pause()
 
-    async def _start_engine(self, config: RunConfig) -> RolloutEngine:
-        engine = ENGINES[config.rollout.engine]
+    async def _start_engine(self, config: RunConfig) -> None:
+        engine, gpus, set_detail = ENGINES[config.rollout.engine], self._engine.gpus, self._engine.set_detail
         folder = await asyncio.to_thread(resolve_model, config.model.path) if engine.has_model else Path()
-        if config.run.colocate:
-            await self._context.take_turn(self._set_detail)
-        self._loading = True
-        try:
+
+        async def start(environment: Mapping[str, str], gpu_lease: GpuLease | None) -> RolloutEngine:
             # Not beside a judge, which uses the same GPUs at any time: there SGLang measures its own process alone.
-            if config.run.colocate and len(self._gpus) > 1 and not config.roles.judge.shares_gpus:
-                await wait_until_steady(lambda: memory_used(self._gpus), self._set_detail)
+            if config.run.colocate and len(gpus) > 1 and not config.roles.judge.shares_gpus:
+                await wait_until_steady(lambda: memory_used(gpus), set_detail)
             started: RolloutEngine = await import_module(engine.module).start_engine(
                 EngineStart(
                     config=config,
                     folder=folder,
                     settings=self._settings,
-                    environment=self._environment,
-                    gpu_lease=self._context.gpus.child_lease if self._gpus else None,
-                    set_detail=self._set_detail,
+                    environment={**environment, **NCCL_ENVIRONMENT},
+                    gpu_lease=gpu_lease,
+                    set_detail=set_detail,
                     on_exit=self._on_engine_exit,
                     on_tokens=self._record_tokens,
                 )
             )
-        finally:
-            self._loading = False
-        self._detail, started.name = "", self._settings.replica_id
-        return started
+            return started
 
-    def _set_detail(self, detail: str) -> None:
-        self._detail = detail
+        started = await self._engine.start(start, takes_turns=config.run.colocate)
+        started.name = self._settings.replica_id
 
     def _record_tokens(self, count: int, per_second: float) -> None:
         telemetry.record("generate.tokens", count, {"relaxd.run_id": self._run_id})
         telemetry.record("generate.tokens_per_second", per_second, {"relaxd.run_id": self._run_id})
 
     def _on_engine_exit(self, reason: str) -> None:
-        if self._engine is None or self._config is None:
+        if self._engine.engine is None or self._config is None:
             return  # it exited while loading: start_run raises
-        self._detail = reason
-        logger.error("%s", self._detail)
-        self._engine = None
+        self._engine.engine, self._engine.detail = None, reason
+        logger.error("%s", reason)
         self.update_intake()  # before its groups are released, or this replica would take them again
         self._restarting = asyncio.create_task(self._restart(self._config), name="restart the engine")
 
@@ -275,12 +261,12 @@ class RolloutService(ReplicaService):
         """Start an engine, and retry until it loads. The coordinator notices that it has no weights."""
         for failures in itertools.count(1):
             try:
-                self._engine = await self._start_engine(config)
+                await self._start_engine(config)
                 return
             except (RpcError, OSError) as error:
-                self._detail = f"the engine did not start: {error}"
+                self._engine.detail = f"the engine did not start: {error}"
                 delay = RESTART_BACKOFF.pause(failures)
-                logger.error("%s; retrying in %g s", self._detail, delay)
+                logger.error("%s; retrying in %g s", self._engine.detail, delay)
             await asyncio.sleep(delay)  # named: the status's detail says why
 
     async def close(self) -> None:

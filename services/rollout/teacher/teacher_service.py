@@ -15,7 +15,7 @@ from relaxd.replica.service_interface import ServiceStatus
 from relaxd.replica.stage_replica import StageReplica
 from relaxd.roles import ROLES, TEACHER
 from relaxd.rpc.errors import FailedPrecondition
-from services.rollout.service.frozen_engine import FrozenEngine
+from services.rollout.service.replica_engine import FrozenEngine
 from services.rollout.teacher.teacher_columns import TeacherColumns
 
 MODULE = "services.rollout.teacher"
@@ -83,7 +83,7 @@ class TeacherService(StageReplica):
         await self._engine.stop()
 
     def status(self) -> ServiceStatus:
-        of_groups, engine = super().status(), self._engine.child
+        of_groups, engine = super().status(), self._engine.engine
         read = engine.prefilled_tokens if engine is not None else 0
         gauges = {"rss_bytes": self._engine.rss_bytes}
         if engine is not None and self._columns is not None:
