@@ -24,6 +24,7 @@ from services.trainer.service.rank_processes import (
     RankProcess,
     RankProcesses,
     rank_environment,
+    rank_gauges,
 )
 from services.trainer.service.remote_ranks import SUPERSEDED
 
@@ -133,10 +134,7 @@ class RanksService(ReplicaService):
 
     def status(self) -> ServiceStatus:
         ranks = self._attempt.ranks if self._attempt is not None else []
-        return ServiceStatus(
-            detail=self._detail,
-            gauges={"ranks": float(len(ranks)), **{f"rank{one.number}_pid": float(one.child.pid) for one in ranks}},
-        )
+        return ServiceStatus(detail=self._detail, gauges=rank_gauges(ranks))
 
     async def begin(self, start: ranks_pb2.RanksStart) -> HostAttempt:
         """Start the ranks of an attempt, after those of older ones have ended. Raises FailedPrecondition."""

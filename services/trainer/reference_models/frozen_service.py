@@ -3,7 +3,6 @@ roles.
 """
 
 import asyncio
-import contextlib
 import logging
 from datetime import UTC, datetime
 from pathlib import Path
@@ -16,19 +15,19 @@ from relaxd.replica.replica_context import ReplicaContext, open_context
 from relaxd.replica.replica_life import run_replica
 from relaxd.replica.service_interface import ReplicaService, ServiceStatus
 from relaxd.roles import ROLES
-from relaxd.rpc.errors import FailedPrecondition, RpcError
+from relaxd.rpc.errors import FailedPrecondition
 from relaxd.rpc.service_settings import parse_settings
 from relaxd.v1 import rank_pb2 as pb
 from relaxd.v1.coordinator_pb2 import Assignment
 from relaxd.weights import NCCL_ENVIRONMENT
 from services.trainer.reference_models.followed_folder import await_run_folder
 from services.trainer.service.rank_pool import RankPool
-from services.trainer.service.rank_processes import Rank, RankProcesses
+from services.trainer.service.rank_processes import Rank, RankProcesses, rank_gauges
 
-REQUEST_SECONDS = 10.0
-"""Deadline of a request that rank 0 answers at once."""
+ANSWER_SECONDS = 10.0
+"""Time after the end of a drain in which rank 0 may still answer."""
 DRAIN_MARGIN_SECONDS = 2.0
-"""Extra time for the answer to a drain."""
+"""Part of a drain's time that is left for the answer."""
 
 logger = logging.getLogger(__name__)
 
@@ -111,29 +110,28 @@ class ModelService(ReplicaService):
         self._held = self._done = self._turns = 0
 
     async def pause_run(self) -> None:
-        await self._set_paused(True)
+        if self._ranks is not None and self._ranks.ranks:
+            await self._ranks.rank0.set_paused(True)
 
     async def resume_run(self) -> None:
-        await self._set_paused(False)
+        if self._ranks is not None and self._ranks.ranks:
+            await self._ranks.rank0.set_paused(False)
 
     async def drain(self, seconds: float) -> int:
         """Groups not finished in time return to the board."""
         if self._ranks is not None and self._ranks.ranks:
-            request = pb.HandBackGroupsRequest(seconds=max(0.0, seconds - DRAIN_MARGIN_SECONDS))
-            with contextlib.suppress(RpcError):  # a rank that fails ends this replica
-                control = self._ranks.ranks[0].control
-                if (await control.HandBackGroups(request, timeout=seconds + REQUEST_SECONDS)).done:
-                    self._held = 0
+            soon = max(0.0, seconds - DRAIN_MARGIN_SECONDS)
+            if await self._ranks.rank0.hand_back(soon, timeout=seconds + ANSWER_SECONDS):
+                self._held = 0
         return self._held
 
     def status(self) -> ServiceStatus:
-        pids = [rank.child.pid for rank in self._ranks.ranks] if self._ranks is not None else []
         return ServiceStatus(
             held_groups=self._held,
             done_groups=self._done_before + self._done,
             progress=self._turns,
             detail=self._detail,
-            gauges={"ranks": float(len(pids)), **{f"rank{i}_pid": float(pid) for i, pid in enumerate(pids)}},
+            gauges=rank_gauges(self._ranks.ranks if self._ranks is not None else []),
         )
 
     def _follows(self, config: RunConfig) -> bool:
@@ -152,13 +150,6 @@ class ModelService(ReplicaService):
             check_vocabularies(config, self.role)
         if folder:
             await_run_folder(Path(folder), self.role, begun)
-
-    async def _set_paused(self, paused: bool) -> None:
-        if self._ranks is not None and self._ranks.ranks:
-            with contextlib.suppress(RpcError):  # a rank that fails ends this replica
-                await self._ranks.ranks[0].control.SetPaused(
-                    pb.SetPausedRequest(paused=paused), timeout=REQUEST_SECONDS
-                )
 
     async def _give_up_with(self, ranks: RankProcesses) -> None:
         self._context.give_up(str(await ranks.failed()))

@@ -1,6 +1,7 @@
 """The rank processes of one Megatron world that are children of this process: started together, killed together."""
 
 import asyncio
+import contextlib
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -22,6 +23,8 @@ LOOPBACK = "127.0.0.1"
 START_SECONDS = 600.0
 """Deadline for a child to serve. Importing torch and Megatron takes seconds, but minutes for eight ranks that read them
 from a cold or busy disk. One that ends meanwhile is noticed at once."""
+PAUSE_SECONDS = 10.0
+"""Deadline for pausing or resuming, which only changes a flag."""
 HUGE_PAGES = {"THP_MEM_ALLOC_ENABLE": "1"}
 """Environment that makes torch allocate host memory in huge pages, which speeds up a checkpoint's copies."""
 
@@ -115,6 +118,12 @@ def rank_environment(gpus: Sequence[Gpu]) -> dict[str, str]:
     return gpu_environment(gpus) | NCCL_ENVIRONMENT | (HUGE_PAGES if gpus else {})
 
 
+def rank_gauges(ranks: Sequence[Rank]) -> dict[str, float]:
+    """Return a replica's gauges of its ranks: their number, and the process ids of those on this machine."""
+    own = [rank for rank in ranks if isinstance(rank, RankProcess)]
+    return {"ranks": float(len(ranks)), **{f"rank{rank.number}_pid": float(rank.child.pid) for rank in own}}
+
+
 @dataclass
 class RankProcess:
     """A rank that is a child: its process and the stubs of what it serves."""
@@ -142,6 +151,18 @@ class RankProcess:
 
     async def leave(self, request: trainer_pb2.TrainerLeaveWeightGroupRequest, *, timeout: float) -> None:
         await self.trainer.LeaveWeightGroup(request, timeout=timeout)
+
+    async def set_paused(self, paused: bool) -> None:
+        """Pause or resume the taking of groups. Errors are ignored: whoever watches the ranks notices a dead one."""
+        with contextlib.suppress(RpcError):
+            await self.control.SetPaused(rank_pb2.SetPausedRequest(paused=paused), timeout=PAUSE_SECONDS)
+
+    async def hand_back(self, seconds: float, *, timeout: float) -> bool:
+        """Finish held groups within `seconds` or hand them back. Return True if none is held; False also on errors."""
+        with contextlib.suppress(RpcError):
+            request = rank_pb2.HandBackGroupsRequest(seconds=seconds)
+            return bool((await self.control.HandBackGroups(request, timeout=timeout)).done)
+        return False
 
 
 class RankProcesses:

@@ -28,8 +28,6 @@ FAILED_AFTER = 3
 """Consecutive failures after which the replica counts as failed; restarts go on."""
 DRAIN_MARGIN_SECONDS = 5.0
 """Extra time for the answer to a drain, in which rank 0 sends its last traces and metrics."""
-PAUSE_SECONDS = 10.0
-"""Deadline for pausing or resuming, which only changes a flag."""
 ANNOUNCE_SECONDS = 10.0
 """Deadline of one announcement."""
 ANNOUNCE_AGAIN_SECONDS = 0.5
@@ -148,19 +146,16 @@ class RankSupervisor:
 
     async def set_paused(self, paused: bool) -> None:
         """Pause or resume the ranks, also after restarts."""
-        self._request.paused = paused
-        with contextlib.suppress(RpcError):  # after a restart, Work says it
-            request = rank_pb2.SetPausedRequest(paused=paused)
-            await self.rank0.control.SetPaused(request, timeout=PAUSE_SECONDS)
+        self._request.paused = paused  # after a restart, Work says it
+        if self.ranks:
+            await self.rank0.set_paused(paused)
 
     async def drain(self, seconds: float) -> int:
         """Stop taking groups and hand back the held ones. Returns the number of groups that are still held."""
         if not self.manifest.source_ranks:
             return 0
-        with contextlib.suppress(RpcError):
-            request = rank_pb2.HandBackGroupsRequest(seconds=seconds)
-            if (await self.rank0.control.HandBackGroups(request, timeout=seconds + DRAIN_MARGIN_SECONDS)).done:
-                self.held_groups = 0
+        if self.ranks and await self.rank0.hand_back(seconds, timeout=seconds + DRAIN_MARGIN_SECONDS):
+            self.held_groups = 0
         return self.held_groups
 
     async def _run_world(self) -> RpcError:

@@ -39,6 +39,7 @@ from services.trainer.service.rank_processes import (
     RankProcesses,
     RankSet,
     rank_environment,
+    rank_gauges,
 )
 from services.trainer.service.rank_supervisor import RankSupervisor
 
@@ -173,8 +174,6 @@ class TrainerService(ReplicaService):
         world = self.world
         if world is None:
             return ServiceStatus()
-        own = [rank for rank in world.ranks if isinstance(rank, RankProcess)]
-        pids = {f"rank{rank.number}_pid": float(rank.child.pid) for rank in own}
         return ServiceStatus(
             held_groups=world.held_groups,
             done_groups=world.done_groups,
@@ -185,7 +184,7 @@ class TrainerService(ReplicaService):
             start_refused=world.start_refused,
             weights=world.weights if world.ready else None,
             awake=world.awake,
-            gauges={"ranks": float(len(world.ranks)), "changing_weights": float(world.changing_weights), **pids},
+            gauges={**rank_gauges(world.ranks), "changing_weights": float(world.changing_weights)},
         )
 
 
