@@ -187,14 +187,19 @@ def _check_model(config: RunConfig, folder: Path) -> list[Problem]:
 def _check_engine(config: RunConfig, model_type: str) -> list[Problem]:
     """Check that the rollout engine runs a type of model, and takes the run's media with it."""
     engine = ENGINES[config.rollout.engine]
-    if model_type in engine.refused_models:
-        able = list_engines("rollout", lambda one: model_type not in one.refused_models)
-        what = f'= "{engine.name}", which isn\'t known to run models of type {model_type!r} as the trainer does'
-        return [Problem("rollout.engine", f"{what}: {able} does")]
-    if model_type not in SEEING:
-        return []
+    if (refused := _check_type("rollout", engine.name, model_type)) or model_type not in SEEING:
+        return refused
     lacking = [kind for kind in config.media_kinds if engine.takes(kind) and not engine.takes(kind, model_type)]
     return [Problem("rollout.engine", config.engine_problem(kind, model_type)) for kind in lacking]
+
+
+def _check_type(section: str, engine: str, model_type: str) -> list[Problem]:
+    """Check that the engine of a section runs a type of model."""
+    if model_type not in ENGINES[engine].refused_models:
+        return []
+    able = list_engines(section, lambda one: model_type not in one.refused_models)
+    what = f'= "{engine}", which isn\'t known to run models of type {model_type!r} as the trainer does'
+    return [Problem(f"{section}.engine", f"{what}: {able} does")]
 
 
 def _check_frozen_models(config: RunConfig) -> list[Problem]:
@@ -226,8 +231,9 @@ def _check_frozen_models(config: RunConfig) -> list[Problem]:
 
 
 def _check_teacher_engine(config: RunConfig, model: Mapping[str, Any]) -> list[Problem]:
-    """Check that a teacher's engine can divide its model, and takes the longest sample."""
-    teacher, problems = config.roles.teacher, []
+    """Check that a teacher's engine runs its model, can divide it, and takes the longest sample."""
+    teacher = config.roles.teacher
+    problems = _check_type(teacher.section, teacher.engine, str(model.get("model_type")))
     heads, context = model.get("num_attention_heads"), model.get("max_position_embeddings")
     if isinstance(heads, int) and heads % teacher.tensor_parallel:
         problem = f"= {teacher.tensor_parallel} does not divide the model's num_attention_heads = {heads}"
@@ -252,7 +258,7 @@ def _check_candidates(config: RunConfig, teacher: Mapping[str, Any]) -> list[Pro
 
 
 def _check_judge(config: RunConfig) -> list[Problem]:
-    """Check the folder of the judge's model, and that a reply fits into its context."""
+    """Check the folder of the judge's model, that its engine runs it, and that a reply fits into its context."""
     judge = config.roles.judge
     try:
         folder = resolve_model(judge.model, weights=False, setting="roles.judge.model")
@@ -266,13 +272,14 @@ def _check_judge(config: RunConfig) -> list[Problem]:
             load_chat_template(folder, chat_template_text(judge.chat_template, JUDGE_OVERRIDE))
     except DataError as error:
         return [Problem(JUDGE_OVERRIDE, error.message)]
+    problems = _check_type("roles.judge", judge.engine, str(model.get("model_type")))
     context = model.get("max_position_embeddings")
     if isinstance(context, int) and judge.max_new_tokens >= context:
         problem = (
             f"= {judge.max_new_tokens}, but the judge's context has only {context} tokens, the question's included"
         )
-        return [Problem("roles.judge.max_new_tokens", problem)]
-    return []
+        problems.append(Problem("roles.judge.max_new_tokens", problem))
+    return problems
 
 
 def _frozen(config: RunConfig) -> dict[str, FrozenModelConfig]:

@@ -350,6 +350,21 @@ def test_the_check_of_a_configuration_knows_the_engine_of_the_teacher(tmp_path: 
     ]
 
 
+def test_the_check_of_a_configuration_knows_which_models_an_engine_runs(tmp_path: Path) -> None:
+    run = (RUN + SGLANG + JUDGE + ON_GPU + "= 1").replace('"model"', f'"{tmp_path}"').replace('"big"', f'"{tmp_path}"')
+
+    def problems(model_type: str) -> list[str]:
+        (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type}))
+        return [str(one) for one in check(load(run)) if one.setting.endswith(".engine")]
+
+    refused = "which isn't known to run models of type 'qwen3_next' as the trainer does"
+    assert problems("qwen3_next") == [
+        f'roles.teacher.engine = "sglang", {refused}: "megatron" does',
+        f'roles.judge.engine = "sglang", {refused}: "transformers" does',
+    ]
+    assert problems("qwen3") == []
+
+
 def test_relaxd_up_has_to_be_told_which_teachers_to_start(tmp_path: Path) -> None:
     for words, problem in (
         (["--teacher-engine", "vllm"], "--teacher-engine is 'vllm': it must be one of megatron, sglang"),
