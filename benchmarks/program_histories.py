@@ -18,9 +18,7 @@ from typing import Any
 from benchmarks.reporting import report
 from relaxd.data.tokenizer import PromptTokenizer
 from tests.integration.agent.function_kit import holding as holding_a_function
-from tests.integration.agent.program_kit import TEMPLATE, holding
-from tests.integration.agent.scripted_engines import Fleet
-from tests.integration.agent.test_agent_libraries import (
+from tests.integration.agent.library_kit import (
     DOUBLED,
     PACKAGES,
     PROGRAMS,
@@ -30,6 +28,8 @@ from tests.integration.agent.test_agent_libraries import (
     verifiers_settings,
     verifiers_variables,
 )
+from tests.integration.agent.program_kit import TEMPLATE, holding
+from tests.integration.agent.scripted_engines import Fleet
 from tests.kit.models import byte_tokenizer
 
 OWN_LOOPS = {

@@ -6,6 +6,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -20,6 +21,7 @@ from relaxd.local import compose
 from relaxd.local.state_folder import StateFolder
 from relaxd.v1 import coordinator_pb2 as pb
 from tests.kit.ports import free_port
+from tests.kit.waiting import wait_until
 
 ROOT = Path(__file__).parents[2]
 COMPOSE = ROOT / "deploy" / "compose"
@@ -170,3 +172,36 @@ def steps_of(line: str) -> int | None:
     """The step that a line of `relaxd run` is about."""
     found = re.match(r"step +(\d+)/", line)
     return int(found[1]) if found else None
+
+
+class Run:
+    """`relaxd run` in a container, its output being read."""
+
+    def __init__(self, stack: Stack, *words: str) -> None:
+        self.process = stack.start("run", "--rm", "--no-deps", "--no-TTY", "cli", "run", *words)
+        self.output: list[str] = []
+        self.step = 0
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            self.output.append(line)
+            self.step = steps_of(line) or self.step
+
+    def reach(self, step: int, timeout: float = 240) -> None:
+        """Wait for a step."""
+
+        def reached() -> bool:
+            assert self.process.poll() is None or self.step >= step, "".join(self.output)
+            return self.step >= step
+
+        wait_until(reached, f"step {step} (at {self.step})", timeout)
+
+    def finish(self, timeout: float = 240) -> str:
+        """Wait for the end; returns the output."""
+        code = self.process.wait(timeout)
+        self._reader.join()
+        assert code == 0, "".join(self.output)
+        return "".join(self.output)

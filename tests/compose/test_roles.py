@@ -7,8 +7,7 @@ import pytest
 
 from relaxd.config.load_toml import load_file
 from relaxd.config.write_toml import dump
-from tests.compose.stack import Stack, running
-from tests.compose.test_stack import Run
+from tests.compose.stack import Run, Stack, running
 from tests.kit.waiting import wait_until
 
 pytestmark = pytest.mark.slow

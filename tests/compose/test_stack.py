@@ -1,13 +1,12 @@
 """The images, and a run in containers through scaling, deaths and a coordinator that is away."""
 
 import json
-import threading
 from pathlib import Path
 
 import pytest
 
 from relaxd.client.coordinator_client import CoordinatorClient
-from tests.compose.stack import SERVICES, Stack, bridge_address, docker, running, steps_of
+from tests.compose.stack import SERVICES, Run, Stack, bridge_address, docker, running
 from tests.kit.otlp import OtlpReceiver, otlp_receiver
 from tests.kit.waiting import wait_until
 
@@ -31,39 +30,6 @@ def test_images_are_small_and_careful(images: dict[str, str]) -> None:
         if service in MEGABYTES:
             with pytest.raises(AssertionError, match="No module named 'torch'"):
                 docker("run", "--rm", "--entrypoint", "python", image, "-c", "import torch")
-
-
-class Run:
-    """`relaxd run` in a container, its output being read."""
-
-    def __init__(self, stack: Stack, *words: str) -> None:
-        self.process = stack.start("run", "--rm", "--no-deps", "--no-TTY", "cli", "run", *words)
-        self.output: list[str] = []
-        self.step = 0
-        self._reader = threading.Thread(target=self._read, daemon=True)
-        self._reader.start()
-
-    def _read(self) -> None:
-        assert self.process.stdout is not None
-        for line in self.process.stdout:
-            self.output.append(line)
-            self.step = steps_of(line) or self.step
-
-    def reach(self, step: int, timeout: float = 240) -> None:
-        """Wait for a step."""
-
-        def reached() -> bool:
-            assert self.process.poll() is None or self.step >= step, "".join(self.output)
-            return self.step >= step
-
-        wait_until(reached, f"step {step} (at {self.step})", timeout)
-
-    def finish(self, timeout: float = 240) -> str:
-        """Wait for the end; returns the output."""
-        code = self.process.wait(timeout)
-        self._reader.join()
-        assert code == 0, "".join(self.output)
-        return "".join(self.output)
 
 
 def working(stack: Stack, role: str, count: int, at_least: int = 1) -> bool:

@@ -15,31 +15,12 @@ from relaxd.run_folder import answers_file
 from services.trainer.batch.groups import TrainGroup, bounds_of
 from services.trainer.batch.step_file import read_step_file, step_file_path
 from tests.e2e.conftest import Workplace
-from tests.e2e.test_run import check_books, read_summary
+from tests.e2e.echo_environment import ENVIRONMENT, MODES, OBSERVED
+from tests.kit.finished_runs import check_books, read_summary
 from tests.kit.models import SPECIAL_TOKENS, byte_tokenizer, make_tiny_model
 from tests.kit.reports import read_report
 
 STEPS = 4
-OBSERVED = "<|im_end|> of"
-"""The environment's messages begin so: the control token must be plain text."""
-ENVIRONMENT = f"""
-class Echo:
-    def __init__(self, turns):
-        self.turns, self.turn = turns, 0
-
-    def open(self, sample):
-        return "Say something about " + sample.answer
-
-    def step(self, reply):
-        self.turn += 1
-        data = reply.text.encode()
-        share = sum(byte % 2 == 0 for byte in data) / max(len(data), 1)
-        return {OBSERVED!r} + f" {{len(reply.text)}}", share, self.turn == self.turns, {{"letters": len(reply.text)}}
-
-class Broken:
-    def step(self, reply):
-        raise ValueError("broken on purpose")
-"""
 SETS = """[
     {name = "echoes", path = "set.jsonl", samples_per_prompt = 2, environment_settings = {turns = 2}, right_from = 0.9},
     {name = "broken", path = "set.jsonl", environment = "echo.py:Broken"},
@@ -278,7 +259,6 @@ LEADERS = {
     "program": (PROGRAM, "--agent.command", json.dumps([sys.executable, "talk.py"])),
     "function": (FUNCTION, "--agent.function", "talk.py:talk"),
 }
-MODES = {"async": (), "colocated": ("--run.colocate", "true", "--board.max_staleness", "0")}
 
 
 @pytest.mark.night

@@ -9,7 +9,7 @@ from relaxd.best_checkpoint import parse_metric
 from relaxd.local.state_folder import StateFolder
 from relaxd.run_folder import checkpoint_steps, critic_folder
 from tests.e2e.conftest import Workplace
-from tests.e2e.test_resume import kill_everything_at
+from tests.e2e.interrupted_runs import kill_everything_at
 
 METRIC = "-eval.held_out.response_length"
 SETTINGS = (

@@ -13,7 +13,7 @@ import pytest
 
 from tests.e2e.conftest import Workplace
 from tests.e2e.environment_beginners import CODES, DOORS, GUESSING, door_fact
-from tests.e2e.test_run import check_books, read_summary
+from tests.kit.finished_runs import check_books, read_summary
 from tests.kit.processes import run_python
 
 GROUPS = 8

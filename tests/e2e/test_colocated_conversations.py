@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.conftest import Workplace
-from tests.e2e.test_agents import MODES
-from tests.e2e.test_run import check_books, read_summary
+from tests.e2e.echo_environment import MODES
+from tests.kit.finished_runs import check_books, read_summary
 from tests.kit.waiting import wait_until
 
 STEPS = 3

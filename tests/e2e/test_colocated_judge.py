@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.e2e.asking_reward import REWARD
 from tests.e2e.conftest import Workplace
-from tests.e2e.test_judge import REWARD
-from tests.e2e.test_run import check_books, read_summary
+from tests.kit.finished_runs import check_books, read_summary
 from tests.kit.models import make_tiny_model
 
 STEPS = 3

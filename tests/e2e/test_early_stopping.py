@@ -3,7 +3,7 @@
 import pytest
 
 from tests.e2e.conftest import Workplace
-from tests.e2e.test_run import read_summary
+from tests.kit.finished_runs import read_summary
 from tests.kit.reports import read_report
 
 METRIC = "eval.held_out.unscored"  # always 0

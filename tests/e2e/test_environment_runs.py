@@ -10,8 +10,8 @@ import pytest
 
 from relaxd.seeds import seed_of
 from tests.e2e.conftest import Workplace
-from tests.e2e.test_repair import saved_step, until
-from tests.e2e.test_run import check_books, check_receipts, read_summary
+from tests.e2e.interrupted_runs import saved_step, until
+from tests.kit.finished_runs import check_books, check_receipts, read_summary
 
 STEPS = 8
 SLOW = 3

@@ -7,7 +7,7 @@ import pytest
 
 from relaxd.run_folder import read_lines
 from tests.e2e.conftest import Workplace
-from tests.e2e.test_run import check_receipts
+from tests.kit.finished_runs import check_receipts
 
 KEPT = """
 [trainer.checkpoint]

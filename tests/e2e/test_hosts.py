@@ -3,7 +3,7 @@
 import pytest
 
 from tests.e2e.conftest import Workplace
-from tests.e2e.test_run import check_books, read_summary
+from tests.kit.finished_runs import check_books, read_summary
 
 
 @pytest.mark.night

@@ -7,7 +7,7 @@ from statistics import mean
 import pytest
 
 from tests.e2e.conftest import open_workplace
-from tests.e2e.test_run import check_books, read_summary
+from tests.kit.finished_runs import check_books, read_summary
 from tests.kit.models import make_tiny_model
 
 STEPS = 30

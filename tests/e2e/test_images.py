@@ -8,7 +8,7 @@ import pytest
 from relaxd.cli.preparing.config_command import check
 from relaxd.config.load_toml import load_file
 from tests.e2e.conftest import Workplace
-from tests.e2e.test_run import check_books, read_summary, warnings_of
+from tests.kit.finished_runs import check_books, read_summary, warnings_of
 from tests.kit.vision import clip, encoded, encoded_clip, make_vision_model, picture
 
 SETTINGS = """

@@ -6,19 +6,12 @@ from pathlib import Path
 
 import pytest
 
+from tests.e2e.asking_reward import REWARD
 from tests.e2e.conftest import Workplace
-from tests.e2e.test_run import check_books, read_summary
+from tests.kit.finished_runs import check_books, read_summary
 from tests.kit.models import make_tiny_model
 
 STEPS = 4
-REWARD = """
-import zlib
-from relaxd.rewards import judge
-
-async def asked(sample):
-    word = await judge.ask("How good is this? " + sample.response)
-    return {"reward": zlib.crc32(word.encode()) / 2**32, "length": len(word)}
-"""
 
 
 @pytest.mark.slow

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from tests.e2e.conftest import Workplace
-from tests.e2e.test_run import check_books, read_summary
+from tests.kit.finished_runs import check_books, read_summary
 from tests.kit.models import make_tiny_model
 
 CONFIG = """

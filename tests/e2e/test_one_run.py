@@ -20,7 +20,7 @@ from relaxd.local.state_folder import StateFolder
 from relaxd.run_folder import TRACES, read_lines
 from relaxd.telemetry import METRICS
 from tests.e2e.conftest import open_workplace
-from tests.e2e.test_run import check_books, read_summary, warnings_of
+from tests.kit.finished_runs import check_books, read_summary, warnings_of
 from tests.kit.otlp import ReceivedLog, ReceivedPoint, ReceivedSpan, otlp_receiver
 
 SERVICE_OF = {

@@ -14,9 +14,8 @@ from relaxd.roles import CRITIC
 from relaxd.run_folder import checkpoint_steps, critic_folder
 from tests.chaos.models import audit_models
 from tests.e2e.conftest import Workplace
-from tests.e2e.test_repair import until
-from tests.e2e.test_resume import kill_everything_at
-from tests.e2e.test_run import check_books, read_summary
+from tests.e2e.interrupted_runs import kill_everything_at, until
+from tests.kit.finished_runs import check_books, read_summary
 
 PPO = (
     *("--board.lease_seconds", "3", "--eval.prompts", "0", "--trainer.checkpoint.keep_step_files", "always"),

@@ -10,7 +10,7 @@ from relaxd.local.state_folder import StateFolder
 from relaxd.redis_client import COORDINATOR
 from relaxd.redis_client.lookups import slot_of
 from tests.e2e.conftest import Workplace
-from tests.e2e.test_run import check_books, read_summary
+from tests.kit.finished_runs import check_books, read_summary
 from tests.kit.redis.clusters import SHARE, ClusterServers
 from tests.kit.redis.redis_server import await_append_only_file
 

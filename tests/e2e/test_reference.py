@@ -12,7 +12,7 @@ from relaxd.client.coordinator_client import CoordinatorClient
 from relaxd.local.state_folder import StateFolder
 from relaxd.roles import ADVANTAGE
 from tests.e2e.conftest import Workplace, open_workplace
-from tests.e2e.test_run import check_books, read_summary
+from tests.kit.finished_runs import check_books, read_summary
 from tests.kit.waiting import wait_until
 
 STEPS = 6

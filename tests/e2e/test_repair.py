@@ -2,16 +2,15 @@
 
 import json
 import os
-import re
 import signal
-from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
 
 from relaxd.local.state_folder import StateFolder
 from tests.e2e.conftest import Workplace
-from tests.e2e.test_run import check_books, read_summary
+from tests.e2e.interrupted_runs import saved_step, until
+from tests.kit.finished_runs import check_books, read_summary
 
 REWARD = """
 from itertools import count
@@ -26,22 +25,6 @@ def score(sample):
 """
 """It breaks by itself after eight groups: a test that broke it might come when the run has ended."""
 MAX_DROPS = 3
-
-
-def until(lines: Iterable[str], expected: str) -> str:
-    """Read lines up to one in which a pattern is found. Returns it."""
-    seen = []
-    for line in lines:
-        seen.append(line)
-        if re.search(expected, line):
-            return line
-    raise AssertionError(f"no line with {expected!r}:\n{''.join(seen)}")
-
-
-def saved_step(output: str) -> int:
-    saved = re.search(r"the checkpoint of step (\d+) is on disk", output)
-    assert saved, output
-    return int(saved[1])
 
 
 @pytest.mark.slow

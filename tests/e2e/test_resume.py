@@ -1,57 +1,25 @@
 """Ctrl-C, then every process of a run is killed, twice; the second time Redis's data is gone too. The run goes on."""
 
-import contextlib
 import json
-import re
 import shutil
 import signal
-from collections.abc import Iterator
 from pathlib import Path
 from subprocess import Popen
 
-import psutil
 import pytest
 from safetensors.numpy import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from relaxd.local.state_folder import StateFolder
 from tests.e2e.conftest import Workplace
-from tests.e2e.test_run import check_books, read_summary
-from tests.kit.redis.redis_server import await_append_only_file
+from tests.e2e.interrupted_runs import kill_everything_at
+from tests.kit.finished_runs import check_books, read_summary
 
 SETTINGS = (
     *("--run.steps", "9", "--board.lease_seconds", "3", "--eval.prompts", "0"),
     *("--trainer.checkpoint.every", "2", "--trainer.checkpoint.keep_step_files", "always"),
     *("--tracking.trackers", '["tensorboard"]'),
 )
-
-
-def kill_everything_at(process: "Popen[str]", state: StateFolder, steps: Iterator[int]) -> list[str]:
-    """Read what a command prints until a step, then kill it, its services, their children: all at once."""
-    assert process.stdout is not None
-    at, output = next(steps), []
-    for line in process.stdout:
-        output.append(line)
-        if (step := re.match(r"step +(\d+)/9", line)) and int(step[1]) >= at:
-            break
-    else:
-        raise AssertionError("".join(output))
-    supervisor = state.read()
-    assert supervisor is not None
-    redis = next(service.pid for service in supervisor.services if service.role == "redis")
-    victims = [psutil.Process(process.pid), psutil.Process(supervisor.pid)]
-    victims += psutil.Process(supervisor.pid).children(recursive=True)
-    for victim in victims:
-        if victim.pid != redis:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                victim.suspend()  # so that none sees another one die
-    await_append_only_file(supervisor.redis)
-    for victim in victims:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            victim.kill()
-    psutil.wait_procs(victims[1:], timeout=60)
-    process.wait(timeout=60)
-    return output
 
 
 def interrupt_at(process: "Popen[str]", step: int) -> str:

@@ -7,7 +7,7 @@ import pytest
 
 from relaxd.run_folder import checkpoint_steps
 from tests.e2e.conftest import Workplace
-from tests.e2e.test_run import check_books, read_summary
+from tests.kit.finished_runs import check_books, read_summary
 
 SETTINGS = (
     *("--run.steps", "6", "--eval.prompts", "0", "--trainer.checkpoint.every", "2", "--trainer.checkpoint.keep", "3"),

@@ -17,8 +17,8 @@ import pytest
 
 from relaxd.local.state_folder import StateFolder
 from tests.e2e.conftest import Workplace
-from tests.e2e.test_run import check_books, read_summary
 from tests.kit.certificates import CertificateAuthority, environment
+from tests.kit.finished_runs import check_books, read_summary
 from tests.kit.otlp import otlp_receiver
 from tests.kit.redis.redis_acl import USER, apply_acl
 from tests.kit.redis.redis_server import RedisServer

@@ -10,7 +10,7 @@ from relaxd.tools.digit_pictures import DIGITS
 from relaxd.tools.moving_dots import SIDES
 from relaxd.tools.tone_pitches import PITCHES
 from tests.e2e.conftest import Workplace
-from tests.e2e.test_run import check_books, read_summary
+from tests.kit.finished_runs import check_books, read_summary
 
 
 def accuracies(folder: Path, steps: int) -> tuple[float, float]:

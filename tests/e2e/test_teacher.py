@@ -11,7 +11,7 @@ from safetensors.numpy import load_file
 from transformers import AutoModelForCausalLM
 
 from tests.e2e.conftest import Workplace
-from tests.e2e.test_run import check_books, read_summary
+from tests.kit.finished_runs import check_books, read_summary
 from tests.kit.models import make_tiny_model
 from tests.sglang.environment import CPU_ENVIRONMENT, CPU_OPTIONS, EnvironmentUnavailable, sglang_python
 

@@ -7,7 +7,7 @@ import pytest
 
 from relaxd.cli.preparing.first_steps import example
 from tests.e2e.conftest import Workplace
-from tests.e2e.test_run import check_books, read_summary
+from tests.kit.finished_runs import check_books, read_summary
 
 STEPS = 60
 

@@ -1,6 +1,6 @@
 """Tests on GPUs: skipped where there are too few, and a table of what they took and found at the end."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +8,8 @@ import pytest
 import torch
 from rich.console import Console
 from rich.table import Table
+
+from tests.e2e.conftest import Workplace
 
 HERE = Path(__file__).parent
 GPUS = torch.cuda.device_count()
@@ -42,6 +44,19 @@ def gpu_count() -> int:
 def facts(record_property: Callable[[str, object], None]) -> Callable[[str, object], None]:
     """`facts("sync_seconds", 0.03)` puts a figure into the table at the end."""
     return record_property
+
+
+@pytest.fixture
+def end() -> Iterator[list[Workplace]]:
+    """What is in this list is brought down at the end."""
+    places: list[Workplace] = []
+    yield places
+    for place in places:
+        for process in place.processes:
+            if process.poll() is None:
+                process.terminate()  # its supervisor goes with it
+                process.wait(timeout=60)
+        place.relaxd("down")
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:

@@ -1,33 +1,17 @@
 """Trainer and engine on one GPU: weights by CUDA IPC, memory that is really given back, and a whole run."""
 
-import json
-import math
-import re
-import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
-from tests.e2e.conftest import REWARD, Workplace
-from tests.e2e.test_run import check_books, read_summary, warnings_of
-from tests.gpu.test_gpu_run import CONFIG
-from tests.gpu.test_weight_group import ELEMENTS, Member, broadcast, connect
-from tests.kit.models import make_tiny_model
-
-STEPS = 4
-DEADLINE_SECONDS = 280.0
-"""Of the run, whose engine alone may take a minute to start."""
-CHANGES = (
-    ("steps = {steps}", "steps = {steps}\ncolocate = true"),
-    ("memory_fraction = 0.2", "memory_fraction = 0.5"),
-    ('transport = "nccl"', 'transport = "cuda_ipc"\nverify = "always"'),
-    ("[eval]", "[board]\nmax_staleness = 0\n\n[eval]"),
-)
+from tests.e2e.conftest import Workplace
+from tests.gpu.run_kit import CHANGES, make_workplace, train
+from tests.gpu.weight_members import ELEMENTS, Member, broadcast, connect
+from tests.kit.finished_runs import warnings_of
 
 
 @pytest.fixture
@@ -92,59 +76,6 @@ def test_processes_on_two_gpus_send_weights_to_each_other(facts: Callable[[str, 
         for member in members:
             member.process.kill()
             member.process.wait()
-
-
-def make_workplace(folder: Path, changes: Sequence[tuple[str, str]], **model: Any) -> Workplace:
-    """A random model and a configuration."""
-    make_tiny_model(folder / "model", dtype=torch.bfloat16, **model)
-    (folder / "tiny_reward.py").write_text(REWARD)
-    config = CONFIG
-    for old, new in changes:
-        assert old in config, old
-        config = config.replace(old, new)
-    (folder / "run.toml").write_text(config.format(model=folder / "model", steps=STEPS))
-    return Workplace(folder)
-
-
-@pytest.fixture
-def end() -> Iterator[list[Workplace]]:
-    """What is in this list is brought down at the end."""
-    places: list[Workplace] = []
-    yield places
-    for place in places:
-        for process in place.processes:
-            if process.poll() is None:
-                process.terminate()  # its supervisor goes with it
-                process.wait(timeout=60)
-        place.relaxd("down")
-
-
-def train(place: Workplace, *, difference: float = 0.03, **environment: str) -> tuple[Path, list[dict[str, Any]]]:
-    """Do the run; returns its folder and the lines of its steps. `difference`: of log-probs, at most."""
-    process = place.start("run", "run.toml", "--run-id", "colocated", **environment)
-    late = threading.Timer(DEADLINE_SECONDS, process.terminate)  # so that the logs are shown
-    late.start()
-    assert process.stdout is not None
-    output = list(process.stdout)
-    late.cancel()
-    logs = place.folder / ".relaxd" / "logs"
-    tails = "".join(f"--- {log.name}\n{log.read_text()[-6000:]}" for log in sorted(logs.glob("*.log")))
-    assert process.wait(timeout=60) == 0, "".join(output) + tails
-
-    folder = place.folder / "runs" / "colocated"
-    summary = read_summary(folder)
-    check_books(summary, steps=STEPS, groups_per_step=4)
-    assert summary["notes"] == []
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()][1:]
-    print(json.dumps(lines, indent=1))
-    assert [line["step"] for line in lines] == list(range(1, STEPS + 1))
-    for line in lines:
-        assert math.isfinite(line["loss"])
-        assert line["staleness_max"] == 0
-        assert line["logprob_difference"] < difference
-    log = (folder / "logs" / "coordinator.log").read_text()
-    assert not re.search("weight synchronisation .* failed|GPU handoff: ", log), log
-    return folder, lines
 
 
 @pytest.mark.skipif(find_spec("sglang") is None, reason="needs the extra sglang")

@@ -8,13 +8,11 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.conftest import Workplace
-from tests.e2e.test_agents import ENVIRONMENT
-from tests.gpu.test_colocate import CHANGES, end, make_workplace, train
+from tests.e2e.echo_environment import ENVIRONMENT
+from tests.gpu.run_kit import CHANGES, make_workplace, train
 
 pytestmark = pytest.mark.skipif(find_spec("sglang") is None, reason="needs the extra sglang")
 
-__all__ = ["end"]
-"""A fixture."""
 TURNS = 3
 AGENT = f"""\
 [agent]

@@ -17,7 +17,8 @@ from relaxd.client.coordinator_client import CoordinatorClient
 from relaxd.local.state_folder import StateFolder
 from relaxd.roles import ROLLOUT, TRAINER
 from tests.e2e.conftest import REWARD, Workplace
-from tests.e2e.test_run import check_books, read_summary
+from tests.gpu.run_kit import CONFIG
+from tests.kit.finished_runs import check_books, read_summary
 from tests.kit.models import make_tiny_model
 
 pytestmark = pytest.mark.skipif(find_spec("sglang") is None, reason="needs the extra sglang")
@@ -25,49 +26,6 @@ pytestmark = pytest.mark.skipif(find_spec("sglang") is None, reason="needs the e
 STEPS = 4
 DEADLINE_SECONDS = 240.0
 """Of the run, whose engine alone may take a minute to start."""
-CONFIG = """
-[run]
-steps = {steps}
-
-[model]
-path = "{model}"
-
-[data]
-source = "addition"
-digits = 2
-max_prompt_tokens = 128
-
-[reward]
-name = "tiny_reward:even_bytes"
-workers = 1
-
-[rollout]
-engine = "sglang"
-dtype = "bfloat16"
-samples_per_prompt = 8
-max_new_tokens = 64
-max_running_samples = 64
-memory_fraction = 0.2
-
-[rollout.sglang]
-attention_backend = "triton"
-sampling_backend = "pytorch"
-disable_cuda_graph = true
-
-[trainer]
-dtype = "bfloat16"
-groups_per_step = 4
-micro_batch_tokens = 4096
-
-[trainer.optimizer]
-lr = 1e-5
-
-[weights]
-transport = "nccl"
-
-[eval]
-prompts = 16
-"""
 
 
 @pytest.fixture

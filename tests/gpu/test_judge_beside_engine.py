@@ -19,17 +19,15 @@ from relaxd.v1.judge_pb2_grpc import JudgeStub
 from relaxd.v1.replica_pb2 import REPLICA_STATE_READY
 from services.rollout.engines.request_types import Sampling
 from services.rollout.service.child_engine import ALL_MEMORY, ChildEngine
+from tests.e2e.asking_reward import REWARD
 from tests.e2e.conftest import Workplace
-from tests.e2e.test_judge import REWARD
-from tests.gpu.test_colocate import CHANGES, STEPS, end, make_workplace, train
+from tests.gpu.run_kit import CHANGES, STEPS, make_workplace, train
 from tests.integration.coordinator.cluster import Cluster
 from tests.kit.models import make_tiny_model
 from tests.kit.waiting import eventually
 
 pytestmark = pytest.mark.skipif(find_spec("sglang") is None, reason="needs the extra sglang")
 
-__all__ = ["end"]
-"""A fixture."""
 OPTIONS = {"attention_backend": "triton", "sampling_backend": "pytorch", "disable_cuda_graph": True}
 JUDGE_SHARE = 0.3
 FRACTION = 0.5

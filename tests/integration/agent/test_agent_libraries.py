@@ -5,29 +5,29 @@ RELAXD_TEST_VERIFIERS_PYTHON (verifiers 0.4, uv, and relaxd's own requirements) 
 without one, its tests are skipped.
 """
 
-import json
 import os
-from pathlib import Path
-from typing import Any
 
 import pytest
 
 from relaxd.data.tokenizer import PromptTokenizer
 from tests.integration.agent.function_kit import holding as holding_a_function
-from tests.integration.agent.program_kit import CALLS, SUMS, check_tokens, holding, tokenizer
+from tests.integration.agent.library_kit import (
+    DOUBLED,
+    PACKAGES,
+    PROGRAMS,
+    SOLVE,
+    TWO_CALLS,
+    WAYS,
+    call,
+    verifiers_settings,
+    verifiers_variables,
+)
+from tests.integration.agent.program_kit import check_tokens, holding, tokenizer
 from tests.integration.agent.scripted_engines import Fleet
 
 pytestmark = [pytest.mark.night, pytest.mark.timeout(300)]
 
 __all__ = ["tokenizer"]
-PROGRAMS = str(Path(__file__).with_name("library_programs.py"))
-SOLVE = "relaxd.envs.libraries.verifiers_harness:solve"
-TASKSET = "tests.integration.envs.verifiers_tasks:WithTools"
-PACKAGES = {
-    "agents": "openai-agents",
-    "langgraph": "langchain, langgraph and langchain-openai",
-    "verifiers": "verifiers 0.4, uv and relaxd's requirements",
-}
 
 
 def interpreter(library: str) -> str:
@@ -36,15 +36,6 @@ def interpreter(library: str) -> str:
     if not os.environ.get(variable):
         pytest.skip(f"{variable} names no interpreter with {PACKAGES[library]}")
     return os.environ[variable]
-
-
-WAYS = [
-    *(("agents", way) for way in ("chat", "chat-streamed", "responses", "responses-streamed", "mcp")),
-    *(("langgraph", way) for way in ("chat", "chat-streamed", "responses", "responses-streamed")),
-]
-"""Libraries, and ways in which they ask."""
-TWO_CALLS = [f"<think>Add.</think>{CALLS}", SUMS]
-"""Messages of the model for programs that add twice."""
 
 
 @pytest.mark.parametrize(("library", "way"), WAYS)
@@ -57,28 +48,6 @@ async def test_a_library_is_trained_on_the_engines_tokens(tokenizer: PromptToken
     check_tokens(fleet, TWO_CALLS, result)
     roles = [message["role"] for message in result.messages]
     assert roles == ["system", "user", "assistant", "tool", "tool", "assistant"]
-
-
-def call(name: str, arguments: dict[str, Any]) -> str:
-    return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
-
-
-DOUBLED = [
-    call("integers_double", {"number": 5}),
-    call("bash", {"command": "echo $((5 * 2)) > sum.txt"}),
-    "It is 10.",
-]
-"""Messages of the model for a task of verifiers."""
-
-
-def verifiers_settings(**agent_config: int) -> dict[str, Any]:
-    return {"taskset": TASKSET, "agent_config": {"harness": {"id": "bash", "edit": False}, **agent_config}}
-
-
-def verifiers_variables(python: str) -> dict[str, str]:
-    """Return what a service that hosts verifiers with this interpreter has in its environment; uv is beside it."""
-    path = f"{Path(python).parent}:{os.environ['PATH']}"
-    return {"PATH": path, "UV_PYTHON_DOWNLOADS": "never", "PYTHONPATH": os.getcwd()}
 
 
 async def test_a_task_of_verifiers_is_led_by_its_bash_harness(

@@ -14,7 +14,7 @@ from services.agent.conversation import Conversation
 from tests.integration.agent.conversation_kit import ASKED, config_of, service_of, talks
 from tests.integration.agent.scripted_engines import Fleet
 from tests.integration.rollout.rollout_kit import Stage
-from tests.integration.rollout.test_rollout_service import with_weights
+from tests.integration.rollout.weight_source import with_weights
 from tests.kit.models import byte_tokenizer, make_tiny_model
 from tests.kit.waiting import eventually
 from tests.sglang.environment import CPU_ENVIRONMENT, CPU_OPTIONS, EnvironmentUnavailable, sglang_python

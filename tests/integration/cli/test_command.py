@@ -2,20 +2,13 @@
 
 import re
 import socket
-import subprocess
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
 from relaxd.cli.main import app
-from tests.kit.processes import ROOT, run_python
-
-EXAMPLE = ROOT / "examples" / "addition.toml"
-
-
-def relaxd(*words: str, cwd: Path, **environment: str) -> subprocess.CompletedProcess[str]:
-    return run_python("-m", "relaxd.cli", *words, cwd=cwd, environment=environment, clean=True)
+from tests.integration.cli.command_kit import EXAMPLE, relaxd
 
 
 def test_help_teaches() -> None:

@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests.integration.cli.test_command import EXAMPLE, relaxd
+from tests.integration.cli.command_kit import EXAMPLE, relaxd
 from tests.kit.processes import ROOT
 
 UNREACHABLE = "redis://:secret@127.0.0.1:1/0"

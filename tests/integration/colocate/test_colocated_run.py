@@ -17,7 +17,7 @@ from relaxd.roles import ROLLOUT, TRAINER
 from relaxd.v1.replica_pb2 import GetStatusRequest, ReplicaStatus
 from relaxd.v1.replica_pb2_grpc import ReplicaStub
 from tests.e2e.conftest import CONFIG, REWARD, Workplace
-from tests.e2e.test_run import check_books, read_summary
+from tests.kit.finished_runs import check_books, read_summary
 from tests.kit.models import make_tiny_model
 from tests.kit.waiting import wait_until
 

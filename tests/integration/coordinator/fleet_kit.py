@@ -8,12 +8,14 @@ from relaxd.config import RunConfig
 from relaxd.roles import REPLICA_ROLES
 from relaxd.rpc.server import start_server
 from relaxd.rpc.tls import TlsFiles
+from relaxd.v1 import coordinator_pb2 as pb
 from relaxd.v1.coordinator_pb2 import Registration
 from relaxd.v1.replica_pb2 import REPLICA_STATE_READY, ReplicaStatus
 from services.coordinator.fleet.peers import Peers
 from services.coordinator.fleet.registry import Registry
 from services.coordinator.fleet.run_fleet import Fleet, RunContext
 from services.coordinator.state.store import AsyncStore, RunBoard, Store
+from tests.integration.coordinator.cluster import Cluster
 
 RUN = "run"
 
@@ -57,3 +59,8 @@ class FleetKit:
     async def close(self) -> None:
         await self.peers.close()
         await self._life.aclose()
+
+
+def holders(cluster: Cluster) -> dict[str, list[str]]:
+    replicas = cluster.stub.ListReplicas(pb.ListReplicasRequest(), timeout=5).replicas
+    return {r.registration.replica_id: list(r.leased_gpu_uuids) for r in replicas}

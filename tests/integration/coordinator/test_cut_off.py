@@ -11,8 +11,8 @@ import pytest
 
 from tests.chaos.proxy import Link, Loop
 from tests.integration.coordinator.cluster import GPU_LEASE_SECONDS, LEASE_SECONDS, Cluster
+from tests.integration.coordinator.fleet_kit import holders
 from tests.integration.coordinator.gpu_holder import GPU
-from tests.integration.coordinator.test_gpu_leases import holders
 from tests.kit.ports import free_port
 from tests.kit.processes import is_alive
 from tests.kit.tokenizer import write_tokenizer

@@ -17,6 +17,7 @@ from relaxd.roles import JUDGE, ROLLOUT
 from relaxd.rpc.errors import field_violations
 from relaxd.v1 import coordinator_pb2 as pb
 from tests.integration.coordinator.cluster import LEASE_SECONDS, Cluster
+from tests.integration.coordinator.fleet_kit import holders
 
 GPUS = [f"GPU-{number}2345678-d72c-4106-c12f-20bd9faed9f6" for number in range(4)]
 
@@ -51,11 +52,6 @@ def refusal(call: Callable[[], object]) -> grpc.RpcError:
     except grpc.RpcError as error:
         return error
     raise AssertionError(f"not refused: {answer}")
-
-
-def holders(cluster: Cluster) -> dict[str, list[str]]:
-    replicas = cluster.stub.ListReplicas(pb.ListReplicasRequest(), timeout=5).replicas
-    return {r.registration.replica_id: list(r.leased_gpu_uuids) for r in replicas}
 
 
 @contextmanager

@@ -10,7 +10,7 @@ import grpc
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import AutoTokenizer, PreTrainedModel
 
 from relaxd.rpc.errors import explain, field_violations
 from relaxd.rpc.message_parts import words
@@ -26,7 +26,7 @@ from tests.integration.rollout.rollout_kit import (
     generate_request,
     kill,
 )
-from tests.integration.rollout.weight_source import weights_of
+from tests.integration.rollout.weight_source import with_weights
 from tests.kit.models import make_tiny_model
 from tests.kit.profiles import operations
 from tests.kit.waiting import wait_until
@@ -44,12 +44,6 @@ def stage(model: Path, redis_url: str, tmp_path: Path) -> Iterator[Stage]:
     stage = Stage(model, redis_url, tmp_path)
     yield stage
     stage.close()
-
-
-def with_weights(folder: Path, version: int) -> PreTrainedModel:
-    reference = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    reference.load_state_dict(weights_of(folder, version), strict=False)
-    return reference
 
 
 def greedy(reference: PreTrainedModel, prompt: list[int], count: int) -> list[int]:

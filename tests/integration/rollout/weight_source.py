@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from relaxd.weights.manifest import TensorSpec, pack, plan_buckets, to_proto
 from relaxd.weights.sent_buckets import checksum
@@ -59,3 +60,9 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+
+
+def with_weights(folder: Path, version: int) -> PreTrainedModel:
+    reference = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    reference.load_state_dict(weights_of(folder, version), strict=False)
+    return reference

@@ -12,7 +12,7 @@ from relaxd.config import RewardConfig
 from relaxd.rewards import RewardInput, RewardOutput
 from services.reward.worker_pool import Failure, WorkerPool
 from tests.e2e.conftest import Workplace, open_workplace
-from tests.e2e.test_run import check_books, read_summary
+from tests.kit.finished_runs import check_books, read_summary
 from tests.kit.models import CHAT_TEMPLATE, make_tiny_model
 
 TOOL = '''

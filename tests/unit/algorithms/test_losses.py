@@ -12,9 +12,9 @@ from relaxd.algorithms import ALGORITHMS, Algorithm, LossInputs, create
 from relaxd.config.algorithm import ALGORITHM
 from tests.kit.cases import each
 from tests.unit.algorithms.loss_formulas import Micro, formula
+from tests.unit.algorithms.loss_inputs import TOKENS, make_inputs
 
 torch.set_num_threads(1)
-TOKENS, SEQUENCES = 60, 7
 
 CASES: dict[str, dict[str, Any]] = {
     "grpo": {},
@@ -74,37 +74,6 @@ def settings_of(case: str) -> dict[str, Any]:
 
 def algorithm_of(case: str) -> Algorithm:
     return create(ALGORITHM.validate_python(settings_of(case)))
-
-
-def make_inputs(dtype: torch.dtype = torch.float64, *, old: bool = False, spread: float = 0.4) -> LossInputs:
-    """Tokens of some sequences in disorder, of which one has no trained token."""
-    random = np.random.default_rng(11)
-
-    def normal(scale: float) -> torch.Tensor:
-        return torch.tensor(random.normal(0, scale, TOKENS), dtype=dtype)
-
-    sequence = torch.tensor(random.integers(0, SEQUENCES, TOKENS))
-    mask = torch.tensor(random.random(TOKENS) < 0.8, dtype=dtype).masked_fill(sequence == 3, 0.0)
-    rollout = -normal(1).abs() - 1.5
-    shift = torch.tensor(random.normal(0, spread / 2, SEQUENCES), dtype=dtype)[sequence]
-    columns = {
-        "rollout_logprobs": rollout,
-        "ref_logprobs": rollout + normal(spread),
-        "advantages": torch.tensor(random.normal(0, 1, SEQUENCES), dtype=dtype)[sequence],
-    }
-    teacher = np.random.default_rng(12).normal(0, 2 * spread, TOKENS)
-    columns["teacher_logprobs"] = rollout + torch.tensor(teacher, dtype=dtype)
-    if old:
-        columns["old_logprobs"] = rollout + normal(spread)
-    return LossInputs(
-        logprobs=(rollout + shift + normal(spread)).requires_grad_(),
-        columns=columns,
-        mask=mask,
-        weight=torch.tensor(random.random(TOKENS), dtype=dtype),
-        sequence=sequence,
-        sequences=SEQUENCES,
-        entropy=(normal(1).abs() + 0.1).requires_grad_(),
-    )
 
 
 def micro_of(inputs: LossInputs) -> Micro:

@@ -20,7 +20,7 @@ from relaxd.v1.advantage_pb2 import ComputeRequest
 from services.advantage.server import parse_compute_request
 from services.coordinator.runs.starting import prepare
 from tests.kit.processes import run_python
-from tests.unit.algorithms.test_losses import make_inputs
+from tests.unit.algorithms.loss_inputs import make_inputs
 
 torch.set_num_threads(1)
 ROOT = Path(__file__).parents[3]

@@ -12,7 +12,7 @@ from relaxd.algorithms.base import AdvantagesAndReturns, ValuedGroup
 from relaxd.algorithms.results import advantages_of, filtered_by, loss_of, returns_of, token_weights_of
 from relaxd.config.algorithm import GRPOConfig, PPOConfig
 from tests.kit.cases import each
-from tests.unit.algorithms.test_losses import make_inputs
+from tests.unit.algorithms.loss_inputs import make_inputs
 
 REWARDS, LENGTHS, MASK = np.array([0.0, 1.0]), np.array([2, 1], np.int32), np.array([1, 0, 1], np.uint8)
 ONES = np.ones(3, np.float32)

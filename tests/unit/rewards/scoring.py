@@ -10,6 +10,8 @@ LONG = "so we think about it. " * 5000
 SECONDS = 1.5
 """Most computing time of one check, whatever the reply: far below the deadline of a sample."""
 
+LIMITS = {"seconds": 0.5, "total_seconds": 5.0, "memory_mb": 256, "output_kb": 64}
+
 
 def score(
     name: str, response: str, answer: str = "", metadata: dict[str, Any] | None = None, tokens: int = 0, **settings: Any

@@ -18,8 +18,8 @@ from relaxd.sandbox.limits import Limits
 from relaxd.sandbox.processes import Sandbox
 from tests.kit.processes import is_alive, start_python
 from tests.kit.waiting import wait_until
+from tests.unit.rewards.scoring import LIMITS
 
-LIMITS = {"seconds": 0.5, "total_seconds": 5.0, "memory_mb": 256, "output_kb": 64}
 SQUARES = {"inputs": ["3", "4"], "outputs": ["9", "16"]}
 SQUARE = {"inputs": ["3", "-4"], "outputs": ["9", "16"], "fn_name": "square"}
 ASSERTS = {"test_list": ["assert square(3) == 9", "assert square(-4) == 16"]}

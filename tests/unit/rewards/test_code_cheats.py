@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from relaxd.rewards import RewardInput, check_output, resolve
-from tests.unit.rewards.test_code import LIMITS
+from tests.unit.rewards.scoring import LIMITS
 
 ABS = {"test": "def check(candidate):\n    assert abs(candidate(2) - 4.0) < 1e-6\n", "entry_point": "f"}
 SET = {"test_list": ["assert set(f((3, 4, 5, 6), (5, 7, 4, 10))) == set((4, 5))"]}

@@ -1,6 +1,8 @@
-"""No service loads torch before it needs it: a child process of its own does."""
+"""What may not be imported: torch by what starts first, and a test module by another."""
 
-from tests.kit.processes import run_python
+import re
+
+from tests.kit.processes import ROOT, run_python
 
 MODULES = (
     *("relaxd.algorithms", "relaxd.rewards", "relaxd.telemetry", "relaxd.replica.replica_life", "relaxd.cli.main"),
@@ -26,3 +28,15 @@ for module in sys.argv[1:]:
 def test_what_starts_first_needs_no_torch() -> None:
     done = run_python("-c", PROGRAM, *MODULES)
     assert done.returncode == 0, done.stderr
+
+
+def test_no_module_imports_from_a_test_module() -> None:
+    """What tests share is in tests/kit, or in a module beside them whose name says what it is."""
+    found = [
+        f"{file.relative_to(ROOT)}: {line.strip()}"
+        for folder in ("tests", "benchmarks", "docs")
+        for file in (ROOT / folder).rglob("*.py")
+        for line in file.read_text().splitlines()
+        if re.match(r"\s*(from|import) tests\.([a-z0-9_]+\.)*test_", line)
+    ]
+    assert found == []

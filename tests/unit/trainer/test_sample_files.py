@@ -10,7 +10,7 @@ from relaxd.run_folder import all_samples_file, read_all_samples
 from services.trainer.loop import sample_files
 from services.trainer.loop.sample_files import SampleFiles
 from services.trainer.loop.step_metrics import all_samples, shown_samples
-from tests.unit.trainer.test_sample_statistics import SAMPLES, make_group
+from tests.unit.trainer.sampled_groups import SAMPLES, make_group
 
 
 def kept(folder: Path, steps: range) -> list[int]:

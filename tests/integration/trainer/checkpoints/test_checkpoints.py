@@ -6,7 +6,6 @@ import random
 import signal
 import time
 from pathlib import Path
-from typing import Any
 
 import grpc
 import pytest
@@ -16,41 +15,19 @@ from relaxd.run_folder import checkpoint_path, checkpoint_steps, checkpoints_fol
 from relaxd.v1 import trainer_pb2
 from services.trainer.batch.step_file import step_file_path
 from services.trainer.checkpoints.checkpoint_folders import MANIFEST, plan_sha256, read_state, verify
+from tests.integration.trainer.checkpoints.checkpoint_kit import (
+    config_of,
+    kill_and_wait,
+    train_to,
+    wait_for_checkpoint,
+    weights,
+)
 from tests.integration.trainer.checkpoints.slow_disks import Slow, slow_disk
 from tests.integration.trainer.service_kit import (
-    Feeder,
-    ScriptedCoordinator,
-    TrainerProcess,
     export,
-    make_config,
     trainer_service,
 )
 from tests.kit.waiting import wait_until
-
-
-def config_of(model: Path, *, every: int = 2, steps: int = 8, **trainer: Any) -> Any:
-    checkpoint = {"every": every, **trainer.pop("checkpoint", {})}
-    return make_config(model, run={"steps": steps}, trainer={"checkpoint": checkpoint, **trainer})
-
-
-def weights(folder: Path) -> bytes:
-    return (folder / "model.safetensors").read_bytes()
-
-
-def train_to(coordinator: ScriptedCoordinator, feeder: Feeder, term: int, first: int, last: int) -> None:
-    for step in range(first, last + 1):
-        feeder.feed(2, step - 1)
-        coordinator.wait_for_version(term, step)
-
-
-def wait_for_checkpoint(folder: Path, step: int) -> Path:
-    wait_until(lambda: step in checkpoint_steps(folder))
-    return checkpoint_path(folder, step)
-
-
-def kill_and_wait(coordinator: ScriptedCoordinator, process: TrainerProcess, term: int, version: int) -> None:
-    os.kill(process.rank_pid(), signal.SIGKILL)
-    coordinator.wait_for_version(term, version)
 
 
 @pytest.mark.slow

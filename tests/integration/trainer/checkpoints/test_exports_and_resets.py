@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from safetensors.numpy import load_file
 
 from relaxd.run_folder import checkpoint_path, model_path
-from tests.integration.trainer.checkpoints.test_checkpoints import (
+from tests.integration.trainer.checkpoints.checkpoint_kit import (
     config_of,
     kill_and_wait,
     train_to,

@@ -8,7 +8,9 @@ import numpy as np
 import torch
 import transformers
 
+from relaxd.board import Board
 from relaxd.config import RunConfig
+from relaxd.run_folder import critic_folder
 from tests.integration.trainer.service_kit import Feeder, several_updates
 from tests.integration.trainer.training_worlds import RunJob
 
@@ -163,3 +165,20 @@ def rewards_of(config: RunConfig, names: Any) -> dict[str, np.ndarray]:
     samples = config.rollout.samples_per_prompt
     largest = {f"g{i + 1}": (0.2 * i, length) for i, length in enumerate(LENGTHS)}
     return {n: np.repeat(np.linspace(-largest[n][0], largest[n][0], samples), largest[n][1]) for n in names}
+
+
+def critic_rank(config: RunConfig, run_folder: Path, board: Board) -> Any:
+    """The only rank of a critic, in this process."""
+    from services.trainer.checkpoints.rank_part import CheckpointPart
+    from services.trainer.critic.critic_learner import CriticLearner, CriticRank
+    from services.trainer.megatron.channels import RankChannel
+
+    learner = CriticLearner(config)
+    return CriticRank(
+        channel=RankChannel(60.0, learner.world.disk),
+        learner=learner,
+        checkpoint=CheckpointPart(learner),
+        board=board,
+        run_folder=critic_folder(run_folder),
+        steps_of=run_folder,
+    )

@@ -19,8 +19,7 @@ from services.trainer.critic.follower import Follower, LedgerWentBack
 from services.trainer.loop import commanded_rank
 from services.trainer.megatron.world import shut_down
 from services.trainer.reference_models.model_stage import ModelStage
-from tests.integration.trainer.critic.critic_kit import config_of, prepare_run
-from tests.integration.trainer.critic.test_critic_service import critic_rank
+from tests.integration.trainer.critic.critic_kit import config_of, critic_rank, prepare_run
 from tests.integration.trainer.service_kit import RUN_ID
 from tests.integration.trainer.training_worlds import RunJob, run_job
 from tests.kit.waiting import wait_until

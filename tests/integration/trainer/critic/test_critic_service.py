@@ -4,7 +4,6 @@ import os
 import signal
 import threading
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -17,7 +16,7 @@ from relaxd.run_folder import checkpoint_path, critic_folder
 from services.trainer.batch.step_file import read_committed
 from services.trainer.checkpoints.checkpoint_folders import read_state
 from services.trainer.megatron.world import shut_down
-from tests.integration.trainer.critic.critic_kit import PlainLoop, config_of, prepare_run, rewards_of
+from tests.integration.trainer.critic.critic_kit import PlainLoop, config_of, critic_rank, prepare_run, rewards_of
 from tests.integration.trainer.service_kit import RUN_ID, ScriptedCoordinator, TrainerProcess
 from tests.integration.trainer.training_worlds import RunJob, run_job
 from tests.kit.waiting import wait_until
@@ -97,23 +96,6 @@ def train(job: RunJob, loop: PlainLoop, *, killed_after: int = 0) -> dict[int, d
 def service_config(model: Path, max_value_staleness: int, **sizes: int) -> RunConfig:
     own = {"placement": "service", "threads": 1, "max_value_staleness": max_value_staleness, **sizes}
     return config_of(model, own, checkpoint={"every": 1})
-
-
-def critic_rank(config: RunConfig, run_folder: Path, board: Board) -> Any:
-    """The only rank of a critic, in this process."""
-    from services.trainer.checkpoints.rank_part import CheckpointPart
-    from services.trainer.critic.critic_learner import CriticLearner, CriticRank
-    from services.trainer.megatron.channels import RankChannel
-
-    learner = CriticLearner(config)
-    return CriticRank(
-        channel=RankChannel(60.0, learner.world.disk),
-        learner=learner,
-        checkpoint=CheckpointPart(learner),
-        board=board,
-        run_folder=critic_folder(run_folder),
-        steps_of=run_folder,
-    )
 
 
 def check_weights(config: RunConfig, job: RunJob, loop: PlainLoop) -> None:

@@ -16,6 +16,7 @@ from services.trainer.batch.micro_batch import pack
 from services.trainer.batch.step_file import read_committed
 from services.trainer.megatron.world import shut_down
 from services.trainer.offline.replay import replay
+from tests.integration.trainer.reference_models.reference_kit import log_softmax
 from tests.integration.trainer.service_kit import RUN_ID, Feeder, make_config
 from tests.integration.trainer.trainer_worlds import (
     Job,
@@ -37,16 +38,6 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         "student": make_model(root / "student", "qwen3", tied=True),
         "teacher": make_model(root / "teacher", "llama", num_hidden_layers=3, vocab_size=251),
     }
-
-
-def log_softmax(folder: Path, samples: list[Any], **options: Any) -> torch.Tensor:
-    """The log-probs of the whole vocabulary in the places of all trained tokens, float64."""
-    model, found = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64), []
-    for sample in samples:
-        with torch.no_grad():
-            logits = model(torch.from_numpy(sample.tokens)[None]).logits[0] / sample.temperature
-        found.append(logits.log_softmax(-1)[np.flatnonzero(sample.loss_mask) - 1])
-    return torch.cat(found)
 
 
 @pytest.mark.parametrize("of", ["teacher", "student", "union"])

@@ -15,15 +15,15 @@ from services.trainer.batch.step_file import read_committed
 from services.trainer.checkpoints.reference_weights import weights_path
 from services.trainer.megatron.world import shut_down
 from tests.integration.trainer.reference_models import refresh_worlds
-from tests.integration.trainer.reference_models.refresh_worlds import REFRESHED_AFTER, RefreshJob
-from tests.integration.trainer.reference_models.test_frozen_in_trainer import log_softmax
-from tests.integration.trainer.reference_models.test_reference_refresh import (
+from tests.integration.trainer.reference_models.reference_kit import (
     AS_SERVICE,
     REFRESHED,
     Reference,
     config_of,
+    log_softmax,
     prepare_run,
 )
+from tests.integration.trainer.reference_models.refresh_worlds import REFRESHED_AFTER, RefreshJob
 from tests.integration.trainer.trainer_worlds import make_model, make_samples, run_world
 from tests.integration.trainer.training_worlds import RunJob, run_job
 from tests.kit.ports import free_port

@@ -1,13 +1,11 @@
 """Restoring a run from its folder: ledger, step files, checks."""
 
 import json
-from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from relaxd.board import LedgerEntry
 from relaxd.board.sides.coordinator_side import LEDGER_STEPS
 from relaxd.config import RunConfig
 from relaxd.config.data import CurriculumConfig
@@ -17,21 +15,10 @@ from relaxd.run_folder import is_run
 from services.coordinator.runs.restoring import read_ledger, read_run
 from services.coordinator.state.records import Outcome, Phase, RunRecord
 from services.trainer.batch.step_file import step_file_path, write_step_file
-from services.trainer.batch.step_plan import MicroBatchRound, MiniBatch, SequenceSlice, StepPlan
+from services.trainer.batch.step_plan import StepPlan
 from tests.kit.models import make_tiny_model
+from tests.unit.coordinator.runs.ledger_files import plan, write_ledger
 from tests.unit.rollout.configs import run_config
-
-
-def plan(step: int) -> StepPlan:
-    group = f"0-{step:06d}"
-    rounds = (MicroBatchRound((((SequenceSlice(group, (0, 1)),),),)),)
-    return StepPlan(step, 3, 0, (group,), (MiniBatch(rounds, samples=2, trained_tokens=5, normalizer=5.0),))
-
-
-def write_ledger(folder: Path, steps: list[int]) -> list[LedgerEntry]:
-    entries = [LedgerEntry(step, 1.5, 3, plan(step).to_json(), {"loss": 0.1}) for step in steps]
-    (folder / "ledger.jsonl").write_text("".join(json.dumps(asdict(entry)) + "\n" for entry in entries))
-    return entries
 
 
 def test_steps_after_the_last_line_come_from_their_files(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from services.coordinator.runs.restoring import read_ledger, read_run
 from services.coordinator.runs.run_files import held_folder
 from services.coordinator.state.records import Evaluation, Outcome, Phase, RunRecord
 from tests.kit.models import make_tiny_model
-from tests.unit.coordinator.runs.test_restoring import write_ledger
+from tests.unit.coordinator.runs.ledger_files import write_ledger
 
 LAST = 6
 

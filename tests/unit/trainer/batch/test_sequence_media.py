@@ -207,7 +207,7 @@ def test_a_step_file_keeps_what_a_replay_needs(vision: VisionModel, tmp_path: Pa
     from safetensors.numpy import load_file
 
     from services.trainer.batch.step_file import read_step_file, write_step_file
-    from tests.unit.trainer.batch.test_trainer_step_file import PLAN
+    from tests.unit.trainer.batch.step_plans import PLAN
 
     columns = conversation_columns(vision)
     write_step_file(tmp_path / "step", PLAN, dict.fromkeys(PLAN.groups, columns))

@@ -15,12 +15,10 @@ from services.trainer.batch.step_file import (
     step_file_path,
     write_step_file,
 )
-from services.trainer.batch.step_plan import MicroBatchRound, MiniBatch, SequenceSlice, StepPlan
 from services.trainer.checkpoints.checkpoint_folders import plan_sha256
 from tests.kit.disks import full_disk
+from tests.unit.trainer.batch.step_plans import PLAN
 
-ROUND = MicroBatchRound((((SequenceSlice("a", (0,)), SequenceSlice("b/c", (0, 1))),),))
-PLAN = StepPlan(2, 1, 0, ("a", "b/c"), (MiniBatch((ROUND,), 3, 5, 5.0),))
 GROUPS: dict[str, dict[str, Any]] = {
     "a": {"tokens": np.arange(4, dtype=np.int32), "reward": np.array([0.1]), "prompt": {"text": "ä", "n": [1, None]}},
     "b/c": {"tokens": np.zeros(0, np.int32), "loss_mask": np.array([1, 0], np.uint8), "text": ["", "x"]},

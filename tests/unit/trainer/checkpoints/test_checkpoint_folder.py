@@ -10,10 +10,7 @@ import pytest
 from relaxd.run_folder import checkpoint_path, checkpoint_steps
 from services.trainer.batch.step_file import step_file_path
 from services.trainer.checkpoints.checkpoint_folders import (
-    BoardState,
     CheckpointBroken,
-    CheckpointState,
-    Ledger,
     describe,
     describe_all,
     keep,
@@ -29,29 +26,7 @@ from services.trainer.checkpoints.checkpoint_folders import (
     verify,
 )
 from services.trainer.checkpoints.reference_weights import weights_path
-
-BOARD = BoardState(
-    cursor={"epoch": 0, "position": 4},
-    open_groups=("0-000003",),
-    published=4,
-    trained=3,
-    dropped=0,
-    dropped_by_reason={},
-)
-
-
-def state(step: int) -> CheckpointState:
-    return CheckpointState(
-        run_id="run",
-        step=step,
-        term=2,
-        ledger=Ledger(step=step, term=2, plan_sha256="x"),
-        board=BOARD,
-        trainer={"ranks": 2},
-        algorithm={},
-        weights_checksum=7,
-        versions={},
-    )
+from tests.unit.trainer.checkpoints.checkpoint_states import state
 
 
 def write_partial(run_folder: Path, step: int, ranks: int = 2) -> Path:

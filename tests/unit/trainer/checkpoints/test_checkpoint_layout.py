@@ -7,7 +7,7 @@ import pytest
 
 from services.trainer.loop.checkpoint_restore import same_layout
 from tests.integration.trainer.service_kit import make_config
-from tests.unit.trainer.checkpoints.test_checkpoint_folder import state
+from tests.unit.trainer.checkpoints.checkpoint_states import state
 
 PIPELINE = {"ranks": 2, "pipeline_parallel": 2}
 CHUNKS = {**PIPELINE, "pipeline_chunks": 2}

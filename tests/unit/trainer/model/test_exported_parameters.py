@@ -8,7 +8,7 @@ import torch
 from services.trainer.model.architectures import FAMILIES, read_architecture
 from services.trainer.model.hf_weights import ExportedParameter
 from services.trainer.model.parameter_entries import entries
-from tests.unit.trainer.model.test_trainer_architecture import MOE, write
+from tests.unit.trainer.model.model_configs import MOE, write
 
 SHAPES = [
     pytest.param({"model_type": "llama"}, id="llama"),

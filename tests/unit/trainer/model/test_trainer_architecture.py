@@ -14,26 +14,10 @@ from services.trainer.model.architecture import ModelError, ModelFileError
 from services.trainer.model.architectures import FAMILIES, read_architecture
 from services.trainer.model.policy_model import check_divisible
 from services.trainer.model.rope import Rope
+from tests.unit.trainer.model.model_configs import LLAMA, MOE, write
 
-LLAMA: dict[str, Any] = {
-    "model_type": "llama",
-    "vocab_size": 100,
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "rms_norm_eps": 1e-6,
-    "max_position_embeddings": 512,
-}
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 TRAINED = {"original_max_position_embeddings": 128}
-MOE = {"model_type": "qwen3_moe", "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
-
-
-def write(folder: Path, **changes: Any) -> Path:
-    (folder / "config.json").write_text(json.dumps({**LLAMA, **changes}))
-    return folder
 
 
 def test_old_and_new_rope_fields_mean_the_same(tmp_path: Path) -> None:
