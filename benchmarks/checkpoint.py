@@ -91,7 +91,7 @@ class Bench:
     def __init__(self, learner: Learner, batches: Sequence[PackedMicroBatch], folder: Path) -> None:
         self.learner = learner
         self.part = CheckpointPart(learner)
-        self.part.prepare()
+        learner.prepare_snapshots()
         self.folder = folder
         self._batches = batches
         self._trained = float(sum(int(batch.loss_mask.sum()) for batch in batches) * learner.world.dp_size)

@@ -49,7 +49,7 @@ async def serve(ours: bool) -> None:
             [(add, Echo(), "relaxd.v1.Replica")], security=ServerSecurity(AccessTokens(token=TOKEN))
         )
         print(running.port, flush=True)
-        await running.wait()
+        await running.server.wait_for_termination()
     else:
         server = grpc.aio.server()
         add(Echo(), server)

@@ -61,10 +61,6 @@ class RunningServer:
         await self.set_serving(False)
         await self.server.stop(grace_seconds)
 
-    async def wait(self) -> None:
-        """Wait until the server has stopped."""
-        await self.server.wait_for_termination()
-
 
 async def start_server(
     services: Sequence[tuple[Callable[[Any, Any], None], Any, str]],

@@ -210,13 +210,6 @@ def checked_address(text: str) -> str:
 checked_address.__name__ = "address (host:port)"
 
 
-def _stack(text: str) -> str:
-    return checked_stack_identity(text)
-
-
-_stack.__name__ = "stack identity (1 to 64 letters, digits, dots, dashes and underscores)"
-
-
 def _level(text: str) -> str:
     if text.lower() not in LOG_LEVELS:
         raise ValueError
@@ -376,7 +369,7 @@ def _flags(role: str) -> list[_Flag]:
         _Flag("redis-certificate", str, "", "file with the client certificate for that Redis"),
         _Flag("redis-key", str, "", "file with that certificate's key"),
         _Flag("replica-id", str, _new_replica_id(role), "unique id of this process"),
-        _Flag("stack", _stack, "", "identity of the stack that this process belongs to"),
+        _Flag("stack", checked_stack_identity, "", "identity of the stack that this process belongs to"),
         _Flag("grace-seconds", _seconds, settings.grace_seconds, "seconds to drain after SIGTERM"),
         _Flag("lease-seconds", _seconds, settings.lease_seconds, "seconds without a heartbeat until a replica is dead"),
         _Flag("keep-runs", _count, settings.keep_runs, "number of ended runs to keep in Redis"),

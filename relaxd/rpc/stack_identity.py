@@ -47,6 +47,9 @@ def checked_stack_identity(text: str) -> str:
     return text
 
 
+checked_stack_identity.__name__ = "stack identity (1 to 64 letters, digits, dots, dashes and underscores)"
+
+
 def check_stack(method: str, own: str, given: str | bytes | None) -> None:
     """Check the identity that a call carries against that of the server; an empty `own` accepts all.
 

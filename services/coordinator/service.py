@@ -116,7 +116,7 @@ class CoordinatorProcess:
             tasks.append(asyncio.ensure_future(self._autoscaler.run_forever()))
             if self._settings.keda_port:
                 keda = await start_keda_server(self._autoscaler, self._settings)
-                tasks.append(asyncio.ensure_future(keda.wait()))
+                tasks.append(asyncio.ensure_future(keda.server.wait_for_termination()))
             server = await start_service(services, self._settings)
             logger.info("coordinator %s, term %d, on %s:%d", __version__, self._store.term, server.host, server.port)
             await server.set_serving(True)

@@ -20,7 +20,7 @@ async def main() -> None:
         try:
             await run_replica(service, context, [calls])
         finally:
-            service.close()
+            service.pool.close()
 
 
 if __name__ == "__main__":

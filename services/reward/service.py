@@ -208,10 +208,6 @@ class RewardService(StageReplica):
         await super().stop_run()
         await self._close_clients()
 
-    def close(self) -> None:
-        """Kill the workers."""
-        self.pool.close()
-
     async def _score_group(self, config: RunConfig, delivery: Delivery, columns: dict[str, Column]) -> Result:
         samples = samples_of_columns(columns)
         try:

@@ -6,7 +6,7 @@ from typing import Literal
 
 from relaxd.config import RunConfig
 from relaxd.local.stack import COORDINATOR_PORT
-from relaxd.local.state_folder import StackState, StateFolder
+from relaxd.local.state_folder import StateFolder
 
 Level = Literal["ok", "absent", "warning", "problem"]
 """ok: as it should be. absent: not there, and not needed here. warning: it may slow a run down or stop it later.
@@ -45,11 +45,6 @@ class Scope:
     """The coordinator's default port."""
     patience_seconds: float = 2.0
     """Longest wait for the answer of another process."""
-
-    @property
-    def stack(self) -> StackState | None:
-        """The services that `relaxd up` started in the state folder."""
-        return self.folder.read()
 
     @property
     def runs(self) -> Path:

@@ -156,7 +156,7 @@ def _memory(driver: Any, handle: Any, index: int, ours: frozenset[int]) -> GpuMe
 
 
 def _own_pids(scope: Scope) -> frozenset[int]:
-    stack = scope.stack
+    stack = scope.folder.read()
     try:
         return (
             frozenset(one.pid for one in psutil.Process(stack.pid).children(recursive=True)) if stack else frozenset()

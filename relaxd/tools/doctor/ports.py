@@ -10,7 +10,7 @@ from relaxd.tools.doctor.finding import Finding, Scope
 
 def check_coordinator_port(scope: Scope) -> Iterator[Finding]:
     """Check who holds the coordinator's default port."""
-    about, stack = f"port {scope.port}", scope.stack
+    about, stack = f"port {scope.port}", scope.folder.read()
     holder = find_holder(scope.port, seconds=scope.patience_seconds)
     if holder is None:
         yield Finding("ok", about, "free")

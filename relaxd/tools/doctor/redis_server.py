@@ -21,7 +21,7 @@ CLOCK_SECONDS = 1.0
 
 def check_redis(scope: Scope) -> Iterator[Finding]:
     """Check the Redis of the services that are up, else that of REDIS_URL, and the data nodes of the run."""
-    stack = scope.stack
+    stack = scope.folder.read()
     try:
         url = stack.redis if stack else embedded_redis.given_url()
     except CliError as error:
@@ -35,7 +35,7 @@ def check_redis(scope: Scope) -> Iterator[Finding]:
 
 def check_redis_program(scope: Scope) -> Iterator[Finding]:
     """Check the program of the Redis that `relaxd up` would start."""
-    if scope.elsewhere or scope.stack or os.environ.get("REDIS_URL"):
+    if scope.elsewhere or scope.folder.read() or os.environ.get("REDIS_URL"):
         return
     try:
         program = embedded_redis.find_server()

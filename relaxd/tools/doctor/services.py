@@ -12,7 +12,7 @@ from relaxd.v1.replica_pb2 import REPLICA_STATE_FAILED, ReplicaStatus
 
 def check_services(scope: Scope) -> Iterator[Finding]:
     """Check that the services that are up work, and have this command's version."""
-    stack = scope.stack
+    stack = scope.folder.read()
     for service in stack.failed() if stack else ():
         yield Finding(
             "problem",

@@ -16,7 +16,7 @@ logger = logging.getLogger(__name__)
 
 
 class CheckpointPart:
-    """Takes, writes and verifies this rank's part. All ranks call prepare, begin, end and intact together."""
+    """Takes, writes and verifies this rank's part. All ranks call begin, end and intact together."""
 
     def __init__(self, learner: Checkpointed) -> None:
         self._learner = learner
@@ -24,10 +24,6 @@ class CheckpointPart:
         self._snapshot: Snapshot | None = None
         self._partial = Path()
         self._begun = 0
-
-    def prepare(self) -> None:
-        """Prepare what the first snapshot would wait for, such as the host's memory."""
-        self._learner.prepare_snapshots()
 
     def begin(self, partial: Path) -> int:
         """Take a snapshot, which `write` writes to an empty folder. Returns the bytes that this rank will write."""

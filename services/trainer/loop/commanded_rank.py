@@ -122,7 +122,7 @@ class PrepareCheckpoints:
 
     def execute(self, rank: CommandedRank) -> None:
         """Prepare it."""
-        rank.checkpoint.prepare()
+        rank.learner.prepare_snapshots()
 
 
 @message

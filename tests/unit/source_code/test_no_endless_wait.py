@@ -55,7 +55,6 @@ WITHOUT_DEADLINE = {
         ("relaxd/replica/launcher_server.py", "_serve"),
         ("relaxd/replica/replica_life.py", "_Life.keep_registered"),
         ("relaxd/replica/replica_life.py", "run_replica"),
-        ("relaxd/rpc/server.py", "RunningServer.wait"),
         ("relaxd/waiting.py", "Waits._log_forever"),
         ("relaxd/weights/cuda_ipc.py", "IpcConnection._work"),
         ("relaxd/weights/gloo_chain.py", "GlooChain._work"),
