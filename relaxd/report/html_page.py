@@ -5,6 +5,7 @@ import gzip
 import hashlib
 import html
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from string import Template
@@ -13,10 +14,11 @@ from typing import Any
 from relaxd.report.charts import chart_data
 from relaxd.report.report_data import report_data
 from relaxd.report.run_result import RunResult
-from relaxd.report.script_bundle import bundle
 
 ASSETS = Path(__file__).with_name("assets")
 """The views, which the console serves, too, and the report's page around them."""
+IMPORT = re.compile(r'^import (?:\* as (\w+)|(\{[\w, ]*\})) from "\./(\w+\.js)";$', re.MULTILINE)
+EXPORT = re.compile(r"^export ((?:async )?function|const|class) (\w+)", re.MULTILINE)
 
 
 def render_html(result: RunResult) -> str:
@@ -58,3 +60,32 @@ def _embedded(data: Mapping[str, Any]) -> str:
     """Return data as JSON without what HTML could take for markup."""
     text = json.dumps(data, ensure_ascii=False, allow_nan=False)
     return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
+
+
+def bundle(folder: Path, entry: str) -> str:
+    """Return a script that runs the module `entry` of a folder, with those that it imports.
+
+    A browser loads no modules for a page that is a file. Imports are of whole modules or of names, from the same folder
+    and on a line each; exports are declarations.
+    """
+    texts: dict[str, str] = {}
+    _collect(folder, entry, texts)
+    parts = [f'modules["{name}"] = (() => {{\n{_as_function(text)}\n}})();' for name, text in texts.items()]
+    return "\n".join(['"use strict";', "{", "const modules = {};", *parts, "}"])
+
+
+def _collect(folder: Path, name: str, texts: dict[str, str]) -> None:
+    """Add a module after those that it imports."""
+    if name in texts:
+        return
+    text = (folder / name).read_text(encoding="utf-8")
+    for match in IMPORT.finditer(text):
+        _collect(folder, match[3], texts)
+    texts[name] = text
+
+
+def _as_function(text: str) -> str:
+    """Return the body of a function that returns a module's exports."""
+    exports = ", ".join(match[2] for match in EXPORT.finditer(text))
+    body = EXPORT.sub(r"\1 \2", IMPORT.sub(r'const \1\2 = modules["\3"];', text))
+    return f"{body}\nreturn {{ {exports} }};"

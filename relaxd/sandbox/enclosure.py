@@ -170,3 +170,7 @@ def lower_limit(what: int, most: int) -> None:
     _, hard = resource.getrlimit(what)
     most = most if hard == resource.RLIM_INFINITY else min(most, hard)
     resource.setrlimit(what, (most, most))
+
+
+if __name__ == "__main__":  # prints which measures hold here
+    print(json.dumps([asdict(one) for one in enclose(Plan())]))

@@ -11,11 +11,10 @@ from aiohttp import web
 from services.agent.chat_requests import BadRequest
 from services.agent.chat_session import ChatSession
 from services.agent.protocols.anthropic_messages import ANTHROPIC_MESSAGES
-from services.agent.protocols.chat_completions import CHAT_COMPLETIONS
+from services.agent.protocols.chat_completions import CHAT_COMPLETIONS, read_tokenize_request
 from services.agent.protocols.openai_responses import OPENAI_RESPONSES
 from services.agent.protocols.protocol import MODEL, Protocol, error_body, read_object
 from services.agent.protocols.token_generation import TOKEN_GENERATION
-from services.agent.protocols.tokenize import read_tokenize_request
 
 Asked = TypeVar("Asked")
 

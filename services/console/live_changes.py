@@ -7,9 +7,10 @@ import asyncio
 import contextlib
 import json
 import logging
+import math
 import time
 from collections import deque
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -19,9 +20,10 @@ from relaxd.client.coordinator_client import ENDED
 from relaxd.client.run_changes import merge
 from relaxd.report.message_json import plain
 from relaxd.rpc.errors import explain
+from relaxd.rpc.message_parts import words
 from relaxd.v1 import coordinator_pb2 as pb
 from relaxd.v1.coordinator_pb2_grpc import CoordinatorStub
-from services.console.json_forms import fleet_form, numbers
+from relaxd.v1.replica_pb2 import ReplicaState
 
 WATCH_SECONDS = 60.0
 SILENCE_SECONDS = 10.0
@@ -36,6 +38,8 @@ CALL_SECONDS = 10.0
 """Deadline of the calls that make one look."""
 EVENT_SECONDS = 0.25
 """Shortest time between two events of one topic to a page."""
+SILENT_SECONDS = 3.0
+"""Time without a heartbeat from which on the page shows it."""
 KEEPALIVE_SECONDS = 15.0
 LINGER_SECONDS = 30.0
 """Time for which a run is followed after the last page has left."""
@@ -198,3 +202,23 @@ class LiveChanges:
         """Follow no run any more."""
         runs, self._runs = list(self._runs.values()), {}
         await asyncio.gather(*(run.close() for run in runs))
+
+
+def numbers(values: Mapping[str, float]) -> dict[str, float]:
+    """Return the finite numbers among values by name: JSON has no others."""
+    return {name: value for name, value in values.items() if math.isfinite(value)}
+
+
+def fleet_form(replicas: Sequence[pb.RegisteredReplica]) -> dict[str, list[Any]]:
+    """Return a column for each fact about all replicas, short enough for hundreds of them every few seconds."""
+    states = words(ReplicaState)
+    return {
+        "id": [one.registration.replica_id for one in replicas],
+        "role": [one.registration.role for one in replicas],
+        "state": [states[one.status.state] for one in replicas],
+        "version": [one.status.weights.version if one.status.HasField("weights") else None for one in replicas],
+        "held": [one.status.held_groups for one in replicas],
+        "done": [one.status.done_groups for one in replicas],
+        "gpus": [len(one.leased_gpu_uuids) for one in replicas],
+        "silent": [round(one.heartbeat_age_seconds) * (one.heartbeat_age_seconds > SILENT_SECONDS) for one in replicas],
+    }

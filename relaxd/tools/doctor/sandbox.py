@@ -64,7 +64,7 @@ def enclosure_finding(measures: Sequence[Measure], required: bool) -> Finding:
 def _try_enclosure() -> list[Measure]:
     """Enclose a process and return what holds. Raises OSError, ValueError, subprocess.SubprocessError."""
     done = subprocess.run(
-        [sys.executable, "-m", "relaxd.sandbox.measures"],
+        [sys.executable, "-m", "relaxd.sandbox.enclosure"],
         env=os.environ | {"PYTHONPATH": python_path()},
         stdin=subprocess.DEVNULL,
         capture_output=True,

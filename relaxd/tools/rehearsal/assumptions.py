@@ -22,7 +22,7 @@ from relaxd.models.shape import expert_dtype
 QUANTILES = 1000
 """Lengths over which a mean is taken."""
 REWARD = "relaxd.tools.rehearsal.stand_ins:scripted"
-ENVIRONMENT = "relaxd.tools.rehearsal.stand_in_environment:StandInEnvironment"
+ENVIRONMENT = "relaxd.tools.rehearsal.stand_ins:StandInEnvironment"
 MANY_STEPS = 1_000_000
 STEPS_IN_REDIS = 3
 """Steps whose groups are in Redis at the same time, at most: being generated, waiting, being trained."""

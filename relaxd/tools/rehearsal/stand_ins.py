@@ -1,12 +1,16 @@
-"""Stand-ins of a rehearsal: a model's folder with a tokenizer and nothing else, and a reward."""
+"""Stand-ins of a rehearsal: a model's folder with a tokenizer and nothing else, a reward, and an environment."""
 
+import asyncio
 import hashlib
 import json
+import math
+import random
 import time
 from pathlib import Path
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
+from relaxd.envs.environment import Environment, Reply, Step
 from relaxd.rewards.interface import RewardInput
 
 CHATML = (
@@ -42,3 +46,30 @@ def scripted(sample: RewardInput, success: float = 0.5, seconds: float = 0.0) ->
     # Texts of one length are equal in a rehearsal, so chance comes from here.
     digest = hashlib.blake2b(f"{sample.prompt}/{len(sample.response)}/{time.monotonic_ns()}".encode(), digest_size=4)
     return float(int.from_bytes(digest.digest(), "little") < success * 2**32)
+
+
+class StandInEnvironment(Environment):
+    """Environment, also of programs and functions: a drawn number of turns of a drawn time each, both log-normal."""
+
+    def __init__(self, turns: int, seconds: float, spread: float, words: int, word: str = " a") -> None:
+        """State the conversation.
+
+        Args:
+            turns: median number of the model's messages.
+            seconds: median seconds for an answer.
+            spread: standard deviation of the logarithm of both.
+            words: words of an answer.
+            word: what each of them is.
+        """
+        self._random = random.Random()
+        self._left = max(1, round(turns * self._factor(spread)))
+        self._seconds, self._spread, self._observation = seconds, spread, words * word
+
+    async def step(self, reply: Reply) -> Step:
+        """Answer a message after a while."""
+        await asyncio.sleep(self._seconds * self._factor(self._spread))
+        self._left -= 1
+        return Step(self._observation, done=self._left == 0)
+
+    def _factor(self, spread: float) -> float:
+        return math.exp(spread * self._random.gauss(0.0, 1.0))

@@ -1,4 +1,4 @@
-"""Chat completions in OpenAI's form."""
+"""Chat completions in OpenAI's form, and requests for the tokens of their messages in vLLM's."""
 
 import json
 from collections.abc import Iterator, Mapping
@@ -47,6 +47,12 @@ SUPPORTED: Supported = {
     "return_token_ids": ((False, True), "use true or false"),
     "return_tokens_as_token_ids": ((False, True), "use true or false"),
 }
+TOKENIZE_SUPPORTED: Supported = {
+    "add_generation_prompt": ((True,), "messages are tokenised as the model gets them"),
+    "continue_final_message": ((False,), "messages are tokenised as the model gets them"),
+    "return_token_strs": ((False,), "use the model's tokenizer"),
+    "chat_template": ((), "model.chat_template of the run is used"),
+}
 
 
 def _source(part: Mapping[str, Any]) -> Any:
@@ -75,6 +81,16 @@ def read_request(asked: dict[str, Any], stored: StoredMessages, media: SessionMe
         stop="stop",
     )
     return replace(request, with_ids=asked.get("logprobs") is True or asked.get("return_token_ids") is True)
+
+
+def read_tokenize_request(asked: dict[str, Any], media: SessionMedia) -> ChatRequest | str:
+    """Read a request for the tokens of messages and tools, or of a text, in vLLM's form. Raises BadRequest."""
+    check_supported(asked, TOKENIZE_SUPPORTED)
+    if "prompt" not in asked:
+        return read_request(asked, StoredMessages(), media)
+    if not isinstance(asked["prompt"], str):
+        raise BadRequest(f"prompt = {shown(asked['prompt'])} must be a text", "prompt")
+    return asked["prompt"]
 
 
 def _message(place: str, message: Any, media: SessionMedia) -> Message:

@@ -21,12 +21,11 @@ from torch import Tensor
 from relaxd.config import TrainerConfig
 from relaxd.models.layouts import Layout, problem, stage_layers
 from relaxd.models.shape import read_shape
-from services.trainer.megatron import accumulation_fusion as megatron_gpu
+from services.trainer.megatron.gradient_accumulation import replace_apex
 from services.trainer.megatron.world import World, expert_tensor_parallel
 from services.trainer.model.architecture import Architecture, ModelError
-from services.trainer.model.device_media import DeviceMedia
 from services.trainer.model.layers import PolicyConfig, block_spec
-from services.trainer.model.tower_outputs import TowerOutputs
+from services.trainer.model.tower_outputs import DeviceMedia, TowerOutputs
 from services.trainer.model.towers import build_tower, media_rows
 from services.trainer.transformer.activation_offload import ActivationOffload
 from services.trainer.transformer.attention.sequence_layout import SequenceLayout
@@ -54,10 +53,10 @@ def transformer_config(shape: Architecture, config: TrainerConfig) -> PolicyConf
         )
     dtype = torch.bfloat16 if config.dtype == "bfloat16" else torch.float32
     experts = shape.experts
-    # `megatron_gpu` replaces apex for one fusion, with bf16 on a GPU. The others need apex or Transformer Engine.
+    # `replace_apex` is for one fusion, with bf16 on a GPU. The others need apex or Transformer Engine.
     fused = dtype is torch.bfloat16 and torch.cuda.is_available()
     if fused:
-        megatron_gpu.install()
+        replace_apex()
     fusions = {
         "gradient_accumulation_fusion": fused,
         "bias_activation_fusion": False,  # replaced by our SwiGLU

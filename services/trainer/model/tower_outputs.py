@@ -6,16 +6,40 @@ whether the output is kept: a step that is repeated from its file by a restarted
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from relaxd.media import AUDIO, IMAGE, VIDEO, Grid
 from relaxd.media.cache import RecentItems
-from services.trainer.model.device_media import DeviceMedia
 
 KEPT_BYTES = 1 << 31
 """Default maximum size of the outputs that are kept of a model's towers, in bytes of the host's memory."""
+
+
+@dataclass(frozen=True)
+class DeviceMedia:
+    """The media of a micro-batch on one rank: I different items.
+
+    M rows of the towers' output belong to tokens of this rank's slice.
+    """
+
+    hashes: tuple[str, ...]
+    """The items, I."""
+    towers: tuple[str, ...]
+    """Name of each item's tower."""
+    inputs: Callable[[int], Tensor]
+    """Returns the input of an item's tower, by the item's index: patches, float32 [patches, values], or a spectrogram,
+    float32 [bands, frames]."""
+    grids: Sequence[Grid]
+    """Size of each item."""
+    counts: Sequence[int]
+    """Number of rows of each item."""
+    rows: Tensor
+    """int64 [M]: rows of the towers' output."""
+    places: Tensor
+    """int64 [M]: their tokens, by number in this rank's slice."""
 
 
 class TowerOutputs:

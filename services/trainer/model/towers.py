@@ -23,8 +23,7 @@ from megatron.core import parallel_state
 from torch import Tensor
 
 from services.trainer.model.architecture import ModelError, TowerArchitecture
-from services.trainer.model.device_media import DeviceMedia
-from services.trainer.model.tower_outputs import TowerOutputs, run_towers
+from services.trainer.model.tower_outputs import DeviceMedia, TowerOutputs, run_towers
 from services.trainer.transformer.deepstack import DeepStack
 
 TOWERS = "towers"

@@ -14,8 +14,7 @@ import torch
 from sglang.srt.managers import mm_utils
 from sglang.srt.managers.schedule_batch import Modality, MultimodalDataItem, MultimodalProcessorOutput
 
-from relaxd.data.device_patches import normalised
-from relaxd.data.spectrograms import spectrogram
+from relaxd.data.tower_inputs import normalised, spectrogram
 from relaxd.data.vision import VisionModel
 from services.rollout.engines.seen_prompts import HeardSound, SeenFrame, SeenPrompt
 

@@ -13,9 +13,8 @@ from transformers import (
     Qwen3OmniMoeThinkerForConditionalGeneration,
 )
 
-from relaxd.data.device_patches import normalised
 from relaxd.data.special_tokens import read_object
-from relaxd.data.spectrograms import spectrogram
+from relaxd.data.tower_inputs import normalised, spectrogram
 from relaxd.data.vision import VisionModel
 from relaxd.media import Grid
 from relaxd.media.layout import IMAGE, TEXT, VIDEO

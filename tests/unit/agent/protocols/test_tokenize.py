@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from services.agent.chat_requests import BadRequest
-from services.agent.protocols.tokenize import read_tokenize_request
+from services.agent.protocols.chat_completions import read_tokenize_request
 from services.agent.session_media import SessionMedia
 
 USER = {"role": "user", "content": "Hello"}

@@ -6,7 +6,7 @@ import math
 from relaxd.report.message_json import plain
 from relaxd.v1 import coordinator_pb2 as pb
 from relaxd.v1 import replica_pb2, scaling_pb2
-from services.console.json_forms import fleet_form, numbers
+from services.console.live_changes import fleet_form, numbers
 
 
 def test_a_message_becomes_plain_values() -> None:
