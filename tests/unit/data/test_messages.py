@@ -7,8 +7,7 @@ import pytest
 
 from relaxd.data.duplicates import keys_of, repeats
 from relaxd.data.examples import Example
-from relaxd.data.sources.messages import read_prompt
-from relaxd.data.sources.prompt_columns import Columns
+from relaxd.data.sources.prompt_columns import Columns, read_prompt
 from tests.kit.cases import each
 
 USER = {"role": "user", "content": "hi"}
