@@ -130,8 +130,8 @@ class PromptDataset:
     ) -> None:
         """`shares` are the sources in `examples`, by default one. `limit` is for examples that weren't all checked.
 
-        `teacher` makes the teacher's prompts, if it has prompts of its own. With `seen`, prompts that it has, and those
-        that come again, are repeats.
+        `teacher` builds the teacher's prompts, if they differ from the model's. With `seen`, prompts that it has, and
+        prompts that come again, are repeats.
         """
         self._examples = examples
         self._tokenizer = tokenizer

@@ -189,9 +189,9 @@ _WAIT = 4 * _HASHED
 
 
 class FirstVisits:
-    """Tells whether a place of the sequence of visits has a prompt that an earlier place has, or an evaluation set.
+    """Finds repeats: places in the sequence of visits whose prompt an earlier place, or an evaluation set, has.
 
-    Of equal prompts the one stays that the sequence visits first. So the answer depends on the data and run.seed alone,
+    The first visit of equal prompts stays. So the answer depends on the data and run.seed alone,
     and needs only the hashes of the prompts before that place. These are kept in a file, 8 bytes each in the order of
     visits, from which a restarted coordinator takes them; what the file lacks is hashed again.
 

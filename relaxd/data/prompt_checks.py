@@ -147,7 +147,7 @@ def check_source(
         source: the source.
         tokenizer: the model's tokenizer.
         config: the run.
-        teacher: what makes the teacher's prompts, if it has prompts of its own.
+        teacher: builder of the teacher's prompts, if they differ from the model's.
         most: a limit below CHECKED, with which prompts that are all too long are no error yet.
 
     Raises DataError: rows are wrong, or prompts are longer than data.max_prompt_tokens and data.overlong forbids it.

@@ -1,4 +1,4 @@
-"""What the towers of a model get: patches of images and video, made on its device, and spectrograms of sounds."""
+"""Inputs of a model's towers: patches of images and video, made on its device, and spectrograms of sounds."""
 
 from functools import lru_cache
 

@@ -55,7 +55,7 @@ class StepRecording:
         return self._left < 0
 
     def at_step(self) -> None:
-        """Begin before the first step, and write the file before the one after the last."""
+        """Begin at the first recorded step; write the file at the step after the last."""
         if self.ended:
             return
         if self._recorder is None:

@@ -325,8 +325,8 @@ def _longest_wait() -> str:
 def advertised_address(settings: ServiceSettings, port: int) -> str:
     """Return host:port under which others reach this process.
 
-    That is settings.advertise, else the address it listens on, else (when it listens on all addresses) the one from
-    which it reaches the coordinator.
+    That is settings.advertise, else the address it listens on, else (when it listens on all addresses) the address
+    from which it reaches the coordinator.
     """
     if settings.advertise:
         return settings.advertise

@@ -7,7 +7,7 @@ from relaxd.report.traces import TracedSpan
 
 
 class _Lane:
-    """A row of a replica in the timeline. A span in it begins after the one before has ended, or lies within it."""
+    """A row of a replica in the timeline, whose spans follow each other or lie within each other."""
 
     def __init__(self) -> None:
         self._open: list[TracedSpan] = []
@@ -25,7 +25,7 @@ class _Lane:
 def chrome_timeline(spans: Iterable[TracedSpan]) -> dict[str, Any]:
     """Return spans as the JSON of Chrome's trace format: a process for each replica, times in microseconds.
 
-    A span that overlaps with others of its replica gets a row of its own.
+    A span that overlaps with others of its replica gets another row.
     """
     ordered = sorted(spans, key=lambda span: (span.start, -span.end))
     replicas = sorted({span.instance for span in ordered})

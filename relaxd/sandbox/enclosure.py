@@ -117,9 +117,9 @@ def _is_readable(path: str) -> bool:
 
 
 def _limit_processes(changed: bool) -> Measure:
-    """Limit processes where Linux counts only this program's: those of a user of its own, or in a namespace of users.
+    """Limit processes where Linux counts only this program's: under another user, or in a namespace of users.
 
-    `changed`: whether it has become another user.
+    `changed`: True if it has become another user.
     """
     if not changed and os.geteuid() == 0:
         return Measure("processes", missing="Linux doesn't limit root's")

@@ -21,7 +21,7 @@ from relaxd.weights.receipts import Receipt
 WAIT_SECONDS = 0.2
 """Pause between two tries while no engine serves, and after a reply that ended with a pause of the engine."""
 REPORT_TOKENS = 64
-"""Number of tokens that an engine sends in one message. An engine that dies loses at most so many of a reply."""
+"""Tokens of a reply that an engine sends in one message, and the most that are lost when it dies."""
 _AWAY = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
 
 

@@ -168,7 +168,7 @@ class Pages:
         return _compressed(web.json_response({"replicas": [plain(one) for one in found]}))
 
     async def scaling(self, request: web.Request) -> web.Response:
-        """Return the autoscaler of the active run, if there is one, and the newest scale requests."""
+        """Return the active run's autoscaler, if any, and the newest scale requests."""
         stub = _stub(request)
         asked = scaling_pb2.ListScaleRequestsRequest(page_size=SHOWN_SCALE_REQUESTS)
         found = await stub.ListScaleRequests(asked, timeout=CALL_SECONDS)

@@ -63,7 +63,7 @@ class KubernetesApi:
         return found
 
     def create_pod(self, manifest: Object) -> Object | None:
-        """Create a pod; None if there is one of this name."""
+        """Create a pod and return it; None if the name is taken."""
         return self._call("POST", self._pods(), body=manifest, none_for="AlreadyExists")
 
     def delete_pod(self, pod: Object, grace_seconds: int) -> None:

@@ -55,7 +55,7 @@ class Questions:
 
     @contextmanager
     def during(self, deadline: Deadline) -> Iterator[None]:
-        """Take questions inside the block, which is one call of a reward."""
+        """Accept questions of one call of a reward, inside the block."""
         self._deadline, self._count = deadline, 0
         try:
             yield

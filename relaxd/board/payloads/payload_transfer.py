@@ -56,8 +56,8 @@ def keep(places: Iterable[Place]) -> RedisOperation[set[Place]]:
 def read(places: Iterable[Place], *last: Any) -> RedisOperation[tuple[dict[str, bytes | None], Any]]:
     """Read payloads. Return them with the board's reply to a `last` command.
 
-    Each is under the first key of its place; None if a part of it is missing. The last command, if there is
-    one, comes after all that was read.
+    Each is under the first key of its place; None if a part of it is missing. The last command, if any, comes
+    after all that was read.
     """
     found: dict[str, bytes | None] = {}
     on_board: list[Place] = []

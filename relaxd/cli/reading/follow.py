@@ -108,7 +108,7 @@ class Follower:
         lines: bool,
         after_step: int | None = None,
     ) -> None:
-        """`say` prints a line; with `lines`, nothing else shows the run, so that there is one every QUIET_SECONDS.
+        """`say` prints a line; with `lines` it is all that shows the run, and prints at least every QUIET_SECONDS.
 
         `after_step`: the steps after it are shown; by default those from now on.
         """

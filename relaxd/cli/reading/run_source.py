@@ -132,7 +132,9 @@ def _known_run(client: CoordinatorClient, run_id: str) -> pb.Run | None:
 
 
 def _local_folder(run_id: str, folder: Path | None) -> Path | None:
-    """Return the run's folder: as given, or RUN or runs/RUN if that is one. Raises CliError for a wrong `folder`."""
+    """Return the run's folder: `folder`, else RUN or runs/RUN if a run is there, else None. Raises CliError for a wrong
+    `folder`.
+    """
     if folder is not None:
         if not is_run(folder):
             raise CliError(f"{folder} is not the folder of a run", "--folder DIR names one (default: runs/RUN)")

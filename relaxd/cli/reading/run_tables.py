@@ -232,7 +232,7 @@ def _results(folder: Path) -> tuple[str, str]:
 
 
 def shown_metrics(known: Sequence[str]) -> list[str]:
-    """Return the names that are shown if none are asked for: a few, and those of a fork beside the original's."""
+    """Return the default columns: the usual few, or for a fork those that it has beside the original's."""
     compared = [name for one in COMPARED for name in (one, f"{one}{OF_ORIGINAL}")]
     is_fork = any(name.endswith(OF_ORIGINAL) for name in known)
     return [name for name in (compared if is_fork else SHOWN_METRICS) if name in known]

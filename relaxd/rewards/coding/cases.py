@@ -66,12 +66,12 @@ def code_in(reply: str) -> tuple[str, bool]:
     """Return a reply's code, and whether it is in a fenced block.
 
     It is the last fenced block after the thinking: of those that say that they are Python, else of those that don't say
-    what they are, else of all. A block that was cut off ends with the reply. A reply without a block is all code. Of a
-    thinking that was cut off nothing counts.
+    what they are, else of all. A block that was cut off ends with the reply. A reply without a block is all code.
+    Thinking that was cut off doesn't count.
 
-    Fences begin their lines, but for marks of lists and quotes, and have the indentation of their code. One of ``` may
-    also follow text that ends in ":", "*" or a tag, or be followed by "python" alone; one of ~~~ that doesn't say that
-    it is Python must be closed.
+    Fences begin their lines, except for marks of lists and quotes, and have the indentation of their code. One of ```
+    may also follow text that ends in ":", "*" or a tag, or be followed by "python" alone; one of ~~~ that doesn't say
+    that it is Python must be closed.
     """
     ends = [tag.end() for tag in THINKING.finditer(reply) if tag[1]]
     said, blocks = _read(reply[ends[-1] :] if ends else reply)

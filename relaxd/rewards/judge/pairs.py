@@ -27,9 +27,9 @@ async def judge_pairs(
 
     Each two replies are compared in both orders, because judges prefer a place; equal ones are a tie without a
     question. Settings: template: the question, with {first} and {second}, and {prompt}, {answer} and {metadata.KEY} as
-    needed, to which the judge says A, B or tie; system: a system message before it; opponents: compare each reply only
-    with so many of those after it, in a circle (0: with all); retries: how often to ask again for a reply of the judge
-    that can't be read; thinking = true: the judge also sees what is before </think>. Part: consistent: share of a
+    needed, to which the judge says A, B or tie; system: a system message before it; opponents: number of later
+    replies, in a circle, that each reply is compared with (0: all); retries: how often to ask again for a reply of the
+    judge that can't be read; thinking = true: the judge also sees what is before </think>. Part: consistent: share of a
     reply's comparisons whose two orders agree. A reply without others gets 0.5.
 
     Raises:

@@ -71,7 +71,7 @@ def _in_rings(rings: Iterable[Sequence[int]], each: int) -> float:
 
 
 def _all_to_all(rank_groups: Iterable[Sequence[int]], each: int) -> float:
-    """Return how much of a rank's rows the ranks of one host send to others, in ranks' rows; the most of all."""
+    """Return the rows that the ranks of one host send to other hosts, as a multiple of a rank's rows: the maximum."""
     sent: dict[int, float] = {}
     for group in rank_groups:
         for rank in group:
@@ -81,7 +81,7 @@ def _all_to_all(rank_groups: Iterable[Sequence[int]], each: int) -> float:
 
 
 def _between_stages(layout: Layout, each: int) -> float:
-    """Return how often rows of one rank leave one host for a stage elsewhere, forward and backward; the most of all."""
+    """Return the number of times that a rank's rows leave a host for a stage elsewhere, both ways: the maximum."""
     stage, sent = layout.ranks // layout.pipeline, dict[int, float]()
     # From the last stage rows go back to the first one, but after the last chunk.
     for rank in range(layout.ranks):

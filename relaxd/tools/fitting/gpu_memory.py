@@ -86,7 +86,7 @@ ASLEEP = {TRAINER: 7_500_000_000, "rollout": 5_600_000_000}
 def check_layout(
     layout: Layout, shapes: Sequence[ModelShape], section: str, hardware: Hardware, hosts: int = 1
 ) -> None:
-    """Raise FitError if a layout can't be, for one of the models or on so many nodes."""
+    """Raise FitError for a layout that doesn't divide one of the models, or has more ranks than the hosts have GPUs."""
     for shape in shapes:
         if wrong := problem(layout, shape, section):
             raise FitError(wrong)

@@ -103,7 +103,7 @@ def request_of(
         tools: schemas of its tools.
         calls: False if tool calls are to be left in the text.
         most: names of the parameter for the maximum length; the first one wins.
-        stop: name of the parameter for texts that end the answer, if there is one.
+        stop: name of the parameter for texts that end the answer; empty: none.
         place: name of the parameter that has the messages.
         kept: messages to be stored with the answer.
 

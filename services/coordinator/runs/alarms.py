@@ -107,7 +107,7 @@ class RefusedGroups:
             self._count, self._time = count, monotonic()
 
     def problems(self) -> dict[str, str]:
-        """Return what `weight_problems` takes."""
+        """Return the weights' problem: groups that were dropped because of their weights; {} without any lately."""
         if monotonic() - self._time > REFUSED_SECONDS:
             return {}
         return {"": f"groups are dropped because of the weights that wrote them, {self._count} so far: {self._detail}"}

@@ -189,7 +189,7 @@ Steps = Iterable[tuple[int, Mapping[str, Any]]]
 class MetricsFile:
     """A line per step, and one for an evaluation of step 0.
 
-    What the coordinator itself measures is only in this file, so lines that are there are kept.
+    Only this file has what the coordinator measures, so existing lines are kept.
     """
 
     def __init__(self, path: Path) -> None:

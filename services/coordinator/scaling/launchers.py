@@ -86,7 +86,7 @@ class Launchers:
             raise self._launcher_error("could not be started", replica, error) from error
 
     async def instance(self, replica: ScaledReplica) -> Instance:
-        """Return how a created replica is by its launcher; FAILED if it is gone. Raises LauncherError."""
+        """Return a created replica's state by its launcher; FAILED if it is gone. Raises LauncherError."""
         if external_address(replica):
             return Instance(launch_id=replica.launch_id)
         self._require_launcher()

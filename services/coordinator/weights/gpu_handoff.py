@@ -135,7 +135,7 @@ class GpuHandoff:
             self._trainer_users -= 1
 
     async def rest(self) -> None:
-        """Make no more moves; return once the one in progress has ended.
+        """Stop moving GPUs between replicas; return once the current move has ended.
 
         Replicas leave the run when they learn of its end, and one that leaves fails a move.
         """

@@ -102,7 +102,7 @@ class StepProfiler:
     """True if a snapshot is written after the step."""
 
     def begin(self, step: int, options: ProfileOptions) -> None:
-        """Begin to record a step, if this is one of the ranks."""
+        """Begin to record a step, if the options name this rank."""
         if self.rank not in options.ranks:
             return
         self.step, self.memory = step, options.memory and torch.cuda.is_available()

@@ -258,7 +258,7 @@ class BeginProfile:
     options: ProfileOptions
 
     def execute(self, rank: TrainingRank) -> None:
-        """Begin, if this is one of the ranks to record."""
+        """Begin, if the options name this rank."""
         rank.profiler.begin(self.step, self.options)
 
 

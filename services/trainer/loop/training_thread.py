@@ -512,7 +512,7 @@ class Training:
     def _report(self, detail: str, wait: "ReplicaWait.ValueType" = REPLICA_WAIT_UNSPECIFIED) -> None:
         """Report progress to the parent if it changed, and every second to show that this thread is alive.
 
-        `wait` is the one that `detail` tells of.
+        `wait`: the kind of wait that `detail` describes.
         """
         self._place = detail
         self._emit_progress(detail, wait)
