@@ -1,9 +1,15 @@
-"""Seeds that follow from others and from names, the same in every process."""
+"""Seeds that follow from others and from names, and seeding of libraries that draw from one generator of a process."""
 
 import hashlib
+import threading
+
+SEEDS = 1 << 32
+"""Number of seeds that libraries take: numpy, which they seed, too, takes none above."""
+seeding = threading.Lock()
+"""Held while a conversation is seeded and its first state drawn, so that no other one draws in between."""
 
 
 def seed_of(*parts: int | str) -> int:
-    """Return a seed of 63 bits that depends only on the parts, such as run seed and group id."""
+    """Return a seed of 63 bits, the same in every process, of parts such as run seed and group id."""
     digest = hashlib.blake2b("/".join(map(str, parts)).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1

@@ -3,8 +3,8 @@
 from typing import Any
 
 from relaxd.envs.environment import Sample, Step
-from relaxd.envs.libraries.seeding import SEEDS, seeding
 from relaxd.envs.other_interfaces import GymEnvironment
+from relaxd.seeds import SEEDS, seeding
 
 try:
     import gem

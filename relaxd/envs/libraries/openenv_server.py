@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from relaxd.envs.environment import BadEnvironmentError, Environment, Reply, Sample, Step
-from relaxd.envs.libraries.seeding import SEEDS
+from relaxd.seeds import SEEDS
 
 try:
     from openenv.core.generic_client import GenericEnvClient

@@ -4,8 +4,8 @@ from collections.abc import Callable
 from typing import Any
 
 from relaxd.envs.environment import Environment, Reply, Sample, Step
-from relaxd.envs.libraries.seeding import SEEDS, seeding
 from relaxd.importing import import_own
+from relaxd.seeds import SEEDS, seeding
 
 try:
     import textarena
