@@ -258,7 +258,10 @@ def _check_candidates(config: RunConfig, teacher: Mapping[str, Any]) -> list[Pro
 
 
 def _check_judge(config: RunConfig) -> list[Problem]:
-    """Check the folder of the judge's model, that its engine runs it, and that a reply fits into its context."""
+    """Check the folder of the judge's model, and that a reply fits into its context.
+
+    Any model that its engine can load will do: nothing compares a judge's log-probs with the trainer's.
+    """
     judge = config.roles.judge
     try:
         folder = resolve_model(judge.model, weights=False, setting="roles.judge.model")
@@ -272,14 +275,13 @@ def _check_judge(config: RunConfig) -> list[Problem]:
             load_chat_template(folder, chat_template_text(judge.chat_template, JUDGE_OVERRIDE))
     except DataError as error:
         return [Problem(JUDGE_OVERRIDE, error.message)]
-    problems = _check_type("roles.judge", judge.engine, str(model.get("model_type")))
     context = model.get("max_position_embeddings")
     if isinstance(context, int) and judge.max_new_tokens >= context:
         problem = (
             f"= {judge.max_new_tokens}, but the judge's context has only {context} tokens, the question's included"
         )
-        problems.append(Problem("roles.judge.max_new_tokens", problem))
-    return problems
+        return [Problem("roles.judge.max_new_tokens", problem)]
+    return []
 
 
 def _frozen(config: RunConfig) -> dict[str, FrozenModelConfig]:
