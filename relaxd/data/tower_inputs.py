@@ -1,15 +1,18 @@
 """Inputs of a model's towers: patches of images and video, made on its device, and spectrograms of sounds."""
 
 from functools import lru_cache
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import WhisperFeatureExtractor
 
 from relaxd.data.vision import VisionModel
 from relaxd.media import SoundRule
 from relaxd.media.patches import SCALE
+
+if TYPE_CHECKING:
+    from transformers import WhisperFeatureExtractor
 
 FULL_SCALE = 1 << 15
 """Sample of a sound in its normal form that stands for 1."""
@@ -41,5 +44,7 @@ def spectrogram(samples: np.ndarray, rule: SoundRule) -> Tensor:
 
 
 @lru_cache
-def _extractor(rate: int, mels: int, window: int, hop: int) -> WhisperFeatureExtractor:
+def _extractor(rate: int, mels: int, window: int, hop: int) -> "WhisperFeatureExtractor":
+    from transformers import WhisperFeatureExtractor  # half a second, which most ranks can do without
+
     return WhisperFeatureExtractor(feature_size=mels, sampling_rate=rate, hop_length=hop, n_fft=window)
