@@ -222,6 +222,7 @@ class RankProcesses:
                 await asyncio.gather(*(rank.child.wait_connected() for rank in self.ranks))
         except TimeoutError:
             raise ChildError(f"a rank did not start within {START_SECONDS:g} s") from None
+        self._pool.prepare()  # no longer takes processor time from these
 
     def work(self, request: rank_pb2.WorkRequest) -> None:
         """Have every rank train."""
@@ -259,8 +260,6 @@ class RankProcesses:
         own.environment.update(rank.environment)
         try:
             async for event in rank.control.Work(own, timeout=None):
-                if event.HasField("loaded"):  # spare processes no longer take time from it
-                    self._pool.prepare()
                 if event.HasField("failed"):
                     reason = f"{rank.child.name}: {event.failed}"
                     self._fail(InvalidArgument(reason) if event.start_refused else ChildError(reason))

@@ -2,6 +2,7 @@
 
 from relaxd.process.child import Child
 from services.trainer.service.rank_pool import RankPool
+from services.trainer.service.rank_processes import RankProcesses
 from tests.kit.waiting import eventually
 
 MODULE = "tests.integration.rpc.echo_child"
@@ -34,6 +35,19 @@ async def test_spare_processes_become_ranks() -> None:
     for child in taken:
         child.kill()
         await child.exited
+
+
+async def test_spare_processes_start_once_the_ranks_have_loaded_their_code() -> None:
+    """So they are there for a fault while the model is loaded, and take no time from the ranks before."""
+    pool = RankPool({}, None, MODULE, spares=1)
+    ranks = RankProcesses(range(1), lambda rank, event: None, pool)
+    try:
+        await ranks.start()
+        await eventually(lambda: len(pool._spares) == 1, "a spare process is started", 60.0)
+        assert pool._spares[0].pid != ranks.rank0.child.pid
+    finally:
+        await ranks.kill()
+        await pool.close()
 
 
 async def test_a_pool_without_spares_starts_none() -> None:
