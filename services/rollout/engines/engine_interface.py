@@ -25,6 +25,9 @@ from services.rollout.engines.request_types import (
     Version,
 )
 
+DIGESTS_KEPT = 4096
+"""Largest number of versions whose digests an engine keeps. The tokens of a sample have far fewer versions."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class EngineStart:
@@ -75,7 +78,7 @@ class RolloutEngine(ABC):
         self.name = ""
         self.weights = None
         self._digests: dict[int, str] = {}
-        """Digest of the weights that it took up, by version."""
+        """Digest of the weights that it took up last, by version."""
         self.quarantined = False
         self.takes_media = False
         self.asleep = frozenset()
@@ -138,7 +141,10 @@ class RolloutEngine(ABC):
     def take_up(self, weights: Version, checksums: Mapping[str, int]) -> None:
         """Serve weights from now on; `checksums` are those of their tensors, {} if none were taken."""
         self.weights, self.quarantined = weights, False
+        self._digests.pop(weights.version, None)  # becomes the newest
         self._digests[weights.version] = digest_of(checksums)
+        if len(self._digests) > DIGESTS_KEPT:
+            del self._digests[next(iter(self._digests))]
 
     @abstractmethod
     def _generate(self, request: Request) -> AsyncIterator[Output]:

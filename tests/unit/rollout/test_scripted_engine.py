@@ -8,7 +8,8 @@ import pytest
 
 from relaxd.config import RehearsalConfig, RolloutConfig
 from relaxd.v1 import replica_pb2, rollout_pb2
-from services.rollout.engines.request_types import Output, Sampling
+from relaxd.weights.receipts import Receipt, digest_of
+from services.rollout.engines.request_types import Output, Sampling, Version
 from services.rollout.engines.scripted_engine import Decoder, ScriptedEngine, draw_lengths
 
 
@@ -44,6 +45,17 @@ async def test_samples_share_the_speed() -> None:
     assert decoder.running == 2
     for task in others:
         task.cancel()
+
+
+async def test_an_engine_keeps_the_digests_of_its_newest_versions(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("services.rollout.engines.engine_interface.DIGESTS_KEPT", 3)
+    engine = ScriptedEngine(RolloutConfig(engine="scripted"), RehearsalConfig(median_tokens=5, spread=0.0))
+    for version in (1, 2, 3, 1, 4):
+        engine.take_up(Version(1, version), {"tensor": version})
+    (output,) = [one async for one in engine.generate((1,), 1, Sampling(max_new_tokens=5)) if one.finish_reason]
+    assert output.receipts == [Receipt(4, digest_of({"tensor": 4}), engine.name)]
+    given = {version: digest for version, digest, _ in engine._receipts([1, 2, 3, 4])}
+    assert given == {version: "" if version == 2 else digest_of({"tensor": version}) for version in (1, 2, 3, 4)}
 
 
 async def test_an_answer_has_the_versions_that_it_met() -> None:
