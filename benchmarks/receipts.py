@@ -71,11 +71,11 @@ def measure(shape: str, device: str, repeats: int) -> dict[str, Any]:
         WEIGHT_RECEIPTS: [[[version, digest, "rollout-0"] for version in range(2)]] * SAMPLES,
     }
     group, check = TrainGroup("g", columns), ReceiptCheck(lambda: {0: [digest], 1: [digest]}, may_be_unknown=False)
-    assert check.problem(group) == ""
+    assert check.problem(group, 0) == ""
     parts = {
         "checksums ms": median_seconds(take, repeats),
         "digest ms": median_seconds(lambda: digest_of(found), repeats),
-        "groups of a step ms": GROUPS * median_seconds(lambda: check.problem(group), repeats),
+        "groups of a step ms": GROUPS * median_seconds(lambda: check.problem(group, 0), repeats),
     }
     size = sum(tensor.nbytes for tensor in tensors.values())
     share = {"% of a step of 15 s": 100 * sum(parts.values()) / STEP_SECONDS}

@@ -119,6 +119,14 @@ class CoordinatorSide(BoardCore):
         yield from run_script("record_weights", self.prefix, term, version, digest)
 
     @operation
+    def forget_weights(self, *, term: int, before: int) -> RedisOperation[int]:
+        """Remove the digests of versions before one, once they are written elsewhere. Returns the number of versions.
+
+        Raises Fenced, RunMissing.
+        """
+        return int((yield from run_script("forget_weights", self.prefix, term, before)))
+
+    @operation
     def admission(self, worst_bytes: int) -> RedisOperation[Admission]:
         """Return the number of groups of up to `worst_bytes` that the gate (lua/library/admission.lua) admits now.
 

@@ -70,7 +70,10 @@ class TrainerSide(BoardCore):
 
     @operation
     def sent_weights(self) -> RedisOperation[dict[int, list[str]]]:
-        """Return the digests of the weights that were sent as each version, by this trainer or one before it."""
+        """Return the digests of the weights that were sent as each version, by this trainer or one before it.
+
+        Versions whose tokens no step trains on any more may be forgotten.
+        """
         found = yield from ask("HGETALL", f"{self.prefix}weights")
         return {int(version): digests.decode().split() for version, digests in found.items()}
 

@@ -117,10 +117,18 @@ class StepRecorder:
             await self._redis.call(self._board.forget_fates, self._last_fate, term=self._context.term)
 
     async def append_weights(self) -> None:
-        """Append the digests of versions that were sent since the last call."""
-        if self._context.config.weights.has_receipts:
+        """Move the digests of versions that were sent since the last call from the board to the folder.
+
+        The board keeps those of versions that a step may still train on, and the one that was sent before them: engines
+        that missed a version have that one.
+        """
+        config = self._context.config
+        if config.weights.has_receipts:
             sent = await self._redis.call(self._board.sent_weights)
             await self._disk.in_thread(self._files.append_weights, sent)
+            kept = config.board.max_staleness + config.weights.interval
+            before = self._files.last_step - kept
+            await self._redis.call(self._board.forget_weights, term=self._context.term, before=before)
 
     async def _append_samples(self) -> None:
         """Copy the samples of new steps. A restored board has none of earlier steps."""

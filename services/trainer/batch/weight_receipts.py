@@ -10,7 +10,7 @@ from services.trainer.batch.groups import TrainGroup
 
 
 class ReceiptCheck:
-    """Compares the receipts of groups with the digests of what was sent, which the board has for each version."""
+    """Compares the receipts of groups with the digests of what was sent, which the board has for newer versions."""
 
     def __init__(self, sent_weights: Callable[[], Mapping[int, Sequence[str]]], *, may_be_unknown: bool) -> None:
         """`sent_weights` is Board.sent_weights; `may_be_unknown` says that the run's engines take no checksums."""
@@ -19,16 +19,18 @@ class ReceiptCheck:
         self._sent: Mapping[int, Sequence[str]] = {}
         """The last answer of `sent_weights`, which lacks newer versions."""
 
-    def problem(self, group: TrainGroup) -> str:
+    def problem(self, group: TrainGroup, oldest: int) -> str:
         """Say which engine wrote samples with weights that were never sent; "" if none did.
 
-        Raises BoardError.
+        Versions before `oldest` are too old to be trained on, and the board has forgotten their digests: their receipts
+        are not compared. Raises BoardError.
         """
         try:
             receipts = [[Receipt(*one) for one in sample] for sample in group.columns[WEIGHT_RECEIPTS]]
+            compared = sorted({one for sample in receipts for one in sample if one.version >= oldest})
         except TypeError:
             return f"{WEIGHT_RECEIPTS} must have [version, digest, engine] for each of a sample's weights"
-        for receipt in sorted({one for sample in receipts for one in sample}):
+        for receipt in compared:
             if problem := self._refusal(receipt):
                 return problem
         for sample, version in sorted(written_by(group)):
@@ -46,7 +48,8 @@ class ReceiptCheck:
         if digest in self._sent.get(version, ()):
             return ""
         others = [other for other, digests in self._sent.items() if digest in digests]
-        was = f"was sent as version {max(others)}" if others else "no trainer of this run has sent"
+        since = f" since version {min(self._sent)}" if min(self._sent, default=0) > 0 else ""
+        was = f"was sent as version {max(others)}" if others else f"no trainer of this run has sent{since}"
         return f"{engine} wrote tokens of version {version} with weights of digest {digest}, which {was}"
 
 

@@ -90,14 +90,15 @@ class TrainingQueue:
         """Number of held groups."""
         return len(self._held)
 
-    def take(self, block_seconds: float) -> bool:
-        """Take waiting groups, or wait up to `block_seconds` for the first. Returns whether there were any.
+    def take(self, step: int, block_seconds: float) -> bool:
+        """Take waiting groups for a step, or wait up to `block_seconds` for the first. Returns whether there were any.
 
         Groups that can't be trained on are dropped.
         """
         deliveries = self._board.take(TRAIN, self._consumer, count=MAX_GROUPS_PER_READ, block_seconds=block_seconds)
         if not deliveries:
             return False
+        oldest = oldest_allowed(step, self._max_staleness)
         for delivery, columns in zip(deliveries, self._board.load(deliveries, self._columns), strict=True):
             if columns is None:  # closed since it was taken
                 continue
@@ -109,7 +110,7 @@ class TrainingQueue:
                 logger.error("group %s is dropped: %s", delivery.group_id, error)
                 self._board.drop(delivery, reason=DropReason.MALFORMED, detail=str(error))
                 continue
-            if self._receipts is not None and (problem := self._receipts.problem(group)):
+            if self._receipts is not None and (problem := self._receipts.problem(group, oldest)):
                 logger.error("group %s is dropped: %s", delivery.group_id, problem)
                 self._board.drop(delivery, reason=DropReason.WRONG_WEIGHTS, retry=True, detail=problem)
                 continue

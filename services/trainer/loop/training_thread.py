@@ -183,7 +183,7 @@ class Training:
                     open_step.times = self._board.times(list(open_step.members))
                     return open_step
                 began = time.monotonic()
-                self._intake.take(self._take_seconds)
+                self._intake.take(open_step.number, self._take_seconds)
                 open_step.waited += time.monotonic() - began
                 unavailable = False
             except BoardUnavailable as error:

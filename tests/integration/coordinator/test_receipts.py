@@ -1,6 +1,7 @@
 """Engines whose memory isn't what was sent: real models and broadcasts, as the coordinator synchronises them."""
 
 import asyncio
+import contextlib
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,10 @@ from transformers import AutoModelForCausalLM
 
 from relaxd.board import Fenced
 from relaxd.config import RunConfig
+from relaxd.data.curriculum.run_curriculum import Curriculum
+from relaxd.data.dataset import load_data
 from relaxd.roles import ROLLOUT, TRAINER
+from relaxd.run_folder import WEIGHTS, read_lines
 from relaxd.v1 import coordinator_pb2 as pb
 from relaxd.v1 import rollout_pb2, rollout_pb2_grpc, trainer_pb2, trainer_pb2_grpc
 from relaxd.weights.manifest import TensorSpec, from_proto, pack, plan_buckets, to_proto
@@ -19,7 +23,10 @@ from relaxd.weights.receipts import Receipt, digest_of
 from relaxd.weights.sent_buckets import checksum
 from relaxd.weights.weight_group import Rendezvous, WeightGroup, host_store
 from services.coordinator.runs.alarms import weight_problems
+from services.coordinator.runs.run_files import RunFiles
+from services.coordinator.runs.step_recorder import StepRecorder
 from services.coordinator.state.records import Announcement, WeightsRecord
+from services.coordinator.state.retries import FolderRetry, RedisRetry
 from services.coordinator.weights.weight_sync import WeightSync
 from services.rollout.engines.request_types import Version
 from services.rollout.engines.transformers.transformers_engine import TransformersEngine
@@ -33,11 +40,11 @@ FAULTS = {"swapped": 2, "frozen": 9, "old": 20}
 """Kinds of faults, and the number of tensors that are wrong."""
 
 
-def config_with(verify: str) -> RunConfig:
+def config_with(verify: str, model: Path) -> RunConfig:
     return RunConfig.model_validate(
         {
             "run": {"steps": 9},
-            "model": {"path": "model"},
+            "model": {"path": str(model)},
             "data": {"source": "addition"},
             "reward": {"name": "addition"},
             "weights": {"verify": verify},
@@ -155,7 +162,7 @@ class World:
     """A trainer, an engine and the coordinator's synchronisation of them, on a board."""
 
     def __init__(self, kit: FleetKit, folder: Path) -> None:
-        self.kit = kit
+        self.kit, self.folder, self.closing = kit, folder, contextlib.ExitStack()
         self.trainer, self.engine = Trainer(folder), Engine(folder)
 
     async def begin(self, verify: str = "always") -> None:
@@ -165,7 +172,7 @@ class World:
             await self.kit.serve("trainer-0", TRAINER, *trainer)
             engine = (rollout_pb2_grpc.add_RolloutServicer_to_server, self.engine, "relaxd.v1.Rollout")
             await self.kit.serve("rollout-0", ROLLOUT, *engine)
-        context = self.kit.context(config_with(verify))
+        self.context = context = self.kit.context(config_with(verify, self.folder))
         self.board = context.board
         await self.board.create(term=self.kit.store.term, groups_per_step=8, steps=9)
         self.sync = WeightSync(context, WeightsRecord())
@@ -183,18 +190,36 @@ class World:
         await self.sync.synchronise(sender.member, [engine.member], announced, then)
         return self.sync.last_failure
 
+    async def recorder(self, folder: Path) -> StepRecorder:
+        """Return what moves steps and digests from the board to the run's folder, which it has taken over."""
+        folder.mkdir(exist_ok=True)
+        files = RunFiles(folder)
+        self.closing.callback(files.close)
+        recorder = StepRecorder(
+            self.context,
+            files,
+            Curriculum(self.context.config, load_data(self.context.config).train),
+            redis=RedisRetry(RUN),
+            disk=FolderRetry(RUN, folder),
+            sync_totals=self.sync.totals,
+            on_step=lambda *_: None,
+        )
+        await recorder.take_over([])
+        return recorder
+
     def problem(self, version: int) -> str:
         """Return the trainer's answer to a group that the engine wrote with what it serves as this version."""
         receipt = Receipt(version, self.engine.served[version], "rollout-0")
         check = ReceiptCheck(self.board.in_threads.sent_weights, may_be_unknown=False)
-        return check.problem(train_group(version, receipts=[[receipt]] * 2))
+        return check.problem(train_group(version, receipts=[[receipt]] * 2), 0)
 
 
 @pytest.fixture
 async def world(redis_url: str, tmp_path: Path) -> AsyncIterator[World]:
     world = World(FleetKit(redis_url), make_tiny_model(tmp_path))
     await world.begin()
-    yield world
+    with world.closing:
+        yield world
     await world.kit.close()
     world.engine.engine.stop()
 
@@ -230,7 +255,7 @@ async def test_samples_of_an_engine_that_nobody_compared_are_refused(world: Worl
     world.engine.fault = fault
     assert await world.synchronise(2) == ""
     digest = world.engine.served[2]
-    was = "was sent as version 1" if fault == "old" else "no trainer of this run has sent"
+    was = "was sent as version 1" if fault == "old" else "no trainer of this run has sent since version 1"
     assert world.problem(1) == ""
     assert world.problem(2) == f"rollout-0 wrote tokens of version 2 with weights of digest {digest}, which {was}"
 
@@ -245,3 +270,25 @@ async def test_a_coordinator_knows_what_those_before_it_sent(world: World) -> No
     assert sorted(await world.board.sent_weights()) == [1, 2]
     with pytest.raises(Fenced):
         await world.board.record_weights(term=term, version=3, digest="0" * 16)
+
+
+async def test_the_board_keeps_as_many_digests_after_any_number_of_steps(world: World, tmp_path: Path) -> None:
+    """What it forgets is in the run's folder, also when coordinators change."""
+    steps, sizes = 8, []
+    recorder = await world.recorder(tmp_path / "run")
+    term = await world.board.new_trainer_term()
+    await world.board.record_weights(term=world.kit.store.term, version=0, digest="d0")
+    for step in range(1, steps + 1):
+        if step == 5:
+            world.kit.store.in_threads.take_over()
+            await world.begin()
+            recorder = await world.recorder(tmp_path / "run")
+        await world.board.commit_step(term=term, step=step, plan={"groups": []}, metrics={})
+        assert await world.synchronise(step) == ""
+        await recorder.append_steps()
+        sizes.append(len(await world.board.sent_weights()))
+        assert world.problem(step) == ""
+    assert sizes == [2, 3, 3, 3, 3, 3, 3, 3]  # max_staleness 1 and one before it, and the newest
+    lines = list(read_lines(tmp_path / "run" / WEIGHTS))
+    assert [line["version"] for line in lines] == list(range(steps + 1))
+    assert lines[-1]["digest"] == digest_of(world.trainer.checksums(steps))

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from relaxd.algorithms import create
-from relaxd.board import STAGES, Board, Delivery
+from relaxd.board import STAGES, Board, Delivery, Fenced
 from relaxd.config import GRPOConfig, RunConfig
 from relaxd.roles import CRITIC, REFERENCE
 from services.trainer.batch.groups import MalformedGroup, RoutingShape, TrainGroup, check_group
@@ -74,8 +74,8 @@ class Trainer:
             receipts=receipts if config.weights.has_receipts else None,
         )
 
-    def take_all(self) -> None:
-        while self.intake.take(0.05):
+    def take_all(self, step: int = 1) -> None:
+        while self.intake.take(step, 0.05):
             pass
 
 
@@ -156,7 +156,7 @@ def test_a_group_that_comes_again_while_leases_are_renewed_is_held(
             renewed.set()
         else:
             trainer.board.nack(stage, consumer, deliveries)
-            assert trainer.intake.take(1.0)
+            assert trainer.intake.take(1, 1.0)
             held.append("g1")
         return renew(stage, consumer, deliveries)
 
@@ -490,10 +490,38 @@ def test_groups_of_weights_that_were_never_sent_are_dropped_and_tried_again(trai
     assert trainer.intake.held == 2
 
 
+@with_receipts
+def test_receipts_for_weights_that_are_too_old_are_not_compared(trainer: Trainer) -> None:
+    """The coordinator forgets the digests of versions that no step trains on any more."""
+    board, feed = trainer.board, trainer.feeder.feed
+    for version in range(4):
+        board.record_weights(term=1, version=version, digest=f"d{version}")
+    for step in (1, 2, 3):
+        board.commit_step(term=1, step=step, plan={"groups": []}, metrics={})
+    assert board.forget_weights(term=1, before=2) == 2
+    assert board.forget_weights(term=1, before=2) == 0
+    assert board.sent_weights() == {2: ["d2"], 3: ["d3"]}
+    of = lambda version: (version, f"d{version}", "rollout-0")  # noqa: E731
+    mixed, masked = np.repeat([1, 2, 3, 3], 3), np.repeat([0, 1, 1, 1], 3).astype(np.uint8)
+    feed(1, 2, versions=mixed, loss_mask=masked, weight_receipts=[[of(1), of(2)], [of(3)]])
+    feed(1, 1, weight_receipts=[[of(1)]] * 2)
+    feed(1, 2, weight_receipts=[[(2, "xx", "rollout-0")]] * 2)
+    trainer.take_all(4)
+    assert ids(trainer.intake.select(4, []).chosen) == ["g1"]
+    assert board.counts().dropped_by_reason == {"stale": 1, "wrong_weights": 1}
+    since = "which no trainer of this run has sent since version 2"
+    assert [one.detail for one in board.dropped() if one.detail] == [
+        f"rollout-0 wrote tokens of version 2 with weights of digest xx, {since}"
+    ]
+    board.create(term=2, groups_per_step=2, steps=9)
+    with pytest.raises(Fenced):
+        board.forget_weights(term=1, before=3)
+
+
 def test_engines_that_take_no_checksums_say_that_the_digest_is_unknown() -> None:
     unknown = [[(4, "", "rollout-0")]] * 2
-    assert ReceiptCheck(dict, may_be_unknown=True).problem(train_group(4, unknown)) == ""
-    assert ReceiptCheck(dict, may_be_unknown=False).problem(train_group(4, unknown))
+    assert ReceiptCheck(dict, may_be_unknown=True).problem(train_group(4, unknown), 0) == ""
+    assert ReceiptCheck(dict, may_be_unknown=False).problem(train_group(4, unknown), 0)
 
 
 def test_weights_count_only_where_they_wrote_tokens_that_are_trained() -> None:

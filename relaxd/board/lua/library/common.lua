@@ -29,7 +29,8 @@
 --                    does nothing
 --   ledger           stream, id "<step>-0": the newest steps (LEDGER_STEPS); all are in the run's folder
 --   samples          stream, id "<step>-0": count and pointer of the newest steps' samples to show; column <i> is one of them
---   weights          hash: version -> digests of the weights that the trainer has sent as this version, separated by spaces
+--   weights          hash: version -> digests of the weights that the trainer has sent as this version, separated by spaces;
+--                    only versions that a step may still train on, and those that the run's folder lacks
 --   drops            hash: reason -> count      dropped   stream: records of dropped groups
 --   fates            stream: what became of each closed group, until the coordinator has written it to the run's folder
 --   retries          hash: group id -> "<retries>|<pointer>|<facts>" of prompts that wait to be retried

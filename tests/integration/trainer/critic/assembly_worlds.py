@@ -106,7 +106,7 @@ def run_job(job: AssemblyJob) -> dict[str, Any]:
             lease_seconds=config.board.lease_seconds,
         )
         while intake.held < trainer.groups_per_step:
-            intake.take(1.0)
+            intake.take(1, 1.0)
     channel = RankChannel(COLLECTIVE_SECONDS, learner.world.disk)
     rank = MeasuredRank(
         channel=channel,

@@ -121,7 +121,7 @@ def taken_step(feeder: Feeder, config: RunConfig) -> StepBuilder:
         lease_seconds=config.board.lease_seconds,
     )
     open_step = StepBuilder(1, Packer(config.trainer.micro_batch_tokens, 1), {})
-    while intake.take(0.05):
+    while intake.take(1, 0.05):
         pass
     open_step.add(intake.select(1, []).chosen)
     assert len(open_step.members) == config.trainer.groups_per_step

@@ -182,7 +182,7 @@ def run_step(rank: Any, job: StepJob) -> None:
         lease_seconds=board.lease_seconds,
     )
     while intake.held < trainer.groups_per_step:
-        intake.take(1.0)
+        intake.take(1, 1.0)
     phases = step_phases.phases_for(job.config, create(job.config.algorithm), rank)
     open_step = StepBuilder(1, phases.packer(), {})
     chosen = intake.select(1, ()).chosen
