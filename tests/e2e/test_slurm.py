@@ -25,6 +25,18 @@ def slow(sample):
 """
 """Without it the run ends before the job is requeued."""
 
+LIST_LOGS = """
+import sys
+from relaxd.rpc.client import sync_channel
+from relaxd.v1.coordinator_pb2 import GetLogsRequest
+from relaxd.v1.coordinator_pb2_grpc import CoordinatorStub
+
+with sync_channel(sys.argv[1]) as channel:
+    answer = CoordinatorStub(channel).GetLogs(GetLogsRequest(max_lines=2000), timeout=30)
+print(*sorted({line.service for line in answer.lines}))
+"""
+"""Prints the services whose logs the coordinator at an address shows."""
+
 
 @pytest.fixture
 def slurm() -> Iterator[Slurm]:
@@ -42,7 +54,7 @@ class Job:
     def __init__(self, slurm: Slurm, place: Path, *words: str, run: str = "", nodes: int = 1, **variables: str) -> None:
         own = {"RELAXD_PYTHON": sys.executable, "RELAXD_RUN": run, **variables}
         given = ",".join(["--export=ALL", *(f"{name}={value}" for name, value in own.items())])
-        self._slurm = slurm
+        self._slurm, self._place = slurm, place
         self.id = slurm.call(
             "sbatch", "--parsable", f"--nodes={nodes}", given, str(SCRIPT), *words, folder=place
         ).strip()
@@ -53,6 +65,13 @@ class Job:
         """Return the numbers of the trained steps, in the order of the ledger."""
         lines = self._ledger.read_text().splitlines() if self._ledger.exists() else []
         return [json.loads(line)["step"] for line in lines]
+
+    def logged(self) -> set[str]:
+        """Return the services whose logs the coordinator shows, as a console would ask for them."""
+        name = f"job-{self.id}"
+        variables = [f"RELAXD_STACK={name}", f"RELAXD_TOKEN_FILE={self._place}/.relaxd-{name}/token"]
+        address = f"{self._slurm.address(0)}:{20000 + int(self.id) % 10000}"
+        return set(self._slurm.call("env", *variables, sys.executable, "-c", LIST_LOGS, address).split())
 
     def field(self, name: str) -> str:
         return self._slurm.job(self.id)[name]
@@ -101,6 +120,7 @@ def test_a_run_goes_on_in_another_job_of_one_node(slurm: Slurm, place: Path) -> 
     words = ("tiny.toml", "--reward.name", "slow_reward:slow", "--run.steps", "40")
     first = Job(slurm, place, *words)
     first.until(lambda: len(first.steps()) >= 5, "five steps")
+    assert {"coordinator", "redis", "trainer-node0-1", "reward-node0-2", "rollout-node0-4"} <= first.logged()
     slurm.call("scancel", first.id)
     first.until(lambda: first.field("JobState") == "CANCELLED", "its end")
     before = len(first.steps())

@@ -72,6 +72,10 @@ class Slurm:
         """Kill all processes of a node at once, as a loss of power would. Not the first: it has slurmctld."""
         self._nodes[node].kill()
 
+    def address(self, node: int) -> str:
+        """Return a node's address."""
+        return self._nodes[node].address
+
     def call(self, *words: str, folder: Path | None = None) -> str:
         """Run one of Slurm's commands beside slurmctld and return its output. Raises CalledProcessError."""
         return _run(*self._nodes[0].command(words), environment=self.environment, folder=folder)
