@@ -16,7 +16,7 @@ logger = logging.getLogger(__name__)
 class RankPool:
     """Starts the processes of ranks of one run, and keeps spare ones for a run whose ranks end together.
 
-    Loading torch and Megatron takes a core 5 s. A spare process has loaded them, and uses no device before it works.
+    Loading torch and Megatron takes a core 3 s. A spare process has loaded them, and uses no device before it works.
     """
 
     def __init__(
