@@ -90,7 +90,7 @@ ENGINES: dict[str, EngineCapabilities] = {
                 "qwen3_vl_moe": ("image", "video"),
                 "qwen3_5": ("image", "video"),
                 "qwen3_5_moe": ("image", "video"),
-                "qwen3_omni_moe": ("image", "audio"),
+                "qwen3_omni_moe": ("image", "video", "audio"),
             },
         ),
         EngineCapabilities(
@@ -110,7 +110,7 @@ ENGINES: dict[str, EngineCapabilities] = {
             media={
                 "qwen3_vl": ("image", "video"),
                 "qwen3_vl_moe": ("image", "video"),
-                "qwen3_omni_moe": ("image", "audio"),
+                "qwen3_omni_moe": ("image", "video", "audio"),
             },
             refused_models=HYBRID_MODELS,
         ),

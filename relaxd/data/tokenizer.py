@@ -129,7 +129,12 @@ class PromptTokenizer:
         return list(self._tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids)
 
     def labels_of(self, times: Sequence[float]) -> list[list[int]]:
-        """Return the tokens of the texts that say a video's times, as Qwen3-VL's processor writes them."""
+        """Return the tokens of the texts that say a video's times, as Qwen3-VL's processor writes them.
+
+        They are empty where a video is one block, as Qwen3-Omni has it.
+        """
+        if self.vision is not None and self.vision.tokens.second:
+            return [[] for _ in times]
         return [self.encode_text(f"<{seconds:.1f} seconds>") for seconds in times]
 
     @cached_property

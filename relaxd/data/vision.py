@@ -27,8 +27,9 @@ from relaxd.media import (
     VideoRule,
     patches,
 )
-from relaxd.media.layout import NONE, SECOND_FRAMES
+from relaxd.media.layout import NONE, SECOND_FRAMES, SECOND_TOKENS
 from relaxd.media.patches import SCALE, cut_patches
+from relaxd.media.videos import BlockRule
 from relaxd.models import DataError
 
 PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
@@ -41,7 +42,7 @@ MODEL_KINDS: Mapping[str, tuple[str, ...]] = {
     "qwen3_vl_moe": (IMAGE, VIDEO),
     "qwen3_5": (IMAGE, VIDEO),
     "qwen3_5_moe": (IMAGE, VIDEO),
-    "qwen3_omni_moe": (IMAGE, AUDIO),
+    "qwen3_omni_moe": (IMAGE, VIDEO, AUDIO),
 }
 """Kinds of media whose layout is compared with transformers', by a model's type."""
 EXTRACTOR = "WhisperFeatureExtractor"
@@ -57,7 +58,7 @@ VIDEO_DEFAULTS: dict[str, Any] = {
     "min_frames": 4,
     "max_frames": 768,
 }
-"""Settings of Qwen3VLVideoProcessor where the folder's don't say."""
+"""Settings of Qwen3VLVideoProcessor and Qwen3OmniMoeProcessor where the folder's don't say."""
 
 
 @dataclass(frozen=True)
@@ -140,11 +141,12 @@ def read_vision(folder: Path, data: DataConfig | None = None, run_kinds: Collect
         # The configuration may leave out what its class has by default.
         sizes = (int(vision.get("patch_size") or patch), int(vision.get("spatial_merge_size") or merge))
         tokens = MediaTokens(int(config["image_token_id"]), merge)
-        if VIDEO in kinds:
+        if AUDIO in kinds:  # Qwen3-Omni, whose videos are blocks
+            video, audio = int(config["video_token_id"]), int(config["audio_token_id"])
+            tokens = replace(tokens, video=video, audio=audio, second=SECOND_TOKENS)
+        elif VIDEO in kinds:
             names = ("video_token_id", "vision_start_token_id", "vision_end_token_id")
             tokens = MediaTokens(tokens.token, merge, *(int(config.get(name, NONE)) for name in names))
-        if AUDIO in kinds:
-            tokens = replace(tokens, audio=int(config["audio_token_id"]))
         mean, std = (
             tuple(map(float, processor.get(name) or usual))
             for name, usual in (("image_mean", CLIP_MEAN), ("image_std", CLIP_STD))
@@ -181,6 +183,8 @@ def read_vision(folder: Path, data: DataConfig | None = None, run_kinds: Collect
         vision = replace(vision, sound=_sound_rule(folder, config, data))
     if data is not None and VIDEO in wanted:
         vision = replace(vision, video=_video_rule(folder, vision, data))
+        if tokens.second:
+            _check_block(vision, config)
     return vision
 
 
@@ -207,7 +211,10 @@ def _sound_rule(folder: Path, config: Mapping[str, Any], data: DataConfig | None
 
 def _video_rule(folder: Path, vision: VisionModel, data: DataConfig) -> VideoRule:
     """Return a model's rule for video. Raises DataError: its files are damaged or disagree."""
-    processor, file = _processor(folder, VIDEO_FILES, "video_processor")
+    is_block, usual = vision.tokens.second > 0, folder / PROCESSOR_FILES[0]
+    # Qwen3-Omni's folder has no file for video.
+    lacks = is_block and not any((folder / name).is_file() for name in VIDEO_FILES)
+    processor, file = ({}, usual) if lacks else _processor(folder, VIDEO_FILES, "video_processor")
     images = {
         "patch_size": vision.rule.patch,
         "merge_size": vision.rule.merge,
@@ -218,7 +225,7 @@ def _video_rule(folder: Path, vision: VisionModel, data: DataConfig) -> VideoRul
     given = VIDEO_DEFAULTS | {name: value for name, value in processor.items() if value is not None}
     if other := next((name for name, value in images.items() if given.get(name, value) != value), ""):
         raise DataError("model.path", f"{file} has {other} {given[other]}, but images have {images[other]}")
-    if NONE in (vision.tokens.video, vision.tokens.start, vision.tokens.end):
+    if not is_block and NONE in (vision.tokens.video, vision.tokens.start, vision.tokens.end):
         raise DataError("model.path", f"{folder / 'config.json'} lacks the ids of the tokens of video")
     try:
         least, most = int(given["size"]["shortest_edge"]), int(given["size"]["longest_edge"])
@@ -228,9 +235,28 @@ def _video_rule(folder: Path, vision: VisionModel, data: DataConfig) -> VideoRul
         raise DataError("model.path", f"{file} is damaged: no usable {error}") from error
     if min(least, fps, fewest, frames) <= 0 or most < least:
         raise DataError("model.path", f"{file} is damaged: sizes {least}, {most}, frames {fewest}, {frames}, {fps} fps")
-    most = data.max_video_tokens * vision.times * vision.rule.factor**2 or most
-    rule = vision.rule
-    return VideoRule(rule.patch, rule.merge, min(least, most), most, vision.times, fps, min(fewest, frames), frames)
+    total = data.max_video_tokens * vision.times * vision.rule.factor**2
+    rule, times = vision.rule, vision.times
+    if is_block:
+        return BlockRule(rule.patch, rule.merge, least, most, times, fps, min(fewest, frames), frames, total)
+    most = total or most
+    return VideoRule(rule.patch, rule.merge, min(least, most), most, times, fps, min(fewest, frames), frames)
+
+
+def _check_block(vision: VisionModel, config: Mapping[str, Any]) -> None:
+    """Check that positions of videos that are blocks are whole numbers. Raises DataError."""
+    assert vision.video is not None
+    if (said := config.get("position_id_per_seconds")) != SECOND_TOKENS:
+        what = f"has position_id_per_seconds {said} in its thinker_config: only {SECOND_TOKENS} is known here"
+        raise DataError("model.path", f"the model {what}")
+    step = vision.tokens.second * vision.times / vision.video.fps
+    if abs(step - round(step)) > 1e-9 or step < 1:
+        fps = f"{vision.video.fps:g} frames a second"
+        raise DataError(
+            "data.video_fps",
+            f"positions of this model's videos grow by {vision.tokens.second} a second, so by {step:g} from one pair "
+            f"of frames to the next at {fps}: take 0.5, 1, 2, 6.5, 13 or 26, which give whole numbers",
+        )
 
 
 def _processor(folder: Path, names: tuple[str, ...], kind: str) -> tuple[dict[str, Any], Path]:

@@ -3,7 +3,8 @@
 A chat template writes one token for each item. The model sees one for each merged square of patches, with three
 positions (M-RoPE: time, row, column; Qwen2-VL, arXiv 2409.12191). Qwen2.5-VL, Qwen3-VL and Qwen3-Omni lay out images
 alike. Qwen3-VL (arXiv 2511.21631) lays out a video as images, one for each of its times, each of which a text says
-before it. Qwen3-Omni (arXiv 2509.17765) has 13 tokens for each second of sound, with the positions of text.
+before it. Qwen3-Omni (arXiv 2509.17765) lays it out as one block, whose positions grow by 13 a second. A second of
+sound has 13 tokens there, with the positions of text.
 """
 
 from collections.abc import Sequence
@@ -23,12 +24,13 @@ columns. Of a sound one number: the frames of its spectrogram, a hundred a secon
 SECOND_FRAMES, SECOND_TOKENS = 100, 13
 """Frames and tokens of a second of sound."""
 Labels = Sequence[Sequence[int]]
-"""Ids of the texts that say the times of a video, one for each; empty for an image and a sound."""
+"""Ids of the texts that say the times of a video, one for each, which Qwen3-Omni has empty; no texts for an image and a
+sound."""
 
 
 @dataclass(frozen=True)
 class Run:
-    """Neighbouring tokens of an item: an image, a time of a video, or a sound."""
+    """Neighbouring tokens of an item: an image, a video or a time of it, or a sound."""
 
     offsets: np.ndarray
     """Positions, beyond that of the first token, float64 [3, tokens]."""
@@ -53,11 +55,13 @@ class MediaTokens:
     video: int = NONE
     """Id of the video token."""
     start: int = NONE
-    """Id of the token before each time of a video."""
+    """Id of the token before each time of a video; NONE: a video is one block."""
     end: int = NONE
     """Id of the token behind it."""
     audio: int = NONE
     """Id of the token of sound."""
+    second: int = 0
+    """By how much the positions of a video that is one block grow in a second."""
 
     @property
     def modalities(self) -> dict[int, int]:
@@ -69,14 +73,29 @@ class MediaTokens:
         """Return the number of tokens of media that an item becomes."""
         return sound_tokens(grid[0]) if is_sound(grid) else grid[0] * grid[1] * grid[2] // self.merge**2
 
-    def runs(self, grid: Grid) -> "list[Run]":
-        """Return the runs of an item's tokens, between which there may be text."""
+    def runs(self, grid: Grid, times: Sequence[float] = ()) -> "list[Run]":
+        """Return the runs of an item's tokens, between which there may be text.
+
+        Args:
+            grid: the item's size.
+            times: of a video, in seconds; they count where a video is one block.
+
+        Raises:
+            MediaError: a video that is one block has others times than its size says.
+        """
         if is_sound(grid):
             count = self.count(grid)
             return [Run(np.tile(np.arange(count, dtype=np.float64), (3, 1)), count, heard=True)]
         rows, columns = grid[1] // self.merge, grid[2] // self.merge
         block = np.stack([np.zeros(rows * columns), *(axis.ravel() for axis in np.indices((rows, columns)))])
-        return [Run(block, max(rows, columns))] * grid[0]
+        if grid[0] == 1 or not self.second:
+            return [Run(block, max(rows, columns))] * grid[0]
+        if len(times) != grid[0]:
+            raise MediaError(f"has a video with the grid {list(grid)}, but {len(times)} times")
+        starts = np.round(self.second * np.asarray(times, np.float64))
+        offsets = np.tile(block, grid[0])
+        offsets[0] = np.repeat(starts, rows * columns)
+        return [Run(offsets, int(offsets.max()) + 1)]
 
     def token_of(self, grid: Grid, labels: Labels) -> int:
         """Return the token of media by which a template writes an item."""
@@ -84,11 +103,11 @@ class MediaTokens:
 
     def offset(self, labels: Labels) -> int:
         """Return the index of an item's first token of media among its ids."""
-        return len(labels[0]) + 1 if labels else 0
+        return len(labels[0]) + 1 if labels and self.start != NONE else 0
 
     def of_item(self, grid: Grid, labels: Labels) -> np.ndarray:
         """Return the ids of an item, int32 [T]."""
-        if not labels:
+        if not labels or self.start == NONE:
             return np.full(self.count(grid), self.token_of(grid, labels), np.int32)
         frame = [self.start, *[self.video] * self.count((1, *grid[1:])), self.end]
         return np.array([token for label in labels for token in (*label, *frame)], np.int32)
@@ -163,11 +182,14 @@ def lay_out(
     start: float = 0.0,
     *,
     begins: Sequence[int] | None = None,
+    times: Sequence[Sequence[float]] = (),
 ) -> Layout:
     """Return modality and positions of expanded ids.
 
     An image of h rows and w columns of tokens that begins at p has the positions (p, p + row, p + column), and what
-    follows it goes on at p + max(h, w). So does each time of a video. Text and sound have equal positions on all axes.
+    follows it goes on at p + max(h, w). So does each time of a video. Where a video is one block, the time at s seconds
+    has p + 13 s in place of p, and what follows goes on behind the largest position. Text and sound have equal
+    positions on all axes.
 
     Args:
         tokens: expanded ids, [T].
@@ -176,6 +198,7 @@ def lay_out(
         start: position of the first token, for a part that follows an answer.
         begins: index of each item's first token of media, for ids that have answers in them; None: every token of
             media is an item's. Each further time of a video begins with the next token of media.
+        times: seconds of each item's times, in the same order; empty: no item is a video that is one block.
 
     Raises:
         MediaError: the tokens of media aren't those of these items.
@@ -186,7 +209,9 @@ def lay_out(
     kinds = np.zeros(len(tokens), np.uint8)
     for token, modality_of_token in media.modalities.items():
         kinds[tokens == token] = modality_of_token
-    items, places = [media.runs(grid) for grid in grids], np.flatnonzero(kinds)
+    seconds = times or [()] * len(grids)
+    items = [media.runs(grid, own) for grid, own in zip(grids, seconds, strict=True)]
+    places = np.flatnonzero(kinds)
     runs = [run for item in items for run in item]
     counts = [len(run) for run in runs]
     if begins is None:

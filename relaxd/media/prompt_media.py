@@ -158,6 +158,11 @@ def grids_of(records: Sequence[MediaRecord]) -> list[Grid]:
     return [tuple(map(int, record["grid"])) for record in records]
 
 
+def times_of(records: Sequence[MediaRecord]) -> list[tuple[float, ...]]:
+    """Return the times of media in seconds, for `lay_out`; those of an image and a sound are empty."""
+    return [tuple(record.get("times", ())) for record in records]
+
+
 def hashes_of(records: Sequence[MediaRecord]) -> tuple[str, ...]:
     """Return the hashes of media. Together with its tokens those of a prompt are its identity."""
     return tuple(record["sha256"] for record in records)

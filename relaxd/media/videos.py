@@ -9,7 +9,7 @@ import io
 import struct
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self
 
 import numpy as np
@@ -66,6 +66,37 @@ class VideoRule(ImageRule):
             width, height = int(width * scale), int(height * scale)
         return self.resized(width, height, frames, round(frames / self.times) * self.times)
 
+    def seconds(self, sampled: Sequence[int], rate: float) -> tuple[float, ...]:
+        """Return the times of sampled frames, in seconds: the mean of the first and the last frame of each one."""
+        each = [index / rate for index in sampled]
+        pairs = zip(each[:: self.times], each[self.times - 1 :: self.times], strict=True)
+        return tuple((first + last) / 2 for first, last in pairs)
+
+
+@dataclass(frozen=True)
+class BlockRule(VideoRule):
+    """Qwen3-Omni's rule, which is Qwen2VLVideoProcessor's in transformers. The limits of pixels are for each frame."""
+
+    total_pixels: int = 0
+    """Maximum pixels of all sampled frames together; 0: none."""
+
+    def sampled(self, frames: int, rate: float) -> list[int]:
+        """Return which of a video's frames are sampled, whole times of them. The last frame isn't among them."""
+        most = min(self.max_frames, frames) // self.times * self.times
+        wanted = int(min(max(frames / rate * self.fps, self.min_frames), most) // self.times) * self.times or 1
+        # transformers has them in float32.
+        indices: list[int] = (np.arange(wanted) * (frames / wanted)).astype(np.float32).astype(int).tolist()
+        return indices
+
+    def resized_frames(self, frames: int, width: int, height: int) -> tuple[int, int]:
+        """Return the size that sampled frames get: `smart_resize` of images, of each."""
+        most = min(self.max_pixels, self.total_pixels // frames) if self.total_pixels else self.max_pixels
+        return replace(self, min_pixels=min(self.min_pixels, most), max_pixels=most).resized(width, height)
+
+    def seconds(self, sampled: Sequence[int], rate: float) -> tuple[float, ...]:
+        """Return the times of sampled frames as transformers has them: `fps` a second, even if limits changed that."""
+        return tuple(time * self.times / self.fps for time in range(len(sampled) // self.times))
+
 
 @dataclass(frozen=True)
 class VideoSize:
@@ -80,7 +111,7 @@ class VideoSize:
     tokens: int
     """Number of tokens that its frames take in a prompt, without those of the texts that say their times."""
     times: tuple[float, ...]
-    """Seconds from its begin at each of its times: the mean of the first and the last frame of that one."""
+    """Seconds from its begin at each of its times."""
     sampled: tuple[int, ...]
     """Indices of the frames that are sampled. The last one is repeated to fill up the last time."""
 
@@ -101,14 +132,10 @@ class VideoSize:
         sampled = rule.sampled(frames, rate)
         wide, high = rule.resized_frames(len(sampled), width, height)
         sampled += sampled[-1:] * (-len(sampled) % rule.times)
-        seconds = [index / rate for index in sampled]
-        times = [
-            (first + last) / 2
-            for first, last in zip(seconds[:: rule.times], seconds[rule.times - 1 :: rule.times], strict=True)
-        ]
+        times = rule.seconds(sampled, rate)
         grid = (len(times), high // rule.patch, wide // rule.patch)
         tokens = len(times) * wide * high // rule.factor**2
-        return cls((width, height), (wide, high), grid, tokens, tuple(times), tuple(sampled))
+        return cls((width, height), (wide, high), grid, tokens, times, tuple(sampled))
 
 
 @dataclass(frozen=True)

@@ -336,7 +336,7 @@ class PromptMedia(_message.Message):
 
     @_builtins.property
     def times(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
-        """Seconds from a video's begin at each of its times, for a conversation whose prompt has it."""
+        """Seconds from a video's begin at each of its times. Qwen3-Omni's positions follow from them."""
 
     def __init__(
         self,

@@ -25,6 +25,8 @@ RATE = 16_000
 BANDS = 16
 WITH_SOUND = DataConfig(source="addition", media_keys={"image": "images", "audio": "sounds"})
 """Settings of data with images and sound."""
+WITH_ALL = DataConfig(source="addition", media_keys={"image": "images", "video": "videos", "audio": "sounds"})
+"""Settings of data with images, video and sound."""
 TOKENS = {
     "image_token_id": "<|image_pad|>",
     "video_token_id": "<|video_pad|>",
@@ -73,6 +75,7 @@ def write_omni_model(
     tokenizer.save(str(folder / "tokenizer.json"))
     (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|im_end|>", "chat_template": TEMPLATE}))
     (folder / "preprocessor_config.json").write_text(json.dumps(PROCESSOR | EXTRACTOR))  # one file, as the model's own
+    (folder / "video_preprocessor_config.json").write_text(json.dumps(PROCESSOR))
     ids = {name: tokenizer.token_to_id(token) for name, token in TOKENS.items()}
     thinker = {
         "model_type": "qwen3_omni_moe_thinker",
@@ -170,12 +173,12 @@ def heard_by_transformers(sounds: "list[np.ndarray]") -> "dict[str, torch.Tensor
 
 
 def omni_prompt(folder: Path, items: Sequence[Item]) -> tuple[list[int], PromptMedia]:
-    """Return a prompt that has pictures and sounds, with their marks around them, as the template writes it."""
+    """Return a prompt that has pictures, clips and sounds, with their marks around them, as the template writes it."""
     vision = read_vision(folder)
     parts: list[dict[str, Any]] = []
-    for number, one in enumerate(items):
-        parts += [{"type": "audio" if isinstance(one, np.ndarray) else "image"}, {"type": "text", "text": f"{number}?"}]
     media = normal_media(vision, items)
+    for number, one in enumerate(media):
+        parts += [{"type": one.kind}, {"type": "text", "text": f"{number}?"}]
     example = Example([{"role": "user", "content": parts or "What?"}], media=tuple(items))  # type: ignore[arg-type]
     return PromptTokenizer(folder, vision=vision).encode_seen(example, media).tolist(), PromptMedia.of(media)
 
@@ -186,9 +189,11 @@ def omni_logprobs(model: Any, prompt: Sequence[int], answer: Sequence[int], item
 
     ids = torch.tensor([[*prompt, *answer]])
     sounds = [one for one in items if isinstance(one, np.ndarray)]
-    pictures = [one for one in items if not isinstance(one, np.ndarray)]
+    shown = [one for one in items if not isinstance(one, np.ndarray)]
     heard = heard_by_transformers(sounds) if sounds else {}
-    seen = seen_by_transformers(pictures) if pictures else {}
+    seen = seen_by_transformers(shown) if shown else {}
+    if "video_grid_thw" in seen:  # two frames a second
+        seen["video_second_per_grid"] = torch.ones(len(seen["video_grid_thw"]))
     with torch.no_grad():
         logits = model(ids, attention_mask=torch.ones_like(ids), **heard, **seen).logits[0, len(prompt) - 1 : -1]
     return logits.log_softmax(-1).gather(-1, torch.tensor(answer, dtype=torch.int64)[:, None])[:, 0]

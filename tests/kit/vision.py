@@ -23,6 +23,7 @@ from relaxd.media import (
     normalise_video,
 )
 from relaxd.media.prompt_media import PromptMedia
+from relaxd.media.videos import BlockRule
 from tests.kit.tokenizer import write_tokenizer
 
 if TYPE_CHECKING:
@@ -190,7 +191,8 @@ def with_published_experts(folder: Path) -> Path:
 
 def normal_media(vision: VisionModel, items: Sequence[Item]) -> list[NormalMedia]:
     """Return items in their normal form."""
-    rule = VideoRule(vision.rule.patch, 2, 4096, 262144, times=vision.times, fps=2.0, min_frames=4, max_frames=768)
+    kind = BlockRule if vision.tokens.second else VideoRule
+    rule = kind(vision.rule.patch, 2, 4096, 262144, times=vision.times, fps=2.0, min_frames=4, max_frames=768)
     found: list[NormalMedia] = []
     for one in items:
         if isinstance(one, np.ndarray):

@@ -12,7 +12,7 @@ from relaxd.data.vision import VisionModel, read_vision
 from relaxd.engines import ENGINES
 from relaxd.media import MEDIA_KINDS, Grid, Layout, MediaError, lay_out
 from relaxd.media.layout import is_sound
-from relaxd.media.prompt_media import begins_of, contents_of, grids_of, hashes_of, kinds_of
+from relaxd.media.prompt_media import begins_of, contents_of, grids_of, hashes_of, kinds_of, times_of
 from services.rollout.engines.request_types import EngineError, Request
 
 
@@ -76,7 +76,9 @@ class SeenPrompt:
     @property
     def items(self) -> list[SeenFrame | HeardSound]:
         """Its images, the times of its videos and its sounds, in order."""
-        ends = np.cumsum([len(run) for grid in self.grids for run in self.vision.tokens.runs(grid)])
+        count = self.vision.tokens.count
+        counts = [[count(grid)] if is_sound(grid) else [count((1, *grid[1:]))] * grid[0] for grid in self.grids]
+        ends = np.cumsum([one for item in counts for one in item])
         parts = np.split(np.flatnonzero(self.layout.modality), ends[:-1])
         spans = iter([(int(part[0]), int(part[-1])) for part in parts])
         found: list[SeenFrame | HeardSound] = []
@@ -113,7 +115,7 @@ def see(request: Request, vision: VisionModel | None) -> SeenPrompt | None:
     grids, hashes = grids_of(media.records), hashes_of(media.records)
     try:
         tokens, begins = np.asarray(request.prompt_tokens, np.int32), begins_of(media.records)
-        layout = lay_out(tokens, grids, vision.tokens, begins=begins)
+        layout = lay_out(tokens, grids, vision.tokens, begins=begins, times=times_of(media.records))
         stored, sizes = contents_of(media.records, media.array), dict(zip(hashes, grids, strict=True))
         opened = {name: MEDIA_KINDS[kind].open(stored[name]) for name, kind in kinds_of(media.records).items()}
         patches = {name: vision.cut(opened[name], grid) for name, grid in sizes.items() if not is_sound(grid)}

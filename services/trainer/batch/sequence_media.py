@@ -11,7 +11,15 @@ from numpy.typing import NDArray
 
 from relaxd.board import MEDIA_CONTENTS, PROMPT_MEDIA, SEQUENCE_CONTENTS, SEQUENCE_MEDIA
 from relaxd.media import IMAGE, Grid, MediaCache, MediaError, MediaTokens, lay_out
-from relaxd.media.prompt_media import MediaRecord, contents_of, contents_of_group, grids_of, hashes_of, kinds_of
+from relaxd.media.prompt_media import (
+    MediaRecord,
+    contents_of,
+    contents_of_group,
+    grids_of,
+    hashes_of,
+    kinds_of,
+    times_of,
+)
 from services.trainer.megatron.rank_messages import message
 
 KEPT_BYTES = 1 << 30
@@ -31,6 +39,8 @@ class DecodedItem:
     """
     kind: str = IMAGE
     """One of `relaxd.media.KINDS`."""
+    times: tuple[float, ...] = ()
+    """Seconds of a video's times."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +77,8 @@ class SequenceMedia:
         Raises:
             MediaError: the tokens of media aren't those of these items.
         """
-        layout = lay_out(sequence, [item.grid for item in items], tokens, begins=begins)
+        times = [item.times for item in items]
+        layout = lay_out(sequence, [item.grid for item in items], tokens, begins=begins, times=times)
         counts = [tokens.count(item.grid) for item in items]
         firsts = tuple(np.cumsum([0, *counts[:-1]]).tolist()) if counts else ()
         return cls(tuple(items), np.flatnonzero(layout.modality), firsts, layout.positions, layout.next_position)
@@ -112,8 +123,8 @@ class GroupMediaReader:
 
         def media_of(some: Sequence[MediaRecord]) -> list[DecodedItem]:
             kinds = kinds_of(some)
-            grids = zip(hashes_of(some), grids_of(some), strict=True)
-            return [DecodedItem(sha256, grid, values[sha256], kinds[sha256]) for sha256, grid in grids]
+            found = zip(hashes_of(some), grids_of(some), times_of(some), strict=True)
+            return [DecodedItem(name, grid, values[name], kinds[name], times) for name, grid, times in found]
 
         prompt = columns["prompt_tokens"]
         shared = SequenceMedia.of(prompt, media_of(of_prompt), self._tokens) if of_prompt else None
@@ -152,6 +163,7 @@ def check_media(columns: Mapping[str, Any], tokens: MediaTokens | None) -> None:
             given = columns[name]
             records = [record for one in given for record in one] if name == SEQUENCE_MEDIA else given
             grids_of(records)
+            times_of(records)
             known |= set(contents_of(records, contents, name))
             if lacking := next((one for one in hashes_of(records) if one not in known), ""):
                 raise ValueError(f"{contents_name} has no item {lacking}")
@@ -166,7 +178,7 @@ def check_media(columns: Mapping[str, Any], tokens: MediaTokens | None) -> None:
     if tokens is None:
         return
     if records := columns.get(PROMPT_MEDIA):
-        lay_out(columns["prompt_tokens"], grids_of(records), tokens)
+        lay_out(columns["prompt_tokens"], grids_of(records), tokens, times=times_of(records))
     bounds, masks = np.cumsum([0, *columns["lengths"]]), columns["loss_mask"]
     for index, records in enumerate(columns.get(SEQUENCE_MEDIA) or ()):
         if not records:
@@ -174,7 +186,8 @@ def check_media(columns: Mapping[str, Any], tokens: MediaTokens | None) -> None:
         own = slice(int(bounds[index]), int(bounds[index + 1]))
         try:
             begins = [int(record["begin"]) for record in records]
-            layout = lay_out(columns["tokens"][own], grids_of(records), tokens, begins=begins)
+            sizes, times = grids_of(records), times_of(records)
+            layout = lay_out(columns["tokens"][own], sizes, tokens, begins=begins, times=times)
         except (KeyError, TypeError) as error:
             raise ValueError(f"{SEQUENCE_MEDIA} is malformed: {error!r}") from error
         except MediaError as error:

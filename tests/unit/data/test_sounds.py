@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -20,9 +21,10 @@ from relaxd.data.vision import normalise, read_vision
 from relaxd.media import MediaItem, encode_wav, lay_out
 from relaxd.media.shown import media_line, shown_media
 from relaxd.models import DataError
-from tests.kit.sounds import WITH_SOUND, encoded_sound, features_of, sound, write_omni_model
-from tests.kit.vision import encoded, picture, write_vision_model
+from tests.kit.sounds import WITH_ALL, WITH_SOUND, encoded_sound, features_of, sound, write_omni_model
+from tests.kit.vision import clip, encoded, picture, write_vision_model
 
+KINDS = ("image", "audio", "video")
 RUN = """
 run.steps = 1
 model.path = "model"
@@ -56,7 +58,8 @@ def theirs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Any]:
     folder = write_omni_model(tmp_path_factory.mktemp("theirs"))
     processor = object.__new__(Qwen3OmniMoeProcessor)  # its constructor asks for a video processor
     processor.tokenizer = AutoTokenizer.from_pretrained(folder)
-    processor.image_token, processor.audio_token = "<|image_pad|>", "<|audio_pad|>"
+    processor.image_token, processor.audio_token, processor.video_token = (f"<|{kind}_pad|>" for kind in KINDS)
+    processor.video_processor = SimpleNamespace(merge_size=2)
     with torch.device("meta"):
         config = AutoConfig.from_pretrained(folder).thinker_config
         return processor, Qwen3OmniMoeThinkerForConditionalGeneration(config)
@@ -64,10 +67,11 @@ def theirs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Any]:
 
 @pytest.mark.parametrize("seed", range(8))
 def test_ids_and_positions_are_those_of_transformers(seed: int, theirs: tuple[Any, Any]) -> None:
-    """Of a random prompt with texts, images and sounds of different lengths and sizes."""
-    random, (processor, model) = np.random.default_rng(seed), theirs
+    """Of a random prompt with texts, images, videos and sounds of different lengths and sizes."""
+    random, (processor, model), fps = np.random.default_rng(seed), theirs, [0.5, 1.0, 2.0, 6.5][seed % 4]
     parts, items, sounds = [], [], []
-    for kind in map(str, [*random.choice(["text", "image", "audio"], random.integers(1, 5)), "audio"]):
+    kinds = ["text", "image", "video", "audio"]
+    for kind in map(str, [*random.choice(kinds, random.integers(1, 5)), kinds[2 + seed % 2]]):
         if kind == "text":
             parts.append({"type": "text", "text": f"What about {random.integers(1000)}?"})
             continue
@@ -75,31 +79,46 @@ def test_ids_and_positions_are_those_of_transformers(seed: int, theirs: tuple[An
         one = sound(float(random.uniform(0.03, 4)), seed)
         width, height = (int(side) for side in random.integers(24, 200, 2))
         sounds += [one] if kind == "audio" else []
-        source = encode_wav(one, 16_000) if kind == "audio" else encoded(picture(width, height, seed))
+        source: Any = encode_wav(one, 16_000) if kind == "audio" else encoded(picture(width, height, seed))
+        if kind == "video":
+            source = [encoded(frame) for frame in clip(int(random.integers(2, 16)), width, height, seed)]
         items.append(MediaItem(kind, source, f"item {len(items)}"))
     example = Example([{"role": "user", "content": parts}], media=tuple(items))
-    vision = read_vision(Path("model"), WITH_SOUND)
+    vision = read_vision(Path("model"), WITH_ALL.model_copy(update={"video_fps": fps}))
     tokenizer = PromptTokenizer(Path("model"), vision=vision)
     media = normalise(example, vision)
     ours = tokenizer.encode_seen(example, media)
     np.testing.assert_array_equal(tokenizer.encode([example])[0], ours)
-    found = lay_out(ours, [one.size.grid for one in media], vision.tokens)
+    times = [one.size.times for one in media]
+    found = lay_out(ours, [one.size.grid for one in media], vision.tokens, times=times)
 
     frames = torch.tensor([features_of(one).shape[1] for one in sounds])
     counts = [one.size.tokens for one in media if one.kind == "audio"]
     grids = torch.tensor([one.size.grid for one in media if one.kind == "image"]).reshape(-1, 3)
     images = ["<|image_pad|>" * int(grid.prod() // 4) for grid in grids]
     heard = [processor.replace_audio_token({"num_audio_tokens": counts}, index) for index in range(len(counts))]
+    clips = torch.tensor([one.size.grid for one in media if one.kind == "video"]).reshape(-1, 3)
+    shown = [
+        processor.replace_video_token({"video_grid_thw": clips}, index, load_audio_from_video=False)
+        for index in range(len(clips))
+    ]
     text = tokenizer.render(example)
-    for mark, replacements in (("<|image_pad|>", images), ("<|audio_pad|>", heard)):
+    for mark, replacements in (("<|image_pad|>", images), ("<|video_pad|>", shown), ("<|audio_pad|>", heard)):
         pieces = text.split(mark)
         text = pieces[0] + "".join(one + rest for one, rest in zip(replacements, pieces[1:], strict=True))
     ids = torch.tensor([processor.tokenizer(text)["input_ids"]])
     positions, delta = model.get_rope_index(
-        ids, grids if len(grids) else None, None, torch.ones_like(ids), False, frames, None
+        ids,
+        grids if len(grids) else None,
+        clips if len(clips) else None,
+        torch.ones_like(ids),
+        False,
+        frames,
+        torch.full((len(clips),), 2 / fps),
     )
     np.testing.assert_array_equal(ours, ids[0])
-    np.testing.assert_array_equal(found.modality, (ids == vision.tokens.token)[0] + 3 * (ids == vision.tokens.audio)[0])
+    modality = sum(kind * (ids == token).long() for token, kind in vision.tokens.modalities.items())
+    np.testing.assert_array_equal(found.modality, modality[0])
     np.testing.assert_array_equal(found.positions, positions[:, 0])
     assert found.next_position == ids.shape[1] + int(delta.flatten()[0])
 
@@ -188,19 +207,14 @@ def test_sounds_that_are_too_long_are_refused_and_not_cut() -> None:
             "rollout.engine",
             "isn't known to run models of type 'qwen3_omni_moe' as the trainer does",
         ),
-        (
-            ['--data.media_keys={video = "sounds"}'],
-            "rollout.engine",
-            "which takes no video with a model of type 'qwen3_omni_moe' (data.media_keys): no engine does",
-        ),
-        (
-            ["--agent.environment=zoom", '--agent.media=["video"]'],
-            "rollout.engine",
-            "which takes no video with a model of type 'qwen3_omni_moe'",
-        ),
         (["--model.path=seeing"], "rollout.engine", "which takes no audio with a model of type 'qwen3_vl'"),
+        (
+            ['--data.media_keys={video = "sounds"}', "--data.video_fps=3"],
+            "data.video_fps",
+            "so by 8.66667 from one pair of frames to the next at 3 frames a second: take 0.5, 1, 2, 6.5, 13 or 26",
+        ),
     ],
-    ids=["server", "server without sound", "video", "conversation", "deaf"],
+    ids=["server", "server without sound", "deaf", "fps"],
 )
 def test_combinations_that_are_not_known_are_refused(settings: list[str], setting: str, complaint: str) -> None:
     write_vision_model(Path("seeing"))

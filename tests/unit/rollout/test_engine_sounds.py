@@ -14,7 +14,7 @@ from relaxd.weights.manifest import ManifestMismatch, TensorBucket, TensorSpec
 from services.rollout.engines.request_types import Version
 from services.rollout.engines.transformers.transformers_weights import check_manifest, named_parameters
 from tests.kit.sounds import make_omni_model, omni_logprobs, omni_prompt, sound, without_marks
-from tests.kit.vision import Item, picture
+from tests.kit.vision import Item, clip, picture
 from tests.unit.rollout.engine_harness import Harness
 
 LONG, OTHER, SHORT = sound(1.31, 1), sound(1.31, 2), sound(0.43, 3)
@@ -38,7 +38,10 @@ def harness(folder: Path) -> Iterator[Harness]:
 
 
 def test_log_probs_equal_transformers(harness: Harness, reference: PreTrainedModel, folder: Path) -> None:
-    """Prompts with sounds, images, both and none, in one batch. The short sound is one that transformers gets alone."""
+    """Prompts with sounds, images, videos, all of them and none, in one batch.
+
+    The short sound is one that transformers gets alone.
+    """
     prompts: dict[str, list[Item]] = {
         "one": [LONG],
         "short": [SHORT],
@@ -47,6 +50,8 @@ def test_log_probs_equal_transformers(harness: Harness, reference: PreTrainedMod
         "image": [picture(100, 60)],
         "mixed": [picture(64, 64, 1), LONG, picture(70, 150, 2), OTHER],
         "twice": [LONG, LONG],
+        "video": [clip(6, 96, 64)],
+        "all": [clip(4, 64, 64, 1), LONG, picture(70, 150, 2), clip(10, 64, 96, 2)],
     }
     for number, (name, items) in enumerate(prompts.items()):
         prompt, media = omni_prompt(folder, items)
@@ -59,7 +64,7 @@ def test_log_probs_equal_transformers(harness: Harness, reference: PreTrainedMod
             full = omni_logprobs(reference, prompt, tokens, items)
             np.testing.assert_allclose(answer.logprobs[: len(tokens)], full, atol=1e-5, err_msg=name)
             compared += len(tokens)
-    assert compared > 60
+    assert compared > 70
 
 
 def test_another_sound_of_the_same_length_is_another_prompt(

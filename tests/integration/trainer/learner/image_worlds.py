@@ -28,9 +28,9 @@ HEARD: tuple[tuple[tuple[float, ...], ...], ...] = (
     (),
     ((100, 60), (0.43,), (1.1,)),
     ((1.31,),),
-    ((2.05,), (64, 96), (1.31,)),
+    ((2.05,), (64, 96), (64, 96, 4), (1.31,)),
 )
-"""The same for a model that hears: one number is the length of a sound in seconds."""
+"""The same for a model that hears, too: one number is the length of a sound in seconds."""
 ANSWERS = 2
 
 
@@ -51,7 +51,8 @@ def make_samples(
         items: list[Item] = [_item(*size, seed=number, swapped=swapped) for size in sizes]
         normal = normal_media(vision, items)
         images = [
-            DecodedItem(one.sha256, one.size.grid, MEDIA_KINDS[one.kind].open(one.content), one.kind) for one in normal
+            DecodedItem(one.sha256, one.size.grid, MEDIA_KINDS[one.kind].open(one.content), one.kind, one.size.times)
+            for one in normal
         ]
         short = [65, 66, *(each for one in normal for each in _marked(one.kind, vision)), 67, 68, 69]
         prompt = np.array(expand_media(short, normal, vision))
@@ -79,7 +80,7 @@ def make_samples(
 
 def _marked(kind: str, vision: VisionModel) -> tuple[int, int, int]:
     """Return the token of a kind of media between its marks, as the template writes them."""
-    before, behind = (258, 259) if vision.sound is None else {"image": (261, 262), "audio": (263, 264)}[kind]
+    before, behind = (258, 259) if vision.sound is None else {"audio": (263, 264)}.get(kind, (261, 262))
     return before, mark_of(kind, vision), behind
 
 
