@@ -106,7 +106,7 @@ def changed_config(config: RunConfig, changes: Sequence[str], run_id: str) -> Ru
             "don't record: its fork can change trainer.optimizer only"
         )
     if changed.reward != config.reward and config.reward.media:
-        raise CliError("a reward that sees images (reward.media) can't score recorded answers again")
+        raise CliError("a reward that opens media (reward.media) can't score recorded answers again")
     if problems := check_algorithm(changed):
         raise ConfigError(problems)
     return changed

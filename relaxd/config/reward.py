@@ -206,7 +206,7 @@ class RewardConfig(Section):
             reason = f'reward.on_failure is "{self.on_failure}": set "retry"'
             refuse_unused(self, "reward", ("max_retries",), reason)
         if self.address:
-            reason = "reward.address is a service, which gets no images: leave it out"
+            reason = "reward.address is a service, which gets no media: leave it out"
             refuse_unused(self, "reward", ("media",), reason)
         if self.sandbox == "off":
             reason = 'reward.sandbox is "off", with which rewards do what the service\'s user may do: set "auto"'

@@ -295,7 +295,7 @@ class RunConfig(Section):
 
     @model_validator(mode="after")
     def _models_beside_the_trained_one_see(self) -> Self:
-        """A critic service and engines that give a teacher's log-probs don't see images."""
+        """A critic service and engines that give a teacher's log-probs take no media."""
         if not self.has_media:
             return self
         setting = self.media_setting

@@ -267,7 +267,7 @@ def decoder_config(config: Config) -> Config:
 
 
 def sees(config: Config) -> bool:
-    """Return True if the trainer lets models of this kind see images."""
+    """Return True if the trainer takes media with models of this type: images at least."""
     return config.get("model_type") in SEEING
 
 

@@ -22,6 +22,7 @@ from relaxd.config.write_toml import dump_changes, dump_explained
 from relaxd.data.curriculum.run_curriculum import own_problems
 from relaxd.data.dataset import load_data
 from relaxd.data.templating import JUDGE_OVERRIDE, chat_template_text, load_chat_template
+from relaxd.data.vision import MODEL_KINDS
 from relaxd.engines import ENGINES, list_engines
 from relaxd.evaluation.set_checks import context_problems, environment_problems, set_problems
 from relaxd.json_text import parse_json
@@ -169,7 +170,7 @@ def _check_model(config: RunConfig, folder: Path) -> list[Problem]:
     if isinstance(size, int) and (beyond := [token for token in config.rollout.stop_token_ids if token >= size]):
         found.append(Problem("rollout.stop_token_ids", f"has {beyond[0]}, but the model's tokens are 0 to {size - 1}"))
     if config.has_media and not sees(model):
-        wrong = f"is set, but the trainer lets no model of type {model.get('model_type')!r} see"
+        wrong = f"is set, but models of type {model.get('model_type')!r} take no media in the trainer"
         found.append(Problem(config.media_setting, f"{wrong}: {', '.join(SEEING)} do"))
     found += _check_engine(config, str(model.get("model_type")))
     replay, returned = config.trainer.routing_replay, config.rollout.return_routed_experts
@@ -218,8 +219,11 @@ def _check_frozen_models(config: RunConfig) -> list[Problem]:
             except (OSError, ValueError, KeyError) as error:
                 found.append(Problem(setting, f"= {name!r} is no model folder: {error}"))
                 continue
-            if config.has_media and not sees(model):
-                found.append(Problem(setting, f"= {name!r} sees no images, which the run has ({config.media_setting})"))
+            model_type = str(model.get("model_type"))
+            if lacking := [kind for kind in config.media_kinds if kind not in MODEL_KINDS.get(model_type, ())]:
+                taken = ", ".join(MODEL_KINDS.get(model_type, ())) or "none"
+                wrong = f"takes no {lacking[0]}, which the run has ({config.media_setting})"
+                found.append(Problem(setting, f"= {name!r} {wrong}: media of type {model_type!r} are {taken}"))
             if role == TEACHER:
                 found += _check_candidates(config, model)
             if role == TEACHER and not ENGINES[config.roles.teacher.engine].in_ranks:

@@ -39,6 +39,12 @@ def test_another_algorithm_begins_with_its_defaults() -> None:
     assert (same.clip_low, same.clip_high) == (0.1, 0.3)
 
 
+def test_rewards_that_open_media_cannot_score_again() -> None:
+    seeing = load(f'{TASK}reward.media = true\ndata.media_keys = {{audio = "sounds"}}\nrollout.engine = "transformers"')
+    with pytest.raises(CliError, match=r"a reward that opens media .reward.media. can.t score recorded"):
+        changed_config(seeing, ["reward.name=dummy"], "run-1")
+
+
 @each(
     ("change", "problem"),
     [

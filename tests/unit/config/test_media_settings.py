@@ -9,7 +9,7 @@ from relaxd.cli.preparing.config_command import check
 from relaxd.config import RunConfig
 from relaxd.config.load_toml import ConfigError, load_file
 from tests.kit.cases import each
-from tests.kit.tokenizer import write_tokenizer
+from tests.kit.sounds import write_omni_model
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "addition.toml"
 VISION, PROJECTION, LANGUAGE = (
@@ -68,7 +68,7 @@ def test_parts_of_a_model_that_hears(option: str, trained: set[str]) -> None:
         (["reward.media=true"], "reward.media is true, but the run has none"),
         (
             ["reward.media=true", "reward.name=", "reward.address=localhost:1", IMAGES],
-            "reward.media is true, but reward.address is a service, which gets no images",
+            "reward.media is true, but reward.address is a service, which gets no media",
         ),
         (['trainer.freeze=["("]'], "'(' is no regular expression"),
         (['trainer.train_only=["vision"]', "trainer.freeze=[]"], "trainer.freeze is []"),
@@ -117,10 +117,17 @@ def test_conversations_may_have_each_kind_that_their_engine_takes() -> None:
     )
 
 
-def test_a_model_that_sees_nothing_is_refused_by_the_setting_that_asks_for_images(tmp_path: Path) -> None:
-    write_tokenizer(tmp_path)
+def test_a_model_without_media_is_refused_by_the_setting_that_asks_for_some(tmp_path: Path) -> None:
+    write_omni_model(tmp_path)  # for its vocabulary
     config = {"model_type": "qwen3", "vocab_size": 300, "num_attention_heads": 2, "num_hidden_layers": 2}
     (tmp_path / "config.json").write_text(json.dumps(config | {"hidden_size": 64, "intermediate_size": 64}))
-    run = load(f"model.path={tmp_path}", "agent.environment=zoom", IMAGES_SHOWN)
-    found = {problem.setting: problem.message for problem in check(run, call_reward=False)}
-    assert "the trainer lets no model of type 'qwen3' see: qwen3_vl" in found["agent.media"]
+    beside = write_omni_model(tmp_path / "beside")
+    file = beside / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"model_type": "qwen3_vl", "text_config": {}}))
+    reference = ("algorithm.kl_coef=0.1", f"roles.reference.model={beside}")
+    run = load(f"model.path={tmp_path}", "agent.environment=zoom", 'agent.media=["image", "audio"]', *reference)
+    found = [f"{problem.setting} {problem.message}" for problem in check(run, call_reward=False)]
+    media = "which the run has (agent.media): media of type 'qwen3_vl' are image, video"
+    assert f"roles.reference.model = '{beside}' takes no audio, {media}" in found
+    (own,) = (message for message in found if message.startswith("agent.media"))
+    assert "models of type 'qwen3' take no media in the trainer: qwen3_vl" in own
