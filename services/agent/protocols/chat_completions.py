@@ -14,6 +14,7 @@ from services.agent.protocols.protocol import (
     Supported,
     call_of,
     check_supported,
+    input_audio,
     model_of,
     read_content,
     read_functions,
@@ -57,11 +58,10 @@ TOKENIZE_SUPPORTED: Supported = {
 
 def _source(part: Mapping[str, Any]) -> Any:
     name = part["type"]
+    if name == "input_audio":
+        return input_audio(part)
     inside, source = MEDIA_PARTS[name][1], part.get(name)
-    if not inside or not isinstance(source, dict):
-        return source
-    given = source.get(inside)
-    return f"data:audio/{source.get('format')};base64,{given}" if name == "input_audio" else given
+    return source.get(inside) if inside and isinstance(source, dict) else source
 
 
 PARTS = Parts(("text",), {name: (kind, _source) for name, (kind, _) in MEDIA_PARTS.items()})

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from relaxd.data.examples import Message
-from relaxd.media.placeholders import IMAGE
+from relaxd.media.placeholders import AUDIO, IMAGE
 from services.agent.chat_requests import BadRequest, ChatAnswer, ChatRequest, shown
 from services.agent.protocols.chat_completions import ROLES
 from services.agent.protocols.protocol import (
@@ -14,6 +14,7 @@ from services.agent.protocols.protocol import (
     Supported,
     call_of,
     check_supported,
+    input_audio,
     model_of,
     named_events,
     read_content,
@@ -36,7 +37,11 @@ SUPPORTED: Supported = {
 }
 IGNORED_TOOLS = ("namespace", "web_search", "web_search_preview")
 """Types of tools that some programs offer to every model, and that this one isn't told of."""
-PARTS = Parts(("input_text", "output_text", "text"), {"input_image": (IMAGE, lambda part: part.get("image_url"))})
+PARTS = Parts(
+    ("input_text", "output_text", "text"),
+    {"input_image": (IMAGE, lambda part: part.get("image_url")), "input_audio": (AUDIO, input_audio)},
+    "responses have no part for video, whose form video_url chat completions have",
+)
 """Parts of contents."""
 
 

@@ -38,6 +38,8 @@ class Parts:
     media: Mapping[str, tuple[str, Callable[[Mapping[str, Any]], Any]]]
     """The kind of media of a part, and a function that returns its data URI or anything else if it has none, by its
     type."""
+    lacking: str = ""
+    """What the protocol has no part for, and what to do instead."""
 
 
 @dataclass(frozen=True)
@@ -171,7 +173,14 @@ def read_part(place: str, part: Any, forms: Parts, media: SessionMedia | None = 
     if kind in forms.texts and isinstance(part.get("text"), str):
         return {"type": "text", "text": part["text"]}
     kinds = " or ".join([*forms.texts, *(forms.media if media is not None else ())])
-    raise BadRequest(f"{place} = {shown(part)} isn't supported: only parts of type {kinds} are", place)
+    lacking = f"; {forms.lacking}" if media is not None and forms.lacking else ""
+    raise BadRequest(f"{place} = {shown(part)} isn't supported: only parts of type {kinds} are{lacking}", place)
+
+
+def input_audio(part: Mapping[str, Any]) -> Any:
+    """Return the data URI of a part of OpenAI's type input_audio; anything else if it has none."""
+    sound = part.get("input_audio")
+    return f"data:audio/{sound.get('format')};base64,{sound.get('data')}" if isinstance(sound, dict) else sound
 
 
 def read_functions(tools: Any) -> list[dict[str, Any]]:

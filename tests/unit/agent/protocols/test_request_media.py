@@ -88,11 +88,15 @@ def test_videos_are_read_as_the_data_are(media: SessionMedia, form: str) -> None
 def test_sounds_come_as_input_audio(tmp_path: Path) -> None:
     heard = SessionMedia(read_vision(write_omni_model(tmp_path), WITH_SOUND))
     wav = encoded_sound(sound(0.5))
-    for part in (
-        {"type": "input_audio", "input_audio": {"data": base64.b64encode(wav).decode(), "format": "wav"}},
-        {"type": "audio_url", "audio_url": {"url": data_uri(wav)}},
+    part = {"type": "input_audio", "input_audio": {"data": base64.b64encode(wav).decode(), "format": "wav"}}
+    url = {"type": "audio_url", "audio_url": {"url": data_uri(wav)}}
+    for protocol, asked in (
+        (CHAT_COMPLETIONS, {"messages": [user(part)]}),
+        (CHAT_COMPLETIONS, {"messages": [user(url)]}),
+        (OPENAI_RESPONSES, {"input": [user(part)]}),
+        (OPENAI_RESPONSES, {"input": [{**OUTPUT, "output": [part]}]}),
     ):
-        (message,) = read(CHAT_COMPLETIONS, heard, messages=[user(part)]).messages
+        (message,) = read(protocol, heard, **asked).messages
         (item,) = heard.of([message])
         assert (item.kind, item.content) == ("audio", wav)
 
@@ -138,6 +142,10 @@ UNSENT, BROKEN = "has no image in it: send its content", "is a data URI whose ba
         (CHAT_COMPLETIONS, {"type": "video", "video": ["/etc/hosts"]}, "has no video in it: send its content"),
         (CHAT_COMPLETIONS, {"type": "input_audio", "input_audio": {"data": DATA, "format": "wav"}}, "is of type audio"),
         (OPENAI_RESPONSES, {"type": "input_video", "video_url": URI}, "only parts of type input_text or output_text"),
+        (OPENAI_RESPONSES, {"type": "input_file", "file_data": URI}, "are; responses have no part for video, whose"),
+        (OPENAI_RESPONSES, {"type": "input_audio", "input_audio": {"data": DATA, "format": "wav"}}, "is of type audio"),
+        (OPENAI_RESPONSES, {"type": "input_audio"}, "has no audio in it: send its content"),
+        (ANTHROPIC_MESSAGES, {"type": "video", "source": {}}, "are; messages have no block for video and sound"),
         (CHAT_COMPLETIONS, {"type": ["image"]}, "isn't supported: only parts of type"),
         (OPENAI_RESPONSES, {"type": "input_image", "image_url": "https://example.com/a.png"}, UNSENT),
         (OPENAI_RESPONSES, {"type": "input_image", "file_id": "file-1"}, UNSENT),
