@@ -146,8 +146,9 @@ COLUMNS: dict[str, ColumnSpec] = {
             "json",
             "",
             "The prompt's media in their order, whose tokens prompt_tokens has: [{kind, sha256, grid, bytes}]. grid: "
-            "patches in time, rows and columns, or the frames of a sound's spectrogram; bytes: how many of "
-            "media_contents are this one's, 0 for one that came before in the same prompt.",
+            "patches in time, rows and columns, or the frames of a sound's spectrogram, or both of a video with its "
+            "own sound; bytes: how many of media_contents are this one's, 0 for one that came before in the same "
+            "prompt. A video has times, too, in seconds.",
             optional=True,
         ),
         ColumnSpec(

@@ -216,6 +216,9 @@ class DataConfig(Section):
     video_fps: float = Field(default=0.0, ge=0, le=60)
     """Frames that are taken from a second of a video; 0 means the model's rate. A video that is a list of frames has
     them at this rate."""
+    video_sound: bool = False
+    """Play a video's own sound with it, if its file has one: its tokens stand between those of the frames, by time. For
+    a model that sees video and hears (docs/media.md)."""
     max_video_frames: int = Field(default=0, ge=0)
     """Take at most this many frames from a video, evenly spread over it; 0 means the model's maximum."""
     max_video_tokens: int = Field(default=0, ge=0, le=40_000)

@@ -294,6 +294,15 @@ class RunConfig(Section):
         return self
 
     @model_validator(mode="after")
+    def _sound_of_videos_has_videos(self) -> Self:
+        if self.data.video_sound and "video" not in self.media_kinds:
+            raise ValueError(
+                "data.video_sound is true, but the run has no video: name its column in data.media_keys, set "
+                "agent.media, or leave it out"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _models_beside_the_trained_one_see(self) -> Self:
         """A critic service and engines that give a teacher's log-probs take no media."""
         if not self.has_media:

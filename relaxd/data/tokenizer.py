@@ -203,7 +203,8 @@ class PromptTokenizer:
     ) -> np.ndarray:
         labels = [self.labels_of(size.times) for size in sizes]
         try:
-            return expand(tokens, [size.grid for size in sizes], vision.tokens, labels)
+            times = [size.times for size in sizes]
+            return expand(tokens, [size.grid for size in sizes], vision.tokens, labels, times)
         except MediaError as error:
             raise DataError("data", f"{example.place} {error}") from error
 

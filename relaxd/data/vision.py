@@ -142,8 +142,10 @@ def read_vision(folder: Path, data: DataConfig | None = None, run_kinds: Collect
         sizes = (int(vision.get("patch_size") or patch), int(vision.get("spatial_merge_size") or merge))
         tokens = MediaTokens(int(config["image_token_id"]), merge)
         if AUDIO in kinds:  # Qwen3-Omni, whose videos are blocks
-            video, audio = int(config["video_token_id"]), int(config["audio_token_id"])
-            tokens = replace(tokens, video=video, audio=audio, second=SECOND_TOKENS)
+            names = ("video_token_id", "audio_start_token_id", "audio_end_token_id")
+            video, start, end = (int(config.get(name, NONE)) for name in names)
+            tokens = replace(tokens, video=video, audio=int(config["audio_token_id"]), second=SECOND_TOKENS)
+            tokens = replace(tokens, sound_start=start, sound_end=end)
         elif VIDEO in kinds:
             names = ("video_token_id", "vision_start_token_id", "vision_end_token_id")
             tokens = MediaTokens(tokens.token, merge, *(int(config.get(name, NONE)) for name in names))
@@ -185,6 +187,12 @@ def read_vision(folder: Path, data: DataConfig | None = None, run_kinds: Collect
         vision = replace(vision, video=_video_rule(folder, vision, data))
         if tokens.second:
             _check_block(vision, config)
+        if data.video_sound:
+            if not isinstance(vision.video, BlockRule):
+                able = ", ".join(name for name, own in MODEL_KINDS.items() if {VIDEO, AUDIO} <= set(own))
+                wrong = f"is true, but {folder} has a model of type {model_type!r}, which hears nothing: {able} does"
+                raise DataError("data.video_sound", wrong)
+            vision = replace(vision, video=replace(vision.video, sound=_sound_rule(folder, config, data)))
     return vision
 
 
@@ -225,7 +233,9 @@ def _video_rule(folder: Path, vision: VisionModel, data: DataConfig) -> VideoRul
     given = VIDEO_DEFAULTS | {name: value for name, value in processor.items() if value is not None}
     if other := next((name for name, value in images.items() if given.get(name, value) != value), ""):
         raise DataError("model.path", f"{file} has {other} {given[other]}, but images have {images[other]}")
-    if not is_block and NONE in (vision.tokens.video, vision.tokens.start, vision.tokens.end):
+    tokens = vision.tokens
+    marks = (tokens.sound_start, tokens.sound_end) if data.video_sound else ()
+    if NONE in (tokens.video, *(marks if is_block else (tokens.start, tokens.end))):
         raise DataError("model.path", f"{folder / 'config.json'} lacks the ids of the tokens of video")
     try:
         least, most = int(given["size"]["shortest_edge"]), int(given["size"]["longest_edge"])

@@ -4,11 +4,12 @@ A chat template writes one token for each item. The model sees one for each merg
 positions (M-RoPE: time, row, column; Qwen2-VL, arXiv 2409.12191). Qwen2.5-VL, Qwen3-VL and Qwen3-Omni lay out images
 alike. Qwen3-VL (arXiv 2511.21631) lays out a video as images, one for each of its times, each of which a text says
 before it. Qwen3-Omni (arXiv 2509.17765) lays it out as one block, whose positions grow by 13 a second. A second of
-sound has 13 tokens there, with the positions of text.
+sound has 13 tokens there, with the positions of text; those of a video's own sound stand between the video's, by time.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Self
 
 import numpy as np
 
@@ -19,8 +20,9 @@ TEXT, IMAGE, VIDEO, AUDIO = 0, 1, 2, 3
 NONE = -1
 """In place of the id of a token that a model doesn't have."""
 Grid = tuple[int, ...]
-"""Size of an item as the model's tower gets it. Of an image or a video its patches: time (1 of an image), rows and
-columns. Of a sound one number: the frames of its spectrogram, a hundred a second."""
+"""Size of an item as the model's towers get it. Of an image or a video its patches: time (1 of an image), rows and
+columns. Of a sound one number: the frames of its spectrogram, a hundred a second. A video with its own sound has the
+three numbers of the video and that of the sound."""
 SECOND_FRAMES, SECOND_TOKENS = 100, 13
 """Frames and tokens of a second of sound."""
 Labels = Sequence[Sequence[int]]
@@ -30,14 +32,22 @@ sound."""
 
 @dataclass(frozen=True)
 class Run:
-    """Neighbouring tokens of an item: an image, a video or a time of it, or a sound."""
+    """Neighbouring tokens of an item, T of them: an image, a video or a time of it, or a sound."""
 
     offsets: np.ndarray
-    """Positions, beyond that of the first token, float64 [3, tokens]."""
+    """Positions, beyond that of the first token, float64 [3, T]."""
     advance: int
     """By how much the position behind them is beyond that of the first one."""
-    heard: bool = False
-    """True if it is a sound."""
+    heard: np.ndarray
+    """True for tokens of sound, bool [T]."""
+    rows: np.ndarray
+    """Row of each token in what the towers make of these tokens, the frames' before the sound's: int64 [T]."""
+
+    @classmethod
+    def of(cls, offsets: np.ndarray, advance: int, *, heard: bool = False) -> Self:
+        """Return a run of frames or of sound."""
+        count = offsets.shape[1]
+        return cls(offsets, advance, np.full(count, heard), np.arange(count))
 
     def __len__(self) -> int:
         """Return its number of tokens."""
@@ -60,6 +70,10 @@ class MediaTokens:
     """Id of the token behind it."""
     audio: int = NONE
     """Id of the token of sound."""
+    sound_start: int = NONE
+    """Id of the token before a video with its own sound."""
+    sound_end: int = NONE
+    """Id of the token behind it."""
     second: int = 0
     """By how much the positions of a video that is one block grow in a second."""
 
@@ -71,7 +85,10 @@ class MediaTokens:
 
     def count(self, grid: Grid) -> int:
         """Return the number of tokens of media that an item becomes."""
-        return sound_tokens(grid[0]) if is_sound(grid) else grid[0] * grid[1] * grid[2] // self.merge**2
+        if is_sound(grid):
+            return sound_tokens(grid[0])
+        own = sum(map(sound_tokens, grid[3:]))
+        return grid[0] * grid[1] * grid[2] // self.merge**2 + own
 
     def runs(self, grid: Grid, times: Sequence[float] = ()) -> "list[Run]":
         """Return the runs of an item's tokens, between which there may be text.
@@ -81,32 +98,41 @@ class MediaTokens:
             times: of a video, in seconds; they count where a video is one block.
 
         Raises:
-            MediaError: a video that is one block has others times than its size says.
+            MediaError: a video that is one block has other times than its size says, or the model doesn't hear its
+                own sound.
         """
         if is_sound(grid):
             count = self.count(grid)
-            return [Run(np.tile(np.arange(count, dtype=np.float64), (3, 1)), count, heard=True)]
+            return [Run.of(_line(count), count, heard=True)]
         rows, columns = grid[1] // self.merge, grid[2] // self.merge
         block = np.stack([np.zeros(rows * columns), *(axis.ravel() for axis in np.indices((rows, columns)))])
-        if grid[0] == 1 or not self.second:
-            return [Run(block, max(rows, columns))] * grid[0]
+        if len(grid) > 3 and not self.second:
+            raise MediaError("has a video with its own sound, which this model doesn't hear")
+        if (grid[0] == 1 and len(grid) == 3) or not self.second:
+            return [Run.of(block, max(rows, columns))] * grid[0]
         if len(times) != grid[0]:
             raise MediaError(f"has a video with the grid {list(grid)}, but {len(times)} times")
         starts = np.round(self.second * np.asarray(times, np.float64))
         offsets = np.tile(block, grid[0])
         offsets[0] = np.repeat(starts, rows * columns)
-        return [Run(offsets, int(offsets.max()) + 1)]
+        if len(grid) == 3:
+            return [Run.of(offsets, int(offsets.max()) + 1)]
+        return [_merged(offsets, _line(sound_tokens(grid[3])))]
 
     def token_of(self, grid: Grid, labels: Labels) -> int:
         """Return the token of media by which a template writes an item."""
         return self.audio if is_sound(grid) else self.video if labels else self.token
 
-    def offset(self, labels: Labels) -> int:
+    def offset(self, grid: Grid, labels: Labels) -> int:
         """Return the index of an item's first token of media among its ids."""
-        return len(labels[0]) + 1 if labels and self.start != NONE else 0
+        return len(labels[0]) + 1 if labels and self.start != NONE else int(len(grid) > 3)
 
-    def of_item(self, grid: Grid, labels: Labels) -> np.ndarray:
-        """Return the ids of an item, int32 [T]."""
+    def of_item(self, grid: Grid, labels: Labels, times: Sequence[float] = ()) -> np.ndarray:
+        """Return the ids of an item, int32 [T]. Raises MediaError as `runs`."""
+        if len(grid) > 3:
+            (run,) = self.runs(grid, times)
+            marked = [self.sound_start, *np.where(run.heard, self.audio, self.video), self.sound_end]
+            return np.array(marked, np.int32)
         if not labels or self.start == NONE:
             return np.full(self.count(grid), self.token_of(grid, labels), np.int32)
         frame = [self.start, *[self.video] * self.count((1, *grid[1:])), self.end]
@@ -116,6 +142,23 @@ class MediaTokens:
 def is_sound(grid: Grid) -> bool:
     """Return True if it is the size of a sound."""
     return len(grid) == 1
+
+
+def _line(count: int) -> np.ndarray:
+    """Return offsets of tokens that have the positions of text, float64 [3, count]."""
+    return np.tile(np.arange(count, dtype=np.float64), (3, 1))
+
+
+def _merged(seen: np.ndarray, heard: np.ndarray) -> Run:
+    """Return the run of a video and its own sound by their offsets: by time, the video first where it is the same.
+
+    What follows goes on behind the last tokens of one kind, as in transformers.
+    """
+    offsets = np.concatenate([seen, heard], axis=1)
+    rows = np.argsort(offsets[0], kind="stable")
+    is_heard = rows >= seen.shape[1]
+    last = np.flatnonzero(is_heard != is_heard[-1])[-1] + 1
+    return Run(offsets[:, rows], int(offsets[:, rows[last:]].max()) + 1, is_heard, rows)
 
 
 def sound_tokens(frames: int) -> int:
@@ -131,8 +174,10 @@ class Layout:
     tokens: np.ndarray
     """Token ids, int32 [T]."""
     modality: np.ndarray
-    """TEXT, IMAGE, VIDEO or AUDIO, uint8 [T]. The rows of the towers' output belong to tokens of the last three in
-    order."""
+    """TEXT, IMAGE, VIDEO or AUDIO, uint8 [T]."""
+    rows: np.ndarray
+    """Row of each of the M tokens of media in the towers' output for all items, one after the other: int64 [M]. They
+    are in order but in a video with its own sound, whose frames come before its sound."""
     positions: np.ndarray
     """Positions by time, row and column, float32 [3, T]."""
     next_position: float
@@ -141,7 +186,11 @@ class Layout:
 
 
 def expand(
-    short: Sequence[int] | np.ndarray, grids: Sequence[Grid], media: MediaTokens, labels: Sequence[Labels] = ()
+    short: Sequence[int] | np.ndarray,
+    grids: Sequence[Grid],
+    media: MediaTokens,
+    labels: Sequence[Labels] = (),
+    times: Sequence[Sequence[float]] = (),
 ) -> np.ndarray:
     """Put the tokens of each item into the place of its one token.
 
@@ -150,6 +199,7 @@ def expand(
         grids: the items' patches, in the order of the prompt.
         media: the model's.
         labels: the items' labels, in the same order; empty: there are only images.
+        times: seconds of each item's times, in the same order; empty: no item is a video with its own sound.
 
     Returns:
         Token ids, int32 [T].
@@ -157,7 +207,7 @@ def expand(
     Raises:
         MediaError: there are more or fewer tokens than items, or those of another kind have another order.
     """
-    ids, labels = np.asarray(short, np.int32), labels or [()] * len(grids)
+    ids, labels, times = np.asarray(short, np.int32), labels or [()] * len(grids), times or [()] * len(grids)
     places = np.flatnonzero(np.isin(ids, list(media.modalities)))
     items = [media.token_of(grid, one) for grid, one in zip(grids, labels, strict=True)]
     for kind, token in (("image", media.token), ("video", media.video), ("sound", media.audio)):
@@ -169,8 +219,8 @@ def expand(
     if ids[places].tolist() != items:
         raise MediaError("has its media in another order after templating: change the chat template")
     pieces, end = [], 0
-    for place, grid, label in zip(places.tolist(), grids, labels, strict=True):
-        pieces += [ids[end:place], media.of_item(grid, label)]
+    for place, grid, label, seconds in zip(places.tolist(), grids, labels, times, strict=True):
+        pieces += [ids[end:place], media.of_item(grid, label, seconds)]
         end = place + 1
     return np.concatenate([*pieces, ids[end:]])
 
@@ -203,8 +253,8 @@ def lay_out(
     Raises:
         MediaError: the tokens of media aren't those of these items.
     """
-    if wrong := next((grid for grid in grids if len(grid) not in (1, 3) or min(grid) < 1), None):
-        raise MediaError(f"has an item with the grid {list(wrong)}: it must have 1 or 3 numbers of at least 1")
+    if wrong := next((grid for grid in grids if len(grid) not in (1, 3, 4) or min(grid) < 1), None):
+        raise MediaError(f"has an item with the grid {list(wrong)}: it must have 1, 3 or 4 numbers of at least 1")
     tokens = np.asarray(tokens, np.int32)
     kinds = np.zeros(len(tokens), np.uint8)
     for token, modality_of_token in media.modalities.items():
@@ -230,7 +280,8 @@ def lay_out(
             raise MediaError(f"has an item that begins at token {first}, before token {end}, where the last one ends")
         end = first + len(run)
         own = kinds[first:end]
-        if len(own) < len(run) or own[0] == TEXT or (own != own[0]).any() or run.heard != (own[0] == AUDIO):
+        kinds_of_frames = np.unique(own[own != AUDIO])
+        if len(own) < len(run) or ((own == AUDIO) != run.heard).any() or TEXT in own or len(kinds_of_frames) > 1:
             raise MediaError(f"has other tokens among those of the item that begins at token {first}")
         modality[first:end] = own
         advances[first:end] = 0
@@ -239,7 +290,10 @@ def lay_out(
     positions = np.tile(line, (3, 1))
     for first, run in zip(begins, runs, strict=True):
         positions[:, first : first + len(run)] = line[first] + run.offsets
-    return Layout(tokens, modality, positions.astype(np.float32), start + float(advances.sum()))
+    begin_rows = np.cumsum([0, *counts[:-1]])[: len(runs)]
+    numbered = [begin + run.rows for begin, run in zip(begin_rows, runs, strict=True)]
+    rows = np.concatenate([np.zeros(0, np.int64), *numbered])
+    return Layout(tokens, modality, rows, positions.astype(np.float32), start + float(advances.sum()))
 
 
 def _begins(item: Sequence[Run], begin: int, places: np.ndarray) -> list[int]:

@@ -5,6 +5,7 @@ sequence_contents.
 """
 
 import base64
+import hashlib
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Self
@@ -17,13 +18,13 @@ from relaxd.media.layout import Grid, Labels, MediaTokens, expand
 from relaxd.media.placeholders import AUDIO, IMAGE, VIDEO, shown_text
 from relaxd.media.sounds import NormalSound
 from relaxd.media.sources import MediaError, data_uri
-from relaxd.media.videos import count_frames, png_frames
+from relaxd.media.videos import count_frames, own_sound, png_frames
 from relaxd.v1 import agent_pb2, rollout_pb2
 
 MediaRecord = Mapping[str, Any]
 """One of prompt_media: {"kind": "image", "video" or "audio", "sha256": ..., "grid": [times, rows, columns] or, of a
-sound, [frames], "bytes": ...}. A video has "times", too, and those of a sequence have "begin", the index of the item's
-first token of media."""
+sound, [frames], "bytes": ...}. The grid of a video with its own sound has the sound's frames, too. A video has "times",
+and those of a sequence have "begin", the index of the item's first token of media."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +35,7 @@ class StoredMedia:
     """Its identity."""
     grid: Grid
     content: bytes
-    """PNG, or WAV of a sound."""
+    """PNG, or WAV of a sound. A video's own sound is WAV behind the PNG."""
     begin: int | None = None
     """Index of its first token of media in a sequence; None where it isn't known."""
     kind: str = IMAGE
@@ -71,12 +72,12 @@ def expand_at(
 
     Raises MediaError: as `expand`.
     """
-    ids = expand(short, [item.grid for item in media], tokens, labels)
+    ids = expand(short, [item.grid for item in media], tokens, labels, [item.times for item in media])
     placed, before = [], 0
     places = np.flatnonzero(np.isin(short, list(tokens.modalities))).tolist()
     for place, item, label in zip(places, media, labels, strict=True):
-        placed.append(replace(item, begin=place + before + tokens.offset(label)))
-        before += len(tokens.of_item(item.grid, label)) - 1
+        placed.append(replace(item, begin=place + before + tokens.offset(item.grid, label)))
+        before += len(tokens.of_item(item.grid, label, item.times)) - 1
     return ids.tolist(), placed
 
 
@@ -168,9 +169,19 @@ def hashes_of(records: Sequence[MediaRecord]) -> tuple[str, ...]:
     return tuple(record["sha256"] for record in records)
 
 
+def parts_of(name: str, grid: Grid) -> list[tuple[str, Grid]]:
+    """Return hashes and sizes of what the towers get of an item: of a video with its own sound the frames, then it."""
+    if len(grid) < 4:
+        return [(name, grid)]
+    return [(name, grid[:3]), (hashlib.sha256(f"{name}/sound".encode()).hexdigest(), grid[3:])]
+
+
 def kinds_of(records: Sequence[MediaRecord]) -> dict[str, str]:
-    """Return the kind of each item by its hash."""
-    return {record["sha256"]: record["kind"] for record in records}
+    """Return the kind of what the towers get of each item, by its hash (`parts_of`)."""
+    found: dict[str, str] = {}
+    for record, grid in zip(records, grids_of(records), strict=True):
+        found |= zip((name for name, _ in parts_of(record["sha256"], grid)), (record["kind"], AUDIO), strict=False)
+    return found
 
 
 def begins_of(records: Sequence[MediaRecord]) -> list[int] | None:
@@ -179,17 +190,20 @@ def begins_of(records: Sequence[MediaRecord]) -> list[int] | None:
 
 
 def contents_of(records: Sequence[MediaRecord], contents: np.ndarray, column: str = "prompt_media") -> dict[str, bytes]:
-    """Return the bytes of media by their hashes.
+    """Return the bytes of media by their hashes, those of a video's own sound by its hash, too (`parts_of`).
 
     Raises MediaError: the contents aren't as long as the records, which are those of `column`, say.
     """
     if (said := sum(record["bytes"] for record in records)) != contents.size:
         raise MediaError(f"has {contents.size} bytes of media, but {column} says {said}")
     found, start = {}, 0
-    for record in records:
+    for record, grid in zip(records, grids_of(records), strict=True):
         if record["bytes"]:
-            found[record["sha256"]] = contents[start : start + record["bytes"]].tobytes()
+            content = contents[start : start + record["bytes"]].tobytes()
             start += record["bytes"]
+            found[record["sha256"]] = content
+            for sound, _ in parts_of(record["sha256"], grid)[1:]:
+                found[sound] = own_sound(content)
     return found
 
 

@@ -127,12 +127,16 @@ def normalise_sound(source: Any, rule: SoundRule) -> NormalSound:
         MediaError: it can't be read or decoded, has a wrong rate, or is too short or too long. The message continues a
             sentence that names the item.
     """
+    given = isinstance(source, Mapping) and source.get(ARRAY) is not None
+    return normalise_decoded(_of_array(source) if given else _of_file(read_source(source)), rule)
+
+
+def normalise_decoded(frames: "Iterator[AudioFrame]", rule: SoundRule) -> NormalSound:
+    """Return decoded frames of a sound in their normal form. Raises MediaError, also for what decoding raises."""
     try:
         import av
     except ImportError as error:
         raise MediaError("can't be read without the package av: pip install 'relaxd[video]'") from error
-    given = isinstance(source, Mapping) and source.get(ARRAY) is not None
-    frames = _of_array(source) if given else _of_file(read_source(source))
     original, found, left = (0, 0), [np.zeros(0, np.int16)], rule.max_seconds * rule.rate
     try:
         resampler = av.AudioResampler(format="s16", layout="mono", rate=rule.rate)

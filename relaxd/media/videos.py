@@ -5,6 +5,7 @@ pixels, so it tells apart whatever a decoder or a setting changes. Files need Py
 and is imported when the first one is read.
 """
 
+import hashlib
 import io
 import struct
 from collections.abc import Collection, Iterator, Sequence
@@ -23,6 +24,7 @@ from relaxd.media.images import (
     sides,
 )
 from relaxd.media.placeholders import VIDEO
+from relaxd.media.sounds import NormalSound, SoundRule, SoundSize, normalise_decoded
 from relaxd.media.sources import MP4_BOXES, MediaError, read_source
 
 if TYPE_CHECKING:
@@ -79,6 +81,8 @@ class BlockRule(VideoRule):
 
     total_pixels: int = 0
     """Maximum pixels of all sampled frames together; 0: none."""
+    sound: SoundRule | None = None
+    """The rule for a video's own sound; None: it is left out."""
 
     def sampled(self, frames: int, rate: float) -> list[int]:
         """Return which of a video's frames are sampled, whole times of them. The last frame isn't among them."""
@@ -106,10 +110,11 @@ class VideoSize:
     """Width and height of a frame in pixels, upright."""
     normal: tuple[int, int]
     """Width and height of a frame of the normal form."""
-    grid: tuple[int, int, int]
-    """Patches of the normal form: times, rows, columns; the model's video_grid_thw."""
+    grid: tuple[int, ...]
+    """Patches of the normal form: times, rows, columns; the model's video_grid_thw. With its own sound the frames of
+    that one's spectrogram, too."""
     tokens: int
-    """Number of tokens that its frames take in a prompt, without those of the texts that say their times."""
+    """Number of tokens of its frames and its sound in a prompt, without those of the texts that say their times."""
     times: tuple[float, ...]
     """Seconds from its begin at each of its times."""
     sampled: tuple[int, ...]
@@ -119,11 +124,16 @@ class VideoSize:
     def shown(self) -> tuple[str, str, str]:
         """The size of its frames, that of the normal form, and its times."""
         when = f"{len(self.times)}: {self.times[0]:.1f} to {self.times[-1]:.1f} s"
-        return sides(self.original), sides(self.normal), when
+        return sides(self.original), sides(self.normal), when + (" with sound" if len(self.grid) > 3 else "")
 
     @classmethod
-    def of(cls, width: int, height: int, frames: int, rate: float, rule: VideoRule) -> Self:
-        """Return the sizes of a video. Raises MediaError: its frames are too many, too few, or of a wrong size."""
+    def of(
+        cls, width: int, height: int, frames: int, rate: float, rule: VideoRule, sound: SoundSize | None = None
+    ) -> Self:
+        """Return the sizes of a video, with that of its own sound.
+
+        Raises MediaError: its frames are too many, too few, or of a wrong size.
+        """
         check_sides(width, height)
         if frames < MIN_FRAMES:
             raise MediaError(f"has too few frames ({frames}): a video must have at least {MIN_FRAMES}")
@@ -133,8 +143,10 @@ class VideoSize:
         wide, high = rule.resized_frames(len(sampled), width, height)
         sampled += sampled[-1:] * (-len(sampled) % rule.times)
         times = rule.seconds(sampled, rate)
-        grid = (len(times), high // rule.patch, wide // rule.patch)
+        grid: tuple[int, ...] = (len(times), high // rule.patch, wide // rule.patch)
         tokens = len(times) * wide * high // rule.factor**2
+        if sound is not None:
+            grid, tokens = grid + sound.grid, tokens + sound.tokens
         return cls((width, height), (wide, high), grid, tokens, times, tuple(sampled))
 
 
@@ -146,8 +158,10 @@ class NormalVideo:
     png: bytes
     """The RGB pixels of its frames, one below the other, as PNG without anything else."""
     sha256: str
-    """Hexadecimal digits of the hash of pixels and rule."""
+    """Hexadecimal digits of the hash of pixels and rule, and of its sound."""
     size: VideoSize
+    wav: bytes = b""
+    """Its own sound as WAV, if it is kept."""
 
     @property
     def media_type(self) -> str:
@@ -156,17 +170,18 @@ class NormalVideo:
 
     @property
     def content(self) -> bytes:
-        """The PNG, which is what is stored."""
-        return self.png
+        """What is stored: the PNG, and its sound behind it, which readers of PNG ignore."""
+        return self.png + self.wav
 
 
 def measure_video(source: Any, rule: VideoRule) -> VideoSize:
-    """Return a video's sizes, for which its file is read, but only one frame decoded.
+    """Return a video's sizes, for which its file is read, but only one frame decoded, and its sound if it is kept.
 
     Raises MediaError, as `normalise_video`, except for what is broken behind the first frame.
     """
     with _opened(source, rule) as clip:
-        return VideoSize.of(*clip.size, clip.frames, clip.rate, rule)
+        sound = clip.sound(rule)
+        return VideoSize.of(*clip.size, clip.frames, clip.rate, rule, None if sound is None else sound.size)
 
 
 def normalise_video(source: Any, rule: VideoRule) -> NormalVideo:
@@ -186,7 +201,8 @@ def normalise_video(source: Any, rule: VideoRule) -> NormalVideo:
     from PIL import Image
 
     with _opened(source, rule) as clip:
-        size = VideoSize.of(*clip.size, clip.frames, clip.rate, rule)
+        sound = clip.sound(rule)
+        size = VideoSize.of(*clip.size, clip.frames, clip.rate, rule, None if sound is None else sound.size)
         found = {}
         for index, frame in clip.read(set(size.sampled)):
             if frame.size != clip.size:
@@ -196,7 +212,22 @@ def normalise_video(source: Any, rule: VideoRule) -> NormalVideo:
     if lacking := sorted(set(size.sampled) - found.keys()):
         raise MediaError(f"is a broken video: its file has {clip.frames} frames, but frame {lacking[0]} isn't decoded")
     pixels = np.concatenate([found[index] for index in size.sampled])
-    return NormalVideo(encode_png(pixels), pixels_sha256(pixels, FORM, rule), size)
+    name = pixels_sha256(pixels, FORM, rule)
+    if sound is None:
+        return NormalVideo(encode_png(pixels), name, size)
+    name = hashlib.sha256(f"{name}/{sound.sha256}".encode()).hexdigest()
+    return NormalVideo(encode_png(pixels), name, size, sound.content)
+
+
+def own_sound(content: bytes) -> bytes:
+    """Return the WAV of a video with its own sound, from its normal form. Raises MediaError: it is broken."""
+    place = 8  # of the first chunk, behind PNG's signature
+    while place + 8 <= len(content):
+        length, name = struct.unpack(">I4s", content[place : place + 8])
+        place += length + 12
+        if name == b"IEND":
+            return content[place:]
+    raise MediaError("is a broken video: its PNG has no end")
 
 
 def png_frames(count: int) -> str:
@@ -207,7 +238,7 @@ def png_frames(count: int) -> str:
 def count_frames(content: bytes, grid: Sequence[int]) -> int:
     """Return the number of frames of an image or a video in its normal form, from its PNG's header and its patches."""
     width, height = struct.unpack(">II", content[16:24])
-    _, rows, columns = grid
+    _, rows, columns = grid[:3]
     return int(height // (rows * width // columns))  # patches are squares
 
 
@@ -229,6 +260,9 @@ class _Clip(Protocol):
 
     def read(self, wanted: Collection[int]) -> "Iterator[tuple[int, Image]]":
         """Yield some frames and their indices, upright, in RGB. May raise anything."""
+
+    def sound(self, rule: VideoRule) -> NormalSound | None:
+        """Return its own sound; None if it has none, or the rule leaves it out. Raises MediaError."""
 
 
 @contextmanager
@@ -259,6 +293,9 @@ class _FrameList:
     def read(self, wanted: Collection[int]) -> "Iterator[tuple[int, Image]]":
         for index in sorted(wanted):
             yield index, self._frame(index)
+
+    def sound(self, rule: VideoRule) -> NormalSound | None:
+        return None
 
     def _frame(self, index: int) -> "Image":
         try:
@@ -302,6 +339,17 @@ class _File:
                     yield index, frame.to_image().rotate(frame.rotation, expand=True)
                 if index == max(wanted):
                     return
+
+    def sound(self, rule: VideoRule) -> NormalSound | None:
+        if not isinstance(rule, BlockRule) or rule.sound is None:
+            return None
+        with self._container() as container:
+            if not container.streams.audio:
+                return None
+            try:
+                return normalise_decoded(container.decode(container.streams.audio[0]), rule.sound)
+            except MediaError as error:
+                raise MediaError(f"is a video whose own sound {error}") from error
 
     def _container(self) -> "InputContainer":
         try:

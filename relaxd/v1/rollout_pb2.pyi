@@ -332,7 +332,9 @@ class PromptMedia(_message.Message):
     """
     @_builtins.property
     def grid(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Patches in time (1 of an image), rows and columns; of a sound one number, the frames of its spectrogram."""
+        """Patches in time (1 of an image), rows and columns; of a sound one number, the frames of its spectrogram.
+        A video with its own sound has four: its patches, and the frames of the sound's spectrogram.
+        """
 
     @_builtins.property
     def times(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:

@@ -16,7 +16,7 @@ from relaxd.data.vision import read_vision
 from relaxd.media import encode_wav
 from relaxd.media.prompt_media import PromptMedia
 from tests.kit.tokenizer import write_tokenizer
-from tests.kit.vision import PROCESSOR, TEXT, TOWER, Item, normal_media, seen_by_transformers
+from tests.kit.vision import PROCESSOR, TEXT, TOWER, Item, SoundClip, normal_media, seen_by_transformers
 
 if TYPE_CHECKING:
     import torch
@@ -184,13 +184,19 @@ def omni_prompt(folder: Path, items: Sequence[Item]) -> tuple[list[int], PromptM
 
 
 def omni_logprobs(model: Any, prompt: Sequence[int], answer: Sequence[int], items: Sequence[Item]) -> "torch.Tensor":
-    """Return log-probs of an answer by transformers' whole forward pass, without cache or padding."""
+    """Return log-probs of an answer by transformers' whole forward pass, without cache or padding.
+
+    Either all clips have sounds of their own or none: transformers has no positions for both in a prompt.
+    """
     import torch
 
     ids = torch.tensor([[*prompt, *answer]])
-    sounds = [one for one in items if isinstance(one, np.ndarray)]
+    clips = [one for one in items if isinstance(one, SoundClip)]
+    both = [one.samples if isinstance(one, SoundClip) else one for one in items]
+    sounds = [one for one in both if isinstance(one, np.ndarray)]
     shown = [one for one in items if not isinstance(one, np.ndarray)]
-    heard = heard_by_transformers(sounds) if sounds else {}
+    heard: dict[str, Any] = heard_by_transformers(sounds) if sounds else {}
+    heard |= {"use_audio_in_video": True} if clips else {}
     seen = seen_by_transformers(shown) if shown else {}
     if "video_grid_thw" in seen:  # two frames a second
         seen["video_second_per_grid"] = torch.ones(len(seen["video_grid_thw"]))

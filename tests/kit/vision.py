@@ -3,6 +3,7 @@
 import io
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,8 +30,17 @@ from tests.kit.tokenizer import write_tokenizer
 if TYPE_CHECKING:
     import torch
 
-Item = Image.Image | Sequence[Image.Image] | np.ndarray
-"""A picture, the frames of a clip, or the samples of a sound."""
+
+@dataclass(frozen=True)
+class SoundClip:
+    """The frames of a clip and the samples of its own sound, which have two a second and 16,000."""
+
+    frames: Sequence[Image.Image]
+    samples: np.ndarray
+
+
+Item = Image.Image | Sequence[Image.Image] | np.ndarray | SoundClip
+"""A picture, the frames of a clip, the samples of a sound, or a clip with its sound."""
 WITH_VIDEO = DataConfig(source="addition", media_keys={"image": "images", "video": "videos"})
 """Settings of data with images and video."""
 SPECIAL = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>", "<|vision_pad|>")
@@ -95,18 +105,28 @@ def clip(frames: int, width: int, height: int, seed: int = 0) -> list[Image.Imag
 
 
 def encoded_clip(
-    frames: Sequence[Image.Image], rate: float = 4.0, kind: str = "matroska", codec: str = "ffv1", pixels: str = "bgr0"
+    frames: Sequence[Image.Image],
+    rate: float = 4.0,
+    kind: str = "matroska",
+    codec: str = "ffv1",
+    pixels: str = "bgr0",
+    samples: np.ndarray | None = None,
 ) -> bytes:
-    """Return a clip as a file's content, without loss unless the codec says otherwise."""
+    """Return a clip as a file's content, without loss unless the codec says otherwise, with 16,000 samples a second."""
     import av
 
     file = io.BytesIO()
     with av.open(file, "w", format=kind) as container:
         stream = container.add_stream(codec, rate=Fraction(rate).limit_denominator(1001))
         stream.width, stream.height, stream.pix_fmt = *frames[0].size, pixels
+        heard = None if samples is None else container.add_stream("pcm_s16le", rate=16_000, layout="mono")
         for frame in frames:
             container.mux(stream.encode(av.VideoFrame.from_image(frame)))
         container.mux(stream.encode())
+        if heard is not None and samples is not None:
+            sound = av.AudioFrame.from_ndarray(samples[None], format="s16", layout="mono")
+            sound.sample_rate = 16_000
+            container.mux([*heard.encode(sound), *heard.encode()])
     return file.getvalue()
 
 
@@ -200,6 +220,10 @@ def normal_media(vision: VisionModel, items: Sequence[Item]) -> list[NormalMedia
             found.append(normalise_sound(encode_wav(one, vision.sound.rate), vision.sound))
         elif isinstance(one, Image.Image):
             found.append(normalise_image(encoded(one), vision.rule))
+        elif isinstance(one, SoundClip):
+            assert isinstance(rule, BlockRule)
+            content = encoded_clip(one.frames, 2.0, samples=one.samples)
+            found.append(normalise_video(content, replace(rule, sound=vision.sound)))
         else:
             found.append(normalise_video([encoded(frame) for frame in one], rule))
     return found
@@ -223,7 +247,8 @@ def prompt_with_media(vision: VisionModel, items: Sequence[Item]) -> tuple[list[
 def expand_media(short: Sequence[int], media: Sequence[NormalMedia], vision: VisionModel) -> list[int]:
     """Return a prompt with the tokens of its items, in which the texts of times are two tokens."""
     labels = [[(50 + number, 51) for number in range(len(one.size.times))] for one in media]
-    tokens: list[int] = expand(short, [one.size.grid for one in media], vision.tokens, labels).tolist()
+    grids, times = ([getattr(one.size, name) for one in media] for name in ("grid", "times"))
+    tokens: list[int] = expand(short, grids, vision.tokens, labels, times).tolist()
     return tokens
 
 
@@ -247,7 +272,8 @@ def seen_by_transformers(items: Sequence[Item]) -> "dict[str, torch.Tensor]":
     mean, std = torch.tensor(CLIP_MEAN), torch.tensor(CLIP_STD)
     clips: list[torch.Tensor] = []
     for one in items:
-        if not isinstance(one, Image.Image):
+        if not isinstance(one, Image.Image | np.ndarray):
+            one = one.frames if isinstance(one, SoundClip) else one
             pixels = torch.from_numpy(np.stack([np.asarray(frame) for frame in one]))
             normal = ((pixels.double() / 255).float() - mean) / std
             clips.append(normal.permute(0, 3, 1, 2))

@@ -12,7 +12,7 @@ from relaxd.data.vision import VisionModel, read_vision
 from relaxd.engines import ENGINES
 from relaxd.media import MEDIA_KINDS, Grid, Layout, MediaError, lay_out
 from relaxd.media.layout import is_sound
-from relaxd.media.prompt_media import begins_of, contents_of, grids_of, hashes_of, kinds_of, times_of
+from relaxd.media.prompt_media import begins_of, contents_of, grids_of, hashes_of, kinds_of, parts_of, times_of
 from services.rollout.engines.request_types import EngineError, Request
 
 
@@ -34,8 +34,8 @@ class SeenFrame:
     """Its identity."""
     grid: Grid
     """Patches: 1, rows, columns."""
-    span: tuple[int, int]
-    """Its first and last token in the prompt."""
+    spans: list[tuple[int, int]]
+    """First and last token of its tokens in the prompt, which are neighbours."""
     patches: np.ndarray
     """uint8 [patches, 3, frames, side, side], to be normalised on the device."""
 
@@ -46,8 +46,8 @@ class HeardSound:
 
     sha256: str
     """Its identity."""
-    span: tuple[int, int]
-    """Its first and last token in the prompt."""
+    spans: list[tuple[int, int]]
+    """First and last tokens of its neighbouring tokens in the prompt. A video's own sound is in several places."""
     samples: np.ndarray
     """int16 [samples]."""
 
@@ -74,15 +74,20 @@ class SeenPrompt:
         return int(self.layout.next_position) - len(self.layout.tokens)
 
     @property
+    def parts(self) -> list[tuple[str, Grid]]:
+        """Hashes and sizes of what the towers get, in order (`parts_of`)."""
+        return [part for name, grid in zip(self.hashes, self.grids, strict=True) for part in parts_of(name, grid)]
+
+    @property
     def items(self) -> list[SeenFrame | HeardSound]:
-        """Its images, the times of its videos and its sounds, in order."""
+        """Its images, the times of its videos and its sounds, in order; a video's own sound is behind it."""
         count = self.vision.tokens.count
-        counts = [[count(grid)] if is_sound(grid) else [count((1, *grid[1:]))] * grid[0] for grid in self.grids]
+        counts = [[count(grid)] if is_sound(grid) else [count((1, *grid[1:]))] * grid[0] for _, grid in self.parts]
         ends = np.cumsum([one for item in counts for one in item])
-        parts = np.split(np.flatnonzero(self.layout.modality), ends[:-1])
-        spans = iter([(int(part[0]), int(part[-1])) for part in parts])
+        by_row = np.flatnonzero(self.layout.modality)[np.argsort(self.layout.rows)]
+        spans = map(_spans, np.split(by_row, ends[:-1]))
         found: list[SeenFrame | HeardSound] = []
-        for name, grid in zip(self.hashes, self.grids, strict=True):
+        for name, grid in self.parts:
             if is_sound(grid):
                 found.append(HeardSound(name, next(spans), self.sounds[name]))
                 continue
@@ -102,6 +107,12 @@ class SeenPrompt:
         return hashlib.sha256("/".join(self.hashes).encode()).hexdigest()
 
 
+def _spans(places: np.ndarray) -> list[tuple[int, int]]:
+    """Return first and last of neighbouring places."""
+    runs = np.split(places, np.flatnonzero(np.diff(places) != 1) + 1)
+    return [(int(run[0]), int(run[-1])) for run in runs]
+
+
 def see(request: Request, vision: VisionModel | None) -> SeenPrompt | None:
     """Return a request's prompt with its media; None without any.
 
@@ -116,7 +127,8 @@ def see(request: Request, vision: VisionModel | None) -> SeenPrompt | None:
     try:
         tokens, begins = np.asarray(request.prompt_tokens, np.int32), begins_of(media.records)
         layout = lay_out(tokens, grids, vision.tokens, begins=begins, times=times_of(media.records))
-        stored, sizes = contents_of(media.records, media.array), dict(zip(hashes, grids, strict=True))
+        stored = contents_of(media.records, media.array)
+        sizes = dict(part for name, grid in zip(hashes, grids, strict=True) for part in parts_of(name, grid))
         opened = {name: MEDIA_KINDS[kind].open(stored[name]) for name, kind in kinds_of(media.records).items()}
         patches = {name: vision.cut(opened[name], grid) for name, grid in sizes.items() if not is_sound(grid)}
         sounds = {name: vision.heard(opened[name], grid) for name, grid in sizes.items() if is_sound(grid)}

@@ -2,7 +2,7 @@
 
 import threading
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any, Self
 
@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from relaxd.board import MEDIA_CONTENTS, PROMPT_MEDIA, SEQUENCE_CONTENTS, SEQUENCE_MEDIA
-from relaxd.media import IMAGE, Grid, MediaCache, MediaError, MediaTokens, lay_out
+from relaxd.media import AUDIO, IMAGE, Grid, MediaCache, MediaError, MediaTokens, lay_out
 from relaxd.media.prompt_media import (
     MediaRecord,
     contents_of,
@@ -18,6 +18,7 @@ from relaxd.media.prompt_media import (
     grids_of,
     hashes_of,
     kinds_of,
+    parts_of,
     times_of,
 )
 from services.trainer.megatron.rank_messages import message
@@ -41,6 +42,17 @@ class DecodedItem:
     """One of `relaxd.media.KINDS`."""
     times: tuple[float, ...] = ()
     """Seconds of a video's times."""
+    sound: NDArray[np.int16] | None = None
+    """Samples of a video's own sound, which its grid then has, too: int16 [samples]."""
+
+    def parts(self) -> "list[DecodedItem]":
+        """Return what the towers get of it, one after the other: of a video with its own sound both."""
+        (first, grid), *sounds = parts_of(self.sha256, self.grid)
+        found = [replace(self, sha256=first, grid=grid, sound=None)]
+        for name, size in sounds:
+            assert self.sound is not None
+            found.append(DecodedItem(name, size, self.sound, AUDIO))
+        return found
 
 
 @dataclass(frozen=True)
@@ -50,7 +62,9 @@ class SequenceMedia:
     items: tuple[DecodedItem, ...]
     """In the order of the tokens."""
     places: NDArray[np.int64]
-    """int64 [M]: the tokens that stand for media. The towers' rows belong to them in order."""
+    """int64 [M]: the tokens that stand for media."""
+    rows: NDArray[np.int64]
+    """int64 [M]: the rows that belong to them in the towers' output for all items, one after the other."""
     begins: tuple[int, ...]
     """Index in `places` of each item's first token."""
     positions: NDArray[np.float32]
@@ -81,7 +95,8 @@ class SequenceMedia:
         layout = lay_out(sequence, [item.grid for item in items], tokens, begins=begins, times=times)
         counts = [tokens.count(item.grid) for item in items]
         firsts = tuple(np.cumsum([0, *counts[:-1]]).tolist()) if counts else ()
-        return cls(tuple(items), np.flatnonzero(layout.modality), firsts, layout.positions, layout.next_position)
+        places = np.flatnonzero(layout.modality)
+        return cls(tuple(items), places, layout.rows, firsts, layout.positions, layout.next_position)
 
     def positions_of(self, tokens: int) -> NDArray[np.float32]:
         """Return the positions of a sequence that begins with these tokens, float32 [3, tokens]."""
@@ -123,8 +138,12 @@ class GroupMediaReader:
 
         def media_of(some: Sequence[MediaRecord]) -> list[DecodedItem]:
             kinds = kinds_of(some)
-            found = zip(hashes_of(some), grids_of(some), times_of(some), strict=True)
-            return [DecodedItem(name, grid, values[name], kinds[name], times) for name, grid, times in found]
+            found = list(zip(hashes_of(some), grids_of(some), times_of(some), strict=True))
+            sounds = {name: values[part] for name, grid, _ in found for part, _ in parts_of(name, grid)[1:]}
+            return [
+                DecodedItem(name, grid, values[name], kinds[name], times, sounds.get(name))
+                for name, grid, times in found
+            ]
 
         prompt = columns["prompt_tokens"]
         shared = SequenceMedia.of(prompt, media_of(of_prompt), self._tokens) if of_prompt else None
@@ -220,13 +239,14 @@ def pack_media(sequences: Sequence[tuple[int, int, SequenceMedia]]) -> PackedMed
     items: list[DecodedItem] = []
     places, rows, count = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)], 0
     for begin, skipped, sequence in sequences:
-        for item, own in zip(sequence.items, np.split(sequence.places, sequence.begins[1:]), strict=True):
+        of_items = (np.split(column, sequence.begins[1:]) for column in (sequence.places, sequence.rows))
+        for item, before, own, own_rows in zip(sequence.items, sequence.begins, *of_items, strict=True):
             if own[0] < skipped:
                 continue
             places.append(begin + own - skipped)
             if item.sha256 not in first:
                 first[item.sha256] = count
-                items.append(item)
+                items += item.parts()
                 count += len(own)
-            rows.append(first[item.sha256] + np.arange(len(own)))
+            rows.append(first[item.sha256] + own_rows - before)
     return PackedMedia(tuple(items), np.concatenate(places), np.concatenate(rows)) if items else None

@@ -48,6 +48,8 @@ def item(kind: str, seed: int) -> Any:
     """Return an item, one of several of equal size, in one of the forms that Python has."""
     if kind == "image":
         return picture(64, 64, seed)
+    if kind == "clip":  # a video with its own sound
+        return encoded_clip(clip(4, 64, 64, seed), 2.0, samples=sound(1.5, seed))
     if kind == "video":
         frames = clip(4, 64, 64, seed)
         return encoded_clip(frames, 2.0) if seed == 1 else frames
@@ -76,7 +78,8 @@ class Theatre:
         return Step(None if is_over else [{"role": "tool", "content": answers[self._turn - 1]}], 1.0, is_over)
 
     def _part(self, seed: int) -> dict[str, Any]:
-        return {"type": self._kind, self._kind: item(self._kind, seed)}
+        kind = "video" if self._kind == "clip" else self._kind
+        return {"type": kind, kind: item(self._kind, seed)}
 
 
 class Wrong:

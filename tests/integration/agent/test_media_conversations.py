@@ -262,22 +262,29 @@ def omni(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, Harne
         pytest.param("audio", "environment", marks=pytest.mark.night),
         pytest.param("audio", "function", marks=pytest.mark.night),
         pytest.param("audio", "openai", marks=pytest.mark.night),
+        pytest.param("clip", "environment", marks=pytest.mark.night),
+        pytest.param("clip", "openai", marks=pytest.mark.night),
     ],
 )
 async def test_the_trainer_gets_each_kind_as_the_engine_did(
     request: pytest.FixtureRequest, alone: None, kind: str, who: str
 ) -> None:
-    """Video as transformers computes it, too. With two items of one size in each other's place log-probs are others."""
+    """Video as transformers computes it, too. With two items of one size in each other's place log-probs are others.
+
+    A "clip" is a video with its own sound.
+    """
     names = ("folder", "harness") if kind == "video" else ("omni",)
     found = [request.getfixturevalue(name) for name in names]
     folder, harness = found if kind == "video" else found[0]
-    agent = {"media": ["image", kind], "turn_tokens": 6}
+    of_item = "video" if kind == "clip" else kind
+    agent = {"media": ["image", of_item], "turn_tokens": 6}
     environment = {"settings": {"kind": kind}}
     config = config_of(THEATRE, **agent, **environment)
+    config = config.model_copy(update={"data": config.data.model_copy(update={"video_sound": kind == "clip"})})
     tokenizer = PromptTokenizer.of_run(config, folder)
-    example, tokens, media = asked([_file_of(kind, 0)], tokenizer, kind)
+    example, tokens, media = asked([_file_of(kind, 0)], tokenizer, of_item)
     shown = [data_uri(_file_of(kind, seed)) for seed in (2, 3)]
-    example = replace(example, metadata={"kind": kind, "parts": [_OPENAI[kind](uri) for uri in shown]})
+    example = replace(example, metadata={"kind": of_item, "parts": [_OPENAI[of_item](uri) for uri in shown]})
     fleet = SeeingFleet(harness)
     held: AbstractAsyncContextManager[Any]
     if who == "environment":
@@ -295,7 +302,8 @@ async def test_the_trainer_gets_each_kind_as_the_engine_did(
     learner = make_learner(Job(folder))
     np.testing.assert_allclose(trained_log_probs(learner, columns), of_engine, atol=1e-5)
     records: Any = columns["sequence_media"]
-    of_kind = [record for record in records[0] if record["kind"] == kind]
+    of_kind = [record for record in records[0] if record["kind"] == of_item]
+    assert {len(record["grid"]) for record in of_kind} == {{"video": 3, "audio": 1, "clip": 4}[kind]}
     if kind == "video":
         seeds: list[int | None] = [0, 2, 3] if who == "function" else [0, 2, 3, 0]
         if who == "environment":
@@ -308,7 +316,7 @@ async def test_the_trainer_gets_each_kind_as_the_engine_did(
         sequence = np.concatenate([before, np.asarray(columns["tokens"])])
         np.testing.assert_allclose(of_engine, reference(whole, sequence, mask, items), atol=1e-5)
     (scored,) = samples_of_columns({**columns, "prompt": {"text": "", "messages": example.messages}})
-    assert len(scored.videos() if kind == "video" else scored.sounds()) == 1 + len(of_kind) - (who == "environment")
+    assert len(scored.sounds() if kind == "audio" else scored.videos()) == 1 + len(of_kind) - (who == "environment")
     first, second = of_kind[-3:-1] if who != "function" else of_kind[-2:]
     first["sha256"], second["sha256"] = second["sha256"], first["sha256"]
     assert np.abs(trained_log_probs(learner, columns) - of_engine).max() > 1e-3
@@ -316,7 +324,9 @@ async def test_the_trainer_gets_each_kind_as_the_engine_did(
 
 
 def _file_of(kind: str, seed: int) -> bytes:
-    return encoded_clip(clip(4, 64, 64, seed), 2.0) if kind == "video" else encoded_sound(sound(0.5, seed))
+    if kind == "audio":
+        return encoded_sound(sound(0.5, seed))
+    return encoded_clip(clip(4, 64, 64, seed), 2.0, samples=sound(1.5, seed) if kind == "clip" else None)
 
 
 _OPENAI: dict[str, Callable[[str], dict[str, Any]]] = {

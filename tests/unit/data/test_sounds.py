@@ -19,10 +19,12 @@ from relaxd.data.examples import Example
 from relaxd.data.tokenizer import PromptTokenizer
 from relaxd.data.vision import normalise, read_vision
 from relaxd.media import MediaItem, encode_wav, lay_out
+from relaxd.media.layout import sound_tokens
 from relaxd.media.shown import media_line, shown_media
+from relaxd.media.videos import BlockRule
 from relaxd.models import DataError
 from tests.kit.sounds import WITH_ALL, WITH_SOUND, encoded_sound, features_of, sound, write_omni_model
-from tests.kit.vision import clip, encoded, picture, write_vision_model
+from tests.kit.vision import clip, encoded, encoded_clip, picture, write_vision_model
 
 KINDS = ("image", "audio", "video")
 RUN = """
@@ -60,16 +62,21 @@ def theirs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Any]:
     processor.tokenizer = AutoTokenizer.from_pretrained(folder)
     processor.image_token, processor.audio_token, processor.video_token = (f"<|{kind}_pad|>" for kind in KINDS)
     processor.video_processor = SimpleNamespace(merge_size=2)
+    processor.audio_bos_token, processor.audio_eos_token = "<|audio_start|>", "<|audio_end|>"
     with torch.device("meta"):
         config = AutoConfig.from_pretrained(folder).thinker_config
         return processor, Qwen3OmniMoeThinkerForConditionalGeneration(config)
 
 
+@pytest.mark.parametrize("own", [False, True], ids=["silent", "with sound"])
 @pytest.mark.parametrize("seed", range(8))
-def test_ids_and_positions_are_those_of_transformers(seed: int, theirs: tuple[Any, Any]) -> None:
-    """Of a random prompt with texts, images, videos and sounds of different lengths and sizes."""
+def test_ids_and_positions_are_those_of_transformers(seed: int, own: bool, theirs: tuple[Any, Any]) -> None:
+    """Of a random prompt with texts, images, videos and sounds of different lengths and sizes.
+
+    Videos are silent or have sounds of their own.
+    """
     random, (processor, model), fps = np.random.default_rng(seed), theirs, [0.5, 1.0, 2.0, 6.5][seed % 4]
-    parts, items, sounds = [], [], []
+    parts, items, sounds, owners = [], [], [], []
     kinds = ["text", "image", "video", "audio"]
     for kind in map(str, [*random.choice(kinds, random.integers(1, 5)), kinds[2 + seed % 2]]):
         if kind == "text":
@@ -78,13 +85,16 @@ def test_ids_and_positions_are_those_of_transformers(seed: int, theirs: tuple[An
         parts.append({"type": kind})
         one = sound(float(random.uniform(0.03, 4)), seed)
         width, height = (int(side) for side in random.integers(24, 200, 2))
-        sounds += [one] if kind == "audio" else []
+        if kind == "audio" or (own and kind == "video"):
+            sounds.append(one)
+            owners.append(kind)
         source: Any = encode_wav(one, 16_000) if kind == "audio" else encoded(picture(width, height, seed))
         if kind == "video":
-            source = [encoded(frame) for frame in clip(int(random.integers(2, 16)), width, height, seed)]
+            frames = clip(int(random.integers(2, 16)), width, height, seed)
+            source = encoded_clip(frames, samples=one) if own else [encoded(frame) for frame in frames]
         items.append(MediaItem(kind, source, f"item {len(items)}"))
     example = Example([{"role": "user", "content": parts}], media=tuple(items))
-    vision = read_vision(Path("model"), WITH_ALL.model_copy(update={"video_fps": fps}))
+    vision = read_vision(Path("model"), WITH_ALL.model_copy(update={"video_fps": fps, "video_sound": own}))
     tokenizer = PromptTokenizer(Path("model"), vision=vision)
     media = normalise(example, vision)
     ours = tokenizer.encode_seen(example, media)
@@ -92,18 +102,21 @@ def test_ids_and_positions_are_those_of_transformers(seed: int, theirs: tuple[An
     times = [one.size.times for one in media]
     found = lay_out(ours, [one.size.grid for one in media], vision.tokens, times=times)
 
-    frames = torch.tensor([features_of(one).shape[1] for one in sounds])
-    counts = [one.size.tokens for one in media if one.kind == "audio"]
+    lengths = torch.tensor([features_of(one).shape[1] for one in sounds])
+    heard_tokens = {"num_audio_tokens": [sound_tokens(int(length)) for length in lengths]}
     grids = torch.tensor([one.size.grid for one in media if one.kind == "image"]).reshape(-1, 3)
     images = ["<|image_pad|>" * int(grid.prod() // 4) for grid in grids]
-    heard = [processor.replace_audio_token({"num_audio_tokens": counts}, index) for index in range(len(counts))]
-    clips = torch.tensor([one.size.grid for one in media if one.kind == "video"]).reshape(-1, 3)
+    of_kind = {kind: [index for index, one in enumerate(owners) if one == kind] for kind in ("audio", "video")}
+    heard = [processor.replace_audio_token(heard_tokens, index) for index in of_kind["audio"]]
+    clips = torch.tensor([one.size.grid[:3] for one in media if one.kind == "video"]).reshape(-1, 3)
+    seen = {"video_grid_thw": clips, "video_second_per_grid": [2 / fps] * len(clips)}
+    usual = {"load_audio_from_video": own, "position_id_per_seconds": 13.0}
     shown = [
-        processor.replace_video_token({"video_grid_thw": clips}, index, load_audio_from_video=False)
+        processor.replace_video_token(seen, index, heard_tokens, of_kind["video"], **usual)
         for index in range(len(clips))
     ]
     text = tokenizer.render(example)
-    for mark, replacements in (("<|image_pad|>", images), ("<|video_pad|>", shown), ("<|audio_pad|>", heard)):
+    for mark, replacements in (("<|image_pad|>", images), ("<|audio_pad|>", heard), ("<|video_pad|>", shown)):
         pieces = text.split(mark)
         text = pieces[0] + "".join(one + rest for one, rest in zip(replacements, pieces[1:], strict=True))
     ids = torch.tensor([processor.tokenizer(text)["input_ids"]])
@@ -112,8 +125,8 @@ def test_ids_and_positions_are_those_of_transformers(seed: int, theirs: tuple[An
         grids if len(grids) else None,
         clips if len(clips) else None,
         torch.ones_like(ids),
-        False,
-        frames,
+        own,
+        lengths,
         torch.full((len(clips),), 2 / fps),
     )
     np.testing.assert_array_equal(ours, ids[0])
@@ -147,6 +160,20 @@ def test_runs_publish_what_they_have_normalised() -> None:
     assert prompt.text == "<audio>or <audio>?"
     shown = shown_media(prompt.media.by_hash(), prompt.media.records, thumbnails=True)
     assert [media_line(one)[-8:] for one in shown.values()] == [", 1.50 s", ", 0.70 s"]
+
+
+def test_videos_are_published_with_their_own_sounds_if_the_run_asks_for_them() -> None:
+    Path("a.mkv").write_bytes(encoded_clip(clip(4, 64, 64), 2.0, samples=sound(1.5)))
+    write_rows({"prompt": "<video>?", "videos": ["a.mkv"]})
+    keys = '--data.media_keys={video = "videos"}'
+    found = [
+        load_data(load_file(Path("run.toml"), [keys, *more])).train.prompt(0).media.records[0]
+        for more in ([], ["--data.video_sound=true"])
+    ]
+    assert [(record["grid"], record["times"]) for record in found] == [([2, 4, 4], [0, 1]), ([2, 4, 4, 150], [0, 1])]
+    done = CliRunner().invoke(app, ["data", "run.toml", keys, "--data.video_sound=true"], catch_exceptions=False)
+    lines = [" ".join(line.split()) for line in done.output.splitlines()]
+    assert any(line.startswith('"videos"[0] 64 x 64 64 x 64 2: 0.0 to 1.0 s with sound 28 ') for line in lines), lines
 
 
 def test_the_same_sound_in_other_forms_is_the_same_prompt() -> None:
@@ -213,8 +240,13 @@ def test_sounds_that_are_too_long_are_refused_and_not_cut() -> None:
             "data.video_fps",
             "so by 8.66667 from one pair of frames to the next at 3 frames a second: take 0.5, 1, 2, 6.5, 13 or 26",
         ),
+        (
+            ["--model.path=seeing", '--data.media_keys={video = "sounds"}', "--data.video_sound=true"],
+            "data.video_sound",
+            "has a model of type 'qwen3_vl', which hears nothing: qwen3_omni_moe does",
+        ),
     ],
-    ids=["server", "server without sound", "deaf", "fps"],
+    ids=["server", "server without sound", "deaf", "fps", "deaf to videos"],
 )
 def test_combinations_that_are_not_known_are_refused(settings: list[str], setting: str, complaint: str) -> None:
     write_vision_model(Path("seeing"))
@@ -241,6 +273,30 @@ def test_models_without_usable_rules_are_refused(changes: Any, complaint: str) -
     with pytest.raises(DataError, match=complaint) as caught:
         read_vision(Path("model"), WITH_SOUND)
     assert caught.value.field == "model.path"
+
+
+def test_videos_of_a_folder_without_rules_for_them_have_those_of_the_processor() -> None:
+    Path("model/video_preprocessor_config.json").unlink()
+    wanted = WITH_ALL.model_copy(update={"max_video_tokens": 100})
+    token = 32 * 32  # pixels
+    expected = BlockRule(16, 2, 128 * token, 768 * token, 2, 2.0, 4, 768, total_pixels=2 * 100 * token)
+    assert read_vision(Path("model"), wanted).video == expected
+
+
+@pytest.mark.parametrize(
+    ("changes", "complaint"),
+    [
+        ({"position_id_per_seconds": 25}, "has position_id_per_seconds 25 in its thinker_config: only 13 is known"),
+        ({"audio_end_token_id": -1}, "lacks the ids of the tokens of video"),
+        ({"video_token_id": -1}, "lacks the ids of the tokens of video"),
+    ],
+)
+def test_models_without_usable_rules_for_video_are_refused(changes: Any, complaint: str) -> None:
+    path = Path("model/config.json")
+    config = json.loads(path.read_text())
+    path.write_text(json.dumps(config | {"thinker_config": config["thinker_config"] | changes}))
+    with pytest.raises(DataError, match=complaint):
+        read_vision(Path("model"), WITH_ALL.model_copy(update={"video_sound": True}))
 
 
 def test_rules_are_read_from_the_newer_file_too() -> None:

@@ -152,6 +152,7 @@ def test_each_further_time_of_a_video_begins_with_the_next_token_of_media() -> N
     [
         ([1, 9, 9], [(1, 4, 4)], "has 2 tokens of media, but its items have 4"),
         ([9, 9, 1, 9, 9], [(1, 4, 4)], "has other tokens among those of the item that begins at token 0"),
+        ([9, 9], [(1, 2, 2, 8)], "has a video with its own sound, which this model doesn't hear"),
     ],
 )
 def test_tokens_that_are_not_those_of_the_images_are_refused(tokens: Any, grids: Any, complaint: str) -> None:

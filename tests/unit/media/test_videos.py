@@ -14,11 +14,21 @@ from PIL import Image
 from transformers.models.qwen3_vl.video_processing_qwen3_vl import Qwen3VLVideoProcessor, smart_resize
 from transformers.video_utils import VideoMetadata
 
-from relaxd.media import MediaError, VideoRule, measure_video, normalise_video, patches, videos
+from relaxd.media import (
+    MediaError,
+    SoundRule,
+    VideoRule,
+    decode_wav,
+    measure_video,
+    normalise_video,
+    patches,
+    videos,
+)
 from relaxd.media.images import decode_png
 from relaxd.media.prompt_media import PromptMedia, with_references
-from relaxd.media.videos import BlockRule
+from relaxd.media.videos import BlockRule, own_sound
 from relaxd.rewards import RewardInput
+from tests.kit.sounds import sound
 from tests.kit.vision import clip, encoded, encoded_clip
 
 RULE = VideoRule(16, 2, 4096, 262144, times=2, fps=2.0, min_frames=4, max_frames=16)
@@ -83,6 +93,38 @@ def test_a_file_and_its_frames_are_the_same_video(tmp_path: Path) -> None:
     coarse = VideoRule(16, 2, 4096, 262144, times=2, fps=1.0, min_frames=4, max_frames=16)
     assert normalise_video(str(file), coarse).size.sampled == (0, 2, 4, 7, 9, 11)
     assert normalise_video(str(file), coarse).sha256 != found.sha256
+
+
+def test_a_videos_own_sound_is_stored_behind_its_frames() -> None:
+    rule = BlockRule(16, 2, 4096, 65536, times=2, fps=2.0, min_frames=4, max_frames=16, sound=SoundRule(5.0))
+    samples = sound(1.5)
+    silent, content = encoded_clip(CLIP, 2), encoded_clip(CLIP, 2, samples=samples)
+    found = normalise_video(content, rule)
+    assert (found.size.grid, found.size.tokens) == ((6, 6, 4, 150), 36 + 20)
+    assert measure_video(content, rule) == found.size
+    np.testing.assert_array_equal(decode_wav(own_sound(found.content)), samples)
+    np.testing.assert_array_equal(decode_png(found.content), decode_png(normalise_video(silent, rule).content))
+    (stored,) = PromptMedia.of([found]).items()
+    assert (stored.content, stored.grid, stored.media_type) == (found.content, found.size.grid, found.media_type)
+    without = [
+        normalise_video(silent, rule),
+        normalise_video([encoded(frame) for frame in CLIP], rule),
+        normalise_video(content, replace(rule, sound=None)),
+    ]
+    assert [one.size.grid for one in without] == [(6, 6, 4)] * 3
+    other = normalise_video(encoded_clip(CLIP, 2, samples=sound(1.5, 1)), rule)
+    assert len({one.sha256 for one in (found, other, *without[::2])}) == 4
+    for wrong, complaint in (
+        (replace(rule, sound=SoundRule(1.0)), "is a video whose own sound is longer than data.max_audio_seconds = 1:"),
+        (
+            replace(rule, sound=SoundRule(5.0, rate=100)),
+            "is a video whose own sound has 150 samples: a sound must have",
+        ),
+    ):
+        with pytest.raises(MediaError, match=complaint):
+            normalise_video(content, wrong)
+    with pytest.raises(MediaError, match="is a broken video: its PNG has no end"):
+        own_sound(found.png[:-12])
 
 
 def test_frames_are_sampled_and_resized_and_the_last_one_fills_up() -> None:
@@ -158,7 +200,7 @@ def test_frames_before_an_edit_are_left_out() -> None:
     np.testing.assert_array_equal(decode_png(found.png)[:96], whole[3 * 96 : 4 * 96])
 
 
-def sound() -> bytes:
+def sound_file() -> bytes:
     """Return a file that has sound and no video."""
     import io
 
@@ -190,7 +232,7 @@ AVI = encoded_clip(CLIP, 4, "avi", "mpeg4", "yuv420p")
         (MP4[:-200], "is a broken video"),
         (LOSSLESS[:300], "is a broken video|without frames"),
         (AVI[: len(AVI) // 2], r"is a broken video: it says 12 frames, but has only \d"),
-        (sound(), "is a file without video"),
+        (sound_file(), "is a file without video"),
         (encoded_clip(CLIP[:1]), r"has too few frames \(1\): a video must have at least 2"),
         (encoded(CLIP[0], "GIF"), "has too few frames"),
         ([], "is an empty list"),

@@ -158,7 +158,7 @@ def test_a_request_whose_images_are_wrong_fails_alone(harness: Harness, vision: 
         "cut": (prompt, PromptMedia(media.records, media.contents[:-1]), "bytes of media, but prompt_media says"),
         "broken": (prompt, PromptMedia(media.records, b"x" * len(media.contents)), "can't be used: cannot identify"),
         "grid": (prompt, misfit, "don't fit its grid"),
-        "none": (prompt, none, "grid [0, 4, 6]: it must have 1 or 3 numbers of at least 1"),
+        "none": (prompt, none, "grid [0, 4, 6]: it must have 1, 3 or 4 numbers of at least 1"),
         "three": (prompt, three, "has 3 frames for each of its times: a video has 2"),
     }
     for name, (tokens, given, _) in wrong.items():

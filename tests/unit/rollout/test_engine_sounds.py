@@ -14,7 +14,7 @@ from relaxd.weights.manifest import ManifestMismatch, TensorBucket, TensorSpec
 from services.rollout.engines.request_types import Version
 from services.rollout.engines.transformers.transformers_weights import check_manifest, named_parameters
 from tests.kit.sounds import make_omni_model, omni_logprobs, omni_prompt, sound, without_marks
-from tests.kit.vision import Item, clip, picture
+from tests.kit.vision import Item, SoundClip, clip, picture
 from tests.unit.rollout.engine_harness import Harness
 
 LONG, OTHER, SHORT = sound(1.31, 1), sound(1.31, 2), sound(0.43, 3)
@@ -38,7 +38,7 @@ def harness(folder: Path) -> Iterator[Harness]:
 
 
 def test_log_probs_equal_transformers(harness: Harness, reference: PreTrainedModel, folder: Path) -> None:
-    """Prompts with sounds, images, videos, all of them and none, in one batch.
+    """Prompts with sounds, images, videos with and without sounds of their own, all of them and none, in one batch.
 
     The short sound is one that transformers gets alone.
     """
@@ -51,6 +51,9 @@ def test_log_probs_equal_transformers(harness: Harness, reference: PreTrainedMod
         "mixed": [picture(64, 64, 1), LONG, picture(70, 150, 2), OTHER],
         "twice": [LONG, LONG],
         "video": [clip(6, 96, 64)],
+        "own": [SoundClip(clip(6, 96, 64, 3), LONG)],
+        "longer": [OTHER, SoundClip(clip(4, 64, 64, 4), sound(4.2, 5)), picture(64, 64)],
+        "two own": [SoundClip(clip(4, 64, 96, 5), LONG), SoundClip(clip(2, 64, 64, 6), OTHER)],
         "all": [clip(4, 64, 64, 1), LONG, picture(70, 150, 2), clip(10, 64, 96, 2)],
     }
     for number, (name, items) in enumerate(prompts.items()):
@@ -64,7 +67,7 @@ def test_log_probs_equal_transformers(harness: Harness, reference: PreTrainedMod
             full = omni_logprobs(reference, prompt, tokens, items)
             np.testing.assert_allclose(answer.logprobs[: len(tokens)], full, atol=1e-5, err_msg=name)
             compared += len(tokens)
-    assert compared > 70
+    assert compared > 80
 
 
 def test_another_sound_of_the_same_length_is_another_prompt(
@@ -85,7 +88,15 @@ def test_a_request_whose_sounds_are_wrong_fails_alone(harness: Harness, folder: 
     other, image = omni_prompt(folder, [SHORT])[1], omni_prompt(folder, [picture(64, 64)])[1]
     misfit = PromptMedia(({**media.records[0], "grid": [132]},), media.contents)
     kind = PromptMedia(({**media.records[0], "kind": "image"},), media.contents)
+    clip_prompt, own = omni_prompt(folder, [SoundClip(clip(4, 64, 64), LONG)])
+    lost = own.contents[: own.contents.index(b"RIFF")]
+    silent, timeless = (
+        PromptMedia(({**own.records[0], **changed},), contents)
+        for changed, contents in (({"bytes": len(lost)}, lost), ({"times": []}, own.contents))
+    )
     wrong = {
+        "silent": (silent, "is a broken sound"),
+        "timeless": (timeless, "has a video with the grid [2, 4, 4, 131], but 0 times"),
         "other": (other, "tokens of media, but its items have"),
         "image": (image, "tokens of media, but its items have"),
         "grid": (misfit, "which don't fit its 132 frames"),
@@ -93,7 +104,8 @@ def test_a_request_whose_sounds_are_wrong_fails_alone(harness: Harness, folder: 
         "broken": (PromptMedia(media.records, b"x" * len(media.contents)), "is a broken sound"),
     }
     for name, (given, _) in wrong.items():
-        harness.submit(name, prompt, media=given, max_new_tokens=4)
+        tokens = clip_prompt if name in ("silent", "timeless") else prompt
+        harness.submit(name, tokens, media=given, max_new_tokens=4)
     harness.submit("right", prompt, media=media, max_new_tokens=4)
     harness.wait("right")
     for name, (_, complaint) in wrong.items():

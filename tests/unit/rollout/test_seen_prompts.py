@@ -36,7 +36,7 @@ def test_places_and_positions(
     prompt, media = prompt_with_media(vision, pictures)
     seen = see(Request("a", tuple(prompt), 1, Sampling(4), media=media), vision)
     assert isinstance(seen, SeenPrompt)
-    assert [frame.span for frame in seen.items] == spans
+    assert [frame.spans for frame in seen.items] == [[span] for span in spans]
     assert {prompt[place] for first, last in spans for place in range(first, last + 1)} == {vision.tokens.token}
     positions = seen.positions(3)
     assert positions.dtype == np.int64
@@ -63,7 +63,8 @@ def test_a_video_of_a_conversation_is_seen_as_one_of_a_prompt(folder: Path) -> N
     )
     assert in_prompt is not None
     assert shown is not None
-    assert [frame.span for frame in shown.items] == [(a + 1, b + 1) for a, b in (one.span for one in in_prompt.items)]
+    before = [one.spans[0] for one in in_prompt.items]
+    assert [frame.spans for frame in shown.items] == [[(first + 1, last + 1)] for first, last in before]
     np.testing.assert_array_equal(shown.positions(2)[:, 1:], in_prompt.positions(2) + 1)
 
 

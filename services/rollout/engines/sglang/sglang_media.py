@@ -25,7 +25,7 @@ def to_sglang(prompt: SeenPrompt, more: int) -> MultimodalProcessorOutput:
     SGLang computes nothing itself: hashes, places and positions are ours.
     """
     items = [
-        MultimodalDataItem(hash=int(item.sha256, 16), offsets=[item.span], **_content(item)) for item in prompt.items
+        MultimodalDataItem(hash=int(item.sha256, 16), offsets=item.spans, **_content(item)) for item in prompt.items
     ]
     return MultimodalProcessorOutput(
         mm_items=items,

@@ -43,7 +43,7 @@ def embed(
     that goes on may have these, too.
     """
     body: Any = model.model
-    order: list[str] = []
+    shown: list[SeenPrompt] = []
     seen_order: list[str] = []
     mask, seen_mask = (torch.zeros(ids.shape, dtype=torch.bool) for _ in range(2))
     rows: dict[str, torch.Tensor] = {}
@@ -52,9 +52,9 @@ def embed(
     for row, prompt in enumerate(prompts):
         if prompt is None:
             continue
-        order += prompt.hashes
-        seen_order += [name for name in prompt.hashes if name in prompt.patches]
-        grids |= zip(prompt.hashes, prompt.grids, strict=True)
+        shown.append(prompt)
+        seen_order += [name for name, _ in prompt.parts if name in prompt.patches]
+        grids |= prompt.parts
         cut = {name: torch.from_numpy(one).to(model.device) for name, one in prompt.patches.items()}
         patches |= {name: normalised(one, prompt.vision) for name, one in cut.items()}
         rows |= {name: _heard(body, one, prompt) for name, one in prompt.sounds.items() if name not in rows}
@@ -73,7 +73,8 @@ def embed(
         if added:
             deepstack = {"visual_pos_masks": seen_mask.to(model.device), "deepstack_visual_embeds": added}
     embeddings = body.get_input_embeddings()(ids.to(model.device))
-    embeddings[mask.to(model.device)] = torch.cat([rows[name] for name in order]).to(embeddings.dtype)
+    of_prompts = [torch.cat([rows[name] for name, _ in one.parts])[torch.from_numpy(one.layout.rows)] for one in shown]
+    embeddings[mask.to(model.device)] = torch.cat(of_prompts).to(embeddings.dtype)
     return {"inputs_embeds": embeddings, **deepstack}
 
 

@@ -14,7 +14,7 @@ from tests.integration.rollout.sglang.syncs import sync
 from tests.integration.rollout.weight_source import weights_of
 from tests.kit.engines import Answer, EngineRunner
 from tests.kit.sounds import make_omni_model, omni_logprobs, omni_prompt, sound, without_marks
-from tests.kit.vision import Item, clip, picture
+from tests.kit.vision import Item, SoundClip, clip, picture
 
 pytestmark = pytest.mark.night
 
@@ -49,7 +49,7 @@ def gaps(right: torch.nn.Module, model: Path, prompt: list[int], answer: Answer,
 def test_log_probs_equal_transformers_under_each_version(
     engine: EngineRunner, source: Source, model: Path, tmp_path: Path
 ) -> None:
-    """Sounds of all lengths and videos, alone and with other media, before and after the towers' weights change."""
+    """Sounds of all lengths and videos, alone and with others, before and after the towers' weights change."""
     cases: list[tuple[list[Item], list[Item]]] = [
         ([sound(0.4)], [sound(0.4, 9)]),
         ([sound(1.0, 1)], [sound(1.0, 9)]),
@@ -57,6 +57,7 @@ def test_log_probs_equal_transformers_under_each_version(
         ([sound(2.3, 3), picture(64, 64, 1), sound(0.4)], [sound(0.4), picture(64, 64, 1), sound(2.3, 3)]),
         ([clip(6, 96, 64, 1)], [clip(6, 96, 64, 9)]),
         ([clip(4, 64, 64, 2), sound(1.0, 1), picture(64, 96)], [clip(4, 64, 64, 9), sound(1.0, 1), picture(64, 96)]),
+        ([SoundClip(clip(6, 96, 64, 3), sound(2.3, 5))], [SoundClip(clip(6, 96, 64, 3), sound(2.3, 9))]),
         ([sound(21.0, 4)], [sound(21.0, 9)]),  # of so many tokens that a prompt is computed once for all samples
     ]
     prompts = [omni_prompt(model, items) for items, _ in cases]

@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 
 from relaxd.data.vision import VisionModel, read_vision
-from relaxd.media import MEDIA_KINDS
+from relaxd.media import MEDIA_KINDS, NormalVideo, decode_wav
 from tests.integration.trainer.trainer_worlds import Job as LearnerJob
 from tests.integration.trainer.trainer_worlds import copied, make_learner
 from tests.kit.sounds import sound
-from tests.kit.vision import Item, clip, expand_media, mark_of, normal_media, picture
+from tests.kit.vision import Item, SoundClip, clip, expand_media, mark_of, normal_media, picture
 
 PROMPTS: tuple[tuple[tuple[float, ...], ...], ...] = (
     ((64, 64),),
@@ -29,8 +29,10 @@ HEARD: tuple[tuple[tuple[float, ...], ...], ...] = (
     ((100, 60), (0.43,), (1.1,)),
     ((1.31,),),
     ((2.05,), (64, 96), (64, 96, 4), (1.31,)),
+    ((64, 64, 6, 1.31), (0.43,)),
 )
-"""The same for a model that hears, too: one number is the length of a sound in seconds."""
+"""The same for a model that hears, too: one number is the length of a sound in seconds, a fourth one that of a video's
+own sound."""
 ANSWERS = 2
 
 
@@ -51,7 +53,14 @@ def make_samples(
         items: list[Item] = [_item(*size, seed=number, swapped=swapped) for size in sizes]
         normal = normal_media(vision, items)
         images = [
-            DecodedItem(one.sha256, one.size.grid, MEDIA_KINDS[one.kind].open(one.content), one.kind, one.size.times)
+            DecodedItem(
+                one.sha256,
+                one.size.grid,
+                MEDIA_KINDS[one.kind].open(one.content),
+                one.kind,
+                one.size.times,
+                decode_wav(one.wav) if isinstance(one, NormalVideo) and one.wav else None,
+            )
             for one in normal
         ]
         short = [65, 66, *(each for one in normal for each in _marked(one.kind, vision)), 67, 68, 69]
@@ -84,13 +93,15 @@ def _marked(kind: str, vision: VisionModel) -> tuple[int, int, int]:
     return before, mark_of(kind, vision), behind
 
 
-def _item(first: float, height: float = 0, frames: float = 0, *, seed: int, swapped: bool) -> Item:
+def _item(first: float, height: float = 0, frames: float = 0, seconds: float = 0, *, seed: int, swapped: bool) -> Item:
     if not height:
         return sound(first, seed + 100 * swapped)
     width, high = int(first), int(height)
     if not frames:
         return picture(width, high, seed)
     found = clip(int(frames), width, high, seed)
+    if seconds:
+        return SoundClip(found, sound(seconds, seed + 100 * swapped))
     return [found[1], found[0], *found[2:]] if swapped else found
 
 

@@ -55,7 +55,9 @@ def compute_reference(folder: Path) -> tuple[np.ndarray, dict[str, torch.Tensor]
         lengths: torch.Tensor | None = None
         in_prompt = torch.arange(ids.shape[1]) < sample.prompt_length
         items = sample.media.items if sample.media is not None else ()
-        if sounds := [features_of(item.values) for item in items if item.kind == "audio"]:
+        waves = [item.values if item.kind == "audio" else item.sound for item in items]
+        has_own = any(item.sound is not None for item in items)
+        if sounds := [features_of(one) for one in waves if one is not None]:
             lengths = torch.tensor([one.shape[1] for one in sounds])
             rows = [
                 model.audio_tower(one, feature_lens=own[None], return_dict=True).last_hidden_state
@@ -74,7 +76,7 @@ def compute_reference(folder: Path) -> tuple[np.ndarray, dict[str, torch.Tensor]
             more = {"visual_pos_masks": is_shown, "deepstack_visual_embeds": deep}
         grids = seen.get("image_grid_thw"), seen.get("video_grid_thw")
         seconds = None if grids[1] is None else torch.ones(len(grids[1]))
-        position, delta = thinker.get_rope_index(prompt, *grids, torch.ones_like(prompt), False, lengths, seconds)
+        position, delta = thinker.get_rope_index(prompt, *grids, torch.ones_like(prompt), has_own, lengths, seconds)
         behind = torch.arange(sample.prompt_length, ids.shape[1]) + delta.flatten()[0]
         position = torch.cat([position, behind.expand(3, 1, -1).to(position.dtype)], dim=2)
         hidden = model.language_model(inputs_embeds=embeddings, position_ids=position, **more).last_hidden_state
@@ -124,7 +126,7 @@ def test_log_probs_and_gradients_equal_those_of_transformers(
 ) -> None:
     logprobs, gradients = reference()
     found = run_job(Job(folder, settings))
-    assert found["images"] == [4, 8]
+    assert found["images"] == [4, 11]
     np.testing.assert_allclose(found["logprobs"], logprobs, atol=1e-5)
     assert found["gradients"].keys() == gradients.keys()
     for name, gradient in found["gradients"].items():

@@ -12,11 +12,19 @@ from relaxd.board import MEDIA_CONTENTS, PROMPT_MEDIA, SEQUENCE_CONTENTS, SEQUEN
 from relaxd.config import GRPOConfig
 from relaxd.data.vision import VisionModel, read_vision
 from relaxd.media import expand, lay_out, normalise_image
-from relaxd.media.prompt_media import PromptMedia, StoredMedia, to_columns, to_sequence_columns
+from relaxd.media.prompt_media import (
+    PromptMedia,
+    StoredMedia,
+    grids_of,
+    times_of,
+    to_columns,
+    to_sequence_columns,
+)
 from services.trainer.batch.groups import MalformedGroup, TrainGroup, check_group
 from services.trainer.batch.micro_batch import TrainSequence, pack, with_padding
 from services.trainer.batch.sequence_media import GroupMediaReader
-from tests.kit.vision import encoded, picture, write_vision_model
+from tests.kit.sounds import sound, write_omni_model
+from tests.kit.vision import SoundClip, clip, encoded, picture, prompt_with_media, write_vision_model
 
 IMAGES = ((64, 64, 0), (96, 64, 1), (64, 64, 0))
 """Width, height and seed of the images of a prompt: the last one is the first one again."""
@@ -127,6 +135,38 @@ def test_images_of_conversations_are_packed_where_they_are(vision: VisionModel) 
     again["loss_mask"][3:9] = 1
     (one, _), (other, _) = (sequences(checked(of, vision), vision) for of in (columns, again | shifted(again)))
     assert pack([one, other]).prefixes[:, 1].tolist() == [0, prompt]
+
+
+def test_a_videos_own_sound_has_a_tower_of_its_own(tmp_path: Path) -> None:
+    vision = read_vision(write_omni_model(tmp_path))
+    items = [picture(64, 64), SoundClip(clip(4, 64, 64), sound(1.5)), SoundClip(clip(2, 96, 64), sound(0.4, 1))]
+    tokens, media = prompt_with_media(vision, items)
+    columns = columns_of(vision, ()) | {
+        "prompt_tokens": np.array(tokens, np.int32),
+        PROMPT_MEDIA: list(media.records),
+        MEDIA_CONTENTS: media.array,
+    }
+    row = pack(sequences(checked(columns, vision), vision))
+    assert row.media is not None
+    assert [(item.kind, item.grid) for item in row.media.items] == [
+        ("image", (1, 4, 4)),
+        *[("video", (2, 4, 4)), ("audio", (150,))],
+        *[("video", (1, 4, 6)), ("audio", (40,))],
+    ]
+    np.testing.assert_array_equal(row.media.items[2].values, sound(1.5))
+    counts = [vision.tokens.count(item.grid) for item in row.media.items]
+    kinds = np.repeat([{"image": 1, "video": 2, "audio": 3}[item.kind] for item in row.media.items], counts)
+    layout = lay_out(tokens, grids_of(media.records), vision.tokens, times=times_of(media.records))
+    np.testing.assert_array_equal(kinds[row.media.rows], layout.modality[row.media.places])
+    for kind in (1, 2, 3):  # the rows of each tower are in order
+        own = row.media.rows[layout.modality[row.media.places] == kind]
+        assert (np.diff(own) > 0).all()
+    # Of the first video the first frames, a second of sound, the second frames, and the rest of the sound.
+    first = layout.modality[row.media.places][4:32]
+    assert first.tolist() == [2] * 4 + [3] * 13 + [2] * 4 + [3] * 7
+    wrong = columns | {PROMPT_MEDIA: [{**record, "times": []} for record in media.records]}
+    with pytest.raises(MalformedGroup, match=r"has a video with the grid \[2, 4, 4, 150\], but 0 times"):
+        checked(wrong, vision)
 
 
 def shifted(columns: dict[str, Any]) -> dict[str, Any]:
