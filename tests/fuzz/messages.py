@@ -2,11 +2,11 @@
 
 import random
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from google.protobuf.descriptor import Descriptor, FieldDescriptor
-from google.protobuf.message import Message
+from google.protobuf.message import DecodeError, Message
 from google.protobuf.message_factory import GetMessageClass
 
 INTEGERS = (0, 1, -1, 2, 3, 7, 16, 255, 256, 4097, 65535, 65536, 10**6)
@@ -95,10 +95,12 @@ class Fuzzer:
         else:
             message = self.made_up(method_input)
         data = message.SerializeToString()
-        if kind >= 0.85:
-            for _ in range(self.random.choice((1, 1, 2, 5))):
-                data = self.damaged(data)
-        return data
+        if kind < 0.85:
+            return data
+        damaged = data
+        for _ in range(self.random.choice((1, 1, 2, 5))):
+            damaged = self.damaged(damaged)
+        return damaged if self._is_tame(damaged, message) else data
 
     def made_up(self, descriptor: Descriptor, depth: int = 0) -> Message:
         """A message whose fields are set, or not, to anything of their types."""
@@ -152,6 +154,25 @@ class Fuzzer:
         if damage == 6:  # groups that don't end, wrong wire types
             return data + _varint(rng.randrange(1, 20) << 3 | rng.randrange(3, 8)) + rng.randbytes(4)
         return rng.randbytes(rng.randrange(0, 200))
+
+    def _is_tame(self, damaged: bytes, message: Message) -> bool:
+        """Whether damage to the bytes of a message left no other value than a tame one in a field that must be tame."""
+        read = type(message)()
+        try:
+            read.ParseFromString(damaged)
+        except DecodeError:
+            return True
+        allowed = {(name, value) for name, values in self._tame.items() for value in values}
+        return set(self._tame_fields(read)) <= allowed | set(self._tame_fields(message))
+
+    def _tame_fields(self, message: Message) -> Iterator[tuple[str, Any]]:
+        """Yield names and values of the fields that must be tame, those of messages inside included."""
+        for field, value in message.ListFields():
+            if field.type == FieldDescriptor.TYPE_MESSAGE:
+                for inside in [] if _is_map(field) else value if field.is_repeated else [value]:
+                    yield from self._tame_fields(inside)
+            elif field.name in self._tame:
+                yield from ((field.name, one) for one in (value if field.is_repeated else [value]))
 
     def _set(self, message: Message, field: FieldDescriptor, depth: int) -> None:
         if _is_map(field):

@@ -1,16 +1,19 @@
 """The short attack: every call of every service, with a fixed seed. `make fuzz MESSAGES=100000` is the long one."""
 
 import asyncio
+import contextlib
 import logging
 
 import pytest
+from google.protobuf.message import DecodeError
 
 from relaxd.telemetry.logs import TextFormatter
+from relaxd.v1.rollout_pb2 import PauseGenerationRequest
 from tests.fuzz.__main__ import problems_of
 from tests.fuzz.attack import LEFT_OUT, attack, methods_of, path_of
 from tests.fuzz.fleet import Fleet, bugs_in
 from tests.fuzz.messages import Fuzzer
-from tests.fuzz.requests import good_requests
+from tests.fuzz.requests import good_requests, tame
 
 MESSAGES, SEED = 3000, 20
 
@@ -42,6 +45,18 @@ def test_a_seed_says_which_messages_are_sent() -> None:
     first, again, other = (Fuzzer(seed, {}, {}) for seed in (1, 1, 2))
     made = [[fuzzer.request(HeartbeatRequest.DESCRIPTOR, None) for _ in range(50)] for fuzzer in (first, again, other)]
     assert made[0] == made[1] != made[2]
+
+
+def test_damage_leaves_ids_that_services_remember_as_they_may_be() -> None:
+    now = 1795969831818
+    fuzzer, good = Fuzzer(1, {}, tame(now)), PauseGenerationRequest(sync_id=now, lease_seconds=0.2)
+    found = set()
+    for _ in range(20_000):
+        message = PauseGenerationRequest()
+        with contextlib.suppress(DecodeError):
+            message.ParseFromString(fuzzer.request(PauseGenerationRequest.DESCRIPTOR, good))
+            found.add(message.sync_id)
+    assert found == set(tame(now)["sync_id"])
 
 
 def test_an_exception_is_read_from_a_log() -> None:
