@@ -9,9 +9,14 @@ from pathlib import Path
 import pytest
 import redis
 
-from tests.kit.redis.redis_server import RedisServer
-from tests.kit.waiting import PATIENCE
-from tests.warm import programs
+# Asserts in what tests share say their values, too.
+pytest.register_assert_rewrite(
+    *(f"tests.{name}" for name in ("kit", "unit", "integration", "e2e", "compose", "gpu", "chaos"))
+)
+
+from tests.kit.redis.redis_server import RedisServer  # noqa: E402
+from tests.kit.waiting import PATIENCE  # noqa: E402
+from tests.warm import programs  # noqa: E402
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
