@@ -15,9 +15,9 @@ from services.trainer.batch.step_file import step_file_path
 from services.trainer.megatron.world import shut_down
 from services.trainer.offline.fork import check, fork
 from services.trainer.offline.program_parts import OfflineError
-from tests.integration.trainer.learner import test_prepared_advantages, test_several_updates
+from tests.integration.trainer.learner.updates_kit import config_of, prepare_rewarded_run, prepare_run
 from tests.integration.trainer.service_kit import several_updates
-from tests.integration.trainer.training_worlds import run_job
+from tests.integration.trainer.training_worlds import RunJob, run_job
 
 pytestmark = pytest.mark.usefixtures("alone")
 ONE_UPDATE = {"mini_batches": 1, "epochs": 1}
@@ -25,9 +25,9 @@ FASTER = {"lr": 4e-2, "epsilon": 1e-3}
 SAME = ("loss", "grad_norm", "lr", "optimizer_steps", "policy_drift_ess", "clip_fraction", "weights_checksum")
 
 
-def record(kit: Any, redis_url: str, number: int, config: RunConfig, folder: Path, **of_group: Any) -> list[Any]:
+def record(job: RunJob) -> list[Any]:
     """A run on the board. Returns its ledger; the folder has what commands read."""
-    trained = run_job(kit.prepare_run(redis_url, number, config, folder, **of_group))
+    trained, config, folder = run_job(job), job.config, job.folder
     shut_down()
     (folder / "config.json").write_text(config.model_dump_json())
     ledger: list[Any] = trained["ledger"]
@@ -51,8 +51,8 @@ def with_optimizer(config: RunConfig, **optimizer: float) -> RunConfig:
 
 
 def test_a_fork_without_changes_is_the_run_bit_for_bit(tiny_qwen3: Path, redis_url: str, tmp_path: Path) -> None:
-    config = test_several_updates.config_of(tiny_qwen3)
-    ledger = record(test_several_updates, redis_url, 1, config, tmp_path / "run")
+    config = config_of(tiny_qwen3)
+    ledger = record(prepare_run(redis_url, 1, config, tmp_path / "run"))
     lines = train(tmp_path / "run", config, tmp_path / "fork")
     assert [line["step"] for line in lines] == [1, 2]
     for line, entry in zip(lines, ledger, strict=True):
@@ -62,11 +62,10 @@ def test_a_fork_without_changes_is_the_run_bit_for_bit(tiny_qwen3: Path, redis_u
 
 def test_a_fork_with_another_learning_rate_is_a_run_with_it(tiny_qwen3: Path, redis_url: str, tmp_path: Path) -> None:
     """Although its advantages and old log-probs follow from the weights, which are others from step 2 on."""
-    kit, algorithm = test_prepared_advantages, {"old_logprobs": "current", "kl_reward_coef": 0.05}
-    config = several_updates(tiny_qwen3, algorithm)
+    config = several_updates(tiny_qwen3, {"old_logprobs": "current", "kl_reward_coef": 0.05})
     faster = with_optimizer(config, **FASTER)
-    record(kit, redis_url, 1, config, tmp_path / "run")
-    expected = record(kit, redis_url, 2, faster, tmp_path / "faster")
+    record(prepare_rewarded_run(redis_url, 1, config, tmp_path / "run"))
+    expected = record(prepare_rewarded_run(redis_url, 2, faster, tmp_path / "faster"))
     lines = train(tmp_path / "run", faster, tmp_path / "fork")
     for line, entry in zip(lines, expected, strict=True):
         for name in ("loss", "grad_norm", "lr", "policy_drift_ess", "clip_fraction"):
@@ -76,15 +75,14 @@ def test_a_fork_with_another_learning_rate_is_a_run_with_it(tiny_qwen3: Path, re
 
 def test_new_rewards_make_new_advantages(tiny_qwen3: Path, redis_url: str, tmp_path: Path) -> None:
     """A fork is the run, bit for bit, that had these rewards and their advantages, by GRPO's formula."""
-    kit = test_several_updates
-    config = kit.config_of(tiny_qwen3, **ONE_UPDATE)
-    record(kit, redis_url, 1, config, tmp_path / "run")
+    config = config_of(tiny_qwen3, **ONE_UPDATE)
+    record(prepare_run(redis_url, 1, config, tmp_path / "run"))
     rewards = {f"g{number}": [0.0, float(number)] for number in range(1, 9)}
     given: dict[str, Any] = {}
     for name, (low, high) in rewards.items():
         advantage = (high - low) / 2 / (np.std([low, high], ddof=1) + config.algorithm.std_epsilon)
         given[name] = {"rewards": [low, high], "advantage": advantage, "least_advantage": -advantage}
-    expected = record(kit, redis_url, 2, config, tmp_path / "other", **given)
+    expected = record(prepare_run(redis_url, 2, config, tmp_path / "other", **given))
     (tmp_path / "fork").mkdir()
     columns = [{"group": name, "reward": reward, "reward_parts": {}} for name, reward in rewards.items()]
     (tmp_path / "fork" / REWARDS).write_text("".join(json.dumps(one) + "\n" for one in columns))
@@ -96,9 +94,8 @@ def test_new_rewards_make_new_advantages(tiny_qwen3: Path, redis_url: str, tmp_p
 
 
 def test_what_was_not_recorded_is_refused(tiny_qwen3: Path, redis_url: str, tmp_path: Path) -> None:
-    kit = test_several_updates
-    config = kit.config_of(tiny_qwen3, **ONE_UPDATE)
-    record(kit, redis_url, 1, config, tmp_path / "run")
+    config = config_of(tiny_qwen3, **ONE_UPDATE)
+    record(prepare_run(redis_url, 1, config, tmp_path / "run"))
     roles = {"teacher": {"model": str(tiny_qwen3)}}
     taught = RunConfig.model_validate(
         config.model_dump(mode="json") | {"roles": roles, "algorithm": {"name": "grpo", "distill_coef": 0.5}}

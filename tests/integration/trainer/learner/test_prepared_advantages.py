@@ -23,7 +23,7 @@ from services.trainer.megatron.world import shut_down
 from services.trainer.offline.replay import replay
 from tests.integration.trainer import training_worlds
 from tests.integration.trainer.critic.critic_kit import GAMMA, LAMBDA, generalized
-from tests.integration.trainer.learner.updates_kit import LENGTHS, WAYS, PlainLoop
+from tests.integration.trainer.learner.updates_kit import WAYS, PlainLoop, prepare_rewarded_run, with_steps
 from tests.integration.trainer.service_kit import RUN_ID, Feeder, several_updates
 from tests.integration.trainer.trainer_worlds import run_world
 from tests.integration.trainer.training_worlds import RunJob, run_job
@@ -85,23 +85,6 @@ def with_both(model: Path, teacher: Path, **trainer: Any) -> RunConfig:
     """A reference that takes over the policy's weights after each step, and a teacher, both in the trainer's ranks."""
     roles = {"reference": {"refresh_every": 1}, "teacher": {"model": str(teacher), "placement": "trainer"}}
     return several_updates(model, WITH_BOTH, roles, **trainer)
-
-
-def prepare_run(redis_url: str, number: int, config: RunConfig, folder: Path, **of_group: dict[str, Any]) -> RunJob:
-    """A run whose groups all wait for it, one more than it trains on, in a database of its own."""
-    folder.mkdir(parents=True)
-    url = redis_url.removesuffix("/0") + f"/{number}"
-    feeder = Feeder(url, with_steps(config, config.run.steps + 1))  # or the board had no room for one more
-    for index, length in enumerate((*LENGTHS[: 4 * config.run.steps], 6)):
-        feeder.feed(
-            1, 0, **{"length": length, "rewards": [0.0, 1.0 + 0.1 * index], **of_group.get(f"g{index + 1}", {})}
-        )
-    feeder.board.close()
-    return RunJob(config, url, folder)
-
-
-def with_steps(config: RunConfig, steps: int) -> RunConfig:
-    return config.model_copy(update={"run": config.run.model_copy(update={"steps": steps})})
 
 
 def dropped(job: RunJob) -> dict[str, tuple[str, str]]:
@@ -175,7 +158,7 @@ def test_reference_and_teacher_in_the_ranks_have_their_part_in_the_advantages(
 ) -> None:
     """As a loop in float64 has it, with a group whose equal rewards keep it out; resumed and replayed exactly."""
     config, folder = with_both(tiny_qwen3, teacher), tmp_path / "run"
-    job = prepare_run(redis_url, 1, config, folder, **MASKS, g3={"rewards": [0.5, 0.5]})
+    job = prepare_rewarded_run(redis_url, 1, config, folder, **MASKS, g3={"rewards": [0.5, 0.5]})
     drained = run_job(replace(job, drain_at="step 2: update 3 of 4"))
     assert [entry.step for entry in drained["ledger"]] == [1]
     shut_down()
@@ -206,7 +189,7 @@ def test_the_numbers_are_those_of_an_advantage_stage_with_both_as_services(
     inside, outside = (
         one.model_copy(update={"run": one.run.model_copy(update={"steps": 1})}) for one in (inside, outside)
     )
-    ours = run_job(prepare_run(redis_url, 1, inside, tmp_path / "inside"))
+    ours = run_job(prepare_rewarded_run(redis_url, 1, inside, tmp_path / "inside"))
     shut_down()
 
     loop, algorithm = ExactLoop(outside, teacher), create(outside.algorithm)
@@ -248,7 +231,7 @@ def own_algorithm(name: str) -> dict[str, Any]:
 def test_a_class_of_ones_own_sees_the_trainers_log_probs(tiny_qwen3: Path, redis_url: str, tmp_path: Path) -> None:
     """Also where its steps have one update, in which no loss needs them."""
     config = several_updates(tiny_qwen3, own_algorithm("Drifting"), **ONE_UPDATE)
-    trained = run_job(prepare_run(redis_url, 1, config, tmp_path / "run"))
+    trained = run_job(prepare_rewarded_run(redis_url, 1, config, tmp_path / "run"))
     loop = ExactLoop(config, tiny_qwen3)
     check_steps(trained, loop, tmp_path / "run", loop.drifting)
 
@@ -256,7 +239,7 @@ def test_a_class_of_ones_own_sees_the_trainers_log_probs(tiny_qwen3: Path, redis
 def test_what_only_advantages_know_of_a_group(tiny_qwen3: Path, redis_url: str, tmp_path: Path) -> None:
     """A filtered group stays in its step, with advantages of 0. One on which the class fails is dropped, untrained."""
     config = several_updates(tiny_qwen3, own_algorithm("Choosy"), **ONE_UPDATE)
-    job = prepare_run(redis_url, 1, config, tmp_path / "run")
+    job = prepare_rewarded_run(redis_url, 1, config, tmp_path / "run")
     trained = run_job(job)
     assert [entry.plan["groups"] for entry in trained["ledger"]] == [["g1", "g2", "g3", "g4"], ["g6", "g7", "g8", "g9"]]
     first = read_committed(tmp_path / "run", 1, trained["ledger"][0].plan)
@@ -276,7 +259,7 @@ def test_a_group_to_which_the_teacher_says_nothing_is_dropped_and_its_step_start
     config = with_steps(several_updates(tiny_qwen3, {"name": "opd"}, roles, **ONE_UPDATE), 1)
     tokens = np.arange(100, 118, dtype=np.int32)
     tokens[4] = 255
-    job = prepare_run(redis_url, 1, config, tmp_path / "run", g2={"tokens": tokens})
+    job = prepare_rewarded_run(redis_url, 1, config, tmp_path / "run", g2={"tokens": tokens})
     (entry,) = run_job(job)["ledger"]
     assert (entry.plan["groups"], entry.plan["skipped_updates"]) == (["g1", "g3", "g4", "g5"], [])
     ((group_id, (reason, said)),) = dropped(job).items()
@@ -288,7 +271,7 @@ def test_a_critic_learns_rewards_less_the_divergence(tiny_qwen3: Path, redis_url
     """The last token of an answer has its reward, and each token its part of the divergence."""
     algorithm = {"name": "ppo", "old_logprobs": "current", "kl_reward_coef": KL, "gamma": GAMMA, "gae_lambda": LAMBDA}
     config = with_steps(several_updates(tiny_qwen3, algorithm, **ONE_UPDATE), 1)
-    trained = run_job(prepare_run(redis_url, 1, config, tmp_path / "run"))
+    trained = run_job(prepare_rewarded_run(redis_url, 1, config, tmp_path / "run"))
     (entry,), loop = trained["ledger"], ExactLoop(config, tiny_qwen3)
     for group in read_committed(tmp_path / "run", 1, entry.plan).groups.values():
         rewards = -KL * (loop.logprobs_of(loop.model, group) - loop.logprobs_of(loop.reference, group))
@@ -309,7 +292,7 @@ def test_advantages_are_the_same_under_every_layout_and_micro_batch_size(
     with contextlib.closing(redis.Redis.from_url(session_redis.url)) as client:
         client.flushall()
     jobs = {
-        way: prepare_run(
+        way: prepare_rewarded_run(
             session_redis.url, number + 1, with_both(tiny_qwen3, teacher, ranks=2, **parallel), tmp_path / way, **MASKS
         )
         for number, (way, parallel) in enumerate(WAYS.items())
@@ -319,7 +302,7 @@ def test_advantages_are_the_same_under_every_layout_and_micro_batch_size(
     for number, tokens in enumerate((48, 24)):
         shut_down()
         config, way = with_both(tiny_qwen3, teacher, micro_batch_tokens=tokens), f"{tokens} tokens"
-        job = prepare_run(session_redis.url, 8 + number, config, tmp_path / way, **MASKS)
+        job = prepare_rewarded_run(session_redis.url, 8 + number, config, tmp_path / way, **MASKS)
         found[way], folders[way] = [run_job(job)], job.folder
     (expected,) = found.pop("48 tokens")
     for way, ranks in found.items():

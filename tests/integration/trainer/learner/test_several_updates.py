@@ -22,10 +22,19 @@ from services.trainer.learner.update import NonFiniteGradients
 from services.trainer.megatron.world import shut_down
 from services.trainer.offline.replay import replay
 from tests.integration.trainer import training_worlds
-from tests.integration.trainer.learner.updates_kit import LENGTHS, NORMALISED, RATES, WAYS, PlainLoop, normalisation
-from tests.integration.trainer.service_kit import Feeder, several_updates, trainer_service
+from tests.integration.trainer.learner.updates_kit import (
+    LENGTHS,
+    NORMALISED,
+    RATES,
+    WAYS,
+    PlainLoop,
+    config_of,
+    normalisation,
+    prepare_run,
+)
+from tests.integration.trainer.service_kit import trainer_service
 from tests.integration.trainer.trainer_worlds import run_world
-from tests.integration.trainer.training_worlds import RunJob, run_job
+from tests.integration.trainer.training_worlds import run_job
 from tests.kit.ports import free_port
 from tests.kit.redis.redis_server import RedisServer
 
@@ -35,21 +44,6 @@ UNEVEN: dict[str, dict[str, Any]] = {
     "g6": {"advantage": 3.0, "least_advantage": 2.0},
 }
 """Groups whose advantages differ in mean, one of them with tokens that aren't trained on."""
-
-
-def config_of(model: Path, algorithm: dict[str, Any] | None = None, **trainer: Any) -> RunConfig:
-    return several_updates(model, {"old_logprobs": "current", **(algorithm or {})}, **trainer)
-
-
-def prepare_run(redis_url: str, number: int, config: RunConfig, folder: Path, **of_group: dict[str, Any]) -> RunJob:
-    """A run whose groups all wait for it, in a database of its own; `of_group` changes some groups' columns."""
-    folder.mkdir(parents=True)
-    url = redis_url.removesuffix("/0") + f"/{number}"
-    feeder = Feeder(url, config)
-    for index, length in enumerate(LENGTHS[: 4 * config.run.steps]):
-        feeder.feed(1, 0, **{"length": length, **of_group.get(f"g{index + 1}", {})})
-    feeder.board.close()
-    return RunJob(config, url, folder)
 
 
 def same(one: dict[str, Any], other: dict[str, Any]) -> bool:

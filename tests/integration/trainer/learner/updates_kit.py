@@ -1,6 +1,7 @@
 """Steps of several updates, and a plain torch loop that trains the same."""
 
 import math
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -8,6 +9,8 @@ import torch
 import transformers
 
 from relaxd.config import RunConfig
+from tests.integration.trainer.service_kit import Feeder, several_updates
+from tests.integration.trainer.training_worlds import RunJob
 
 NORMALISED = {"name": "reinforce_plus_plus"}
 """An algorithm whose advantages are normalised over the step."""
@@ -15,6 +18,40 @@ LENGTHS = (6, 9, 4, 11, 7, 5, 10, 8)
 """Tokens of the answers of each group: of two steps of four groups."""
 RATES = {1: 1.5e-2, 2: 1e-2}
 """Learning rate of each step: linear from 2e-2 to 1e-2."""
+
+
+def config_of(model: Path, algorithm: dict[str, Any] | None = None, **trainer: Any) -> RunConfig:
+    return several_updates(model, {"old_logprobs": "current", **(algorithm or {})}, **trainer)
+
+
+def prepare_run(redis_url: str, number: int, config: RunConfig, folder: Path, **of_group: dict[str, Any]) -> RunJob:
+    """A run whose groups all wait for it, in a database of its own; `of_group` changes some groups' columns."""
+    folder.mkdir(parents=True)
+    url = redis_url.removesuffix("/0") + f"/{number}"
+    feeder = Feeder(url, config)
+    for index, length in enumerate(LENGTHS[: 4 * config.run.steps]):
+        feeder.feed(1, 0, **{"length": length, **of_group.get(f"g{index + 1}", {})})
+    feeder.board.close()
+    return RunJob(config, url, folder)
+
+
+def prepare_rewarded_run(
+    redis_url: str, number: int, config: RunConfig, folder: Path, **of_group: dict[str, Any]
+) -> RunJob:
+    """A run whose groups all wait for it, one more than it trains on, in a database of its own."""
+    folder.mkdir(parents=True)
+    url = redis_url.removesuffix("/0") + f"/{number}"
+    feeder = Feeder(url, with_steps(config, config.run.steps + 1))  # or the board had no room for one more
+    for index, length in enumerate((*LENGTHS[: 4 * config.run.steps], 6)):
+        feeder.feed(
+            1, 0, **{"length": length, "rewards": [0.0, 1.0 + 0.1 * index], **of_group.get(f"g{index + 1}", {})}
+        )
+    feeder.board.close()
+    return RunJob(config, url, folder)
+
+
+def with_steps(config: RunConfig, steps: int) -> RunConfig:
+    return config.model_copy(update={"run": config.run.model_copy(update={"steps": steps})})
 
 
 class PlainLoop:
