@@ -119,8 +119,8 @@ class StepRecorder:
     async def append_weights(self) -> None:
         """Move the digests of versions that were sent since the last call from the board to the folder.
 
-        The board keeps those of versions that a step may still train on, and the one that was sent before them: engines
-        that missed a version have that one.
+        The board keeps those of versions that a step may still train on, and the one that was sent before them, by
+        which the trainer tells an engine that has kept old weights from one with weights that nobody sent.
         """
         config = self._context.config
         if config.weights.has_receipts:

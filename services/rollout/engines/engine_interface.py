@@ -78,7 +78,7 @@ class RolloutEngine(ABC):
         self.name = ""
         self.weights = None
         self._digests: dict[int, str] = {}
-        """Digest of the weights that it took up last, by version."""
+        """Digests of the newest versions that it took up, oldest first: at most DIGESTS_KEPT."""
         self.quarantined = False
         self.takes_media = False
         self.asleep = frozenset()

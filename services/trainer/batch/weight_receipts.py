@@ -10,7 +10,10 @@ from services.trainer.batch.groups import TrainGroup
 
 
 class ReceiptCheck:
-    """Compares the receipts of groups with the digests of what was sent, which the board has for newer versions."""
+    """Compares the receipts of groups with the digests of what was sent.
+
+    The board keeps those of versions that a step may still train on.
+    """
 
     def __init__(self, sent_weights: Callable[[], Mapping[int, Sequence[str]]], *, may_be_unknown: bool) -> None:
         """`sent_weights` is Board.sent_weights; `may_be_unknown` says that the run's engines take no checksums."""

@@ -222,7 +222,7 @@ class RankProcesses:
                 await asyncio.gather(*(rank.child.wait_connected() for rank in self.ranks))
         except TimeoutError:
             raise ChildError(f"a rank did not start within {START_SECONDS:g} s") from None
-        self._pool.prepare()  # no longer takes processor time from these
+        self._pool.prepare()  # the ranks have loaded their code: the spares may load theirs
 
     def work(self, request: rank_pb2.WorkRequest) -> None:
         """Have every rank train."""

@@ -26,7 +26,7 @@ BACKOFF = Backoff(first_seconds=0.5, max_seconds=30.0)
 """Delay before a restart; doubled with each consecutive failure, until a version is trained."""
 FAILED_AFTER = 3
 """Consecutive failures after which the replica counts as failed; restarts go on."""
-DRAIN_MARGIN_SECONDS = 5.0
+ANSWER_SECONDS = 5.0
 """Extra time for the answer to a drain, in which rank 0 sends its last traces and metrics."""
 ANNOUNCE_SECONDS = 10.0
 """Deadline of one announcement."""
@@ -154,7 +154,7 @@ class RankSupervisor:
         """Stop taking groups and hand back the held ones. Returns the number of groups that are still held."""
         if not self.manifest.source_ranks:
             return 0
-        if self.ranks and await self.rank0.hand_back(seconds, timeout=seconds + DRAIN_MARGIN_SECONDS):
+        if self.ranks and await self.rank0.hand_back(seconds, timeout=seconds + ANSWER_SECONDS):
             self.held_groups = 0
         return self.held_groups
 
