@@ -1,5 +1,6 @@
 """Lookup of model folders by path, name of a fetched model, or hub name."""
 
+import difflib
 import os
 from pathlib import Path
 
@@ -10,6 +11,17 @@ from relaxd.models.shape import expert_dtype
 
 EXPERT_COUNTS = ("num_experts", "n_routed_experts", "num_local_experts")
 """Fields of which one, in the configuration of a mixture of experts, says how many experts a layer has."""
+
+FETCHABLE = (
+    "smollm2-135m",
+    "tool-beginner",
+    "game-beginner",
+    "digits-beginner",
+    "dots-beginner",
+    "pitches-beginner",
+    "zoom-beginner",
+)
+"""Names that `relaxd model fetch` knows: those of `relaxd.tools.model_fetch.MODELS`."""
 
 
 def models_folder() -> Path:
@@ -35,10 +47,15 @@ def resolve_model(path_or_name: str, *, weights: bool = True, setting: str = "mo
         return fetched.resolve()
     if path_or_name.count("/") == 1 and not path_or_name.startswith((".", "/", "~")):
         return _download(path_or_name, weights, setting)
+    if path_or_name in FETCHABLE:
+        raise DataError(setting, f"{path_or_name!r} is not fetched yet: `relaxd model fetch {path_or_name}` gets it")
+    names = _fetched_names()
+    near = difflib.get_close_matches(path_or_name, [*names, *FETCHABLE], n=1)
+    hint = f"did you mean {near[0]!r}?" if near else f"`relaxd model fetch` knows {', '.join(FETCHABLE)}"
     raise DataError(
         setting,
-        f"{path_or_name!r} is neither a folder, nor a fetched model ({_fetched_names()}), nor a hub name such as "
-        f'"owner/model". Fetch one with `relaxd model fetch`',
+        f"{path_or_name!r} is neither a folder, nor a fetched model ({models_folder()} has "
+        f'{", ".join(names) or "none"}), nor a hub name such as "owner/model"; {hint}',
     )
 
 
@@ -68,10 +85,9 @@ def routed_expert_bytes(folder: Path) -> int:
         return 0
 
 
-def _fetched_names() -> str:
+def _fetched_names() -> list[str]:
     folder = models_folder()
-    names = sorted(entry.name for entry in folder.iterdir() if entry.is_dir()) if folder.is_dir() else []
-    return f"{folder} has {', '.join(names) or 'none'}"
+    return sorted(entry.name for entry in folder.iterdir() if entry.is_dir()) if folder.is_dir() else []
 
 
 def _download(name: str, weights: bool, setting: str) -> Path:

@@ -13,6 +13,7 @@ from relaxd.board import size_problems, stages_for
 from relaxd.cli.options import DEFAULT_STATE, PASS_ON, WordsArgument, load_words, new_console
 from relaxd.cli.output import show
 from relaxd.cli.preparing.doctor_command import PREFLIGHT_SECONDS, print_finding, scope_of
+from relaxd.cli.preparing.first_steps import prepare_model
 from relaxd.cli.preparing.reward_command import check_reward
 from relaxd.client import CliError
 from relaxd.config import FrozenModelConfig, ReplicaSizes, RunConfig, TrainerConfig
@@ -341,10 +342,15 @@ def config_show(
 
 @config_app.command("check", context_settings=PASS_ON)
 def config_check(words: WordsArgument) -> None:
-    """Check a configuration with its model, data and reward, and then this machine. Starts no service."""
+    """Check a configuration with its model, data and reward, and then this machine. Starts no service.
+
+    Fetches a model of `relaxd model list` first, as `relaxd run` does.
+    """
     path, config = load_words(words)
-    problems = check_algorithm(config)
-    if problems := problems or check(config) + machine_problems(config, {}, len(visible_gpus())):
+    if problems := check_algorithm(config):
+        raise ConfigError(problems)
+    prepare_model(config, lambda text: show(text, flush=True))
+    if problems := check(config) + machine_problems(config, {}, len(visible_gpus())):
         raise ConfigError(problems)
     show(f"{path} is valid, with its model, data and reward")
     show(_disk(config))

