@@ -32,7 +32,7 @@ class Search(ToolsEnvironment):
         """Check the settings, and read the corpus, once in a process.
 
         Args:
-            corpus: a file such as data.train_path may name (JSONL, Parquet and others), with one document a row.
+            corpus: a file such as data.path may name (JSONL, Parquet and others), with one document a row.
             text_key: column with a document's text.
             title_key: column with its title; rows may lack it.
             results: number of documents that a call returns.

@@ -97,7 +97,9 @@ def _siblings(place: Place, algorithm: str = "") -> list[str]:
 def _nearest(place: Place, algorithm: str) -> str:
     parent, siblings = place[:-1], _siblings(place, algorithm)
     if close := difflib.get_close_matches(place[-1], siblings, n=1, cutoff=0.6):
-        return f"did you mean {'.'.join((*parent, close[0]))}?"
+        # "train_path" is like "eval_path", and may be "path".
+        close += [name for name in place[-1].split("_") if name in siblings and name not in close]
+        return f"did you mean {' or '.join('.'.join((*parent, name)) for name in close)}?"
     names = {known[-1]: known for known in (*settings(), *sections())}
     found = homes(place[-1]) or [names[name] for name in difflib.get_close_matches(place[-1], names, n=1, cutoff=0.75)]
     if found:

@@ -2,13 +2,14 @@
 
 import importlib.util
 import re
+import tomllib
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from relaxd.cli.preparing.first_steps import demo_overrides
-from relaxd.config.algorithm import BUILT_IN
+from relaxd.config.algorithm import BUILT_IN, OWN
 from relaxd.config.load_toml import ConfigError, load, load_file
 from relaxd.config.names.other_frameworks import EQUIVALENTS, FRAMEWORKS
 from relaxd.config.names.settings_table import sections, settings
@@ -216,6 +217,7 @@ def test_what_does_not_fit_an_algorithm_is_refused(overrides: str, expected: str
         ("algorithm.lam", "verl's algorithm.lam is algorithm.gae_lambda here"),
         ("algorithm.importance_sampling_level", "TRL's importance_sampling_level is algorithm.name here"),
         ("rollout.temprature", "did you mean rollout.temperature?"),
+        ("data.train_path", "did you mean data.eval_path or data.path?"),
         ("trainer.optimizer.beta", "did you mean trainer.optimizer.beta"),  # TRL's beta is another thing
         ("algorithm.beta", "TRL's beta is algorithm.kl_coef here"),
         ("rollout.lr", "did you mean trainer.optimizer.lr or roles.critic.optimizer.lr?"),
@@ -224,6 +226,26 @@ def test_what_does_not_fit_an_algorithm_is_refused(overrides: str, expected: str
 )
 def test_an_unknown_setting_is_answered_with_what_it_is_here(unknown: str, expected: str) -> None:
     assert suggest(tuple(unknown.split("."))).startswith(expected)
+
+
+def test_blocks_in_docs_have_settings_that_there_are() -> None:
+    known = set().union(*(settings(name) for name in (*BUILT_IN, OWN)))
+
+    def unknown(table: dict[str, Any], place: tuple[str, ...] = ()) -> list[str]:
+        found = []
+        for name, value in table.items():
+            if (inner := (*place, name)) not in known:
+                found += unknown(value, inner) if inner in sections() else [".".join(inner)]
+        return found
+
+    blocks = 0
+    for page in sorted((ROOT / "docs").rglob("*.md")):
+        if page.name == "sweeps-and-hub.md":  # its first block is a sweep
+            continue
+        for block in re.findall(r"```toml\n(.*?)```", page.read_text(), re.DOTALL):
+            assert unknown(tomllib.loads(block)) == [], page
+            blocks += 1
+    assert blocks > 40
 
 
 def test_a_section_of_another_framework_is_answered_setting_by_setting() -> None:
