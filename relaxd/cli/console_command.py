@@ -11,7 +11,8 @@ from relaxd.cli.output import show
 from relaxd.client import CliError
 from relaxd.local import compose
 from relaxd.local.programs import CONSOLE_MODULE, console_installed, python_path
-from relaxd.local.stack import coordinator_address
+from relaxd.local.silence import open_client
+from relaxd.local.stack import address_here
 from relaxd.local.state_folder import CONSOLE, StateFolder
 from relaxd.process.ports import LOOPBACK
 
@@ -26,9 +27,20 @@ def console(
     if coordinator is None and host == LOOPBACK and not port and (url := _url_here(StateFolder(state))):
         show(f"the console is at {url}")
         return
-    address = coordinator_address(state, coordinator)
+    address = address_here(state, coordinator)
+    if address is None:
+        raise CliError(
+            f"the console shows what services do, and none are up here (in {StateFolder(state).path})",
+            "relaxd report RUN writes the page of a run that has ended; relaxd up starts services; --state DIR or "
+            "--coordinator HOST:PORT names others",
+        )
     if not console_installed():
         raise CliError("the console needs the package aiohttp, which isn't installed", "pip install relaxd[console]")
+    try:
+        with open_client(address, state) as client:
+            next(client.runs(), None)
+    except CliError as error:
+        show(f"warning: {error.message}; the page shows runs once it does", file=sys.stderr, flush=True)
     words = ["--coordinator", address, "--host", host, "--port", str(port)]
     # It takes this process's place, so that whoever stops the command stops it.
     command = [sys.executable, "-m", CONSOLE_MODULE, *words]

@@ -90,7 +90,7 @@ Before a run:
 \b
 During a run, and most of it afterwards:
   relaxd watch                        follow it (also: samples, metrics, logs)
-  relaxd console                      show the same and more in a browser
+  relaxd console                      show it in a browser, until services end
   relaxd why                          say what it waits for, and what to do
   relaxd runs                         list the runs with their results
   relaxd report RUN                   show where time went; curves, as a page

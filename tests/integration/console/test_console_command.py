@@ -5,6 +5,10 @@ from pathlib import Path
 from urllib.error import URLError
 from urllib.request import urlopen
 
+import pytest
+
+from relaxd.cli.console_command import console
+from relaxd.client import CliError
 from tests.kit.ports import free_port
 from tests.kit.processes import start_python
 from tests.kit.waiting import PATIENCE, wait_until
@@ -21,9 +25,16 @@ def test_ending_the_command_ends_the_page(tmp_path: Path) -> None:
         command.terminate()
         output, _ = command.communicate(timeout=30 * PATIENCE)
         assert command.returncode == 0, output
+        assert "warning: no coordinator answers at 127.0.0.1:1" in output
         assert not _answers(port)
     finally:
         command.kill()
+
+
+def test_without_services_it_names_the_report(tmp_path: Path) -> None:
+    with pytest.raises(CliError, match="none are up here") as caught:
+        console(state=tmp_path)
+    assert "relaxd report RUN" in caught.value.hint
 
 
 def _answers(port: int) -> bool:
