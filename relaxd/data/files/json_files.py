@@ -72,7 +72,7 @@ class JsonLines(JsonObjects):
 def parse(line: bytes) -> dict[str, Any]:
     """Parse a line, perhaps with a byte order mark. Raises ValueError: it isn't a JSON object."""
     try:
-        record = parse_json(line.decode("utf-8-sig"))
+        record = parse_json(line.rstrip(b"\r\n").decode("utf-8-sig"))
     except UnicodeDecodeError as error:
         raise ValueError(f"not UTF-8 at byte {error.start}") from error
     except json.JSONDecodeError as error:

@@ -103,6 +103,13 @@ def test_such_a_row_of_data_is_wrong_as_others_are(wrong: str, tmp_path: Path) -
     assert list(rows.scan()) == [{"prompt": "a"}, None]
 
 
+@pytest.mark.parametrize("end", ["\n", "\r\n"])
+def test_a_brace_that_is_missing_at_the_end_of_a_line_is_missing_there(end: str, tmp_path: Path) -> None:
+    (tmp_path / "prompts.jsonl").write_bytes(('{"prompt": "a"' + end).encode())
+    with pytest.raises(ValueError, match="at column 15"):
+        JsonLines(tmp_path / "prompts.jsonl")[0]
+
+
 @pytest.mark.parametrize("name", ["tokenizer_config.json", "special_tokens_map.json"])
 @pytest.mark.parametrize("text", ["[" * 100_000, '{"a": ' + "9" * 5000 + "}", "{", "\xff"])
 def test_such_a_file_of_a_model_is_named(name: str, text: str, tmp_path: Path) -> None:
