@@ -90,14 +90,18 @@ def most_frequent(reasons: Iterable[str]) -> str:
 class DropWatch:
     """Tells about shares of drops once, and again whenever one has doubled."""
 
-    def __init__(self) -> None:
+    def __init__(self, dropped_before: Mapping[str, int] | None = None, published_before: int = 0) -> None:
+        """Leave out the groups that were dropped and published before."""
+        self._dropped_before = Counter(dropped_before)
+        self._published_before = published_before
         self._told: dict[str, float] = {}
 
     def observe(self, dropped_by_reason: Mapping[str, int], published: int) -> list[str]:
         """Return the warnings that are new."""
+        published -= self._published_before
         new = {
             reason: count
-            for reason, count in dropped_by_reason.items()
+            for reason, count in (Counter(dropped_by_reason) - self._dropped_before).items()
             if count / max(1, published) >= 2 * self._told.get(reason, WARN_SHARE / 2)
         }
         lines = drop_warnings(new, published)

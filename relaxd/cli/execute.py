@@ -296,6 +296,7 @@ def _train(coordinator: CoordinatorClient, begin: Begin, where: Where, console: 
             max_pause=MAX_PAUSE_SECONDS if ours and not console.is_terminal else float("inf"),
             # The supervisor restarts our coordinator, or `healthy` raises.
             away_seconds=float("inf") if ours else AWAY_SECONDS,
+            old_drops=False,
         )
     except KeyboardInterrupt as interrupt:
         if ours:

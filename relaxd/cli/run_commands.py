@@ -109,7 +109,7 @@ def resume(
         show(_state_line(run))
         if to_end:
             try:
-                follow(client, run.run_id, new_console())
+                follow(client, run.run_id, new_console(), old_drops=False)
             except KeyboardInterrupt as interrupt:
                 raise typer.Exit(interrupt_code(interrupt)) from None
 

@@ -55,6 +55,7 @@ def test_a_run_goes_on_after_its_reward_was_repaired(workplace: Workplace) -> No
     code, output = workplace.relaxd("resume", timeout=300)
     assert code == 0, output
     assert "is restored from" not in output  # it went on in its Redis
+    assert "dropped as" not in output.partition("\nstep")[0]  # the reward is repaired
     summary = read_summary(folder)
     check_books(summary, steps=8)
     entries = [json.loads(line) for line in (folder / "ledger.jsonl").read_text().splitlines()]

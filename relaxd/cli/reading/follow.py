@@ -57,6 +57,7 @@ def follow(
     healthy: Callable[[], None] = lambda: None,
     max_pause: float = float("inf"),
     away_seconds: float = AWAY_SECONDS,
+    old_drops: bool = True,
 ) -> RunView:
     """Show a run until it ends: live on a terminal, one line per step elsewhere.
 
@@ -67,6 +68,7 @@ def follow(
         healthy: called about once a second; raises CliError to stop following.
         max_pause: seconds to wait for a paused run.
         away_seconds: seconds to wait for a coordinator that doesn't answer.
+        old_drops: warn of groups that were dropped before, too, such as by a reward that is repaired now.
 
     Raises RunPaused, CliError: the run failed, or the coordinator is gone; KeyboardInterrupt; Terminated.
     """
@@ -74,7 +76,7 @@ def follow(
     if console.is_terminal:
         # On a screen of its own: a resized terminal wraps lines, of which a display in place would leave pieces behind.
         live = Live(Picture(view), console=console, refresh_per_second=4, screen=True)
-        follower = Follower(coordinator, run_id, view, view.notices.append, healthy, lines=False)
+        follower = Follower(coordinator, run_id, view, view.notices.append, healthy, lines=False, old_drops=old_drops)
 
         def refresh() -> None:
             if not console.is_terminal:  # rich writes nothing to a closed terminal, so that no write fails
@@ -87,7 +89,7 @@ def follow(
         finally:
             console.print(Picture(view))
     else:
-        follower = Follower(coordinator, run_id, view, _printer(console), healthy, lines=True)
+        follower = Follower(coordinator, run_id, view, _printer(console), healthy, lines=True, old_drops=old_drops)
         follower.run(_Lines(view, follower.say).print_news, max_pause, away_seconds)
     if view.run.state == pb.RUN_STATE_FAILED:
         raise RunFailedError(view.run)
@@ -107,10 +109,12 @@ class Follower:
         *,
         lines: bool,
         after_step: int | None = None,
+        old_drops: bool = True,
     ) -> None:
         """`say` prints a line; with `lines` it is all that shows the run, and prints at least every QUIET_SECONDS.
 
         `after_step`: the steps after it are shown; by default those from now on.
+        `old_drops`: see `follow`.
         """
         self._coordinator = coordinator
         self._run_id = run_id
@@ -120,7 +124,8 @@ class Follower:
         self._lines = lines
         self._after_step = after_step
         self._quiet = Quiet(time.monotonic())
-        self._drops = DropWatch()
+        self._drops = DropWatch() if old_drops else None
+        """None until the first message says what was dropped before."""
         self._alarms: set[tuple[int, str, int]] = set()
         """Kind, name and first step of each printed alarm that goes on."""
         self._advised: tuple[int, str] | None = None
@@ -138,6 +143,8 @@ class Follower:
                 show()
                 self._healthy()
                 run, now = response.run, time.monotonic()
+                if self._drops is None:
+                    self._drops = DropWatch(run.groups.dropped_by_reason, run.groups.published)
                 for warning in self._drops.observe(run.groups.dropped_by_reason, run.groups.published):
                     self.say(f"warning: {warning}")
                 self._tell_alarms(run)

@@ -35,3 +35,13 @@ def test_a_share_is_told_when_it_has_doubled() -> None:
     watch = DropWatch()
     told = [len(watch.observe({"zero_variance": share}, 100)) for share in (5, 10, 11, 19, 20, 30, 39, 40, 10, 40)]
     assert told == [0, 1, 0, 0, 1, 0, 0, 1, 0, 0]
+
+
+def test_drops_before_a_resume_are_not_told_again() -> None:
+    before = {"reward_failed": 40, "stale": 1}
+    watch = DropWatch(before, 40)
+    assert watch.observe(before, 40) == []
+    assert watch.observe(before, 60) == []
+    (warning,) = watch.observe({"reward_failed": 40, "stale": 11}, 60)
+    assert warning.startswith("50% of the groups were dropped as stale")
+    assert DropWatch().observe(before, 40) != []
