@@ -126,14 +126,14 @@ def use_of(folder: Path) -> str:
 def held_use_of(folder: Path, holder: str) -> str:
     """Say that a stack's coordinator keeps a new run out of this folder."""
     who = f"stack {holder}" if holder else "the coordinator of a stack without a name"
-    return f"{folder} is in use: {who} works on its run; choose another run_id"
+    return f"{folder} is in use: {who} works on its run; choose another run id"
 
 
 def earlier_use_of(folder: Path) -> str:
     """Say that an earlier run keeps a new one out of this folder; "" if it has none."""
     if not holds_run(folder):
         return ""
-    return f"{folder} contains an earlier run: choose another run_id, or move its files away"
+    return f"{folder} contains an earlier run: choose another run id, or move its files away"
 
 
 def is_run(folder: Path) -> bool:

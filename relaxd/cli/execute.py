@@ -70,7 +70,8 @@ def free_folder(runs: Path, run_id: str) -> Path:
     """Return the absolute path of a new run's folder. Raises CliError if it is in use, or can't be written."""
     folder = runs.expanduser().resolve() / run_id
     if use := use_of(folder):
-        raise CliError(use, f"relaxd resume {run_id} continues it, --run-id ID names another one")
+        more = "continues" if unfinished(folder) else "--run.steps N extends"
+        raise CliError(use, f"relaxd resume {run_id} {more} it, --run-id ID names another one")
     existing = next(parent for parent in (folder, *folder.parents) if parent.exists())
     if not existing.is_dir():
         raise CliError(f"run.folder = {str(runs)!r}: {existing} is not a folder")

@@ -15,7 +15,7 @@ from pydantic_core import ErrorDetails
 
 from relaxd.config.algorithm import BUILT_IN, OWN
 from relaxd.config.names.settings_table import Place, sections, settings
-from relaxd.config.names.suggestions import elsewhere, homes, is_elsewhere, suggest
+from relaxd.config.names.suggestions import REFUSED, elsewhere, homes, is_elsewhere, suggest
 from relaxd.config.parse import MAX_CHARACTERS, MAX_DEPTH, LimitError, parse_toml
 from relaxd.config.run import RunConfig
 from relaxd.config.write_toml import toml
@@ -170,7 +170,7 @@ def _parse_overrides(words: Sequence[str]) -> Iterator[tuple[Place, Any]]:
             raise ConfigError([Problem("", f"--{option[:MAX_SHOWN]}... has more than {MAX_DEPTH} names")])
         if len(place) < 2:
             known = " or ".join(f"--{'.'.join(home)}" for home in homes(place[0]))
-            advice = f"did you mean {known}?" if known else elsewhere(place)
+            advice = REFUSED.get(("run", place[0])) or (f"did you mean {known}?" if known else elsewhere(place))
             advice = advice or "settings are given as --section.key value"
             raise ConfigError([Problem("", f"unknown option --{option}; {advice}")])
         yield place, _override_value(place, value)

@@ -45,7 +45,7 @@ def test_a_run_goes_on_after_ctrl_c_and_after_everything_was_killed(workplace: W
     # Neither another run of that name nor a resume that can't be done costs it anything.
     code, output = workplace.relaxd("run", "tiny.toml", "--run-id", "r", *SETTINGS)
     assert code == 1
-    assert "choose another run_id" in output
+    assert "choose another run id" in output
     assert redis_data.is_dir()
     code, output = workplace.relaxd("resume", "r", RELAXD_TOKEN_FILE="no/such/file")
     assert code == 1, output

@@ -13,7 +13,10 @@ ALMOST_EQUAL = 0.85
 _PENALTY = (
     "there are no penalties: tokens would be sampled from another distribution than the one whose log-probs are trained"
 )
+RUN_ID = "the run's id, which names its folder, is the option --run-id"
+
 REFUSED = {
+    **{("run", name): RUN_ID for name in ("id", "name", "run_id", "run_name")},
     ("rollout", "presence_penalty"): _PENALTY,
     ("rollout", "frequency_penalty"): _PENALTY,
     ("data", "presence_penalty"): _PENALTY,

@@ -146,6 +146,8 @@ def test_what_cannot_go_on_is_said_before_services_start() -> None:
 
     Path("run.toml").write_text(CONFIG.format(steps=1))
     assert "'a b' must be 1 to 64 letters" in refusal("run", "run.toml", "--run-id", "a b")
-    assert "contains an earlier run" in refusal("run", "run.toml", "--run-id", "done")
+    again = refusal("run", "run.toml", "--run-id", "done")
+    assert "contains an earlier run" in again
+    assert "relaxd resume done --run.steps N extends it, --run-id ID names another one" in again
     Path("file").write_text("")
     assert "file is not a folder" in refusal("run", "run.toml", "--run.folder", "file")

@@ -203,6 +203,8 @@ def test_a_wrong_override_in_a_list_of_tables_is_named(overrides: list[str], exp
         (["--run.steps", "many"], '--run.steps: run.steps = "many": must be a whole number'),
         (["--run.steps"], "--run.steps needs a value"),
         (["--lr", "1"], "unknown option --lr; did you mean --trainer.optimizer.lr or --roles.critic.optimizer.lr?"),
+        (["--name", "a"], "unknown option --name; the run's id, which names its folder, is the option --run-id"),
+        (["--run.id", "a"], "run.id is not a known setting; the run's id, which names its folder, is the option"),
         (["steps", "1"], "expected --section.key value, found 'steps'"),
         (["--run.steps.x", "1"], "run.steps is a value, not a section"),
         (["--run.steps", "1\nrun.seed = 3"], "must be a whole number"),
