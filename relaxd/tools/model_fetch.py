@@ -81,7 +81,7 @@ MODELS: dict[str, FetchableModel | TaughtModel] = {
         ),
         TaughtModel(
             name="pitches-beginner",
-            description="0.4 M parameters, for examples/pitches.toml: answers sounds with random numbers; made here",
+            description="0.5 M parameters, for examples/pitches.toml: answers sounds with random numbers; made here",
             program="relaxd.tools.pitches_beginner",
         ),
         TaughtModel(
