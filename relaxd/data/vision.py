@@ -37,7 +37,6 @@ PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
 VIDEO_FILES = ("video_preprocessor_config.json", "processor_config.json")
 """The same of the video processor."""
 MODEL_KINDS: Mapping[str, tuple[str, ...]] = {
-    "qwen2_5_vl": (IMAGE,),
     "qwen3_vl": (IMAGE, VIDEO),
     "qwen3_vl_moe": (IMAGE, VIDEO),
     "qwen3_5": (IMAGE, VIDEO),

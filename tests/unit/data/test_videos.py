@@ -232,7 +232,7 @@ def test_videos_that_the_settings_do_not_name_are_refused() -> None:
 @pytest.mark.parametrize(
     ("file", "changes", "complaint"),
     [
-        ("config.json", {"model_type": "qwen2_5_vl"}, "of type 'qwen2_5_vl', which takes no video here: qwen3_vl, "),
+        ("config.json", {"model_type": "qwen2_5_vl"}, "a model of type 'qwen2_5_vl': qwen3_vl, "),
         ("config.json", {"video_token_id": None}, "is damaged|lacks the ids"),
         ("video_preprocessor_config.json", {"patch_size": 14}, "has patch_size 14, but images have 16"),
         ("video_preprocessor_config.json", {"image_mean": [0, 0, 0]}, r"has image_mean \[0, 0, 0\], but images have"),

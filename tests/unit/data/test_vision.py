@@ -15,10 +15,11 @@ from relaxd.config.load_toml import ConfigError, load_file
 from relaxd.data import media_ahead
 from relaxd.data.dataset import Cursor, load_data
 from relaxd.data.examples import Example
-from relaxd.data.vision import VisionModel, normalise, read_vision
+from relaxd.data.vision import MODEL_KINDS, VisionModel, normalise, read_vision
 from relaxd.media import NormalImage, normalise_image
 from relaxd.media.prompt_media import PromptMedia
 from relaxd.models import DataError
+from relaxd.models.shape import SEEING
 from tests.kit.vision import PROCESSOR, encoded, picture, write_vision_model
 
 RUN = """
@@ -212,6 +213,12 @@ def test_models_without_usable_rules_are_refused(file: str, changes: Any, compla
     with pytest.raises(DataError, match=complaint) as caught:
         read_vision(Path("model"))
     assert caught.value.field == "model.path"
+
+
+def test_models_that_see_here_are_those_that_are_trained() -> None:
+    assert set(MODEL_KINDS) == set(SEEING)
+    with pytest.raises(DataError, match="'qwen3_vl', which takes no audio here: qwen3_omni_moe do"):
+        read_vision(Path("model"), DataConfig(source="addition", media_keys={"audio": "sounds"}))
 
 
 def test_limits_that_exclude_each_other_are_refused() -> None:
