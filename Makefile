@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 SEED ?= 0
 STEPS ?=
-# Where to get CPU builds of torch from, if not the default index (see README, "Installing").
+# Index with CPU builds of torch, for a machine without GPU (see the top of README); empty: the default index.
 TORCH_INDEX_URL ?=
 
 .DEFAULT_GOAL := help
