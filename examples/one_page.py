@@ -99,4 +99,5 @@ def train(model: Path, redis_url: str) -> float:
 
 if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as place, temporary_redis(Path(place) / "redis") as redis_url:
-        train(make_model(Path(place) / "model"), redis_url)
+        share = train(make_model(Path(place) / "model"), redis_url)
+        print(f"it learned to write lower-case letters: {share:.0%} of an answer now, by chance {26 / 128:.0%}")

@@ -14,3 +14,4 @@ def test_the_loop_on_one_page_learns() -> None:
     rewards = [float(reward) for reward in re.findall(r"^step +\d+  reward ([\d.]+)", done.stdout, re.MULTILINE)]
     assert len(rewards) == 12, done.stdout
     assert rewards[-1] > rewards[0] + 0.3, rewards
+    assert done.stdout.endswith(f"letters: {rewards[-1]:.0%} of an answer now, by chance 20%\n"), done.stdout
