@@ -190,20 +190,31 @@ def begins_of(records: Sequence[MediaRecord]) -> list[int] | None:
 
 
 def contents_of(records: Sequence[MediaRecord], contents: np.ndarray, column: str = "prompt_media") -> dict[str, bytes]:
-    """Return the bytes of media by their hashes, those of a video's own sound by its hash, too (`parts_of`).
+    """Return the bytes of media by their hashes.
 
     Raises MediaError: the contents aren't as long as the records, which are those of `column`, say.
     """
     if (said := sum(record["bytes"] for record in records)) != contents.size:
         raise MediaError(f"has {contents.size} bytes of media, but {column} says {said}")
     found, start = {}, 0
-    for record, grid in zip(records, grids_of(records), strict=True):
+    for record in records:
         if record["bytes"]:
-            content = contents[start : start + record["bytes"]].tobytes()
+            found[record["sha256"]] = contents[start : start + record["bytes"]].tobytes()
             start += record["bytes"]
-            found[record["sha256"]] = content
-            for sound, _ in parts_of(record["sha256"], grid)[1:]:
-                found[sound] = own_sound(content)
+    return found
+
+
+def with_own_sounds(records: Sequence[MediaRecord], contents: Mapping[str, bytes]) -> dict[str, bytes]:
+    """Return the bytes of media by their hashes, and those of each video's own sound by its hash (`parts_of`).
+
+    Raises MediaError: a video with its own sound is broken, or the contents lack it.
+    """
+    found = dict(contents)
+    for name, grid in zip(hashes_of(records), grids_of(records), strict=True):
+        for sound, _ in parts_of(name, grid)[1:]:
+            if name not in contents:
+                raise MediaError(f"has no bytes of {VIDEO} {name}")
+            found[sound] = own_sound(contents[name])
     return found
 
 

@@ -12,7 +12,16 @@ from relaxd.data.vision import VisionModel, read_vision
 from relaxd.engines import ENGINES
 from relaxd.media import MEDIA_KINDS, Grid, Layout, MediaError, lay_out
 from relaxd.media.layout import is_sound
-from relaxd.media.prompt_media import begins_of, contents_of, grids_of, hashes_of, kinds_of, parts_of, times_of
+from relaxd.media.prompt_media import (
+    begins_of,
+    contents_of,
+    grids_of,
+    hashes_of,
+    kinds_of,
+    parts_of,
+    times_of,
+    with_own_sounds,
+)
 from services.rollout.engines.request_types import EngineError, Request
 
 
@@ -127,7 +136,7 @@ def see(request: Request, vision: VisionModel | None) -> SeenPrompt | None:
     try:
         tokens, begins = np.asarray(request.prompt_tokens, np.int32), begins_of(media.records)
         layout = lay_out(tokens, grids, vision.tokens, begins=begins, times=times_of(media.records))
-        stored = contents_of(media.records, media.array)
+        stored = with_own_sounds(media.records, contents_of(media.records, media.array))
         sizes = dict(part for name, grid in zip(hashes, grids, strict=True) for part in parts_of(name, grid))
         opened = {name: MEDIA_KINDS[kind].open(stored[name]) for name, kind in kinds_of(media.records).items()}
         patches = {name: vision.cut(opened[name], grid) for name, grid in sizes.items() if not is_sound(grid)}

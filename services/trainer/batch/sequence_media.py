@@ -20,6 +20,7 @@ from relaxd.media.prompt_media import (
     kinds_of,
     parts_of,
     times_of,
+    with_own_sounds,
 )
 from services.trainer.megatron.rank_messages import message
 
@@ -134,7 +135,7 @@ class GroupMediaReader:
         if not records:
             return [None] * count
         with self._lock:
-            values = self._cache.load(kinds_of(records), lambda _: contents_of_group(columns))
+            values = self._cache.load(kinds_of(records), lambda _: with_own_sounds(records, contents_of_group(columns)))
 
         def media_of(some: Sequence[MediaRecord]) -> list[DecodedItem]:
             kinds = kinds_of(some)

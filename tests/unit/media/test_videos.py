@@ -25,7 +25,7 @@ from relaxd.media import (
     videos,
 )
 from relaxd.media.images import decode_png
-from relaxd.media.prompt_media import PromptMedia, with_references
+from relaxd.media.prompt_media import PromptMedia, with_own_sounds, with_references
 from relaxd.media.videos import BlockRule, own_sound
 from relaxd.rewards import RewardInput
 from tests.kit.sounds import sound
@@ -106,6 +106,12 @@ def test_a_videos_own_sound_is_stored_behind_its_frames() -> None:
     np.testing.assert_array_equal(decode_png(found.content), decode_png(normalise_video(silent, rule).content))
     (stored,) = PromptMedia.of([found]).items()
     assert (stored.content, stored.grid, stored.media_type) == (found.content, found.size.grid, found.media_type)
+    media = PromptMedia.of([found])
+    assert media.by_hash() == {found.sha256: found.content}
+    sounded = with_own_sounds(media.records, media.by_hash())
+    assert list(sounded.values()) == [found.content, own_sound(found.content)]
+    with pytest.raises(MediaError, match=f"has no bytes of video {found.sha256}"):
+        with_own_sounds(media.records, {})
     without = [
         normalise_video(silent, rule),
         normalise_video([encoded(frame) for frame in CLIP], rule),

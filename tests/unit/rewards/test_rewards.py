@@ -8,7 +8,10 @@ from fractions import Fraction
 import numpy as np
 import pytest
 
+from relaxd.media import SoundRule, normalise_video
 from relaxd.media.messages import text_and_media, to_proto, with_parts
+from relaxd.media.prompt_media import PromptMedia, with_references
+from relaxd.media.videos import BlockRule
 from relaxd.rewards import (
     REWARDS,
     BadRewardError,
@@ -23,6 +26,8 @@ from relaxd.rewards.hub.environment import environment
 from relaxd.rewards.interface import text_message
 from services.reward.samples import request_of_samples, samples_of_columns, samples_of_request
 from tests.kit.cases import each
+from tests.kit.sounds import sound
+from tests.kit.vision import clip, encoded_clip
 
 
 @each("value", [1, 0.5, True, np.float32(0.5), np.float64(0.5), np.int64(3), Fraction(1, 2)])
@@ -129,6 +134,30 @@ def test_the_response_of_a_conversation_is_the_models_last_message():
     said = [{"role": "assistant", "content": "4"}, {"role": "user", "content": "Are you sure?"}]
     for messages, expected in ((said, "4"), ([*said, {"role": "assistant", "content": "5"}], "5"), (said[1:], "")):
         assert text_and_media(to_proto(messages), "assistant") == (expected, with_parts(messages))
+
+
+def test_rewards_get_the_media_of_the_messages_and_no_others():
+    rule = BlockRule(16, 2, 4096, 65536, times=2, fps=2.0, min_frames=4, max_frames=16, sound=SoundRule(5.0))
+    video = normalise_video(encoded_clip(clip(4, 64, 64), 2, samples=sound(1.5)), rule)
+    assert len(video.size.grid) == 4
+    media = PromptMedia.of([video])
+    columns = {
+        "prompt": {
+            "text": "",
+            "messages": with_references([{"role": "user", "content": [{"type": "video"}]}], [video]),
+        },
+        "prompt_media": list(media.records),
+        "media_contents": media.array,
+        "sample_of_sequence": np.array([0], np.int32),
+        "lengths": np.array([1], np.int32),
+        "loss_mask": np.array([1], np.uint8),
+        "text": ["4"],
+        "finish": ["stop"],
+    }
+    (sample,) = samples_of_columns(columns)
+    assert sample.media == {video.sha256: video.content}
+    assert [part["sha256"] for part in sample.prompt_messages[0]["content"]] == list(sample.media)
+    assert len(sample.videos()[0]) == 4
 
 
 def test_a_sample_of_several_sequences_is_scored_by_its_last_answer():
