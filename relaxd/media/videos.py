@@ -11,6 +11,7 @@ import struct
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self
 
 import numpy as np
@@ -262,7 +263,7 @@ class _Clip(Protocol):
         """Yield some frames and their indices, upright, in RGB. May raise anything."""
 
     def sound(self, rule: VideoRule) -> NormalSound | None:
-        """Return its own sound; None if it has none, or the rule leaves it out. Raises MediaError."""
+        """Return its own sound; None if it has no samples, or the rule leaves it out. Raises MediaError."""
 
 
 @contextmanager
@@ -344,10 +345,11 @@ class _File:
         if not isinstance(rule, BlockRule) or rule.sound is None:
             return None
         with self._container() as container:
-            if not container.streams.audio:
+            frames = container.decode(container.streams.audio[0]) if container.streams.audio else iter(())
+            if (first := next(frames, None)) is None:
                 return None
             try:
-                return normalise_decoded(container.decode(container.streams.audio[0]), rule.sound)
+                return normalise_decoded(chain([first], frames), rule.sound)
             except MediaError as error:
                 raise MediaError(f"is a video whose own sound {error}") from error
 

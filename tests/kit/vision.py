@@ -123,7 +123,7 @@ def encoded_clip(
         for frame in frames:
             container.mux(stream.encode(av.VideoFrame.from_image(frame)))
         container.mux(stream.encode())
-        if heard is not None and samples is not None:
+        if heard is not None and samples is not None and len(samples):
             sound = av.AudioFrame.from_ndarray(samples[None], format="s16", layout="mono")
             sound.sample_rate = 16_000
             container.mux([*heard.encode(sound), *heard.encode()])

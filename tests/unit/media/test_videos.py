@@ -112,6 +112,8 @@ def test_a_videos_own_sound_is_stored_behind_its_frames() -> None:
     assert list(sounded.values()) == [found.content, own_sound(found.content)]
     with pytest.raises(MediaError, match=f"has no bytes of video {found.sha256}"):
         with_own_sounds(media.records, {})
+    empty = encoded_clip(CLIP, 2, samples=samples[:0])
+    assert normalise_video(empty, rule) == normalise_video(silent, rule)
     without = [
         normalise_video(silent, rule),
         normalise_video([encoded(frame) for frame in CLIP], rule),
