@@ -87,16 +87,24 @@ class BlockRule(VideoRule):
 
     def sampled(self, frames: int, rate: float) -> list[int]:
         """Return which of a video's frames are sampled, whole times of them. The last frame isn't among them."""
-        most = min(self.max_frames, frames) // self.times * self.times
+        frame_limit = self.total_pixels // self.factor**2 or frames  # a token is the least that a frame has
+        most = min(self.max_frames, frames, frame_limit) // self.times * self.times
         wanted = int(min(max(frames / rate * self.fps, self.min_frames), most) // self.times) * self.times or 1
         # transformers has them in float32.
         indices: list[int] = (np.arange(wanted) * (frames / wanted)).astype(np.float32).astype(int).tolist()
         return indices
 
     def resized_frames(self, frames: int, width: int, height: int) -> tuple[int, int]:
-        """Return the size that sampled frames get: `smart_resize` of images, of each."""
-        most = min(self.max_pixels, self.total_pixels // frames) if self.total_pixels else self.max_pixels
-        return replace(self, min_pixels=min(self.min_pixels, most), max_pixels=most).resized(width, height)
+        """Return the size that sampled frames get: `smart_resize` of images, of each, within the total's share."""
+        if not self.total_pixels:
+            return self.resized(width, height)
+        share = self.total_pixels // (-(-frames // self.times) * self.times)
+        most = min(self.max_pixels, share)
+        wide, high = replace(self, min_pixels=min(self.min_pixels, most), max_pixels=most).resized(width, height)
+        # It rounds up what it enlarges, and a narrow frame is a token wide.
+        while wide * high > share and max(wide, high) > self.factor:
+            wide, high = (wide - self.factor, high) if wide > high else (wide, high - self.factor)
+        return wide, high
 
     def seconds(self, sampled: Sequence[int], rate: float) -> tuple[float, ...]:
         """Return the times of sampled frames as transformers has them: `fps` a second, even if limits changed that."""

@@ -75,6 +75,24 @@ def test_blocks_have_the_frames_and_sizes_of_transformers(monkeypatch: pytest.Mo
     assert videos.VideoSize.of(64, 64, 9, 30.0, small).sampled == (0, 0)
 
 
+@pytest.mark.parametrize("limit", [1, 20, 64, 256, 2048, 8192])
+def test_a_block_has_at_most_the_tokens_of_its_limit(limit: int) -> None:
+    token = 32 * 32  # pixels
+    rule = BlockRule(16, 2, 128 * token, 768 * token, 2, 2.0, 4, 768, total_pixels=2 * limit * token)
+    sides = (9, 48, 64, 224, 640, 1600)
+    found = {
+        (frames, wide, high): videos.VideoSize.of(wide, high, frames, 30.0, rule)
+        for frames in (2, 5, 30, 900)
+        for wide in sides
+        for high in sides
+    }
+    assert max(size.tokens for size in found.values()) <= limit
+    if limit == 2048:
+        assert found[900, 224, 224].tokens == 30 * 8 * 8
+    one_frame = replace(rule, max_frames=1)
+    assert videos.VideoSize.of(640, 480, 30, 30.0, one_frame).tokens <= limit
+
+
 def test_a_file_and_its_frames_are_the_same_video(tmp_path: Path) -> None:
     file = tmp_path / "clip.mkv"
     file.write_bytes(encoded_clip(CLIP, rate=2))
