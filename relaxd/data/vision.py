@@ -58,6 +58,8 @@ VIDEO_DEFAULTS: dict[str, Any] = {
     "max_frames": 768,
 }
 """Settings of Qwen3VLVideoProcessor and Qwen3OmniMoeProcessor where the folder's don't say."""
+POSITIONS_DEFAULT = 25
+"""`position_id_per_seconds` of Qwen3OmniMoeThinkerConfig where config.json doesn't say."""
 
 
 @dataclass(frozen=True)
@@ -229,7 +231,9 @@ def _video_rule(folder: Path, vision: VisionModel, data: DataConfig) -> VideoRul
         "image_mean": list(vision.mean),
         "image_std": list(vision.std),
     }
-    given = VIDEO_DEFAULTS | {name: value for name, value in processor.items() if value is not None}
+    # Qwen3OmniMoeProcessor gives its video processor its own size, whatever the folder says.
+    read = {name for name, value in processor.items() if value is not None} - ({"size"} if is_block else set())
+    given = VIDEO_DEFAULTS | {name: processor[name] for name in read}
     if other := next((name for name, value in images.items() if given.get(name, value) != value), ""):
         raise DataError("model.path", f"{file} has {other} {given[other]}, but images have {images[other]}")
     tokens = vision.tokens
@@ -255,16 +259,17 @@ def _video_rule(folder: Path, vision: VisionModel, data: DataConfig) -> VideoRul
 def _check_block(vision: VisionModel, config: Mapping[str, Any]) -> None:
     """Check that positions of videos that are blocks are whole numbers. Raises DataError."""
     assert vision.video is not None
-    if (said := config.get("position_id_per_seconds")) != SECOND_TOKENS:
+    if (said := config.get("position_id_per_seconds", POSITIONS_DEFAULT)) != SECOND_TOKENS:
         what = f"has position_id_per_seconds {said} in its thinker_config: only {SECOND_TOKENS} is known here"
         raise DataError("model.path", f"the model {what}")
     step = vision.tokens.second * vision.times / vision.video.fps
     if abs(step - round(step)) > 1e-9 or step < 1:
         fps = f"{vision.video.fps:g} frames a second"
+        usable = ", ".join(f"{vision.tokens.second * vision.times / whole:g}" for whole in (52, 26, 13, 4, 2, 1))
         raise DataError(
             "data.video_fps",
-            f"positions of this model's videos grow by {vision.tokens.second} a second, so by {step:g} from one pair "
-            f"of frames to the next at {fps}: take 0.5, 1, 2, 6.5, 13 or 26, which give whole numbers",
+            f"positions of this model's videos grow by {vision.tokens.second} a second, so by {step:g} from one time "
+            f"to the next at {fps}: take one that makes this a whole number, such as {usable}",
         )
 
 

@@ -8,7 +8,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import AutoConfig, AutoTokenizer, Qwen3OmniMoeProcessor, Qwen3OmniMoeThinkerForConditionalGeneration
+from transformers import (
+    AutoConfig,
+    AutoTokenizer,
+    Qwen3OmniMoeProcessor,
+    Qwen3OmniMoeThinkerConfig,
+    Qwen3OmniMoeThinkerForConditionalGeneration,
+)
 from typer.testing import CliRunner
 
 from relaxd.cli.main import app
@@ -165,15 +171,18 @@ def test_runs_publish_what_they_have_normalised() -> None:
 def test_videos_are_published_with_their_own_sounds_if_the_run_asks_for_them() -> None:
     Path("a.mkv").write_bytes(encoded_clip(clip(4, 64, 64), 2.0, samples=sound(1.5)))
     write_rows({"prompt": "<video>?", "videos": ["a.mkv"]})
-    keys = '--data.media_keys={video = "videos"}'
+    keys = ['--data.media_keys={video = "videos"}', "--data.max_prompt_tokens=400"]
     found = [
-        load_data(load_file(Path("run.toml"), [keys, *more])).train.prompt(0).media.records[0]
+        load_data(load_file(Path("run.toml"), [*keys, *more])).train.prompt(0).media.records[0]
         for more in ([], ["--data.video_sound=true"])
     ]
-    assert [(record["grid"], record["times"]) for record in found] == [([2, 4, 4], [0, 1]), ([2, 4, 4, 150], [0, 1])]
-    done = CliRunner().invoke(app, ["data", "run.toml", keys, "--data.video_sound=true"], catch_exceptions=False)
+    assert [(record["grid"], record["times"]) for record in found] == [
+        ([2, 24, 24], [0, 1]),
+        ([2, 24, 24, 150], [0, 1]),
+    ]
+    done = CliRunner().invoke(app, ["data", "run.toml", *keys, "--data.video_sound=true"], catch_exceptions=False)
     lines = [" ".join(line.split()) for line in done.output.splitlines()]
-    assert any(line.startswith('"videos"[0] 64 x 64 64 x 64 2: 0.0 to 1.0 s with sound 28 ') for line in lines), lines
+    assert any(line.startswith('"videos"[0] 64 x 64 384 x 384 2: 0.0 to 1.0 s with 308 ') for line in lines), lines
 
 
 def test_the_same_sound_in_other_forms_is_the_same_prompt() -> None:
@@ -238,7 +247,8 @@ def test_sounds_that_are_too_long_are_refused_and_not_cut() -> None:
         (
             ['--data.media_keys={video = "sounds"}', "--data.video_fps=3"],
             "data.video_fps",
-            "so by 8.66667 from one pair of frames to the next at 3 frames a second: take 0.5, 1, 2, 6.5, 13 or 26",
+            "so by 8.66667 from one time to the next at 3 frames a second: take one that makes this a whole number, "
+            "such as 0.5, 1, 2, 6.5, 13, 26",
         ),
         (
             ["--model.path=seeing", '--data.media_keys={video = "sounds"}', "--data.video_sound=true"],
@@ -275,12 +285,26 @@ def test_models_without_usable_rules_are_refused(changes: Any, complaint: str) -
     assert caught.value.field == "model.path"
 
 
-def test_videos_of_a_folder_without_rules_for_them_have_those_of_the_processor() -> None:
-    Path("model/video_preprocessor_config.json").unlink()
+def test_videos_have_the_sizes_of_the_processor_and_no_folders() -> None:
     wanted = WITH_ALL.model_copy(update={"max_video_tokens": 100})
     token = 32 * 32  # pixels
     expected = BlockRule(16, 2, 128 * token, 768 * token, 2, 2.0, 4, 768, total_pixels=2 * 100 * token)
+    assert Qwen3OmniMoeProcessor.videos_kwargs["size"] == {"shortest_edge": 128 * token, "longest_edge": 768 * token}
+    file = Path("model/video_preprocessor_config.json")
+    assert json.loads(file.read_text())["size"]["longest_edge"] != 768 * token
     assert read_vision(Path("model"), wanted).video == expected
+    file.unlink()
+    assert read_vision(Path("model"), wanted).video == expected
+
+
+def test_a_folder_that_leaves_out_how_positions_grow_has_the_default_of_transformers() -> None:
+    path = Path("model/config.json")
+    config = json.loads(path.read_text())
+    del config["thinker_config"]["position_id_per_seconds"]
+    path.write_text(json.dumps(config))
+    usual = Qwen3OmniMoeThinkerConfig().position_id_per_seconds
+    with pytest.raises(DataError, match=f"has position_id_per_seconds {usual} in its thinker_config: only 13 is known"):
+        read_vision(Path("model"), WITH_ALL)
 
 
 @pytest.mark.parametrize(
