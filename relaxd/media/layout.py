@@ -26,8 +26,8 @@ three numbers of the video and that of the sound."""
 SECOND_FRAMES, SECOND_TOKENS = 100, 13
 """Frames and tokens of a second of sound."""
 Labels = Sequence[Sequence[int]]
-"""Ids of the texts that say the times of a video, one for each, which Qwen3-Omni has empty; no texts for an image and a
-sound."""
+"""Ids of the texts that say the times of a video, one text for each time. Qwen3-Omni's texts are empty. An image and a
+sound have no texts."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Run:
     heard: np.ndarray
     """True for tokens of sound, bool [T]."""
     rows: np.ndarray
-    """Row of each token in what the towers make of these tokens, the frames' before the sound's: int64 [T]."""
+    """Row of each token in the towers' output for these tokens, int64 [T]: the frames' rows come first."""
 
     @classmethod
     def of(cls, offsets: np.ndarray, advance: int, *, heard: bool = False) -> Self:
@@ -98,8 +98,8 @@ class MediaTokens:
             times: of a video, in seconds; they count where a video is one block.
 
         Raises:
-            MediaError: a video that is one block has other times than its size says, or the model doesn't hear its
-                own sound.
+            MediaError: a video that is one block has wrong times or other ones than its size says, or the model doesn't
+                hear its own sound.
         """
         if is_sound(grid):
             count = self.count(grid)
@@ -112,7 +112,10 @@ class MediaTokens:
             return [Run.of(block, max(rows, columns))] * grid[0]
         if len(times) != grid[0]:
             raise MediaError(f"has a video with the grid {list(grid)}, but {len(times)} times")
-        starts = np.round(self.second * np.asarray(times, np.float64))
+        seconds = np.asarray(times, np.float64)
+        if seconds[0] != 0 or not np.isfinite(seconds).all() or (np.diff(seconds) < 0).any():
+            raise MediaError(f"has a video with the times {list(times)}: they must begin at 0 and never go back")
+        starts = np.round(self.second * seconds)
         offsets = np.tile(block, grid[0])
         offsets[0] = np.repeat(starts, rows * columns)
         if len(grid) == 3:
@@ -177,7 +180,7 @@ class Layout:
     """TEXT, IMAGE, VIDEO or AUDIO, uint8 [T]."""
     rows: np.ndarray
     """Row of each of the M tokens of media in the towers' output for all items, one after the other: int64 [M]. They
-    are in order but in a video with its own sound, whose frames come before its sound."""
+    are in order, except in a video with its own sound, whose frames' rows come before those of its sound."""
     positions: np.ndarray
     """Positions by time, row and column, float32 [3, T]."""
     next_position: float
@@ -255,6 +258,9 @@ def lay_out(
     """
     if wrong := next((grid for grid in grids if len(grid) not in (1, 3, 4) or min(grid) < 1), None):
         raise MediaError(f"has an item with the grid {list(wrong)}: it must have 1, 3 or 4 numbers of at least 1")
+    if wrong := next((grid for grid in grids if any(side % media.merge for side in grid[1:3])), None):
+        what = f"its rows and columns must be multiples of the {media.merge} patches that become one token"
+        raise MediaError(f"has an item with the grid {list(wrong)}: {what}")
     tokens = np.asarray(tokens, np.int32)
     kinds = np.zeros(len(tokens), np.uint8)
     for token, modality_of_token in media.modalities.items():

@@ -90,13 +90,20 @@ def test_a_request_whose_sounds_are_wrong_fails_alone(harness: Harness, folder: 
     kind = PromptMedia(({**media.records[0], "kind": "image"},), media.contents)
     clip_prompt, own = omni_prompt(folder, [SoundClip(clip(4, 64, 64), LONG)])
     lost = own.contents[: own.contents.index(b"RIFF")]
-    silent, timeless = (
+    silent, timeless, backwards, small = (
         PromptMedia(({**own.records[0], **changed},), contents)
-        for changed, contents in (({"bytes": len(lost)}, lost), ({"times": []}, own.contents))
+        for changed, contents in (
+            ({"bytes": len(lost)}, lost),
+            ({"times": []}, own.contents),
+            ({"times": [0.0, -1.0]}, own.contents),
+            ({"grid": [1, 1, 1, 131]}, own.contents),
+        )
     )
     wrong = {
         "silent": (silent, "is a broken sound"),
         "timeless": (timeless, "has a video with the grid [2, 4, 4, 131], but 0 times"),
+        "backwards": (backwards, "has a video with the times [0.0, -1.0]: they must begin at 0 and never go back"),
+        "small": (small, "has an item with the grid [1, 1, 1, 131]: its rows and columns must be multiples of the 2"),
         "other": (other, "tokens of media, but its items have"),
         "image": (image, "tokens of media, but its items have"),
         "grid": (misfit, "which don't fit its 132 frames"),
@@ -104,7 +111,7 @@ def test_a_request_whose_sounds_are_wrong_fails_alone(harness: Harness, folder: 
         "broken": (PromptMedia(media.records, b"x" * len(media.contents)), "is a broken sound"),
     }
     for name, (given, _) in wrong.items():
-        tokens = clip_prompt if name in ("silent", "timeless") else prompt
+        tokens = clip_prompt if given.records[0]["kind"] == "video" else prompt
         harness.submit(name, tokens, media=given, max_new_tokens=4)
     harness.submit("right", prompt, media=media, max_new_tokens=4)
     harness.wait("right")

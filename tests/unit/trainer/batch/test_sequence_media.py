@@ -164,9 +164,18 @@ def test_a_videos_own_sound_has_a_tower_of_its_own(tmp_path: Path) -> None:
     # Of the first video the first frames, a second of sound, the second frames, and the rest of the sound.
     first = layout.modality[row.media.places][4:32]
     assert first.tolist() == [2] * 4 + [3] * 13 + [2] * 4 + [3] * 7
-    wrong = columns | {PROMPT_MEDIA: [{**record, "times": []} for record in media.records]}
-    with pytest.raises(MalformedGroup, match=r"has a video with the grid \[2, 4, 4, 150\], but 0 times"):
-        checked(wrong, vision)
+    changes: list[tuple[dict[str, Any], str]] = [
+        ({"times": []}, r"has a video with the grid \[2, 4, 4, 150\], but 0 times"),
+        ({"times": [0.0, float("nan")]}, r"has a video with the times \[0.0, nan\]: they must begin at 0"),
+        ({"times": [0.0, float("inf")]}, r"has a video with the times \[0.0, inf\]: they must begin at 0"),
+        ({"times": [0.0, -1.0]}, r"has a video with the times \[0.0, -1.0\]: they must begin at 0 and never go back"),
+        ({"times": [0.5, 1.0]}, r"has a video with the times \[0.5, 1.0\]: they must begin at 0"),
+        *(({"grid": grid}, "must be multiples of the 2 patches") for grid in ([1, 1, 1, 5], [2, 1, 1], [2, 4, 3, 150])),
+    ]
+    for change, complaint in changes:
+        wrong = [record | change if number == 1 else record for number, record in enumerate(media.records)]
+        with pytest.raises(MalformedGroup, match=complaint):
+            checked(columns | {PROMPT_MEDIA: wrong}, vision)
 
 
 def shifted(columns: dict[str, Any]) -> dict[str, Any]:
