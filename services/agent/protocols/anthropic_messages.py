@@ -43,11 +43,7 @@ def _image(part: Mapping[str, Any]) -> Any:
     return f"data:{source.get('media_type')};base64,{source.get('data')}"
 
 
-PARTS = Parts(
-    ("text",),
-    {"image": (IMAGE, _image)},
-    "messages have no block for video and sound, whose forms video_url and input_audio chat completions have",
-)
+PARTS = Parts(("text",), {"image": (IMAGE, _image)})
 """Blocks that are text or an image."""
 
 

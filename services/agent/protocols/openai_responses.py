@@ -40,7 +40,6 @@ IGNORED_TOOLS = ("namespace", "web_search", "web_search_preview")
 PARTS = Parts(
     ("input_text", "output_text", "text"),
     {"input_image": (IMAGE, lambda part: part.get("image_url")), "input_audio": (AUDIO, input_audio)},
-    "responses have no part for video, whose form video_url chat completions have",
 )
 """Parts of contents."""
 

@@ -9,6 +9,7 @@ from typing import Any
 from relaxd.data.examples import Message
 from relaxd.envs.environment import BadEnvironmentError, check_tools
 from relaxd.json_text import parse_json
+from relaxd.media import MediaError
 from relaxd.media.placeholders import Content
 from services.agent.chat_requests import BadRequest, ChatAnswer, ChatRequest, shown
 from services.agent.session_media import SessionMedia, joined
@@ -18,6 +19,8 @@ MODEL = "policy"
 """Name of the model that the endpoint tells; requests may name any."""
 _UNIMPORTANT = ("stream", "stream_options")
 """Parameters that change only the form of an answer."""
+_INSTEAD = "send video and sound through chat completions (video_url, input_audio)"
+"""What to do where a protocol has no part for them."""
 
 Supported = Mapping[str, tuple[tuple[Any, ...], str]]
 """Parameters of which only some values are supported, and what to do instead. null always is."""
@@ -37,9 +40,7 @@ class Parts:
     """Types of parts that are text."""
     media: Mapping[str, tuple[str, Callable[[Mapping[str, Any]], Any]]]
     """The kind of media of a part, and a function that returns its data URI or anything else if it has none, by its
-    type."""
-    lacking: str = ""
-    """What the protocol has no part for, and what to do instead."""
+    type. The function raises MediaError if a field of the part is missing."""
 
 
 @dataclass(frozen=True)
@@ -169,18 +170,31 @@ def read_part(place: str, part: Any, forms: Parts, media: SessionMedia | None = 
     kind = part["type"] if isinstance(part, dict) and isinstance(part.get("type"), str) else ""
     if media is not None and kind in forms.media:
         of_media, source = forms.media[kind]
-        return media.read(place, of_media, source(part))
+        try:
+            return media.read(place, of_media, source(part))
+        except MediaError as error:
+            raise BadRequest(f"{place} {error}", place) from error
     if kind in forms.texts and isinstance(part.get("text"), str):
         return {"type": "text", "text": part["text"]}
     kinds = " or ".join([*forms.texts, *(forms.media if media is not None else ())])
-    lacking = f"; {forms.lacking}" if media is not None and forms.lacking else ""
-    raise BadRequest(f"{place} = {shown(part)} isn't supported: only parts of type {kinds} are{lacking}", place)
+    instead = f"; {_INSTEAD}" if media is not None and ("video" in kind or "audio" in kind) else ""
+    raise BadRequest(f"{place} = {shown(part)} isn't supported: only parts of type {kinds} are{instead}", place)
 
 
 def input_audio(part: Mapping[str, Any]) -> Any:
-    """Return the data URI of a part of OpenAI's type input_audio; anything else if it has none."""
+    """Return the data URI of a part of OpenAI's type input_audio; anything else if it has none.
+
+    Raises MediaError: a field is missing.
+    """
     sound = part.get("input_audio")
-    return f"data:audio/{sound.get('format')};base64,{sound.get('data')}" if isinstance(sound, dict) else sound
+    if not isinstance(sound, dict):
+        return sound
+    for field, example in (("data", "the sound's base64"), ("format", '"wav"')):
+        if not isinstance(sound.get(field), str) or not sound[field]:
+            raise MediaError(
+                f"has input_audio.{field} = {shown(sound.get(field))}: it must be a text, such as {example}"
+            )
+    return f"data:audio/{sound['format']};base64,{sound['data']}"
 
 
 def read_functions(tools: Any) -> list[dict[str, Any]]:

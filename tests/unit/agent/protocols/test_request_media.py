@@ -142,10 +142,17 @@ UNSENT, BROKEN = "has no image in it: send its content", "is a data URI whose ba
         (CHAT_COMPLETIONS, {"type": "video", "video": ["/etc/hosts"]}, "has no video in it: send its content"),
         (CHAT_COMPLETIONS, {"type": "input_audio", "input_audio": {"data": DATA, "format": "wav"}}, "is of type audio"),
         (OPENAI_RESPONSES, {"type": "input_video", "video_url": URI}, "only parts of type input_text or output_text"),
-        (OPENAI_RESPONSES, {"type": "input_file", "file_data": URI}, "are; responses have no part for video, whose"),
+        (OPENAI_RESPONSES, {"type": "input_video", "video_url": URI}, "are; send video and sound through chat compl"),
+        (
+            OPENAI_RESPONSES,
+            {"type": "input_audio", "input_audio": {"format": "wav"}},
+            "has input_audio.data = null: it",
+        ),
+        (CHAT_COMPLETIONS, {"type": "input_audio", "input_audio": {"data": ""}}, 'has input_audio.data = "": it must'),
+        (CHAT_COMPLETIONS, {"type": "input_audio", "input_audio": {"data": DATA}}, "has input_audio.format = null: it"),
         (OPENAI_RESPONSES, {"type": "input_audio", "input_audio": {"data": DATA, "format": "wav"}}, "is of type audio"),
         (OPENAI_RESPONSES, {"type": "input_audio"}, "has no audio in it: send its content"),
-        (ANTHROPIC_MESSAGES, {"type": "video", "source": {}}, "are; messages have no block for video and sound"),
+        (ANTHROPIC_MESSAGES, {"type": "video", "source": {}}, "are; send video and sound through chat completions"),
         (CHAT_COMPLETIONS, {"type": ["image"]}, "isn't supported: only parts of type"),
         (OPENAI_RESPONSES, {"type": "input_image", "image_url": "https://example.com/a.png"}, UNSENT),
         (OPENAI_RESPONSES, {"type": "input_image", "file_id": "file-1"}, UNSENT),
@@ -165,6 +172,11 @@ def test_what_is_no_image_is_refused_by_name(
     assert str(caught.value).startswith(f"{place} ")
     assert problem in str(caught.value)
     assert "secret" not in str(caught.value)
+
+
+def test_only_video_and_sound_are_sent_elsewhere(media: SessionMedia) -> None:
+    with pytest.raises(BadRequest, match=r"only parts of type .* or input_image or input_audio are$"):
+        read(OPENAI_RESPONSES, media, input=[user({"type": "input_file", "file_data": URI})])
 
 
 @pytest.mark.parametrize(("protocol", "part"), [(CHAT_COMPLETIONS, CHAT), (ANTHROPIC_MESSAGES, ANTHROPIC)])
