@@ -25,7 +25,7 @@ StartEngine = Callable[[Mapping[str, str], GpuLease | None], Awaitable[Engine]]
 
 
 class ReplicaEngine(Generic[Engine]):
-    """The place of a replica's engine, across its restarts."""
+    """Leases GPUs for a replica's engine, and starts and stops it."""
 
     def __init__(self, context: ReplicaContext, role: str) -> None:
         self._context = context

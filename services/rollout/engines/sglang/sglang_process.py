@@ -94,7 +94,7 @@ class SGLangProcess(EngineProcess):
             if vision is not None and config.sglang.get("rl_on_policy_target"):
                 raise OptionError(
                     "rollout.sglang.rl_on_policy_target is set, but SGLang then gives images the positions of text: "
-                    "leave it out for a model that sees images"
+                    "leave it out for a model that takes media"
                 )
             args = server_args(folder, config, colocate=colocate, frozen=self.frozen, share=gpu_share())
             self._on_gpus = args.device == "cuda"

@@ -183,5 +183,5 @@ def test_two_ranks_see_what_one_does(start: Callable[..., EngineRunner], source:
 
 
 def test_positions_of_text_for_images_are_refused(start: Callable[..., EngineRunner]) -> None:
-    with pytest.raises(InvalidArgument, match=r"rl_on_policy_target is set.*leave it out for a model that sees images"):
+    with pytest.raises(InvalidArgument, match=r"rl_on_policy_target is set.*leave it out for a model that takes media"):
         start(sglang={"rl_on_policy_target": "fsdp"})
