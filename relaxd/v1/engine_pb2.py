@@ -27,7 +27,7 @@ from relaxd.v1 import rollout_pb2 as relaxd_dot_v1_dot_rollout__pb2
 from relaxd.v1 import sample_pb2 as relaxd_dot_v1_dot_sample__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16relaxd/v1/engine.proto\x12\trelaxd.v1\x1a\x16relaxd/v1/access.proto\x1a\x17relaxd/v1/rollout.proto\x1a\x16relaxd/v1/sample.proto\"f\n\x0bLoadRequest\x12\x0e\n\x06\x66older\x18\x01 \x01(\t\x12\x13\n\x0b\x63onfig_json\x18\x02 \x01(\t\x12\x10\n\x08\x63olocate\x18\x03 \x01(\x08\x12\x0e\n\x06\x66rozen\x18\x04 \x01(\x08\x12\x10\n\x08logprobs\x18\x05 \x01(\x08\"C\n\x0cLoadResponse\x12\x12\n\nvocabulary\x18\x01 \x01(\x05\x12\x0f\n\x07\x63ontext\x18\x02 \x01(\x05\x12\x0e\n\x06\x64\x65vice\x18\x03 \x01(\t\"\x98\x01\n\rEngineRequest\x12\n\n\x02id\x18\x01 \x01(\t\x12+\n\x07request\x18\x02 \x01(\x0b\x32\x1a.relaxd.v1.GenerateRequest\x12%\n\x05\x62\x65gun\x18\x03 \x03(\x0b\x32\x16.relaxd.v1.BegunSample\x12\x14\n\x0creport_every\x18\x04 \x01(\x05\x12\x11\n\tlikeliest\x18\x05 \x01(\x05\"-\n\x0b\x42\x65gunSample\x12\x0e\n\x06sample\x18\x01 \x01(\x05\x12\x0e\n\x06tokens\x18\x02 \x01(\x0c\"Y\n\x0f\x45xchangeRequest\x12\'\n\x05\x62\x65gin\x18\x01 \x03(\x0b\x32\x18.relaxd.v1.EngineRequest\x12\x0e\n\x06\x66orget\x18\x02 \x03(\t\x12\r\n\x05\x61\x62ort\x18\x03 \x03(\t\"\xa3\x02\n\x0c\x45ngineOutput\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0e\n\x06sample\x18\x02 \x01(\x05\x12\x0e\n\x06tokens\x18\x03 \x01(\x0c\x12\x10\n\x08logprobs\x18\x04 \x01(\x0c\x12\x10\n\x08versions\x18\x05 \x03(\x03\x12\x17\n\x0fversion_lengths\x18\x06 \x03(\x05\x12.\n\rfinish_reason\x18\x07 \x01(\x0e\x32\x17.relaxd.v1.FinishReason\x12\x0c\n\x04text\x18\x08 \x01(\t\x12\x1b\n\x13spans_weight_update\x18\t \x01(\x08\x12\x16\n\x0erouted_experts\x18\n \x01(\x0c\x12\x1c\n\x14routed_experts_shape\x18\x0b \x03(\x05\x12\x11\n\tlikeliest\x18\x0c \x01(\x0c\"F\n\rEngineFailure\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0e\n\x06reason\x18\x02 \x01(\t\x12\x11\n\ttoo_large\x18\x03 \x01(\x08\"h\n\x10\x45xchangeResponse\x12(\n\x07outputs\x18\x01 \x03(\x0b\x32\x17.relaxd.v1.EngineOutput\x12*\n\x08\x66\x61ilures\x18\x02 \x03(\x0b\x32\x18.relaxd.v1.EngineFailure\"K\n\x16ReceiveVersionsRequest\x12\x31\n\x07receive\x18\x01 \x01(\x0b\x32 .relaxd.v1.ReceiveWeightsRequest\"N\n\x17ReceiveVersionsResponse\x12\x33\n\x08received\x18\x01 \x01(\x0b\x32!.relaxd.v1.ReceiveWeightsResponse\"F\n\x16\x43omputeLogprobsRequest\x12\x0e\n\x06tokens\x18\x01 \x01(\x0c\x12\r\n\x05start\x18\x02 \x01(\x05\x12\r\n\x05top_k\x18\x03 \x01(\x05\"Z\n\x17\x43omputeLogprobsResponse\x12\x10\n\x08logprobs\x18\x01 \x01(\x0c\x12\x11\n\tlikeliest\x18\x02 \x01(\x0c\x12\x1a\n\x12likeliest_logprobs\x18\x03 \x01(\x0c\"\x17\n\x15GetEngineStatsRequest\"\xbf\x01\n\x16GetEngineStatsResponse\x12\x17\n\x0frunning_samples\x18\x01 \x01(\x05\x12\x17\n\x0fwaiting_samples\x18\x02 \x01(\x05\x12\x18\n\x10tokens_generated\x18\x03 \x01(\x03\x12\x13\n\x0bquarantined\x18\x04 \x01(\x08\x12\x11\n\trss_bytes\x18\x05 \x01(\x03\x12\x18\n\x10tokens_prefilled\x18\x06 \x01(\x03\x12\x17\n\x0ftokens_prompted\x18\x07 \x01(\x03\"\x0f\n\rEndAllRequest\"\x1f\n\x0e\x45ndAllResponse\x12\r\n\x05\x65nded\x18\x01 \x01(\x05\"\x1a\n\x18GetSchedulerStatsRequest\"\xaa\x01\n\x19GetSchedulerStatsResponse\x12\x17\n\x0frunning_samples\x18\x01 \x01(\x05\x12\x17\n\x0fwaiting_samples\x18\x02 \x01(\x05\x12\x18\n\x10tokens_generated\x18\x03 \x01(\x03\x12\x14\n\x0cmemory_bytes\x18\x04 \x01(\x03\x12\x18\n\x10tokens_prefilled\x18\x05 \x01(\x03\x12\x11\n\trecording\x18\x06 \x01(\x08\"\x11\n\x0fWatchEndRequest\"\x12\n\x10WatchEndResponse\"^\n\x12RecordStepsRequest\x12*\n\x07profile\x18\x01 \x01(\x0b\x32\x19.relaxd.v1.ProfileRequest\x12\x0e\n\x06\x66older\x18\x02 \x01(\t\x12\x0c\n\x04name\x18\x03 \x01(\t\"$\n\x13RecordStepsResponse\x12\r\n\x05paths\x18\x01 \x03(\t2\xb2\x04\n\x06\x45ngine\x12\x43\n\x04Load\x12\x16.relaxd.v1.LoadRequest\x1a\x17.relaxd.v1.LoadResponse\"\n\x8a\x80\x19\x06parent\x12S\n\x08\x45xchange\x12\x1a.relaxd.v1.ExchangeRequest\x1a\x1b.relaxd.v1.ExchangeResponse\"\n\x8a\x80\x19\x06parent(\x01\x30\x01\x12h\n\x0fReceiveVersions\x12!.relaxd.v1.ReceiveVersionsRequest\x1a\".relaxd.v1.ReceiveVersionsResponse\"\n\x8a\x80\x19\x06parent(\x01\x30\x01\x12\x64\n\x0f\x43omputeLogprobs\x12!.relaxd.v1.ComputeLogprobsRequest\x1a\".relaxd.v1.ComputeLogprobsResponse\"\n\x8a\x80\x19\x06parent\x12X\n\x0bRecordSteps\x12\x1d.relaxd.v1.RecordStepsRequest\x1a\x1e.relaxd.v1.RecordStepsResponse\"\n\x8a\x80\x19\x06parent\x12\x64\n\x0eGetEngineStats\x12 .relaxd.v1.GetEngineStatsRequest\x1a!.relaxd.v1.GetEngineStatsResponse\"\r\x90\x02\x01\x8a\x80\x19\x06parent2\x99\x02\n\tScheduler\x12I\n\x06\x45ndAll\x12\x18.relaxd.v1.EndAllRequest\x1a\x19.relaxd.v1.EndAllResponse\"\n\x8a\x80\x19\x06parent\x12m\n\x11GetSchedulerStats\x12#.relaxd.v1.GetSchedulerStatsRequest\x1a$.relaxd.v1.GetSchedulerStatsResponse\"\r\x90\x02\x01\x8a\x80\x19\x06parent\x12R\n\x08WatchEnd\x12\x1a.relaxd.v1.WatchEndRequest\x1a\x1b.relaxd.v1.WatchEndResponse\"\r\x90\x02\x01\x8a\x80\x19\x06parentb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16relaxd/v1/engine.proto\x12\trelaxd.v1\x1a\x16relaxd/v1/access.proto\x1a\x17relaxd/v1/rollout.proto\x1a\x16relaxd/v1/sample.proto\"f\n\x0bLoadRequest\x12\x0e\n\x06\x66older\x18\x01 \x01(\t\x12\x13\n\x0b\x63onfig_json\x18\x02 \x01(\t\x12\x10\n\x08\x63olocate\x18\x03 \x01(\x08\x12\x0e\n\x06\x66rozen\x18\x04 \x01(\x08\x12\x10\n\x08logprobs\x18\x05 \x01(\x08\"C\n\x0cLoadResponse\x12\x12\n\nvocabulary\x18\x01 \x01(\x05\x12\x0f\n\x07\x63ontext\x18\x02 \x01(\x05\x12\x0e\n\x06\x64\x65vice\x18\x03 \x01(\t\"\x98\x01\n\rEngineRequest\x12\n\n\x02id\x18\x01 \x01(\t\x12+\n\x07request\x18\x02 \x01(\x0b\x32\x1a.relaxd.v1.GenerateRequest\x12%\n\x05\x62\x65gun\x18\x03 \x03(\x0b\x32\x16.relaxd.v1.BegunSample\x12\x14\n\x0creport_every\x18\x04 \x01(\x05\x12\x11\n\tlikeliest\x18\x05 \x01(\x05\"-\n\x0b\x42\x65gunSample\x12\x0e\n\x06sample\x18\x01 \x01(\x05\x12\x0e\n\x06tokens\x18\x02 \x01(\x0c\"Y\n\x0f\x45xchangeRequest\x12\'\n\x05\x62\x65gin\x18\x01 \x03(\x0b\x32\x18.relaxd.v1.EngineRequest\x12\x0e\n\x06\x66orget\x18\x02 \x03(\t\x12\r\n\x05\x61\x62ort\x18\x03 \x03(\t\"\xa3\x02\n\x0c\x45ngineOutput\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0e\n\x06sample\x18\x02 \x01(\x05\x12\x0e\n\x06tokens\x18\x03 \x01(\x0c\x12\x10\n\x08logprobs\x18\x04 \x01(\x0c\x12\x10\n\x08versions\x18\x05 \x03(\x03\x12\x17\n\x0fversion_lengths\x18\x06 \x03(\x05\x12.\n\rfinish_reason\x18\x07 \x01(\x0e\x32\x17.relaxd.v1.FinishReason\x12\x0c\n\x04text\x18\x08 \x01(\t\x12\x1b\n\x13spans_weight_update\x18\t \x01(\x08\x12\x16\n\x0erouted_experts\x18\n \x01(\x0c\x12\x1c\n\x14routed_experts_shape\x18\x0b \x03(\x05\x12\x11\n\tlikeliest\x18\x0c \x01(\x0c\"[\n\rEngineFailure\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0e\n\x06reason\x18\x02 \x01(\t\x12\x11\n\ttoo_large\x18\x03 \x01(\x08\x12\x13\n\x0bwrong_media\x18\x04 \x01(\x08\"h\n\x10\x45xchangeResponse\x12(\n\x07outputs\x18\x01 \x03(\x0b\x32\x17.relaxd.v1.EngineOutput\x12*\n\x08\x66\x61ilures\x18\x02 \x03(\x0b\x32\x18.relaxd.v1.EngineFailure\"K\n\x16ReceiveVersionsRequest\x12\x31\n\x07receive\x18\x01 \x01(\x0b\x32 .relaxd.v1.ReceiveWeightsRequest\"N\n\x17ReceiveVersionsResponse\x12\x33\n\x08received\x18\x01 \x01(\x0b\x32!.relaxd.v1.ReceiveWeightsResponse\"F\n\x16\x43omputeLogprobsRequest\x12\x0e\n\x06tokens\x18\x01 \x01(\x0c\x12\r\n\x05start\x18\x02 \x01(\x05\x12\r\n\x05top_k\x18\x03 \x01(\x05\"Z\n\x17\x43omputeLogprobsResponse\x12\x10\n\x08logprobs\x18\x01 \x01(\x0c\x12\x11\n\tlikeliest\x18\x02 \x01(\x0c\x12\x1a\n\x12likeliest_logprobs\x18\x03 \x01(\x0c\"\x17\n\x15GetEngineStatsRequest\"\xbf\x01\n\x16GetEngineStatsResponse\x12\x17\n\x0frunning_samples\x18\x01 \x01(\x05\x12\x17\n\x0fwaiting_samples\x18\x02 \x01(\x05\x12\x18\n\x10tokens_generated\x18\x03 \x01(\x03\x12\x13\n\x0bquarantined\x18\x04 \x01(\x08\x12\x11\n\trss_bytes\x18\x05 \x01(\x03\x12\x18\n\x10tokens_prefilled\x18\x06 \x01(\x03\x12\x17\n\x0ftokens_prompted\x18\x07 \x01(\x03\"\x0f\n\rEndAllRequest\"\x1f\n\x0e\x45ndAllResponse\x12\r\n\x05\x65nded\x18\x01 \x01(\x05\"\x1a\n\x18GetSchedulerStatsRequest\"\xaa\x01\n\x19GetSchedulerStatsResponse\x12\x17\n\x0frunning_samples\x18\x01 \x01(\x05\x12\x17\n\x0fwaiting_samples\x18\x02 \x01(\x05\x12\x18\n\x10tokens_generated\x18\x03 \x01(\x03\x12\x14\n\x0cmemory_bytes\x18\x04 \x01(\x03\x12\x18\n\x10tokens_prefilled\x18\x05 \x01(\x03\x12\x11\n\trecording\x18\x06 \x01(\x08\"\x11\n\x0fWatchEndRequest\"\x12\n\x10WatchEndResponse\"^\n\x12RecordStepsRequest\x12*\n\x07profile\x18\x01 \x01(\x0b\x32\x19.relaxd.v1.ProfileRequest\x12\x0e\n\x06\x66older\x18\x02 \x01(\t\x12\x0c\n\x04name\x18\x03 \x01(\t\"$\n\x13RecordStepsResponse\x12\r\n\x05paths\x18\x01 \x03(\t2\xb2\x04\n\x06\x45ngine\x12\x43\n\x04Load\x12\x16.relaxd.v1.LoadRequest\x1a\x17.relaxd.v1.LoadResponse\"\n\x8a\x80\x19\x06parent\x12S\n\x08\x45xchange\x12\x1a.relaxd.v1.ExchangeRequest\x1a\x1b.relaxd.v1.ExchangeResponse\"\n\x8a\x80\x19\x06parent(\x01\x30\x01\x12h\n\x0fReceiveVersions\x12!.relaxd.v1.ReceiveVersionsRequest\x1a\".relaxd.v1.ReceiveVersionsResponse\"\n\x8a\x80\x19\x06parent(\x01\x30\x01\x12\x64\n\x0f\x43omputeLogprobs\x12!.relaxd.v1.ComputeLogprobsRequest\x1a\".relaxd.v1.ComputeLogprobsResponse\"\n\x8a\x80\x19\x06parent\x12X\n\x0bRecordSteps\x12\x1d.relaxd.v1.RecordStepsRequest\x1a\x1e.relaxd.v1.RecordStepsResponse\"\n\x8a\x80\x19\x06parent\x12\x64\n\x0eGetEngineStats\x12 .relaxd.v1.GetEngineStatsRequest\x1a!.relaxd.v1.GetEngineStatsResponse\"\r\x90\x02\x01\x8a\x80\x19\x06parent2\x99\x02\n\tScheduler\x12I\n\x06\x45ndAll\x12\x18.relaxd.v1.EndAllRequest\x1a\x19.relaxd.v1.EndAllResponse\"\n\x8a\x80\x19\x06parent\x12m\n\x11GetSchedulerStats\x12#.relaxd.v1.GetSchedulerStatsRequest\x1a$.relaxd.v1.GetSchedulerStatsResponse\"\r\x90\x02\x01\x8a\x80\x19\x06parent\x12R\n\x08WatchEnd\x12\x1a.relaxd.v1.WatchEndRequest\x1a\x1b.relaxd.v1.WatchEndResponse\"\r\x90\x02\x01\x8a\x80\x19\x06parentb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -65,39 +65,39 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_ENGINEOUTPUT']._serialized_start=577
   _globals['_ENGINEOUTPUT']._serialized_end=868
   _globals['_ENGINEFAILURE']._serialized_start=870
-  _globals['_ENGINEFAILURE']._serialized_end=940
-  _globals['_EXCHANGERESPONSE']._serialized_start=942
-  _globals['_EXCHANGERESPONSE']._serialized_end=1046
-  _globals['_RECEIVEVERSIONSREQUEST']._serialized_start=1048
-  _globals['_RECEIVEVERSIONSREQUEST']._serialized_end=1123
-  _globals['_RECEIVEVERSIONSRESPONSE']._serialized_start=1125
-  _globals['_RECEIVEVERSIONSRESPONSE']._serialized_end=1203
-  _globals['_COMPUTELOGPROBSREQUEST']._serialized_start=1205
-  _globals['_COMPUTELOGPROBSREQUEST']._serialized_end=1275
-  _globals['_COMPUTELOGPROBSRESPONSE']._serialized_start=1277
-  _globals['_COMPUTELOGPROBSRESPONSE']._serialized_end=1367
-  _globals['_GETENGINESTATSREQUEST']._serialized_start=1369
-  _globals['_GETENGINESTATSREQUEST']._serialized_end=1392
-  _globals['_GETENGINESTATSRESPONSE']._serialized_start=1395
-  _globals['_GETENGINESTATSRESPONSE']._serialized_end=1586
-  _globals['_ENDALLREQUEST']._serialized_start=1588
-  _globals['_ENDALLREQUEST']._serialized_end=1603
-  _globals['_ENDALLRESPONSE']._serialized_start=1605
-  _globals['_ENDALLRESPONSE']._serialized_end=1636
-  _globals['_GETSCHEDULERSTATSREQUEST']._serialized_start=1638
-  _globals['_GETSCHEDULERSTATSREQUEST']._serialized_end=1664
-  _globals['_GETSCHEDULERSTATSRESPONSE']._serialized_start=1667
-  _globals['_GETSCHEDULERSTATSRESPONSE']._serialized_end=1837
-  _globals['_WATCHENDREQUEST']._serialized_start=1839
-  _globals['_WATCHENDREQUEST']._serialized_end=1856
-  _globals['_WATCHENDRESPONSE']._serialized_start=1858
-  _globals['_WATCHENDRESPONSE']._serialized_end=1876
-  _globals['_RECORDSTEPSREQUEST']._serialized_start=1878
-  _globals['_RECORDSTEPSREQUEST']._serialized_end=1972
-  _globals['_RECORDSTEPSRESPONSE']._serialized_start=1974
-  _globals['_RECORDSTEPSRESPONSE']._serialized_end=2010
-  _globals['_ENGINE']._serialized_start=2013
-  _globals['_ENGINE']._serialized_end=2575
-  _globals['_SCHEDULER']._serialized_start=2578
-  _globals['_SCHEDULER']._serialized_end=2859
+  _globals['_ENGINEFAILURE']._serialized_end=961
+  _globals['_EXCHANGERESPONSE']._serialized_start=963
+  _globals['_EXCHANGERESPONSE']._serialized_end=1067
+  _globals['_RECEIVEVERSIONSREQUEST']._serialized_start=1069
+  _globals['_RECEIVEVERSIONSREQUEST']._serialized_end=1144
+  _globals['_RECEIVEVERSIONSRESPONSE']._serialized_start=1146
+  _globals['_RECEIVEVERSIONSRESPONSE']._serialized_end=1224
+  _globals['_COMPUTELOGPROBSREQUEST']._serialized_start=1226
+  _globals['_COMPUTELOGPROBSREQUEST']._serialized_end=1296
+  _globals['_COMPUTELOGPROBSRESPONSE']._serialized_start=1298
+  _globals['_COMPUTELOGPROBSRESPONSE']._serialized_end=1388
+  _globals['_GETENGINESTATSREQUEST']._serialized_start=1390
+  _globals['_GETENGINESTATSREQUEST']._serialized_end=1413
+  _globals['_GETENGINESTATSRESPONSE']._serialized_start=1416
+  _globals['_GETENGINESTATSRESPONSE']._serialized_end=1607
+  _globals['_ENDALLREQUEST']._serialized_start=1609
+  _globals['_ENDALLREQUEST']._serialized_end=1624
+  _globals['_ENDALLRESPONSE']._serialized_start=1626
+  _globals['_ENDALLRESPONSE']._serialized_end=1657
+  _globals['_GETSCHEDULERSTATSREQUEST']._serialized_start=1659
+  _globals['_GETSCHEDULERSTATSREQUEST']._serialized_end=1685
+  _globals['_GETSCHEDULERSTATSRESPONSE']._serialized_start=1688
+  _globals['_GETSCHEDULERSTATSRESPONSE']._serialized_end=1858
+  _globals['_WATCHENDREQUEST']._serialized_start=1860
+  _globals['_WATCHENDREQUEST']._serialized_end=1877
+  _globals['_WATCHENDRESPONSE']._serialized_start=1879
+  _globals['_WATCHENDRESPONSE']._serialized_end=1897
+  _globals['_RECORDSTEPSREQUEST']._serialized_start=1899
+  _globals['_RECORDSTEPSREQUEST']._serialized_end=1993
+  _globals['_RECORDSTEPSRESPONSE']._serialized_start=1995
+  _globals['_RECORDSTEPSRESPONSE']._serialized_end=2031
+  _globals['_ENGINE']._serialized_start=2034
+  _globals['_ENGINE']._serialized_end=2596
+  _globals['_SCHEDULER']._serialized_start=2599
+  _globals['_SCHEDULER']._serialized_end=2880
 # @@protoc_insertion_point(module_scope)

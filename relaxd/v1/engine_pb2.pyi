@@ -277,22 +277,26 @@ class EngineFailure(_message.Message):
     REQUEST_ID_FIELD_NUMBER: _builtins.int
     REASON_FIELD_NUMBER: _builtins.int
     TOO_LARGE_FIELD_NUMBER: _builtins.int
+    WRONG_MEDIA_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """The EngineRequest's id."""
     reason: _builtins.str
     """Reason, for people."""
     too_large: _builtins.bool
     """An answer is too large for a message: trying again does not help."""
+    wrong_media: _builtins.bool
+    """The media of the prompt aren't those of its tokens, or can't be read: the request is wrong."""
     def __init__(
         self,
         *,
         request_id: _builtins.str = ...,
         reason: _builtins.str = ...,
         too_large: _builtins.bool = ...,
+        wrong_media: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["reason", b"reason", "request_id", b"request_id", "too_large", b"too_large"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["reason", b"reason", "request_id", b"request_id", "too_large", b"too_large", "wrong_media", b"wrong_media"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

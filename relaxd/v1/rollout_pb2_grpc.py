@@ -94,7 +94,8 @@ class RolloutServicer:
     def Generate(self, request, context):
         """Generate samples n answers to a prompt given as tokens, streaming tokens several times a second, or, with
         final_only, each sample once it has ended. RESOURCE_EXHAUSTED with google.rpc.RetryInfo while twice
-        rollout.max_running_samples are running or waiting.
+        rollout.max_running_samples are running or waiting. INVALID_ARGUMENT also for media that don't fit the tokens, or
+        can't be read.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -58,7 +58,7 @@ class OfflineEngine:
             end_ids,
             max_running_samples=max_running_samples,
             on_output=self._report,
-            on_failure=lambda name, reason: self._reported.put((name, str(reason))),
+            on_failure=self._fail,
             threads=threads,
             vision=vision,
         )
@@ -72,6 +72,9 @@ class OfflineEngine:
     def _report(self, name: str, outputs: Sequence[Output]) -> None:
         for output in outputs:
             self._reported.put((name, output))
+
+    def _fail(self, request_id: str, reason: str, *, wrong_media: bool = False) -> None:
+        self._reported.put((request_id, reason))
 
     def load(self, term: int, version: int, tensors: Iterable[tuple[str, torch.Tensor]] = ()) -> None:
         """Pause between two tokens, take weights over, and go on. Without tensors it keeps those that it has."""

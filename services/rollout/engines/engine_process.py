@@ -53,9 +53,10 @@ class OutputStream:
         new = [(request_id, output) for request_id, each in outputs.items() for output in each]
         self._add(new, [], urgent=any(output.finish_reason is not None for _, output in new))
 
-    def fail(self, request_id: str, reason: str) -> None:
+    def fail(self, request_id: str, reason: str, *, wrong_media: bool = False) -> None:
         """Add a failure."""
-        self._add([], [engine_pb2.EngineFailure(request_id=request_id, reason=reason)], urgent=True)
+        failure = engine_pb2.EngineFailure(request_id=request_id, reason=reason, wrong_media=wrong_media)
+        self._add([], [failure], urgent=True)
 
     async def messages(self) -> AsyncIterator[engine_pb2.ExchangeResponse]:
         """Yield everything, as it comes. Only one reader at a time."""

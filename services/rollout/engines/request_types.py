@@ -2,8 +2,9 @@
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
+import grpc
 import numpy as np
 
 from relaxd.media.prompt_media import NO_MEDIA, PromptMedia
@@ -51,6 +52,12 @@ class RequestFailed(Aborted):
 
 class AnswerTooLarge(RequestFailed):
     """An answer is too large for a message. Retrying does not help."""
+
+
+class WrongMedia(RequestFailed):
+    """The media of a request can't be used. Retrying does not help."""
+
+    code = grpc.StatusCode.INVALID_ARGUMENT
 
 
 @dataclass(frozen=True)
@@ -162,8 +169,12 @@ class Version:
 OutputHandler = Callable[[str, list[Output]], None]
 """Called in the engine's thread with a request id and its new outputs."""
 
-FailureHandler = Callable[[str, str], None]
-"""Called with the id of a failed request and the reason."""
+
+class FailureHandler(Protocol):
+    """Called with the id of a failed request and the reason."""
+
+    def __call__(self, request_id: str, reason: str, *, wrong_media: bool = False) -> None:
+        """`wrong_media` is True if the request's media can't be used."""
 
 
 def cut_at_stop(text: str, stop: Sequence[str]) -> str:

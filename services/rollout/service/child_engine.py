@@ -33,6 +33,7 @@ from services.rollout.engines.request_types import (
     Request,
     RequestFailed,
     Version,
+    WrongMedia,
 )
 
 ALL_MEMORY: frozenset[MemoryPart] = frozenset({"weights", "kv_cache"})
@@ -318,7 +319,8 @@ class ChildEngine(RolloutEngine):
                 for output in answer.outputs:
                     self._deliver(output.request_id, decode_output(output))
                 for failure in answer.failures:
-                    kind = AnswerTooLarge if failure.too_large else RequestFailed
+                    kind = WrongMedia if failure.wrong_media else RequestFailed
+                    kind = AnswerTooLarge if failure.too_large else kind
                     self._deliver(failure.request_id, kind(failure.reason))
         except ChildExited:
             return

@@ -124,7 +124,7 @@ class Engine(rollout_pb2_grpc.RolloutServicer):
     def __init__(self, folder: Path) -> None:
         self.model = AutoModelForCausalLM.from_pretrained(folder).eval()
         self.engine = TransformersEngine(
-            self.model, str, [2], max_running_samples=8, on_output=lambda *_: None, on_failure=lambda *_: None
+            self.model, str, [2], max_running_samples=8, on_output=lambda *_: None, on_failure=lambda *_, **__: None
         )
         self.receiver: FaultyReceiver | None = None
         self.fault = ""

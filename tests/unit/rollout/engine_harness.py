@@ -43,6 +43,8 @@ class Harness:
         self.model, vision = load_model(folder, torch.float32)
         self.answers: dict[str, dict[int, Answer]] = defaultdict(lambda: defaultdict(Answer))
         self.failures: dict[str, str] = {}
+        self.wrong_media: set[str] = set()
+        """Requests that failed because of their media."""
         self.finish_order: list[str] = []
         self._heard = threading.Condition()
         self.tick: Any = lambda request_id: None
@@ -118,9 +120,11 @@ class Harness:
             self._heard.notify_all()
         self.tick(request_id)
 
-    def _on_failure(self, request_id: str, reason: str) -> None:
+    def _on_failure(self, request_id: str, reason: str, *, wrong_media: bool = False) -> None:
         with self._heard:
             self.failures[request_id] = reason
+            if wrong_media:
+                self.wrong_media.add(request_id)
             self._heard.notify_all()
 
 

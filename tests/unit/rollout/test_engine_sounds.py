@@ -117,6 +117,7 @@ def test_a_request_whose_sounds_are_wrong_fails_alone(harness: Harness, folder: 
     harness.wait("right")
     for name, (_, complaint) in wrong.items():
         assert complaint in harness.failures[name]
+    assert harness.wrong_media == wrong.keys()
 
 
 def test_weights_have_the_names_of_files_and_reach_both_towers(harness: Harness, folder: Path, tmp_path: Path) -> None:

@@ -140,11 +140,12 @@ class SGLangEngine(GatedEngine):
 
     def _see(self, group: SGLangRequest) -> None:
         """Decode the media of a request's prompt, and queue the request. Called in a thread for that."""
-        request_id, failure = group.request.request_id, ""
+        request_id, failure, wrong = group.request.request_id, "", False
         try:
             group.take_media(see(group.request, self._vision))
         except Exception as error:  # the others go on
-            failure = str(error) if isinstance(error, EngineError) else f"{type(error).__name__}: {error}"
+            wrong = isinstance(error, EngineError)
+            failure = str(error) if wrong else f"{type(error).__name__}: {error}"
         with self._gate.changed:
             if self._groups.get(request_id) is not group:
                 return  # cancelled
@@ -154,7 +155,7 @@ class SGLangEngine(GatedEngine):
                 return
             del self._groups[request_id]
         if failure:
-            self._on_failure(request_id, failure)
+            self._on_failure(request_id, failure, wrong_media=wrong)
         else:
             self._on_output({request_id: aborted_outputs(group)})
 

@@ -295,7 +295,7 @@ class TransformersEngine(GatedEngine):
         except EngineError as error:
             request_id = group[0].request.request_id
             self.cancel(request_id)
-            self._on_failure(request_id, str(error))
+            self._on_failure(request_id, str(error), wrong_media=True)
             return False
         for sample in group:
             sample.seen = seen

@@ -5,12 +5,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from grpc import StatusCode
 from transformers import AutoModelForImageTextToText, PreTrainedModel
 
 from relaxd.data.vision import read_vision
 from relaxd.media.prompt_media import PromptMedia
 from relaxd.rpc.errors import InvalidArgument
-from services.rollout.engines.request_types import RequestFailed
+from services.rollout.engines.request_types import WrongMedia
 from services.rollout.engines.transformers.transformers_weights import named_parameters
 from tests.integration.rollout.rollout_kit import Source
 from tests.integration.rollout.sglang.syncs import sync
@@ -159,18 +160,21 @@ def test_answers_go_on_whatever_they_have_sampled(engine: EngineRunner, checker:
 def test_requests_whose_images_are_wrong_fail_alone(engine: EngineRunner, checker: Checker) -> None:
     prompt, media = prompt_with_media(checker.vision, PICTURES[:1])
     other = prompt_with_media(checker.vision, PICTURES[1:2])[1]
+    small = {**media.records[0], "grid": [1, 1, 1]}
     wrong = {
         "tokens of media, but its items have": (prompt, other),
         "bytes of media, but prompt_media says": (prompt, PromptMedia(media.records, media.contents[:-1])),
         "can't be used: cannot identify": (prompt, PromptMedia(media.records, b"x" * len(media.contents))),
+        r"has an item with the grid \[1, 1, 1\]": (prompt, PromptMedia((small,), media.contents)),
     }
     going = {
         complaint: engine.ask(tokens, media=given, max_new_tokens=4) for complaint, (tokens, given) in wrong.items()
     }
     right = engine.ask(prompt, media=media, max_new_tokens=4, ignore_eos=True)
     for complaint, asked in going.items():
-        with pytest.raises(RequestFailed, match=complaint):
+        with pytest.raises(WrongMedia, match=complaint) as failed:
             engine.wait(asked)
+        assert failed.value.code is StatusCode.INVALID_ARGUMENT
     assert len(engine.wait(right)[0].tokens) == 4
 
 
