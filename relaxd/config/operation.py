@@ -1,5 +1,6 @@
 """[board], [weights], [health] and [rehearsal]: how the services of a run work together."""
 
+import re
 from collections import Counter
 from typing import Literal, Self
 from urllib.parse import urlsplit
@@ -117,7 +118,7 @@ class WeightsConfig(Section):
     """Send new weights to the engines after every `interval` steps, and after the last one. An engine that joins gets
     the newest ones, and all others with it. At most board.max_staleness + 1, or steps would lack groups that are fresh
     enough."""
-    ports: str = Field(default="", pattern=r"^(\d{1,5}-\d{1,5})?$")
+    ports: str = ""
     """Ports on which the trainer's ranks and the weight group meet, such as "29500-29599"; empty: any free ones. gloo
     and NCCL choose the ports of the connections between ranks themselves (docs/deploy.md)."""
     bucket_bytes: int = Field(default=256 << 20, ge=1 << 20)
@@ -147,6 +148,13 @@ class WeightsConfig(Section):
             return None
         first, last = map(int, self.ports.split("-"))
         return range(first, last + 1)
+
+    @field_validator("ports")
+    @classmethod
+    def _ports_are_a_range(cls, ports: str) -> str:
+        if ports and not re.fullmatch(r"\d{1,5}-\d{1,5}", ports, re.ASCII):
+            raise ValueError(f'weights.ports is "{ports}": it must be like "29500-29599"')
+        return ports
 
     @model_validator(mode="after")
     def _ports_suffice(self) -> Self:

@@ -53,7 +53,7 @@ def test_a_range_of_ports() -> None:
         ("29501-29500", "it must be FIRST-LAST, from 1024 to 65535"),
         ("80-90", "it must be FIRST-LAST"),
         ("65000-65536", "it must be FIRST-LAST"),
-        ("29500", "should match pattern"),
+        ("29500", 'weights.ports is "29500": it must be like "29500-29599"'),
     ],
 )
 def test_ranges_that_are_refused(ports: str, wrong: str) -> None:
