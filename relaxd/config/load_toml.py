@@ -251,7 +251,18 @@ def _unknown(place: Place, what: str, source: str, algorithm: str = "") -> Probl
 
 
 def _source(place: Place, sources: Mapping[Place, str]) -> str:
-    return next((sources[place[:n]] for n in range(len(place), 0, -1) if place[:n] in sources), "")
+    """Return where a setting or section was set: itself, else what is in it, else the section that it is in."""
+    if place in sources:
+        return sources[place]
+    if within := next((source for known, source in sources.items() if known[: len(place)] == place), ""):
+        return within
+    return next((sources[place[:n]] for n in range(len(place) - 1, 0, -1) if place[:n] in sources), "")
+
+
+def _source_of_rule(message: str, place: Place, sources: Mapping[Place, str]) -> str:
+    """Return where the first setting was set that a message on several names, or else their section."""
+    named = (tuple(name.split(".")) for name in re.findall(r"\b[a-z_]+(?:\.\w+)+", message))
+    return next((sources[one] for one in named if one in sources), _source(place, sources))
 
 
 def _problem(place: Place, details: ErrorDetails, sources: Mapping[Place, str], algorithm: str) -> Problem:
@@ -271,7 +282,8 @@ def _problem(place: Place, details: ErrorDetails, sources: Mapping[Place, str], 
         return Problem(f"{setting}.name", message, _source((*place, "name"), sources))
     if kind == "value_error":
         # Our validators name the settings themselves.
-        return Problem("", str(context["error"]), source)
+        message = str(context["error"])
+        return Problem("", message, _source_of_rule(message, place, sources))
     return Problem(setting, f"= {_show(value)}: {_requirement(kind, context, details['msg'], place, value)}", source)
 
 
