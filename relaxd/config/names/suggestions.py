@@ -9,6 +9,8 @@ from relaxd.config.names.settings_table import Place, sections, settings
 ALMOST_EQUAL = 0.85
 """Similarity from which a wrong name counts as a slip and not as another framework's name."""
 
+SYNONYMS = {"every": "interval", "interval": "every"}
+"""Names that sections have for the same: how many steps are between two events."""
 
 _PENALTY = (
     "there are no penalties: tokens would be sampled from another distribution than the one whose log-probs are trained"
@@ -103,6 +105,8 @@ def _nearest(place: Place, algorithm: str) -> str:
         # "train_path" is like "eval_path", and may be "path".
         close += [name for name in place[-1].split("_") if name in siblings and name not in close]
         return f"did you mean {' or '.join('.'.join((*parent, name)) for name in close)}?"
+    if (synonym := SYNONYMS.get(place[-1])) in siblings:
+        return f"did you mean {'.'.join((*parent, synonym))}?"
     names = {known[-1]: known for known in (*settings(), *sections())}
     found = homes(place[-1]) or [names[name] for name in difflib.get_close_matches(place[-1], names, n=1, cutoff=0.75)]
     if found:

@@ -221,6 +221,8 @@ def test_what_does_not_fit_an_algorithm_is_refused(overrides: str, expected: str
         ("trainer.optimizer.beta", "did you mean trainer.optimizer.beta"),  # TRL's beta is another thing
         ("algorithm.beta", "TRL's beta is algorithm.kl_coef here"),
         ("rollout.lr", "did you mean trainer.optimizer.lr or roles.critic.optimizer.lr?"),
+        ("eval.every", "did you mean eval.interval?"),
+        ("trainer.checkpoint.interval", "did you mean trainer.checkpoint.every?"),
         ("nothing.like_it", "there is no section [nothing]"),
     ],
 )
