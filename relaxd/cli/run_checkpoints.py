@@ -159,7 +159,10 @@ def run_folder(run_id: str, folder: Path | None) -> Path:
     places = [folder] if folder is not None else [RUNS / run_id, Path(run_id)]
     found = next((place for place in places if (place / CONFIG).is_file()), None)
     if found is None:
-        raise CliError(f"{places[0].resolve()} is not the folder of a run", "--folder DIR names it (default: runs/RUN)")
+        hint = "--folder DIR names it (default: runs/RUN)"
+        if folder is None:
+            hint = f"{FolderRuns.below(RUNS).hint(run_id)}; {hint}"
+        raise CliError(f"{places[0].resolve()} is not the folder of a run", hint)
     return found.resolve()
 
 

@@ -1,5 +1,6 @@
 """Runs read from their folders, with the coordinator client's calls, so that commands work without services."""
 
+import difflib
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import datetime
@@ -75,7 +76,14 @@ class FolderRuns:
         for run in self.runs():
             if run_id in ("", run.run_id):
                 return run
-        raise NotFoundError(f"there is no run {run_id}" if run_id else "there is no run yet", "relaxd runs lists them")
+        raise NotFoundError(f"there is no run {run_id}" if run_id else "there is no run yet", self.hint(run_id))
+
+    def hint(self, run_id: str) -> str:
+        """Say which run a wrong id may mean, and what lists the runs."""
+        names = [folder.name for folder in self._folders]
+        begun = [name for name in names if run_id and name.startswith(run_id)]
+        near = begun[-1:] or difflib.get_close_matches(run_id, names, n=1)
+        return "".join(f"did you mean {name}? " for name in near) + "relaxd runs lists them"
 
     def runs(self) -> Iterator[pb.Run]:
         """Yield all runs, newest first."""

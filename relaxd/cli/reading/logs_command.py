@@ -16,7 +16,7 @@ from rich.text import Text
 
 from relaxd.cli.options import DEFAULT_STATE, CoordinatorOption, FolderOption, StateOption, new_console
 from relaxd.cli.output import show, show_json, show_line
-from relaxd.cli.reading.run_source import open_run
+from relaxd.cli.reading.run_source import RUNS, open_run
 from relaxd.client import CliError
 from relaxd.client.service_logs import LogTail, by_time, log_paths
 from relaxd.config import RunConfig
@@ -25,7 +25,7 @@ from relaxd.local import compose
 from relaxd.local.state_folder import StateFolder
 from relaxd.report.chrome_timeline import chrome_timeline
 from relaxd.report.traces import GroupTrace, TracedSpan, read_group_trace, read_step_spans
-from relaxd.run_folder import LOGS
+from relaxd.run_folder import LOGS, is_run
 
 POLL_SECONDS = 0.3
 
@@ -83,6 +83,8 @@ def _logs_of(folder: Path, service: str) -> list[Path]:
         names = [path.stem for path in log_paths(folder)]
         close = difflib.get_close_matches(service, names, 1)
         hint = f"did you mean {close[0]}?" if close else f"there are {', '.join(names)}"
+        if is_run(RUNS / service):
+            hint = f"relaxd logs --run {service} shows those of a run"
         raise CliError(f"there is no log of {service} in {folder}", hint)
     return found
 

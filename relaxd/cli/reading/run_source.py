@@ -146,7 +146,9 @@ def _local_folder(run_id: str, folder: Path | None) -> Path | None:
 
 def _no_run(run_id: str, state: Path) -> CliError:
     what = f"{RUNS / run_id} is not the folder of a run" if run_id else f"{RUNS} has no run"
+    here = FolderRuns.below(RUNS)
+    known = here.hint(run_id) if any(here.runs()) else "relaxd run FILE.toml starts a run"
     return CliError(
         f"{what}, and no services are up here (in {StateFolder(state).path})",
-        "relaxd run FILE.toml starts a run; --folder DIR, --state DIR or --coordinator HOST:PORT look elsewhere",
+        f"{known}; --folder DIR, --state DIR or --coordinator HOST:PORT look elsewhere",
     )

@@ -177,7 +177,7 @@ def print_runs(state: Path, coordinator: str | None, console: Console, run_id: s
             live = set(known)
             found |= known
     if run_id and run_id not in found:
-        raise CliError(f"there is no run {run_id} here", "relaxd runs lists them")
+        raise CliError(f"there is no run {run_id} here", FolderRuns.below(RUNS).hint(run_id))
     if not found:
         console.print("no runs yet: relaxd run FILE.toml starts one")
         return

@@ -93,6 +93,10 @@ def test_an_interrupted_run_is_read_and_the_way_on_is_said() -> None:
     assert "waits for nothing: it has ended" in shown("why", "old").stdout
     assert "there is no run other" in refusal("status", "other")
     assert "runs/other is not the folder of a run" in refusal("samples", "other")
+    for words in (["samples"], ["report"], ["checkpoints"], ["status"]):
+        assert "did you mean old? relaxd runs lists them" in refusal(*words, "ol")
+        assert "did you mean new? relaxd runs lists them" in refusal(*words, "nwe")
+        assert "try: relaxd runs lists them" in refusal(*words, "other")
     report = shown("report", "new")
     assert "run new: running, 3 steps" in report.stdout
     assert "answer 3b" in Path("runs/new/report.html").read_text()
@@ -124,6 +128,7 @@ def test_logs_are_those_of_the_last_services_or_of_a_run() -> None:
     assert shown("logs", "trainer", "--run", "r", "-n", "1").stdout == "2026-01-01T00:00:04.000Z INFO trainer d\n"
     assert "there is no log of trainr" in refusal("logs", "trainr", "--run", "r")
     assert "did you mean trainer?" in refusal("logs", "trainr", "--run", "r")
+    assert "try: relaxd logs --run r shows those of a run" in refusal("logs", "r")
     Path(".relaxd").mkdir()
     Path(".relaxd/logs").symlink_to(folder.resolve() / "logs")  # as `relaxd run` leaves it
     assert "nothing is added to these logs" in shown("logs", "--follow").stdout
