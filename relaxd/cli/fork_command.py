@@ -1,9 +1,11 @@
 """`relaxd fork`: train a run's recorded steps again under other settings, without generating."""
 
 import json
+import re
 import shutil
 import tomllib
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated, Any
@@ -97,7 +99,12 @@ def changed_config(config: RunConfig, changes: Sequence[str], run_id: str) -> Ru
         if name in named and named[name] != getattr(config, section).name:
             data[section] = {}
     text = "".join(f"{section} = {toml(values)}\n" for section, values in data.items())
-    changed = load(text, [f"--{name}={value}" for name, value in named.items()], name=f"run {run_id}")
+    try:
+        changed = load(text, [f"--{name}={value}" for name, value in named.items()], name=f"run {run_id}")
+    except ConfigError as error:
+        raise ConfigError(
+            [replace(one, source=re.sub("^--", "--set ", one.source)) for one in error.problems]
+        ) from None
     changed = with_absolute_paths(changed)
     followed = (config.algorithm, config.reward)
     if config.agent.credit != "sample" and (changed.algorithm, changed.reward) != followed:

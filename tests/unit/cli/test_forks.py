@@ -56,8 +56,8 @@ def test_rewards_that_open_media_cannot_score_again() -> None:
         ("rollout.samples_per_prompt=8", "rollout.samples_per_prompt can't be changed by a fork: its answers"),
         ("trainer.mini_batches=2", "trainer.mini_batches can't be changed by a fork: its steps keep their groups"),
         ("optimizer.lr=1e-6", "optimizer.lr is not a known setting; Relax's --lr is trainer.optimizer.lr here"),
-        ("algorithm.clip=1", "algorithm.clip is not a known setting"),
-        ("trainer.optimizer.lr=-1", "trainer.optimizer.lr = -1"),
+        ("algorithm.clip=1", "--set algorithm.clip: algorithm.clip is not a known setting"),
+        ("trainer.optimizer.lr=-1", "--set trainer.optimizer.lr: trainer.optimizer.lr = -1"),
     ],
 )
 def test_other_settings_are_refused_by_name(change: str, problem: str) -> None:
