@@ -198,7 +198,8 @@ def print_runs(state: Path, coordinator: str | None, console: Console, run_id: s
 def _runs_table(runs: Sequence[pb.Run], live: set[str], *, known_to_live: bool) -> Table:
     """List runs. Those that haven't ended and aren't `live` are interrupted, if it is known which are live."""
     table = Table(box=None, header_style="dim", padding=(0, 2, 0, 0))
-    for title in ("run", "state", "step", "reward", "held-out", "started", "time"):
+    table.add_column("run", no_wrap=True, overflow="fold")  # ids are copied
+    for title in ("state", "step", "reward", "held-out", "started", "time"):
         table.add_column(title, justify="right" if title in ("step", "reward", "held-out", "time") else "left")
     for run in runs:
         left = known_to_live and run.state not in ENDED and run.run_id not in live

@@ -8,7 +8,7 @@ from rich.console import Console
 from relaxd.cli.reading.evaluation_command import results_table
 from relaxd.cli.reading.live_view import samples_table
 from relaxd.cli.reading.logs_command import trace_table
-from relaxd.cli.reading.run_tables import SHOWN_METRICS, metrics_tables
+from relaxd.cli.reading.run_tables import SHOWN_METRICS, _runs_table, metrics_tables
 from relaxd.report.run_result import set_rows
 from relaxd.report.traces import GroupTrace, TracedSpan
 from relaxd.v1 import coordinator_pb2 as pb
@@ -24,6 +24,14 @@ def shown(width: int, *tables: object) -> list[str]:
     assert max(map(len, lines)) <= width
     assert not any("…" in line for line in lines)
     return lines
+
+
+@WIDTHS
+def test_runs_have_their_whole_ids(width: int) -> None:
+    run_id = "demo-20261129-152536-ab12"
+    run = pb.Run(run_id=run_id, state=pb.RUN_STATE_STOPPED, step=20, steps=20, folder="none")
+    lines = shown(width, _runs_table([run], set(), known_to_live=True))
+    assert any(line.startswith(f"{run_id} ") for line in lines)
 
 
 @WIDTHS
