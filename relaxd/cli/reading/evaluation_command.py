@@ -25,7 +25,7 @@ def evaluation(
     step: Annotated[
         int | None, typer.Option(min=0, help="Step that was evaluated, 0 for the initial model; default: the newest.")
     ] = None,
-    limit: Annotated[int, typer.Option(min=1, help="Maximum number of answers.")] = 16,
+    limit: Annotated[int, typer.Option("--limit", "-n", min=1, help="Maximum number of answers.")] = 16,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object per answer and line.")] = False,
     folder: FolderOption = None,
     state: StateOption = DEFAULT_STATE,

@@ -1,6 +1,7 @@
 """`relaxd ledger`: what became of every prompt, and what was trained beside what was published."""
 
 import math
+import sys
 from itertools import islice
 from pathlib import Path
 from typing import Annotated, Any
@@ -10,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from relaxd.cli.options import DEFAULT_STATE, CoordinatorOption, FolderOption, RunArgument, StateOption, new_console
-from relaxd.cli.output import show_json
+from relaxd.cli.output import show, show_json
 from relaxd.cli.reading.run_source import open_run
 from relaxd.client import CliError
 from relaxd.config import RunConfig
@@ -42,7 +43,7 @@ def ledger(
         str, typer.Option(help="Only this prompt: its row in the data, such as 12, or a group's id, such as 0-000012.")
     ] = "",
     where: Annotated[str, typer.Option(help='Only groups like this: "reason = stale and tokens > 1000".')] = "",
-    limit: Annotated[int, typer.Option(min=1, help="Maximum number of groups that are listed.")] = 32,
+    limit: Annotated[int, typer.Option("--limit", "-n", min=1, help="Maximum number of groups that are listed.")] = 32,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object per group.")] = False,
     folder: FolderOption = None,
     state: StateOption = DEFAULT_STATE,
@@ -59,10 +60,12 @@ def ledger(
         raise CliError(f"--where: {error}") from error
     with open_run(run_id, folder, state, coordinator) as source:
         if not (source.folder / GROUPS).is_file():
-            raise CliError(
-                f"run {source.run.run_id} has no {GROUPS} in {source.folder}: no group was closed yet, or the run was "
-                "made before this file was kept"
-            )
+            if source.run.step:
+                raise CliError(
+                    f"run {source.run.run_id} has no {GROUPS} in {source.folder}: it was made before relaxd kept one"
+                )
+            show("no groups yet: they come with the first that is trained or dropped", file=sys.stderr)
+            return
         found = (line for line in read_fates(source.folder) if all(test(line) for test in tests))
         if as_json:
             for line in islice(found, limit):

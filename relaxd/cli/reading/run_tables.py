@@ -85,7 +85,7 @@ def watch(
 def samples(
     run_id: RunArgument = "",
     step: Annotated[int, typer.Option(min=0, help="Show samples of this step; 0: the newest.")] = 0,
-    limit: Annotated[int, typer.Option(min=1, max=100_000, help="Maximum number of samples.")] = 16,
+    limit: Annotated[int, typer.Option("--limit", "-n", min=1, max=100_000, help="Maximum number of samples.")] = 16,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object per line.")] = False,
     folder: FolderOption = None,
     state: StateOption = DEFAULT_STATE,
@@ -97,13 +97,13 @@ def samples(
         kept = all_samples_file(Path(source.run.folder), step).is_file()
         reader = FolderRuns([Path(source.run.folder)]) if kept else source.reader
         found = reader.samples(source.run.run_id, step, limit)
+        if step and not found:
+            raise CliError(f"no samples of step {step}: run {source.run.run_id} has trained {source.run.step} steps")
         if as_json:
             for sample in found:
                 show_json(sample_values(sample))
         elif found:
             new_console().print(samples_table(found))
-        elif step:
-            show(f"no samples of step {step}: run {source.run.run_id} has trained {source.run.step} steps")
         else:
             show("no samples yet: they come with the first trained step")
 

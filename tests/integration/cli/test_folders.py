@@ -65,7 +65,7 @@ def test_an_interrupted_run_is_read_and_the_way_on_is_said() -> None:
     assert "and its services are gone; relaxd up continues it" in shown("samples").stderr
     (new / "logs").mkdir()  # as when they were started for it
     way_on = "run new has not ended (step 3/9), and its services are gone; relaxd resume new continues it\n"
-    result = shown("samples", "--json", "--limit", "3")
+    result = shown("samples", "--json", "-n", "3")
     assert [json.loads(line)["response"] for line in result.stdout.splitlines()] == [
         "answer 3b",
         "answer 3a",
@@ -73,7 +73,7 @@ def test_an_interrupted_run_is_read_and_the_way_on_is_said() -> None:
     ]
     assert result.stderr == way_on
     assert "answer 1a" in shown("samples", "--step", "1").stdout
-    assert "has trained 3 steps" in shown("samples", "--step", "7").stdout
+    assert "no samples of step 7: run new has trained 3 steps" in refusal("samples", "--step", "7")
     watched = shown("watch")
     assert "step 2/9  reward 0.200" in watched.stdout
     assert watched.stderr == way_on
@@ -100,6 +100,13 @@ def test_an_interrupted_run_is_read_and_the_way_on_is_said() -> None:
     report = shown("report", "new")
     assert "run new: running, 3 steps" in report.stdout
     assert "answer 3b" in Path("runs/new/report.html").read_text()
+
+
+def test_a_ledger_without_groups() -> None:
+    write_run("begun", steps=9, done=0)
+    assert "no groups yet" in shown("ledger", "begun", "--json").stderr
+    write_run("old", steps=9, done=3)
+    assert "old has no groups.jsonl" in refusal("ledger", "old")
 
 
 def test_results_and_metrics_are_listed() -> None:
