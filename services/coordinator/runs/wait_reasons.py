@@ -348,13 +348,14 @@ def _held(run: RunSnapshot) -> Reason | None:
         )
     if group is not None and peer is not None and not queue.waiting:
         said = f": {peer.detail}" if peer.detail else ""
+        is_old = run.now - group.enqueued_at > LATE_SECONDS  # one that comes and goes is no reason for a replica
         return Reason(
             pb.WAIT_KIND_HELD_GROUP,
-            f"{lacks}; {queue.held} are at {queue.stage}, group {group.group_id} for the longest, with "
+            f"{lacks}; {queue.stage} works on {queue.held} groups, of which {group.group_id} is the oldest, with "
             f"{peer.replica_id}{_delivery(group)}{said}",
             on=peer.replica_id,
             since=group.enqueued_at,
-            advice=_advice(run.role_of_stage(queue.stage), peer),
+            advice=_advice(run.role_of_stage(queue.stage), peer) if is_old or peer.wait else (),
         )
     said = f"; {peer.replica_id}: {peer.detail}" if peer is not None and peer.detail else ""
     return Reason(

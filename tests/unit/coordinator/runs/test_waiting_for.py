@@ -167,7 +167,7 @@ CASES = [
         "held_group",
         {"queues": queues(reward=(0, 3), train=(13, 0)), "held": {"reward": HELD},
          "peers": without("reward", Peer("reward-0", "reward", detail=HANG, wait=replica_pb2.REPLICA_WAIT_SCORE))},
-        "step 13 lacks 3 of its 16 groups; 3 are at reward, group 0-000012 for the longest, with reward-0 "
+        "step 13 lacks 3 of its 16 groups; reward works on 3 groups, of which 0-000012 is the oldest, with reward-0 "
         f"(delivery 2): {HANG}, for 45 s",
         "repair the reward's file",
     ),
@@ -270,6 +270,14 @@ def test_advice_follows_the_code_of_a_wait_whatever_its_words(wait: str, advice:
         reason = explain(replace(run, peers=without("reward", peer)))
         assert reason is not None
         assert (reason.kind, reason.advice) == (WAIT_KIND_HELD_GROUP, advice)
+
+
+def test_a_group_that_is_held_shortly_needs_no_replica() -> None:
+    new = {"reward": replace(HELD, enqueued_at=NOW - 1)}
+    run = replace(RUN, queues=queues(reward=(0, 3), train=(13, 0)), held=new)
+    reason = explain(replace(run, peers=without("reward", Peer("reward-0", "reward"))))
+    assert reason is not None
+    assert (reason.kind, reason.advice) == (WAIT_KIND_HELD_GROUP, ())
 
 
 @pytest.mark.parametrize("said", ["waiting for GPUs: x holds GPU-1", "waiting for the disk of /runs/demo"])
