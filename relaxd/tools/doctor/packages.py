@@ -16,7 +16,7 @@ from relaxd.media import IMAGE
 from relaxd.replica.gpus import visible_gpus
 from relaxd.rewards.table import BOXED, PACKAGES
 from relaxd.roles import JUDGE, ROLLOUT, TEACHER
-from relaxd.tools.doctor.finding import Finding, Scope
+from relaxd.tools.doctor.finding import Finding, Level, Scope
 
 SERVICES = ("coordinator", "reward", "advantage", "rollout", "trainer")
 """Extras of the services that `relaxd up` starts."""
@@ -73,9 +73,9 @@ def check_optional_packages(scope: Scope) -> Iterator[Finding]:
     for extra, purpose in OPTIONAL.items():
         if extra not in needed and (lacks := _missing(required.get(extra, ()))):
             missing[f"{', '.join(one.name for one in lacks)} ({purpose})"] = lacks
-    found = f"missing: {'; '.join(missing)}" if missing else "complete"
+    level: Level = "absent" if missing else "ok"
     wanted = [one for some in missing.values() for one in some if one.name != OWN_ENVIRONMENT]
-    yield Finding("ok", "optional packages", found, how=_pip(wanted) if wanted else "")
+    yield Finding(level, "optional packages", "; ".join(missing) or "complete", how=_pip(wanted) if wanted else "")
     if scope.config is None and visible_gpus() and _missing(required.get(OWN_ENVIRONMENT, ())):
         right = 'sglang in an environment for GPUs (README, On GPUs): rollout.engine = "transformers" uses the CPU'
         yield Finding("warning", "sglang", "missing, on a machine with GPUs", right)

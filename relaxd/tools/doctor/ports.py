@@ -23,7 +23,8 @@ def check_coordinator_port(scope: Scope) -> Iterator[Finding]:
             "warning",
             about,
             f"held by {holder}",
-            "free for `relaxd up`, which else needs --port; `relaxd run` takes any free port",
+            "free for `relaxd up`, which else needs --port; `relaxd run` takes any free port"
+            + "; `relaxd down` ends what runs there" * bool(holder.folder),
             f"relaxd down --state {holder.folder}" if holder.folder else "relaxd up --port 0",
         )
 
