@@ -71,11 +71,21 @@ def import_own(name: str) -> Any:
     try:
         module = import_file(module_name) if what == "file" else _import_module(module_name)
     except Exception as error:  # a user's module may raise anything
-        raise ImportProblem(f"{what} {module_name} can't be imported: {describe_error(error)}") from error
+        reason = describe_error(error) + describe_missing(module_name, error)
+        raise ImportProblem(f"{what} {module_name} can't be imported: {reason}") from error
     if not hasattr(module, attribute):
         near = difflib.get_close_matches(attribute, vars(module), n=1)
         raise ImportProblem(f"{what} {module_name} has no {attribute}{f'; did you mean {near[0]}?' if near else ''}")
     return getattr(module, attribute)
+
+
+def describe_missing(module_name: str, error: Exception) -> str:
+    """Return where a module was looked for, and the file there that may be meant; "" if it isn't the missing one."""
+    if not isinstance(error, ModuleNotFoundError) or error.name != module_name.partition(".")[0]:
+        return ""
+    near = difflib.get_close_matches(error.name, [path.stem for path in Path.cwd().glob("*.py")], n=1)
+    hint = f"did you mean {near[0]}? " if near else ""
+    return f"; {hint}modules are looked for in {Path.cwd()} and on PYTHONPATH"
 
 
 def describe_error(error: BaseException) -> str:

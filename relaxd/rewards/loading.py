@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, cast
 
-from relaxd.importing import import_file
+from relaxd.importing import describe_missing, import_file
 from relaxd.rewards.calling import check_settings, check_signature, describe_error
 from relaxd.rewards.interface import Reward
 from relaxd.rewards.other_interfaces import adapt, boxed
@@ -71,7 +71,7 @@ def _find(name: str) -> Any:
         else:
             module = importlib.import_module(module_name)
     except Exception as error:  # a user's module may raise anything
-        reason = describe_error(error)
+        reason = describe_error(error) + describe_missing(module_name, error)
         raise UnknownRewardError(f'reward "{name}": module {module_name} cannot be imported: {reason}') from error
     function = getattr(module, function_name, None)
     if function is None:

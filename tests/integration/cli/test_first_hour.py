@@ -141,6 +141,7 @@ def test_a_reward_that_hangs_is_killed_and_its_end_is_no_error_of_ours(
 def test_check_and_run_refuse_a_reward_that_does_not_work(task: Path) -> None:
     named = ("run.toml", "--reward.name")
     assert "module rewart cannot be imported: ModuleNotFoundError" in refusal("config", "check", *named, "rewart:score")
+    assert "; did you mean rewards? modules are looked for in" in refusal("config", "check", *named, "rewrads:score")
     assert "rewards has no scor; did you mean score" in refusal("run", *named, "rewards:scor")
     assert "nothing (rewards.py:24): the reward is nan: it must be finite" in refusal("run", *named, "rewards:nothing")
     two = refusal("config", "check", *named, "rewards:two")
