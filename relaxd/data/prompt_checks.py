@@ -208,6 +208,8 @@ def read_some(source: Source, places: range) -> list[Example]:
         except ValueError as error:
             problems.append(str(error))
     if problems:
+        if len(problems) == len(places) > 1:
+            raise DataError(source.field, f"all {len(places)} rows that were read are wrong; the first: {problems[0]}")
         shown = "; ".join(problems[:MAX_PROBLEMS_SHOWN])
         more = f"; and {len(problems) - MAX_PROBLEMS_SHOWN} more" if len(problems) > MAX_PROBLEMS_SHOWN else ""
         raise DataError(source.field, f"{len(problems)} of {len(places)} rows are wrong: {shown}{more}")

@@ -245,9 +245,12 @@ def test_unreadable_files_are_named(tmp_path: Path, model_folder: Path) -> None:
     (tmp_path / "latin.jsonl").write_bytes(b'{"prompt": "a"}\n{"prompt": "\xe4"}\n')
     with pytest.raises(DataError, match="line 2: not UTF-8"):
         load_data(config(model_folder, source="jsonl", path=tmp_path / "latin.jsonl"))
-    many = write(tmp_path / "many.jsonl", *["x"] * 9)
-    with pytest.raises(DataError, match=r"9 of 9 rows are wrong: .*line 5: .*; and 4 more"):
+    many = write(tmp_path / "many.jsonl", *["x"] * 9, {"prompt": "fine"})
+    with pytest.raises(DataError, match=r"9 of 10 rows are wrong: .*line 5: .*; and 4 more"):
         load_data(config(model_folder, source="jsonl", path=many))
+    every = write(tmp_path / "every.jsonl", *["x"] * 9)
+    with pytest.raises(DataError, match=r"all 9 rows that were read are wrong; the first: .*line 1: [^;]*$"):
+        load_data(config(model_folder, source="jsonl", path=every))
 
 
 def test_overlong_prompts_are_refused_by_name_or_skipped_and_counted(tmp_path: Path, model_folder: Path) -> None:
