@@ -294,12 +294,11 @@ class RunConfig(Section):
         return self
 
     @model_validator(mode="after")
-    def _sound_of_videos_has_videos(self) -> Self:
-        if self.data.video_sound and "video" not in self.media_kinds:
-            raise ValueError(
-                "data.video_sound is true, but the run has no video: name its column in data.media_keys, set "
-                "agent.media, or leave it out"
-            )
+    def _videos_are_there(self) -> Self:
+        if "video" not in self.media_kinds:
+            names = ("video_fps", "video_sound", "max_video_frames", "max_video_tokens")
+            reason = "the run has no video: name its column in data.media_keys, set agent.media, or leave it out"
+            refuse_unused(self.data, "data", names, reason)
         return self
 
     @model_validator(mode="after")

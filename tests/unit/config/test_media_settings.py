@@ -66,6 +66,7 @@ def test_parts_of_a_model_that_hears(option: str, trained: set[str]) -> None:
     ("options", "problem"),
     [
         (["reward.media=true"], "reward.media is true, but the run has none"),
+        (["data.video_fps=2", IMAGES], "data.video_fps is 2.0, but the run has no video: name its column"),
         (["data.video_sound=true", IMAGES], "data.video_sound is true, but the run has no video: name its column"),
         (
             ["reward.media=true", "reward.name=", "reward.address=localhost:1", IMAGES],
