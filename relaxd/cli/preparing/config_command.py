@@ -57,6 +57,8 @@ def check(config: RunConfig, *, call_reward: bool = True, first_look: bool = Fal
         folder = resolve_model(config.model.path, weights=False)
     except DataError as error:
         return [*problems, Problem(error.field, error.message)]
+    if not (folder / "config.json").is_file():
+        return [*problems, Problem("model.path", f"= {str(folder)!r} is no model folder: it has no config.json")]
     if config.roles.critic.model:
         try:
             resolve_model(config.roles.critic.model)
@@ -126,7 +128,7 @@ def _check_sizes(config: RunConfig) -> list[Problem]:
         ("roles.critic.optimizer", config.roles.critic.optimizer),
     ):
         if optimizer.warmup_steps >= config.run.steps and optimizer.warmup_steps:
-            problem = f"= {optimizer.warmup_steps} is not less than run.steps = {config.run.steps}"
+            problem = f"= {optimizer.warmup_steps}: set it to at most {config.run.steps - 1}, run.steps less one"
             problems.append(Problem(f"{section}.warmup_steps", problem))
         if optimizer.min_lr > optimizer.lr:
             problems.append(Problem(f"{section}.min_lr", f"= {optimizer.min_lr} is above lr = {optimizer.lr}"))

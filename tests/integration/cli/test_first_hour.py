@@ -154,6 +154,14 @@ def test_check_and_run_refuse_a_reward_that_does_not_work(task: Path) -> None:
     assert "reward.environment names NO_KEY, not set" in no_key
 
 
+def test_check_says_what_would_be_right(task: Path) -> None:
+    warmup = refusal("config", "check", "run.toml", "--run.steps", "3", "--trainer.optimizer.warmup_steps", "5")
+    assert "trainer.optimizer.warmup_steps = 5: set it to at most 2, run.steps less one" in warmup
+    (task / "no_model").mkdir()
+    (problem,) = refusal("config", "check", "run.toml", "--model.path", "no_model").splitlines()
+    assert problem.endswith("no_model' is no model folder: it has no config.json")
+
+
 def test_check_refuses_what_this_machine_cannot_run(task: Path) -> None:
     gpus = refusal("config", "check", "run.toml", "--weights.transport", "nccl", "--rollout.engine", "sglang")
     assert 'weights.transport = "nccl" needs GPUs, and this machine shows none: use "gloo"' in gpus
