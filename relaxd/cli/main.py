@@ -1,8 +1,10 @@
 """The `relaxd` command."""
 
 import os
+import select
 import sys
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
@@ -338,12 +340,35 @@ app.command()(push)
 app.command()(sweep)
 
 
+READING = ("watch", "why", "samples", "metrics", "runs", "logs", "trace", "report", "evaluation", "ledger", "status")
+"""Commands whose output may be read in part: `relaxd ledger | head` is no failure."""
+
+STDOUT = 1
+"""File descriptor of standard output."""
+
+
+def _reader_is_gone() -> bool:
+    """Return True if standard output is a pipe that nobody reads any more. What is left to print then goes nowhere."""
+    with suppress(BrokenPipeError):
+        sys.stdout.flush()
+    poll = select.poll()
+    poll.register(STDOUT, 0)  # errors are told without asking
+    is_gone = any(event & select.POLLERR for _, event in poll.poll(0))
+    if is_gone:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), STDOUT)
+    return is_gone
+
+
 def main() -> None:
     """Run the command. Errors print one line and exit with 1; RELAXD_DEBUG=1 shows the traceback."""
     debug = os.environ.get("RELAXD_DEBUG") == "1"
     errors = EscapingConsole(stderr=True, highlight=False)
     try:
         app()
+    except SystemExit:
+        if sys.argv[1:2] and sys.argv[1] in READING and _reader_is_gone():
+            sys.exit(0)
+        raise
     except (CliError, ConfigError) as error:
         if debug:
             raise

@@ -1,5 +1,6 @@
 """Output of commands. Text comes from models, data sets and exceptions: a terminal must not obey it."""
 
+import errno
 import json
 import sys
 from collections.abc import Iterable
@@ -13,6 +14,10 @@ from relaxd.telemetry.printable import escape, escape_lines
 
 class EscapingConsole(Console):
     """Console that escapes control characters of what it shows."""
+
+    def on_broken_pipe(self) -> None:
+        """Raise BrokenPipeError, as print does; rich would end the command."""
+        raise BrokenPipeError(errno.EPIPE, "nobody reads standard output any more")
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
         """Render, and escape all text but rich's own control codes."""

@@ -1,7 +1,10 @@
 """Commands on runs/NAME without any service: what they show, and what is refused before anything starts."""
 
 import json
+import os
 import socket
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -100,6 +103,19 @@ def test_an_interrupted_run_is_read_and_the_way_on_is_said() -> None:
     report = shown("report", "new")
     assert "run new: running, 3 steps" in report.stdout
     assert "answer 3b" in Path("runs/new/report.html").read_text()
+
+
+@pytest.mark.parametrize(("command", "code"), [("runs", 0), ("samples", 0), ("watch", 0), ("version", 2)])
+def test_a_reader_that_has_enough_is_no_failure(command: str, code: int) -> None:
+    write_run("r", steps=6, done=6, outcome=Outcome.COMPLETED)
+    reader, writer = os.pipe()
+    os.close(reader)  # as `head` does once it has its lines
+    try:
+        words = [sys.executable, "-m", "relaxd.cli", command]
+        done = subprocess.run(words, stdout=writer, stderr=subprocess.PIPE, text=True, timeout=60)
+    finally:
+        os.close(writer)
+    assert (done.returncode, bool(done.stderr)) == (code, bool(code)), done.stderr
 
 
 def test_a_ledger_without_groups() -> None:
