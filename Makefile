@@ -17,6 +17,7 @@ help: ## show this list
 
 $(STAMP): pyproject.toml requirements.lock requirements/reasoning.lock requirements/benchmarks.lock
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "relaxd needs Python 3.11 or newer; found $$($(PYTHON) --version). Try: make PYTHON=python3.12 ..."; exit 1; }
+	@echo "installing relaxd and what it needs into $(VENV): minutes, and at least 2.4 GB of disk"
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet $(if $(TORCH_INDEX_URL),--extra-index-url $(TORCH_INDEX_URL)) --requirement requirements.lock
 	@$(BIN)/pip install --quiet --requirement requirements/reasoning.lock || echo "reasoning-gym was not installed (one of its packages needs a C compiler): its tests will be skipped"
