@@ -261,7 +261,8 @@ def _source(place: Place, sources: Mapping[Place, str]) -> str:
 
 def _source_of_rule(message: str, place: Place, sources: Mapping[Place, str]) -> str:
     """Return where the first setting was set that a message on several names, or else their section."""
-    named = (tuple(name.split(".")) for name in re.findall(r"\b[a-z_]+(?:\.\w+)+", message))
+    # A list's entry, such as tracking.trackers.0, has the line of its list.
+    named = (tuple(re.sub(r"\.\d+$", "", name).split(".")) for name in re.findall(r"\b[a-z_]+(?:\.\w+)+", message))
     return next((sources[one] for one in named if one in sources), _source(place, sources))
 
 

@@ -100,6 +100,7 @@ def test_any_text_survives_dump(text: str) -> None:
         ("top_p = 0.9", "top_p = nan", ["rollout.top_p = NaN: must be a finite number"]),
         ("top_p = 0.9", 'top_p = "a"', ['rollout.top_p = "a": must be a number']),
         ("top_p = 0.9", 'dtype = "float23"', ["one of 'float32', 'bfloat16'; did you mean 'float32'?"]),
+        ("top_p = 0.9", "top_p = 0.9\n[tracking]\ntrackers = ['wandbb']", ["x.toml line 19: tracking.trackers.0 ="]),
         ("top_p = 0.9", "top_p = 0.9\n[trainer]\ndtype = 'float32'\nhosts = 3", ["x.toml line 20: trainer.ranks is 1"]),
         ("steps = 4", "steps = true", ["x.toml line 2: run.steps = true: must be a whole number"]),
         ("steps = 4", "steps = 4.5", ["run.steps = 4.5: must be a whole number"]),
