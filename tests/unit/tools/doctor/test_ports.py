@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from relaxd.config.load_toml import load
-from relaxd.local.port_holder import PortHolder, ask_stack, find_holder, taken_port
+from relaxd.local.port_holder import SUPERVISOR, PortHolder, ask_stack, find_holder, taken_port
 from relaxd.local.state_folder import StateFolder
 from relaxd.process.ports import ReservedPort
 from relaxd.rpc.server import start_server
@@ -65,6 +65,22 @@ def test_a_program_is_named_with_its_stack(tmp_path: Path) -> None:
         assert known.level == "ok"
     finally:
         program.communicate()
+
+
+def test_what_ending_a_stack_here_would_end_is_said(tmp_path: Path) -> None:
+    theirs = tmp_path / "theirs"
+    program = subprocess.Popen(
+        [sys.executable, "-c", LISTEN, SUPERVISOR, str(theirs / "plan.json")],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        (finding,) = check_coordinator_port(scope(tmp_path, port=int(program.stdout.readline())))
+    finally:
+        program.communicate()
+    assert finding.how == f"relaxd down --state {theirs}"
+    assert finding.right.endswith("; `relaxd down` ends what runs there")
 
 
 def test_a_reservation_has_a_holder() -> None:
