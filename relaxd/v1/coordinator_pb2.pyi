@@ -441,7 +441,7 @@ class Run(_message.Message):
     outcome: Global___RunOutcome.ValueType
     """How it ended; unspecified before."""
     remaining_seconds: _builtins.float
-    """Seconds until its last step, if the next ones take as long as the last ones; unset before the first step."""
+    """Seconds until its last step, if the next ones take as long as the last ones; unset before the third step."""
     failed_role: _builtins.str
     """With RUN_OUTCOME_REPLICAS_FAILED: the role that has no working replica."""
     failed_instance: _builtins.str

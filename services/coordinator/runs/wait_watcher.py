@@ -27,6 +27,8 @@ CLOCKS_DIFFER_SECONDS = 600.0
 """A step that ended this far ahead ended before the clock was set back: Redis's clock is no further ahead."""
 USUAL_STEPS = 20
 """Steps from which it is known how long one usually takes."""
+ESTIMATE_STEPS = 3
+"""Steps from which the time that is left is told: the first one is slow, and two have no middle."""
 
 
 class WaitWatcher:
@@ -100,8 +102,9 @@ class WaitWatcher:
             run.wait.kind, run.wait.on = self.reason.kind, self.reason.on
             run.wait.start_time.FromNanoseconds(int((self.reason.since or self.snapshot.now) * 1e9))
             run.wait.advice.extend(self.reason.advice)
-        if self.snapshot.usual_seconds is not None and not self.snapshot.stopping:
-            run.remaining_seconds = self.snapshot.usual_seconds * (self.snapshot.steps - self.snapshot.step)
+        usual = self.snapshot.usual_seconds
+        if usual is not None and len(self._steps) >= ESTIMATE_STEPS and not self.snapshot.stopping:
+            run.remaining_seconds = usual * (self.snapshot.steps - self.snapshot.step)
 
     async def _read_board(self) -> dict[str, Any]:
         """Read what Redis knows."""
