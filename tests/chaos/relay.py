@@ -58,7 +58,6 @@ class Relay(grpc.GenericRpcHandler):
         self._triggers.clear()
 
     def service(self, handler_call_details: Any) -> Any:
-        """See grpc.GenericRpcHandler."""
         method = str(handler_call_details.method)
 
         async def handle(requests: AsyncIterator[bytes], context: Any) -> AsyncIterator[bytes]:

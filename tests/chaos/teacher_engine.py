@@ -72,30 +72,26 @@ class Teacher:
         return found[:-1] if self._wrong % 3 == 1 else torch.full_like(found, torch.nan)
 
     def record(self, request: engine_pb2.RecordStepsRequest) -> list[Path]:
-        """See LoadedEngine."""
         raise EngineError("this teacher isn't profiled")
 
     def stats(self) -> dict[str, int]:
-        """See LoadedEngine."""
         return dict.fromkeys(("running_samples", "waiting_samples", "tokens_generated"), 0) | {
             "tokens_prefilled": self._read
         }
 
     def serve_loaded(self) -> None:
-        """See LoadedEngine."""
+        pass
 
     def submit(self, request: Request) -> None:
-        """See LoadedEngine."""
         raise EngineError("a teacher's engine generates nothing")
 
     def cancel(self, request_id: str) -> None:
-        """See LoadedEngine."""
+        pass
 
     def abort(self, request_id: str) -> None:
-        """See LoadedEngine."""
+        pass
 
     def pause(self, mode: PauseMode, lease_seconds: float, timeout: float) -> int:
-        """See LoadedEngine."""
         return 0
 
     @property
@@ -103,13 +99,13 @@ class Teacher:
         return 0
 
     def resume(self, pause: int | None = None) -> None:
-        """See LoadedEngine."""
+        pass
 
     def sleep(self, timeout: float) -> None:
-        """See LoadedEngine."""
+        pass
 
     def wake(self, parts: Collection[MemoryPart]) -> None:
-        """See LoadedEngine."""
+        pass
 
 
 class TeacherProcess(EngineProcess):
@@ -120,7 +116,6 @@ class TeacherProcess(EngineProcess):
         self._teacher: Teacher | None = None
 
     def load(self, folder: str, config: RolloutConfig, colocate: bool) -> engine_pb2.LoadResponse:
-        """See EngineProcess."""
         self._teacher = Teacher(folder, config)
         facts = self._teacher.model.config
         return engine_pb2.LoadResponse(vocabulary=facts.vocab_size, context=facts.max_position_embeddings, device="cpu")
@@ -128,7 +123,6 @@ class TeacherProcess(EngineProcess):
     def ComputeLogprobs(
         self, request: engine_pb2.ComputeLogprobsRequest, context: Any
     ) -> engine_pb2.ComputeLogprobsResponse:
-        """See the proto."""
         return self._loaded().logprobs(request)
 
     def _loaded(self) -> Teacher:

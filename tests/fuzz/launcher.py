@@ -17,16 +17,13 @@ class Memory:
         self.there: dict[str, pb.Instance] = {}
 
     def launch(self, request: pb.LaunchRequest) -> pb.Instance:
-        """See Host."""
         launch_id = request.launch_id
         return self.there.setdefault(launch_id, pb.Instance(launch_id=launch_id, role=request.role))
 
     def remove(self, launch_id: str, grace_seconds: float) -> None:
-        """See Host."""
         self.there.pop(launch_id, None)
 
     def instances(self) -> list[pb.Instance]:
-        """See Host."""
         return list(self.there.values())
 
 

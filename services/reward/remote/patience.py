@@ -202,7 +202,7 @@ class PatientCaller:
         per_second: float = 0.0,
         turn: str = "",
     ) -> None:
-        """See Breaker for `who`, `on` and `probe`.
+        """`who`, `on` and `probe` are those of `Breaker`.
 
         `timeout_seconds` is the deadline of a call, which the calls themselves keep; `outage_seconds` how long they
         wait for a service that is away, or that wants to be left alone. `per_second` is how many calls begin in a

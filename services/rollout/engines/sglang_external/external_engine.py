@@ -148,9 +148,9 @@ class ExternalEngine(RolloutEngine):
         self._requests.end(request_id)
 
     async def pause(self, mode: PauseMode, lease_seconds: float, timeout: float) -> int:
-        """See RolloutEngine.
+        """Pause generation, by the server's own modes where it has them: in_place and retract.
 
-        in_place and retract are modes of the server. For abort the server pauses in place, while requests end here at
+        For abort the server pauses in place, while requests end here at
         once with the tokens reported so far. For drain no request is sent until the running ones have ended.
         """
         if self._updating:
@@ -193,7 +193,7 @@ class ExternalEngine(RolloutEngine):
             await self._updates.join(request)
 
     async def receive(self, request: rollout_pb2.ReceiveWeightsRequest) -> rollout_pb2.ReceiveWeightsResponse:
-        """See RolloutEngine.
+        """Have the server take new weights, paused meanwhile if the request says so.
 
         Returns no checksums, which a stock server does not have. Raises Aborted when it fails; the model may have two
         versions then.
