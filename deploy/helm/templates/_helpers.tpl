@@ -20,10 +20,13 @@ app.kubernetes.io/name: relaxd
 app.kubernetes.io/instance: {{ .Release.Name }}
 {{- end }}
 
-{{/* Labels of a role's pods, by (dict "root" . "role" NAME). */}}
+{{/* Labels of a role's workload and pods, by (dict "root" . "role" NAME), and its own ones of "settings" SETTINGS. */}}
 {{- define "relaxd.podLabels" -}}
 {{ include "relaxd.labels" .root }}
 relaxd.dev/role: {{ .role }}
+{{- with (.settings | default dict).labels }}
+{{ toYaml . }}
+{{- end }}
 {{- end }}
 
 {{- define "relaxd.secret" -}}

@@ -16,6 +16,7 @@ from tests.kit.helm_chart import CHART, HelmUnavailable, Rendered, render_chart
 
 PAGE = Path(__file__).parents[3] / "docs" / "kubernetes.md"
 TEN_LINES = PAGE.read_text().split("```yaml\n", 1)[1].split("```", 1)[0]
+QUEUE = "kueue.x-k8s.io/queue-name"
 ALL = {
     "image": {"registry": "registry.example.com/", "tag": "1.0"},
     "secret": "given",
@@ -24,13 +25,15 @@ ALL = {
     "serviceMonitor": {"enabled": True, "labels": {"release": "prometheus"}},
     "keda": {"enabled": True},
     "portRange": "20000-29999",
+    "defaults": {"labels": {QUEUE: "research"}},
     "roles": {role: {"replicas": 2} for role in (*REPLICA_ROLES, "launcher")}
-    | {"trainer": {"gpus": 8}, "rollout": {"gpus": 1}},
+    | {"trainer": {"gpus": 8}, "rollout": {"gpus": 1, "labels": {"team": "a"}}},
 }
 WRONG = [
     ({"roles": {"rolout": {"replicas": 1}}}, "additional properties 'rolout' not allowed"),
     ({"roles": {"rollout": {"replicas": -1}}}, "at '/roles/rollout/replicas'"),
     ({"image": {"registry": "example.com"}}, "at '/image/registry'"),
+    ({"defaults": {"labels": {"relaxd.dev/role": "rollout"}}}, "at '/defaults/labels/relaxd.dev~1role'"),
     ({"portRange": "20000:29999"}, "at '/portRange'"),
 ]
 Charts = tuple[list[str], list[Rendered]]
@@ -150,6 +153,19 @@ def test_the_launcher_may_only_copy_pods(charts: Charts) -> None:
     chosen = deployment["spec"]["selector"]["matchLabels"].items()
     assert not chosen <= labels.items()
     assert full.documents["NetworkPolicy", "r"]["spec"]["podSelector"]["matchLabels"].items() <= labels.items()
+    assert (labels[QUEUE], labels["team"]) == ("research", "a")
+
+
+def test_workloads_and_pods_have_the_labels_that_are_given(charts: Charts) -> None:
+    _, (_, full, *_) = charts
+    for role in (*REPLICA_ROLES, "coordinator", "launcher"):
+        deployment = full.documents["Deployment", f"r-{role}"]
+        own = {QUEUE: "research"} | ({"team": "a"} if role == "rollout" else {})
+        for labels in (deployment["metadata"]["labels"], deployment["spec"]["template"]["metadata"]["labels"]):
+            assert {key: value for key, value in labels.items() if key in (QUEUE, "team")} == own
+            assert labels["relaxd.dev/role"] == role
+        # An upgrade can't change a selector, but it can these labels.
+        assert QUEUE not in deployment["spec"]["selector"]["matchLabels"]
 
 
 def test_one_range_has_the_ports_that_are_chosen(charts: Charts) -> None:
