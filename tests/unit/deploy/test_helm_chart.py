@@ -1,5 +1,6 @@
 """The Helm chart, rendered and checked against the schemas of Kubernetes."""
 
+import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from relaxd.v1 import launcher_pb2 as pb
 from services.launcher.kubernetes_host import pod_manifest
 from tests.kit.helm_chart import CHART, HelmUnavailable, Rendered, render_chart
 
+DASHBOARD = CHART.parent / "compose" / "config" / "grafana" / "dashboards" / "relaxd.json"
 PAGE = Path(__file__).parents[3] / "docs" / "kubernetes.md"
 TEN_LINES = PAGE.read_text().split("```yaml\n", 1)[1].split("```", 1)[0]
 QUEUE = "kueue.x-k8s.io/queue-name"
@@ -84,7 +86,7 @@ def test_the_default_brings_a_whole_stack_up(charts: Charts, tmp_path: Path) -> 
     used = environment(small, "rollout")
     assert used["RELAXD_REDIS"] == "redis://r-redis:6379/0"
     assert used["RELAXD_COORDINATOR"] == "r-coordinator:50050"
-    assert not [kind for kind, _ in small.documents if kind in ("ScaledObject", "ServiceMonitor")]
+    assert not [kind for kind, _ in small.documents if kind in ("ScaledObject", "ServiceMonitor", "ConfigMap")]
 
 
 def test_every_role_has_its_pod(charts: Charts) -> None:
@@ -192,6 +194,9 @@ def test_what_is_optional(charts: Charts) -> None:
     policy = full.documents["NetworkPolicy", "r-keda"]["spec"]["ingress"]
     assert policy[0]["ports"] == [{"protocol": "TCP", "port": int(port)}]
     assert full.documents["ServiceMonitor", "r"]["metadata"]["labels"]["release"] == "prometheus"
+    dashboards = full.documents["ConfigMap", "r-dashboards"]
+    assert dashboards["metadata"]["labels"]["grafana_dashboard"] == "1"
+    assert json.loads(dashboards["data"]["relaxd.json"]) == json.loads(DASHBOARD.read_text())
     assert environment(full, "rollout")["OTEL_EXPORTER_OTLP_ENDPOINT"] == "http://r-collector:4317"
 
 
