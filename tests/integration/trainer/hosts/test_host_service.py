@@ -117,6 +117,7 @@ def test_a_host_takes_part_in_newer_attempts_only(lifelines: Any) -> None:
     [
         ({"package_version": "0.0.1"}, f"ranks-1 has relaxd {__version__}, and trainer-1 has 0.0.1"),
         ({"run_id": "other"}, "ranks-1 doesn't work on run other as it began last"),
+        ({"store_host": "255.255.255.255"}, "ranks-1 finds no way to 255.255.255.255: [Errno 13] Permission denied"),
         ({"ranks": 2}, "ranks-1 has 1 ranks by the run's settings, not 2"),
         pytest.param({"mark": "another"}, "mount the same folder on all hosts", marks=pytest.mark.slow),
     ],
