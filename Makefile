@@ -70,6 +70,7 @@ test-night: $(STAMP) ## what takes an hour or two: every layout, longer faults, 
 	$(MAKE) chaos FAULTS=100
 	$(MAKE) chaos FAULTS=30 ALGORITHM=agent ROLES=agent
 	$(MAKE) chaos FAULTS=30 ALGORITHM=program ROLES=agent
+	$(MAKE) chaos FAULTS=10 ALGORITHM=hosts ROLES=ranks
 
 .PHONY: test-gpu
 test-gpu: $(if $(VENV),$(STAMP)) ## what needs GPUs, in minutes (VENV= PYTHON=: with an environment of your own)

@@ -546,6 +546,8 @@ def host_faults() -> list[Fault]:
             for how in ("cut", "drop")
             for other in ("coordinator", "redis")
         ),
+        _named("clock back: ranks", set_clock, "ranks", -DAYS_BACK),
+        _named("clock ahead: ranks", set_clock, "ranks", HOURS_AHEAD),
     ]
 
 
