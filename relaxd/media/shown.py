@@ -1,4 +1,4 @@
-"""Conversations and media as people see them: messages with short texts, lines of those, and thumbnails."""
+"""Conversations and media as people see and hear them: messages, lines of those, thumbnails, excerpts of sounds."""
 
 import base64
 import io
@@ -7,11 +7,14 @@ import wave
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 if TYPE_CHECKING:
     from PIL.Image import Image
 
 from relaxd.media.placeholders import AUDIO, IMAGE, VIDEO
 from relaxd.media.prompt_media import MediaRecord
+from relaxd.media.sounds import decode_wav
 from relaxd.media.videos import count_frames, frames_of
 
 MAX_CHARACTERS = 10_000
@@ -27,26 +30,32 @@ THUMBNAIL_SIDE = 96
 """Maximum width and height of a thumbnail, or of a frame in it, in pixels."""
 THUMBNAIL_URI = "data:image/jpeg;base64,"
 """Beginning of a thumbnail."""
+EXCERPT_SECONDS = 3
+"""Maximum length of a sound's excerpt."""
+EXCERPT_RATE = 8_000
+"""Maximum rate of an excerpt, in samples of one byte a second: it is at most about as large as a thumbnail can be."""
+EXCERPT_URI = "data:audio/wav;base64,"
+"""Beginning of an excerpt."""
 
 
 def shown_media(
-    contents: Mapping[str, bytes], records: Collection[MediaRecord], *, thumbnails: bool
+    contents: Mapping[str, bytes], records: Collection[MediaRecord], *, previews: bool
 ) -> dict[str, dict[str, Any]]:
     """Return media by their hashes with the fields of ShownMedia in coordinator.proto.
 
     Args:
         contents: media in their normal form by their hashes.
         records: those to show.
-        thumbnails: whether images and videos have thumbnails.
+        previews: whether images and videos have thumbnails, and sounds excerpts.
     """
     return {
-        name: {"sha256": name, **_FACTS[record["kind"]](contents[name], record, thumbnails)}
+        name: {"sha256": name, **_FACTS[record["kind"]](contents[name], record, previews)}
         for record in records
         for name in [record["sha256"]]
     }
 
 
-def _picture_facts(content: bytes, record: MediaRecord, thumbnails: bool) -> dict[str, Any]:
+def _picture_facts(content: bytes, record: MediaRecord, previews: bool) -> dict[str, Any]:
     from PIL import Image
 
     with Image.open(io.BytesIO(content)) as image:
@@ -54,12 +63,14 @@ def _picture_facts(content: bytes, record: MediaRecord, thumbnails: bool) -> dic
         facts: dict[str, Any] = {"width": frames[0].width, "height": frames[0].height}
         if len(frames) > 1:
             facts["frames"] = len(frames)
-        return facts | ({"thumbnail": _thumbnail(frames)} if thumbnails else {})
+        return facts | ({"thumbnail": _thumbnail(frames)} if previews else {})
 
 
-def _sound_facts(content: bytes, record: MediaRecord, thumbnails: bool) -> dict[str, Any]:
+def _sound_facts(content: bytes, record: MediaRecord, previews: bool) -> dict[str, Any]:
     with wave.open(io.BytesIO(content)) as file:
-        return {"seconds": file.getnframes() / file.getframerate()}
+        rate = file.getframerate()
+        facts = {"seconds": file.getnframes() / rate}
+    return facts | ({"excerpt": _excerpt(content, rate)} if previews else {})
 
 
 _FACTS: Mapping[str, Callable[[bytes, MediaRecord, bool], dict[str, Any]]] = {
@@ -83,6 +94,18 @@ def _thumbnail(frames: "Sequence[Image]") -> str:
         picture.paste(frame, (number * width, 0))
     picture.save(file, "JPEG")
     return THUMBNAIL_URI + base64.b64encode(file.getvalue()).decode()
+
+
+def _excerpt(content: bytes, rate: int) -> str:
+    """Return the first seconds of a sound, with 8-bit samples at a lower rate, as a data URI."""
+    together = -(-rate // EXCERPT_RATE)  # samples whose mean is one of the excerpt
+    first = decode_wav(content)[: EXCERPT_SECONDS * rate]
+    means = first[: len(first) // together * together].reshape(-1, together).mean(1)
+    file = io.BytesIO()
+    with wave.open(file, "wb") as written:
+        written.setparams((1, 1, rate // together, 0, "NONE", ""))
+        written.writeframes(((means + 32768) / 256).astype(np.uint8).tobytes())
+    return EXCERPT_URI + base64.b64encode(file.getvalue()).decode()
 
 
 def media_line(item: Mapping[str, Any]) -> str:

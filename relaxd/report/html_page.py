@@ -43,10 +43,10 @@ def _asset(name: str) -> str:
 
 
 def _policy(scripts: list[str]) -> str:
-    """Return the page's Content-Security-Policy: its own scripts, whatever a model has written, styles and images."""
+    """Return the page's Content-Security-Policy: its own scripts, and styles, images and sounds within the page."""
     digests = [base64.b64encode(hashlib.sha256(script.encode()).digest()).decode() for script in scripts]
     sources = " ".join(f"'sha256-{digest}'" for digest in digests)
-    rest = "style-src 'unsafe-inline'; img-src data:; base-uri 'none'; form-action 'none'"
+    rest = "style-src 'unsafe-inline'; img-src data:; media-src data:; base-uri 'none'; form-action 'none'"
     return f"default-src 'none'; script-src {sources}; {rest}"
 
 

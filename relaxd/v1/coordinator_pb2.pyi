@@ -1532,6 +1532,7 @@ class ShownMedia(_message.Message):
     THUMBNAIL_FIELD_NUMBER: _builtins.int
     FRAMES_FIELD_NUMBER: _builtins.int
     SECONDS_FIELD_NUMBER: _builtins.int
+    EXCERPT_FIELD_NUMBER: _builtins.int
     sha256: _builtins.str
     """Hexadecimal digits of its hash."""
     width: _builtins.int
@@ -1544,6 +1545,8 @@ class ShownMedia(_message.Message):
     """Number of frames of a video that the model sees; 0 for others."""
     seconds: _builtins.float
     """Length of a sound; 0 for others."""
+    excerpt: _builtins.str
+    """The first seconds of a sound as data URI with a WAV; empty where none was kept, and for others."""
     def __init__(
         self,
         *,
@@ -1553,10 +1556,11 @@ class ShownMedia(_message.Message):
         thumbnail: _builtins.str = ...,
         frames: _builtins.int = ...,
         seconds: _builtins.float = ...,
+        excerpt: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["frames", b"frames", "height", b"height", "seconds", b"seconds", "sha256", b"sha256", "thumbnail", b"thumbnail", "width", b"width"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["excerpt", b"excerpt", "frames", b"frames", "height", b"height", "seconds", b"seconds", "sha256", b"sha256", "thumbnail", b"thumbnail", "width", b"width"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -150,7 +150,9 @@ export function create({ run, state, source }) {
   function media(items) {
     return items.length ? make("div", { class: "media" }, items.map((item) => {
       const words = item.seconds ? `sound, ${item.seconds.toFixed(2)} s` : `${item.frames ? `video, ${item.frames} frames` : "image"}, ${item.width} × ${item.height}`;
-      return make("figure", {}, item.thumbnail.startsWith("data:image/jpeg;base64,") ? make("img", { src: item.thumbnail, alt: words }) : null, make("figcaption", { class: "note" }, words));
+      const seen = item.thumbnail.startsWith("data:image/jpeg;base64,") ? make("img", { src: item.thumbnail, alt: words }) : null;
+      const heard = item.excerpt.startsWith("data:audio/wav;base64,") ? make("audio", { controls: true, preload: "none", src: item.excerpt, "aria-label": words }) : null;
+      return make("figure", {}, seen, heard, make("figcaption", { class: "note" }, words));
     })) : null;
   }
 

@@ -215,7 +215,7 @@ def shown_samples(
     for index, place in chosen:
         found.setdefault(place, []).append(index)
     bounds = {place: bounds_of(groups[place].sample_lengths) for place in found}
-    media = {place: _media_of_samples(groups[place], own, thumbnails=True) for place, own in found.items()}
+    media = {place: _media_of_samples(groups[place], own, previews=True) for place, own in found.items()}
     return [
         _shown(groups[place], index, bounds[place], step, whitening)
         | media[place][index]
@@ -228,7 +228,7 @@ def shown_samples(
 def all_samples(groups: Sequence[TrainGroup], step: int, whitening: Whitening | None = None) -> list[dict[str, Any]]:
     """Return all samples as `shown_samples` does, group by group, with their sources.
 
-    They are without tokens, and images without thumbnails.
+    They are without tokens, and media without previews.
     """
     found = []
     for group in groups:
@@ -309,7 +309,7 @@ def _shown_tokens(
 
 
 def _media_of_samples(
-    group: TrainGroup, indices: Collection[int], *, thumbnails: bool = False
+    group: TrainGroup, indices: Collection[int], *, previews: bool = False
 ) -> dict[int, dict[str, Any]]:
     """Return the media that samples of a group show: the first ones of its prompt and of each conversation."""
     found: dict[int, list[MediaRecord]] = {index: list(group.columns.get(PROMPT_MEDIA) or ()) for index in indices}
@@ -323,7 +323,7 @@ def _media_of_samples(
     wanted = {record["sha256"]: record for own in first.values() for record in own}
     if not wanted:
         return {index: {} for index in indices}
-    shown = shown_media(contents_of_group(group.columns), wanted.values(), thumbnails=thumbnails)
+    shown = shown_media(contents_of_group(group.columns), wanted.values(), previews=previews)
     return {index: {"media": [shown[name] for name in hashes_of(own)]} if own else {} for index, own in first.items()}
 
 

@@ -97,6 +97,7 @@ async def test_the_page_is_its_own_and_nobody_elses(visit: Callable[[], Browser]
         assert page.status == 200
         assert {name: page.headers[name] for name in HEADERS} == HEADERS
     assert "script-src 'self';" in HEADERS["Content-Security-Policy"]
+    assert "media-src data:;" in HEADERS["Content-Security-Policy"]
     assert "<style" not in text
     assert "http://" not in text.replace("http://www.w3.org", "")
     assert "https://" not in text

@@ -3,10 +3,13 @@
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 from playwright.sync_api import expect
 
 from relaxd.config.load_toml import load
+from relaxd.media import encode_wav
+from relaxd.media.shown import shown_media
 from relaxd.report.report_files import write_report
 from tests.kit.browser import browser_page, unreadable
 from tests.kit.waiting import wait_until
@@ -15,9 +18,19 @@ TEXTS = ("prompt", "response", "answer")
 INJECTED = (
     "</script><script>document.title = 'taken over'</script><img src=x onerror=\"document.title = 'taken over'\">"
 )
+WAV = encode_wav(np.zeros(8_000, np.int16), 16_000)
 PICTURE = {"sha256": "0f", "width": 8, "height": 8, "thumbnail": "data:image/jpeg;base64,"}
+SOUND = shown_media({"1f": WAV}, [{"kind": "audio", "sha256": "1f"}], previews=True)["1f"]
 HARMFUL = {"sha256": "<b>", "width": 1, "height": 1, "thumbnail": "http://example.com/"}
+HARMFUL_SOUND = {"sha256": "2f", "seconds": 0.5, "excerpt": "http://example.com/"}
+MEDIA = [PICTURE, HARMFUL, SOUND, HARMFUL_SOUND]
 RUN_INJECTED = f"document.body.insertAdjacentHTML('beforeend', {json.dumps(INJECTED)}); 1"
+PLAYED = """(one) => new Promise((done) => {
+    one.onended = () => done(one.duration);
+    one.onerror = () => done(one.error.message);
+    one.muted = true;
+    one.play().catch((error) => done(error.message));
+})"""
 LABELS = "[...document.querySelectorAll('.chart:not([hidden]) h3')].map((one) => one.textContent.trim())"
 
 
@@ -25,7 +38,7 @@ def test_the_charts_are_drawn_smoothed_and_filtered(tmp_path: Path) -> None:
     (tmp_path / "config.toml").write_text("[run]\nsteps = 40\n")
     (tmp_path / "summary.json").write_text(json.dumps({"run_id": "r", "state": "stopped", "steps": 40}))
     (tmp_path / "samples.jsonl").write_text(
-        json.dumps({"step": 40, "reward": 1.0, **dict.fromkeys(TEXTS, INJECTED), "media": [PICTURE, HARMFUL]}) + "\n"
+        json.dumps({"step": 40, "reward": 1.0, **dict.fromkeys(TEXTS, INJECTED), "media": MEDIA}) + "\n"
     )
     lines = [{"step": step, "reward_mean": step / 40, "loss": (-1) ** step, "entropy": 5.539} for step in range(1, 41)]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
@@ -37,6 +50,10 @@ def test_the_charts_are_drawn_smoothed_and_filtered(tmp_path: Path) -> None:
         page.keyboard.press("3")
         expect(page.locator("article")).to_contain_text(INJECTED)  # as text
         expect(page.locator("article img")).to_have_count(1)
+        sound = page.locator("article audio")
+        expect(sound).to_have_count(1)
+        assert sound.evaluate("(one) => one.preload + one.readyState") == "none0"  # nothing is read before it is played
+        assert sound.evaluate(PLAYED) == 0.5
         page.keyboard.press("2")
         expect(page.locator("canvas")).to_have_count(3)
         assert sorted(page.evaluate(LABELS)) == ["entropy", "loss", "reward"]

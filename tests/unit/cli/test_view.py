@@ -149,11 +149,11 @@ def test_images_have_thumbnails_and_are_named_on_a_terminal() -> None:
     picture = Image.new("RGB", (640, 64), "red")
     image = normalise_image(encoded(picture), ImageRule(16, 2, 32 * 32, 1024 * 1024))
     media = PromptMedia.of([image] * 6)
-    found = shown_media(media.by_hash(), media.records, thumbnails=True)[image.sha256]
+    found = shown_media(media.by_hash(), media.records, previews=True)[image.sha256]
     assert found.items() >= {"sha256": image.sha256, "width": 640, "height": 64}.items()
     with Image.open(io.BytesIO(base64.b64decode(found["thumbnail"].removeprefix(THUMBNAIL_URI)))) as thumbnail:
         assert thumbnail.size == (96, 10)
-    assert "thumbnail" not in shown_media(media.by_hash(), media.records, thumbnails=False)[image.sha256]
+    assert "thumbnail" not in shown_media(media.by_hash(), media.records, previews=False)[image.sha256]
     sample = sample_message({"prompt": "<image>?", "media": [found]})
     assert f"image {image.sha256[:8]}, 640 x 64" in shown(samples_table([sample]), width=200)
     assert "640 x 64" not in shown(samples_table([sample], one_line=True), width=200)
@@ -161,7 +161,7 @@ def test_images_have_thumbnails_and_are_named_on_a_terminal() -> None:
     frames = [encoded(Image.new("RGB", (64, 32), color)) for color in ("red", "red", "blue", "blue", "blue", "lime")]
     video = normalise_video(frames, VideoRule(16, 2, 4096, 1 << 20, times=2, fps=2.0, min_frames=4, max_frames=8))
     of_video = PromptMedia.of([video])
-    clip = shown_media(of_video.by_hash(), of_video.records, thumbnails=True)[video.sha256]
+    clip = shown_media(of_video.by_hash(), of_video.records, previews=True)[video.sha256]
     assert (clip["width"], clip["height"], clip["frames"]) == (64, 32, 6)
     with Image.open(io.BytesIO(base64.b64decode(clip["thumbnail"].removeprefix(THUMBNAIL_URI)))) as thumbnail:
         assert thumbnail.size == (4 * 64, 32)
@@ -169,6 +169,9 @@ def test_images_have_thumbnails_and_are_named_on_a_terminal() -> None:
         assert colors == [0, 0, 2, 1]  # of frames 0, 1, 3 and 5
     sample = sample_message({"prompt": "<video>?", "media": [clip]})
     assert f"video {video.sha256[:8]}, 64 x 32, 6 frames" in shown(samples_table([sample]), width=200)
-    assert sample_values(sample)["media"] == [{**clip, "seconds": 0.0}]
-    sample = sample_message({"prompt": "<audio>?", "media": [{"sha256": "cd" * 32, "seconds": 1.5}]})
+    assert sample_values(sample)["media"] == [{**clip, "seconds": 0.0, "excerpt": ""}]
+    sample = sample_message(
+        {"prompt": "<audio>?", "media": [{"sha256": "cd" * 32, "seconds": 1.5, "excerpt": "data:"}]}
+    )
     assert "sound cdcdcdcd, 1.50 s" in shown(samples_table([sample]), width=200)
+    assert sample_values(sample)["media"][0]["excerpt"] == "data:"

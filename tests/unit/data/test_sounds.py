@@ -1,6 +1,9 @@
 """Prompts with sound: their tokens and positions against transformers, and what runs show, publish and refuse."""
 
+import base64
+import io
 import json
+import wave
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,8 +27,9 @@ from relaxd.data.dataset import load_data
 from relaxd.data.examples import Example
 from relaxd.data.tokenizer import PromptTokenizer
 from relaxd.data.vision import normalise, read_vision
-from relaxd.media import MediaItem, encode_wav, lay_out
+from relaxd.media import MediaItem, SoundRule, encode_wav, lay_out, normalise_sound
 from relaxd.media.layout import sound_tokens
+from relaxd.media.prompt_media import PromptMedia
 from relaxd.media.shown import media_line, shown_media
 from relaxd.media.videos import BlockRule
 from relaxd.models import DataError
@@ -164,8 +168,27 @@ def test_runs_publish_what_they_have_normalised() -> None:
         ("text", None),
     ]
     assert prompt.text == "<audio>or <audio>?"
-    shown = shown_media(prompt.media.by_hash(), prompt.media.records, thumbnails=True)
+    shown = shown_media(prompt.media.by_hash(), prompt.media.records, previews=True)
     assert [media_line(one)[-8:] for one in shown.values()] == [", 1.50 s", ", 0.70 s"]
+
+
+@pytest.mark.parametrize(("rate", "kept_rate"), [(16_000, 8_000), (24_000, 8_000), (44_100, 7_350), (8_000, 8_000)])
+def test_the_beginning_of_a_sound_is_kept_to_be_played(rate: int, kept_rate: int) -> None:
+    seconds = np.arange(5 * rate) / rate
+    tone = np.round(20_000 * np.sin(2 * np.pi * (440 + 220 * (seconds >= 2.5)) * seconds)).astype(np.int16)
+    item = normalise_sound(encode_wav(tone, rate), SoundRule(10.0, rate=rate))
+    media = PromptMedia.of([item])
+    (shown,) = shown_media(media.by_hash(), media.records, previews=True).values()
+    assert shown["seconds"] == 5.0
+    with wave.open(io.BytesIO(base64.b64decode(shown["excerpt"].removeprefix("data:audio/wav;base64,")))) as file:
+        assert file.getparams()[:4] == (1, 1, kept_rate, 3 * kept_rate)
+        heard = np.frombuffer(file.readframes(file.getnframes()), np.uint8).astype(float) - 128
+    assert len(shown["excerpt"]) < 32_200
+    for part, frequency in ((heard[: 2 * kept_rate], 440), (heard[int(2.6 * kept_rate) :], 660)):
+        spectrum = np.abs(np.fft.rfft(part))
+        assert spectrum.argmax() * kept_rate / len(part) == pytest.approx(frequency, abs=3)
+        assert np.abs(part).max() == pytest.approx(20_000 / 256, rel=0.05)
+    assert "excerpt" not in shown_media(media.by_hash(), media.records, previews=False)[item.sha256]
 
 
 def test_videos_are_published_with_their_own_sounds_if_the_run_asks_for_them() -> None:
