@@ -10,7 +10,8 @@ from relaxd.v1.judge_pb2 import AskRequest, AskResponse
 
 T = TypeVar("T")
 Messages = str | Sequence[Mapping[str, Any]]
-"""The user's message, or chat messages: {"role": ..., "content": text}."""
+"""The user's message, or chat messages: {"role": ..., "content": text}, or with a list of parts as content, where the
+judge is at an address: {"type": "text", "text": ...} and {"type": "image", "uri": data URI}."""
 SHOWN = 200
 """Characters of an unreadable reply in errors."""
 

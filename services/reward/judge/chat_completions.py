@@ -10,6 +10,7 @@ from relaxd.config import JudgeConfig
 from relaxd.rewards.judge.asking import JudgeError
 from relaxd.rpc.message_parts import numbers
 from relaxd.rpc.service_settings import JUDGE_KEY
+from relaxd.v1.content_pb2 import Message
 from relaxd.v1.judge_pb2 import AskRequest, AskResponse
 from relaxd.v1.sample_pb2 import FinishReason
 from services.reward.http_answers import SHOWN, read_at_most, retry_after, shortened
@@ -74,8 +75,8 @@ class ChatCompletions:
     def _body(self, question: AskRequest) -> dict[str, Any]:
         config = self._config
         messages = [
-            {"role": message.role, "content": "\n".join(part.text for part in message.content)}
-            for message in question.messages
+            {"role": message.role, "content": self._content(message, f"messages[{number}]")}
+            for number, message in enumerate(question.messages)
         ]
         body: dict[str, Any] = {
             "model": config.model,
@@ -92,6 +93,24 @@ class ChatCompletions:
         if config.chat_template_arguments:
             body["chat_template_kwargs"] = config.chat_template_arguments
         return body
+
+    def _content(self, message: Message, name: str) -> str | list[dict[str, Any]]:
+        """Return a message's content: its texts, or parts if it has images. Raises JudgeError."""
+        kinds = [part.WhichOneof("part") for part in message.content]
+        if all(kind == "text" for kind in kinds):
+            return "\n".join(part.text for part in message.content)
+        parts: list[dict[str, Any]] = []
+        for place, (kind, part) in enumerate(zip(kinds, message.content, strict=True)):
+            if kind == "text":
+                parts.append({"type": "text", "text": part.text})
+            elif kind == "image" and part.image.uri.startswith("data:image/"):
+                parts.append({"type": "image_url", "image_url": {"url": part.image.uri}})
+            else:
+                found = f"an image at {shortened(part.image.uri)!r}" if kind == "image" else kind or "empty"
+                raise self._failure(
+                    f"{name}.content[{place}] is {found}: a judge at an address reads text, and images as data URIs"
+                )
+        return parts
 
     def _raise_for(self, answer: aiohttp.ClientResponse, body: bytes) -> None:
         """Raise MismatchError or UnreachableError for an answer that isn't one to this question."""

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import re
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, suppress
@@ -11,11 +12,15 @@ from typing import Any
 
 import pytest
 from aiohttp import web
+from PIL import Image
 
 from relaxd.config import JudgeConfig, RewardConfig
+from relaxd.media.messages import to_proto
+from relaxd.media.sources import data_uri
 from relaxd.rewards import RewardInput, RewardOutput, resolve
 from relaxd.rewards.judge import JudgeError, NoJudgeError, UnreadableReplyError, ask, asking
 from relaxd.rewards.judge.questions_and_replies import read_field, read_number, read_side, read_yes_no
+from relaxd.rpc.errors import InvalidArgument
 from relaxd.v1.judge_pb2 import AskRequest, AskResponse
 from relaxd.waiting import Backoff, waits
 from services.reward.http_answers import retry_after
@@ -26,8 +31,10 @@ from services.reward.remote.foreign_calls import MismatchError
 from services.reward.remote.patience import Pace
 from services.reward.reward_trial import NOT_YET, try_reward
 from services.reward.worker_pool import Failure, WorkerPool
+from services.rollout.judge.server import parse_messages
 from tests.kit.cases import each
 from tests.kit.ports import free_port
+from tests.kit.vision import encoded
 from tests.kit.waiting import PATIENCE, eventually
 
 KEY = "sk-a-key-that-nobody-may-see"
@@ -393,6 +400,47 @@ async def test_a_server_is_asked_with_model_sampling_and_key(place):
     ]
     server.answer = lambda number: said(None)  # it has only thought
     assert (await judge.ask(QUESTION)).text == ""
+
+
+def asking_with(kind: str, uri: str) -> AskRequest:
+    """Return a question whose second message has text and an item."""
+    messages = [
+        {"role": "system", "content": "Judge."},
+        {"role": "user", "content": [{"type": "text", "text": "What?"}, {"type": kind, "uri": uri}]},
+    ]
+    return AskRequest(messages=to_proto(messages))
+
+
+async def test_a_server_gets_the_images_of_a_question_as_data_uris(place):
+    server, client = place
+    await server.serve()
+    picture = data_uri(encoded(Image.new("RGB", (8, 8), "red")))
+    assert (await client().ask(asking_with("image", picture))).text == "Score: 8"
+    parts = [{"type": "text", "text": "What?"}, {"type": "image_url", "image_url": {"url": picture}}]
+    assert server.bodies[0]["messages"] == [{"role": "system", "content": "Judge."}, {"role": "user", "content": parts}]
+
+
+@pytest.mark.parametrize(
+    ("kind", "uri", "found"),
+    [
+        ("image", "sha256:0f", "an image at 'sha256:0f'"),
+        ("image", "http://example.com/a.png", "an image at 'http://example.com/a.png'"),
+        ("audio", "data:audio/wav;base64,", "audio"),
+        ("video", "sha256:0f", "video"),
+    ],
+)
+async def test_what_a_judge_cannot_see_is_refused_by_name(place, kind, uri, found):
+    server, client = place
+    await server.serve()
+    problem = f"{re.escape(f'messages[1].content[1] is {found}')}: a judge at an address reads text, and images as data"
+    with pytest.raises(JudgeError, match=problem):
+        await client().ask(asking_with(kind, uri))
+    assert server.bodies == []
+    with pytest.raises(InvalidArgument) as refused:
+        parse_messages(asking_with(kind, uri))
+    assert refused.value.violations == (
+        ("messages[1].content[1]", f"is {kind}: it must be text, which is all that judges read"),
+    )
 
 
 @pytest.mark.parametrize("status", [401, 403])
