@@ -27,6 +27,10 @@ sound, [frames], "bytes": ...}. The grid of a video with its own sound has the s
 and those of a sequence have "begin", the index of the item's first token of media."""
 
 
+MAX_NAMES = 16
+"""Maximum number of a prompt's media that a trace names."""
+
+
 @dataclass(frozen=True)
 class StoredMedia:
     """An item in its normal form, by what is stored of it."""
@@ -167,6 +171,14 @@ def times_of(records: Sequence[MediaRecord]) -> list[tuple[float, ...]]:
 def hashes_of(records: Sequence[MediaRecord]) -> tuple[str, ...]:
     """Return the hashes of media. Together with its tokens those of a prompt are its identity."""
     return tuple(record["sha256"] for record in records)
+
+
+def names_of(records: Sequence[MediaRecord]) -> list[str]:
+    """Return the first media that differ, as KIND:HASH:BYTES with 12 digits of the hash, as traces name them."""
+    sizes: dict[tuple[str, str], int] = {}
+    for record in records:  # of an item that comes again, the size is that of its first record
+        sizes.setdefault((record["kind"], record["sha256"][:12]), record["bytes"])
+    return [f"{kind}:{digits}:{size}" for (kind, digits), size in list(sizes.items())[:MAX_NAMES]]
 
 
 def parts_of(name: str, grid: Grid) -> list[tuple[str, Grid]]:

@@ -130,4 +130,6 @@ def _value(value: Mapping[str, Any]) -> Any:
     """Convert an OTLP value; its JSON has 64-bit integers as text."""
     if "intValue" in value:
         return int(value["intValue"])
+    if "arrayValue" in value:
+        return [_value(one) for one in value["arrayValue"].get("values", ())]
     return next((value[name] for name in ("stringValue", "doubleValue", "boolValue") if name in value), None)

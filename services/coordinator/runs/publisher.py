@@ -3,8 +3,10 @@
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+
+from opentelemetry.util.types import AttributeValue
 
 from relaxd import telemetry
 from relaxd.board import (
@@ -25,6 +27,7 @@ from relaxd.board.types import JSON
 from relaxd.data.curriculum.own_sampler import SETTING as SAMPLER
 from relaxd.data.curriculum.visits import Visited, Visits
 from relaxd.data.dataset import Cursor, Place, RunData
+from relaxd.media.prompt_media import MediaRecord, names_of
 from relaxd.models import DataError
 from services.coordinator.fleet.run_fleet import RunContext
 
@@ -197,7 +200,7 @@ class Publisher:
         return NewGroup(
             group_id=group_id,
             columns=columns,
-            trace=self._trace(spans, group_id),
+            trace=self._trace(spans, group_id, prompt.media.records),
             worst_bytes=self._worst_bytes(tokens) + len(prompt.media.contents),
             facts=_facts(visit),
         )
@@ -212,9 +215,11 @@ class Publisher:
             retry_of=retry.group_id,
         )
 
-    def _trace(self, spans: ExitStack, group_id: str) -> dict[str, str]:
+    def _trace(self, spans: ExitStack, group_id: str, media: Sequence[MediaRecord] = ()) -> dict[str, str]:
         ratio = self._context.config.telemetry.sample_ratio
-        attributes = {"relaxd.run_id": self._context.run_id}
+        attributes: dict[str, AttributeValue] = {"relaxd.run_id": self._context.run_id}
+        if media:
+            attributes["relaxd.media"] = names_of(media)
         return spans.enter_context(
             telemetry.create_span(group_id, self._context.board.stages[0].name, ratio, attributes)
         )

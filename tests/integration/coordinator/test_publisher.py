@@ -1,6 +1,7 @@
 """Prompts that can't be published fail their run, with the place and the reason, and nothing else."""
 
 import asyncio
+import json
 import re
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
@@ -8,6 +9,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 
 from relaxd.board import NewGroup
 from relaxd.config import RunConfig
@@ -15,10 +18,15 @@ from relaxd.data.curriculum.run_curriculum import Curriculum
 from relaxd.data.dataset import PromptDataset, RunData, load_data
 from relaxd.data.examples import Example
 from relaxd.data.files.rows import OnDemand
+from relaxd.media.sources import data_uri
+from relaxd.report.traces import read_group_trace
+from relaxd.telemetry import spans
+from relaxd.telemetry.exporters import TraceFiles
 from services.coordinator.fleet.run_fleet import RunContext
 from services.coordinator.runs.publisher import Publisher
 from tests.integration.coordinator.fleet_kit import FleetKit
 from tests.kit.models import make_tiny_model
+from tests.kit.vision import encoded, picture, write_vision_model
 from tests.kit.waiting import eventually
 
 
@@ -105,6 +113,52 @@ async def test_the_gate_says_by_a_word_that_a_sampler_is_wrong(redis_url: str, t
     limit = lambda publisher: publisher.gate[0]  # noqa: E731
     sampler = f"{tmp_path}/mine.py:Lost"
     assert await failure(redis_url, tmp_path, Rows(with_bytes), None, limit, sampler) == "sampler"
+
+
+async def test_the_trace_of_a_group_names_the_media_of_its_prompt(
+    redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_vision_model(Path("model"))
+    images = [data_uri(encoded(picture(64 + 32 * place, 64))) for place in range(18)]
+    rows = [
+        {"prompt": "What is this?", "images": []},
+        {"prompt": "<image><image><image>?", "images": [images[0], images[0], images[1]]},
+        {"prompt": "<image>" * 18 + "?", "images": images},
+    ]
+    Path("rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    data = {"source": "files", "path": "rows.jsonl", "shuffle": False, "max_prompt_tokens": 500}
+    config = RunConfig.model_validate(
+        {
+            "run": {"steps": 9},
+            "model": {"path": "model"},
+            "data": {**data, "media_keys": {"image": "images"}},
+            "reward": {"name": "dummy"},
+        }
+    )
+    files, provider = TraceFiles("coordinator-0"), TracerProvider()
+    files.open(tmp_path)
+    provider.add_span_processor(SimpleSpanProcessor(files))
+    monkeypatch.setattr(spans, "enabled", lambda: True)
+    monkeypatch.setattr(spans, "tracer", lambda: provider.get_tracer("test"))
+    kit = FleetKit(redis_url)
+    try:
+        context, loaded = kit.context(config), load_data(config)
+        await context.board.create(term=context.term, groups_per_step=8, steps=9)
+        visits = Curriculum(config, loaded.train).visits
+        publisher = Publisher(context, loaded, visits, oldest_version=lambda: 0, wanted=lambda: True)
+        task = asyncio.create_task(publisher.run_forever())
+        await eventually(lambda: read_group_trace(tmp_path, "0-000002") or task.done(), "the third group's trace")
+        task.cancel()
+    finally:
+        await kit.close()
+    found = [trace.root.attributes for place in range(3) if (trace := read_group_trace(tmp_path, f"0-{place:06d}"))]
+    assert "relaxd.media" not in found[0]
+    media = [loaded.train.prompt(place).media.by_hash() for place in range(3)]
+    names = [[f"image:{name[:12]}:{len(content)}" for name, content in one.items()] for one in media]
+    assert len(names[1]) == 2
+    assert len(names[2]) == 18
+    assert [one["relaxd.media"] for one in found[1:]] == [names[1], names[2][:16]]
 
 
 def an_open_group(context: RunContext) -> Awaitable[object]:
