@@ -12,8 +12,12 @@ TEXT_BYTES = 11
 """Upper bound of a token's text."""
 GROUP_BYTES = 4096
 """Bytes of a group besides its tokens."""
+MEDIA_TOKEN_BYTES = {"image": 3200, "video": 6400, "audio": 3200}
+"""Upper bound of the bytes of media for each of their tokens, by kind: PNG of 32 x 32 pixels of noise, of video in two
+frames, and WAV of a thirteenth of a second."""
 EXPECTED_SHARE = 0.25
-"""A step must fit into Redis with answers of this share of rollout.max_new_tokens; few tasks have shorter ones."""
+"""A step must fit into Redis with answers of this share of rollout.max_new_tokens, and with media in this share of
+data.max_prompt_tokens; few tasks have shorter ones."""
 
 
 @dataclass(frozen=True)
@@ -45,6 +49,11 @@ def worst_bytes(config: RunConfig, prompt_tokens: int, *, expert_bytes: int = 0)
     return GROUP_BYTES + (_stored_bytes(config) + expert_bytes) * tokens
 
 
+def media_bytes(config: RunConfig, tokens: int) -> int:
+    """Return the maximum bytes of the media that a number of tokens stands for; 0 in a run without media."""
+    return tokens * max((MEDIA_TOKEN_BYTES[kind] for kind in config.media_kinds), default=0)
+
+
 def sample_tokens(config: RunConfig) -> int:
     """Return the maximum number of a sample's tokens. Each sequence of a conversation may bring its own prompt."""
     own = config.data.max_prompt_tokens if config.agent.is_there else 0
@@ -72,6 +81,15 @@ def size_problems(config: RunConfig, *, expert_bytes: int = 0, memory: RedisMemo
                 f"dropped. Raise it, or lower {less}rollout.max_new_tokens or rollout.samples_per_prompt",
             )
         )
+    if (media := media_bytes(config, config.data.max_prompt_tokens)) > board.max_group_bytes:
+        problems.append(
+            SizeProblem(
+                "board.max_group_bytes",
+                f"= {board.max_group_bytes}, but the media of a prompt take up to {media} bytes "
+                f"({config.data.max_prompt_tokens} tokens x {media_bytes(config, 1)} bytes): a prompt with as many "
+                "would end the run. Raise it, or lower data.max_prompt_tokens",
+            )
+        )
     if memory is None:
         return problems
     place, any_of = "Redis", "Redis"
@@ -93,9 +111,12 @@ def size_problems(config: RunConfig, *, expert_bytes: int = 0, memory: RedisMemo
                 "it unset for four fifths of that, or raise maxmemory",
             )
         )
-    worst = trainer.groups_per_step * worst_bytes(config, config.published_prompt_tokens, expert_bytes=expert_bytes)
+    text = worst_bytes(config, config.published_prompt_tokens, expert_bytes=expert_bytes)
+    worst = trainer.groups_per_step * (text + media)
     if worst > memory.max_bytes:
-        expected = int(worst * EXPECTED_SHARE / config.agent.sequences)  # few samples have many sequences
+        # Few samples have many sequences.
+        expected = int(trainer.groups_per_step * (text / config.agent.sequences + media) * EXPECTED_SHARE)
+        of_media = f", and for each group {byte_amount(media)} of its prompt's media" if media else ""
         advice = "If many answers are that long, the run waits until its maxmemory is raised"
         if expected > memory.max_bytes:
             advice = f"Raise its maxmemory to at least {byte_amount(expected)}, better {byte_amount(worst)}"
@@ -104,7 +125,7 @@ def size_problems(config: RunConfig, *, expert_bytes: int = 0, memory: RedisMemo
                 "trainer.groups_per_step",
                 f"= {trainer.groups_per_step}: a step takes up to {byte_amount(worst)} in {place} "
                 f"({trainer.groups_per_step} groups x {rollout.samples_per_prompt} samples x {length} "
-                f"tokens x {_stored_bytes(config) + expert_bytes} bytes), which has room for "
+                f"tokens x {_stored_bytes(config) + expert_bytes} bytes{of_media}), which has room for "
                 f"{byte_amount(memory.max_bytes)}. {advice}",
                 fatal=expected > memory.max_bytes,
             )

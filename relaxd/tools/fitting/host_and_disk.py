@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from relaxd.board.sizes import sample_tokens, worst_bytes
+from relaxd.board.sizes import media_bytes, sample_tokens, worst_bytes
 from relaxd.config import RunConfig
 from relaxd.models.folders import models_in_trainer, resolve_model
 from relaxd.models.layouts import Layout, model_parameters, stage_parameters
@@ -10,7 +10,7 @@ from relaxd.models.shape import ModelShape, read_shape
 from relaxd.tools.fitting.activations import MicroBatch
 from relaxd.tools.fitting.speed import StepWork
 from relaxd.tools.fitting.trainer_memory import Bytes
-from relaxd.tools.rehearsal.assumptions import mean_tokens
+from relaxd.tools.rehearsal.assumptions import mean_tokens, mean_turns
 
 RANK_BYTES = 4 << 30
 """Resident memory of a rank's process without tensors: torch, CUDA's libraries, Megatron. Assumed."""
@@ -44,12 +44,18 @@ def critic_parameters(models: Models) -> int:
 
 
 def step_bytes(config: RunConfig, expert_bytes: int) -> int:
-    """Return the bytes of a step's groups, with answers of mean length. `expert_bytes` are a token's routed experts."""
+    """Return the bytes of a step's groups, with answers of mean length and as many media as their tokens may be.
+
+    Those of a conversation are what its environment says. `expert_bytes` are a token's routed experts.
+    """
     prompt, samples = config.published_prompt_tokens, config.rollout.samples_per_prompt
     worst = worst_bytes(config, prompt, expert_bytes=expert_bytes)
     mean = mean_tokens(config) + sample_tokens(config) - config.rollout.max_new_tokens
     mean_share = (prompt + samples * mean) / (prompt + samples * sample_tokens(config))
-    return int(config.trainer.groups_per_step * worst * mean_share)
+    seen = float(config.data.max_prompt_tokens)
+    if config.agent.is_there:
+        seen += samples * mean_turns(config) * config.rehearsal.observation_tokens
+    return int(config.trainer.groups_per_step * (worst * mean_share + media_bytes(config, round(seen))))
 
 
 def state_bytes(config: RunConfig, models: Models, fixed: int, *, saved: bool = False) -> int:

@@ -4,8 +4,9 @@ from typing import Any
 
 import pytest
 
+from relaxd.amounts import byte_amount
 from relaxd.board import RedisMemory, size_problems, worst_bytes
-from relaxd.board.sizes import sample_tokens
+from relaxd.board.sizes import media_bytes, sample_tokens
 from relaxd.config import AgentConfig, RunConfig
 
 GB = 1 << 30
@@ -107,3 +108,24 @@ def test_a_redis_that_forgets_groups_is_refused() -> None:
     assert "maxmemory-policy allkeys-lru" in problem.message
     (problem,) = size_problems(config(8, 8, 256, high_water_bytes=2 * GB), memory=memory(GB))
     assert problem.setting == "board.high_water_bytes"
+
+
+@pytest.mark.parametrize(("kind", "of_token"), [("image", 3200), ("video", 6400), ("audio", 3200)])
+def test_media_count_for_each_token_of_a_prompt(kind: str, of_token: int) -> None:
+    plain = config(128, 16, 1024)
+    data = plain.data.model_copy(update={"media_keys": {kind: "column"}, "max_prompt_tokens": 8192})
+    seeing = plain.model_copy(update={"data": data})
+    assert media_bytes(plain, 8192) == 0
+    assert media_bytes(seeing, 8192) == of_token * 8192
+    assert worst_bytes(seeing, 8192) == worst_bytes(plain, 8192)
+    most = 128 * (worst_bytes(plain, 8192) + of_token * 8192)
+    assert size_problems(seeing, memory=memory(most)) == []
+    (problem,) = size_problems(seeing, memory=memory(most - 1))
+    assert not problem.fatal
+    assert f"for each group {byte_amount(of_token * 8192)} of its prompt's media" in problem.message
+    (problem,) = size_problems(seeing, memory=memory(most // 4 - 1))
+    assert problem.fatal
+    board = plain.board.model_copy(update={"max_group_bytes": of_token * 8192 - 1})
+    (problem,) = size_problems(seeing.model_copy(update={"board": board}))
+    assert problem.setting == "board.max_group_bytes"
+    assert f"up to {of_token * 8192} bytes (8192 tokens x {of_token} bytes)" in problem.message

@@ -15,6 +15,7 @@ from relaxd.config.load_toml import ConfigError
 from relaxd.models.layouts import Layout, possible_layouts, problem, stage_parameters
 from relaxd.models.shape import read_shape
 from relaxd.tools.fitting.fit import Fit, fit
+from relaxd.tools.fitting.host_and_disk import step_bytes
 from relaxd.tools.fitting.speed import StepWork, predict
 from relaxd.tools.fitting.trainer_memory import FitError, Hardware, buckets_in_memory
 from tests.unit.tools.fitting.models import write_config
@@ -241,6 +242,19 @@ def test_a_vision_tower_has_gradients_and_state_only_if_it_is_trained(small: Pat
         assert seeing[0][name] == blind[0][name]
         assert trained[0][name] - seeing[0][name] == pytest.approx(size * parameters, rel=0.01)
     assert blind[1] == seeing[1] == trained[1]
+
+
+def test_media_are_in_the_steps_of_a_run(small: Path) -> None:
+    """As many bytes as the tokens of prompts, and of what an environment says, may stand for."""
+    video = {"media_keys": {"video": "clips"}}
+    zoom = {"environment": "zoom", "max_turns": 4}
+    own = {"turns": 2, "spread": 0.0, "observation_tokens": 100}
+    blind, prompts, silent, shown = (
+        step_bytes(make(small, rehearsal=own, **sections), 0)
+        for sections in ({}, {"data": video}, {"agent": zoom}, {"agent": {**zoom, "media": ["image"]}})
+    )
+    assert prompts - blind == 64 * 1024 * 6400
+    assert shown - silent == pytest.approx(64 * (1024 + 16 * 2 * 100) * 3200, abs=1)
 
 
 def test_moments_in_float8_need_three_bytes_and_their_scales(small: Path) -> None:
