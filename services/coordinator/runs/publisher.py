@@ -23,6 +23,7 @@ from relaxd.board import (
     worst_bytes,
 )
 from relaxd.board.errors import TooLate
+from relaxd.board.sizes import media_bytes
 from relaxd.board.types import JSON
 from relaxd.data.curriculum.own_sampler import SETTING as SAMPLER
 from relaxd.data.curriculum.visits import Visited, Visits
@@ -129,7 +130,7 @@ class Publisher:
         if not wanted or oldest_version is None:
             self.gate = ("", "")
             return 0
-        admission = await board.admission(self._worst_bytes(self._context.config.published_prompt_tokens))
+        admission = await board.admission(self._most_bytes())
         await self._report_gate(admission.room, admission.limit, admission.detail)
         room = min(BATCH, admission.room)
         if room <= 0:
@@ -211,7 +212,7 @@ class Publisher:
         return NewGroup(
             group_id=group_id,
             trace=self._trace(spans, group_id),
-            worst_bytes=self._worst_bytes(self._context.config.published_prompt_tokens),
+            worst_bytes=self._most_bytes(),
             retry_of=retry.group_id,
         )
 
@@ -223,6 +224,12 @@ class Publisher:
         return spans.enter_context(
             telemetry.create_span(group_id, self._context.board.stages[0].name, ratio, attributes)
         )
+
+    def _most_bytes(self) -> int:
+        """Return the maximum of any group. If one took more, the board could refuse what `admission` has allowed."""
+        config = self._context.config
+        media = media_bytes(config, config.data.max_prompt_tokens)
+        return self._worst_bytes(config.published_prompt_tokens) + media
 
     def _worst_bytes(self, prompt_tokens: int) -> int:
         return worst_bytes(self._context.config, prompt_tokens, expert_bytes=self._expert_bytes)

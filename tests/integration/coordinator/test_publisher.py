@@ -1,4 +1,4 @@
-"""Prompts that can't be published fail their run, with the place and the reason, and nothing else."""
+"""Prompts that can't be published fail their run, with the place and the reason; media count at the gate."""
 
 import asyncio
 import json
@@ -9,10 +9,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+import redis
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from PIL import Image
 
-from relaxd.board import NewGroup
+from relaxd.board import NewGroup, worst_bytes
 from relaxd.config import RunConfig
 from relaxd.data.curriculum.run_curriculum import Curriculum
 from relaxd.data.dataset import PromptDataset, RunData, load_data
@@ -183,3 +185,49 @@ async def test_a_board_that_refuses_prompts_fails_the_run(
 ) -> None:
     rows = Rows(lambda: Example("2 + 1?", "3"))
     assert re.match(told, await failure(redis_url, tmp_path, rows, first))
+
+
+async def test_the_gate_counts_the_media_of_prompts(redis_url: str, tmp_path: Path) -> None:
+    """Pictures of 192 KiB: what the open step lacks is published, and nothing more, as they exceed the mark alone."""
+    lacking = 4
+    write_vision_model(tmp_path / "model")
+    rows = []
+    for number in range(16):
+        file = tmp_path / f"{number}.png"
+        noise = np.random.default_rng(number).integers(0, 256, (256, 256, 3), np.uint8)
+        file.write_bytes(encoded(Image.fromarray(noise)))
+        rows.append(json.dumps({"prompt": "<image>What is here?", "images": [str(file)]}))
+    (tmp_path / "rows.jsonl").write_text("\n".join(rows))
+    config = RunConfig.model_validate(
+        {
+            "run": {"steps": 9},
+            "model": {"path": str(tmp_path / "model")},
+            "data": {
+                "source": "files",
+                "path": str(tmp_path / "rows.jsonl"),
+                "media_keys": {"image": "images"},
+                "max_prompt_tokens": 128,
+            },
+            "reward": {"name": "dummy"},
+            "rollout": {"samples_per_prompt": 2, "max_new_tokens": 8},
+            "board": {"high_water_bytes": lacking * 128 * 1024, "max_staleness": 3},
+        }
+    )
+    kit = FleetKit(redis_url)
+    try:
+        context, data = kit.context(config), load_data(config)
+        await context.board.create(term=context.term, groups_per_step=lacking, steps=9)
+        visits = Curriculum(config, data.train).visits
+        publisher = Publisher(context, data, visits, oldest_version=lambda: 0, wanted=lambda: True)
+        task = asyncio.create_task(publisher.run_forever())
+        await eventually(lambda: publisher.gate[0] == "memory" or task.done(), "the gate")
+        task.cancel()
+        assert publisher.failure == ""
+        with redis.Redis.from_url(redis_url) as client:
+            published, reserved = client.hmget(f"{context.board.prefix}state", "published", "reserved_bytes")
+        assert int(published) == lacking
+        prompts = [data.train.prompt(int(index)) for index in data.train.order(0)[:lacking]]
+        assert all(len(one.media.contents) > 256 * 256 * 3 for one in prompts)
+        assert int(reserved) == sum(worst_bytes(config, len(one.tokens)) + len(one.media.contents) for one in prompts)
+    finally:
+        await kit.close()
