@@ -73,13 +73,18 @@ def rehearse(
     config = with_absolute_paths(config)
     free = psutil.virtual_memory().available
     fits = payload_scale(config, free // MEMORY_SHARE)
-    if payload and (held := held_bytes(config) / payload) > free / 2:
+    if config.has_media and payload > 1:
+        raise CliError(
+            f"--payload-scale is {payload}, but {path} has media ({config.media_setting}), which can't be scaled: "
+            "leave it out"
+        )
+    asked, payload = payload, payload or fits
+    if (asked or config.has_media) and (held := held_bytes(config) / payload) > free / 2:
         raise CliError(
             f"--payload-scale {payload}: groups would take {held / 1e9:.1f} GB, and may take half of the "
             f"{free / 1e9:.1f} GB that this machine has free",
-            f"--payload-scale {fits} fits",
+            f"--payload-scale {fits} fits" if fits > payload else "give a smaller --trainer.groups_per_step",
         )
-    payload = payload or fits
     if agent and not config.agent.is_there:
         raise CliError(f"--agent is {agent}, but {path} has no section [agent]: leave it out")
     rollout = rollout or _own_replicas(config, state, ROLLOUT)

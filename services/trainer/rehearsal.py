@@ -13,6 +13,8 @@ from numpy.typing import NDArray
 
 from relaxd.board import REF_LOGPROBS
 from relaxd.config import RehearsalConfig, RunConfig
+from relaxd.data.vision import read_vision
+from relaxd.models.folders import resolve_model
 from relaxd.models.shape import ModelShape
 from relaxd.v1.trainer_pb2 import BroadcastWeightsResponse
 from relaxd.weights.manifest import TensorBucket, TensorSpec, plan_buckets
@@ -40,7 +42,7 @@ class ScriptedLearner:
         self._tokens = 0
         self.step = 0
         self.optimizer_steps = 0
-        self.media_tokens = None
+        self.media_tokens = read_vision(resolve_model(config.model.path)).tokens if config.has_media else None
         self.routing = RoutingShape(*config.rehearsal.experts, experts=256)
         self.vocab_sizes: dict[str, int] = {}
         self.shape: ModelShape | None = None

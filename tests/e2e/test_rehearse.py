@@ -1,12 +1,16 @@
 """`relaxd rehearse`, with everything that it starts."""
 
+import json
 import re
 import signal
 from pathlib import Path
 
+import numpy as np
 import pytest
+from PIL import Image
 
 from tests.e2e.conftest import Workplace
+from tests.kit.vision import encoded, write_vision_model
 
 CONFIG = """
 [run]
@@ -103,3 +107,31 @@ def test_an_interrupted_rehearsal_of_a_runs_own_replica_has_a_result(workplace: 
     assert "1 rollout replicas, time / 20" in output
     assert "interrupted: measuring what there is" in rest
     assert "would it fill steps?" in rest
+
+
+@pytest.mark.night
+@pytest.mark.timeout(600)
+def test_a_rehearsal_of_a_run_with_images_counts_their_bytes(workplace: Workplace) -> None:
+    write_vision_model(workplace.folder / "seeing")
+    noise = np.random.default_rng(0).integers(0, 256, (8, 256, 256, 3), np.uint8)
+    rows = []
+    for number, pixels in enumerate(noise):
+        name = workplace.folder / f"{number}.png"
+        name.write_bytes(encoded(Image.fromarray(pixels)))
+        rows.append({"prompt": "<image>What is here?", "images": [str(name)]})
+    (workplace.folder / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    images = 'source = "files"\npath = "rows.jsonl"\nmedia_keys = { image = "images" }'
+    text = CONFIG.replace('source = "addition"', images).replace("max_prompt_tokens = 64", "max_prompt_tokens = 128")
+    (workplace.folder / "mine.toml").write_text(text)
+    words = ("rehearse", "mine.toml", "--rollout", "2", "--seconds", "10", "--time-scale", "4")
+    code, output = workplace.relaxd(*words, timeout=60)
+    assert code != 0
+    assert "a run with media (data.media_keys) can't be rehearsed without its rules" in " ".join(output.split())
+    words = (*words, "--model.path", str(workplace.folder / "seeing"), "--rollout.max_new_tokens", "256")
+    code, output = workplace.relaxd(*words, timeout=400)
+    assert code == 0, output
+    assert "malformed" not in output
+    # Four groups, each with a picture of 64 tokens of 3 KiB, and four answers of up to 256 tokens of at most 41 bytes.
+    (size,) = re.findall(r"disk, a step *│ ([0-9.,]+) kB", output)
+    media, answers = 4 * 64 * 3072, 4 * 4 * 256 * 41
+    assert media < 1000 * float(size.replace(",", "")) < media + answers, output

@@ -12,7 +12,7 @@ from pathlib import Path
 from statistics import NormalDist
 from typing import Any
 
-from relaxd.board.sizes import worst_bytes
+from relaxd.board.sizes import EXPECTED_SHARE, media_bytes, worst_bytes
 from relaxd.config import AgentConfig, RehearsalConfig, RunConfig
 from relaxd.config.data import DataSource
 from relaxd.config.operation import EXPERTS
@@ -58,18 +58,27 @@ def expert_bytes(config: RunConfig) -> int:
 
 
 def held_bytes(config: RunConfig) -> float:
-    """Return the bytes of the groups that are held at the same time, at most, with true payloads."""
+    """Return the bytes of the groups that are held at the same time, at most, with true payloads.
+
+    Prompts' media are counted with the share that is expected of them.
+    """
     most = config.rollout.max_new_tokens
     tokens = LONG_TAIL * median_tokens(config)
     if config.agent.is_there:
         tokens = mean_turns(config) * (tokens + config.rehearsal.observation_tokens)
     share = min(1.0, tokens / most)
     group = worst_bytes(config, 0, expert_bytes=expert_bytes(config)) * share
-    return STEPS_IN_REDIS * config.trainer.groups_per_step * group
+    media = EXPECTED_SHARE * media_bytes(config, config.data.max_prompt_tokens)
+    return STEPS_IN_REDIS * config.trainer.groups_per_step * (group + media)
 
 
 def payload_scale(config: RunConfig, memory_bytes: int) -> int:
-    """Return the power of two by which payloads have to be scaled down to fit into the memory."""
+    """Return the power of two by which payloads have to be scaled down to fit into the memory.
+
+    With media it is 1: only answers are scaled, and the report would multiply the bytes of media.
+    """
+    if config.has_media:
+        return 1
     needed = held_bytes(config) / memory_bytes
     return min(1 << max(0, math.ceil(math.log2(needed))), max(1, config.rollout.max_new_tokens // MIN_TOKENS))
 
@@ -143,6 +152,8 @@ def obstacle(config: RunConfig) -> str:
         return "roles.judge.model is set: a judge can't be rehearsed; leave roles.judge out to rehearse the rest"
     if config.algorithm.needs_critic:
         return f'algorithm.name is "{config.algorithm.name}": a critic can\'t be rehearsed; "grpo" rehearses the rest'
+    if problem := config.media_problem:
+        return " ".join(problem)
     routed = {
         "rollout.return_routed_experts is true": config.rollout.return_routed_experts,
         'trainer.routing_replay is "trainer"': config.trainer.routing_replay == "trainer",
@@ -236,7 +247,7 @@ def _with_stand_in(agent: AgentConfig, rehearsal: RehearsalConfig, shorter: int,
         "words": rehearsal.observation_tokens,
         "word": "a" if is_byte else " a",
     }
-    alike = ("max_turns", "call_seconds", "conversation_seconds", "on_failure", "max_retries", "max_sessions")
+    alike = ("media", "max_turns", "call_seconds", "conversation_seconds", "on_failure", "max_retries", "max_sessions")
     kept = {name: getattr(agent, name) for name in alike}
     kept["turn_tokens"] = agent.turn_tokens and max(1, agent.turn_tokens // shorter)
     return AgentConfig(environment=ENVIRONMENT, settings=settings, **kept).model_dump()

@@ -115,6 +115,12 @@ def _model(config: RunConfig, work: Path) -> Path:
     """Return the model's folder, or one that stands in for a model that isn't here."""
     path = config.model.path
     here = Path(path).expanduser().is_dir() or (models_folder() / path).is_dir()
+    if config.has_media and not here:
+        raise CliError(
+            f"model.path = {path!r} isn't here, and a run with media ({config.media_setting}) can't be rehearsed "
+            "without its rules for them",
+            "give it a folder with the model's JSON files; its weights aren't needed",
+        )
     try:
         return resolve_model(path) if here else write_stand_in(work / "stand-in", config.rehearsal.experts)
     except DataError as error:

@@ -190,6 +190,7 @@ class ScriptedEngine(RolloutEngine):
 
     def __init__(self, rollout: RolloutConfig, rehearsal: RehearsalConfig) -> None:
         super().__init__()
+        self.takes_media = True
         self._rollout, self._rehearsal = rollout, rehearsal
         self._decoder = Decoder(rehearsal.tokens_per_second, rehearsal.sample_tokens_per_second)
         self._pool = _pool()

@@ -52,7 +52,17 @@ def test_payloads_are_scaled_to_the_memory_that_there_is() -> None:
     assert config.rollout.max_new_tokens // payload_scale(config, 1) >= 64
 
 
+def test_payloads_with_media_are_not_scaled() -> None:
+    plain = load_file(Path("benchmarks/shapes/math.toml"))
+    data = plain.data.model_copy(update={"media_keys": {"image": "images"}})
+    seeing = plain.model_copy(update={"data": data})
+    assert payload_scale(plain, 1 << 20) > payload_scale(seeing, 1 << 20) == 1
+    expected = 3 * plain.trainer.groups_per_step * 3200 * plain.data.max_prompt_tokens / 4
+    assert held_bytes(seeing) - held_bytes(plain) == pytest.approx(expected)
+
+
 COLOCATED = "[run]\nsteps = 1\ncolocate = true\n[board]\nmax_staleness = 0\n[weights]\ntransport = 'cuda_ipc'"
+BLIND = "[run]\nsteps = 1\n[rollout]\nengine = 'sglang_external'\n[agent]\nenvironment = 'zoom'\nmedia = ['image']"
 EXPERTS = "[run]\nsteps = 1\n[rollout]\nengine = 'sglang'\nreturn_routed_experts = true"
 
 
@@ -60,6 +70,7 @@ EXPERTS = "[run]\nsteps = 1\n[rollout]\nengine = 'sglang'\nreturn_routed_experts
     ("text", "problem"),
     [
         (COLOCATED, "run.colocate is true"),
+        (BLIND, 'rollout.engine = "sglang_external", which takes no image (agent.media)'),
         (EXPERTS, "rollout.return_routed_experts is true"),
     ],
 )
@@ -91,6 +102,7 @@ def test_conversations_keep_their_limits_and_take_the_assumed_time(agent: str, t
         max_new_tokens = 4096
         [agent]
         {agent}
+        media = ["image"]
         max_turns = 6
         turn_tokens = 512
         max_sessions = 16
@@ -105,6 +117,8 @@ def test_conversations_keep_their_limits_and_take_the_assumed_time(agent: str, t
     scale = Scale(rollout=4, time=10.0, payload=4, agents=2)
     found = rehearsed(config, scale, model=tmp_path / "stand-in", folder=tmp_path)
     assert load(dump(found)) == found  # the coordinator accepts it
+    assert found.media_kinds == config.media_kinds == ("image",)
+    assert found.media_problem is None
     assert (found.agent.max_turns, found.agent.turn_tokens, found.agent.on_failure) == (6, 128, "mask")
     assert found.agent.settings == {"turns": 4, "seconds": 0.3, "spread": 1.0, "words": 100, "word": "a"}
     load_environment(found.agent.environment, found.agent.settings)()
