@@ -29,7 +29,10 @@ def check_receipts(folder: Path) -> None:
     """Each sample of a run with weights.verify = "always" has receipts for weights that were sent."""
     sent = {(line["version"], line["digest"]) for line in read_lines(folder / "weights.jsonl")}
     last = max(line["step"] for line in read_lines(folder / "metrics.jsonl"))
-    assert sorted(version for version, _ in sent) == list(range(last + 1))
+    versions = sorted(version for version, _ in sent)
+    # A version that the trainer has replaced before it could be sent is left out.
+    assert set(versions) <= set(range(last + 1))
+    assert (versions[0], versions[-1], len(versions)) == (0, last, len(set(versions)))
     assert len({digest for _, digest in sent}) > 1, "the run has trained"
     samples = list(read_lines(folder / "samples.jsonl"))
     assert samples
