@@ -4,7 +4,6 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, Protocol
 
-import grpc
 import numpy as np
 
 from relaxd.media.prompt_media import NO_MEDIA, PromptMedia
@@ -54,10 +53,11 @@ class AnswerTooLarge(RequestFailed):
     """An answer is too large for a message. Retrying does not help."""
 
 
-class WrongMedia(RequestFailed):
+class WrongMedia(InvalidArgument, RequestFailed):
     """The media of a request can't be used. Retrying does not help."""
 
-    code = grpc.StatusCode.INVALID_ARGUMENT
+    def __init__(self, message: str) -> None:
+        super().__init__(message, [("media", message)])
 
 
 @dataclass(frozen=True)
