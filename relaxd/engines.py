@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING, Literal
 
 SCRIPTED = "scripted"
 """Engine of a rehearsal, which `relaxd rehearse` chooses."""
-ALL_MEDIA = {
+MODEL_KINDS = {
     "qwen3_vl": ("image", "video"),
     "qwen3_vl_moe": ("image", "video"),
     "qwen3_5": ("image", "video"),
     "qwen3_5_moe": ("image", "video"),
     "qwen3_omni_moe": ("image", "video", "audio"),
 }
-"""Kinds of media that any engine takes, by the model's type."""
+"""Kinds of media whose layout is compared with transformers', by a model's type."""
 HYBRID_MODELS = ("qwen3_next", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text")
 """Types of models with gated delta nets."""
 
@@ -93,7 +93,7 @@ ENGINES: dict[str, EngineCapabilities] = {
             sleeps=True,
             pauses=("in_place", "abort", "drain"),
             gives_likeliest=True,
-            media=ALL_MEDIA,
+            media=MODEL_KINDS,
         ),
         EngineCapabilities(
             name="sglang",
@@ -132,7 +132,7 @@ ENGINES: dict[str, EngineCapabilities] = {
             module="services.rollout.engines.scripted_engine",
             has_model=False,
             leases_gpus=True,
-            media=ALL_MEDIA,
+            media=MODEL_KINDS,
         ),
     )
 }

@@ -11,6 +11,7 @@ import numpy as np
 from relaxd.config import DataConfig
 from relaxd.data.examples import Example
 from relaxd.data.special_tokens import read_object
+from relaxd.engines import MODEL_KINDS
 from relaxd.media import (
     AUDIO,
     IMAGE,
@@ -36,14 +37,6 @@ PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
 """Files with the settings of a model's image processor; in the second, which newer models have, under that name."""
 VIDEO_FILES = ("video_preprocessor_config.json", "processor_config.json")
 """The same of the video processor."""
-MODEL_KINDS: Mapping[str, tuple[str, ...]] = {
-    "qwen3_vl": (IMAGE, VIDEO),
-    "qwen3_vl_moe": (IMAGE, VIDEO),
-    "qwen3_5": (IMAGE, VIDEO),
-    "qwen3_5_moe": (IMAGE, VIDEO),
-    "qwen3_omni_moe": (IMAGE, VIDEO, AUDIO),
-}
-"""Kinds of media whose layout is compared with transformers', by a model's type."""
 EXTRACTOR = "WhisperFeatureExtractor"
 """transformers' class that makes the spectrogram of a sound."""
 CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)

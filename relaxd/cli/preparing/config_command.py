@@ -23,8 +23,7 @@ from relaxd.config.write_toml import dump_changes, dump_explained
 from relaxd.data.curriculum.run_curriculum import own_problems
 from relaxd.data.dataset import load_data
 from relaxd.data.templating import JUDGE_OVERRIDE, chat_template_text, load_chat_template
-from relaxd.data.vision import MODEL_KINDS
-from relaxd.engines import ENGINES, list_engines
+from relaxd.engines import ENGINES, MODEL_KINDS, list_engines
 from relaxd.evaluation.set_checks import context_problems, environment_problems, set_problems
 from relaxd.json_text import parse_json
 from relaxd.local.placement import machine_problems

@@ -15,7 +15,8 @@ from relaxd.config.load_toml import ConfigError, load_file
 from relaxd.data import media_ahead
 from relaxd.data.dataset import Cursor, load_data
 from relaxd.data.examples import Example
-from relaxd.data.vision import MODEL_KINDS, VisionModel, normalise, read_vision
+from relaxd.data.vision import VisionModel, normalise, read_vision
+from relaxd.engines import MODEL_KINDS
 from relaxd.media import NormalImage, normalise_image
 from relaxd.media.prompt_media import PromptMedia
 from relaxd.models import DataError
