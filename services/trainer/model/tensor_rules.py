@@ -261,6 +261,23 @@ EXPERT = (
 )
 """One expert: its part of the parameters of all the rank's experts."""
 
+
+def stacked_expert(
+    gate_up: tuple[type[ParameterLayout], str], *, down: tuple[type[ParameterLayout], str]
+) -> tuple[Rule, ...]:
+    """Return the rules of one expert in files that have all experts of a layer in one tensor.
+
+    `gate_up` and `down` are layout and shape of one expert's part of each of the two tensors.
+    """
+    return tuple(
+        Rule(f"{EXPERTS}.{megatron}", layout, ((f"{HF_LAYER}.mlp.experts.{name}", part),), stacked=True)
+        for megatron, name, (layout, part) in (
+            ("linear_fc1", "gate_up_proj", gate_up),
+            ("linear_fc2", "down_proj", down),
+        )
+    )
+
+
 _SHARED, _HF_SHARED = f"{LAYER}.mlp.shared_expert", f"{HF_LAYER}.mlp.shared_expert"
 SHARED_EXPERT = (
     Rule(

@@ -8,7 +8,7 @@ from services.trainer.model.architectures.phi3 import FusedGateUp
 from services.trainer.model.architectures.qwen3_5_text import INPUT
 from services.trainer.model.architectures.qwen3_next import hybrid, rules
 from services.trainer.model.family import Config, Family, experts, refuse
-from services.trainer.model.tensor_rules import EXPERTS, HF_LAYER, Rule, ShardedColumns
+from services.trainer.model.tensor_rules import ShardedColumns, stacked_expert
 
 
 def read(config: Config) -> Architecture:
@@ -19,16 +19,8 @@ def read(config: Config) -> Architecture:
     return hybrid(config, experts=experts(config, config["shared_expert_intermediate_size"]))
 
 
-_STACK = f"{HF_LAYER}.mlp.experts"
-STACKED_EXPERT = (
-    Rule(
-        f"{EXPERTS}.linear_fc1",
-        FusedGateUp,
-        ((f"{_STACK}.gate_up_proj", "expert_ffn+expert_ffn hidden"),),
-        stacked=True,
-    ),
-    Rule(f"{EXPERTS}.linear_fc2", ShardedColumns, ((f"{_STACK}.down_proj", "hidden expert_ffn"),), stacked=True),
+STACKED_EXPERT = stacked_expert(
+    (FusedGateUp, "expert_ffn+expert_ffn hidden"), down=(ShardedColumns, "hidden expert_ffn")
 )
-"""One expert: its part of the parameters of all the rank's experts, and of the tensors of all the layer's."""
 
 FAMILY = Family(read, rules=lambda shape, layer: rules(shape, layer, INPUT), expert_rules=STACKED_EXPERT)

@@ -12,7 +12,7 @@ from services.trainer.model.architecture import Architecture, ModelError
 from services.trainer.model.architectures.phi3 import FusedGateUp
 from services.trainer.model.architectures.qwen3_vl import multimodal, with_eyes
 from services.trainer.model.family import Config, Family, experts, refuse
-from services.trainer.model.tensor_rules import EXPERTS, HF_LAYER, Rule, ShardedColumns
+from services.trainer.model.tensor_rules import ShardedColumns, stacked_expert
 
 
 def read(config: Config) -> Architecture:
@@ -56,16 +56,8 @@ class StackedDown:
         return [one.T for one in ShardedColumns.merge(shards, shapes, shape)]
 
 
-_STACK = f"{HF_LAYER}.mlp.experts"
-STACKED_EXPERT = (
-    Rule(
-        f"{EXPERTS}.linear_fc1",
-        StackedGateUp,
-        ((f"{_STACK}.gate_up_proj", "hidden expert_ffn+expert_ffn"),),
-        stacked=True,
-    ),
-    Rule(f"{EXPERTS}.linear_fc2", StackedDown, ((f"{_STACK}.down_proj", "expert_ffn hidden"),), stacked=True),
+STACKED_EXPERT = stacked_expert(
+    (StackedGateUp, "hidden expert_ffn+expert_ffn"), down=(StackedDown, "expert_ffn hidden")
 )
-"""One expert: its part of the parameters of all the rank's experts, and of the tensors of all the layer's."""
 
 FAMILY = Family(read, prefix="model.language_model.", expert_rules=STACKED_EXPERT)
