@@ -139,7 +139,7 @@ class VideoSize:
     def of(
         cls, width: int, height: int, frames: int, rate: float, rule: VideoRule, sound: SoundSize | None = None
     ) -> Self:
-        """Return the sizes of a video, with that of its own sound.
+        """Return the sizes of a video and of its own sound.
 
         Raises MediaError: its frames are too many, too few, or of a wrong size.
         """
@@ -179,7 +179,7 @@ class NormalVideo:
 
     @property
     def content(self) -> bytes:
-        """What is stored: the PNG, and its sound behind it, which readers of PNG ignore."""
+        """The stored bytes: the PNG, and behind it the sound, which readers of PNG ignore."""
         return self.png + self.wav
 
 

@@ -35,8 +35,8 @@ work done, by another connection, and write nothing. Its number only rises, unle
 writes. It is forgotten a month after the last write of its tag."""
 
 DRIVER = DriverInfo()
-"""What connections say of themselves. redis-py reads its version from disk for each connection that isn't told, and
-raises OSError there when no more files can be opened."""
+"""The name and version that connections give. redis-py reads its version from disk for each connection that isn't
+told, and raises OSError there when no more files can be opened."""
 
 logger = logging.getLogger(__name__)
 

@@ -156,7 +156,7 @@ class Fuzzer:
         return rng.randbytes(rng.randrange(0, 200))
 
     def _is_tame(self, damaged: bytes, message: Message) -> bool:
-        """Whether damage to the bytes of a message left no other value than a tame one in a field that must be tame."""
+        """Return True if the fields that must be tame still have tame values, or those of the message, after damage."""
         read = type(message)()
         try:
             read.ParseFromString(damaged)

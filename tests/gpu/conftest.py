@@ -48,7 +48,7 @@ def facts(record_property: Callable[[str, object], None]) -> Callable[[str, obje
 
 @pytest.fixture
 def end() -> Iterator[list[Workplace]]:
-    """What is in this list is brought down at the end."""
+    """Workplaces of the test: their services are brought down at the end."""
     places: list[Workplace] = []
     yield places
     for place in places:

@@ -20,7 +20,7 @@ MODEL = "policy"
 _UNIMPORTANT = ("stream", "stream_options")
 """Parameters that change only the form of an answer."""
 _INSTEAD = "send video and sound through chat completions (video_url, input_audio)"
-"""What to do where a protocol has no part for them."""
+"""Advice where a protocol has no part for them."""
 
 Supported = Mapping[str, tuple[tuple[Any, ...], str]]
 """Parameters of which only some values are supported, and what to do instead. null always is."""

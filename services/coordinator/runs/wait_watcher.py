@@ -28,7 +28,7 @@ CLOCKS_DIFFER_SECONDS = 600.0
 USUAL_STEPS = 20
 """Steps from which it is known how long one usually takes."""
 ESTIMATE_STEPS = 3
-"""Steps from which the time that is left is told: the first one is slow, and two have no middle."""
+"""Number of steps after which the remaining time is shown: the first step is slow, and two have no median."""
 
 
 class WaitWatcher:

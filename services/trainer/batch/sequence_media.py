@@ -47,7 +47,7 @@ class DecodedItem:
     """Samples of a video's own sound, which its grid then has, too: int16 [samples]."""
 
     def parts(self) -> "list[DecodedItem]":
-        """Return what the towers get of it, one after the other: of a video with its own sound both."""
+        """Return the towers' inputs in their order: of a video with its own sound the frames, then the sound."""
         (first, grid), *sounds = parts_of(self.sha256, self.grid)
         found = [replace(self, sha256=first, grid=grid, sound=None)]
         for name, size in sounds:
