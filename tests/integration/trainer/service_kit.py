@@ -226,6 +226,10 @@ class ScriptedCoordinator(coordinator_pb2_grpc.CoordinatorServicer):
         self._hear(status=request.status, details=[*self.details, *new])
         return coordinator_pb2.HeartbeatResponse(assignment=self.assignment)
 
+    def LeaseGpus(self, request: coordinator_pb2.LeaseGpusRequest, context: Any) -> coordinator_pb2.LeaseGpusResponse:
+        """Grant the first GPUs that a replica sees, whoever else may have them."""
+        return coordinator_pb2.LeaseGpusResponse(gpu_uuids=request.candidate_uuids[: request.count])
+
     def AnnounceVersion(
         self, request: coordinator_pb2.AnnounceVersionRequest, context: Any
     ) -> coordinator_pb2.AnnounceVersionResponse:

@@ -2,7 +2,7 @@
 
 import contextlib
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -69,8 +69,16 @@ class HostsCoordinator(ScriptedCoordinator):
 class Host:
     """The service of a host's ranks as a process, which can be started again."""
 
-    def __init__(self, number: int, coordinator: HostsCoordinator, redis_url: str, node: Node | None) -> None:
+    def __init__(
+        self,
+        number: int,
+        coordinator: HostsCoordinator,
+        redis_url: str,
+        node: Node | None,
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
         self._coordinator = coordinator
+        self._environment = environment
         self.name = f"ranks-{number}"
         self.node = node
         self._words = [
@@ -80,7 +88,7 @@ class Host:
         self.start()
 
     def start(self) -> None:
-        self.process = start_python(*self._words, within=self.node)
+        self.process = start_python(*self._words, environment=self._environment, within=self.node)
 
     def rank_pids(self) -> list[int]:
         """Return the process ids of its ranks by its last heartbeat, without those of spare ones."""
@@ -155,25 +163,30 @@ def trainer_over_hosts(
     spares: int = 0,
     without: Node | None = None,
     host: str = "127.0.0.1",
+    environments: Sequence[Mapping[str, str]] = (),
 ) -> Iterator[TrainerOverHosts]:
     """Start a trainer and its other hosts, in nodes if there are some, and `spares` more, with an empty Redis.
 
-    `without`: place of all other hosts instead. `host` is this process's address, as they reach it.
+    `without`: place of all other hosts instead. `host` is this process's address, as they reach it. `environments` are
+    set on top of this process's, the first for the trainer's host.
     """
     folder.mkdir(exist_ok=True)
     with contextlib.closing(redis.Redis.from_url(redis_url)) as client:
         client.flushall()
     feeder, coordinator = Feeder(redis_url, config), HostsCoordinator(config, folder, host)
     places: list[Node | None] = [*nodes] or [None] * (config.trainer.hosts + spares)
+    variables: list[Mapping[str, str] | None] = [*environments] or [None] * len(places)
     with contextlib.ExitStack() as stack:
         stack.callback(feeder.board.close)
         stack.callback(coordinator.close)
         hosts = []
         for number, node in enumerate(places[1:], 1):
-            hosts.append(Host(number, coordinator, redis_url, without or node))
+            hosts.append(Host(number, coordinator, redis_url, without or node, variables[number]))
             stack.callback(hosts[-1].kill)
         first = places[0]
-        trainer = TrainerProcess(coordinator, redis_url, None, "services.trainer", *listening(first), within=first)
+        trainer = TrainerProcess(
+            coordinator, redis_url, variables[0], "services.trainer", *listening(first), within=first
+        )
         stack.callback(trainer.close)
         yield TrainerOverHosts(coordinator, feeder, trainer, hosts)
 
