@@ -219,12 +219,14 @@ class ScriptedCoordinator(coordinator_pb2_grpc.CoordinatorServicer):
         assert request.registration.protocol_version == PROTOCOL_VERSION
         assert request.registration.role == self._role
         self._hear(address=request.registration.address)
-        return coordinator_pb2.RegisterResponse(lease_seconds=5, heartbeat_seconds=0.1, assignment=self.assignment)
+        return coordinator_pb2.RegisterResponse(
+            lease_seconds=5, gpu_lease_seconds=30, heartbeat_seconds=0.1, assignment=self.assignment
+        )
 
     def Heartbeat(self, request: coordinator_pb2.HeartbeatRequest, context: Any) -> coordinator_pb2.HeartbeatResponse:
         new = [request.status.detail] if self.details[-1:] != [request.status.detail] else []
         self._hear(status=request.status, details=[*self.details, *new])
-        return coordinator_pb2.HeartbeatResponse(assignment=self.assignment)
+        return coordinator_pb2.HeartbeatResponse(assignment=self.assignment, gpu_lease_seconds=30)
 
     def LeaseGpus(self, request: coordinator_pb2.LeaseGpusRequest, context: Any) -> coordinator_pb2.LeaseGpusResponse:
         """Grant the first GPUs that a replica sees, whoever else may have them."""

@@ -35,7 +35,9 @@ class HostsCoordinator(ScriptedCoordinator):
             return super().Register(request, context)
         name, address = registration.replica_id, registration.address
         self._hear(hosts=self.hosts | {name: coordinator_pb2.CallableReplica(replica_id=name, address=address)})
-        return coordinator_pb2.RegisterResponse(lease_seconds=5, heartbeat_seconds=0.1, assignment=self.assignment)
+        return coordinator_pb2.RegisterResponse(
+            lease_seconds=5, gpu_lease_seconds=30, heartbeat_seconds=0.1, assignment=self.assignment
+        )
 
     def Heartbeat(self, request: coordinator_pb2.HeartbeatRequest, context: Any) -> coordinator_pb2.HeartbeatResponse:
         status = request.status
@@ -47,7 +49,7 @@ class HostsCoordinator(ScriptedCoordinator):
         if any(getattr(known, name) != value for name, value in told.items()):
             new = coordinator_pb2.CallableReplica(replica_id=known.replica_id, address=known.address, **told)
             self._hear(hosts=self.hosts | {known.replica_id: new})
-        return coordinator_pb2.HeartbeatResponse(assignment=self.assignment)
+        return coordinator_pb2.HeartbeatResponse(assignment=self.assignment, gpu_lease_seconds=30)
 
     def WatchReplicas(
         self, request: coordinator_pb2.WatchReplicasRequest, context: Any
