@@ -84,7 +84,8 @@ def launch(work: Workload, folder: Path, *, cpu: bool, extra: list[str]) -> Laun
         )
     )
     command = [sys.executable, "-m", "relaxd.cli", "run", "run.toml", "--run-id", "peers", *extra]
-    return Launch(command, folder, folder / "runs" / "peers" / "metrics.jsonl", "step_seconds", {"CI": "1"})
+    steps = folder / "runs" / "peers" / "metrics.jsonl"
+    return Launch(command, folder, steps, lambda line: "step_seconds" in line, {"CI": "1"})
 
 
 def step_facts(line: dict[str, Any]) -> dict[str, Any]:

@@ -35,7 +35,7 @@ def launch(work: Workload, folder: Path, *, cpu: bool, extra: list[str]) -> Laun
         raise SystemExit(f"--extra has {sorted(chosen)}: generation, batch and weights are known for TRL")
     (folder / "trl.jsonl").unlink(missing_ok=True)
     command = [sys.executable, "-m", "benchmarks.peers.trl_train", str(folder), json.dumps(options)]
-    return Launch(command, folder, folder / "trl.jsonl", "loss")
+    return Launch(command, folder, folder / "trl.jsonl", lambda line: "loss" in line)
 
 
 def step_facts(line: dict[str, Any], work: Workload) -> dict[str, Any]:

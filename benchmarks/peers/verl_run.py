@@ -17,10 +17,12 @@ from benchmarks.peers import flash_attention
 from benchmarks.peers.watch import Launch
 from benchmarks.peers.workload import MAX_PROMPT_TOKENS, REWARD, Workload
 
+LENGTH = "response_length/mean"
 PROBABILITY_GAP = "training/rollout_probs_diff_mean"
 NO_TRL = "class AutoModelForCausalLMWithValueHead: ...\n"
 """Hides TRL: verl changes this class if `trl` can be imported, and TRL 1.16 no longer has it."""
 RAY = ("include_dashboard=False", f"object_store_memory={4 * 2**30}")
+CROSS_ENTROPY = "flash_attn/ops/triton/cross_entropy.py"
 CORES = 64
 """Cores that Ray counts in the asynchronous mode, whose services ask for more than a machine of two GPUs may have."""
 MODES = {1: "verl.trainer.main_ppo", 2: "verl.experimental.fully_async_policy.fully_async_main"}
@@ -99,6 +101,11 @@ def launch(work: Workload, folder: Path, *, cpu: bool, extra: list[str]) -> Laun
         raise SystemExit("verl's rollouts need a GPU: leave --cpu out")
     packages = folder / "verl-packages"
     flash_attention.provide(packages)
+    if not any((Path(entry) / CROSS_ENTROPY).exists() for entry in sys.path):
+        raise SystemExit(
+            f"verl needs {CROSS_ENTROPY}, or computes log-probs a row at a time, 5 x slower: install flash-attn, "
+            "or put the folder flash_attn/ops of its sources into PYTHONPATH"
+        )
     (packages / "trl").mkdir(parents=True, exist_ok=True)
     (packages / "trl" / "__init__.py").write_text(NO_TRL)
     chosen = settings(work, folder) | (asynchronous(work) if work.gpus == 2 else {})
@@ -108,7 +115,7 @@ def launch(work: Workload, folder: Path, *, cpu: bool, extra: list[str]) -> Laun
         [sys.executable, "-m", MODES[work.gpus], *words],
         folder,
         folder / "verl.jsonl",
-        "data",
+        lambda line: LENGTH in line["data"],  # the asynchronous mode's rollouter writes lines without it
         {"VERL_FILE_LOGGER_PATH": f"{folder}/verl.jsonl", "RAY_USAGE_STATS_ENABLED": "0"},
     )
 
@@ -117,7 +124,7 @@ def step_facts(line: dict[str, Any], work: Workload) -> dict[str, Any]:
     """Return a step's answer tokens, mean reward and phases, and its gap, which is of probabilities."""
     data = line["data"]
     return {
-        "tokens": work.samples_per_step * data["response_length/mean"],
+        "tokens": work.samples_per_step * data[LENGTH],
         "reward": data["critic/score/mean"],
         "gap": data.get("rollout_corr/log_ppl_abs_diff"),
         "probability_gap": data.get(PROBABILITY_GAP),

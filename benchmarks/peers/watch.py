@@ -8,7 +8,7 @@ import statistics
 import subprocess
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -25,8 +25,8 @@ class Launch:
     argv: Sequence[str]
     folder: Path
     steps: Path
-    key: str
-    """Only lines with this key are steps."""
+    is_step: Callable[[dict[str, Any]], bool]
+    """Tells a step's line from others in the file."""
     environment: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -98,7 +98,7 @@ def read_steps(launch: Launch) -> list[dict[str, Any]]:
     if not launch.steps.exists():
         return []
     lines = [json.loads(line) for line in launch.steps.read_text().split("\n")[:-1]]
-    return [line for line in lines if launch.key in line]
+    return [line for line in lines if launch.is_step(line)]
 
 
 def stop(process: "subprocess.Popen[bytes]") -> None:
