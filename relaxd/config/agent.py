@@ -23,7 +23,7 @@ _OF_CONTAINERS = ("container", "container_memory_gb", "container_processes")
 
 
 def check_environment(name: str) -> str:
-    """Return an environment's name, or "". Raises ValueError: it has the form of none."""
+    """Return an environment's name, or "". Raises ValueError if it doesn't have the form of a name."""
     if not name or BUNDLED_NAME.fullmatch(name) or OWN_NAME.fullmatch(name):
         return name
     if ADDRESS.fullmatch(name) and int(name.rpartition(":")[2]) < 65536:
@@ -51,13 +51,13 @@ class AgentConfig(Section):
     container_memory_gb: float = Field(default=2.0, gt=0)
     """Memory of each of these containers."""
     container_processes: int = Field(default=256, ge=1)
-    """Maximum number of processes and threads in each of them."""
+    """Maximum number of processes and threads in each container."""
     function: str = ""
     """Async function that leads the conversations in place of an environment, "file.py:solve" or
     "package.module:solve": it gets the sample and the model, which it asks as often as it likes, and returns the
     reward."""
     settings: dict[str, Any] = Field(default_factory=dict)
-    """The environment's own settings, or the function's: keyword arguments of its class, or of the function."""
+    """Settings of the environment or the function: keyword arguments of its class, or of the function."""
     media: tuple[Literal["image", "video", "audio"], ...] = ()
     """Kinds of media that messages may have, those of the environment, the program or the function and those of
     prompts, besides the kinds of data.media_keys (docs/media.md)."""
@@ -81,16 +81,16 @@ class AgentConfig(Section):
     call_seconds: float = Field(default=30.0, gt=0)
     """Time for each call of the environment; a function has conversation_seconds."""
     conversation_seconds: float = Field(default=1800.0, gt=0)
-    """Time for a conversation; the time in which no engine serves doesn't count."""
+    """Maximum seconds of a conversation, without the time in which no engine is available."""
     on_failure: Literal["drop", "zero", "mask", "retry"] = "drop"
     """Effect of a failed conversation on its group: its environment raised or took too long, or its program ended with
     another exit code than 0. drop: the group is dropped. zero: its reward is 0. mask: its reward is 0, and it isn't
     trained on. retry: it is held again from its beginning up to max_retries times, with growing pauses, then the group
     is dropped."""
     max_retries: int = Field(default=3, ge=1)
-    """With on_failure = "retry": tries after the first one."""
+    """Maximum repetitions of a failed conversation, with on_failure = "retry"."""
     max_sessions: int = Field(default=256, ge=1)
-    """Maximum number of conversations at once of an agent replica."""
+    """Maximum number of concurrent conversations of an agent replica."""
     memory_bytes: int = Field(default=0, ge=0)
     """Maximum memory of the process that hosts the environment, or the function, for all of its conversations
     (RLIMIT_DATA: what it allocates, and 8 MiB for each of its threads). One that uses it up is ended with its

@@ -14,7 +14,7 @@ RULES = (
     "entropy < 0.1 x highest over 20 steps",
     "tokens_per_second < 0.5 x highest over 20 steps",
 )
-"""Rules of a run that names none: far from what a healthy run does, whatever its task."""
+"""Rules of a run without rules in its configuration: far from what a healthy run does, whatever its task."""
 
 
 class AlertsConfig(Section):
@@ -26,7 +26,7 @@ class AlertsConfig(Section):
     wait_seconds: float = Field(default=900.0, ge=1)
     """A run that is held up by one thing for longer, such as Redis or a missing replica, is an alarm."""
     min_free_gb: float = Field(default=5.0, ge=0)
-    """Less free space on the disk of the run's folder is an alarm. 0: none is."""
+    """Free space on the disk of the run's folder below which an alarm is raised, in GB. 0: no alarm."""
     urls_file: str = ""
     """File on the coordinator's machine with the addresses to notify, one Apprise URL in a line. By default those in
     RELAXD_ALERT_URLS of the coordinator's environment."""
@@ -35,7 +35,7 @@ class AlertsConfig(Section):
     time_zone: str = ""
     """Time zone of the quiet hours, such as "Europe/Berlin". By default that of the coordinator's machine."""
     repeat_seconds: float = Field(default=3600.0, ge=0)
-    """An alarm that ends and begins again is notified of, and so is its new end, only after this time."""
+    """If an alarm ends and begins again, notify of that, and of its next end, only after this many seconds."""
 
     @model_validator(mode="after")
     def _rules_can_be_read(self) -> Self:

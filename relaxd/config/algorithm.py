@@ -95,7 +95,7 @@ class RLOOConfig(PolicyGradientConfig):
 
     @property
     def on_policy_only(self) -> str:
-        """It has no ratio, so only a correction can make up for older weights."""
+        """True: without a ratio, only a correction can compensate for older weights."""
         return "" if self.correction != "none" else 'it has no ratio to an old policy; or set correction = "tis"'
 
 
@@ -109,7 +109,7 @@ class ReinforcePlusPlusConfig(ClippedConfig):
     gamma: float = Field(default=1.0, gt=0, le=1)
     """Discount of later rewards for each trained token in between."""
     drop_zero_variance: bool = False
-    """Drop groups whose rewards are all equal. They have a gradient all the same, since no mean of the group is
+    """Drop groups whose rewards are all equal. They still have a gradient, because the group's mean isn't
     subtracted."""
 
 
@@ -139,7 +139,7 @@ class OPDConfig(NormalizedConfig, ClippedConfig):
     distill_coef: float = Field(default=1.0, ge=0)
     """As for the other algorithms."""
     drop_zero_variance: bool = False
-    """Drop groups whose rewards are all equal. The teacher has something to say about them all the same."""
+    """Drop groups whose rewards are all equal. They still have a gradient, which comes from the teacher."""
 
     @property
     def min_samples(self) -> int:
@@ -179,7 +179,7 @@ class PPOConfig(ClippedConfig):
     value_clip: float = Field(default=0.2, gt=0)
     """Largest change of a value in a step that lowers the critic's loss."""
     drop_zero_variance: bool = False
-    """Drop groups whose rewards are all equal. They have a gradient all the same, since the baseline is the critic's
+    """Drop groups whose rewards are all equal. They still have a gradient, because the baseline is the critic's
     value."""
 
     @model_validator(mode="after")
@@ -212,7 +212,7 @@ class OwnConfig(Section):
 
     @property
     def needs_reference(self) -> bool:
-        """Unknown here: `Algorithm.needs` says so. A reference service is there if the configuration places one."""
+        """Unknown here; `Algorithm.needs` knows. A reference service exists if the configuration places one."""
         return True
 
     @property
@@ -230,7 +230,7 @@ class OwnConfig(Section):
 
 
 OWN = "own"
-"""Tag of the section of a user's own algorithm."""
+"""Tag of the section for a user's own algorithm."""
 BUILT_IN: dict[str, type[PolicyGradientConfig]] = {
     config.model_fields["name"].default: config
     for config in (
@@ -271,7 +271,7 @@ AlgorithmConfig = Annotated[
     | Annotated[OwnConfig, Tag(OWN)],
     Discriminator(tag_of),
 ]
-"""Section of any algorithm; without a name it is GRPO's."""
+"""Section of any algorithm; GRPO's if it has no name."""
 
 ALGORITHM = TypeAdapter[AlgorithmConfig](AlgorithmConfig)
-"""Validates a section of any algorithm that stands alone."""
+"""Validates an algorithm's section without the rest of the configuration."""

@@ -21,7 +21,7 @@ class PolicyGradientConfig(Section):
     needs_whole_step: ClassVar[bool] = False
     """True if advantages are normalised over all groups of a step."""
     needs_critic: ClassVar[bool] = False
-    """True if a critic is trained, with whose values the trainer computes advantages."""
+    """True if the algorithm trains a critic and the trainer computes advantages from its values."""
 
     name: str = ""
     """Chooses the algorithm."""
@@ -32,7 +32,7 @@ class PolicyGradientConfig(Section):
     """Overlong shaping (DAPO, arXiv 2503.14476, equation 13): the reward of an answer falls linearly, by up to
     overlong_penalty, over its last overlong_buffer tokens before overlong_limit. 0 turns it off."""
     overlong_limit: int = Field(default=0, ge=0)
-    """Length of an answer from which the whole penalty counts, in tokens; usually rollout.max_new_tokens."""
+    """Answer length, in tokens, from which the penalty has its full size; usually rollout.max_new_tokens."""
     overlong_penalty: float = Field(default=1.0, gt=0)
     """Largest penalty of overlong shaping."""
     mask_truncated: bool = False
@@ -47,21 +47,21 @@ class PolicyGradientConfig(Section):
     tis_clip: float = Field(default=2.0, gt=0)
     """Largest w of correction = "tis"."""
     icepop_low: float = Field(default=0.5, ge=0)
-    """Tokens with a smaller w are left out by correction = "icepop" (the paper's alpha)."""
+    """correction = "icepop" leaves out tokens with a smaller w (the paper's alpha)."""
     icepop_high: float = Field(default=5.0, gt=0)
-    """Tokens with a larger w are left out by correction = "icepop" (the paper's beta)."""
+    """correction = "icepop" leaves out tokens with a larger w (the paper's beta)."""
     veto_high: float = Field(default=100.0, ge=0)
     """Leave out tokens whose probability is now more than this many times what the engine said: one of them could have
     a larger gradient than all other tokens of the step. 0 turns the limit off."""
     veto_low: float = Field(default=0.0, ge=0, lt=1)
-    """Leave out tokens whose probability is now less than this share of what the engine said."""
+    """Leave out tokens whose probability is now less than this share of the engine's."""
     veto_sequences: bool = False
     """Leave out the whole sequence of a token beyond veto_high or veto_low."""
     opsm_delta: float = Field(default=0.0, ge=0)
     """Off-policy sequence masking (DeepSeek-V3.2, arXiv 2512.02556): leave out tokens with a negative advantage in
     sequences whose mean of log(engine's probability / current probability) is above this. 0 turns it off."""
     kl_coef: float = Field(default=0.0, ge=0)
-    """Weight of the KL divergence to the reference (the initial model) in the loss. 0 keeps no reference."""
+    """Weight of the KL divergence to the reference (the initial model) in the loss. With 0 no reference is kept."""
     kl_estimator: KLEstimator = "low_var_kl"
     """Estimator of that divergence (Schulman 2020, "Approximating KL divergence"); low_var_kl is k3, clamped."""
     kl_unbiased: bool = False
@@ -116,7 +116,7 @@ class PolicyGradientConfig(Section):
 
     @property
     def on_policy_only(self) -> str:
-        """Why the algorithm needs samples of the newest weights, one update a step; empty if it doesn't."""
+        """Reason why the algorithm needs samples of the newest weights, with one update a step; empty if it doesn't."""
         return ""
 
     @model_validator(mode="after")
@@ -174,7 +174,7 @@ class PolicyGradientConfig(Section):
         return self
 
     def _refuse(self, names: tuple[str, ...], reason: str) -> None:
-        """Refuse settings that don't count here."""
+        """Refuse settings that have no effect on this algorithm."""
         refuse_unused(self, "algorithm", names, reason)
 
     @model_validator(mode="after")

@@ -14,9 +14,9 @@ class AutoscaleConfig(Section):
     """"on": the coordinator adds rollout replicas while the trainer waits for engines that are busy, and removes them
     while they are idle. "dry_run": it only says what it would do. `relaxd autoscale` changes it during the run."""
     min_replicas: PositiveInt = 1
-    """It goes no lower. Replicas that were not scaled out stay in any case."""
+    """Minimum number of rollout replicas. Only replicas that were scaled out are ever removed."""
     max_replicas: PositiveInt = 8
-    """It goes no higher."""
+    """Maximum number of rollout replicas."""
     out_seconds: float = Field(default=30.0, ge=1, le=3600)
     """A reason to add replicas must have lasted this long."""
     in_seconds: float = Field(default=120.0, ge=1, le=3600)

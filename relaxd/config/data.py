@@ -9,11 +9,11 @@ from relaxd.config.section import Section
 from relaxd.importing import check_known_or_own, check_own
 
 SAMPLERS = ("uniform", "hard", "learnable")
-"""relaxd's own samplers."""
+"""Names of relaxd's bundled samplers."""
 
 
 class CurriculumConfig(Section):
-    """Which prompts are given how often, by how well the model has answered them so far (docs/curriculum.md)."""
+    """Curriculum: how often each prompt is given, depending on the model's past answers to it (docs/curriculum.md)."""
 
     sampler: str = "uniform"
     """Frequencies of the prompts. uniform: all alike. hard: in proportion to 1 - pass rate (Kimi k1.5, arXiv
@@ -22,26 +22,25 @@ class CurriculumConfig(Section):
     settings: dict[str, Any] = Field(default_factory=dict)
     """Arguments of a sampler of your own."""
     min_weight: float = Field(default=0.1, gt=0, le=1)
-    """With hard and learnable: how often the least wanted prompt is given, as a share of the most wanted."""
+    """With hard and learnable: how often the least wanted prompt is given, relative to the most wanted."""
     min_pass_rate: float = Field(default=0.0, ge=0, le=1)
-    """Leave out prompts with a lower pass rate after `tries` tries: they are too hard. 0 leaves out none."""
+    """Leave out prompts as too hard if their pass rate is lower after `tries` tries. 0 leaves out none."""
     max_pass_rate: float = Field(default=1.0, ge=0, le=1)
-    """Leave out prompts with a higher pass rate after `tries` tries: they are solved. 1 leaves out none."""
+    """Leave out prompts as solved if their pass rate is higher after `tries` tries. 1 leaves out none."""
     tries: int = Field(default=2, ge=1)
-    """Groups of a prompt that must be scored before it may be left out."""
+    """Scored groups of a prompt before it may be left out."""
     retest: float = Field(default=0.05, ge=0, le=1)
-    """Share of the visits to prompts which are left out that take place all the same, because the model has changed
-    since."""
+    """Share of the visits to left-out prompts that still take place, because the model has changed since."""
     replay: float = Field(default=0.0, ge=0, lt=1)
-    """Share of all visits that go to a hard prompt which was tried before, instead of the next prompt."""
+    """Share of all visits that go to a hard prompt from earlier instead of the next prompt."""
     replay_below: float = Field(default=0.5, gt=0, le=1)
-    """A prompt with at most this pass rate is hard, for replay, unless it is left out."""
+    """Maximum pass rate of a hard prompt for replay. Left-out prompts aren't replayed."""
     memory: int = Field(default=4, ge=1)
-    """Number of groups that a pass rate is the mean of, about: of later ones each counts 1/memory."""
+    """Approximate number of groups that a pass rate averages: each later group counts 1/memory."""
     min_reward: float = 0.0
-    """Mean reward of a group that is a pass rate of 0; lower ones are, too."""
+    """Mean reward of a group that corresponds to a pass rate of 0, as lower ones do."""
     max_reward: float = 1.0
-    """Mean reward of a group that is a pass rate of 1; higher ones are, too."""
+    """Mean reward of a group that corresponds to a pass rate of 1, as higher ones do."""
     exhausted: Literal["repeat", "end"] = "repeat"
     """Once fewer prompts than trainer.groups_per_step aren't left out: repeat gives all prompts again, until enough of
     them have a pass rate within the limits. end ends the run."""
@@ -51,7 +50,7 @@ class CurriculumConfig(Section):
 
     @property
     def is_own(self) -> bool:
-        """True if the sampler is the user's."""
+        """True if the sampler is the user's own."""
         return self.sampler not in SAMPLERS
 
     @property
@@ -61,7 +60,7 @@ class CurriculumConfig(Section):
 
     @property
     def chooses(self) -> bool:
-        """True if visits differ from those of the data's epochs."""
+        """True if visits may differ from the data's epochs."""
         return self.sampler != "uniform" or self.leaves_out or self.replay > 0
 
     @field_validator("sampler")
@@ -103,7 +102,7 @@ class ReasoningGymConfig(Section):
     size: int = Field(default=2000, ge=1)
     """Training prompts. They are generated when the run starts; most tasks generate thousands a second, some a few."""
     held_out: int = Field(default=200, ge=0)
-    """Held-out prompts for evaluation. None of them is trained on."""
+    """Number of held-out prompts for evaluation, none of which is trained on."""
     seed: int = Field(default=0, ge=0)
     """Seed of the prompts. Separate from run.seed, so that runs with different seeds share held-out prompts."""
     instruction: str = ""
@@ -118,40 +117,40 @@ class DataSource(Section):
     """One of several sources of prompts."""
 
     path: Path
-    """As data.path."""
+    """Like data.path."""
     name: str = ""
     """Becomes metadata.data_source of its prompts, unless they have one."""
     weight: float = Field(default=1.0, gt=0)
-    """Number of times that an epoch visits each of its prompts. With 0.5 it visits half of them, and the next epoch the
-    others."""
+    """Visits to each prompt in an epoch. With 0.5 an epoch visits half of the prompts, and the next epoch the other
+    half."""
     prompt_key: str = ""
-    """As data.prompt_key; empty means that."""
+    """Like data.prompt_key, which it defaults to if empty."""
     answer_key: str = ""
-    """As data.answer_key; empty means that."""
+    """Like data.answer_key, which it defaults to if empty."""
     metadata_key: str = ""
-    """As data.metadata_key; empty means that, "*" all columns but prompt and answer."""
+    """Like data.metadata_key, which it defaults to if empty; "*" means all columns except prompt and answer."""
     tools_key: str | None = None
-    """As data.tools_key. Not set, it is that; empty means that its prompts have no tools."""
+    """Like data.tools_key, which it defaults to if not set; empty means that its prompts have no tools."""
     prompt_function: str | None = None
-    """As data.prompt_function. Not set, it is that, unless prompt_key is set; empty means none."""
+    """Like data.prompt_function, which it defaults to if not set, unless prompt_key is set; empty means none."""
     system_prompt: str | None = None
-    """As data.system_prompt. Not set, it is that; empty means none."""
+    """Like data.system_prompt, which it defaults to if not set; empty means none."""
     max_new_tokens: int = Field(default=0, ge=0)
-    """Maximum length of answers to its prompts, at most rollout.max_new_tokens; 0 means that."""
+    """Maximum length of answers to its prompts, at most rollout.max_new_tokens; 0 means rollout.max_new_tokens."""
     top_p: float = Field(default=0.0, ge=0, le=1)
     """Nucleus sampling of answers to its prompts; 1 turns it off, 0 means rollout.top_p."""
     top_k: int | None = Field(default=None, ge=0)
-    """Sample answers to its prompts from the k likeliest tokens; 0 turns it off. Not set, it is rollout.top_k."""
+    """Sample answers to its prompts from the k likeliest tokens; 0 turns it off. Defaults to rollout.top_k."""
     stop: tuple[str, ...] | None = None
-    """Strings that end answers to its prompts. Not set, they are those of rollout.stop."""
+    """Strings that end answers to its prompts. Defaults to rollout.stop."""
     stop_token_ids: tuple[int, ...] | None = None
-    """Token ids that end answers to its prompts. Not set, they are those of rollout.stop_token_ids."""
+    """Token ids that end answers to its prompts. Defaults to rollout.stop_token_ids."""
     min_new_tokens: int | None = Field(default=None, ge=0)
-    """Minimum length of answers to its prompts. Not set, it is rollout.min_new_tokens."""
+    """Minimum length of answers to its prompts. Defaults to rollout.min_new_tokens."""
 
     @property
     def sampling(self) -> dict[str, Any]:
-        """Its sampling parameters that differ from the run's, by name, as JSON has them."""
+        """Sampling parameters that differ from the run's, by name, as JSON values."""
         found: dict[str, Any] = {name: value for name in ("max_new_tokens", "top_p") if (value := getattr(self, name))}
         for name in ("top_k", "stop", "stop_token_ids", "min_new_tokens"):
             if (value := getattr(self, name)) is not None:
@@ -186,7 +185,7 @@ class DataConfig(Section):
     "owner/name/config:split". "PATH@[0:100]" is a part of it. Each row has "prompt" (text or a list of chat messages),
     optionally "answer", and any other columns, which the reward gets as metadata."""
     eval_path: Path | None = None
-    """Held-out prompts, as path. Without it there is no evaluation."""
+    """Held-out prompts, in the forms of path. Without them there is no evaluation."""
     sources: tuple[DataSource, ...] = ()
     """Instead of path: several sources that are mixed, each in a table [[data.sources]] with path, weight, name, and
     columns, system_prompt, prompt_function and sampling parameters of its own (docs/data.md)."""
@@ -197,9 +196,11 @@ class DataConfig(Section):
     prompt_key: str = "prompt"
     """Column of the prompt. Dots lead into objects, as in "extra_info.question"."""
     answer_key: str = "answer"
-    """Column of the reference answer, such as "reward_model.ground_truth". Rows may lack it only if it is "answer"."""
+    """Column of the reference answer, such as "reward_model.ground_truth". A row may lack it only if the name is
+    "answer"."""
     metadata_key: str = ""
-    """Column with an object that the reward gets as metadata; "*" or empty means all columns but prompt and answer."""
+    """Column with an object that the reward gets as metadata; "*" or empty means all columns except prompt and
+    answer."""
     tools_key: str = ""
     """Column with tools for the chat template, which rows may lack: a list of objects, or its JSON text. Empty means
     that there are none."""
@@ -214,15 +215,15 @@ class DataConfig(Section):
     max_image_tokens: int = Field(default=0, ge=0)
     """Shrink images to at most this many tokens; 0 means the model's maximum."""
     video_fps: float = Field(default=0.0, ge=0, le=60)
-    """Frames that are taken from a second of a video; 0 means the model's rate. A video that is a list of frames has
-    them at this rate."""
+    """Frames per second to take from a video; 0 means the model's rate. A video given as a list of frames has them at
+    this rate."""
     video_sound: bool = False
     """Play a video's own sound with it, if its file has one: its tokens stand between those of the frames, by time. For
     a model that sees video and hears (docs/media.md)."""
     max_video_frames: int = Field(default=0, ge=0)
     """Take at most this many frames from a video, evenly spread over it; 0 means the model's maximum."""
     max_video_tokens: int = Field(default=0, ge=0, le=40_000)
-    """Shrink frames so that those of a video have at most this many tokens; 0 means the model's maximum."""
+    """Shrink a video's frames until it has at most this many tokens; 0 means the model's maximum."""
     max_audio_seconds: float = Field(default=300.0, gt=0, le=3600)
     """Maximum length of a sound, which has 13 tokens a second. A longer one is refused, not cut."""
     prompt_function: str = ""
@@ -232,7 +233,7 @@ class DataConfig(Section):
     """Have the model continue the last message of a prompt that ends in one of the assistant, such as "<think>". false
     refuses such prompts."""
     system_prompt: str = ""
-    """Text of a system message that is put before prompts without one."""
+    """Text of a system message for prompts without one."""
     digits: int = Field(default=2, ge=1, le=6)
     """Digits of each number of the addition source."""
     reasoning_gym: ReasoningGymConfig = ReasoningGymConfig()
@@ -240,14 +241,15 @@ class DataConfig(Section):
     max_prompt_tokens: int = Field(default=1024, ge=1)
     """Maximum length of a prompt."""
     overlong: Literal["error", "skip"] = "error"
-    """Longer prompts: error refuses to start and names the prompt; skip leaves them out and counts them."""
+    """What to do with longer prompts: error refuses to start and names the prompt; skip leaves them out and counts
+    them."""
     deduplicate: bool = False
     """Leave out prompts that occur twice, and those of evaluation sets. Case and white space don't
     count. Prompts of a source with more than 20,000 are compared when their turn comes (docs/data.md)."""
     shuffle: bool = True
     """Shuffle prompts in each epoch, seeded by run.seed."""
     curriculum: CurriculumConfig = CurriculumConfig()
-    """Which prompts are given how often."""
+    """How often each prompt is given."""
 
     @property
     def is_own(self) -> bool:

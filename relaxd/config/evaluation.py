@@ -21,14 +21,14 @@ class EvalSet(Section):
     """A named set of prompts to evaluate on."""
 
     name: str
-    """Its name in tables and metrics: lower-case letters, digits, "_", "-" and "."."""
+    """Name of the set in tables and metrics: lower-case letters, digits, "_", "-" and "."."""
     path: Path | None = None
     """File or folder with its prompts, as data.path."""
     task: str = ""
     """Instead of path: a task of reasoning-gym, such as "spell_backward". Its prompts are generated, with seeds that
     training doesn't use."""
     task_settings: dict[str, Any] = Field(default_factory=dict)
-    """With task: the task's own settings, as data.reasoning_gym.settings."""
+    """With task: the task's own settings, like data.reasoning_gym.settings."""
     instruction: str = ""
     """With task: text added as a paragraph after the question."""
     benchmark: str = ""
@@ -37,35 +37,36 @@ class EvalSet(Section):
     prompts: int = Field(default=0, ge=0)
     """Number of prompts: the first ones. 0 means all of a file or benchmark, 100 of a task."""
     prompt_key: str = ""
-    """As data.prompt_key; empty means that."""
+    """Like data.prompt_key, which it defaults to if empty."""
     answer_key: str = ""
-    """As data.answer_key; empty means that."""
+    """Like data.answer_key, which it defaults to if empty."""
     metadata_key: str = ""
-    """As data.metadata_key; empty means that, "*" all columns but prompt and answer."""
+    """Like data.metadata_key, which it defaults to if empty; "*" means all columns except prompt and answer."""
     tools_key: str | None = None
-    """As data.tools_key. Not set, it is that; empty means that its prompts have no tools."""
+    """Like data.tools_key, which it defaults to if not set; empty means that its prompts have no tools."""
     prompt_function: str | None = None
-    """As data.prompt_function. Not set, it is that, unless prompt_key is set; empty means none."""
+    """Like data.prompt_function, which it defaults to if not set, unless prompt_key is set; empty means none."""
     system_prompt: str | None = None
-    """As data.system_prompt. Not set, it is that; empty means none."""
+    """Like data.system_prompt, which it defaults to if not set; empty means none."""
     samples_per_prompt: int = Field(default=1, ge=1, le=MAX_SAMPLES)
     """Answers to each prompt (n)."""
     k: tuple[int, ...] = ()
-    """The k of pass@k and maj@k, at most samples_per_prompt; empty means 1, 2, 4, 8 ... up to it."""
+    """Values of k for pass@k and maj@k, at most samples_per_prompt; empty means 1, 2, 4, 8 ... up to
+    samples_per_prompt."""
     temperature: float | None = Field(default=None, ge=0)
-    """Sampling temperature; 0 is greedy. Not set, it is 0 for one answer to each prompt, else rollout.temperature."""
+    """Sampling temperature; 0 is greedy. Defaults to 0 with one answer per prompt, else to rollout.temperature."""
     top_p: float = Field(default=0.0, ge=0, le=1)
     """Nucleus sampling; 1 turns it off, 0 means rollout.top_p."""
     top_k: int | None = Field(default=None, ge=0)
-    """Sample from the k likeliest tokens; 0 turns it off. Not set, it is rollout.top_k."""
+    """Sample from the k likeliest tokens; 0 turns it off. Defaults to rollout.top_k."""
     max_new_tokens: int = Field(default=0, ge=0)
     """Maximum length of an answer, in tokens; 0 means eval.max_new_tokens."""
     stop: tuple[str, ...] | None = None
-    """Strings that end an answer. Not set, they are those of rollout.stop."""
+    """Strings that end an answer. Defaults to rollout.stop."""
     stop_token_ids: tuple[int, ...] | None = None
-    """Token ids that end an answer. Not set, they are those of rollout.stop_token_ids."""
+    """Token ids that end an answer. Defaults to rollout.stop_token_ids."""
     min_new_tokens: int | None = Field(default=None, ge=0)
-    """Minimum length of an answer, in tokens. Not set, it is rollout.min_new_tokens."""
+    """Minimum length of an answer, in tokens. Defaults to rollout.min_new_tokens."""
     reward: str = ""
     """Name of its reward, as reward.name. Empty means the run's reward, with its settings; with task reasoning_gym,
     with benchmark the benchmark's."""
@@ -74,16 +75,16 @@ class EvalSet(Section):
     reward_key: str = ""
     """Key of its reward in mappings, as reward.key."""
     reward_address: Annotated[str, AfterValidator(partial(check_address, token_setting="reward_address_token"))] = ""
-    """Instead of reward: a service of your own, as reward.address."""
+    """Instead of reward: a service of your own, like reward.address."""
     reward_address_token: TokenVariable = ""
-    """With reward_address: as reward.address_token."""
+    """With reward_address: like reward.address_token."""
     environment: Annotated[str, AfterValidator(check_environment)] = ""
-    """Environment of its conversations, as agent.environment. Empty means that."""
+    """Environment of the set's conversations, like agent.environment, which it defaults to if empty."""
     environment_settings: dict[str, Any] | None = None
     """Settings of its environment, as agent.settings. Not set, they are those if the environment is the run's, and none
     if it is another."""
     right_from: float = 1.0
-    """An answer counts as right for pass@k and maj@k if its reward is at least this."""
+    """Minimum reward of an answer that counts as right for pass@k and maj@k."""
 
     @field_validator("name")
     @classmethod
@@ -184,8 +185,8 @@ class EvalConfig(Section):
     """Share of each engine's rollout.max_running_samples that an evaluation during training may take; of conversations,
     of each agent replica's agent.max_sessions."""
     kept_prompts: int = Field(default=200, ge=0)
-    """Keep the texts of prompts and answers of this many prompts of each set; of all others only rewards and
-    lengths."""
+    """Number of prompts of each set whose prompt and answer texts are kept; of all others only rewards and lengths
+    are."""
     stall_seconds: float = Field(default=300.0, gt=0)
     """Move a prompt to another engine if its engine generates nothing for this long; abandon the evaluation if there is
     no engine for as long. A whole answer may take any time."""

@@ -22,7 +22,7 @@ from relaxd.config.write_toml import toml
 
 MAX_PROBLEMS = 50
 MAX_SHOWN = 100
-"""Characters of a wrong line or name that are read."""
+"""Maximum number of characters to read of a wrong line or name."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Problem:
     message: str
     """The mistake and its remedy."""
     source: str = ""
-    """The place where it was set: "FILE line 12" or "--rollout.top_p"; empty if it was not set."""
+    """Origin of the setting: "FILE line 12" or "--rollout.top_p"; empty if it was not set."""
 
     def __str__(self) -> str:
         head = f"{self.source}: " if self.source else ""
@@ -190,7 +190,7 @@ def _override_value(place: Place, text: str) -> Any:
 
 
 def _set(data: dict[str, Any], place: Place, value: Any, option: str) -> None:
-    """Set what is at a place, where a number stands for one of a list of tables: ("eval", "sets", "0", "k")."""
+    """Set the value at a path, in which a number is the index of a table in a list: ("eval", "sets", "0", "k")."""
     table: Any = data
     for depth, part in enumerate(place[:-1], start=1):
         if isinstance(table, dict):
@@ -217,7 +217,7 @@ def _no_entry(place: Place, entries: Sequence[Any], option: str) -> ConfigError:
 
 
 def _shown(error: ValidationError, sources: Mapping[Place, str]) -> list[Problem]:
-    """Convert at most MAX_PROBLEMS errors: each looks for similar names among all settings."""
+    """Convert at most MAX_PROBLEMS errors, because each conversion compares with the names of all settings."""
     found = (one for details in error.errors() for one in _problems(details, sources))
     problems = list(islice(found, MAX_PROBLEMS))
     if next(found, None) is not None:
@@ -251,7 +251,7 @@ def _unknown(place: Place, what: str, source: str, algorithm: str = "") -> Probl
 
 
 def _source(place: Place, sources: Mapping[Place, str]) -> str:
-    """Return where a setting or section was set: itself, else what is in it, else the section that it is in."""
+    """Return the origin of a setting or section: its own, else that of a setting in it, else that of its section."""
     if place in sources:
         return sources[place]
     if within := next((source for known, source in sources.items() if known[: len(place)] == place), ""):
@@ -260,7 +260,7 @@ def _source(place: Place, sources: Mapping[Place, str]) -> str:
 
 
 def _source_of_rule(message: str, place: Place, sources: Mapping[Place, str]) -> str:
-    """Return where the first setting was set that a message on several names, or else their section."""
+    """Return the origin of the first setting that a message about several names, or else that of their section."""
     # A list's entry, such as tracking.trackers.0, has the line of its list.
     named = (tuple(re.sub(r"\.\d+$", "", name).split(".")) for name in re.findall(r"\b[a-z_]+(?:\.\w+)+", message))
     return next((sources[one] for one in named if one in sources), _source(place, sources))

@@ -29,7 +29,8 @@ class BoardConfig(Section):
     lease_seconds: float = Field(default=30.0, gt=0)
     """Redeliver a group whose holder has not renewed its lease for this long."""
     max_deliveries: int = Field(default=5, ge=1)
-    """Maximum deliveries of a group to a stage. Then it is poison: dropped, counted and recorded for inspection."""
+    """Maximum deliveries of a group to a stage. A group that exceeds it is poison: dropped, counted, recorded for
+    inspection."""
     max_retries: int = Field(default=2, ge=0)
     """Maximum times to publish the prompt of a stale group again."""
     max_consecutive_drops: int = Field(default=0, ge=0)
@@ -80,7 +81,7 @@ class HealthConfig(Section):
     start_seconds: float = Field(default=900.0, gt=0)
     """A replica that starts without progress for this long is stuck. Reading its model is progress."""
     failed_seconds: float = Field(default=60.0, gt=0)
-    """A failed replica may recover by itself for this long before it is restarted."""
+    """Seconds that a failed replica has to recover by itself before it is restarted."""
     max_sync_failures: int = Field(default=4, ge=1)
     """Consecutive failed weight synchronisations before an engine is restarted."""
     restart_timeout_seconds: float = Field(default=30.0, gt=0)
@@ -89,7 +90,7 @@ class HealthConfig(Section):
     max_restarts: int = Field(default=3, ge=1)
     """Maximum restarts of a replica within restart_window_seconds, and maximum consecutive attempts to restart it."""
     restart_window_seconds: float = Field(default=600.0, gt=0)
-    """Window of max_restarts. A replica that exceeded it is restarted once more after this long."""
+    """Window of max_restarts, in seconds. A replica that exceeded max_restarts is restarted once more after it."""
     first_backoff_seconds: float = Field(default=1.0, ge=0)
     """Pause before a replica's second restart within the window, and between two rebuilds of a role; doubles each
     time."""
@@ -100,7 +101,7 @@ class HealthConfig(Section):
 
 
 FEWEST_PORTS = 2
-"""Ports on which a trainer listens besides its service's: its ranks' and the weight group's rendezvous."""
+"""Minimum number of ports for a trainer besides its service's: its ranks' and the weight group's rendezvous."""
 
 
 CPU_TRANSPORTS = ("gloo", "gloo_chain")
@@ -124,7 +125,7 @@ class WeightsConfig(Section):
     bucket_bytes: int = Field(default=256 << 20, ge=1 << 20)
     """Size of the buckets in which tensors are sent: one is sent while the next is gathered."""
     timeout_seconds: float = Field(default=30.0, gt=0)
-    """Abort a broadcast that takes longer, and repeat it without the late engines."""
+    """Abort a broadcast that takes longer, in seconds, and repeat it without the late engines."""
     connect_timeout_seconds: float = Field(default=10.0, gt=0)
     """Deadline for connecting a weight group."""
     verify: Literal["first", "always", "never"] = "first"
@@ -198,7 +199,7 @@ class RehearsalConfig(Section):
     sync_seconds: float = Field(default=2.0, ge=0)
     """Seconds in which the weights reach all engines."""
     tensors: int = Field(default=400, ge=1)
-    """Tensors of the model, whose list every engine gets when a weight group forms."""
+    """Number of tensors of the model, whose list every engine gets when a weight group forms."""
     moe_layers: int = Field(default=0, ge=0)
     """Layers with experts, for rollout.return_routed_experts and trainer.routing_replay."""
     experts_per_token: int = Field(default=0, ge=0)

@@ -9,12 +9,12 @@ import tomllib
 from typing import Any
 
 MAX_CHARACTERS = 1 << 18
-"""Characters of a configuration. Prompts, rewards and long templates belong in separate files."""
+"""Maximum characters of a configuration. Prompts, rewards and long templates belong in separate files."""
 MAX_SETTINGS = 10_000
 MAX_NAME = 200
 """Characters of a key."""
 MAX_DEPTH = 32
-"""Tables and lists within each other; relaxd's own settings have five."""
+"""Maximum nesting of tables and lists; relaxd's own settings have five levels."""
 _DEEP_KEY = re.compile(r"""(?<![\w"'-])(?:(?:[\w-]+|"[^"\n]{0,99}"|'[^'\n]{0,99}')[ \t]*\.[ \t]*){33}""")
 _LONG_NUMBER = re.compile(r"(?<!\w)(0x)?[0-9a-fA-F_]{3500,}")
 

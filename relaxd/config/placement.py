@@ -15,7 +15,7 @@ class PlacementConfig(Section):
     """Replicas that commands start for the run, in two tables by role (docs/placement.md)."""
 
     replicas: dict[str, PositiveInt] = Field(default_factory=dict)
-    """Replicas of roles, such as { rollout = 2, reward = 4 }. A role without a number has one replica if the run needs
+    """Replicas of each role, such as { rollout = 2, reward = 4 }. Any other role has one replica if the run needs
     it."""
     gpus: dict[str, PositiveInt] = Field(default_factory=dict)
     """Instead of replicas: GPUs of all replicas of a role together, such as { rollout = 4 }. It must be a multiple of

@@ -43,43 +43,44 @@ TokenVariable = Annotated[str, AfterValidator(lambda name: name and check_variab
 
 
 class RewardChoice(Section):
-    """A reward for prompts that choose it."""
+    """A reward that prompts can choose."""
 
     name: str
     """Name of the reward, as reward.name."""
     settings: dict[str, Any] = Field(default_factory=dict)
-    """Its settings, as reward.settings."""
+    """Settings of the reward, like reward.settings."""
     key: str = ""
-    """Its key in mappings, as reward.key."""
+    """Key of the reward in mappings, like reward.key."""
 
 
 class RewardTerm(Section):
-    """One of the rewards whose weighted sum is the run's reward."""
+    """One of several rewards whose weighted sum is the run's reward."""
 
     name: str = ""
     """Name of the reward, as reward.name."""
     address: Annotated[str, AfterValidator(partial(check_address, token_setting="address_token"))] = ""
-    """Instead of a name: a service of your own, as reward.address."""
+    """Instead of a name: a service of your own, like reward.address."""
     address_token: TokenVariable = ""
-    """With address: environment variable with its token, as reward.address_token."""
+    """With address: environment variable with the service's token, like reward.address_token."""
     label: str = ""
-    """Its name in parts and in `only_if`; by default the reward's name, without what is before its colon."""
+    """Label of the part in metrics and in `only_if`. Defaults to the reward's name, without the text before its
+    colon."""
     weight: float = 1.0
     """Factor of its value in the sum."""
     settings: dict[str, Any] = Field(default_factory=dict)
-    """Its settings, as reward.settings."""
+    """Settings of the reward, like reward.settings."""
     key: str = ""
-    """Its key in mappings, as reward.key."""
+    """Key of the reward in mappings, like reward.key."""
     only_if: str = ""
-    """Label of another term: this one counts only where that one's value is above 0."""
+    """Label of another term, without whose value above 0 this term doesn't count."""
     minimum: float | None = None
-    """Lower values count as this one."""
+    """Minimum value; lower values are raised to it."""
     maximum: float | None = None
-    """Higher values count as this one."""
+    """Maximum value; higher values are lowered to it."""
 
     @property
     def shown(self) -> str:
-        """Its label."""
+        """The term's label."""
         return self.label or self.name.rpartition(":")[2] or self.address
 
     @model_validator(mode="after")
@@ -125,15 +126,16 @@ class RewardConfig(Section):
     """A sample that can't be scored: drop drops its group. zero gives it the reward 0, and every sample the part
     `failed`. retry scores it again up to max_retries times, with growing pauses, then drops the group."""
     max_retries: int = Field(default=3, ge=1)
-    """With on_failure = "retry": tries after the first one."""
+    """Maximum repetitions of a failed call, with on_failure = "retry"."""
     timeout_seconds: float = Field(default=10.0, gt=0)
-    """Kill a reward that takes longer for one sample, or for one group if it scores groups. The sample fails."""
+    """Kill a reward that takes longer than this many seconds for a sample, or for a group if it scores groups. The
+    sample fails."""
     workers: int = Field(default=2, ge=1)
     """Processes per reward replica."""
     max_in_flight: int = Field(default=64, ge=1)
-    """With an address: calls that a reward replica has open at a time, to each service."""
+    """With an address: maximum concurrent calls of a reward replica to each service."""
     outage_seconds: float = Field(default=600.0, ge=0)
-    """With an address: how long samples wait for a service that can't be reached. Then they fail."""
+    """With an address: seconds that samples wait for an unreachable service before they fail."""
     cache_samples: int = Field(default=0, ge=0, le=10_000_000)
     """Scores that a reward replica remembers, by everything that the reward gets; about 1 KiB each. Only for a reward
     that gives the same sample the same score. 0: none."""
@@ -149,15 +151,16 @@ class RewardConfig(Section):
     log says what it can't. required: the run doesn't start where network, files, memory or processes can't be limited.
     off: rewards do what the service's user may do."""
     network: bool = False
-    """Let rewards reach the network. A judge and an address don't need it: the service calls them."""
+    """Allow rewards to use the network. A judge and an address don't need it, because the service calls them."""
     writable: tuple[str, ...] = ()
-    """Files and folders that rewards may write besides temporary files (tempfile), which end with their worker."""
+    """Files and folders that rewards may write, in addition to temporary files (tempfile), which end with their
+    worker."""
     worker_memory_bytes: int = Field(default=4 << 30, ge=0)
     """Maximum memory of each process of a worker (RLIMIT_DATA: what it allocates, not mapped files). 0: no limit."""
 
     @property
     def calls_services(self) -> bool:
-        """True if it, or one of its terms, is the user's own service."""
+        """True if the reward, or one of its terms, is the user's own service."""
         return bool(self.address) or any(term.address for term in self.terms)
 
     @property

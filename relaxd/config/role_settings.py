@@ -11,7 +11,7 @@ from relaxd.engines import ENGINES, JudgeEngineName, TeacherEngineName, list_eng
 
 
 class ReplicaSizes(Section):
-    """Sizes of the replicas of a role that holds a model in ranks of its own, with the trainer's dtype and kernels."""
+    """Replica sizes of a role whose model has its own ranks, with the trainer's dtype and kernels."""
 
     section: ClassVar[str]
     """Name of the section, for errors."""
@@ -51,12 +51,12 @@ SIZES = tuple(ReplicaSizes.model_fields)
 
 
 class FrozenModelConfig(ReplicaSizes):
-    """A model that isn't trained and gives log-probs of the policy's tokens. It has the trainer's dtype and kernels."""
+    """A frozen model that computes log-probs of the policy's tokens, with the trainer's dtype and kernels."""
 
     model: str = ""
     """A Hugging Face folder, the name of a fetched model, or a hub name."""
     placement: Literal["trainer", "service"] = "service"
-    """trainer: in the trainer's ranks, beside the model that they train. service: in replicas of its own."""
+    """trainer: in the trainer's ranks, beside the trained model. service: in separate replicas."""
     refresh_every: int = Field(default=0, ge=0)
     """Take over the trained model's weights each time this many steps are done, which the ledger records; 0: never.
     Needs the initial model to begin with. A teacher needs placement = "trainer", too."""
@@ -69,7 +69,7 @@ class FrozenModelConfig(ReplicaSizes):
 
     @property
     def settings(self) -> dict[str, str]:
-        """The models that it holds, by the setting that names them; "" is the initial model."""
+        """The role's models by the setting that names them; "" is the initial model."""
         return {f"{self.section}.model": self.model}
 
 
@@ -90,9 +90,9 @@ class TeacherModel(Section):
     """One of several teachers."""
 
     model: str = Field(min_length=1)
-    """As roles.teacher.model."""
+    """Like roles.teacher.model."""
     sources: tuple[str, ...] = Field(min_length=1)
-    """Sources whose prompts it judges: their metadata.data_source, such as the name of a data.sources."""
+    """Sources whose prompts this model teaches: their metadata.data_source, such as the name of a data.sources."""
 
 
 class TeacherConfig(FrozenModelConfig):
@@ -124,14 +124,14 @@ class TeacherConfig(FrozenModelConfig):
     """The processes that hold the model. megatron: ranks like the trainer's. sglang: an SGLang engine with the
     trainer's dtype on tensor_parallel GPUs, which prefills each answer; it holds one model."""
     max_tokens_in_flight: int = Field(default=131_072, ge=1)
-    """Maximum number of tokens, prompts included, that an engine has at a time; a longer answer goes alone (sglang)."""
+    """Maximum number of tokens in an engine at a time, prompts included; a longer answer goes alone (sglang)."""
     gpu_share: float = Field(default=1.0, gt=0, le=1)
     """Share of the memory of each of its GPUs that an engine has; 1: GPUs of its own. Below 1 rollout engines and a
     judge may be on the same GPU: every engine of the run leaves this share free. Not with run.colocate (sglang)."""
     memory_fraction: float = Field(default=0.0, ge=0, lt=1)
     """Share of GPU memory, or of gpu_share, for weights and key-value cache; 0 lets SGLang decide (sglang)."""
     sglang: dict[str, Any] = Field(default_factory=dict)
-    """SGLang's own options, as in rollout.sglang, such as chunked_prefill_size = 4096 (sglang)."""
+    """SGLang's own options, like rollout.sglang, such as chunked_prefill_size = 4096 (sglang)."""
 
     @property
     def settings(self) -> dict[str, str]:
@@ -144,7 +144,7 @@ class TeacherConfig(FrozenModelConfig):
         return self.gpu_share < 1
 
     def model_of(self, source: object) -> str:
-        """Return the model that judges the prompts of a source (None: of no source); "" if none does."""
+        """Return the model that teaches the prompts of a source (None: no source); "" if there is none."""
         return next((one.model for one in self.models if source in one.sources), self.model)
 
     def without(self, source: object, what: str) -> str:
@@ -217,7 +217,7 @@ class CriticOptimizerConfig(OptimizerConfig):
     section: ClassVar[str] = "roles.critic.optimizer"
 
     lr: float = Field(default=1e-5, gt=0)
-    """Peak learning rate; usually above the policy's, because the critic has to keep up with it."""
+    """Peak learning rate; usually higher than the policy's, so that the critic keeps up."""
 
 
 class CriticConfig(ReplicaSizes):
@@ -258,7 +258,7 @@ class CriticConfig(ReplicaSizes):
 
 
 class JudgeConfig(Section):
-    """The judge: a model that rewards ask about answers, and that is never trained (docs/judge.md)."""
+    """The judge: a frozen model that answers questions of rewards about samples (docs/judge.md)."""
 
     model: str = ""
     """A Hugging Face folder, the name of a fetched model, or a hub name, for replicas of the role judge. With an
@@ -274,26 +274,26 @@ class JudgeConfig(Section):
     max_new_tokens: int = Field(default=1024, ge=1)
     """Maximum length of a reply, in tokens."""
     temperature: float = Field(default=0.1, ge=0)
-    """Sampling temperature; 0 is greedy. Raise it where several votes are asked for."""
+    """Sampling temperature; 0 is greedy. Raise it if you ask for several votes."""
     top_p: float = Field(default=1.0, gt=0, le=1)
     """Nucleus sampling; 1 turns it off."""
     top_k: int = Field(default=0, ge=0)
     """Sample from the k likeliest tokens; 0 turns it off."""
     timeout_seconds: float = Field(default=300.0, gt=0)
-    """A question without a reply for this long fails its sample. The time doesn't count in reward.timeout_seconds."""
+    """Seconds after which a question without a reply fails its sample. The time doesn't count in
+    reward.timeout_seconds."""
     outage_seconds: float = Field(default=600.0, ge=0)
     """Time for which questions wait for a judge that can't be reached. Then their samples fail."""
     max_in_flight: int = Field(default=64, ge=1)
-    """Questions that a reward replica has open at a time."""
+    """Maximum open questions of a reward replica."""
     questions_per_second: float = Field(default=0.0, ge=0)
-    """Maximum number of questions that a reward replica begins in a second, at even intervals; 0.5: 30 a minute, 0: no
-    limit."""
+    """Maximum rate at which a reward replica starts questions, at even intervals; 0.5: 30 a minute, 0: no limit."""
     engine: JudgeEngineName = "transformers"
     """Inference engine of a replica. transformers: on CPUs. sglang: on GPUs."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Element type of the weights."""
     max_running_samples: int = Field(default=64, ge=1)
-    """Maximum number of replies in progress per replica; other questions wait there."""
+    """Maximum number of replies in progress per replica; further questions wait there."""
     threads: int = Field(default=0, ge=0)
     """CPU threads of a replica; 0 means all cores."""
     tensor_parallel: int = Field(default=1, ge=1)
@@ -305,7 +305,7 @@ class JudgeConfig(Section):
     memory_fraction: float = Field(default=0.0, ge=0, lt=1)
     """Share of GPU memory, or of gpu_share, for weights and key-value cache; 0 lets SGLang decide (sglang)."""
     sglang: dict[str, Any] = Field(default_factory=dict)
-    """SGLang's own options, as in rollout.sglang, such as context_length = 8192."""
+    """SGLang's own options, like rollout.sglang, such as context_length = 8192."""
 
     @property
     def is_there(self) -> bool:
@@ -314,12 +314,12 @@ class JudgeConfig(Section):
 
     @property
     def has_replicas(self) -> bool:
-        """True if the judge is the run's own replicas."""
+        """True if the judge runs in replicas of this run."""
         return bool(self.model) and not self.address
 
     @property
     def shares_gpus(self) -> bool:
-        """True if the judge may be on rollout engines' GPUs. In a colocated run it then takes turns, as they do."""
+        """True if the judge may be on rollout engines' GPUs. In a colocated run it then takes turns like them."""
         return self.gpu_share < 1
 
     @field_validator("address")
@@ -376,11 +376,11 @@ class RolesConfig(Section):
     critic: CriticConfig = CriticConfig()
     """The critic."""
     judge: JudgeConfig = JudgeConfig()
-    """The judge that rewards ask."""
+    """The judge that answers questions of rewards."""
 
     @property
     def engine_gpu_share(self) -> float:
-        """Share of the memory of each of its GPUs that is a rollout engine's: what judge and teacher leave of it."""
+        """Share of each GPU's memory for a rollout engine: what judge and teacher leave."""
         return 1.0 - sum(own.gpu_share for own in (self.judge, self.teacher) if own.shares_gpus)
 
     @property

@@ -9,21 +9,20 @@ from relaxd.engines import RolloutEngineName
 
 
 class PartialConfig(Section):
-    """Unfinished answers of engines that go (docs/partial-rollout.md)."""
+    """Treatment of unfinished answers of engines that leave (docs/partial-rollout.md)."""
 
     enabled: bool = False
-    """Keep them on the board, and let another engine continue them. Otherwise they are generated again from their
-    beginning."""
+    """Keep unfinished answers on the board, and let another engine continue them. Otherwise they begin anew."""
     save_seconds: float = Field(default=30.0, gt=0)
-    """Save unfinished answers this often, for replicas that die without notice. One that is drained or removed saves
-    them in any case."""
+    """Seconds between two saves of unfinished answers, for replicas that die without notice. A drained or removed one
+    always saves."""
     save_tokens: int = Field(default=1024, ge=1)
-    """Don't save a group's answers before one of them has this many tokens that aren't saved."""
+    """Minimum unsaved tokens of one of a group's answers before the group's answers are saved."""
     max_staleness: int | None = Field(default=None, ge=0)
     """Generate a group again if a token that would be trained is more versions than this older than the engine's
     weights; by default board.max_staleness."""
     mask_off_policy: bool = False
-    """Don't train on kept tokens that older weights wrote than those of the engine that continues the answer."""
+    """Don't train on kept tokens whose weights are older than those of the engine that continues the answer."""
 
 
 class RolloutConfig(Section):
@@ -34,17 +33,17 @@ class RolloutConfig(Section):
     max_new_tokens: int = Field(default=256, ge=1)
     """Maximum length of an answer, in tokens."""
     temperature: float = Field(default=1.0, gt=0)
-    """Sampling temperature. Log-probs are computed under it, too."""
+    """Sampling temperature. Log-probs use it, too."""
     top_p: float = Field(default=1.0, gt=0, le=1)
     """Nucleus sampling; 1 turns it off."""
     top_k: int = Field(default=0, ge=0)
     """Sample from the k likeliest tokens; 0 turns it off."""
     stop: tuple[str, ...] = ()
-    """Strings that end an answer, such as ["</answer>"]. Its text ends before the string, its tokens with it."""
+    """Strings that end an answer, such as ["</answer>"]. The text excludes the string, the tokens include it."""
     stop_token_ids: tuple[int, ...] = ()
-    """Token ids that end an answer, which keeps them; empty means the model's own end tokens."""
+    """Token ids that end an answer and are part of it; empty means the model's own end tokens."""
     min_new_tokens: int = Field(default=0, ge=0)
-    """Minimum length of an answer, in tokens: before that many, no end token is sampled."""
+    """Minimum length of an answer, in tokens: no end token is sampled before."""
     engine: RolloutEngineName = "transformers"
     """Inference engine. transformers: on CPUs. sglang: on GPUs. sglang_external: an SGLang server that runs already,
     whose URL each rollout replica gets (docs/engines.md). scripted: none, and no trainer either; `relaxd rehearse`
@@ -63,9 +62,9 @@ class RolloutConfig(Section):
     return_routed_experts: bool = False
     """Store each token's experts in the column routed_experts (sglang, mixture-of-experts models)."""
     partial: PartialConfig = PartialConfig()
-    """Unfinished answers of engines that go."""
+    """Treatment of unfinished answers of engines that leave."""
     sglang: dict[str, Any] = Field(default_factory=dict)
-    """SGLang's own options, named as in its ServerArgs, such as attention_backend = "triton"."""
+    """SGLang's own options, by their names in ServerArgs, such as attention_backend = "triton"."""
 
     @model_validator(mode="after")
     def _lengths_fit(self) -> Self:

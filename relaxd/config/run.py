@@ -24,7 +24,7 @@ from relaxd.engines import ENGINES, list_engines
 from relaxd.run_folder import HELD_OUT
 
 JUDGE_REWARDS = ("judge", "judge_pairs", "boxed_judge")
-"""Bundled rewards that ask the judge."""
+"""Bundled rewards that use the judge."""
 MICRO_BATCH_TOKENS = 4096
 """Minimum tokens of the trainer's micro-batches, unless they are set."""
 
@@ -36,9 +36,9 @@ class StopEarlyConfig(Section):
     """The metric that must improve, as trainer.checkpoint.keep_best: "eval.SET.METRIC", with "-" before it if lower is
     better. Empty: the run takes all its steps."""
     patience: int = Field(default=3, ge=1)
-    """End the run after this many evaluations in a row without an improvement."""
+    """Number of consecutive evaluations without an improvement after which the run ends."""
     min_delta: float = Field(default=0.0, ge=0)
-    """Smallest improvement that counts, over the best value so far."""
+    """Minimum improvement over the best value so far."""
 
     @model_validator(mode="after")
     def _is_on(self) -> Self:
@@ -61,7 +61,7 @@ class RunSection(Section):
     trainer trains, and the trainer moves its state to host memory while the engines generate (trainer.offload).
     Needs board.max_staleness = 0."""
     switch_timeout_seconds: float = Field(default=120.0, gt=0)
-    """With colocate: repeat a request to sleep or wake up that takes longer."""
+    """With colocate: seconds after which a request to sleep or wake up is repeated."""
     stop_early: StopEarlyConfig = StopEarlyConfig()
     """End the run once evaluations no longer improve."""
 
@@ -76,7 +76,7 @@ class ModelConfig(Section):
     """The model to train."""
 
     path: str
-    """A Hugging Face folder, the name of a model that `relaxd model fetch` knows, or a hub name."""
+    """Hugging Face folder, name of a model of `relaxd model fetch`, or a hub name."""
     chat_template: str | None = None
     """Jinja chat template to use instead of the model's own: its text, or the path of its file, relative to the folder
     in which relaxd is called. A run keeps the text, and the exported model has it, too."""
@@ -95,9 +95,9 @@ class TelemetryConfig(Section):
     samples_per_step: int = Field(default=8, ge=0)
     """Samples of each step to keep for `relaxd samples`, in Redis and in the run's samples.jsonl."""
     all_samples: bool = False
-    """Also keep all samples of each step, in a compressed file for each in the run's folder samples/."""
+    """Keep all samples of each step as well, in one compressed file per step in the run's folder samples/."""
     all_samples_steps: int = Field(default=0, ge=0)
-    """Number of newest steps whose samples all_samples keeps; 0: of all steps."""
+    """Number of newest steps whose files all_samples keeps; 0: all steps."""
 
 
 class RunConfig(Section):
@@ -159,18 +159,18 @@ class RunConfig(Section):
         ]
 
     def refreshed_after(self, step: int) -> tuple[str, ...]:
-        """Return the roles whose models take over the trained model's weights after a step."""
+        """Return the roles whose models take over the trained weights after a step."""
         every = {role: self.roles.frozen[role].refresh_every for role in self.frozen_roles()}
         return tuple(role for role, steps in every.items() if steps and step % steps == 0)
 
     @property
     def has_privileged_teacher(self) -> bool:
-        """True if the run has a teacher whose prompts have more than the student's."""
+        """Return True if the run has a teacher that sees more of the prompt than the student."""
         return "teacher" in self.frozen_roles() and bool(self.roles.teacher.privileged_key)
 
     @property
     def student_candidates_problem(self) -> str:
-        """Why the teacher can't be asked about the student's likeliest tokens, or ""; the run has a teacher."""
+        """Reason why the teacher can't score the student's likeliest tokens, or ""; the run has a teacher."""
         teacher = self.roles.teacher
         if teacher.placement == "trainer":
             if not teacher.privileged_key:
@@ -227,12 +227,12 @@ class RunConfig(Section):
 
     @property
     def has_media(self) -> bool:
-        """True if the run's prompts or other messages of its conversations may have media."""
+        """True if the run's prompts or conversations may have media."""
         return bool(self.media_kinds)
 
     @property
     def media_kinds(self) -> tuple[str, ...]:
-        """The kinds of media that the run's prompts or other messages of its conversations may have."""
+        """Kinds of media that the run's prompts or conversations may have."""
         return tuple(dict.fromkeys((*self.data.media_keys, *self.agent.media)))
 
     @property
@@ -242,7 +242,7 @@ class RunConfig(Section):
 
     @property
     def media_problem(self) -> tuple[str, str] | None:
-        """The setting with which a run can't have its media, and why; None if it can, or has none."""
+        """The setting that rules out the run's media, and why; None if the run can have them, or has none."""
         if not self.has_media:
             return None
         for kind in self.media_kinds:
@@ -259,13 +259,14 @@ class RunConfig(Section):
 
     @property
     def micro_batch_tokens(self) -> int:
-        """Maximum tokens of the trainer's micro-batches: as set, or else so that they take the longest sample."""
+        """Maximum tokens of the trainer's micro-batches: as set, or else enough for the longest sample."""
         longest = max(self.data.max_prompt_tokens, self.teacher_prompt_tokens) + self.rollout.max_new_tokens
         return self.trainer.micro_batch_tokens or max(MICRO_BATCH_TOKENS, longest)
 
     @property
     def published_prompt_tokens(self) -> int:
-        """Maximum number of tokens published of a prompt: the student's, and the teacher's if it has its own."""
+        """Maximum published tokens of a prompt: the student's, or the teacher's if it has its own prompt and that is
+        longer."""
         return self.data.max_prompt_tokens + (self.teacher_prompt_tokens if self.has_privileged_teacher else 0)
 
     @model_validator(mode="after")
@@ -411,7 +412,7 @@ class RunConfig(Section):
         return self
 
     def metric_problem(self, text: str) -> str:
-        """Return why the run's evaluations have no such metric, as trainer.checkpoint.keep_best names it, or ""."""
+        """Return why the run's evaluations lack a metric that trainer.checkpoint.keep_best names, or ""."""
         sizes = {one.name: (one.samples_per_prompt, one.sizes) for one in self.eval.sets}
         if self.eval.prompts:
             sizes[HELD_OUT] = (1, (1,))

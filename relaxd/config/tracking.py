@@ -22,11 +22,11 @@ class TrackingConfig(Section):
     """Python interpreter that has the trackers' packages, if it isn't that of the coordinator. It needs Python 3.11 and
     nothing of relaxd."""
     project: str = "relaxd"
-    """Project of W&B, ClearML and Trackio, or experiment of MLflow, that the run belongs to."""
+    """Name of the run's project in W&B, ClearML and Trackio, or of its experiment in MLflow."""
     name: str = ""
     """Name of the run in W&B, MLflow, ClearML and Trackio. By default the run's id."""
     samples: bool = True
-    """Show the samples that the run keeps (telemetry.samples_per_step), too."""
+    """Also show the samples that the run keeps (telemetry.samples_per_step)."""
     wandb_mode: Literal["online", "offline"] = "online"
     """online: send to W&B, with the key WANDB_API_KEY of the coordinator's environment. offline: write files into the
     run's folder, which `wandb sync` sends later."""
@@ -40,7 +40,7 @@ class TrackingConfig(Section):
     CLEARML_API_SECRET_KEY of the coordinator's environment name. offline: write files into the run's folder, which
     `Task.import_offline_session` sends later."""
     options: dict[str, Any] = Field(default_factory=dict)
-    """Settings for trackers of your own, which relaxd passes on."""
+    """Settings for trackers of your own. relaxd passes them on unread."""
 
     @model_validator(mode="after")
     def _trackers_are_known(self) -> Self:

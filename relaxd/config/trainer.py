@@ -34,7 +34,7 @@ class OptimizerConfig(Section):
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     """Decay of the learning rate over run.steps after the warm-up. All updates of a step have the same rate."""
     warmup_steps: int = Field(default=0, ge=0)
-    """Steps of linear warm-up, whatever the number of updates in a step is."""
+    """Steps of linear warm-up. They don't depend on the number of updates in a step."""
     weight_decay: float = Field(default=0.0, ge=0)
     """AdamW's decoupled weight decay."""
     beta1: float = Field(default=0.9, ge=0, lt=1)
@@ -112,7 +112,7 @@ class CheckpointConfig(Section):
     """Also export the model as a Hugging Face folder each time this many steps are done, to models/step-N in the run's
     folder. The next step waits meanwhile. They are never removed. 0: only when the run ends."""
     timeout_seconds: float = Field(default=1800.0, gt=0)
-    """Abandon a checkpoint that is not on disk after this time; training continues."""
+    """Seconds after which an unfinished checkpoint is abandoned; training continues."""
 
 
 class ProfileConfig(Section):
@@ -121,7 +121,7 @@ class ProfileConfig(Section):
     steps: tuple[Annotated[int, Field(ge=1)], ...] = ()
     """Steps to record, each in a file in the folder profiles of the run's, which opens in Perfetto."""
     ranks: tuple[Annotated[int, Field(ge=0)], ...] = (0,)
-    """The trainer's ranks that record them."""
+    """Ranks of the trainer to record."""
     stacks: bool = False
     """Record the lines of Python that call each operation: files become several times as large."""
     memory: bool = False
@@ -137,7 +137,7 @@ PARTS = {
     "projection": f"^{_TO_LANGUAGE}",
     "language": f"^(?!{_EYES}|{_EARS})",
 }
-"""Patterns of Hugging Face's names of a model's parts, by names that stand for them in `freeze` and `train_only`."""
+"""Name patterns of a model's parts in Hugging Face's format, by the short names used in `freeze` and `train_only`."""
 
 
 def _pattern(text: str) -> str:
@@ -171,7 +171,7 @@ class TrainerConfig(Section):
     """Start the policy's AdamW anew each time this many steps are done: moments of zero, and the bias correction of a
     first update. The learning rate's schedule goes on. 0: never."""
     reset_moments_after: tuple[Annotated[int, Field(ge=1)], ...] = ()
-    """Also do so after these steps. `relaxd resume RUN --from-step N --reset-moments` adds one."""
+    """Steps after which to do so as well. `relaxd resume RUN --from-step N --reset-moments` adds one."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Element type of weights and activations. With bfloat16, the optimizer keeps float32 main weights."""
     fp32_lm_head: bool = False
@@ -253,7 +253,7 @@ class TrainerConfig(Section):
     collective_timeout_seconds: float = Field(default=120.0, gt=0)
     """Deadline of each collective in training. It does not cover reading and writing files."""
     disk_stall_seconds: float = Field(default=300.0, gt=0)
-    """While ranks wait for each other's file I/O, a rank that makes no progress for this long fails the trainer."""
+    """Seconds without progress after which a rank fails the trainer, while ranks wait for each other's file I/O."""
     max_skipped_updates: int = Field(default=8, ge=0)
     """Maximum consecutive updates to skip because loss or gradient is not finite. One more fails the trainer; the error
     lists the groups of these steps. 0 fails at the first one."""
@@ -367,7 +367,7 @@ class TrainerConfig(Section):
         return found == bool(self.train_only)
 
     def trains_towers(self, *, hears: bool) -> bool:
-        """Return True if a tower is trained, or its projection alone, of a model that hears or one that only sees."""
+        """Return True if a tower, or only its projection, is trained, of a model for sound or one for images only."""
         if not hears:
             return any(map(self.trains, ("model.visual.blocks.0.attn.qkv.weight", "model.visual.merger.norm.weight")))
         names = ("visual.blocks.0.attn.qkv", "visual.merger.ln_q", "audio_tower.layers.0.fc1", "audio_tower.proj1")

@@ -1,4 +1,4 @@
-"""Writing of a configuration as TOML: in full, with the meaning of each setting, or only what differs from defaults."""
+"""Configurations as TOML: in full, with the meaning of each setting, or only the differences from defaults."""
 
 import json
 import re
@@ -13,11 +13,11 @@ from relaxd.config.run import RunConfig
 
 COMMENT_WIDTH = 100
 Lines = Callable[[Setting, Any], list[str]]
-"""Writes one setting with its value as lines; no lines leave it out."""
+"""Function that writes a setting and its value as lines; without lines the setting is left out."""
 DERIVED: Mapping[Place, Callable[[RunConfig], int]] = {
     ("trainer", "micro_batch_tokens"): lambda config: config.micro_batch_tokens
 }
-"""Settings that follow from others while they are 0, and what follows."""
+"""Settings that are derived while they are 0, and the setting or rule that they follow."""
 
 
 def dump(config: RunConfig) -> str:
@@ -40,7 +40,7 @@ def dump_explained(config: RunConfig) -> str:
 
 
 def dump_changes(config: RunConfig) -> str:
-    """Write the settings without a default, and those that differ from it, with the default as a comment."""
+    """Write the settings without a default, and those with another value, with the default as a comment."""
 
     def lines(setting: Setting, value: Any) -> list[str]:
         if value is None or (value == setting.default and not setting.required):
@@ -86,7 +86,7 @@ def _comment(text: str) -> list[str]:
 
 
 def toml(value: Any) -> str:
-    """Write a value as TOML; entries of a table that are None are left out."""
+    """Write a value as TOML, without entries of a table that are None."""
     if isinstance(value, Mapping):
         entries = [f"{_key(key)} = {toml(item)}" for key, item in value.items() if item is not None]
         return f"{{ {', '.join(entries)} }}" if entries else "{}"

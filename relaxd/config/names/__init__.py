@@ -1,1 +1,1 @@
-"""The names of settings: the table of all, what other frameworks call them, what an unknown name may have meant."""
+"""Names of settings: the table of all settings, their names in other frameworks, suggestions for unknown names."""

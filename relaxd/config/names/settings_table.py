@@ -28,17 +28,17 @@ class Setting:
     """One setting."""
 
     place: Place
-    """Its path."""
+    """Dotted path of the setting."""
     kind: str
-    """Its allowed values, such as "integer ≥ 1"."""
+    """Allowed values, such as "integer ≥ 1"."""
     required: bool
-    """It has no default."""
+    """True if the setting has no default."""
     default: Any
-    """The default, as TOML has it; None if it is not set by default."""
+    """Default value in TOML's form; None if the setting is unset by default."""
     meaning: str
-    """Its documentation, in one line."""
+    """Documentation of the setting, in one line."""
     takes_text: bool
-    """It takes any text, so that 123 on the command line is a text."""
+    """True if any text is a valid value, so that 123 on the command line is a text."""
 
     @property
     def name(self) -> str:
@@ -68,7 +68,7 @@ def settings(algorithm: str = "") -> Mapping[Place, Setting]:
 
 @cache
 def sections(algorithm: str = "") -> Mapping[Place, str]:
-    """Return the documentation of every section by its place; for `algorithm` see `settings`."""
+    """Return the documentation of every section by its path; for `algorithm` see `settings`."""
     found = {}
     for place, field, meaning in _walk(algorithm):
         if choices := _choices(field):
@@ -78,7 +78,7 @@ def sections(algorithm: str = "") -> Mapping[Place, str]:
 
 
 def plain(value: Any) -> Any:
-    """Convert a setting's value to what TOML has: text for a path, a list for a tuple, a table for a section."""
+    """Convert a setting's value to TOML's types: text for a path, a list for a tuple, a table for a section."""
     if isinstance(value, Path):
         return str(value)
     if isinstance(value, BaseModel):
@@ -89,7 +89,7 @@ def plain(value: Any) -> Any:
 
 
 def _walk(algorithm: str) -> Iterator[tuple[Place, FieldInfo, str]]:
-    """Yield every setting and section with its docstring, each place once."""
+    """Yield every setting and section with its docstring, each path once."""
     seen = set()
     for place, field, meaning in _walk_section(RunConfig, (), algorithm):
         if place not in seen:

@@ -1,4 +1,4 @@
-"""Suggestions for an unknown setting: what it is in other frameworks, else the nearest name."""
+"""Suggestions for an unknown setting: the equivalent of another framework's setting, else the nearest name."""
 
 import difflib
 
@@ -7,7 +7,7 @@ from relaxd.config.names.other_frameworks import EQUIVALENTS, Equivalent
 from relaxd.config.names.settings_table import Place, sections, settings
 
 ALMOST_EQUAL = 0.85
-"""Similarity from which a wrong name counts as a slip and not as another framework's name."""
+"""Similarity from which a wrong name counts as a slip, not as a name of another framework."""
 
 SYNONYMS = {"every": "interval", "interval": "every"}
 """Names that sections have for the same: how many steps are between two events."""
@@ -39,7 +39,8 @@ def suggest(place: Place, algorithm: str = "") -> str:
 
 
 def elsewhere(place: Place) -> str:
-    """Say what an unknown setting is in another framework, and here; empty if none has it."""
+    """Return the meaning of an unknown setting in another framework, and its equivalent here; empty if there is
+    none."""
     if (found := find(place)) is None or _is_ours(place):
         return ""
     framework, name, equivalent = found
@@ -78,7 +79,7 @@ def homes(name: str) -> list[Place]:
 
 
 def _of_others(place: Place, algorithm: str) -> str:
-    """Say which other algorithms have this setting; empty if none has it."""
+    """Return which other algorithms have this setting; empty if none has it."""
     others = [name for name in (*BUILT_IN, OWN) if place in settings(name)]
     if not others:
         return ""
@@ -90,7 +91,7 @@ def _parts(name: str) -> Place:
 
 
 def _is_ours(place: Place) -> bool:
-    """Return True for a slip of the pen in a known section, and for a setting of another section."""
+    """Return True for a misspelt name in a known section, and for a setting of another section."""
     slip = difflib.get_close_matches(place[-1], _siblings(place), n=1, cutoff=ALMOST_EQUAL)
     return bool(slip) or (place[:-1] in sections() and bool(homes(place[-1])))
 
