@@ -9,11 +9,11 @@ from relaxd.board import LedgerEntry, LedgerTrimmed
 from relaxd.run_folder import LEDGER
 
 ReadLedger = Callable[[int, int], list[LedgerEntry]]
-"""Returns committed steps: those after a step, at most a given number. `Board.ledger` is such a function."""
+"""Function that returns at most a given number of the committed steps after a step, such as `Board.ledger`."""
 PAGE = 16
-"""Steps that are read at once: a plan may have hundreds of kilobytes."""
+"""Number of steps to read at once: a plan may have hundreds of kilobytes."""
 STEP = re.compile(rb'\{"step": (\d+),')
-"""The beginning of a line, from which its step is known without parsing its plan."""
+"""Beginning of a ledger line, which shows its step without parsing the plan."""
 
 
 class CommittedSteps:
@@ -24,7 +24,7 @@ class CommittedSteps:
         self._read = read
         self._path = folder / LEDGER
         self._position = (0, 0)
-        """A step, and the byte of the file at which the line of the next one begins: the next read begins there."""
+        """A step, and the byte at which the line of the next step begins, where the next read starts."""
 
     def __call__(self, after_step: int, limit: int) -> list[LedgerEntry]:
         """Return the steps after one, at most `limit`.
@@ -40,13 +40,13 @@ class CommittedSteps:
             return entries
 
     def pages(self, after_step: int) -> Iterator[list[LedgerEntry]]:
-        """Yield all steps after one. Raises as a call does."""
+        """Yield all steps after one. Raises the errors of the board's calls."""
         while page := self(after_step, PAGE):
             yield page
             after_step = page[-1].step
 
     def _from_file(self, after_step: int, limit: int) -> list[LedgerEntry]:
-        """Return the steps right after one, as far as the file has them."""
+        """Return the steps that follow one, as many as the file has."""
         entries: list[LedgerEntry] = []
         if not self._path.is_file():
             return entries

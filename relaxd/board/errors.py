@@ -14,7 +14,7 @@ class ColumnsTooLarge(ColumnError):
 
 
 class Fenced(BoardError):
-    """The caller's term is over: another process has replaced it. The caller must stop writing."""
+    """The caller's term has ended because another process took over. The caller must stop writing."""
 
 
 class StepConflict(BoardError):
@@ -30,11 +30,11 @@ class LedgerTrimmed(BoardError):
 
 
 class RunExists(BoardError):
-    """The run is on the board already, with other settings."""
+    """The run already exists on the board with other settings."""
 
 
 class RunMissing(BoardError):
-    """The run is not on the board: it was never created, or was deleted."""
+    """The run isn't on the board: it was never created, or was deleted."""
 
 
 class BoardUnavailable(BoardError):

@@ -1,4 +1,4 @@
-"""Contents of a group's columns: a few facts that outlive them, and its sequences for the stages that ask a model."""
+"""Contents of a group's columns: a summary that outlives them, and its sequences for the stages that query a model."""
 
 import json
 from collections.abc import Mapping
@@ -14,7 +14,7 @@ from relaxd.finish_reasons import TRUNCATED
 from relaxd.telemetry import trace_id
 
 RIGHT_FROM = 1.0
-"""Reward from which a sample counts as right in the metrics of training."""
+"""Minimum reward of a sample that counts as right in the metrics of training."""
 
 
 def facts_of(columns: Mapping[str, Column]) -> dict[str, float]:
@@ -44,12 +44,12 @@ def facts_of(columns: Mapping[str, Column]) -> dict[str, float]:
 
 
 def facts_json(facts: Mapping[str, JSON]) -> str:
-    """Return facts as the board stores them; "" for none."""
+    """Return the summary as the board stores it; "" for None."""
     return json.dumps(dict(facts), separators=(",", ":")) if facts else ""
 
 
 def parse_fate(fields: Mapping[bytes, bytes]) -> dict[str, Any]:
-    """Return the record of an entry in the stream of fates. Raises ValueError, KeyError: it is damaged."""
+    """Parse an entry of the stream of group outcomes. Raises ValueError, KeyError if it is damaged."""
     record: dict[str, Any] = {"group": fields[b"group"].decode()}
     if b"step" in fields:
         record["step"] = int(fields[b"step"])

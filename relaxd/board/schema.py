@@ -30,17 +30,17 @@ class ColumnSpec:
     """The stage that writes it; "publish": the coordinator, with the prompt. What "train", the trainer, writes is in
     its step files only."""
     dtype: str
-    """numpy's name of the dtype that its writer gives it; "json" for JSON values."""
+    """numpy's name of the dtype that the writer uses; "json" for JSON values."""
     shape: Shape
     meaning: str
     trained: bool = True
-    """True if the trainer takes it in and keeps it in step files."""
+    """True if the trainer reads it and keeps it in step files."""
     optional: bool = False
     """True if only some runs have it."""
 
     @property
     def kinds(self) -> str:
-        """Kinds of dtype that its readers accept, as numpy writes them: any width will do, and a mask may be signed."""
+        """Kinds of dtype that readers accept, in numpy's letters: of any width, and a mask may be signed."""
         return {"i": "i", "u": "iu", "f": "f"}[self.dtype[0]]
 
 
@@ -48,9 +48,9 @@ ROUTED_EXPERTS = "routed_experts"
 """The column that a run has where rollout.return_routed_experts asks for it. The trainer takes it in, or writes it into
 its step files, as trainer.routing_replay says."""
 CONTINUED = "continued"
-"""The column that a run has where rollout.partial.enabled is set."""
+"""Column of runs with rollout.partial.enabled."""
 OFF_POLICY_TOKENS = "off_policy_tokens"
-"""The column that a run has where rollout.partial.mask_off_policy is set."""
+"""Column of runs with rollout.partial.mask_off_policy."""
 STUDENT_CANDIDATES = "student_candidates"
 """Column of the student's likeliest tokens, which a teacher service scores."""
 RESPONSE_MESSAGES = "response_messages"
@@ -64,18 +64,18 @@ TURNS = "turns"
 ENVIRONMENT_SECONDS = "environment_seconds"
 """Column of the time that the environment took."""
 OUTSIDE_SECONDS = "outside_generation_seconds"
-"""Column of the time of conversations in which no engine wrote for them."""
+"""Column of the conversation time in which no engine generated."""
 TOOL_CALLS = "tool_calls"
 """Column of the numbers of tool calls."""
 TOOL_ERRORS = "tool_errors"
-"""Column of the numbers of tool calls that came to nothing."""
+"""Column of the numbers of failed tool calls."""
 OF_CONVERSATIONS = (
     *(RESPONSE_MESSAGES, ENVIRONMENT_REWARD, ENVIRONMENT_INFO, TURNS, ENVIRONMENT_SECONDS),
     *(OUTSIDE_SECONDS, TOOL_CALLS, TOOL_ERRORS),
 )
-"""Columns that a run has where its samples are conversations (agent.environment, agent.command, agent.function)."""
+"""Columns of runs whose samples are conversations (agent.environment, agent.command, agent.function)."""
 PLAYER = "player"
-"""Column of the player whose view a sequence is."""
+"""Column of the player from whose view each sequence is."""
 SEQUENCE_REWARD = "sequence_reward"
 """Column of each sequence's own reward."""
 MESSAGE_RETURNS = "message_returns"
@@ -87,26 +87,26 @@ OF_CREDIT: dict[str, tuple[str, ...]] = {
 }
 """Columns that a run has by its agent.credit."""
 REF_LOGPROBS = "ref_logprobs"
-"""The column that a run has where a reference service computes it; otherwise the trainer computes it if it needs it."""
+"""Column of runs with a reference service; otherwise the trainer computes it if necessary."""
 REFERENCE_WEIGHTS = "reference_weights"
-"""The column that goes with `REF_LOGPROBS` of a reference service that takes over the policy's weights."""
+"""Column that goes with `REF_LOGPROBS` if the reference service takes over the policy's weights."""
 TEACHER_LOGPROBS = "teacher_logprobs"
-"""The column that a run has where a teacher has a part in advantages or loss."""
+"""Column of runs whose advantages or loss use a teacher."""
 CANDIDATES = "candidates"
-"""The column that a run has where the loss compares student and teacher at several tokens in each place."""
+"""Column of runs whose loss compares several tokens of student and teacher in each place."""
 TEACHER_CANDIDATE_LOGPROBS = "teacher_candidate_logprobs"
-"""The column that goes with `CANDIDATES`."""
+"""Column that goes with `CANDIDATES`."""
 TEACHER_PROMPT_TOKENS = "teacher_prompt_tokens"
-"""The column that a run has where the teacher's prompts have more than the student's."""
+"""Column of runs whose teacher sees more of the prompt than the student."""
 PROMPT_MEDIA = "prompt_media"
-"""The column that a run has where its prompts may have media."""
+"""Column of runs whose prompts may have media."""
 MEDIA_CONTENTS = "media_contents"
-"""The column that goes with `PROMPT_MEDIA`."""
+"""Column that goes with `PROMPT_MEDIA`."""
 OF_MEDIA = (PROMPT_MEDIA, MEDIA_CONTENTS)
 SEQUENCE_MEDIA = "sequence_media"
-"""The column that a run has where its conversations may have media."""
+"""Column of runs whose conversations may have media."""
 SEQUENCE_CONTENTS = "sequence_contents"
-"""The column that goes with `SEQUENCE_MEDIA`."""
+"""Column that goes with `SEQUENCE_MEDIA`."""
 OF_SEQUENCE_MEDIA = (SEQUENCE_MEDIA, SEQUENCE_CONTENTS)
 OLD_LOGPROBS = "old_logprobs"
 """The column that the trainer computes before the first of a step's several updates, if the loss reads it, or before
@@ -115,17 +115,17 @@ VALUES = "values"
 """The column that a run has where a critic service computes it; otherwise the trainer's critic computes it before a
 step's first update, if the algorithm has one."""
 CRITIC_STATE = "critic_state"
-"""The column that goes with `VALUES` of a critic service."""
+"""Column that goes with `VALUES` of a critic service."""
 RETURNS = "returns"
 """The column to which the critic is fitted."""
 ADVANTAGES = "advantages"
-"""The column that the loss weights tokens by."""
+"""Column of the tokens' weights in the loss."""
 VERSIONS = "versions"
 """The column with the weight version of every token that the model wrote."""
 WEIGHT_RECEIPTS = "weight_receipts"
-"""The column that a run has where weights.verify is "always"."""
+"""Column of runs whose weights.verify is "always"."""
 LOSS_MASK = "loss_mask"
-"""The column that tells the model's tokens from others."""
+"""Column that separates the model's tokens from others."""
 
 COLUMNS: dict[str, ColumnSpec] = {
     column.name: column
@@ -443,7 +443,7 @@ COLUMNS: dict[str, ColumnSpec] = {
         ),
     )
 }
-"""Every column there is, in the order in which they come about."""
+"""All columns, in the order in which they are written."""
 
 
 def written_by(stage: str, optional: Collection[str] = ()) -> tuple[str, ...]:
@@ -452,7 +452,7 @@ def written_by(stage: str, optional: Collection[str] = ()) -> tuple[str, ...]:
 
 
 def trained_columns(optional: Collection[str] = ()) -> tuple[str, ...]:
-    """Return the columns that the trainer takes in, in a run in which it takes these optional columns."""
+    """Return the columns that the trainer reads in a run with these optional columns."""
     return tuple(c.name for c in COLUMNS.values() if c.trained and (not c.optional or c.name in optional))
 
 

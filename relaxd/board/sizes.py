@@ -11,7 +11,7 @@ NO_EVICTION = "noeviction"
 TEXT_BYTES = 11
 """Upper bound of a token's text."""
 GROUP_BYTES = 4096
-"""Bytes of a group besides its tokens."""
+"""Bytes of a group in addition to its tokens."""
 MEDIA_TOKEN_BYTES = {"image": 3200, "video": 6400, "audio": 3200}
 """Upper bound of the bytes of media for each of their tokens, by kind: PNG of 32 x 32 pixels of noise, of video in two
 frames, and WAV of a thirteenth of a second."""
@@ -26,11 +26,11 @@ class RedisMemory:
 
     used: int
     max_bytes: int
-    """Its maxmemory, above which it refuses writes; without one, the limit that the gate assumes."""
+    """Redis's maxmemory, above which it refuses writes; without one, the limit that the gate assumes."""
     high_water: int
     """Surplus groups are published up to this."""
     policy: str
-    """Its maxmemory-policy."""
+    """Redis's maxmemory-policy."""
 
 
 @dataclass(frozen=True)
@@ -50,12 +50,12 @@ def worst_bytes(config: RunConfig, prompt_tokens: int, *, expert_bytes: int = 0)
 
 
 def media_bytes(config: RunConfig, tokens: int) -> int:
-    """Return the maximum bytes of the media that a number of tokens stands for; 0 in a run without media."""
+    """Return the maximum bytes of the media in this many tokens; 0 in a run without media."""
     return tokens * max((MEDIA_TOKEN_BYTES[kind] for kind in config.media_kinds), default=0)
 
 
 def sample_tokens(config: RunConfig) -> int:
-    """Return the maximum number of a sample's tokens. Each sequence of a conversation may bring its own prompt."""
+    """Return the maximum tokens of a sample. Each sequence of a conversation may have a prompt as well."""
     own = config.data.max_prompt_tokens if config.agent.is_there else 0
     return config.agent.sequences * (config.rollout.max_new_tokens + own)
 

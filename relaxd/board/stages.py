@@ -13,10 +13,10 @@ from relaxd.roles import ROLES
 PUBLISH = "publish"
 """Writer of the columns that no stage writes: the coordinator, when it publishes a prompt."""
 SAMPLES = "samples"
-"""Writer of the samples of a step that people are shown: the trainer, when it commits the step."""
+"""Writer of the samples of a step that are shown to people: the trainer, when it commits the step."""
 
 TRAIN = "train"
-"""The last stage; it commits through the step ledger."""
+"""The last stage, which commits through the step ledger."""
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class Stage:
     needs: tuple[str, ...]
     writes: tuple[str, ...]
     token_bytes: int = 0
-    """Bytes that a token takes in the columns that it writes, which `sizes` counts."""
+    """Bytes per token of the columns that the stage writes, for `sizes`."""
 
 
 _NEEDS: dict[str, tuple[str, ...]] = {
@@ -164,7 +164,7 @@ def stages_for(config: RunConfig) -> tuple[Stage, ...]:
 
 
 def roles_for(config: RunConfig) -> tuple[str, ...]:
-    """Return the names of the roles that a run needs: those of its stages, and those that these ask."""
+    """Return the names of the roles that a run needs: those of its stages, and those that these roles call."""
     stages = [stage.name for stage in stages_for(config)]
     return tuple(
         role.name

@@ -21,9 +21,9 @@ Column: TypeAlias = np.ndarray | JSON
 """A column's value: an array or any JSON value. Loaded arrays are read-only views."""
 
 DropKind: TypeAlias = Literal["failed", "filtered", ""]
-"""The count of consecutive drops that a drop adds to: failures, groups filtered by the algorithm, or neither."""
+"""The consecutive-drop count that a drop increases: failures, groups filtered by the algorithm, or neither."""
 DROP_COUNTERS: dict[DropKind, str] = {"failed": "consecutive_drops", "filtered": "consecutive_filtered", "": ""}
-"""The field of a run's state in Redis with that count."""
+"""Field of a run's state in Redis for each count."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class NewGroup:
     group_id: str
     """Unique in the run's lifetime; printable, without spaces."""
     columns: Mapping[str, Column] = field(default_factory=dict)
-    """The prompt's columns. Unused with `retry_of`, whose prompt is on the board already."""
+    """The prompt's columns. Unused with `retry_of`, whose prompt is already on the board."""
     trace: Mapping[str, str] = field(default_factory=dict)
     """Trace context of the span that created the group; every stage's delivery carries it."""
     worst_bytes: int = 0
@@ -41,7 +41,8 @@ class NewGroup:
     retry_of: str | None = None
     """The dropped group (one of `Board.retries()`) whose prompt this group retries."""
     facts: Mapping[str, JSON] = field(default_factory=dict)
-    """Facts for the record of its fate (`GroupOutcome`). Unused with `retry_of`, whose facts are on the board."""
+    """Summary for the record of the group's outcome (`GroupOutcome`). Unused with `retry_of`, whose summary is on the
+    board."""
 
 
 @dataclass(slots=True)
@@ -62,7 +63,7 @@ class Delivery:
     pointers: dict[str, str] = field(repr=False, compare=False)
     """Pointers to the columns; internal to the board."""
     worked: tuple[int, int] | None = field(default=None, compare=False)
-    """Start and end of the work in microseconds of Unix time; stored with the commit (see `relaxd.board.types`)."""
+    """Start and end of the work in microseconds of Unix time, stored with the commit (see `relaxd.board.types`)."""
 
 
 @dataclass(frozen=True)
@@ -105,7 +106,7 @@ class CriticOrders:
     checkpoint: int | None
     """Step of the trainer's latest checkpoint request; None before the first."""
     kept: int | None
-    """The same, of those that are never removed."""
+    """Step of the latest request for a checkpoint to keep for ever; None before the first."""
 
 
 @dataclass(frozen=True)
@@ -116,7 +117,7 @@ class LedgerEntry:
     time: float
     """Unix time by Redis's clock."""
     term: int
-    """The trainer term that committed it."""
+    """The trainer term that committed the step."""
     plan: dict[str, Any]
     metrics: dict[str, float]
 
@@ -132,7 +133,7 @@ class Counts:
 
     published: int
     open: int
-    """Size of the set of open groups: counted, not derived."""
+    """Number of open groups: counted, not derived."""
     trained: int
     dropped: int
     dropped_by_reason: dict[str, int]
@@ -153,7 +154,7 @@ class Counts:
 
 @dataclass(frozen=True)
 class QueueDepth:
-    """Groups that wait for a stage and are held in it."""
+    """Number of groups that wait for a stage, and of those that it holds."""
 
     stage: str
     waiting: int
@@ -168,9 +169,9 @@ class HeldGroup:
     holder: str
     """The consumer."""
     enqueued_at: float
-    """When it was offered to the stage, by Redis's clock: Unix time."""
+    """Unix time at which the group was offered to the stage, by Redis's clock."""
     idle_seconds: float = 0.0
-    """Time since its lease was renewed."""
+    """Seconds since the lease was last renewed."""
     deliveries: int = 1
 
 
@@ -179,14 +180,14 @@ class GroupOutcome:
     """The fate of a closed group: trained, or dropped and why."""
 
     entry_id: str
-    """Its entry in the stream of fates."""
+    """Id of the entry in the stream of outcomes."""
     record: dict[str, Any]
     """`group`; of a trained one `step`, of a dropped one `reason`, `stage`, `attempt` and `retried`; its facts
     (`NewGroup.facts`, relaxd.board.group_contents); and `trace_id`, if it is traced."""
 
     @property
     def line(self) -> dict[str, Any]:
-        """Its line in the run's groups.jsonl."""
+        """The entry's line in the run's groups.jsonl."""
         return {**self.record, "entry": self.entry_id}
 
 
@@ -203,7 +204,7 @@ class DroppedGroup:
     time: float
     """Unix time."""
     retried: bool
-    """Its prompt was queued for a retry."""
+    """True if the prompt was queued for a retry."""
     columns: dict[str, Column]
     """The prompt's columns, unless they exceed 64 KiB."""
     detail: str = ""
@@ -239,7 +240,7 @@ class GroupTimes:
     published: int
     """Time of publishing by Redis's clock, in microseconds of Unix time."""
     stages: dict[str, StageTime]
-    """By stage, for those that have committed."""
+    """Times by stage, for the stages that have committed."""
 
 
 def microseconds() -> int:

@@ -29,7 +29,8 @@ BATCH = 256
 """Maximum groups in one commit."""
 OUTAGE_PAUSE_SECONDS = 0.5
 MAX_THREADS = 16
-"""Threads of a worker whose concurrency changes: its `process` returns futures, and so needs a thread only to begin."""
+"""Maximum threads of a worker whose concurrency changes: its `process` returns futures, so a thread only starts the
+work."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +45,7 @@ class Drop:
 
     @property
     def counts(self) -> DropKind:
-        """The count of consecutive drops that it belongs to."""
+        """The count of consecutive drops that this drop increases."""
         return "filtered" if self.filtered else "failed"
 
 
@@ -116,7 +117,7 @@ class StageWorker:
         return len(self._held)
 
     def hold(self, group_id: str) -> Delivery | None:
-        """Return the newest hold of a group; None if it isn't held."""
+        """Return the newest hold of a group; None if the group isn't held."""
         return self._held.get(group_id)
 
     @property
@@ -125,7 +126,7 @@ class StageWorker:
         return self._done
 
     def start(self) -> None:
-        """Start taking groups (unless paused before)."""
+        """Start taking groups, unless paused before."""
         for thread in self._threads.values():
             thread.start()
 
@@ -138,7 +139,8 @@ class StageWorker:
         self._set_paused(False)
 
     def look_for_room(self) -> None:
-        """Ask at once how many groups to work on, as that may have risen; otherwise the next look does."""
+        """Recheck the allowed number of groups at once because it may have risen; otherwise the next regular check
+        finds out."""
         with self._changed:
             self._changed.notify_all()
 
@@ -335,7 +337,7 @@ class StageWorker:
                 logger.debug("stage %s: other consumers took over %d groups", self._stage, len(deliveries) - len(held))
 
     def _forget(self, deliveries: Sequence[Delivery]) -> None:
-        """Remove ended holds, but keep the new hold of a group that was redelivered here meanwhile."""
+        """Remove ended holds, but not the newer hold of a group that was redelivered here."""
         with self._changed:
             for delivery in deliveries:
                 if self._held.get(delivery.group_id) is delivery:

@@ -1,4 +1,4 @@
-"""Connections to the board's Redis: its URL, the server that it means now, writes that outlive that server."""
+"""Connections to the board's Redis: its URL, its current server, and writes that survive that server."""
 
 from relaxd.redis_client.asyncio_client import acknowledged_async, connect_async, keys_of_async, read_async
 from relaxd.redis_client.blocking_client import acknowledged, connect, keys_of, misnamed, passing, read

@@ -1,4 +1,4 @@
-"""The clients of relaxd.redis_client.blocking_client in asyncio: the same servers, found and left in the same way."""
+"""Asyncio versions of relaxd.redis_client.blocking_client's clients, with the same lookup of servers."""
 
 import asyncio
 from collections.abc import Iterable, Sequence
@@ -20,7 +20,7 @@ from relaxd.redis_client.lookups import ELSEWHERE, Lookup, OwnerLookup, check_pr
 from relaxd.redis_client.redis_url import parse
 
 MOST_CONNECTIONS = 1024
-"""Of one client. Callers bound what they do at once."""
+"""Maximum connections of one client. Callers limit their concurrency themselves."""
 
 
 class PacksCommands(Protocol):
@@ -92,7 +92,7 @@ PACKED: dict[Any, Any] = {
 
 
 class AsyncFoundConnection(PackedConnection):
-    """A connection that asks where it leads whenever it is made. The lookup blocks a thread."""
+    """A connection that looks up its server whenever it connects. The lookup blocks a thread."""
 
     def __init__(self, *, lookup: Lookup, **settings: Any) -> None:
         self._lookup = lookup

@@ -54,12 +54,13 @@ class WriteFence:
     """The last acknowledged one."""
 
     def asking(self, replicas: int, seconds: float) -> list[tuple[Any, ...]]:
-        """Return the commands, to be sent after others, that set the mark and wait until replicas have it."""
+        """Return the commands to append to others, to set the mark and wait until replicas have it."""
         wait = ("WAIT", replicas, max(1, int(seconds * 1000)))
         return [("EVAL", MARK, 1, self.key), wait] if replicas else []
 
     def checked(self, replies: list[Any], before: int, replicas: int, seconds: float) -> list[Any]:
-        """Return the replies to the others. `before`: the last mark when they were sent. Raises as `acknowledged`."""
+        """Return the replies to the other commands. `before`: the last mark when they were sent. Raises like
+        `acknowledged`."""
         for reply in replies:
             if isinstance(reply, redis.ResponseError) and "WAIT cannot be used with replica" in str(reply):
                 raise redis.ConnectionError("READONLY it was demoted after a write and before its WAIT") from reply
@@ -84,7 +85,7 @@ class WriteFence:
 
 
 marks: WeakKeyDictionary[Any, WriteFence] = WeakKeyDictionary()
-"""Those of clients, blocking ones and others."""
+"""Marks of this process's clients, blocking and asyncio."""
 
 
 def connect(url: str, *, tag: str, seconds: float, **settings: Any) -> redis.Redis:
@@ -109,7 +110,7 @@ def connect(url: str, *, tag: str, seconds: float, **settings: Any) -> redis.Red
 
 
 def _found(address: RedisAddress, tag: str, settings: dict[str, Any]) -> redis.Redis:
-    """Return a client that looks up where its connections lead."""
+    """Return a client that looks up the server of its connections."""
     lookup, given = lookup_of(address, tag)
     kind: type[FoundConnection]
     if address.nodes:
@@ -166,7 +167,7 @@ def read(client: redis.Redis, commands: Sequence[tuple[Any, ...]], *, atomic: bo
 
 
 def without_errors(replies: list[Any]) -> list[Any]:
-    """Return replies. Raises the first error among them."""
+    """Return replies. Raises the first error in them."""
     for reply in replies:
         if isinstance(reply, Exception):
             raise reply
@@ -174,7 +175,7 @@ def without_errors(replies: list[Any]) -> list[Any]:
 
 
 def mark_address_stale(client: Any) -> None:
-    """Let a client that looks up where its connections lead ask another server the next time."""
+    """Have a client that looks up servers use another source for its next lookup."""
     if (lookup := client.connection_pool.connection_kwargs.get("lookup")) is not None:
         lookup.mark_address_stale()
 
@@ -201,7 +202,7 @@ PASSING = {
     "UNBLOCKED": "is becoming a replica",
     "NOPRIMARY": "has no primary",
 }
-"""Transient errors by their first word, and the state of Redis that each means."""
+"""Transient errors by their first word, with the state of Redis that each means."""
 OF_CLUSTER = {
     "MOVED": "has another node for these keys now",
     "ASK": "is moving these keys to another node",
@@ -209,7 +210,7 @@ OF_CLUSTER = {
     "CLUSTERDOWN": "doesn't serve these keys now",
     "NOOWNER": "has no node for these keys",
 }
-"""The same of a cluster, once its connection has given up the node."""
+"""Transient errors of a cluster by their first word, once the connection has left the node."""
 NO_ANSWER = "doesn't answer"
 
 
@@ -229,7 +230,8 @@ def passing(error: redis.RedisError) -> str:
 
 
 def misnamed(error: redis.RedisError) -> str:
-    """Explain what a single server says that is a node of a cluster, as the end of a sentence; "" for other errors."""
+    """Return the explanation, as the end of a sentence, for errors of a cluster node that is used as a single server;
+    "" for others."""
     if isinstance(error, redis.exceptions.AskError | redis.exceptions.ClusterDownError):
         return f"is a node of a Redis Cluster, which a redis+cluster:// URL must name: {error.status_code} {error}"
     return ""

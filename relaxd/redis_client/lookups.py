@@ -26,23 +26,23 @@ from redis.retry import Retry
 from relaxd.redis_client.redis_url import RedisAddress
 
 ASK_SECONDS = 1.0
-"""Deadline of each lookup, in seconds: the next server may know better."""
+"""Deadline of each lookup, in seconds, after which the next server is asked."""
 
 
 class Lookup(Protocol):
-    """Knows servers that know where a connection leads."""
+    """Servers that know the address of a connection's server."""
 
     def find(self) -> tuple[str, int]:
-        """Return host and port. Raises redis.ConnectionError: nobody knows."""
+        """Return host and port. Raises redis.ConnectionError if no server knows them."""
         ...
 
     def mark_address_stale(self) -> None:
-        """Ask another server first the next time: what this one said may be out of date."""
+        """Start the next lookup at another server: the last answer may be outdated."""
         ...
 
 
 class FoundConnection(redis.Connection):
-    """A connection that asks where it leads whenever it is made."""
+    """A connection that looks up its server whenever it connects."""
 
     def __init__(self, *, lookup: Lookup, **settings: Any) -> None:
         self._lookup = lookup
@@ -76,7 +76,7 @@ class PrimaryLookup:
         self._password_file = address.sentinel_password_file
 
     def find(self) -> tuple[str, int]:
-        """Return host and port of the primary. Raises redis.ConnectionError: no Sentinel knows it."""
+        """Return host and port of the primary. Raises redis.ConnectionError if no Sentinel knows it."""
         problems = []
         for index, (host, port) in enumerate(self._sentinels):
             try:
@@ -91,7 +91,7 @@ class PrimaryLookup:
         raise redis.ConnectionError(f"NOPRIMARY no Sentinel names one: {'; '.join(problems)}")
 
     def mark_address_stale(self) -> None:
-        """Ask another Sentinel first the next time: what this one said may be out of date."""
+        """Start the next lookup at another Sentinel: the last answer may be outdated."""
         self._sentinels = (*self._sentinels[1:], *self._sentinels[:1])
 
     def _ask(self, host: str, port: int) -> list[str] | None:
@@ -102,7 +102,7 @@ class PrimaryLookup:
 
 
 def check_primary(connection: Any, lookup: Lookup, replication: bytes | str) -> None:
-    """Raise redis.ConnectionError, and look up the address again, if a server's facts say that it is not a primary."""
+    """Raise redis.ConnectionError, and mark the address stale, if a server's INFO shows that it is no primary."""
     if "role:master" not in (replication.decode() if isinstance(replication, bytes) else replication):
         lookup.mark_address_stale()
         node = f"{connection.host}:{connection.port}"
@@ -110,7 +110,7 @@ def check_primary(connection: Any, lookup: Lookup, replication: bytes | str) -> 
 
 
 def demoted(connection: Any) -> redis.ConnectionError:
-    """Return the error for a server that says READONLY."""
+    """Return the error for a server that answers READONLY."""
     node = f"{connection.host}:{connection.port}"
     return redis.ConnectionError(f"READONLY {node} was demoted: the Sentinels are asked for the next primary")
 
@@ -142,12 +142,12 @@ COORDINATOR = "coordinator"
 
 
 def key_prefix(tag: str) -> str:
-    """Return the prefix of a tag's keys. Redis Cluster hashes what is in the braces."""
+    """Return the prefix of a tag's keys. Redis Cluster hashes the part in braces."""
     return f"relaxd:{{{tag}}}:"
 
 
 def mark_key(tag: str) -> str:
-    """Return the key of a tag's mark (blocking_client.py), which is not under its prefix: it outlives a run."""
+    """Return the key of a tag's mark (blocking_client.py). It has another prefix because it outlives a run."""
     return f"relaxd:acknowledged:{{{tag}}}"
 
 
@@ -174,7 +174,7 @@ class OwnerLookup:
         self._settings = settings
 
     def find(self) -> Node:
-        """Return host and port of the owner. Raises redis.ConnectionError: no node knows it."""
+        """Return host and port of the owner. Raises redis.ConnectionError if no node knows it."""
         problems = []
         for index, node in enumerate(self._nodes):
             place = f"{node[0]}:{node[1]}"
@@ -193,11 +193,11 @@ class OwnerLookup:
         raise redis.ConnectionError(f"NOOWNER slot {self.slot} of {self.tag!r}: {'; '.join(problems)}")
 
     def mark_address_stale(self) -> None:
-        """Ask another node first the next time: what this one said may be out of date."""
+        """Start the next lookup at another node: the last answer may be outdated."""
         self._nodes = (*self._nodes[1:], *self._nodes[:1])
 
     def elsewhere(self, connection: Any, error: redis.RedisError) -> redis.ConnectionError:
-        """Return the error for a node that said that the slot, or one of its keys, isn't there; doubts it."""
+        """Return the error for a node that lacks the slot or one of its keys, and mark its address stale."""
         self.mark_address_stale()
         node, what = f"{connection.host}:{connection.port}", f"slot {self.slot} of {self.tag!r}"
         return redis.ConnectionError(f"{error.status_code} {node} says of {what}: {error}")
@@ -228,5 +228,5 @@ class OwnerTlsConnection(OwnerConnection, redis.SSLConnection):
 
 
 def _address(server: list[Any], asked: Node) -> Node:
-    """Return the address of a server in CLUSTER SLOTS. Without a host it is on the queried node's host."""
+    """Return the address of a server in CLUSTER SLOTS. A server without a host is on the queried node's host."""
     return str(server[0] or asked[0]), int(server[1])

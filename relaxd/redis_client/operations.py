@@ -19,12 +19,12 @@ Command = tuple[Any, ...]
 
 
 class Send(NamedTuple):
-    """Commands for one round trip. The replies are a list; the first error among them is raised."""
+    """Commands for one round trip. The replies are a list; the first error in them is raised."""
 
     commands: Sequence[Command]
     at: At = None
     how: Literal["read", "atomic", "write"] = "read"
-    """`write`: the replies come once replicas have what was written, if the URL has `wait_replicas`."""
+    """`write`: the replies come once replicas have the writes, if the URL has `wait_replicas`."""
 
 
 class FindKeys(NamedTuple):
@@ -128,5 +128,5 @@ class Operation(Generic[P, T]):
 
 
 def operation(operation: Callable[Concatenate[Any, P], RedisOperation[T]]) -> Operation[P, T]:
-    """Make a method of both faces from an operation. Other operations use what it is made of, not the method."""
+    """Create a method of both faces from an operation. Other operations use the operation, not the method."""
     return Operation(operation)

@@ -28,7 +28,7 @@ class RedisAddress:
     """A parsed URL."""
 
     url: str
-    """For redis-py. With Sentinels, and of a cluster, its host means nothing."""
+    """URL for redis-py. Its host is meaningless with Sentinels and in a cluster."""
     sentinels: tuple[tuple[str, int], ...] = ()
     """Hosts and ports; none: the URL names none."""
     nodes: tuple[tuple[str, int], ...] = ()
@@ -36,10 +36,10 @@ class RedisAddress:
     service: str = ""
     """The Sentinels' name for the primary and its replicas."""
     wait_replicas: int = 0
-    """Replicas that must have a write before it counts."""
+    """Number of replicas that must have a write before it counts."""
     sentinel_user: str = ""
     sentinel_password_file: str = ""
-    """Name, and file with the password, for the Sentinels themselves; empty: they ask for none."""
+    """Name, and password file, for the Sentinels themselves; empty: they require none."""
 
     @property
     def tls(self) -> bool:
@@ -48,7 +48,7 @@ class RedisAddress:
 
 
 def parse(url: str) -> RedisAddress:
-    """Parse a URL. Raises ValueError, which says what is wrong and shows no password."""
+    """Parse a URL. Raises ValueError with the fault, but without any password."""
     parts = urlsplit(url)
     scheme, plus, kind = parts.scheme.partition("+")
     kind = plus + kind
@@ -89,7 +89,7 @@ def parse(url: str) -> RedisAddress:
 
 
 def where(url: str) -> str:
-    """Return where a valid URL leads, for people: without user, password and parameters."""
+    """Return the server of a valid URL in readable form, without user, password and parameters."""
     address = parse(url)
     if address.sentinels:
         return f"the primary of {address.service!r} (Sentinels {_join(address.sentinels)})"
@@ -100,7 +100,7 @@ def where(url: str) -> str:
 
 
 def with_access_of(url: str, other: str) -> str:
-    """Return a URL with the user, the password and the certificates of another one, for what it doesn't have itself."""
+    """Return a URL completed with the user, the password and the certificates of another one."""
     parts, lender = urlsplit(url), urlsplit(other)
     credentials, at, _ = lender.netloc.rpartition("@")
     if "@" not in parts.netloc and parts.scheme != "unix":

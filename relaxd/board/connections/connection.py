@@ -67,7 +67,7 @@ Connection = TypeVar("Connection")
 
 
 class Servers(Generic[Connection]):
-    """Connections by what operations call their servers."""
+    """The connections to all servers, by the names that operations use."""
 
     def __init__(self, connect: Callable[[str], Connection], board: Connection, urls: Sequence[str]) -> None:
         """`urls`: board.data_urls."""
@@ -90,14 +90,14 @@ class Servers(Generic[Connection]):
 
     @property
     def every(self) -> tuple[Connection, ...]:
-        """All connections, the board's first."""
+        """All connections, the board's own first."""
         return (self.board, *self._named.values())
 
 
 T = TypeVar("T")
 
 RAW_REPLIES = ("XREADGROUP", "XPENDING")
-"""Commands whose replies redis-py would make dictionaries of."""
+"""Commands whose replies redis-py would convert to dictionaries."""
 
 
 class RedisConnection:
@@ -128,7 +128,7 @@ class RedisConnection:
             del self.client.response_callbacks[name]
 
     def send(self, request: Request) -> list[Any]:
-        """Carry out what an operation asks for."""
+        """Execute an operation's request."""
         if isinstance(request, FindKeys):
             return self.run(lambda client: keys_of(client, request.prefix))
         if request.how == "write":
@@ -136,7 +136,7 @@ class RedisConnection:
         return self.run(lambda client: read(client, request.commands, atomic=request.how == "atomic"))
 
     def write(self, commands: Sequence[Command]) -> list[Any]:
-        """Send commands in one round trip and return their replies, once replicas have what they wrote."""
+        """Send commands in one round trip. Returns their replies once the replicas have the writes."""
         seconds = self.timeout_seconds / 2  # so that its reply comes before a read gives up
         return self.run(lambda client: acknowledged(client, commands, replicas=self._replicas, seconds=seconds))
 
@@ -200,7 +200,7 @@ class AsyncRedisConnection:
             del self.client.response_callbacks[name]
 
     async def send(self, request: Request) -> list[Any]:
-        """Carry out what an operation asks for."""
+        """Execute an operation's request."""
         if isinstance(request, FindKeys):
             return await self.run(lambda client: keys_of_async(client, request.prefix))
         if request.how == "write":
@@ -208,7 +208,7 @@ class AsyncRedisConnection:
         return await self.run(lambda client: read_async(client, request.commands, atomic=request.how == "atomic"))
 
     async def write(self, commands: Sequence[Command]) -> list[Any]:
-        """Send commands in one round trip and return their replies, once replicas have what they wrote."""
+        """Send commands in one round trip. Returns their replies once the replicas have the writes."""
         how: dict[str, Any] = {"replicas": self._replicas, "seconds": self.timeout_seconds / 2}
         return await self.run(lambda client: acknowledged_async(client, commands, **how))
 

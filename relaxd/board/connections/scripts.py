@@ -1,4 +1,4 @@
-"""The board's scripts: their texts, the hashes by which they are called, and what their errors and replies mean."""
+"""The board's scripts: their source, the hashes used to call them, and the meaning of their errors and replies."""
 
 import logging
 import re
@@ -92,11 +92,11 @@ for key in function() return redis.call('LPOP', KEYS[1]) or nil end do redis.cal
 """
 """Deletes the keys that a list has, and the list."""
 GROWING = {"publish", "create"}
-"""Scripts that a full Redis refuses. It must run the others, which free memory."""
+"""Scripts that a full Redis refuses. It must run all others, because they free memory."""
 LIBRARY, SIDES = "library", ("coordinator", "stage", "trainer")
-"""Folders of lua: what scripts include, and the scripts of each side of the board."""
+"""Folders of lua: included files, and the scripts of each side of the board."""
 SHARED = dict.fromkeys(("publish", "room", "relieve", "memory"), ("admission",))
-"""Files of lua/library that a script includes besides common.lua."""
+"""Files of lua/library, besides common.lua, that each script includes."""
 
 
 @cache
@@ -116,7 +116,7 @@ def script_names() -> tuple[str, ...]:
 
 @cache
 def _scripts() -> dict[str, Traversable]:
-    """Return the file of each script, by name; which side of the board it belongs to, its folder says."""
+    """Return the file of each script by name; its folder is its side of the board."""
     return {name: file for side in SIDES for name, file in _files(side).items()}
 
 
@@ -132,13 +132,13 @@ def script_hash(name: str) -> str:
 
 
 def script_loads() -> list[Command]:
-    """Return the commands that load all scripts into Redis, which forgets them when it restarts."""
+    """Return the commands that load all scripts into Redis. Redis forgets scripts when it restarts."""
     return [("SCRIPT LOAD", script_text(name)) for name in script_names()]
 
 
 @contextmanager
 def loading() -> Iterator[None]:
-    """Ignore that Redis becomes unavailable while scripts are loaded: the operation that needs them is tried again."""
+    """Ignore an unavailable Redis while scripts are loaded: the operation that needs them is repeated."""
     try:
         yield
     except RedisError as error:

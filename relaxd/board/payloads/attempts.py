@@ -94,7 +94,7 @@ class Slice(NamedTuple):
     """A part of a large payload."""
 
     node: int | None
-    """Its data node; None: the board's Redis."""
+    """The data node that stores it; None: the board's Redis."""
     key: str
     data: Payload
 
@@ -133,13 +133,13 @@ class Attempt:
         self._prefix = prefix
         self._nodes = nodes
         self.shared = payload_of(small)
-        """The payload of the small columns, which share it."""
+        """The payload that all small columns share."""
         self.nbytes = self.shared.nbytes + self.large_bytes
         """Bytes of all payloads."""
         self.rename(name)
 
     def rename(self, name: str) -> None:
-        """Give the attempt another new name: what was written under the old one is not used."""
+        """Give the attempt a new name; data written under the old name is not used."""
         self._name = self.pointer = f"{name}:{self.shared.nbytes}"
         if not self._large:
             return
@@ -179,14 +179,14 @@ class Place:
     """Location of a payload."""
 
     keys: tuple[str, ...]
-    """Of its slices, in order. No other payload has any of them."""
+    """Keys of its slices, in order, shared with no other payload."""
     nbytes: int
     node: int | None = None
-    """Its data node; None: the board's Redis."""
+    """The data node that stores it; None: the board's Redis."""
 
 
 def places(prefix: str, pointer: str, columns: Iterable[str]) -> dict[str, Place]:
-    """Return where each of a writer's columns is. Raises ValueError: the pointer is damaged."""
+    """Return the place of each of a writer's columns. Raises ValueError if the pointer is damaged."""
     if "," not in pointer:  # nothing is large
         return dict.fromkeys(columns, _shared_place(prefix, pointer))
     shared, large = _parse(prefix, pointer)
@@ -194,13 +194,13 @@ def places(prefix: str, pointer: str, columns: Iterable[str]) -> dict[str, Place
 
 
 def all_places(prefix: str, pointer: str) -> list[Place]:
-    """Return where all payloads of a pointer are. Raises ValueError: the pointer is damaged."""
+    """Return the places of all payloads of a pointer. Raises ValueError if the pointer is damaged."""
     shared, large = _parse(prefix, pointer)
     return [shared, *large.values()]
 
 
 def _parse(prefix: str, pointer: str) -> tuple[Place, dict[str, Place]]:
-    """Return where the shared payload is, and the payload of each large column."""
+    """Return the place of the shared payload, and the payload of each large column."""
     name, _, rest = pointer.partition(",")
     shared = _shared_place(prefix, name)
     (key,) = shared.keys
@@ -216,7 +216,7 @@ def _parse(prefix: str, pointer: str) -> tuple[Place, dict[str, Place]]:
 
 
 def _shared_place(prefix: str, name: str) -> Place:
-    """Return where the payload of small columns is, from the first part of a pointer."""
+    """Return the place of the payload of small columns, from the first part of a pointer."""
     return Place((f"{prefix}columns:{name}",), int(name[name.rfind(":") + 1 :]))
 
 

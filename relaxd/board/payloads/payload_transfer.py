@@ -1,4 +1,4 @@
-"""Payloads on their way to Redis servers and back, in pieces between which these serve others."""
+"""Transfer of payloads to and from Redis in pieces, between which Redis serves other clients."""
 
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeVar
@@ -10,7 +10,8 @@ T = TypeVar("T")
 Placed = TypeVar("Placed", Slice, Place)
 
 BYTES_TOGETHER = 4 << 20
-"""Maximum bytes in one round trip, unless a single value has more: Redis copies a reply before it serves others."""
+"""Maximum bytes in one round trip, unless a single value is larger: Redis copies a whole reply before it serves
+others."""
 KEYS_TOGETHER = 64
 """Maximum keys in one UNLINK: Redis frees strings before it serves others."""
 SLOWEST_BYTES_PER_SECOND = 1 << 20
@@ -95,7 +96,7 @@ def unlink_keys(keys: Iterable[str], at: At = None) -> RedisOperation[None]:
 
 
 def gather(items: Iterable[T], size: Callable[[T], int], most: int) -> Iterator[list[T]]:
-    """Gather items, in order, into lists whose sizes add up to at most `most`, or of one item that is larger."""
+    """Group items, in order, into lists whose sizes add up to at most `most`. A larger item gets a list to itself."""
     together: list[T] = []
     total = 0
     for item in items:

@@ -31,7 +31,7 @@ from relaxd.telemetry import BatchSpan
 
 GROUP_ID = re.compile(r"[^\s,|]+")
 SWEPT_TOGETHER = 256
-"""Attempts that a sweep frees before it says so."""
+"""Number of attempts that a sweep frees before it records its progress."""
 LEDGER_STEPS = 256
 """Newest steps that stay in the board's ledger: a plan may have hundreds of kilobytes."""
 DROPPED_TOGETHER = 64
@@ -304,7 +304,7 @@ class CoordinatorSide(BoardCore):
 
     @operation
     def fates(self, after: str = "", limit: int = 1000) -> RedisOperation[list[GroupOutcome]]:
-        """Return the outcomes of closed groups after `after`, oldest first, unless forgotten."""
+        """Return the outcomes of closed groups after `after`, oldest first, as far as they are stored."""
         start = f"({after}" if after else "-"
         entries = yield from ask("XRANGE", f"{self.prefix}fates", start, "+", "COUNT", limit)
         with reading(f"the fates of groups of run {self.run_id}"):
@@ -320,7 +320,7 @@ class CoordinatorSide(BoardCore):
 
     @operation
     def forget_fates(self, last: str, *, term: int) -> RedisOperation[None]:
-        """Remove the fates up to the entry `last`, once they are written elsewhere. Raises Fenced, RunMissing."""
+        """Remove outcomes up to the entry `last`, once they are stored elsewhere. Raises Fenced, RunMissing."""
         milliseconds, number = last.split("-")
         first_kept = f"{milliseconds}-{int(number) + 1}"
         yield from run_script("forget_fates", self.prefix, term, first_kept)

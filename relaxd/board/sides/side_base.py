@@ -21,10 +21,10 @@ from relaxd.redis_client.operations import Command, RedisOperation, Send, ask, o
 RUN_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 RUN_ID_RULE = "must be 1 to 64 letters, digits, dots, dashes and underscores, the first one a letter or digit"
 RESERVED_RUN_ID = COORDINATOR
-"""Keys start with relaxd:{RUN_ID}: under this name are the coordinator's own."""
+"""Reserved run id: keys under relaxd:{RUN_ID}: with this id are the coordinator's own."""
 WORKERS = "workers"
 WRITES = 3
-"""Attempts to write large payloads before their commit comes too late."""
+"""Maximum attempts to write large payloads whose commit came too late."""
 
 
 class GroupAttempt(NamedTuple):
@@ -37,7 +37,7 @@ class GroupAttempt(NamedTuple):
 
 @contextmanager
 def reading(what: str) -> Iterator[None]:
-    """Turn errors of parsing `what` into BoardError."""
+    """Convert errors of parsing `what` into BoardError."""
     try:
         yield
     except (KeyError, ValueError, TypeError, AttributeError, RecursionError) as error:
@@ -53,7 +53,7 @@ class BoardCore:
     """The operations that every side of a run's board has."""
 
     connect_to: Callable[..., Any]
-    """Connects to a server; a face (relaxd.board.faces) says how."""
+    """Function that connects to a server; blocking and asyncio boards (relaxd.board.faces) have different ones."""
 
     def __init__(
         self,
@@ -277,7 +277,7 @@ class BoardCore:
     def _wanted(
         self, attempts: Sequence[GroupAttempt], indices: Sequence[int], milliseconds: int
     ) -> RedisOperation[list[int]]:
-        """Register attempts; returns the indices of those that somebody wants."""
+        """Register attempts. Returns the indices of those that are still needed."""
         refused = yield from self._register([attempts[index] for index in indices], milliseconds)
         return [index for index in indices if attempts[index].attempt.pointer not in refused]
 

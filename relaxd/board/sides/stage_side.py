@@ -155,7 +155,7 @@ class StageSide(BoardCore):
 
     @operation
     def renew(self, stage: str, consumer: str, deliveries: Sequence[Delivery]) -> RedisOperation[set[str]]:
-        """Renew leases. Returns the ids of the groups still held; other consumers took the rest."""
+        """Renew leases. Returns the ids of the groups that are still held; other consumers took the rest."""
         if not deliveries:
             return set()
         arguments = [part for d in deliveries for part in (d.group_id, d.entry_id, d.attempt)]
@@ -238,7 +238,7 @@ class StageSide(BoardCore):
     def _settling(
         self, name: str, deliveries: Sequence[Delivery], reason: str = ""
     ) -> AbstractContextManager[None, None]:
-        """Record the block as an operation that ends holds of one stage."""
+        """Record the block as an operation that ends a stage's holds."""
         if not deliveries or not telemetry.enabled():
             return NOTHING
         more = self.client_attributes(deliveries[0].consumer)
@@ -312,7 +312,7 @@ class StageSide(BoardCore):
     def _places(
         self, deliveries: Sequence[Delivery], columns: Sequence[str]
     ) -> RedisOperation[list[dict[str, Place] | None]]:
-        """Return where each group's columns are; None for a group that was closed meanwhile."""
+        """Return the places of each group's columns; None for a group that has been closed."""
         wanted: dict[str, list[str]] = {}
         for column in columns:
             wanted.setdefault("@" + self._producers.get(column, PUBLISH), []).append(column)
@@ -334,7 +334,7 @@ class StageSide(BoardCore):
     def _pointers(
         self, deliveries: Sequence[Delivery], writers: list[str]
     ) -> RedisOperation[list[dict[str, str] | None]]:
-        """Return each group's pointers: the delivery's, or those of the group if some were written later."""
+        """Return each group's pointers: the delivery's, or newer ones of the group if there are any."""
         needed = set(writers)
         incomplete = [delivery for delivery in deliveries if not needed <= delivery.pointers.keys()]
         if not incomplete:
@@ -379,7 +379,7 @@ def _join(payloads: Mapping[str, bytes | None], places: Sequence[Place]) -> dict
 
 
 def _delivery(stage: str, consumer: str, entry_id: bytes, flat: Sequence[bytes], deliveries: int) -> Delivery:
-    """Parse a stream entry. Names and values of its fields take turns. Raises KeyError and others: it is damaged."""
+    """Parse a stream entry, in which field names and values alternate. Raises KeyError and others if it is damaged."""
     if len(flat) % 2:
         raise ValueError(f"{len(flat)} names and values")
     group_id, attempt = "", deliveries

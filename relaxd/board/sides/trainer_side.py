@@ -38,7 +38,7 @@ class TrainerSide(BoardCore):
 
     @operation
     def new_critic_term(self) -> RedisOperation[int]:
-        """Start the next critic term (from 1): an earlier critic, which asks for it, gives up. Raises RunMissing."""
+        """Start the next critic term (from 1). An earlier critic gives up when it reads the term. Raises RunMissing."""
         return int((yield from run_script("start_critic", self.prefix)))
 
     @operation
@@ -79,7 +79,7 @@ class TrainerSide(BoardCore):
 
     @operation
     def times(self, group_ids: Sequence[str]) -> RedisOperation[dict[str, GroupTimes]]:
-        """Return the times of open groups in the stages that have committed; closed groups are left out."""
+        """Return the times that open groups spent in the committed stages; closed groups are left out."""
         stages = [stage.name for stage in self.stages if stage.name != TRAIN]
         fields = ("published", *(f"time:{stage}" for stage in stages))
         replies = yield Send([("HMGET", f"{self.prefix}group:{group_id}", *fields) for group_id in group_ids])
@@ -152,7 +152,7 @@ class TrainerSide(BoardCore):
     def sample_page(
         self, step: int | None = None, after: str = "", *, limit: int = 16
     ) -> RedisOperation[list[tuple[str, dict[str, Any]]]]:
-        """Return samples of a step, or of all steps, newest first, with their keys; those after the key `after`.
+        """Return samples of a step, or of all steps, newest first, with their keys, after the key `after`.
 
         Each has its "step".
         """
@@ -169,7 +169,7 @@ class TrainerSide(BoardCore):
         return found
 
     def _sample_keys(self, step: int | None, after: str, limit: int) -> RedisOperation[list[tuple[str, Place]]]:
-        """Return the keys of samples, newest first, and where these are."""
+        """Return the keys of samples, newest first, and the places of the samples."""
         lowest, highest = ("-", "+") if step is None else (f"{step}", f"{step}")
         first, below = (int(part) for part in after.split("-")) if after else (0, 0)
         if after:
