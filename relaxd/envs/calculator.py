@@ -1,4 +1,4 @@
-"""A calculator, which the model may call before it answers."""
+"""A calculator that the model may call before it answers."""
 
 import ast
 import math
@@ -52,7 +52,7 @@ class Calculator(Environment):
         self._answer = sample.answer
 
     def step(self, reply: Reply) -> Step:
-        """Compute what the model asks for, or compare its answer."""
+        """Compute the model's expression, or compare its answer."""
         if reply.problem and not reply.tool_calls:
             self._bad_calls += 1
             return Step(f"error: {reply.problem}", info=self._info)
@@ -77,13 +77,13 @@ class Calculator(Environment):
 
 
 def same_last_number(text: str, answer: str) -> bool:
-    """Return whether two texts have the same last number. False if one of them has none."""
+    """Return whether two texts have the same last number. False if one of them has no number."""
     said, right = _NUMBER.findall(text), _NUMBER.findall(answer)
     return bool(said and right) and _plain(said[-1]) == _plain(right[-1])
 
 
 def compute(expression: str) -> Fraction:
-    """Compute an expression of numbers, + - * / and parentheses. Raises ValueError: it is none."""
+    """Compute an expression of numbers, + - * / and parentheses. Raises ValueError for anything else."""
     if len(expression) > MAX_LENGTH:
         raise ValueError(f"the expression has {len(expression)} characters: at most {MAX_LENGTH}")
     try:

@@ -23,7 +23,7 @@ from relaxd.v1 import environment_pb2 as pb
 from relaxd.v1.environment_pb2_grpc import EnvironmentStub
 
 GRACE_SECONDS = 2.0
-"""Time beyond that for a call in which a host says what was late."""
+"""Seconds beyond the deadline in which a host can report what was late."""
 START_SECONDS = 180.0
 """Time for the start of a host, and for importing the environment."""
 _OURS = ("RELAXD_", "REDIS_URL")
@@ -31,7 +31,7 @@ _OURS = ("RELAXD_", "REDIS_URL")
 
 
 class EnvironmentFailed(Exception):
-    """An environment raised, took too long, isn't there, or answered what it must not. The message says which."""
+    """An environment raised, took too long, is missing, or returned an invalid value. The message says which."""
 
 
 class EnvironmentLate(EnvironmentFailed):
@@ -52,7 +52,7 @@ class OpenedSession:
 
 @dataclass(frozen=True)
 class ModelAccess:
-    """Address and key at which a function asks the model."""
+    """Address and key with which a function calls the model."""
 
     url: str
     key: str
@@ -157,7 +157,7 @@ class EnvironmentClient:
 
 
 _TOLD = (Aborted, DeadlineExceeded)
-"""Errors of a host, whose messages say all."""
+"""Errors of a host whose messages need no addition."""
 
 
 def _messages(text: str, what: str) -> tuple[list[Message], tuple[MediaItem, ...]]:

@@ -1,4 +1,4 @@
-"""The contract of environments: what a class in Python is called with, and what it may return."""
+"""The contract of environments: the arguments of a Python class's methods, and their valid results."""
 
 import json
 import math
@@ -24,7 +24,7 @@ STEP = "return Step(observation, reward, done, info), or a tuple of the first tw
 
 
 class BadEnvironmentError(ValueError):
-    """An environment can't be used, or returned what it must not. The message says what is right."""
+    """An environment can't be used, or returned an invalid value. The message says what would be valid."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Sample:
     """The beginning of a conversation."""
 
     messages: Sequence[Message]
-    """The prompt's messages. An item in them is a part, {"type": "image", "image": a data URI}, in its normal form."""
+    """The prompt's messages. A media item is a part, {"type": "image", "image": a data URI}, in its normal form."""
     answer: str = ""
     """The reference answer; "" if the data has none."""
     metadata: Mapping[str, Any] = field(default_factory=dict)
@@ -48,13 +48,13 @@ class Reply:
     """A message of the model."""
 
     text: str
-    """Its text without thinking and tool calls."""
+    """Text of the message without thinking and tool calls."""
     tool_calls: Sequence[ToolCall] = ()
-    """Its calls that can be read."""
+    """Tool calls of the message that could be parsed."""
     problem: str = ""
     """Why something that is written as a call can't be read; "" if all can."""
     finish_reason: str = "stop"
-    """"length" if it was cut off; then it is the last one."""
+    """"length" if the message was cut off; then it is the last one."""
 
 
 @dataclass(frozen=True)
@@ -62,15 +62,15 @@ class Step:
     """The environment's answer to a message of the model."""
 
     observation: Observation = None
-    """Words to the model; without any the conversation ends."""
+    """The environment's answer to the model; without one the conversation ends."""
     reward: float = 0.0
-    """Reward of this step, for the player who spoke; those of a conversation are added up."""
+    """Reward of this step for the player who spoke. A conversation's rewards are added up."""
     done: bool = False
     """True if the conversation is over."""
     info: Mapping[str, Any] = field(default_factory=dict)
-    """Numbers for rewards and metrics; the last one of each name counts. Other values are left out."""
+    """Numbers for rewards and metrics; the last value of each name counts. Values of other types are dropped."""
     player: int = 0
-    """Player who speaks next, and who alone sees the observation: 0 to agent.players - 1. Player 0 speaks first."""
+    """The next player, who alone sees the observation: 0 to agent.players - 1. Player 0 speaks first."""
     rewards: Mapping[int, float] = field(default_factory=dict)
     """Rewards of this step for other players, by number."""
 
@@ -131,7 +131,7 @@ def check_step(value: object, calls: Sequence[ToolCall] = ()) -> Step:
 
 
 def player_number(value: object, what: str) -> int:
-    """Return the number of a player. Raises BadEnvironmentError, which begins with `what`: it is none."""
+    """Return the number of a player. Raises BadEnvironmentError, beginning with `what`, for an invalid one."""
     number = _as_python(value)
     if type(number) is not int or not 0 <= number < 2**31:
         raise BadEnvironmentError(f"{what} {_shown(value)}: it must be a number from 0 to agent.players - 1")
@@ -139,7 +139,8 @@ def player_number(value: object, what: str) -> int:
 
 
 def finite_number(value: object, what: str) -> float:
-    """Return a number of Python, numpy or torch. Raises BadEnvironmentError, which begins with `what`: it is none."""
+    """Return a number of Python, numpy or torch as float. Raises BadEnvironmentError, beginning with `what`, for
+    anything else."""
     number = _as_python(value)
     if not isinstance(number, Real):
         raise BadEnvironmentError(f"{what} {_shown(value)}: it must be a finite number")
@@ -153,7 +154,7 @@ def finite_number(value: object, what: str) -> float:
 
 
 def messages_of(observation: object, what: str, calls: Sequence[ToolCall] = (), *, sent: bool = False) -> list[Message]:
-    """Return an observation as messages whose media are data URIs, as `read_observation`."""
+    """Return an observation as messages whose media are data URIs, like `read_observation`."""
     return [
         {**message, "content": put_media(message["content"], [item.source for item in items])}
         for message, items in read_observation(observation, what, calls, sent=sent)
@@ -207,7 +208,7 @@ def tool_message(call: ToolCall, content: str | Sequence[Any]) -> Message:
 
 
 def shorten(text: str, most: int) -> str:
-    """Return a text without its middle if it has more than `most` characters."""
+    """Return a text, shortened in its middle if it has more than `most` characters."""
     if len(text) <= most:
         return text
     end = most // 2
@@ -215,7 +216,7 @@ def shorten(text: str, most: int) -> str:
 
 
 def check_tools(tools: object, what: str = "the environment has") -> list[dict[str, Any]]:
-    """Return schemas of tools. Raises BadEnvironmentError, which begins with `what`: they are none."""
+    """Return schemas of tools. Raises BadEnvironmentError, beginning with `what`, if they are invalid."""
     if not isinstance(tools, Sequence) or isinstance(tools, str | bytes):
         raise BadEnvironmentError(f"{what} tools = {_shown(tools)}: they must be a list of schemas in OpenAI's form")
     for tool in tools:
@@ -230,7 +231,7 @@ def check_tools(tools: object, what: str = "the environment has") -> list[dict[s
 
 
 def check_size(value: Any, what: str) -> None:
-    """Check that a value can be sent. Raises BadEnvironmentError, which begins with `what`."""
+    """Check that a value is small enough to send. Raises BadEnvironmentError, beginning with `what`."""
     try:
         size = len(json.dumps(value, ensure_ascii=False, allow_nan=False).encode())
     except UnicodeEncodeError as error:

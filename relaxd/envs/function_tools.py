@@ -19,7 +19,7 @@ class FunctionTool:
     """A function that the model may call."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
-        """Raises BadEnvironmentError: it has no docstring, or a parameter that no schema can have."""
+        """Raises BadEnvironmentError if the function has no docstring, or a parameter without a possible schema."""
         self.name = function.__name__
         self._function = function
         self.awaits = inspect.iscoroutinefunction(function)
@@ -65,7 +65,7 @@ class Tool(Protocol):
     """True if `answer` awaits something; otherwise it may block."""
 
     async def answer(self, call: ToolCall) -> str | list[Any]:
-        """Return the answer to a call, a text or parts. That to one that came to nothing begins with "Error: "."""
+        """Return the answer to a call, a text or parts. The answer to a failed call begins with "Error: "."""
 
 
 class ToolsEnvironment(Environment):
@@ -89,7 +89,7 @@ class ToolsEnvironment(Environment):
         return 0.0
 
     def step(self, reply: Reply) -> Step | Awaitable[Step]:
-        """Answer the calls of a message, one after the other."""
+        """Answer the calls of a message in order."""
         answering = self._step(reply)
         return answering if self._awaits else asyncio.run(answering)  # in a thread, where a function may block
 
@@ -139,7 +139,7 @@ def _model_of(function: Callable[..., Any], descriptions: dict[str, str]) -> typ
 
 
 def _documentation(function: Callable[..., Any]) -> tuple[str, dict[str, str]]:
-    """Return the description of a function and of its parameters, which stand below "Args:"."""
+    """Return the descriptions of a function and of its parameters, from its docstring and the section "Args:"."""
     text = inspect.getdoc(function) or ""
     description, _, rest = text.partition("\nArgs:")
     if not description.strip():

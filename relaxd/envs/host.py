@@ -27,7 +27,7 @@ from relaxd.v1 import environment_pb2_grpc
 REFUSED = 2
 """Exit code if the environment can't be used."""
 MAX_SESSIONS = 10_000
-"""Maximum number of sessions at once."""
+"""Maximum number of concurrent sessions."""
 Returned = TypeVar("Returned")
 
 
@@ -111,7 +111,7 @@ class EnvironmentHandlers(environment_pb2_grpc.EnvironmentServicer):
         return pb.CloseSessionResponse()
 
     def _end(self, name: str) -> asyncio.Task[None] | None:
-        """Begin to close a session. Returns None if it isn't there."""
+        """Start closing a session. Returns None if there is no such session."""
         session = self._sessions.pop(name, None)
         if session is None:
             return None

@@ -1,4 +1,4 @@
-"""Loading of environments by name, in whatever form they are written."""
+"""Loading of environments by name, in every supported form."""
 
 import inspect
 from collections.abc import Callable, Mapping

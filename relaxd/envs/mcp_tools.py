@@ -19,9 +19,9 @@ except ImportError as error:
     raise ImportError(f"{error}: install the package mcp, version 2 or newer (pip install 'relaxd[mcp]')") from error
 
 _BROKEN = (CONNECTION_CLOSED, REQUEST_TIMEOUT, INVALID_REQUEST)
-"""Codes of errors after which a connection is of no use. INVALID_REQUEST: an HTTP server has forgotten the session."""
+"""Error codes after which a connection is unusable. INVALID_REQUEST: an HTTP server has forgotten the session."""
 CLOSE_SECONDS = 10.0
-"""Time for the end of a connection. The SDK gives a server 4 s before it kills it."""
+"""Seconds for closing a connection. The SDK gives a server 4 s before it kills it."""
 _TIMEOUT = httpx2.Timeout(30.0, read=None)
 """Time for connecting over HTTP. The time for a call is agent.call_seconds."""
 
@@ -73,7 +73,8 @@ class McpTools(ToolsEnvironment):
         self._connection: _Connection | None = None
 
     async def open(self, sample: Sample) -> None:
-        """Connect to the server, and take its tools. Raises BadEnvironmentError: it can't be reached, or lacks one."""
+        """Connect to the server and read its tools. Raises BadEnvironmentError if it can't be reached, or lacks a
+        tool."""
         self._connection = connection = self._connect()
         client, found = await connection.opened()
         if missing := [name for name in self._wanted if name not in found]:
@@ -82,7 +83,7 @@ class McpTools(ToolsEnvironment):
         self.set_tools([_McpTool(name, found[name], client, connection, self._max_chars) for name in names])
 
     async def close(self) -> None:
-        """End the connection, and a server that was started for it, unless they are shared."""
+        """End the connection and a server that was started for it, unless they are shared."""
         if self._connection is not None and not self._shared:
             await self._connection.close()
 
@@ -96,22 +97,23 @@ class McpTools(ToolsEnvironment):
 
 
 class _Connection:
-    """A connection to a server. A task holds it, because the task that opens one must close it."""
+    """A connection to a server, held by one task because the task that opens a connection must close it."""
 
     def __init__(self, server: Mapping[str, Any]) -> None:
         self.is_over = False
-        """True after an error that makes it useless."""
+        """True after an error that makes the connection unusable."""
         self._server = server
         self._leaving = asyncio.Event()
         self._opened: asyncio.Future[tuple[Any, dict[str, Any]]] = asyncio.get_running_loop().create_future()
         self._task = asyncio.create_task(self._hold(), name="MCP connection")
 
     async def opened(self) -> tuple[Any, dict[str, Any]]:
-        """Return the client and the server's tools by name. Raises BadEnvironmentError: it can't be reached."""
+        """Return the client and the server's tools by name. Raises BadEnvironmentError if the server can't be
+        reached."""
         return await asyncio.shield(self._opened)
 
     async def close(self) -> None:
-        """End it."""
+        """End the connection."""
         self._leaving.set()
         if not self._opened.done():
             self._task.cancel()
@@ -140,7 +142,7 @@ class _Connection:
 
 
 _shared: dict[str, _Connection] = {}
-"""Connections that conversations share, by what they connect to."""
+"""Connections that conversations share, by server."""
 
 
 class _McpTool:
@@ -155,7 +157,7 @@ class _McpTool:
         self._client, self._connection, self._max_chars = client, connection, max_chars
 
     async def answer(self, call: ToolCall) -> str:
-        """Return the tool's result as text. Raises BadEnvironmentError: the server is gone."""
+        """Return the tool's result as text. Raises BadEnvironmentError if the server is gone."""
         try:
             result = await self._client.call_tool(self.name, call.arguments)
         except MCPError as error:

@@ -33,7 +33,7 @@ def is_sent(source: object) -> bool:
 
 
 def content_of_result(result: object) -> Any:
-    """Return a function's result as the content of a message: a text, or a list of parts if it has media."""
+    """Return a function's result as message content: a text, or a list of parts if it has media."""
     several = list(result) if isinstance(result, list | tuple) else [result]
     if not any(is_picture(one) or (isinstance(one, Mapping) and one.get("type") in PARTS) for one in several):
         return str(result)
@@ -78,7 +78,7 @@ def put_media(content: Content, sources: Sequence[Any]) -> Content:
 
 
 def with_media(messages: Sequence[Mapping[str, Any]], uris: Sequence[str]) -> list[dict[str, Any]]:
-    """Return messages as environments get them: each of their items as a data URI."""
+    """Return messages in the form for environments: each media item as a data URI."""
     rest = iter(uris)
     return [
         {**message, "content": put_media(content, [next(rest) for part in content if part["type"] != "text"])}
@@ -89,7 +89,7 @@ def with_media(messages: Sequence[Mapping[str, Any]], uris: Sequence[str]) -> li
 
 
 def _sent(source: Any) -> Any:
-    """Return an item in a form in which it is sent. Raises MediaError."""
+    """Return an item in a form that can be sent. Raises MediaError."""
     if isinstance(source, list | tuple):
         return [_sent(frame) for frame in source]
     if is_picture(source):

@@ -23,7 +23,7 @@ class RelaxEnvironment(Environment):
         self._environment: Any = None
 
     def open(self, sample: Sample) -> Any:
-        """Build the environment and reset it."""
+        """Create the environment and reset it."""
         given = SimpleNamespace(
             prompt=list(sample.messages), label=sample.answer, metadata=dict(sample.metadata), seed=sample.seed
         )
@@ -34,7 +34,7 @@ class RelaxEnvironment(Environment):
         return _then(self._environment.reset(), lambda _: None)
 
     def step(self, reply: Reply) -> Any:
-        """Answer the text of a message, with its tool calls as Hermes and Qwen write them."""
+        """Process a message's text, with its tool calls in Hermes's and Qwen's form."""
         calls = [json.dumps({"name": call.name, "arguments": call.arguments}) for call in reply.tool_calls]
         text = "\n".join(filter(None, [reply.text, *(f"<tool_call>\n{one}\n</tool_call>" for one in calls)]))
         return _then(self._environment.step(text), self._step_of)
@@ -75,7 +75,7 @@ class GymEnvironment(Environment):
         self._environment = environment
 
     def open(self, sample: Sample) -> Any:
-        """Reset it, with the group's seed, and with the sample as its options."""
+        """Reset the environment with the group's seed, and with the sample as its options."""
         options = {"messages": list(sample.messages), "answer": sample.answer, "metadata": dict(sample.metadata)}
         given: dict[str, Any] = {"seed": sample.seed, "options": options}
         reset = self._environment.reset
@@ -100,7 +100,7 @@ class GymEnvironment(Environment):
 
 
 def _content(observation: Mapping[str, Any]) -> str | list[Any]:
-    """Return an observation of Relax as a message's content: its media before its text."""
+    """Return an observation of Relax as message content, its media before its text."""
     text, media = observation.get("obs_str", ""), observation.get("multi_modal_data") or {}
     if other := [kind for kind in media if kind not in KINDS]:
         known = ", ".join(KINDS)

@@ -1,4 +1,4 @@
-"""Functions that lead a conversation in place of an environment (agent.function), in the process that hosts them."""
+"""Functions that lead a conversation in place of an environment (agent.function), in their host process."""
 
 import asyncio
 import http.client
@@ -21,7 +21,7 @@ from relaxd.importing import ImportProblem, describe_error, import_own
 __all__ = ["Answer", "ConversationOver", "Model"]
 
 OVER = ("max_turns", "context_length_exceeded", "conversation_over", "no_session")
-"""Codes of refusals after which no request is answered any more."""
+"""Error codes after which no further request is answered."""
 _log = logging.getLogger(__name__)
 _left: set[int] = set()
 """Conversations that have ended while their functions still run."""
@@ -41,9 +41,9 @@ class Answer:
     message: Message
     """The message, for the next request."""
     text: str
-    """Its text without thinking and tool calls."""
+    """Text of the message without thinking and tool calls."""
     tool_calls: Sequence[ToolCall]
-    """Its calls that can be read."""
+    """Tool calls of the message that could be parsed."""
     finish_reason: str
     """"stop", "tool_calls", or "length" if it was cut off."""
 
@@ -53,9 +53,9 @@ class Model:
 
     def __init__(self, url: str, key: str) -> None:
         self.base_url = url
-        """Its address for clients of OpenAI's API."""
+        """Base URL of the model for clients of OpenAI's API."""
         self.api_key = key
-        """Its key for these."""
+        """API key of the model for these clients."""
 
     async def generate(
         self,
@@ -137,7 +137,7 @@ class FunctionConversation:
         self._sample = sample
 
     def step(self, reply: Reply) -> Step:
-        """Run the function in its own event loop: a function that blocks stops no other."""
+        """Run the function in a separate event loop, so that a blocking function stops no other."""
         try:
             return asyncio.run(self._lead())
         except asyncio.CancelledError as error:
@@ -161,7 +161,7 @@ class FunctionConversation:
         return Step(None, 0.0 if reward is None else reward, True, info)
 
     def cancel(self) -> None:
-        """End the function, if it hasn't."""
+        """End the function, if it is still running."""
         self._cancelled = True
         if self._loop is None or self._task is None or self._loop.is_closed():
             return

@@ -1,4 +1,4 @@
-"""A Python interpreter, in which the model may run code before it answers."""
+"""A Python interpreter in which the model may run code before it answers."""
 
 import os
 import threading

@@ -1,4 +1,4 @@
-"""Tasks of reasoning-gym with several tries: the model hears how good its answer was, and may answer again."""
+"""Tasks of reasoning-gym with several tries: the model gets its answer's score, and may answer again."""
 
 from collections.abc import Mapping
 from typing import Any, Literal
@@ -44,7 +44,7 @@ class ReasoningGymHints(Environment):
         self._metadata: Mapping[str, Any] = {}
 
     def open(self, sample: Sample) -> None:
-        """Begin a conversation. Raises ValueError: the prompt isn't of reasoning-gym."""
+        """Begin a conversation. Raises ValueError if the prompt isn't from reasoning-gym."""
         if KEY not in sample.metadata:
             raise ValueError(f'the prompt has no "{KEY}" in its metadata: data.source must be "reasoning_gym"')
         self._answer, self._metadata = sample.answer, sample.metadata

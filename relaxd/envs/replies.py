@@ -43,7 +43,7 @@ PROBE_TOOLS = [
 
 
 def reply_format(template: ChatTemplate) -> ReplyFormat | None:
-    """Return the form that finds a call where the template has written it; None: no form does, or there is none."""
+    """Return the format that finds a call as the template wrote it; None if there is no such format or call."""
     asked: Message = {"role": "user", "content": "Zq-question-qZ"}
     for tools, as_text in product((PROBE_TOOLS, []), (False, True)):  # some templates take no tools, or want text
         arguments = json.dumps(PROBE.arguments) if as_text else PROBE.arguments
@@ -71,7 +71,7 @@ def read_reply(
     in_thinking: bool = False,
     first_call: int = 1,
 ) -> ParsedReply:
-    """Decode a reply and divide it as `parse_reply` does. Its last token is left out if it is a special one."""
+    """Decode a reply and divide it like `parse_reply`. A final special token is left out."""
     if len(tokens) and tokenizer.is_special(int(tokens[-1])):
         tokens = tokens[:-1]
     text = tokenizer.decode(tokens, special=True)

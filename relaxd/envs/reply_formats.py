@@ -1,4 +1,4 @@
-"""Forms of tool calls in replies: each family of models writes calls in its own."""
+"""Formats of tool calls in replies: each family of models has a different one."""
 
 import ast
 import json
@@ -12,7 +12,7 @@ from relaxd.data.examples import Message
 from relaxd.envs.tool_calls import ToolCall, call_of, json_of
 
 Tools = Sequence[Mapping[str, Any]]
-"""Schemas of tools, as chat templates get them."""
+"""Schemas of tools, in the form of chat templates."""
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,7 @@ class ParsedReply:
     text: str = ""
     """The text without thinking and calls."""
     thinking: str = ""
-    """The thinking before it."""
+    """The thinking before the reply's text."""
     calls: tuple[ToolCall, ...] = ()
     """The calls that can be read, with ids."""
     problem: str = ""
@@ -30,7 +30,7 @@ class ParsedReply:
 
     @property
     def message(self) -> Message:
-        """The reply as chat templates get it."""
+        """The reply in the form for chat templates."""
         message: Message = {"role": "assistant", "content": self.text}
         if self.thinking:
             message["reasoning_content"] = self.thinking
@@ -52,7 +52,7 @@ class ReplyFormat:
 
 
 def _blocks(text: str, opening: str, closing: str) -> tuple[str, list[str], str]:
-    """Return the text outside of tags, what is in them, and a problem if the last one isn't closed."""
+    """Return the text outside of tags, the contents of the tags, and a problem if the last tag isn't closed."""
     first, *rest = text.split(opening)
     outside: list[str] = [first]
     blocks: list[str] = []
@@ -125,7 +125,7 @@ def _glm(text: str, tools: Tools) -> ParsedReply:
 
 
 def _llama(text: str, tools: Tools) -> ParsedReply:
-    """{"name": ..., "parameters": {...}}, the whole reply, perhaps after <|python_tag|>; further calls after ;"""
+    """{"name": ..., "parameters": {...}} as the whole reply, possibly after <|python_tag|>; further calls after ;"""
     tag, body = text.strip().startswith("<|python_tag|>"), text.strip().removeprefix("<|python_tag|>").strip()
     if not tag and not re.match(r'\{\s*"(name|type|function)"', body):
         return ParsedReply(text)
@@ -174,7 +174,7 @@ def _deepseek_token(words: str) -> str:
 
 
 def _deepseek(text: str, tools: Tools) -> ParsedReply:
-    """Calls between special tokens, before V3.1 with the arguments in a fence."""
+    """Calls between special tokens, before V3.1 with their arguments in a fence."""
     outside, calls_begin, body = text.partition(_deepseek_token("tool calls begin"))
     _, blocks, problem = _blocks(body, _deepseek_token("tool call begin"), _deepseek_token("tool call end"))
     calls = []
@@ -227,7 +227,7 @@ def _python(text: str, tools: Tools) -> ParsedReply:
 
 
 def _harmony(text: str, tools: Tools) -> ParsedReply:
-    """Messages of channels: analysis is thinking, one to functions.NAME is a call, others are text."""
+    """Messages of channels: analysis is thinking, a message to functions.NAME is a call, others are text."""
     thinking, said, calls = [], [], []
     for part in text.split("<|start|>"):
         header, tag, body = part.partition("<|message|>")
@@ -246,12 +246,12 @@ def _harmony(text: str, tools: Tools) -> ParsedReply:
 
 
 def _named(name: str, arguments: str) -> ToolCall:
-    """Return a call whose arguments are a text in JSON."""
+    """Return a call whose arguments are JSON text."""
     return call_of({"name": name.strip(), "arguments": arguments.strip()})
 
 
 def _first_json(text: str) -> Any:
-    """Return the value in JSON with which a text begins; None: there is none."""
+    """Return the JSON value at the beginning of a text; None if there is none."""
     try:
         return json.JSONDecoder().raw_decode(text.lstrip())[0]
     except (ValueError, RecursionError):
@@ -259,7 +259,7 @@ def _first_json(text: str) -> Any:
 
 
 def _typed(name: str, pairs: Sequence[tuple[str, str]], tools: Tools) -> ToolCall:
-    """Return a call whose values are written without quotes."""
+    """Return a call whose values are unquoted."""
     name = name.strip()
     if not name:
         return ToolCall(problem="a tool call has no name")
@@ -270,7 +270,8 @@ def _typed(name: str, pairs: Sequence[tuple[str, str]], tools: Tools) -> ToolCal
 
 
 def _value(text: str, schema: Mapping[str, Any]) -> Any:
-    """Return the value of an argument: a text if its schema says so or if it isn't JSON, without line ends around."""
+    """Return the value of an argument: a text if its schema says so or if it isn't JSON, without surrounding line
+    ends."""
     text = text.removeprefix("\n").removesuffix("\n")
     if schema.get("type") == "string":
         return text
@@ -299,4 +300,4 @@ REPLY_FORMATS = (
     ReplyFormat("tool-calls", partial(_json, "tool_calls")),
     ReplyFormat("llama3", _llama),
 )
-"""All forms, by the models for which they were made."""
+"""All formats, by the models for which they were made."""

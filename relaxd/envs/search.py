@@ -1,4 +1,4 @@
-"""A search engine over a small corpus, which the model may ask before it answers."""
+"""A search engine over a small corpus, which the model may query before it answers."""
 
 import re
 import threading
@@ -14,7 +14,7 @@ from relaxd.envs.environment import BadEnvironmentError
 from relaxd.envs.function_tools import FunctionTool, ToolsEnvironment
 
 MAX_DOCUMENTS = 200_000
-"""Maximum number of documents, which are kept in memory and indexed by each host, at some 10,000 a second."""
+"""Maximum number of documents. Each host keeps them in memory and indexes about 10,000 a second."""
 SATURATION, LENGTH_WEIGHT = 1.2, 0.75
 """k1 and b of BM25 (Robertson and Zaragoza, 2009, equation 3.15), as Lucene sets them."""
 _WORD = re.compile(r"\w+")
@@ -82,7 +82,7 @@ class Bm25:
             self._postings[word] = (np.array(numbers, np.int32), score.astype(np.float32))
 
     def best(self, query: str, count: int) -> list[str]:
-        """Return the documents that suit a query best, at most `count` and only with a word of it."""
+        """Return the documents that match a query best: at most `count`, each with at least one word of it."""
         scores = np.zeros(len(self._documents), np.float32)
         for word in words(query):
             if word in self._postings:

@@ -23,7 +23,7 @@ from relaxd.process.upkeep import IdleThreads
 from relaxd.rpc.errors import Aborted, DeadlineExceeded, FailedPrecondition, RpcError
 
 MAX_STUCK = 200
-"""Maximum number of threads that late calls may still hold. Then the process ends, and a new one is started."""
+"""Maximum number of threads blocked by late calls. Above it the process ends, and a new one is started."""
 Answer = TypeVar("Answer")
 
 _HERE = os.path.dirname(__file__) + os.sep
@@ -34,7 +34,7 @@ class UserCalls:
     """Calls users' methods, each with a limit of time."""
 
     def __init__(self, memory_bytes: int = 0) -> None:
-        """With a limit of memory, a method that lacks memory ends this process, with its sessions."""
+        """With a memory limit, a method that runs out of memory ends this process and its sessions."""
         # Encoded now: afterwards there may be no memory for it.
         reason = f"agent.memory_bytes = {memory_bytes} is used up: raise it, or free what conversations leave behind\n"
         self._last_words = reason.encode() if memory_bytes else b""
@@ -110,7 +110,7 @@ def _failure(error: BaseException) -> Aborted:
 
 
 def _place(thread: int) -> str:
-    """Return where in the user's code a thread is: " (at env.py:12, in step)", or ""."""
+    """Return a thread's location in the user's code, as " (at env.py:12, in step)", or ""."""
     frame = sys._current_frames().get(thread)
     frames = traceback.extract_stack(frame) if frame is not None else []
     ours = [index for index, one in enumerate(frames) if one.filename.startswith(_HERE)]
@@ -120,7 +120,7 @@ def _place(thread: int) -> str:
 
 
 class Session:
-    """A conversation. Its turns are answered in order, and each once, however often the client repeats it."""
+    """A conversation. It answers its turns in order and once, even if the client repeats them."""
 
     def __init__(self, lease_seconds: float, call_seconds: float, on_over: Callable[[], Any]) -> None:
         """`on_over` is called when the lease has ended."""

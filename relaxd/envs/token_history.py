@@ -36,7 +36,7 @@ from relaxd.models import DataError
 
 
 class CannotContinue(ValueError):
-    """The chat template does not tell how the conversation goes on. The message says why."""
+    """The chat template doesn't show how the conversation continues. The message says why."""
 
 
 @dataclass(frozen=True)
@@ -44,13 +44,13 @@ class _ControlTokens:
     """The tokens of a tokenizer that mean something else than their text."""
 
     special: Mapping[int, str]
-    """Special tokens by their ids. At one of them the model stops."""
+    """Special tokens by id. The model stops at one of them."""
     texts: tuple[str, ...]
     """Texts that become plain text in messages of an environment: special tokens, and tags of the chat template."""
     run: re.Pattern[str]
-    """Special tokens one after the other, with white space around."""
+    """Consecutive special tokens, with white space around."""
     anchor: tuple[int, str] | None
-    """A special token that changes nothing in the text around it; None: there is none."""
+    """A special token without an effect on the text around it; None if there is none."""
 
 
 @lru_cache(maxsize=4)
@@ -67,7 +67,7 @@ def _control_tokens(tokenizer: PromptTokenizer) -> _ControlTokens:
 
 
 LONGEST_TAG = 32
-"""Number of last tokens that have a whole tag of thinking with white space after it."""
+"""Maximum number of tokens of a thinking tag with white space after it."""
 _DTYPES = {"tokens": np.int32, "loss_mask": np.uint8, "logprobs": np.float32, "versions": np.int64}
 """Columns of a history, and their types."""
 
@@ -95,7 +95,7 @@ class _Segment:
 
 
 class TokenHistory:
-    """A conversation's prompt and the tokens after it, of which the model wrote those with loss_mask 1."""
+    """A conversation's prompt and the tokens after it; the model wrote those with loss_mask 1."""
 
     def __init__(
         self,
@@ -134,9 +134,9 @@ class TokenHistory:
         if opened:
             asked = replace(asked, prompt=[*example.messages, *map(self._as_plain_text, opened)])
         self.opens_thinking = False
-        """True if the context ends with the tag that begins thinking."""
+        """True if the context ends with the opening tag of thinking."""
         self.media: list[StoredMedia] = []
-        """Media in the context, and where they are."""
+        """Media in the context, with their positions."""
         self.prompt_tokens: list[int] = list(tokens)
         """Token ids of the first prompt of the engine."""
         if not tokens:
@@ -152,7 +152,7 @@ class TokenHistory:
         self._asked = self._messages
         """Messages before the first reply."""
         self._text_arguments = False
-        """True if the template wants the arguments of calls as text."""
+        """True if the template needs the arguments of calls as text."""
         self._segments: list[_Segment] = []
         self._to_reply: list[_Segment] = []
         """Segments up to the end of the last reply, as they were then."""
@@ -160,7 +160,7 @@ class TokenHistory:
         self._reply_ends: list[int] = []
         self._replied = False
         self._stop: int | None = None
-        """Id of the special token at which the last reply stopped; None: it stopped otherwise."""
+        """Id of the special token that ended the last reply; None if something else ended it."""
 
     @property
     def context(self) -> list[int]:
@@ -179,7 +179,7 @@ class TokenHistory:
 
     @property
     def loss_mask(self) -> np.ndarray:
-        """1 for tokens that the model wrote, 0 for others, uint8."""
+        """1 for tokens that the model wrote, else 0, uint8."""
         return _joined(self._segments, "loss_mask")
 
     @property
@@ -189,7 +189,7 @@ class TokenHistory:
 
     @property
     def versions(self) -> np.ndarray:
-        """Versions of the weights that wrote the model's tokens, int64; for others, the version before them."""
+        """Versions of the weights that wrote the model's tokens, int64; other tokens have the version before them."""
         return _joined(self._segments, "versions")
 
     def to_last_reply(self) -> dict[str, np.ndarray]:
@@ -290,7 +290,8 @@ class TokenHistory:
         return kept if self._replied and list(prompt[:kept]) == context[:kept] else 0
 
     def add_tokens(self, prompt: Sequence[int]) -> None:
-        """Append what a prompt of token ids has after the last reply. Raises ValueError: it doesn't continue it."""
+        """Append the tokens of a prompt of token ids after the last reply. Raises ValueError if it doesn't continue the
+        history."""
         if not (kept := self.kept_by(prompt)):
             raise ValueError("add_tokens needs a prompt that continues the history, with a reply before")
         version, new = int(self._segments[-1].versions[-1]), prompt[kept:]
@@ -302,11 +303,11 @@ class TokenHistory:
         self._replied = False
 
     def _note_end(self, tokens: Sequence[int]) -> None:
-        """Note whether tokens end with the tag that begins thinking."""
+        """Record whether tokens end with the opening tag of thinking."""
         self.opens_thinking = _opens_thinking(self._tokenizer.decode(tokens[-LONGEST_TAG:], special=True))
 
     def _join(self, tail: str) -> tuple[str, bool, tuple[int, str] | None]:
-        """Return the text to append, whether the sampled stop token stays, and the special token before the text."""
+        """Return the text to append, whether to keep the sampled stop token, and the special token before the text."""
         if self._stop is None:
             return tail, True, self._controls.anchor
         stop = self._controls.special[self._stop]
@@ -371,7 +372,7 @@ class TokenHistory:
         return tail[at if at >= 0 else len(end) :]
 
     def _rendered(self, messages: Sequence[Message]) -> str:
-        """Render the conversation with the tools, or without them if they would be in the tail a second time."""
+        """Render the conversation with the tools, or without them if the tail would repeat them."""
         text = self._template.render(messages, self._marked_tools(), now=self._now)
         if self._tools_mark in text.partition(self._mark)[2]:
             return self._template.render(messages, now=self._now)
@@ -386,7 +387,8 @@ class TokenHistory:
         return [{**self._tools[0], "function": described}, *self._tools[1:]]
 
     def _as_plain_text(self, message: Message) -> Message:
-        """Return a message of text and media in which control tokens are broken.
+        """Return a message of text and media with its control tokens broken up. Raises CannotContinue for other
+        content.
 
         Raises CannotContinue: it has something else.
         """
@@ -409,7 +411,7 @@ class TokenHistory:
         return {name: self._all_broken(value) for name, value in {**message, "content": content}.items()}
 
     def _all_broken(self, value: Any) -> Any:
-        """Return a JSON value whose texts are broken as by `_broken`."""
+        """Return a JSON value with its texts broken up as by `_broken`."""
         if isinstance(value, dict):
             return {name: self._all_broken(one) for name, one in value.items()}
         if isinstance(value, list):
@@ -435,7 +437,7 @@ class TokenHistory:
             raise CannotContinue(f"a conversation {error}") from error
 
     def _encode(self, text: str, anchor: tuple[int, str] | None) -> list[int]:
-        """Tokenise a text that follows a special token, or begins the prompt, in pieces between breaks."""
+        """Tokenise a text after a special token or at the prompt's beginning, in pieces between breaks."""
         self.opens_thinking = _opens_thinking(text)
         tokens: list[int] = []
         for piece in filter(None, text.split(self._break)):
@@ -458,7 +460,7 @@ def _joined(segments: Sequence[_Segment], name: str) -> np.ndarray:
 
 
 def _with_arguments(message: Message, as_text: bool) -> Message:
-    """Return a message whose calls have their arguments as an object, or as JSON for templates that write text."""
+    """Return a message whose calls have arguments as an object, or as JSON for templates that write text."""
     if not message.get("tool_calls"):
         return message
     calls = []

@@ -1,4 +1,4 @@
-"""The tool calls of a reply, as Hermes and Qwen write them: <tool_call>{"name": ..., "arguments": ...}</tool_call>."""
+"""Tool calls in Hermes's and Qwen's form: <tool_call>{"name": ..., "arguments": ...}</tool_call>."""
 
 import json
 from dataclasses import dataclass, field
@@ -9,16 +9,16 @@ from relaxd.media.messages import tagged
 
 @dataclass(frozen=True)
 class ToolCall:
-    """A call, or what is written as one."""
+    """A tool call, or text in its place that isn't one."""
 
     name: str = ""
     """The tool's name."""
     arguments: dict[str, Any] = field(default_factory=dict)
-    """Its arguments."""
+    """Arguments of the call."""
     problem: str = ""
-    """Why it is none; "" if it is."""
+    """Reason why it isn't a valid call; "" if it is."""
     id: str = ""
-    """Its id in the conversation, by which a tool's answer names it; "" where none was given."""
+    """Id of the call in the conversation, by which a tool's answer refers to it; "" if none was given."""
 
 
 def calls_in(text: str) -> list[ToolCall]:
@@ -42,7 +42,7 @@ def call_of(value: Any) -> ToolCall:
 
 
 def json_of(text: str) -> Any:
-    """Return the value of a text in JSON; None: it isn't JSON."""
+    """Return the value of a JSON text; None if it isn't JSON."""
     try:
         return json.loads(text.strip())
     except (ValueError, RecursionError):

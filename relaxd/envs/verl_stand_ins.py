@@ -51,11 +51,11 @@ class ToolResponse(BaseModel):
     video: list[Any] | None = None
 
     def is_empty(self) -> bool:
-        """Return whether there is nothing in it."""
+        """Return whether the response is empty."""
         return not (self.text or self.image or self.video)
 
     def is_text_only(self) -> bool:
-        """Return whether there is only text in it."""
+        """Return whether the response contains only text."""
         return bool(self.text) and not self.image and not self.video
 
 
@@ -73,13 +73,13 @@ class BaseTool:
         return self.tool_schema
 
     async def create(self, instance_id: str | None = None, **kwargs: Any) -> tuple[str, ToolResponse]:
-        """Begin a conversation. Returns its id, and what the tool answers to that."""
+        """Begin a conversation. Returns its id and the tool's first answer."""
         return instance_id or str(uuid4()), ToolResponse()
 
     async def execute(
         self, instance_id: str, parameters: dict[str, Any], **kwargs: Any
     ) -> tuple[ToolResponse, float, dict[str, Any]]:
-        """Do what is called for. Returns the answer, a step reward and metrics."""
+        """Execute the call. Returns the answer, a step reward and metrics."""
         return ToolResponse(text="Updated the tool state."), 0.0, {}
 
     async def calc_reward(self, instance_id: str, **kwargs: Any) -> float:
@@ -121,7 +121,7 @@ def tool_schema(schema: dict[str, Any]) -> Any:
 
 
 def provide_verl() -> None:
-    """Put the stand-ins in place unless verl is installed. Raises ImportError: it is, but can't be imported."""
+    """Install the stand-ins unless verl is installed. Raises ImportError if verl is installed but can't be imported."""
     try:
         import verl.tools.base_tool  # noqa: F401
     except ModuleNotFoundError as error:

@@ -24,7 +24,7 @@ class ToolFailure(RuntimeError):
 
 
 class BadToolResult(ValueError):
-    """A tool returned something else than a result, or a reward that is no finite number. The message says what."""
+    """A tool returned a wrong type, or a reward that is no finite number. The message says what."""
 
 
 class VerlTools:
@@ -84,7 +84,7 @@ class VerlTools:
         return _observation(answers), not calls, info
 
     async def execute(self, calls: Sequence[ToolCall]) -> tuple[list[str], dict[str, float]]:
-        """Execute calls, one after the other. Returns their answers, and an info as `step` does.
+        """Execute calls in order. Returns their answers and an info, like `step`. Raises BadToolResult.
 
         Raises BadToolResult.
         """
@@ -98,7 +98,7 @@ class VerlTools:
         return answers, {"reward": reward, "calls": float(len(answers)), "errors": errors}
 
     async def final_reward(self) -> float:
-        """Return the sum of what the tools say of the whole conversation. Raises ToolFailure and BadToolResult."""
+        """Return the sum of the tools' rewards for the whole conversation. Raises ToolFailure and BadToolResult."""
         total = 0.0
         for name, instance in self._instances.items():
             value = await self._must(name, "calc_reward", instance, **self._given(name, "calc_reward"))
@@ -106,7 +106,7 @@ class VerlTools:
         return total
 
     async def close(self) -> None:
-        """Release every instance that was created. Raises ToolFailure after that: the first that happened."""
+        """Release every instance that was created. Then raises ToolFailure, the first that occurred."""
         problems = []
         while self._instances:
             name, instance = self._instances.popitem()
@@ -118,7 +118,7 @@ class VerlTools:
             raise problems[0]
 
     async def _answer(self, call: ToolCall) -> tuple[str, float | None]:
-        """Return a tool's answer to a call, and its step reward; None: the call came to nothing."""
+        """Return a tool's answer to a call, and its step reward; None if the call failed."""
         if call.problem:
             return f"Error: {call.problem}", None
         if call.name not in self._tools:
@@ -150,7 +150,7 @@ class VerlTools:
             raise ToolFailure(f"{method} of the tool {name} failed: {describe_error(error)}") from error
 
     async def _within(self, method: Callable[..., Any], *args: Any, **given: Any) -> Any:
-        """Call a method with those arguments that it takes. Raises TimeoutError after the time for a call."""
+        """Call a method with the arguments that it accepts. Raises TimeoutError after the time limit of a call."""
         parameters = inspect.signature(method).parameters.values()
         if not any(one.kind is one.VAR_KEYWORD for one in parameters):
             taken = {one.name for one in parameters}

@@ -1,4 +1,4 @@
-"""A tool that shows a part of a picture, enlarged, as that of DeepEyes (arXiv 2505.14362) does."""
+"""A tool that shows an enlarged part of a picture, like that of DeepEyes (arXiv 2505.14362)."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ from relaxd.media.images import MIN_SIDE, open_upright
 from relaxd.media.placeholders import IMAGE
 
 FULL = 1000
-"""Coordinate of the right and the lower edge of a picture."""
+"""Coordinate of a picture's right and lower edge."""
 
 
 class Zoom(ToolsEnvironment):
@@ -35,7 +35,7 @@ class Zoom(ToolsEnvironment):
         self._picture: Any = None
 
     def open(self, sample: Sample) -> None:
-        """Begin a conversation. Raises BadEnvironmentError: the picture can't be read."""
+        """Begin a conversation. Raises BadEnvironmentError if the picture can't be read."""
         parts = [part for one in sample.messages if isinstance(one["content"], list) for part in one["content"]]
         shown = next((part["image"] for part in parts if part["type"] == IMAGE), None)
         if (source := sample.metadata.get(self._column, shown)) is None:

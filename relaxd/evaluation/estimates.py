@@ -65,7 +65,7 @@ def interval(values: Sequence[float], samples_per_prompt: int = 1) -> tuple[floa
 DRAWS = 200
 """Draws of k of a prompt's n replies. For k = n there is only one."""
 LONGEST_VOTE = 200
-"""Longer answers, in characters, are no votes: two of them would hardly agree."""
+"""Maximum length of a vote, in characters: two longer answers would hardly agree."""
 
 _NUMBER = re.compile(r"-?[0-9][0-9,]*(?:\.[0-9]+)?")
 _ANSWER = re.compile(r"answer\s*(?:is\b|:|=)\s*:?", re.IGNORECASE)

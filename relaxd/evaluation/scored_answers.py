@@ -1,4 +1,4 @@
-"""The answers of an evaluation as they are kept, and their metrics."""
+"""Stored answers of an evaluation, and their metrics."""
 
 import logging
 import re
@@ -24,20 +24,20 @@ class ScoredAnswer:
     index: int
     """Index of its prompt."""
     sample: int
-    """Which of the prompt's answers."""
+    """Number of the answer among the prompt's answers."""
     reward: float
-    """0 if it couldn't be scored."""
+    """Reward of the answer; 0 if it couldn't be scored."""
     length: int
     """Tokens."""
     finish_reason: str
-    """By relaxd.finish_reasons."""
+    """Finish reason, by relaxd.finish_reasons."""
     vote: str = ""
-    """Its vote in maj@k; "" for none."""
+    """The answer's vote in maj@k; "" for none."""
     parts: Mapping[str, float] = field(default_factory=dict)
     error: str = ""
-    """Why it couldn't be scored."""
+    """Reason why the answer couldn't be scored."""
     turns: int = 0
-    """Messages of the model, if it is a conversation."""
+    """Number of the model's messages, in a conversation."""
 
     def to_json(self) -> dict[str, Any]:
         """Return the line of an evaluation's file, without the texts."""

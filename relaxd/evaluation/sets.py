@@ -23,7 +23,7 @@ class ResolvedSet:
 
     name: str
     prompts: int
-    """Number of prompts at most; 0 means all."""
+    """Maximum number of prompts; 0 means all."""
     samples_per_prompt: int
     sizes: tuple[int, ...]
     """The k of pass@k and maj@k."""
@@ -31,7 +31,7 @@ class ResolvedSet:
     """0 is greedy."""
     top_p: float
     top_k: int
-    """0 turns it off."""
+    """Number of likeliest tokens to sample from; 0: all."""
     max_new_tokens: int
     min_new_tokens: int
     stop: tuple[str, ...]
@@ -39,7 +39,7 @@ class ResolvedSet:
     seed: int
     """run.seed."""
     reward: RewardConfig | None = None
-    """Its own reward; None means the run's."""
+    """Reward of the set; None means the run's."""
     right_from: float = 1.0
     agent: AgentConfig | None = None
     """Settings of its conversations with an environment; None without conversations."""
@@ -117,7 +117,7 @@ def sets_of(config: RunConfig) -> list[ResolvedSet]:
 
 
 def training_set(config: RunConfig, prompts: int) -> ResolvedSet:
-    """Return the first training prompts as a set, answered as the run samples them."""
+    """Return the first training prompts as a set, with the run's sampling."""
     rollout = config.rollout
     return ResolvedSet(
         name=TRAINING,
@@ -136,7 +136,7 @@ def training_set(config: RunConfig, prompts: int) -> ResolvedSet:
 
 
 def _agent_of(one: EvalSet, runs: AgentConfig) -> AgentConfig:
-    """Return the run's settings of conversations with a set's own environment, if it has one."""
+    """Return the run's conversation settings with a set's own environment, if it has one."""
     if not one.environment and one.environment_settings is None:
         return runs
     own = {
@@ -149,7 +149,7 @@ def _agent_of(one: EvalSet, runs: AgentConfig) -> AgentConfig:
 
 
 def _reward_of(one: EvalSet, runs: RewardConfig) -> RewardConfig | None:
-    """Return a set's own reward, which shares workers and limits with the run's; None if it has none."""
+    """Return a set's own reward, with the run's workers and limits; None if it has none."""
     name = one.reward or ("reasoning_gym" if one.task else "")
     if not name and one.benchmark in BENCHMARKS:
         name = BENCHMARKS[one.benchmark].reward
@@ -163,7 +163,7 @@ def _reward_of(one: EvalSet, runs: RewardConfig) -> RewardConfig | None:
 
 
 def unknown_set(name: str, known: Sequence[str]) -> str:
-    """Return the sentence that says that there is no such set."""
+    """Return the error sentence for an unknown set."""
     near = difflib.get_close_matches(name, known, n=1)
     hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(known) or 'none'}"
     return f"there is no evaluation set {name!r}; {hint}"

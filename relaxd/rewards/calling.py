@@ -1,4 +1,4 @@
-"""Calling of rewards: their signature, their place in the source, and those that are coroutines."""
+"""Calling of rewards: their signatures, their place in the source, and coroutines among them."""
 
 import asyncio
 import difflib
@@ -15,9 +15,9 @@ from relaxd.rewards.logged import Logged, collect_into, logged_parts
 from relaxd.rewards.other_interfaces import VERL, VERL_BATCH, scored_parameters, takes_group
 
 MACHINERY = str(Path(__file__).parent)
-"""Folder of the files that call and import rewards; bundled rewards are in folders below it."""
+"""Folder of the files that call and import rewards; bundled rewards are in its subfolders."""
 NOT_SETTINGS = VERL | VERL_BATCH | {"sample", "samples"}
-"""Parameters of functions that hold what is scored."""
+"""Parameters of functions that receive what is scored, not settings."""
 SIGNATURE = (
     "def {name}(sample), with sample.prompt, .response, .answer and .metadata; or def {name}(samples), which returns a "
     "list for a group"
@@ -37,7 +37,7 @@ FORMS = (
     ("verl", {"solution_str"}, f"verl passes only {', '.join(sorted(VERL))}; other parameters are settings"),
     ("verl", {"solution_strs"}, f"verl passes only {', '.join(sorted(VERL_BATCH))}; other parameters are settings"),
 )
-"""Other frameworks, parameters of their rewards that hold what is scored, and what stands for them here."""
+"""Other frameworks, the parameters of their rewards that receive what is scored, and relaxd's equivalents."""
 
 
 def check_signature(reward: Callable[..., Any]) -> None:
@@ -89,7 +89,7 @@ def check_settings(name: str, reward: Callable[..., Any], settings: Mapping[str,
 
 
 Outcome = RewardOutput | BaseException
-"""A sample's score, or what was raised instead."""
+"""A sample's score, or the exception in its place."""
 
 
 def call(reward: Reward, samples: Sequence[RewardInput], runner: asyncio.Runner, key: str = "") -> list[Outcome]:
@@ -115,7 +115,7 @@ def call(reward: Reward, samples: Sequence[RewardInput], runner: asyncio.Runner,
 
 @dataclass
 class _Call:
-    """A call of a function, with the numbers that it logs."""
+    """A call of a function, and the numbers that it logs."""
 
     function: Callable[[Any], Any]
     scored: Any
@@ -123,7 +123,7 @@ class _Call:
     context: Context = field(default_factory=copy_context)
 
     def begin(self) -> Any:
-        """Call the function. Returns its value, which may be awaitable, or what it raised."""
+        """Call the function. Returns its value, which may be awaitable, or the exception."""
         self.context.run(collect_into, self.logged)
         try:
             return self.context.run(self.function, self.scored)
@@ -132,7 +132,7 @@ class _Call:
 
 
 def _finish(calls: Sequence[_Call], runner: asyncio.Runner) -> list[Any]:
-    """Make calls, and await those values that are awaitable, at the same time. Returns values, or what was raised."""
+    """Make calls, and await awaitable values concurrently. Returns values or exceptions."""
     values = [call.begin() for call in calls]
     return runner.run(_await_all(calls, values)) if any(map(inspect.isawaitable, values)) else values
 
@@ -188,7 +188,7 @@ def place(reward: Callable[..., Any]) -> str:
 
 
 def describe_error(error: BaseException) -> str:
-    """Return an exception in one line, with the place in the reward's file where it came about."""
+    """Return an exception in one line, with its place in the reward's file."""
     text = f"{type(error).__name__}: {error}".strip(": ")
     frames = _frames(error)
     own = [frame for frame in frames if frame.filename == frames[0].filename]
@@ -215,6 +215,6 @@ def _name(reward: Callable[..., Any]) -> str:
 
 
 def shown_file(name: str) -> str:
-    """Return a file's path, relative if it is in the current folder."""
+    """Return a file's path, relative if the file is in the current folder."""
     path = Path(name)
     return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else name

@@ -25,10 +25,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class RewardInput:
-    """The sample that a reward gets. `messages` has all of it; the fields are enough where everything is text."""
+    """The sample that a reward gets. `messages` contains all of it; for pure text the other fields are enough."""
 
     prompt: str
-    """The text of the prompt's last message that isn't the assistant's."""
+    """Text of the prompt's last message that isn't the assistant's."""
     response: str
     """The text of the model's last message, without end tokens."""
     answer: str = ""
@@ -40,7 +40,7 @@ class RewardInput:
     prompt_messages: Sequence[Message] = ()
     """The prompt's messages, unless they are one of the user with the text `prompt`."""
     response_messages: Sequence[Message] = ()
-    """The messages after the prompt, unless they are one of the model with the text `response`."""
+    """Messages after the prompt, unless there is only one, of the model, with the text `response`."""
     answer_messages: Sequence[Message] = ()
     """The reference answer's messages, unless they are one with the text `answer`."""
 
@@ -83,7 +83,7 @@ class RewardInput:
         return [decode_wav(self.media[part["sha256"]]) for part in self._parts("audio")]
 
     def _parts(self, kind: str) -> list[Mapping[str, Any]]:
-        """Return the messages' parts of a kind, whose media are here."""
+        """Return the messages' parts of a kind whose media are available."""
         messages = [*self.prompt_messages, *self.response_messages]
         parts = [part for message in messages for part in message["content"] if part["type"] == kind]
         if lacking := next((part["sha256"] for part in parts if part["sha256"] not in self.media), None):
@@ -97,7 +97,7 @@ class RewardInput:
 
     @property
     def messages(self) -> list[Message]:
-        """The whole conversation: the prompt's messages and those that followed."""
+        """The whole conversation: the prompt's messages and all later ones."""
         prompt = self.prompt_messages or [text_message("user", self.prompt)]
         return [*prompt, *(self.response_messages or [text_message("assistant", self.response)])]
 
@@ -124,7 +124,7 @@ RIGHT = 'a number, or {"reward": number, "parts": {name: number}}'
 
 
 class BadRewardError(ValueError):
-    """A reward has the wrong signature or returned an invalid value."""
+    """A reward has a wrong signature or returned an invalid value."""
 
 
 def check_output(value: object, key: str = "") -> RewardOutput:
@@ -189,7 +189,7 @@ _AGAIN_SECONDS = 0.1
 
 
 class TooSlow(BaseException):
-    """The time is over. It isn't an Exception, because packages such as sympy catch those."""
+    """The time is up. It isn't an Exception, because packages such as sympy catch those."""
 
 
 @contextmanager
@@ -218,7 +218,7 @@ def time_limit(seconds: float) -> Iterator[None]:
 
 
 def references(answer: str) -> list[str]:
-    """Return the references in an answer: the texts of a JSON list, as data with lists have them, or the answer."""
+    """Return the references in an answer: the texts of a JSON list, in data with lists, or the answer itself."""
     if answer.startswith("[") and answer.endswith("]"):
         try:
             found = json.loads(answer)
@@ -230,7 +230,7 @@ def references(answer: str) -> list[str]:
 
 
 def best_of_references(reward: Callable[[RewardInput], Any]) -> Callable[[RewardInput], Any]:
-    """Return a reward that gives what the reference that fits best gets."""
+    """Return a reward that gives the maximum over the references."""
 
     @wraps(reward)
     def best(sample: RewardInput) -> Any:

@@ -1,4 +1,4 @@
-"""Loading of rewards by name, in whatever form they are written."""
+"""Loading of rewards by name, in every supported form."""
 
 import difflib
 import importlib
@@ -63,7 +63,7 @@ def _import_package(name: str) -> None:
 
 
 def _find(name: str) -> Any:
-    """Import a user's module or file and return the function or class that the name says."""
+    """Import a user's module or file and return the named function or class."""
     module_name, _, function_name = name.rpartition(":")
     try:
         if module_name.endswith(".py"):

@@ -29,7 +29,7 @@ MAX_STEP_NAMES = 256
 PART = re.compile(r"log/([a-z]+)/(.+)")
 
 Logged = dict[str, tuple[How, list[float]]]
-"""By name: how its values become one, and the values."""
+"""For each name: how to reduce its values to one, and the values."""
 _collecting: ContextVar[Logged | None] = ContextVar("relaxd_logged", default=None)
 
 
@@ -69,7 +69,7 @@ def log_metric(name: str, value: float, how: How = "mean") -> None:
 
 
 def collect_into(logged: Logged) -> None:
-    """Add what is logged in this context to `logged` from now on."""
+    """Add all later logged numbers of this context to `logged`."""
     _collecting.set(logged)
 
 
@@ -79,7 +79,7 @@ def logged_parts(logged: Logged) -> dict[str, float]:
 
 
 def is_logged(part: str) -> bool:
-    """Return True if a part of a reward is a user's own number."""
+    """Return True if a part of a reward was logged by the user's code."""
     return PART.match(part) is not None
 
 

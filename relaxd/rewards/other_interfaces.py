@@ -1,4 +1,4 @@
-"""Rewards written for other interfaces, as rewards of a sample or of a group."""
+"""Adapters of rewards that were written for other interfaces to rewards of a sample or a group."""
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
@@ -12,23 +12,23 @@ from relaxd.rewards.mathematics.boxed import last_boxed
 VERL = frozenset({"data_source", "solution_str", "ground_truth", "extra_info"})
 """Names of the arguments that verl passes to `compute_score`."""
 VERL_BATCH = frozenset(f"{name}s" for name in VERL)
-"""Names of those that it passes to the batch form."""
+"""Names of the parameters that verl passes to the batch form."""
 
 
 def takes_group(reward: Callable[..., Any]) -> bool:
-    """Return whether a reward scores all samples of a group at once: its first parameter is called `samples`."""
+    """Return whether a reward scores all samples of a group at once: its first parameter is `samples`."""
     return next(iter(_parameters(reward)), "") == "samples"
 
 
 def awaits(reward: Callable[..., Any]) -> bool:
-    """Return whether a reward is a coroutine function, or a class whose calls are."""
+    """Return whether a reward is a coroutine function, or a class with a coroutine as call."""
     function = inspect.unwrap(getattr(reward, "func", reward))
     function = getattr(function, "reward", function)  # of `adapt`
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
 
 
 def boxed(reward: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a reward of what is in the reply's last box, or of "" if there is none."""
+    """Return a reward of the content of the reply's last box, or of "" if there is none."""
 
     @wraps(reward)
     def of_box(sample: RewardInput) -> Any:
@@ -63,14 +63,14 @@ def adapt(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _is_given(parameters: Mapping[str, inspect.Parameter], names: frozenset[str]) -> bool:
-    """Return whether a function gets what it scores, and all that it needs, by these names."""
+    """Return whether a function has parameters of these names for what it scores, and needs no others."""
     scored = scored_parameters(parameters)
     by_name = all(parameters[name].kind is not inspect.Parameter.POSITIONAL_ONLY for name in scored)
     return bool(scored) and scored <= names and by_name
 
 
 def scored_parameters(parameters: Mapping[str, inspect.Parameter]) -> set[str]:
-    """Return the names of the parameters that hold what is scored: those without a default, else the first one."""
+    """Return the names of the parameters that receive what is scored: those without a default, else the first one."""
     named = [one for one in parameters.values() if one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD)]
     return {one.name for one in named if one.default is one.empty} or {one.name for one in named[:1]}
 
@@ -86,7 +86,7 @@ def _verl_arguments(sample: RewardInput) -> dict[str, Any]:
 
 
 def ground_truth(sample: RewardInput) -> Any:
-    """Return verl's ground truth: metadata.reward_model.ground_truth as it is, or else the answer."""
+    """Return verl's ground truth: metadata.reward_model.ground_truth unchanged, or else the answer."""
     model = sample.metadata.get("reward_model")
     return model["ground_truth"] if isinstance(model, dict) and "ground_truth" in model else sample.answer
 
@@ -112,7 +112,7 @@ def _parameters(function: Callable[..., Any]) -> dict[str, inspect.Parameter]:
 
 
 def _named(score: Callable[..., Any], function: Callable[..., Any]) -> Callable[..., Any]:
-    """Give an adapter the name and place of what it adapts, but not its signature."""
+    """Give an adapter the name and place of the adapted reward, but not its signature."""
     score.__name__ = getattr(function, "__name__", type(function).__name__)
     score.reward = function  # type: ignore[attr-defined]  # for `place`
     return score

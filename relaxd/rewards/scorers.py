@@ -18,19 +18,19 @@ class Scorer(Protocol):
     """Scores samples."""
 
     takes_group: bool
-    """True if it must get all samples of a group at once."""
+    """True if the scorer needs all samples of a group at once."""
     awaits: bool
-    """True if it awaits something, so that it is faster if it gets them at once."""
+    """True if the scorer awaits something, so that it is faster with many samples at once."""
 
     def score(self, samples: Sequence[RewardInput], runner: asyncio.Runner) -> list[Outcome]:
-        """Score samples of a group. Coroutines run in `runner`. Returns for each its score, or what a reward raised."""
+        """Score samples of a group. Coroutines run in `runner`. Returns the score or the exception of each."""
 
 
 class Single:
     """One reward."""
 
     def __init__(self, name: str, settings: Mapping[str, Any] | None = None, key: str = "") -> None:
-        """Load it. Raises UnknownRewardError and BadRewardError."""
+        """Load the reward. Raises UnknownRewardError and BadRewardError."""
         self._reward: Callable[..., Any] = resolve(name, settings)
         self._key = key
         self.takes_group = takes_group(self._reward)
@@ -79,7 +79,7 @@ def parts_of_term(term: RewardTerm, output: RewardOutput) -> dict[str, float]:
 
 
 def total(terms: Sequence[RewardTerm], values: Mapping[str, float]) -> float:
-    """Return the weighted sum of the terms' values by label, of those whose `only_if` holds."""
+    """Return the weighted sum of the terms' values by label, without terms whose `only_if` fails."""
     return sum(term.weight * values[term.shown] for term in terms if not term.only_if or values[term.only_if] > 0)
 
 

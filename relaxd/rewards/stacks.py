@@ -10,11 +10,11 @@ DUMP = re.compile(r"Timeout \(\d+:\d\d:\d\d(\.\d+)?\)!")
 THREAD = re.compile(r"(Current thread|Thread) 0x[0-9a-f]+.* \(most recent call first\):")
 FRAME = re.compile(r'  File "(.*)", line (\d+) in (.*)')
 OTHER = ("", "  ...", "  <no Python frame>")
-"""Further lines of a dump. Dots stand for the frames of a stack after the first hundred."""
+"""Further lines of a dump. Dots stand for frames beyond the first hundred."""
 
 
 class RewardStacks:
-    """Reads a worker's output. Of a dump of stacks it passes only the reward's own part, and remembers its place."""
+    """Filters a worker's output: of a stack dump it passes only the reward's own frames, and remembers their place."""
 
     def __init__(self) -> None:
         self.place = ""
@@ -22,14 +22,14 @@ class RewardStacks:
         reward that awaits something. It is the innermost line in the file of the reward, as in `describe_error`."""
         self._in_dump = False
         self._own: list[tuple[str, str, str]] | None = None
-        """Frames of this thread so far, innermost first; None once its stack has been passed or left out."""
+        """This thread's frames so far, innermost first; None once its stack has been passed or dropped."""
 
     def forget(self) -> None:
-        """Forget the place: another call begins."""
+        """Forget the place, because another call begins."""
         self.place = ""
 
     def filter(self, line: str) -> list[str]:
-        """Return the lines to pass instead of one line of output."""
+        """Return the lines to pass in place of one line of output."""
         if DUMP.fullmatch(line):
             self._in_dump, self._own = True, None
             return []

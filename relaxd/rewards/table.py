@@ -1,6 +1,4 @@
-"""Tables of names: the bundled rewards, and verl's data sources with the bundled reward nearest to what verl scores
-each with.
-"""
+"""Tables of names: the bundled rewards, and verl's data sources with the bundled reward closest to verl's."""
 
 import difflib
 from collections.abc import Mapping
@@ -54,7 +52,7 @@ PACKAGES = {
 }
 """Packages that bundled rewards import on first use, and their requirements."""
 BOXED = "boxed_"
-"""Prefix of a bundled reward's name: it scores what is in the reply's last box instead of the reply."""
+"""Prefix of a bundled reward's name: it then scores the content of the reply's last box instead of the reply."""
 NEVER_BOXED = frozenset(
     {"code", "dapo", "deepscaler", "environment", "geo3k", "gsm8k", "judge_pairs", "math", "overlong", "verl_tools"}
 )
@@ -87,7 +85,7 @@ def check_name(name: str) -> None:
 
 
 def is_bundled(name: str) -> bool:
-    """Return whether a name is that of a bundled reward, whose code anybody may have run."""
+    """Return whether a name is a bundled reward's, whose code any caller may run."""
     return name.removeprefix(BOXED) in REWARDS
 
 

@@ -1,6 +1,5 @@
-"""The reward of single-turn function calling with verl's tools: an answer's calls are executed, and what the tools
-return is scored.
-"""
+"""The reward of single-turn function calling with verl's tools: it executes an answer's calls, and scores the tools'
+results."""
 
 from contextlib import suppress
 from pathlib import Path
@@ -34,7 +33,7 @@ class VerlToolsReward:
         self._call_seconds = call_seconds
 
     async def __call__(self, sample: RewardInput) -> dict[str, float]:
-        """Score a sample. Raises ValueError: wrong tools_kwargs; ToolFailure and BadRewardError."""
+        """Score a sample. Raises ValueError for wrong tools_kwargs; ToolFailure and BadRewardError."""
         conversation = VerlTools(self._tools, tools_kwargs(sample.metadata), self._call_seconds, self._max_calls)
         try:
             await conversation.reset()

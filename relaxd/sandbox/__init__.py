@@ -1,1 +1,1 @@
-"""Runs code that nobody trusts, such as what a model wrote. Needs Linux, and only Python's standard library."""
+"""Runs untrusted code, such as a model's. Needs Linux, and only Python's standard library."""

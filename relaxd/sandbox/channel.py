@@ -1,6 +1,4 @@
-"""Messages between a confined process and the process that watches it: JSON that keeps Python's types, with its length
-before it.
-"""
+"""Messages between a confined process and its watcher: JSON that keeps Python's types, with a length prefix."""
 
 import json
 import socket
@@ -12,7 +10,7 @@ _LENGTH = struct.Struct("=I")
 
 
 class ChannelClosed(Exception):
-    """The other side is gone, or what it sent is no message."""
+    """The other side is gone, or sent an invalid message."""
 
 
 class TooLong(Exception):
@@ -41,7 +39,7 @@ class Channel:
             raise ChannelClosed(str(error)) from error
 
     def receive(self, left: Callable[[], float] | None = None) -> Any:
-        """Return the next message, see `send`. Raises ChannelClosed, TooLong."""
+        """Return the next message; see `send`. Raises ChannelClosed, TooLong."""
         (length,) = _LENGTH.unpack(self._exactly(_LENGTH.size, left))
         if length > self._longest:
             raise TooLong(f"a message of {length} bytes")

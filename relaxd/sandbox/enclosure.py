@@ -18,7 +18,7 @@ OPEN_FILES = 4096
 PROCESSES = 2048
 """Maximum number of processes and threads of a program in all."""
 USERS = range(61_184, 65_520)
-"""Users that nobody else is, in systemd's table of ids."""
+"""User ids that nobody else has, from systemd's table."""
 DEVICES = (
     *("null", "zero", "full", "random", "urandom", "tty", "ptmx", "pts", "kfd", "dri", "nvidiactl", "nvidia-uvm"),
     *("nvidia-uvm-tools", "nvidia-caps", "nvidia-modeset", *(f"nvidia{number}" for number in range(16))),
@@ -33,17 +33,17 @@ class Plan:
     network: bool = False
     """Reach the network."""
     memory_bytes: int = 4 << 30
-    """Memory of each of its processes (RLIMIT_DATA: not what it shares or maps from files); 0: without a limit."""
+    """Maximum memory of each process (RLIMIT_DATA: without shared memory and mapped files); 0: no limit."""
     writable: tuple[str, ...] = ()
-    """Paths that it may write besides `own`."""
+    """Writable paths besides `own`."""
     own: tuple[str, ...] = ()
-    """Folders that it may write, and which become another user's with it."""
+    """Writable folders that are handed over to the other user as well."""
     temporary: str = ""
-    """Folder of `own` for its temporary files, and its home if another user can't enter this one's; "" for neither."""
+    """Folder of `own` for temporary files, and the home if another user can't enter the real one; "" for neither."""
     hidden: tuple[str, ...] = ()
-    """Files and folders that it can't open; all others it can read."""
+    """Files and folders that it can't open; all others are readable."""
     needed: tuple[str, ...] = ()
-    """Paths that it must be able to read; if another user couldn't, it keeps its own."""
+    """Paths that must be readable; if another user couldn't read them, the user isn't changed."""
 
     def to_json(self) -> str:
         """Return JSON for `from_json`."""
@@ -66,13 +66,13 @@ class Measure:
     name: str
     """network, files, memory, processes, kernel, user."""
     by: str = ""
-    """Means by which it is enforced; empty if it isn't."""
+    """Means by which the measure is enforced; empty if it isn't."""
     missing: str = ""
-    """Why it isn't."""
+    """Reason why the measure isn't enforced."""
 
 
 def enclose(plan: Plan) -> list[Measure]:
-    """Enclose this process, which must have a single thread, for good. Returns all measures, also those that failed."""
+    """Enclose this process, which must have a single thread, for good. Returns all measures, failed ones included."""
     lower_limit(resource.RLIMIT_CORE, 0)
     lower_limit(resource.RLIMIT_NOFILE, OPEN_FILES)
     user = _change_user(plan)
@@ -88,7 +88,7 @@ def enclose(plan: Plan) -> list[Measure]:
 
 
 def _change_user(plan: Plan) -> Measure:
-    """Become a user that nobody else is, unless that user couldn't do what the plan says."""
+    """Become an unused user, unless that user couldn't follow the plan."""
     if os.geteuid() != 0:
         return Measure("user", missing="only root can change it")
     if plan.writable:
@@ -166,7 +166,7 @@ def _limit_calls(plan: Plan) -> Sequence[Measure]:
 
 
 def lower_limit(what: int, most: int) -> None:
-    """Set a limit of this process, for good, to a number or to the lower one that it has already."""
+    """Lower a limit of this process for good; a limit that is already lower stays."""
     _, hard = resource.getrlimit(what)
     most = most if hard == resource.RLIM_INFINITY else min(most, hard)
     resource.setrlimit(what, (most, most))

@@ -1,4 +1,4 @@
-"""Landlock: a process gives up access to all files but some, for good (Linux 5.13 or newer)."""
+"""Landlock: a process permanently gives up access to all files except some (Linux 5.13 or newer)."""
 
 import ctypes
 import os
@@ -32,7 +32,7 @@ class _PathBeneath(ctypes.Structure):
 
 
 def version() -> int:
-    """Return the kernel's version of Landlock; 0 if it has none."""
+    """Return the kernel's Landlock version; 0 if it has none."""
     return max(0, int(ctypes.CDLL(None).syscall(_CREATE, None, 0, _VERSION)))
 
 
@@ -75,7 +75,7 @@ def make_rules(allowed: Mapping[str, int], network: bool) -> int:
 
 
 def every_right() -> int:
-    """Return the mask of all rights that this kernel's Landlock knows."""
+    """Return the mask of all rights that this kernel's Landlock supports."""
     known = version()
     return (1 << max(count for first, count in _FILE_RIGHTS.items() if first <= known)) - 1
 
@@ -100,7 +100,7 @@ def all_but(hidden: Iterable[str]) -> list[str]:
 
 
 def restrict(ruleset: int) -> None:
-    """Allow this process from now on only what a set of rules says, after `no_new_privileges`. Raises OSError."""
+    """Allow this process only what a set of rules permits, for good, after `no_new_privileges`. Raises OSError."""
     _call(_RESTRICT, ruleset, 0)
 
 

@@ -20,9 +20,10 @@ class Limits:
     memory_bytes: int = 512 << 20
     """Address space."""
     output_bytes: int = 1 << 20
-    """Bytes that it may print, or return."""
+    """Maximum bytes that the process may print or return."""
     confine_files: bool = True
-    """Hide all files but Python's own, which needs Landlock. False: it can read what this user can, but write none."""
+    """Hide all files except Python's own, which needs Landlock. False: all readable files stay readable, but none is
+    writable."""
 
     def to_json(self) -> str:
         """Return JSON for `from_json`."""
@@ -35,7 +36,7 @@ class Limits:
 
 
 CPU_SECONDS = 600
-"""Maximum processor time of a process in all: it ends even if nobody watches it."""
+"""Maximum total processor time of a process, in seconds: it ends even without a watcher."""
 OPEN_FILES = 64
 _SYSTEM = (
     *("/usr/lib", "/usr/lib64", "/usr/local/lib", "/usr/share/zoneinfo", "/lib", "/lib64", "/etc/ld.so.cache"),
@@ -48,7 +49,7 @@ class ConfinementError(RuntimeError):
 
 
 def check(limits: Limits) -> None:
-    """Check that this machine can confine a process. Raises ConfinementError, which says what it lacks."""
+    """Check that this machine can confine a process. Raises ConfinementError with the missing feature."""
     if sys.platform != "linux" or not seccomp.supported():
         raise ConfinementError("confining code needs Linux on x86-64 or arm64")
     if limits.confine_files and not landlock.version():

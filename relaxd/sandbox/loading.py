@@ -10,11 +10,11 @@ CONTEST = (
     *("string", "re", "datetime", "collections", "heapq", "bisect", "copy", "math", "random", "statistics"),
     *("itertools", "functools", "operator", "io", "sys", "json", "builtins", "typing"),
 )
-"""Modules whose names a program for a contest finds imported, in verl's order: later ones win."""
+"""Modules whose names programs for contests can use without importing, in verl's order: later ones win."""
 PROGRAM = "<answer>"
 """Name of a program in tracebacks."""
 RECURSION_LIMIT = 600_000
-"""Of programs for a contest, as in verl."""
+"""Recursion limit of programs for contests, as in verl."""
 
 
 def contest_names() -> dict[str, Any]:

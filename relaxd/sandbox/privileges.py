@@ -1,4 +1,4 @@
-"""Rights that a process gives up for good: capabilities, privileges that programs bring, another user's rights."""
+"""Privileges that a process gives up for good: capabilities, set-user-id programs, the rights of its user."""
 
 import ctypes
 import errno
@@ -19,12 +19,13 @@ def no_new_privileges() -> None:
 
 
 def die_with_parent() -> None:
-    """Have Linux kill this process when the thread that started it ends. A change of user undoes it. Raises OSError."""
+    """Have Linux kill this process when the thread that started it ends. A change of user revokes it. Raises
+    OSError."""
     _prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGKILL, "PR_SET_PDEATHSIG")
 
 
 def drop_capabilities() -> None:
-    """Give up what root may do; other users have nothing to give up. Raises OSError."""
+    """Give up root's capabilities; other users have none. Raises OSError."""
     header = (ctypes.c_uint32 * 2)(_CAPABILITIES_VERSION, 0)
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.capset(ctypes.byref(header), ctypes.byref((ctypes.c_uint32 * 6)())):
@@ -32,7 +33,7 @@ def drop_capabilities() -> None:
 
 
 def become(user: int) -> None:
-    """Become another user, with a group of the same number and no others. Raises OSError."""
+    """Become another user, with a group of the same number only. Raises OSError."""
     os.setgroups([])
     os.setresgid(user, user, user)
     os.setresuid(user, user, user)

@@ -1,4 +1,4 @@
-"""Confined processes, from the side that watches them."""
+"""Confined processes, seen from their watcher."""
 
 import os
 import signal
@@ -17,16 +17,16 @@ from relaxd.sandbox.running_time import LOOK_SECONDS, RunningClock
 ZYGOTE_SECONDS = 30.0
 """Deadline of the zygote's answers. It answers within milliseconds, and starts within a tenth of a second."""
 IDLE_FACTOR = 3.0
-"""A process that waits instead of computing is stopped after this many times its seconds."""
+"""Factor on a process's seconds after which it is stopped even if it waits instead of computing."""
 MESSAGE_ROOM = 1 << 16
-"""Bytes of a message beside what a process returns."""
+"""Bytes of a message in addition to a process's result."""
 ZYGOTE = ("-m", "relaxd.sandbox.zygote")
 """Arguments of Python that start the zygote."""
 _ROOT = str(Path(__file__).parents[2])
 
 
 class Stopped(Exception):
-    """A confined process has ended before it answered, or was stopped. The message says why."""
+    """A confined process ended before it answered, or was stopped. The message says why."""
 
 
 class Sandbox:
@@ -89,7 +89,8 @@ class Sandbox:
         self._zygote = self._control = None
 
     def _ask(self, order: bytes, files: Sequence[int] = ()) -> bytes:
-        """Ask the zygote, which is started when it is first needed and after it has died. Raises ConfinementError."""
+        """Send a request to the zygote, which is started when first needed and after it died. Raises
+        ConfinementError."""
         self.clock.plan(LOOK_SECONDS)  # a zygote that takes longer is not the answer's fault, either
         try:
             control = self._control or self._start_zygote()
@@ -144,7 +145,7 @@ class Confined:
 
     @property
     def alive(self) -> bool:
-        """True until it has been ended."""
+        """True until the process has been ended."""
         return self._pid is not None
 
     def send(self, message: Any) -> None:
@@ -152,14 +153,14 @@ class Confined:
         self._within_limits(lambda left: self._channel.send(message, left))
 
     def receive(self) -> Any:
-        """Return its next message. The process ends, with Stopped, if it computes or waits for too long meanwhile."""
+        """Return the process's next message. The process ends, with Stopped, if it computes or waits for too long."""
         found = self._within_limits(self._channel.receive)
         if not isinstance(found, dict):
             self._stop("sent something else than a message")
         return found
 
     def end(self) -> int:
-        """Kill it, and return its wait status: its exit code is os.waitstatus_to_exitcode."""
+        """Kill the process, and return its wait status: its exit code is os.waitstatus_to_exitcode."""
         if self._pid is None:
             return 0
         pid, self._pid = self._pid, None
@@ -202,7 +203,7 @@ class Confined:
 
 
 class Ended(Stopped):
-    """A confined process has ended by itself."""
+    """A confined process ended by itself."""
 
     def __init__(self, exit_code: int) -> None:
         super().__init__(f"it ended with {describe_exit(exit_code)}")
@@ -210,5 +211,5 @@ class Ended(Stopped):
 
 
 def describe_exit(exit_code: int) -> str:
-    """Return an exit code for people; negative ones are signals."""
+    """Return an exit code in readable form; negative ones are signals."""
     return f"exit code {exit_code}" if exit_code >= 0 else signal.Signals(-exit_code).name

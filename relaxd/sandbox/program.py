@@ -22,7 +22,7 @@ def run(channel: Channel) -> None:
 
 
 def _run_script(channel: Channel, job: Mapping[str, Any]) -> None:
-    """Run a program, and say how it ended."""
+    """Run a program, and report its end."""
     try:
         load(job, "__main__")
     except SystemExit:
@@ -35,7 +35,7 @@ def _run_script(channel: Channel, job: Mapping[str, Any]) -> None:
 
 
 def _run_program(channel: Channel, job: Mapping[str, Any]) -> None:
-    """Run a program whose errors stand in what it prints, and say that it has ended."""
+    """Run a program whose errors are part of its output, and report its end."""
     assert isinstance(sys.stdout, io.TextIOWrapper)
     sys.stdout.reconfigure(line_buffering=True)  # what was printed before a stop is seen
     sys.stderr = sys.stdout
@@ -53,7 +53,7 @@ def _run_program(channel: Channel, job: Mapping[str, Any]) -> None:
 
 
 def _answer_calls(channel: Channel, job: Mapping[str, Any]) -> None:
-    """Load a program, say what it has, and call its functions."""
+    """Load a program, report its names, and call its functions."""
     try:
         found = load(job, "solution")
     except BaseException as error:
@@ -77,7 +77,7 @@ def _called(found: Mapping[str, Any], asked: Mapping[str, Any]) -> dict[str, Any
 
 
 def _names(found: Mapping[str, Any]) -> dict[str, Any]:
-    """Describe what a program has: functions and plain values."""
+    """Describe the names of a program: functions and plain values."""
     described: dict[str, Any] = {"functions": [], "values": {}}
     for name, value in found.items():
         if name.startswith("__") or isinstance(value, ModuleType):

@@ -1,12 +1,12 @@
-"""Time in which this process ran: without what it stood still, because it was stopped or its machine was suspended."""
+"""Running time of this process, without the time in which it was stopped or its machine was suspended."""
 
 import time
 from collections.abc import Callable
 
 LOOK_SECONDS = 0.5
-"""Longest time between two looks at the clock during a wait."""
+"""Maximum seconds between two checks of the clock during a wait."""
 LATE_SECONDS = 1.0
-"""A look that is later than planned by more than this shows that the process stood still."""
+"""Delay of a check, in seconds, above which the process must have stood still."""
 
 
 def ran(planned: float, passed: float) -> float:
@@ -19,14 +19,14 @@ def ran(planned: float, passed: float) -> float:
 
 
 class RunningClock:
-    """A clock that stands still while this process does, as far as the waits show that are planned with it."""
+    """A clock that stands still while this process does, as far as the waits planned with it can show."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._stood = 0.0
         """Seconds in which the process stood still."""
         self._wait: tuple[float, float] | None = None
-        """Begin and planned length of the wait in progress."""
+        """Beginning and planned length of the current wait."""
 
     def now(self) -> float:
         """Return the time, in seconds, and end the wait in progress."""
@@ -38,7 +38,7 @@ class RunningClock:
         return now - self._stood
 
     def plan(self, seconds: float) -> float:
-        """Begin a wait of at most `seconds`. Returns the time after which to call `now`."""
+        """Begin a wait of at most `seconds`. Returns the seconds after which to call `now`."""
         self.now()
         planned = min(seconds, LOOK_SECONDS)
         self._wait = (self._clock(), planned)

@@ -1,4 +1,4 @@
-"""A filter of system calls (seccomp), and the table of those that it denies. A process can't take it off again."""
+"""A filter of system calls (seccomp), and the table of denied ones. A process can't remove it."""
 
 import ctypes
 import errno
@@ -147,7 +147,8 @@ WRITING: dict[str, tuple[int, int | None]] = {
     "mkdirat": (258, 34),
     "openat2": (437, 437),
 }
-"""Denied as well; Landlock forbids these, too. `openat2` isn't used by Python, and a filter can't see its flags."""
+"""Denied calls that write; Landlock forbids these, too. `openat2` isn't used by Python, and a filter can't see its
+flags."""
 ARGUMENTS: dict[str, tuple[int, int | None]] = {
     "clone": (56, 220),
     "clone3": (435, 435),
@@ -162,9 +163,9 @@ ARGUMENTS: dict[str, tuple[int, int | None]] = {
     "fcntl": (72, 25),
     "ioctl": (16, 29),
 }
-"""Calls that are allowed with some arguments; `relaxd.sandbox.seccomp` says which."""
+"""Calls that are allowed with some arguments; `relaxd.sandbox.seccomp` describes which."""
 SOCKETS: dict[str, tuple[int, int]] = {"socket": (41, 198), "socketpair": (53, 199)}
-"""Calls that make sockets, whose first argument is the family."""
+"""Calls that create sockets; their first argument is the family."""
 ADMINISTRATION = (
     *("unshare", "setns", "mount", "umount2", "pivot_root", "chroot", "move_mount", "open_tree", "fsopen", "fsconfig"),
     *("fsmount", "fspick", "mount_setattr", "open_by_handle_at", "fanotify_init", "bpf", "perf_event_open"),
@@ -174,7 +175,7 @@ ADMINISTRATION = (
     *("ptrace", "process_vm_readv", "process_vm_writev", "pidfd_getfd", "kcmp", "mknod", "mknodat"),
     *("io_uring_setup", "io_uring_enter", "io_uring_register"),  # they open sockets unseen
 )
-"""Those of DENIED that programs do without, too, which may start others and use files."""
+"""Calls of DENIED that programs which may start others and use files don't need, either."""
 
 
 _LOAD, _AND, _EQUAL, _AT_LEAST, _ANY_BIT, _RETURN = 0x20, 0x54, 0x15, 0x35, 0x45, 0x06
@@ -184,16 +185,16 @@ _NUMBER, _ARCHITECTURE, _FIRST_ARGUMENT = 0, 4, 16
 _X32 = 0x40000000
 """Numbers of x86-64's second set of calls begin here."""
 _ARCHITECTURES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}
-"""By machine: the column of the table of calls, and the kernel's name (AUDIT_ARCH)."""
+"""By machine: the column of the call table, and the kernel's name (AUDIT_ARCH)."""
 _SET_SECCOMP, _MODE_FILTER = 22, 2
 _CLONE_THREAD = 0x00010000
 _CLONE_NAMESPACES = 0x7E020000
 """Flags of clone for every namespace but that of time, which clone can't make."""
 _SET_PARENT_DEATH_SIGNAL = 1
 _SOCKET_TYPE = 0xF
-"""Bits of socketpair's second argument that are the type; the others are flags."""
+"""Bits of socketpair's second argument for the type; the others are flags."""
 _FCNTL = (fcntl.F_DUPFD, fcntl.F_DUPFD_CLOEXEC, fcntl.F_GETFD, fcntl.F_SETFD, fcntl.F_GETFL, fcntl.F_SETFL)
-"""Commands of fcntl that an answer may use: none that makes the kernel send signals, locks a file or leases it."""
+"""Commands of fcntl for answers: none makes the kernel send signals, or locks or leases a file."""
 _IOCTL = (*(termios.TCGETS, termios.TIOCGWINSZ, termios.FIONREAD, termios.FIONBIO, termios.FIOCLEX, termios.FIONCLEX),)
 """Commands of ioctl that an answer may use: none that makes the kernel send signals, or changes a file's attributes."""
 _WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
@@ -204,7 +205,7 @@ class _Program(ctypes.Structure):
 
 
 def supported() -> bool:
-    """Return whether the filter knows this machine's system calls."""
+    """Return whether the filter supports this machine's system calls."""
     return platform.machine() in _ARCHITECTURES
 
 
@@ -303,11 +304,11 @@ def _unless(test: bytes, argument: int = 0, error: int = errno.EPERM) -> list[by
 
 
 def _only(values: Sequence[int], argument: int) -> list[bytes]:
-    """Return the steps that deny a call unless its argument (the lower half) is one of `values`."""
+    """Return the steps that deny a call unless its argument (the lower half) is among `values`."""
     tests = [_step(_EQUAL, value, len(values) - number, 0) for number, value in enumerate(values)]
     return [_load(argument), *tests, _deny(errno.EPERM), _step(_RETURN, _ALLOW)]
 
 
 def _deny_unless_equal(argument: int, value: int, half: int = 0) -> list[bytes]:
-    """Return the steps that deny a call unless half of its argument is `value`, and else go on."""
+    """Return the steps that deny a call unless half of its argument is `value`, and otherwise continue."""
     return [_load(argument, half), _step(_EQUAL, value, 1, 0), _deny(errno.EPERM)]

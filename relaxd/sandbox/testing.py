@@ -20,11 +20,11 @@ Names = Collection[str]
 
 
 class AmbiguousError(ValueError):
-    """Nobody knows which function is tested."""
+    """The tested function is ambiguous."""
 
 
 def run_tests(channel: Channel, job: Mapping[str, Any]) -> None:
-    """Run tests when asked to. The functions are in another process, or with job["programs"] in this one."""
+    """Run requested tests. The functions are in another process, or with job["programs"] in this one."""
     texts = [job["setup"], *job["tests"]]
     try:
         codes = [compile(text, f"<test {number}>", "exec") for number, text in enumerate(job["tests"])]
@@ -99,7 +99,7 @@ def sort_names(texts: Sequence[str], entry_point: str, defined: Names) -> tuple[
 
 
 def _collect(table: symtable.SymbolTable, used: set[str], bound: set[str]) -> None:
-    """Add the names that a module uses as globals, and those that it binds."""
+    """Add the global names that a module uses, and those that it binds."""
     top = table.get_type() == "module"
     for symbol in table.get_symbols():
         if not top and not symbol.is_global():
@@ -147,7 +147,7 @@ class _Proxies:
         self._names: dict[int, str] = {}
 
     def of(self, names: Mapping[str, Any], wanted: Names) -> dict[str, Any]:
-        """Return stand-ins for the wanted names of a program, as `relaxd.sandbox.program` describes them."""
+        """Return stand-ins for the requested names of a program, as described by `relaxd.sandbox.program`."""
         found: dict[str, Any] = {name: self._function(name) for name in names["functions"] if name in wanted}
         return found | {name: decode(value) for name, value in names["values"].items() if name in wanted}
 

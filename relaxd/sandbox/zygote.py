@@ -23,11 +23,11 @@ CHANNEL = 3
 """Descriptor of a child's socket."""
 MESSAGE_BYTES = 64
 IMPORTED = (*CONTEST, "dataclasses", "decimal", "fractions", "queue")
-"""Modules that answers use: a child has them as soon as it imports them."""
+"""Modules that answers use, imported before forking so that children have them at once."""
 
 
 def main() -> None:
-    """Fork until the socket's other end closes."""
+    """Fork on request until the socket's other end closes."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # from a terminal: the other side decides
     limits = Limits.from_json(sys.argv[2])
     rules = make_rules(limits)
@@ -58,7 +58,7 @@ def main() -> None:
 
 
 def _become(given: list[int], limits: Limits, rules: int | None) -> None:
-    """Be a confined process, until it ends."""
+    """Run as a confined process until it ends."""
     status = 1
     try:
         null = os.open(os.devnull, os.O_RDWR)
@@ -85,7 +85,7 @@ def _become(given: list[int], limits: Limits, rules: int | None) -> None:
 
 
 def _above(descriptor: int) -> int:
-    """Return a copy of a descriptor above those that a child uses."""
+    """Return a copy of a descriptor with a number above those that a child uses."""
     import fcntl
 
     return fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, 16)

@@ -16,11 +16,11 @@ class GemEnvironment(GymEnvironment):
     """A conversation with gem.make(env_id). An action is the text of the model's message."""
 
     def __init__(self, env_id: str, **settings: Any) -> None:
-        """Raises ValueError: there is no such environment. `settings` are those of gem.make."""
+        """Raises ValueError for an unknown environment. `settings`: arguments of gem.make."""
         super().__init__(gem.make(env_id, **settings))
 
     def open(self, sample: Sample) -> str:
-        """Reset it with the group's seed. Its first observation follows the prompt."""
+        """Reset the environment with the group's seed. Its first observation follows the prompt."""
         with seeding:
             observation, info = self._environment.reset(seed=sample.seed % SEEDS)
         return _with_suffix(observation, info)
@@ -32,5 +32,5 @@ class GemEnvironment(GymEnvironment):
 
 
 def _with_suffix(observation: str, info: dict[str, Any]) -> str:
-    """Return an observation with the words that GEM's wrappers put after it."""
+    """Return an observation with the suffix that GEM's wrappers add."""
     return f"{observation}\n{suffix}" if (suffix := info.get("suffix")) else observation

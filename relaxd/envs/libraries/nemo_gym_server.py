@@ -38,7 +38,7 @@ class NemoGymServer(Environment):
         self._http: aiohttp.ClientSession | None = None
 
     async def open(self, sample: Sample) -> None:
-        """Begin a session for the sample's row, and take its tools."""
+        """Start a session for the sample's row, and read its tools."""
         answer = {"answer": sample.answer} if sample.answer else {}
         self._row = answer | dict(sample.metadata)
         parameters = self._row.get(PARAMETERS)
@@ -102,14 +102,14 @@ class NemoGymServer(Environment):
         }
 
     async def _called(self, call: ToolCall) -> str:
-        """Return the server's answer to a call, errors included, as the model sees them."""
+        """Return the server's answer to a call, errors included, in the form for the model."""
         names = [one["function"]["name"] for one in self.tools]
         if call.name not in names:  # other addresses of the server are not for the model
             return f"Error: there is no tool {call.name!r}; there are {', '.join(names)}"
         return (await self._post(call.name, call.arguments))[1]
 
     async def _checked(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
-        """Post to an address of the server itself. Raises BadEnvironmentError: its answer is no object, or an error."""
+        """Post to an address of the server. Raises BadEnvironmentError if the answer is an error or no object."""
         status, text = await self._post(path, body)
         try:
             found = json.loads(text)
@@ -129,7 +129,7 @@ class NemoGymServer(Environment):
 
 
 def _schema(function: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a tool of responses as chat templates have it."""
+    """Return a tool of the responses API in the form of chat templates."""
     kept = {name: function[name] for name in ("name", "description", "parameters") if function.get(name) is not None}
     return {"description": "", "parameters": {"type": "object", "properties": {}}} | kept
 

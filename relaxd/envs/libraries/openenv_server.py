@@ -40,7 +40,7 @@ class OpenEnvServer(Environment):
         self._action, self._reset = dict(action or {}), dict(reset or {})
 
     async def open(self, sample: Sample) -> str:
-        """Begin a session with the group's seed. Its first observation follows the prompt."""
+        """Start a session with the group's seed. Its first observation follows the prompt."""
         try:
             await self._client.connect()
         except (OSError, TimeoutError) as error:

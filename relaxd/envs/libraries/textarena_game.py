@@ -45,13 +45,13 @@ class TextArenaGame(Environment):
         self._moves = 0
 
     def open(self, sample: Sample) -> str | None:
-        """Begin a game with the group's seed. What the model sees first follows the prompt."""
+        """Start a game with the group's seed. The model's first observation follows the prompt."""
         with seeding:
             self._game.reset(num_players=self._players, seed=sample.seed % SEEDS)
         return self._observation(done=False)[0]
 
     def step(self, reply: Reply) -> Step:
-        """Make the model's move, and those of the others until it is the model's turn again."""
+        """Make the model's move, then the other players' moves until it is the model's turn."""
         self._moves += 1
         done, _ = self._game.step(action=reply.text)
         observation, done = self._observation(done)

@@ -23,7 +23,7 @@ except ImportError as error:
 
 Returned = TypeVar("Returned")
 NO_KEY_VARIABLE = "RELAXD_NO_KEY"
-"""Environment variable that isn't there: the key of a conversation goes as x-api-key."""
+"""Name of an unset environment variable, so that no key is sent: the conversation's key travels as x-api-key."""
 
 
 async def solve(
@@ -76,7 +76,7 @@ async def _run(settings: Any, taskset: Any, task: Any) -> Any:
 
 
 _serving: dict[Any, tuple[AsyncExitStack, Mapping[str, Any]]] = {}
-"""Servers of the tools that the tasks of a taskset share, until this process ends."""
+"""Servers of the tools that a taskset's tasks share, kept until this process ends."""
 _starting = asyncio.Lock()
 """Held while they start; of the event loop of all tasks."""
 
@@ -93,7 +93,8 @@ async def _shared_tools(taskset: Any, is_local: bool) -> Mapping[str, Any]:
 
 @cache
 def _loop() -> asyncio.AbstractEventLoop:
-    """Return the event loop of all tasks: verifiers shares locks among them, and each function has its own loop."""
+    """Return the event loop of all tasks. verifiers' locks are shared among tasks, but each function has a separate
+    loop."""
     loop = asyncio.new_event_loop()
     threading.Thread(target=loop.run_forever, name="verifiers", daemon=True).start()
     return loop

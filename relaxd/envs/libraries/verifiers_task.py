@@ -45,7 +45,7 @@ class VerifiersTask(Environment):
         self._runtime: Any = None
 
     async def open(self, sample: Sample) -> str:
-        """Take the task with the number `idx` of the sample's metadata, or else one by its seed."""
+        """Take the task with the number `idx` from the sample's metadata, or one chosen by its seed."""
         self._task = task = task_for(sample, self._tasks)
         self._trace = vf.Trace(
             task=vf.TraceTask(type=type(task).__name__, data=task.data, key=task.key, hash=task.hash),
@@ -70,7 +70,7 @@ class VerifiersTask(Environment):
         return Step(None, trace.reward, True, scores_of(trace))
 
     async def close(self) -> None:
-        """Remove what the task's runtime has."""
+        """Remove the resources of the task's runtime."""
         if self._runtime is not None:
             await self._runtime.stop()
 
@@ -105,7 +105,7 @@ def _load_tasks(name: str, config: str, max_tasks: int) -> tuple[Any, list[Any]]
 
 
 def task_for(sample: Sample, tasks: Sequence[Any]) -> Any:
-    """Return the task with the number `idx` of the sample's metadata, or else one by its seed."""
+    """Return the task with the number `idx` from the sample's metadata, or one chosen by its seed."""
     index = sample.metadata.get("idx", sample.seed % len(tasks))
     if not isinstance(index, int) or not 0 <= index < len(tasks):
         raise BadEnvironmentError(f"idx is {index!r}: the taskset has the tasks 0 to {len(tasks) - 1}")

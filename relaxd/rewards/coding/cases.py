@@ -1,4 +1,4 @@
-"""The code in a reply, and the tests of a prompt in the forms in which data sets have them."""
+"""Code in a reply, and a prompt's tests in the forms of data sets."""
 
 import json
 import re
@@ -11,14 +11,14 @@ from relaxd.rewards.interface import RewardInput
 from relaxd.rewards.other_interfaces import ground_truth
 
 _MARKERS = re.compile(r"[ \t]*+(?:(?:[-*+]|[0-9]{1,9}[.)])[ \t]++|>[ \t]*+)*+")
-"""Marks of lists and quotes before the text of a line."""
+"""Marks of lists and quotes at the beginning of a line."""
 _TILDES = re.compile(r"(~{3,}+)(.*)")
 _BACKTICKS = re.compile(r"(?<!`)(`{3,}+)([^`]*)\Z")
 _PYTHON = re.compile(r"\{?\s*\.?(?:language-|lang-)?i?py(?:thon)?-?[0-9.]*(?![\w-])", re.IGNORECASE)
 _LANGUAGE = re.compile(r"[\w{.]")
 """Beginning of a language's name, behind a fence."""
 _ROOM = 3
-"""Blanks that the closing fence may have before it more than the opening one, as in CommonMark."""
+"""Maximum additional blanks before the closing fence compared with the opening one, as in CommonMark."""
 
 
 @dataclass
@@ -30,9 +30,9 @@ class _Block:
     info: str
     """Text behind the opening fence, which names the language."""
     indent: int
-    """Letters before the opening fence: those of the lists that it is in."""
+    """Number of characters before the opening fence: those of enclosing lists."""
     quotes: int
-    """Marks of quotes before the opening fence, which all its lines have."""
+    """Marks of quotes before the opening fence, which all lines of the block have."""
     lines: list[str] = field(default_factory=list)
     closed: bool = False
 
@@ -41,14 +41,14 @@ class _Block:
         return re.sub(rf"\A(?:[ \t]*+> ?){{1,{self.quotes}}}", "", line) if self.quotes else line
 
     def behind_fence(self, line: str) -> str | None:
-        """Return the rest of a line after the fence that ends this block; None if the line doesn't begin with one."""
+        """Return the rest of a line after this block's closing fence; None if the line doesn't begin with one."""
         said = line.lstrip(" \t")
         if len(line) - len(said) > self.indent + _ROOM or not said.startswith(self.fence):
             return None
         return said.lstrip(self.fence[0]).strip()
 
     def ends_in(self, line: str) -> bool:
-        """Return whether the closing fence is at the end of a line of code instead of on the next line."""
+        """Return whether a line of code ends with the closing fence instead of preceding it."""
         said = line.strip()
         return said.endswith(self.fence) and said.strip(self.fence[0]) != "" and said.count(self.fence) % 2 == 1
 
@@ -123,7 +123,7 @@ def _closable(lines: Sequence[str]) -> set[int]:
 
 
 def _opened(line: str, closable: bool) -> _Block | None:
-    """Return the block that a line opens. A fence of ~~~ must be `closable`, or say that it is Python."""
+    """Return the block that a line opens. A fence of ~~~ must be `closable`, or be marked as Python."""
     marks = _MARKERS.match(line)
     assert marks is not None  # it also matches nothing
     said = line[marks.end() :].rstrip()
@@ -147,7 +147,7 @@ RIGHT = (
 
 @dataclass(frozen=True)
 class Script:
-    """Standard input of a program, and what it must print."""
+    """Standard input of a program, and its expected output."""
 
     stdin: str
     stdout: str
@@ -155,7 +155,7 @@ class Script:
 
 @dataclass(frozen=True)
 class Call:
-    """Arguments of a function, and what it must return, as JSON has it."""
+    """Arguments of a function, and its expected result, as JSON."""
 
     name: str
     arguments: Sequence[Any]
@@ -167,19 +167,19 @@ class Asserts:
     """Tests in Python, which raise if they fail."""
 
     setup: str
-    """Runs before them."""
+    """Code to run before the tests."""
     tests: tuple[str, ...]
     prefix: str = ""
-    """Code before the answer's: the beginning that the answer completes."""
+    """Code before the answer's, which continues it."""
     entry_point: str = ""
-    """The tested function, if the data say which it is."""
+    """Name of the tested function, if the data give it."""
 
 
 Cases = tuple[Script, ...] | tuple[Call, ...] | Asserts
 
 
 def cases_of(sample: RewardInput) -> Cases:
-    """Return the tests of a sample's prompt. Raises ValueError: it has none, or some that can't be read."""
+    """Return the tests of a sample's prompt. Raises ValueError if it has none, or an invalid one."""
     metadata = sample.metadata
     for where, given in (("metadata.input_output", metadata.get("input_output")), ("answer", ground_truth(sample))):
         pairs = _mapping(given)
@@ -213,7 +213,7 @@ def _pairs(where: str, pairs: Mapping[str, Any]) -> tuple[Script, ...] | tuple[C
 
 
 def _arguments(where: str, given: Any) -> Sequence[Any]:
-    """Return arguments, given as a list, or as verl does: a line of JSON for each."""
+    """Return arguments from a list, or from verl's form: a line of JSON for each."""
     if isinstance(given, list):
         return given
     return [_value(where, line) for line in str(given).split("\n")]

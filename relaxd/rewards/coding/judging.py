@@ -17,7 +17,7 @@ from relaxd.sandbox.processes import Confined, Ended, Sandbox, Stopped
 _NUMBER = re.compile(r"[-+]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][-+]?[0-9]+)?")
 _WHOLE = re.compile(r"[-+]?[0-9]+")
 RELATIVE, ABSOLUTE = 1e-5, 1e-8
-"""Tolerances of numbers, those of numpy.allclose."""
+"""Tolerances of numbers, equal to numpy.allclose's."""
 
 
 def same_output(printed: str, expected: str) -> bool:
@@ -71,7 +71,7 @@ def _is_whole_value(ours: str, theirs: str) -> bool:
 
 
 def _unsigned_zero(number: str) -> str:
-    """Return a whole number without a plus, and without the minus that floats have before zero."""
+    """Return a whole number without a plus, and without the minus of floats' negative zero."""
     return "0" if number == "-0" else number.removeprefix("+")
 
 
@@ -89,14 +89,14 @@ class Verdict:
 
     passed: bool
     unplain: bool = False
-    """It failed because a value can't pass between the processes of answer and tests."""
+    """True if the test failed because a value can't be sent between the processes of answer and tests."""
 
 
 FAILED = Verdict(False)
 
 
 class BrokenTestError(ValueError):
-    """A test is wrong itself."""
+    """A test itself is wrong."""
 
 
 def judge(sandbox: Sandbox, code: str, cases: Cases, deadline: float, separate: bool) -> Iterator[Verdict]:
@@ -158,7 +158,7 @@ def _run_call(functions: "_Functions", case: Call) -> Verdict:
 
 
 class _Functions:
-    """The answer's functions: a confined process, started again after one that ended."""
+    """The answer's functions in a confined process, which is restarted if it ended."""
 
     def __init__(self, sandbox: Sandbox, program: dict[str, Any], deadline: float) -> None:
         self._sandbox = sandbox
@@ -168,7 +168,7 @@ class _Functions:
         self._names: Any = None
 
     def names(self) -> Any:
-        """Load the program, and return what it has; None if it can't be loaded. Raises Stopped."""
+        """Load the program, and return its names; None if it can't be loaded. Raises Stopped."""
         if self._process is None or not self._process.alive:
             self._process = self._sandbox.start(self._job, self._deadline)
             self._names = self._process.receive().get("names")
@@ -242,7 +242,7 @@ def _start_tester(sandbox: Sandbox, cases: Asserts, deadline: float, given: Any)
 
 
 def _watch(tester: Confined, functions: _Functions) -> Verdict:
-    """Pass a test's calls on to the answer's functions, until the test has ended. Raises Stopped."""
+    """Pass a test's calls to the answer's functions until the test has ended. Raises Stopped."""
     while "call" in (found := tester.receive()):
         tester.send(functions.call(found))
     return Verdict("passed" in found, bool(found.get("unplain")))

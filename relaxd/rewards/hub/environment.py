@@ -1,4 +1,4 @@
-"""Reward of conversations: what the environment gave."""
+"""Reward of conversations: the environment's rewards."""
 
 from relaxd.rewards.interface import RewardInput
 

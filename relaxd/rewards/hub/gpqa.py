@@ -1,4 +1,4 @@
-"""GPQA's reward: the letter of a choice, wherever the reply states it (Rein et al. 2023, arXiv 2311.12022)."""
+"""GPQA's reward: the letter of a choice, anywhere in the reply (Rein et al. 2023, arXiv 2311.12022)."""
 
 import re
 import string
@@ -55,7 +55,7 @@ def _valid_letters(given: object, choices: int) -> str:
 
 
 def _right_letter(sample: RewardInput, choices: Sequence[str], valid: str) -> str | None:
-    """Return the right letter, or None when only the answer's text can be looked for."""
+    """Return the right letter, or None if only the answer's text can be searched for."""
     named = str(sample.metadata.get("correct_letter") or "").strip().upper()
     answer = sample.answer.strip()
     bare = answer.strip("()[]{}.: ").upper()

@@ -9,7 +9,7 @@ from relaxd.rewards.interface import RewardInput
 _LAST = 300
 _MARKED = re.compile(r"####\s*+\$?+\s*+([-\u2212]?[0-9.,]*[0-9])")
 _GOES_ON = re.compile(r"[ \t]*+[-\u2212+*/^\u00d7\u00f7][ \t]*+[0-9(]|[eE][-+]?[0-9]")
-"""Characters after a number that begins a longer formula, such as "1/2", whose value isn't that of "1"."""
+"""Characters after a number that continue a formula, such as "1/2", whose value isn't 1."""
 
 
 def gsm8k(sample: RewardInput) -> dict[str, float]:
@@ -41,7 +41,7 @@ def _expected(answer: str) -> tuple[str, Decimal]:
 
 
 def _marked(text: str) -> str | None:
-    """Return the number after the last "####" that has one, or None if that is the beginning of a formula."""
+    """Return the number after the last "####" with one, or None if it is the beginning of a formula."""
     end = len(text)
     while (place := text.rfind("####", 0, end)) >= 0:
         if match := _MARKED.match(text, place):

@@ -10,7 +10,7 @@ from typing import Any
 
 @cache
 def ifbench_checkers() -> dict[str, Any]:
-    """Return if-verifiable's checkers by instruction, with four of them corrected."""
+    """Return if-verifiable's checkers by instruction, four of them corrected."""
     from if_verifiable.ifbench import INSTRUCTION_DICT
 
     checks = {
@@ -45,13 +45,13 @@ def _keyword_position(self: Any, value: str) -> bool:
 
 
 def _title_case(self: Any, value: str) -> bool:
-    """Return True if no word begins with a small letter. Signs, numbers and words like "iPhone" don't count."""
+    """Return True if no word begins with a small letter. Signs, numbers and words like "iPhone" are ignored."""
     words = (word for word in _tokens(value) if word[0].isalpha())
     return not any(word[0].islower() and (word[1:].islower() or word[1:].isupper() or not word[1:]) for word in words)
 
 
 def _quotes_are_explained(self: Any, value: str) -> bool:
-    """Return True if no quotation follows another one or ends the reply."""
+    """Return True if no quotation directly follows another one or ends the reply."""
     text = "".join(value.translate({0x201C: '"', 0x201D: '"'}).replace("'\"'", "").split())
     rest = text.strip(string.digits + string.punctuation.replace('"', ""))
     return '""' not in text and not rest.endswith('"')

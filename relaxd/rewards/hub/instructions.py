@@ -11,7 +11,7 @@ from relaxd.rewards.hub.ifbench_checkers import ifbench_checkers
 from relaxd.rewards.interface import RewardInput, TooSlow, time_limit
 
 CHECK_SECONDS = 3.0
-"""Time for checking one reply. Then it fails."""
+"""Maximum seconds for checking one reply, which then fails."""
 _BY_REPLY = (IndexError, csv.Error, RecursionError)
 """Errors that checkers raise at odd replies, such as one of digits only. Such a reply follows nothing. nltk's
 LookupError, for data that isn't installed, is none of these."""

@@ -10,7 +10,7 @@ from relaxd.media.messages import THINKING
 from relaxd.rewards.interface import RewardInput, TooSlow, time_limit
 
 CHECK_SECONDS = 1.0
-"""Time for checking a reply. Then it doesn't fit."""
+"""Maximum seconds for checking a reply, which then doesn't fit the schema."""
 _FENCED = re.compile(r"```(?:json)?[ \t]*\n(.*?)```", re.DOTALL | re.IGNORECASE)
 
 

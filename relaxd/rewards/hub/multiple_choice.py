@@ -10,15 +10,15 @@ _STATED = re.compile(
     r"(?i:\banswer\s*+(?:is\s*+:?+|:|=))[\s*_(\[{\"'\u2018\u201c$]*+(?:\\(?:boxed|text|mathrm)\{)*+\(?+"
     r"([A-Za-z])(?![^\W_]|['\u2019-]\w|[+#])(?=([^\n]{0,40}))"
 )
-"""A stated letter and what follows it. Quantifiers are possessive, so that no reply makes them try again."""
+"""A stated letter and the text after it. Quantifiers are possessive, to avoid backtracking."""
 _NO_WORD = re.compile(
     r"[*_)\]}\"'\u2019\u201d$]|[.,;:!?](?!\w)|\s*+$|\s++(?:because|since|as|so|and|but|not|for|due)\b"
 )
-"""Pattern of what follows "a" or "I" if they are letters of choices and no words."""
+"""Pattern of the text after "a" or "I" if they are letters of choices, not words."""
 _OR = re.compile(
     r"[*_)\]}\"'\u2019\u201d$]*+\s*+(?:(?:or\b|/|&)|and\b(?!\W++\w\s++\w))[\s*_(\[\"'\u2018\u201c$]*+(?:[A-Z]\b|[a-z]\))"
 )
-"""Pattern of what follows the first letter of an answer that names two."""
+"""Pattern of the text after the first letter of an answer that names two."""
 _SURE = frozenset("BCDEFGHJKLMNOPQRSTUVWXYZ")
 """Letters that are no words."""
 

@@ -1,4 +1,4 @@
-"""A reward by chance, as a baseline: what a run learns with it, it learns from something else."""
+"""A random reward, as a baseline: progress with it has other causes."""
 
 import random as chance
 
@@ -6,5 +6,5 @@ from relaxd.rewards.interface import RewardInput
 
 
 def random(sample: RewardInput) -> float:
-    """0 or 1, by chance, whatever the reply."""
+    """0 or 1 at random for any reply."""
     return float(chance.getrandbits(1))

@@ -1,4 +1,4 @@
-"""Reward for reasoning-gym's tasks: the task's own score, for answers that the task may read."""
+"""Reward for reasoning-gym's tasks: the task's own score, for answers that the task can read safely."""
 
 import ast
 import json
@@ -24,7 +24,7 @@ _FUNCTIONS = frozenset(
 )
 _LARGE_EXPONENT = re.compile(r"[eE][-+]?[0-9_]{4}")
 UNREADABLE = "("
-"""An answer that no task can read, in place of one that it may not."""
+"""An answer that no task can read, in place of an unsafe one."""
 
 
 def readable(answer: str, task: str) -> str:
@@ -42,7 +42,7 @@ def readable(answer: str, task: str) -> str:
 
 
 def make_safe(task: object, name: str) -> None:
-    """Let a task read a list with `ast.literal_eval` where it calls eval."""
+    """Have a task read a list with `ast.literal_eval` where it calls eval."""
     if name in _LISTS:
         module: Any = sys.modules[type(task).__module__]
         module.eval = ast.literal_eval
@@ -59,10 +59,9 @@ def _is_formula(answer: str) -> bool:
 
 
 CHECK_SECONDS = 3.0
-"""Time for a task to score an answer. Then it scores 0."""
+"""Maximum seconds for a task to score an answer, which then scores 0."""
 _REFUSED = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, SyntaxError, RecursionError)
-"""Exceptions of tasks for unreadable answers, such as letters instead of prime factors. They score 0 instead of failing
-the group."""
+"""Exceptions of tasks for unreadable answers, such as letters instead of prime factors. These answers score 0."""
 
 
 def reasoning_gym(sample: RewardInput) -> dict[str, float]:

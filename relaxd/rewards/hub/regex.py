@@ -6,7 +6,7 @@ from functools import lru_cache
 from relaxd.rewards.interface import RewardInput, TooSlow, time_limit
 
 MATCH_SECONDS = 1.0
-"""Time for matching a reply. Then it doesn't match."""
+"""Maximum seconds for matching a reply, which then doesn't match."""
 
 
 def regex(sample: RewardInput, pattern: str = "", full: bool = False) -> dict[str, float]:

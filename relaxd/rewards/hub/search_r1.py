@@ -9,7 +9,7 @@ from relaxd.rewards.interface import RewardInput, references
 from relaxd.rewards.other_interfaces import ground_truth
 
 _MOST_TAGS = 10
-"""With more of <answer> or of </answer>, a right reply gets a quarter: it tries answers until one fits."""
+"""Number of <answer> or </answer> tags above which a right reply gets a quarter, because it tries many answers."""
 
 
 def search_r1(sample: RewardInput) -> dict[str, float]:

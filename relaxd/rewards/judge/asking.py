@@ -1,4 +1,4 @@
-"""Ask the run's judge from a reward: the service, which has its address and credentials, asks it."""
+"""Questions of a reward to the run's judge, sent through the service, which has the address and credentials."""
 
 import hashlib
 import json
@@ -25,7 +25,7 @@ class NoJudgeError(JudgeError):
 
 
 class UnreadableReplyError(JudgeError):
-    """No reply could be read."""
+    """No reply could be parsed."""
 
 
 class Line(Protocol):
@@ -83,7 +83,7 @@ async def ask(messages: Messages, *, read: Callable[[str], Any] | None = None, r
 
 
 def _seed(chat: Sequence[Mapping[str, Any]], seed: int, attempt: int) -> int:
-    """Return the seed of a question. It depends on nothing else, so that a repeated run asks the same."""
+    """Return the seed of a question, which depends only on it, so that a repeated run asks the same."""
     text = json.dumps([chat, seed, attempt], sort_keys=True)
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 33
 

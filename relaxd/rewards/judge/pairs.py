@@ -70,7 +70,8 @@ async def judge_pairs(
 
 
 def _pairs(count: int, opponents: int) -> list[tuple[int, int]]:
-    """Return the pairs to compare, each once: each sample with the next `opponents` in a circle, or with all (0)."""
+    """Return the pairs to compare, each once: each sample with the next `opponents` in a circle, or with all others
+    (0)."""
     reach = min(opponents or count, count - 1)
     found = {tuple(sorted((one, (one + step) % count))) for one in range(count) for step in range(1, reach + 1)}
     return sorted((one, other) for one, other in found)

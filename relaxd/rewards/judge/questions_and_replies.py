@@ -59,16 +59,16 @@ _SIDE = r"(?:A|B|tie)(?!\w)"
 _YES = frozenset({"yes", "true", "correct", "right", "1"})
 _FORMATTING = re.compile(r"[*_`#\[\]\"]")
 _MAX_OBJECTS = 64
-"""Maximum number of braces at which a JSON object is looked for, from the reply's end."""
+"""Maximum number of braces, from the reply's end, at which to look for a JSON object."""
 
 
 def visible(text: str) -> str:
-    """Return a text without its thinking, which is what comes before the last </think>."""
+    """Return a text without its thinking, which ends with the last </think>."""
     return text.rpartition("</think>")[2]
 
 
 def read_number(reply: str, minimum: float, maximum: float) -> float:
-    """Return the number after the last mark such as "Score:", or that is the last line. Raises ValueError."""
+    """Return the number after the last mark such as "Score:", or on the last line alone. Raises ValueError."""
     return _in_range(float(_stated(reply, _NUMBER, "number", rest=r"\s*(?:/\s*\d+)?")), minimum, maximum)
 
 
@@ -81,7 +81,8 @@ def read_yes_no(reply: str) -> float:
 
 
 def read_side(reply: str) -> str:
-    """Return "A", "B" or "TIE", after the last mark such as "Verdict:", or as the last line. Raises ValueError."""
+    """Return "A", "B" or "TIE", after the last mark such as "Verdict:", or on the last line alone. Raises
+    ValueError."""
     return _stated(reply, _SIDE, "A, B or tie").upper()
 
 
@@ -108,7 +109,7 @@ def read_field(reply: str, field: str, minimum: float, maximum: float) -> float:
 
 
 def _stated(reply: str, pattern: str, what: str, rest: str = "") -> str:
-    """Return the match of a pattern after the last mark, or as the last line. Raises ValueError."""
+    """Return the match of a pattern after the last mark, or on the last line alone. Raises ValueError."""
     text = _FORMATTING.sub("", visible(reply)).strip()
     marked = re.findall(f"{_MARK}({pattern})", text, re.IGNORECASE)
     if marked:

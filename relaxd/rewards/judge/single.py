@@ -1,4 +1,4 @@
-"""The reward that asks the judge about each answer."""
+"""The reward that has the judge score each answer."""
 
 import asyncio
 from collections import Counter
@@ -102,7 +102,7 @@ def _reader(reply: str, field: str, minimum: float, maximum: float) -> Callable[
 
 
 def _majority(values: Sequence[float]) -> float:
-    """Return the most frequent value, or the mean of those that are equally frequent."""
+    """Return the most frequent value, or the mean of several equally frequent ones."""
     counts = Counter(values)
     most = max(counts.values())
     winners = [value for value, count in counts.items() if count == most]

@@ -1,1 +1,1 @@
-"""Rewards that compare mathematical answers, one file each, and what they share: boxes, normal forms, sympy."""
+"""Rewards that compare mathematical answers, one file each, and their shared parts: boxes, normal forms, sympy."""

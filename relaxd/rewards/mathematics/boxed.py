@@ -4,7 +4,8 @@ import re
 
 _BOX = re.compile(r"\\(?:boxed|fbox)")
 _TAIL = 1000
-"""Letters at a text's end in which a box is looked for first: the answer is there, and `re` is slower than `rfind`."""
+"""Number of last characters in which to look for a box first: most answers are there, and `re` is slower than
+`rfind`."""
 _SPACES = 40
 _OTHERS = (r"\fbox", r"\{", r"\}")
 _BEHIND = ("\n", "\t", "{", "}", "$")

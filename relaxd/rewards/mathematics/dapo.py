@@ -9,7 +9,7 @@ from relaxd.rewards.mathematics.normal_forms import reference
 _LAST = 300
 _ANSWER = re.compile(r"(?i)Answer\s*:\s*([^\n]+)")
 _LAST_BOXED = 100
-"""Letters at the end of a reply without an "Answer: ..." in which a box counts."""
+"""Number of last characters in which a box counts, in a reply without "Answer: ..."."""
 _NUMBER = re.compile(r"-?[0-9][0-9,]*(?:\.0*)?")
 _SUBSTITUTIONS = (
     ("an ", ""), ("a ", ""), (".$", "$"), ("\\$", ""), ("\\ ", ""), (" ", ""), ("mbox", "text"), (",\\text{and}", ","),
@@ -75,5 +75,5 @@ def _opened(answer: str, command: str) -> str:
 
 
 def _whole(answer: str) -> str:
-    """Write a whole number without thousands' commas and decimals, and leave anything else as it is."""
+    """Write a whole number without thousands' commas and decimals; leave other text unchanged."""
     return answer.replace(",", "").partition(".")[0] if _NUMBER.fullmatch(answer) else answer

@@ -15,7 +15,7 @@ MAX_LETTERS = 2000
 MAX_UNKNOWNS = 2
 """Maximum number of unknown letters in expressions that sympy compares."""
 SYMPY_SECONDS = 2.0
-"""Time for sympy to compare two expressions. Then they count as different."""
+"""Maximum seconds for sympy to compare two expressions, which then count as different."""
 _FRACTION = re.compile(r"-?\(?-?[0-9]+/-?[0-9]+\)?")
 _NUMBER = re.compile(r"[-+]?(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)")
 _NAME = re.compile(r"\A[a-z]{1,2}=(?!=)")
@@ -24,17 +24,17 @@ _SCIENTIFIC = re.compile(
     r"(\A|[=(\[{,;&$<>]|\b(?:or|and)\b)(\s*[+-]?)([0-9]{1,12}(?:\.[0-9]{1,12})?[eE][+-]?[0-9]{1,2})"
     r"(?=\s*(?:[,;=<>)\]}&$%\\]|\Z)|\s+[A-Za-z])"
 )
-"""A number like 1e3 that stands by itself: all of an answer, after "x =", an item, or before a unit."""
+"""A number like 1e3 on its own: a whole answer, after "x =", an item, or before a unit."""
 _MATRIX = re.compile(
     r"(?:\\left *[(\[])?\s*\\begin *\{(?P<kind>[pbB]?(?:small)?matrix|array)\}(?: *\{[clr| ]*\})?"
     r"(?P<cells>.*?)\\end *\{(?P=kind)\}\s*(?:\\right *[)\]])?",
     re.DOTALL,
 )
-"""A matrix in round or square brackets, which mean the same."""
+"""A matrix in round or square brackets, which are equivalent."""
 _MATRIX_LAYOUT = re.compile(
     r"(\\\\)(?:\s*\[[^\[\]]*\])?|\\cr(?![a-z])|\\(?:displaystyle|hline)(?![a-z])|\\[!,;:()\[\] ]|\$"
 )
-"""Markup that changes no matrix, and ends of rows."""
+"""Markup without an effect on a matrix, and ends of rows."""
 _MATRIX_NAME = re.compile(
     r"\s*(?:\\(?:mathbf|mathrm|boldsymbol|bm|vec)\s*)?(?:\{[A-Za-z]\}|[A-Za-z])(?:_\{?\w\}?)?\s*=\s*"
 )
@@ -63,11 +63,11 @@ def are_equal(answer: str, expected: str) -> bool:
 
 
 _Matrices = list[str | list[list[str]]]
-"""An answer with matrices: texts between them, and the entries of each by row."""
+"""An answer with matrices: the texts between them, and the entries of each by row."""
 
 
 def _matrices(answer: str) -> _Matrices:
-    """Return an answer's matrices, with the texts before, between and behind them; [] if it has none."""
+    """Return an answer's matrices, with the texts before, between and after them; [] if there are none."""
     if "\\begin" not in answer:
         return []
     text = _MATRIX_LAYOUT.sub(lambda found: r"\\" if found[1] or found[0] == r"\cr" else "", answer)
@@ -84,7 +84,7 @@ def _matrices(answer: str) -> _Matrices:
 
 
 def _are_equal_matrices(found: _Matrices, expected: _Matrices) -> bool:
-    """Return whether matrices are equal entry by entry, and the texts between them in their normal form."""
+    """Return whether matrices are equal entry by entry, and the texts between them equal in normal form."""
     if len(found) != len(expected):
         return False
     for one, other in zip(found, expected, strict=True):

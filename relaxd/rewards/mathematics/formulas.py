@@ -18,7 +18,7 @@ _WORD = re.compile("|".join((*_FUNCTIONS, *_CONSTANTS, "[a-z]")))
 
 
 class Unreadable(ValueError):
-    """The text is no formula, or one that isn't tried."""
+    """The text is no formula, or an unsupported one."""
 
 
 def parse(text: str) -> Any:
@@ -47,7 +47,7 @@ def parse(text: str) -> Any:
 
 
 class _Parser:
-    """Recursive descent. Each method reads what its name says."""
+    """Recursive descent parser. Each method parses the rule in its name."""
 
     def __init__(self, tokens: list[str]) -> None:
         import sympy

@@ -12,7 +12,7 @@ from relaxd.rewards.mathematics.boxed import last_boxed
 
 
 _DEEPEST = 32
-"""Maximum depth of fractions and roots within each other; deeper ones stay as they are."""
+"""Maximum nesting of fractions and roots; deeper ones are left unchanged."""
 _LARGE = {"million": 6, "billion": 9, "trillion": 12}
 _LARGE_NUMBER = re.compile(rf"([0-9]{{1,12}})(\.[0-9]{{1,12}})?\s*({'|'.join(_LARGE)})s?(?![a-z])", re.IGNORECASE)
 UNIT = r"(?:degree|cm|centimeter|meter|mile|second|minute|hour|day|week|month|year|foot|feet|inch|yard)(?:es|s)?"
@@ -41,7 +41,7 @@ _SUPERSCRIPTS = re.compile(r"[⁰¹²³⁴⁵⁶⁷⁸⁹]+")
 
 
 def plain(answer: str) -> str:
-    """Return an answer as a plain formula; what isn't understood stays as it is."""
+    """Return an answer as a plain formula; unknown parts are left unchanged."""
     text = _SUPERSCRIPTS.sub(lambda match: f"^{unicodedata.normalize('NFKC', match[0])}", answer.strip())
     text = _SYMBOL.sub(lambda match: _SYMBOLS[match[0].removesuffix("q")], text)
     # Compatibility forms: digits of full width, and ½, which becomes "1⁄2" and then "1/2".
@@ -60,7 +60,7 @@ def plain(answer: str) -> str:
 
 
 def _digits(match: re.Match[str]) -> str:
-    """Write a number of millions with all its digits, so that it counts as a whole number."""
+    """Write a number of millions with all its digits, so that it is recognised as a whole number."""
     value = Decimal(match[1] + (match[2] or "")).scaleb(_LARGE[match[3].lower()])
     return f"{value.normalize():f}"
 
@@ -188,7 +188,7 @@ def numeral(answer: str) -> str | None:
 
 
 def rational(text: str) -> Fraction | None:
-    """Return the value of a plain formula that is a decimal or a fraction of decimals; None for anything else."""
+    """Return the value of a plain formula that is a decimal or a fraction of decimals; None otherwise."""
     if len(text) > MAX_LETTERS or not (match := _RATIONAL.fullmatch(text)):
         return None
     sign, _, above, negative, below = match.groups()

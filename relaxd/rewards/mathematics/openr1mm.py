@@ -9,7 +9,7 @@ from relaxd.rewards.mathematics.normal_forms import reference
 from relaxd.rewards.mathematics.sentences import formula_of, has_marks, with_improper_fractions
 
 VERIFY_SECONDS = 3.0
-"""Time for math-verify to read and compare two answers. Then they count as different."""
+"""Maximum seconds for math-verify to read and compare two answers, which then count as different."""
 MAX_LETTERS = 4000
 """Letters of the reply that math-verify reads, from the end."""
 _MATH_VERIFY_LOG = logging.getLogger("math_verify")
@@ -64,5 +64,5 @@ def _is_verified(expected: str, response: str) -> bool:
 
 
 def _marked(text: str) -> str | None:
-    """Return a text whose formulas are in dollars or boxes; None if it is a sentence without, or with several."""
+    """Return a text with its formulas in dollars or boxes; None for a sentence with none or several."""
     return with_improper_fractions(text) if has_marks(text) else formula_of(text)

@@ -1,4 +1,4 @@
-"""The formula in a sentence, in LaTeX and between dollars, as math-verify needs it."""
+"""The formula in a sentence, as LaTeX between dollars for math-verify."""
 
 # ruff: noqa: RUF001 (signs that look like others are what this is about)
 
@@ -117,7 +117,7 @@ def _latex(formula: str) -> str:
 
 
 def _with_roots(text: str) -> str:
-    """Write sqrt(...) as in LaTeX; a root that isn't closed, and what follows it, stays as it is."""
+    """Write sqrt(...) in LaTeX; an unclosed root, and the text after it, is left unchanged."""
     for _ in range(_MOST_ROOTS):
         opened = _ROOT.search(text)
         if opened is None:
