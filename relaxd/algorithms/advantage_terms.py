@@ -17,7 +17,7 @@ from relaxd.finish_reasons import TRUNCATED
 
 Values = NDArray[np.float64]
 LOG_SMALLEST = -460.0
-"""Logarithm of the smallest power of a discount: 1e-200, far from where float64 loses digits."""
+"""Logarithm of the smallest discount power used, 1e-200: float64 loses digits only far below it."""
 
 
 def token_rewards(
@@ -244,7 +244,8 @@ class Whitening:
 
     mean: float
     deviation: float
-    """0 if one of the advantages isn't finite: then no normalised one is, and no update is applied."""
+    """Standard deviation; 0 if an advantage isn't finite. Then no normalised advantage is finite, and no update is
+    applied."""
 
     @classmethod
     def of(cls, advantages: Sequence[NDArray[np.float32]], masks: Sequence[NDArray[np.uint8]]) -> "Whitening":

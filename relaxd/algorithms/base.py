@@ -47,7 +47,7 @@ class Candidates:
     """Whose likeliest tokens they are; "student": of the weights at the step's beginning for a teacher in the trainer,
     of the engine's that wrote the token for a teacher service."""
     top_k: int
-    """Number of candidates that each of them names, at least 1."""
+    """Number of candidates that each of the two models names, at least 1."""
 
     @property
     def width(self) -> int:
@@ -208,7 +208,7 @@ class Algorithm(Protocol):
 
 @runtime_checkable
 class WithFilter(Protocol):
-    """An algorithm that can tell before it knows the advantages that a group isn't trained on."""
+    """An algorithm with a filter that can reject a group before its advantages are known."""
 
     def filtered(
         self, rewards: NDArray[np.float64], lengths: NDArray[np.int32], columns: Mapping[str, Any] = NO_COLUMNS

@@ -1,4 +1,4 @@
-"""Making of the algorithm that a configuration names: one of relaxd's, or a user's own class."""
+"""Creation of the algorithm that a configuration names: a bundled one or a user's own class."""
 
 from typing import Any
 

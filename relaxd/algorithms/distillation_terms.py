@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 SMALLEST_REST = 1e-6
-"""Minimum probability of all other tokens together: less is lost in the rounding of float32 sums."""
+"""Minimum total probability of the tokens that aren't candidates: float32 rounding of the sums loses anything less."""
 
 
 def distilled(
@@ -76,7 +76,7 @@ class ComparedCandidates:
     teacher: Tensor
     """[T, k]: log-probs; finite."""
     present: Tensor
-    """bool [T, k]: which of them are candidates."""
+    """bool [T, k]: True where the slot holds a candidate."""
 
     def divergence(self, kind: Divergence) -> Tensor:
         """Return a divergence at each token, [T], with p the student's and q the teacher's probabilities.
@@ -102,7 +102,8 @@ class ComparedCandidates:
 
     @property
     def overlap(self) -> Tensor:
-        """Share of the student's likeliest tokens that are among as many of the teacher's, of a union of both; [T]."""
+        """Share of the student's top candidates that are also among the teacher's, for candidates of both models;
+        [T]."""
         return 2 - 2 * self.present.sum(-1) / max(self.present.shape[-1], 1)
 
 

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from relaxd.algorithms.base import LossInputs
 
 MAX_LOG_RATIO = 20.0
-"""Log-ratios are clamped to ± this before exp, so that ratios are finite."""
+"""Log-ratios are clamped to ± this before exp, which keeps ratios finite."""
 
 
 def correction_weights(

@@ -41,7 +41,7 @@ class Tokens:
     """The tokens of a micro-batch as `policy_term` sees them: float [T], and 0 where the mask is 0."""
 
     inputs: LossInputs
-    """Everything else, such as `segment_sum`."""
+    """The complete loss inputs, for instance for `segment_sum`."""
     trained: Tensor
     """bool [T], the mask."""
     logprobs: Tensor
@@ -85,7 +85,7 @@ class PolicyTerm:
     ratio: Tensor
     """The ratio to report."""
     clipped: Tensor
-    """bool: tokens whose gradient is clipped, to report."""
+    """bool: tokens whose gradient is clipped, for metrics."""
 
 
 class PolicyGradient:
@@ -145,7 +145,7 @@ class PolicyGradient:
 
     @property
     def needs(self) -> Needs:
-        """Columns of the board that the settings ask for."""
+        """Columns of the board that the settings require."""
         reference = ("ref_logprobs",) if self.config.needs_reference else ()
         teacher: tuple[str, ...] = ("teacher_logprobs",) if self.config.needs_teacher else ()
         top_k = self.config.distill_top_k
@@ -382,7 +382,7 @@ class Clipped(PolicyGradient):
 
 
 def _check_term(term: PolicyTerm, logprobs: Tensor) -> None:
-    """Check what a user's own `policy_term` may return: a mean, or [T, 1], would be spread over the tokens unseen."""
+    """Check the result of a user's own `policy_term`: a scalar mean or [T, 1] would be broadcast silently."""
     if not isinstance(term, PolicyTerm):
         raise ValueError(f"policy_term() returned {shown(term)}: it must be PolicyTerm")
     for name in ("loss", "ratio", "clipped"):

@@ -26,7 +26,7 @@ class PPO(Clipped):
 
     @property
     def needs(self) -> Needs:
-        """The mask besides what the settings ask for, a critic, and normalised advantages if whiten_advantages."""
+        """What the settings require, the mask, a critic, and normalised advantages if whiten_advantages is set."""
         needs = super().needs
         return replace(
             needs,

@@ -100,7 +100,7 @@ def loss_of(algorithm: Algorithm, inputs: LossInputs) -> LossOutput:
 
 
 def unexplained(algorithm: Algorithm) -> str:
-    """Return the error text for losses that aren't finite although all of their inputs are."""
+    """Return the error text for losses that aren't finite although all of their inputs are finite."""
     return f"{_name(algorithm)}: loss() returned NaN or infinity for inputs that are finite"
 
 

@@ -22,7 +22,7 @@ class RLOO(PolicyGradient):
     config: RLOOConfig
 
     def sample_advantages(self, rewards: NDArray[np.float64]) -> NDArray[np.float64]:
-        """Return the rewards relative to the mean of the others', [n]."""
+        """Return the rewards relative to the mean reward of the other samples, [n]."""
         return leave_one_out(rewards)
 
     def policy_term(self, tokens: Tokens) -> PolicyTerm:

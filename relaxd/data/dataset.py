@@ -85,15 +85,15 @@ class Prompt:
     index: int
     """Index in the data set, the same in every epoch."""
     messages: list[Message] = field(default_factory=list)
-    """The conversation; empty if it is a single message of the user with that text."""
+    """The conversation; empty if it is only a user's message with that text."""
     sampling: dict[str, Any] = field(default_factory=dict)
-    """Sampling parameters of its source that differ from the run's, by name, as JSON has them."""
+    """Sampling parameters of the prompt's source that differ from the run's, by name, as JSON values."""
     tools: list[dict[str, Any]] = field(default_factory=list)
     """Tools that the chat template got."""
     teacher_tokens: np.ndarray | None = None
-    """Token ids of the teacher's prompt, int32, if it has its own."""
+    """Token ids of the teacher's prompt, int32, if the teacher has its own."""
     media: PromptMedia = NO_MEDIA
-    """Its media, whose tokens it has."""
+    """Media of the prompt; its tokens are among the prompt's."""
 
     def to_json(self) -> dict[str, Any]:
         """Return the board's `prompt` column."""
@@ -143,7 +143,7 @@ class PromptDataset:
         self._length = sum(share.visits for share in self._shares)
         self._order: tuple[int, np.ndarray] | None = None
         self._last: tuple[int, Example] | None = None
-        """The example that was read last, and its index: who compares it with earlier ones gives it next."""
+        """The last example that was read, with its index, for the comparison with earlier ones that follows."""
         self._first_visits = None if seen is None else FirstVisits(len(examples), seen, self._example)
 
     def __len__(self) -> int:
@@ -167,7 +167,7 @@ class PromptDataset:
             raise DataError("data", f"can't be read: {error}") from error
 
     def prompt(self, index: int) -> Prompt:
-        """Return the prompt at an index. Raises DataError: its row of a large file, not looked at before, is wrong."""
+        """Return the prompt at an index. Raises DataError if its row, in a large file that wasn't checked, is wrong."""
         example = self._example(index)
         media = self._media.take(index, example) if self._media is not None else []
         tokens = self._tokenizer.encode_seen(example, media) if media else self._tokenizer.encode([example])[0]
@@ -187,7 +187,7 @@ class PromptDataset:
         )
 
     def look_ahead(self, cursor: Cursor, count: int) -> None:
-        """Begin with the media of the prompts of the next places, which most visits go to."""
+        """Start preparing the media of the prompts at the next positions, which are the likeliest to be visited."""
         if self._media is None:
             return
         epoch, position = cursor.place
@@ -217,7 +217,7 @@ class PromptDataset:
         return int(self.order(epoch)[position])
 
     def fits(self, prompt: Prompt) -> bool:
-        """Return whether a prompt isn't too long. Raises DataError: it is, and may not be left out."""
+        """Return whether a prompt fits the length limit. Raises DataError if it is too long and may not be left out."""
         if self._limit is None:
             return True
         fits = len(prompt.tokens) <= self._limit.tokens
@@ -232,17 +232,17 @@ class PromptDataset:
         return False
 
     def keep(self, folder: Path) -> None:
-        """Keep what is found out of repeats in a run's folder, and take what is there; before the first visit."""
+        """Store known repeats in a run's folder, and load the stored ones; call it before the first visit."""
         if self._first_visits is not None:
             self._first_visits.keep(folder / COMPARED)
 
     def is_repeat(self, cursor: Cursor) -> bool:
-        """Return whether the next prompt is left out because it, or one like it, came before. Raises DataError."""
+        """Return whether the next prompt is left out because it, or a similar one, came before. Raises DataError."""
         return self._first_visits is not None and self._first_visits.is_repeat(cursor.place, self.order)
 
     @property
     def repeats(self) -> Sequence[int]:
-        """Indices of repeats, in the order in which `is_repeat` found them; it grows."""
+        """Indices of repeats, in the order in which `is_repeat` found them; the list grows."""
         return () if self._first_visits is None else self._first_visits.repeats
 
     def none_left(self) -> DataError:
@@ -303,13 +303,12 @@ class RunData:
     evaluation: dict[str, PromptDataset]
     """Prompts for evaluations, by the name of their set: held_out, if the source holds out some, and eval.sets."""
     skipped: int
-    """Number of prompts left out because they are too long."""
+    """Number of prompts that are left out as too long."""
     tokenizer: PromptTokenizer
     """The model's tokenizer."""
     repeated: int = 0
-    """Number of training prompts left out because they are there twice, or in an evaluation set; those of large files
-    are found later.
-    """
+    """Number of training prompts left out as duplicates, or as part of an evaluation set; in large files they are found
+    later."""
     expert_bytes: int = 0
     """Bytes per token of routed experts, if the run stores them."""
 
@@ -384,7 +383,8 @@ def _compares_later(config: RunConfig, sources: Sequence[Source]) -> bool:
 
 
 def _without_repeats(sources: Sequence[Source], seen: Seen) -> tuple[list[Source], int]:
-    """Return sources without prompts that were seen or that an earlier source has, and how many those are."""
+    """Return sources without prompts that an earlier source has or that were already seen, and the number of removed
+    prompts."""
     left, repeated = [], 0
     for source in sources:
         places = np.flatnonzero(seen.fresh(keys_of(source.examples).normalised))
@@ -408,7 +408,7 @@ def _named_sets(config: RunConfig, names: Collection[str] | None = None) -> dict
 def _evaluation_sets(
     config: RunConfig, tokenizer: PromptTokenizer, sources: Mapping[str, Source]
 ) -> tuple[dict[str, PromptDataset], int]:
-    """Check the prompts of evaluation sets. Returns those that have some, and how many prompts were left out."""
+    """Check the prompts of evaluation sets. Returns the sets with prompts, and the number of prompts left out."""
     checked = {name: check_source(source, tokenizer, config) for name, source in sources.items()}
     own = [name for name, source in sources.items() if source.tools.setting != "data.tools_key"]
     check_tools((sources[name], checked[name]) for name in own)

@@ -1,4 +1,4 @@
-"""Digest of training data, which tells a run that goes on whether its prompts have changed."""
+"""Digest of training data, by which a resumed run detects that its prompts have changed."""
 
 import hashlib
 import json
@@ -14,7 +14,7 @@ from relaxd.data.sources.prompt_columns import Examples
 
 DIGEST_BYTES = 16
 MADE = 512
-"""Maximum number of prompts of a large source that are made: they show that other code or columns make others."""
+"""Maximum number of prompts of a large source to make, to detect changed code or columns."""
 
 
 def digest_of(examples: Sequence[Example]) -> str:
@@ -48,14 +48,14 @@ def _contents(examples: Sequence[Example]) -> Iterator[bytes]:
 
 
 def _text(example: Example) -> bytes:
-    """Return everything of a prompt. The order of entries matters where a chat template may write them."""
+    """Return the complete text of a prompt. The order of entries is kept if a chat template may write them."""
     media = [[_source(item.source) for item in example.media]] if example.media else []
     seen = json.dumps([example.prompt, example.answer, example.tools, example.sampling, *media], default=str)
     return f"{seen}{json.dumps(example.metadata, sort_keys=True, default=str)}\n".encode()
 
 
 def _source(source: Any) -> Any:
-    """Return a media item as the data have it, and of a file also its size: contents would take too long to read."""
+    """Return a media item in its source form, for a file with its size: its content would take too long to read."""
     if isinstance(source, list | tuple):  # a video's frames
         return [_source(one) for one in source]
     path = source.get("path") if isinstance(source, dict) and source.get("bytes") is None else source

@@ -23,22 +23,22 @@ from relaxd.waiting import waiting
 logger = logging.getLogger(__name__)
 
 _FEW = 256
-"""Fewer hashes are looked up one by one."""
+"""Number of hashes below which they are looked up one by one."""
 _LAST = 16_384
 _BYTES = 8
-"""Length of a hash: of a million prompts, two different ones share one with a probability of 3e-8."""
+"""Length of a hash in bytes. A million prompts have a collision with probability 3e-8."""
 
 
 @dataclass(frozen=True)
 class Keys:
-    """Hashes of prompts, each uint64 [prompts]. A row that is wrong has its own."""
+    """Hashes of prompts, each uint64 [prompts]. Invalid rows get a unique hash."""
 
     exact: np.ndarray
-    """Of the whole prompt, with its tools."""
+    """Hash of the whole prompt, with its tools."""
     normalised: np.ndarray
     """The same, regardless of case and white space."""
     answers: np.ndarray
-    """Of the answer."""
+    """Hash of the answer."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class Repeats:
     normalised: int
     """Prompts that equal an earlier one, regardless of case and white space."""
     other_answers: int
-    """Of these, those with another answer than the first of them."""
+    """Number of these repeats whose answer differs from the first one's."""
 
 
 def keys_of(examples: Sequence[Example]) -> Keys:
@@ -76,12 +76,13 @@ def key_of(example: Example) -> int:
 
 
 def normalised(text: str) -> str:
-    """Return a text in Unicode's form C, case-folded, with single spaces. Everything else, such as signs, counts."""
+    """Return a text in Unicode's form C, case-folded, with single spaces. All other characters, such as signs, are
+    kept."""
     return " ".join(unicodedata.normalize("NFC", text).casefold().split())
 
 
 def repeats(keys: Keys) -> Repeats:
-    """Count what is there more than once."""
+    """Count the prompts that occur more than once."""
     _, first, back = np.unique(keys.normalised, return_index=True, return_inverse=True)
     other = (keys.answers != keys.answers[first[back]]).sum()
     count = len(keys.exact)
@@ -89,7 +90,7 @@ def repeats(keys: Keys) -> Repeats:
 
 
 def overlap(keys: Keys, others: Keys) -> int:
-    """Count the prompts that are among others, regardless of case and white space."""
+    """Count the prompts that occur in another source, regardless of case and white space."""
     return int(np.isin(keys.normalised, others.normalised).sum())
 
 
@@ -99,13 +100,13 @@ class Seen:
     def __init__(self) -> None:
         self._sorted = np.empty(0, np.uint64)
         self._last: set[int] = set()
-        """New hashes, which aren't among the sorted ones yet."""
+        """New hashes, not yet merged into the sorted ones."""
 
     def __len__(self) -> int:
         return len(self._sorted) + len(self._last)
 
     def fresh(self, keys: np.ndarray) -> np.ndarray:
-        """Add hashes, uint64. Returns which of them weren't met so far, of equal ones the first; bool like `keys`."""
+        """Add hashes, uint64. Returns a mask of the new ones, of equal ones the first; bool like `keys`."""
         if len(keys) < _FEW:
             found = np.array([self._is_fresh(key) for key in keys], bool)
             if len(self._last) > max(_LAST, len(self._sorted) // 32):
@@ -160,7 +161,7 @@ def _merged(one: np.ndarray, other: np.ndarray) -> np.ndarray:
 
 
 def _text(example: Example) -> str:
-    """Return a prompt as text: whatever the model may see of it counts."""
+    """Return everything that the model may see of a prompt, as text."""
     parts = []
     for message in example.messages:
         parts.append(f"{message['role']}: {message['content']}")
@@ -179,9 +180,9 @@ _UNKNOWN, _FIRST, _REPEAT = 0, 1, 2
 _HASHED = 256
 """Prompts that are read between two notes of how far the comparison is."""
 _KEPT = 1 << 20
-"""Hashes that are read at once from the file."""
+"""Number of hashes to read at once from the file."""
 _WRITTEN = 1024
-"""Number of hashes that are written at once, and thus of prompts that may be read again after a crash."""
+"""Number of hashes to write at once, and so of prompts that may be read again after a crash."""
 _SAMPLES = 8
 """Hashes of each part of the file that are compared with their prompts."""
 _WAIT = 4 * _HASHED
@@ -199,7 +200,7 @@ class FirstVisits:
     """
 
     def __init__(self, prompts: int, seen: Seen, read: Callable[[int], Example]) -> None:
-        """`seen` has the prompts of evaluation sets. `read` returns a prompt by its index, or raises DataError."""
+        """`seen`: the prompts of evaluation sets. `read`: returns a prompt by its index, or raises DataError."""
         self._seen = seen
         self._read = read
         self._state = np.zeros(prompts, np.uint8)
@@ -208,14 +209,14 @@ class FirstVisits:
         self._compared = 0
         """Prompts that were."""
         self.repeats = array("q")
-        """Indices of those that are left out, in the order in which they were found."""
+        """Indices of the repeats that are left out, in the order in which they were found."""
         self._path: Path | None = None
         self._saved = 0
         """Hashes in the file."""
         self._unsaved: list[int] = []
 
     def keep(self, path: Path) -> None:
-        """Keep hashes in a file, and take those that it has; before the first question."""
+        """Store hashes in a file, and load those that it has; call it before the first query."""
         self._path = path
         self._saved = path.stat().st_size // _BYTES if path.is_file() else 0
 
@@ -237,7 +238,7 @@ class FirstVisits:
         return bool(self._state[order(epoch)[position]] == _REPEAT)
 
     def _go_on(self, epoch: int, visits: np.ndarray, stop: int) -> None:
-        """Compare the prompts of an epoch's places before `stop`."""
+        """Compare the prompts of an epoch's positions before `stop`."""
         while self._next < (epoch, stop):
             start = self._next[1]
             end = min(stop, start + (_KEPT if self._saved > self._compared else _HASHED))
@@ -260,7 +261,7 @@ class FirstVisits:
             logger.info("all %d prompts are compared: %d are left out", self._compared, len(self.repeats))
 
     def _keys(self, new: np.ndarray) -> np.ndarray:
-        """Return the hashes of the prompts that come next, uint64 like `new`."""
+        """Return the hashes of the next prompts, uint64 like `new`."""
         kept = self._from_file(new)
         hashed = [key_of(self._read(int(index))) for index in new[len(kept) :]]
         self._unsaved += hashed
@@ -282,7 +283,7 @@ class FirstVisits:
         return kept
 
     def _write(self) -> None:
-        """Write hashes to where they belong: another coordinator that still lives writes the same there."""
+        """Write hashes at their fixed offsets: another live coordinator would write the same ones there."""
         if self._path is None:
             self._unsaved = []
             return

@@ -22,16 +22,16 @@ class Example:
     metadata: dict[str, Any] = field(default_factory=dict)
     """Other fields of the line, for the reward."""
     sampling: dict[str, Any] = field(default_factory=dict)
-    """Sampling parameters of its source that differ from the run's, by name, as JSON has them."""
+    """Sampling parameters of the example's source that differ from the run's, by name, as JSON values."""
     tools: list[dict[str, Any]] = field(default_factory=list)
     """Tools for the chat template."""
     place: str = ""
     """Origin for error messages, such as "train.jsonl line 3"."""
     media: tuple[MediaItem, ...] = ()
-    """Its media, in the order of their places in the prompt."""
+    """Media of the prompt, in the order of their placeholders."""
 
     def with_system_prompt(self, text: str) -> Self:
-        """Return it with a system message, unless it has one or the text is empty."""
+        """Return the example with a system message, unless it has one or the text is empty."""
         if not text or self.messages[0]["role"] == "system":
             return self
         return replace(self, prompt=[{"role": "system", "content": text}, *self.messages])
@@ -43,7 +43,7 @@ class Example:
 
     @property
     def asked(self) -> int:
-        """Index of the last message that isn't the assistant's: one at the end is the beginning of the answer."""
+        """Index of the last message that isn't the assistant's: a final assistant message begins the answer."""
         others = (index for index, message in enumerate(self.messages) if message["role"] != "assistant")
         return max(others, default=len(self.messages) - 1)
 

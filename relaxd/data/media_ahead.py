@@ -1,4 +1,4 @@
-"""Media of prompts whose turn comes soon, which are normalised in threads beside whoever publishes them."""
+"""Media of upcoming prompts, normalised in threads beside the publisher."""
 
 import os
 from collections import OrderedDict
@@ -11,9 +11,9 @@ from relaxd.media import NormalMedia
 from relaxd.models import DataError
 
 KEPT = 48
-"""Prompts whose media are kept or on the way: those of a batch that is published, and of two after it."""
+"""Number of prompts whose media are kept or in progress: those of the current batch and of two after it."""
 THREADS = 4
-"""Maximum number of threads: decoding, resizing and PNG leave Python's lock to others."""
+"""Maximum number of threads. Decoding, resizing and PNG release Python's lock."""
 DEADLINE_SECONDS = 300
 """Time in which a prompt's media must be there; a disk may hang."""
 
@@ -27,13 +27,13 @@ class MediaAhead:
         self._found: OrderedDict[int, Future[list[NormalMedia]]] = OrderedDict()
 
     def expect(self, examples: Iterable[tuple[int, Example]]) -> None:
-        """Begin to normalise the media of prompts that aren't on the way yet."""
+        """Start normalising the media of prompts that aren't in progress yet."""
         for index, example in examples:
             if example.media and index not in self._found:
                 self._found[index] = self._pool.submit(normalise, example, self._vision)
 
     def take(self, index: int, example: Example) -> list[NormalMedia]:
-        """Return a prompt's media, and drop the oldest ones that are kept. Raises DataError."""
+        """Return a prompt's media, and drop the oldest kept ones. Raises DataError."""
         self.expect([(index, example)])
         if index not in self._found:
             return []

@@ -33,11 +33,11 @@ class PrivilegedPrompts:
     """Maximum number of tokens of a prompt."""
 
     def encode(self, tokenizer: PromptTokenizer, examples: Sequence[Example]) -> list[np.ndarray]:
-        """Tokenise the teacher's prompts: an int32 array each. Raises DataError: a row has nothing to tell."""
+        """Tokenise the teacher's prompts: an int32 array each. Raises DataError if a row lacks the privileged text."""
         return tokenizer.encode([self.example(example) for example in examples])
 
     def example(self, example: Example) -> Example:
-        """Return a prompt whose question has what only the teacher sees. Raises DataError: there is nothing."""
+        """Return a prompt whose question includes the teacher's privileged text. Raises DataError if there is none."""
         parts = {"{prompt}": example.text, "{privileged}": self._found(example)}
         # At once: what is put in may itself look like a placeholder.
         text = re.sub(r"\{prompt\}|\{privileged\}", lambda match: parts[match[0]], self.template)
@@ -72,7 +72,7 @@ class PrivilegedPrompts:
 
 
 def privileged_prompts(config: RunConfig) -> PrivilegedPrompts | None:
-    """Return the maker of the teacher's prompts, if a run's teacher has its own."""
+    """Return the builder of the teacher's prompts, if a run's teacher has its own."""
     if not config.has_privileged_teacher:
         return None
     teacher = config.roles.teacher
@@ -91,22 +91,22 @@ def check_teachers(config: RunConfig, examples: Iterable[Example]) -> None:
 
 CHECK_BATCH = 1024
 CHECKED = 20_000
-"""Maximum number of prompts of a source that are checked before a run; the others are when their turn comes."""
+"""Maximum number of prompts of a source to check before a run; the others are checked when their turn comes."""
 FIRST_LOOK = 1000
-"""Prompts of a source that `relaxd run` looks at before it starts services, whose coordinator checks CHECKED."""
+"""Number of prompts of a source that `relaxd run` checks before it starts services; the coordinator checks CHECKED."""
 MAX_PROBLEMS_SHOWN = 5
 
 
 @dataclass(frozen=True)
 class Limit:
-    """Treatment of long prompts that weren't looked at before the run."""
+    """Treatment of long prompts that weren't checked before the run."""
 
     tokens: int
     """data.max_prompt_tokens."""
     skip: bool
     """True if longer prompts are left out (data.overlong = "skip"); False if they are errors."""
     field: str
-    """The setting that the prompts come from, for errors."""
+    """The setting that names the prompts, for errors."""
 
     def too_long(self, place: str, tokens: int) -> DataError:
         """Return the error of a prompt that is too long."""
@@ -127,11 +127,11 @@ class Checked:
 
     examples: Sequence[Example]
     skipped: int
-    """Prompts that were left out because they are too long."""
+    """Number of prompts that were left out as too long."""
     limit: Limit | None
-    """Set if only some of them were looked at."""
+    """Set if only some of the prompts were checked."""
     has_tools: bool = False
-    """True if any prompt that was looked at has tools."""
+    """True if any checked prompt has tools."""
 
 
 def check_source(
@@ -195,12 +195,12 @@ def check_tools(checked: Iterable[tuple[Source, Checked]]) -> None:
 
 
 def evenly_spread(count: int, most: int) -> range:
-    """Return at most `most` of `count` places, evenly spread."""
+    """Return at most `most` of `count` positions, evenly spread."""
     return range(0, count, max(1, -(-count // most)))
 
 
 def read_some(source: Source, places: range) -> list[Example]:
-    """Read some prompts. Raises DataError with the first rows that are wrong."""
+    """Read some prompts. Raises DataError with the first wrong rows."""
     examples, problems = [], []
     for place in places:
         try:

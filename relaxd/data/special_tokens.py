@@ -9,7 +9,7 @@ from relaxd.models import DataError
 
 TOKENIZER_CONFIG, TOKENS_MAP = "tokenizer_config.json", "special_tokens_map.json"
 SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-"""Special tokens that chat templates know as variables."""
+"""Special tokens that chat templates can use as variables."""
 
 
 def special_tokens(folder: Path) -> dict[str, str]:
@@ -29,7 +29,7 @@ def special_tokens(folder: Path) -> dict[str, str]:
 
 
 def token_text(file: Path, name: str, value: Any) -> str | None:
-    """Return the text of a special token; None if it isn't set. Raises DataError: it is of a wrong type."""
+    """Return the text of a special token; None if it isn't set. Raises DataError if it has a wrong type."""
     text = value.get("content") if isinstance(value, dict) else value
     if value is not None and not isinstance(text, str):
         raise DataError(
@@ -41,7 +41,7 @@ def token_text(file: Path, name: str, value: Any) -> str | None:
 
 
 def read_object(file: Path) -> dict[str, Any]:
-    """Read a file with a JSON object; {} without the file. Raises DataError: it has something else."""
+    """Read a file with a JSON object; {} without the file. Raises DataError for any other content."""
     try:
         value = parse_json(file.read_text(encoding="utf-8")) if file.is_file() else {}
     except (OSError, ValueError) as error:

@@ -1,4 +1,4 @@
-"""Chat templates, which turn messages into the model's text format, rendered as transformers renders them."""
+"""Chat templates, which convert messages to the model's text format, rendered as transformers renders them."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -18,7 +18,7 @@ from relaxd.data.special_tokens import TOKENIZER_CONFIG, read_object, special_to
 from relaxd.models import DataError
 
 OVERRIDE = "model.chat_template"
-"""The setting with a template instead of the model's own."""
+"""The setting with a template that replaces the model's own."""
 JUDGE_OVERRIDE = "roles.judge.chat_template"
 """The same of the judge."""
 REASONING = ("reasoning_content", "thinking", "reasoning")
@@ -30,7 +30,7 @@ MORE_TEMPLATES = "additional_chat_templates"
 END_TAG = "CONTINUE_FINAL_MESSAGE_TAG "
 PROBE = "relaxd-probe-of-a-chat-template"
 DICT_ATTRIBUTES = frozenset(dir(dict))
-"""Attributes of dictionaries, which templates see in place of entries of these names."""
+"""Attributes of dictionaries that hide entries of the same names from templates."""
 
 
 class Generation(Extension):
@@ -77,7 +77,7 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
         self._safe: dict[tuple[type, str], bool] = {}
-        """True for attributes that templates may read, by type and name: nothing else decides it."""
+        """True for attributes that templates may read, by type and name only."""
 
     def getattr(self, obj: Any, attribute: str) -> Any:
         if type(obj) is not dict or attribute in DICT_ATTRIBUTES:
@@ -137,7 +137,7 @@ class ChatTemplate:
         self._template = self._compiled(source)
         self._with_tools = self._compiled(with_tools) if with_tools else self._template
         self._wants_parts = False
-        """True if the template renders the text of content parts only, as those of models that see images do."""
+        """True if the template can render only lists of content parts, like those of models for images."""
         self._check()
 
     def render(
@@ -174,7 +174,7 @@ class ChatTemplate:
     def render_closed(
         self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = (), *, now: datetime | None = None
     ) -> str:
-        """Render a conversation up to the end of its last message. Raises DataError: the template rejects it."""
+        """Render a conversation up to the end of its last message. Raises DataError if the template rejects it."""
         return self._render(messages, tools, add_generation_prompt=False, now=now)
 
     def _continued(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]], now: datetime | None) -> str:
@@ -233,7 +233,7 @@ class ChatTemplate:
             raise DataError(self._field, f"the chat template is invalid: {error}") from error
 
     def _check(self) -> None:
-        """Refuse a template that ignores the messages, such as the path of a file that isn't there."""
+        """Refuse a template that ignores the messages, for instance the path of a missing file."""
         text = ""
         for self._wants_parts in (False, True):
             try:
@@ -250,7 +250,7 @@ class ChatTemplate:
         )
 
     def _as_rendered(self, message: Message) -> Message:
-        """Return a message as the template gets it: without null entries, which many templates would write as None."""
+        """Return a message without null entries, which many templates would render as None."""
         message = {name: value for name, value in message.items() if value is not None}
         found = next((message[name] for name in REASONING if message.get(name) is not None), None)
         if found is not None:

@@ -19,11 +19,12 @@ from relaxd.media import MediaError, MediaSize, NormalMedia, expand
 from relaxd.models import DataError
 
 LONG_TEXT = 20_000
-"""Characters from which on a text takes so long that other threads should run meanwhile."""
+"""Length of a text, in characters, from which its tokenisation is slow enough to release Python's lock to other
+threads."""
 NFC_GROWTH = 3
 """Maximum number of bytes of UTF-8 that Unicode's normal form C makes of one (Unicode FAQ, Normalization)."""
 SPLITS = {"ByteLevel", "Digits", "Punctuation", "Split"}
-"""Steps before a tokenizer's model that add nothing to a text."""
+"""Pre-tokenisation steps that add nothing to a text."""
 
 
 @lru_cache(maxsize=4)
@@ -97,7 +98,7 @@ class PromptTokenizer:
         return self._with_media(examples, self._encode(examples, [self.render(example) for example in examples]))
 
     def encode_seen(self, example: Example, media: Sequence[NormalMedia]) -> np.ndarray:
-        """Tokenise a prompt whose media are normalised already, as `encode`. Raises DataError."""
+        """Tokenise a prompt with normalised media; otherwise like `encode`. Raises DataError."""
         (tokens,) = self._encode([example], [self.render(example)])
         return self._expanded(example, tokens, self._vision_of(example), [item.size for item in media])
 
@@ -117,12 +118,12 @@ class PromptTokenizer:
         return self._tokenizer.decode([int(token) for token in tokens], skip_special_tokens=not special)
 
     def texts(self, tokens: Sequence[int]) -> list[str]:
-        """Return the text that each token adds to those before; "" as long as a character is incomplete."""
+        """Return the text that each token adds to the previous ones; "" while a character is incomplete."""
         stream = DecodeStream(skip_special_tokens=False)
         return [stream.step(self._tokenizer, int(token)) or "" for token in tokens]
 
     def encode_text(self, text: str) -> list[int]:
-        """Tokenise a text in which a chat template has written all special tokens that belong to it."""
+        """Tokenise a text that already contains all special tokens, written by a chat template."""
         if len(text) < LONG_TEXT:
             return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
         # Other threads run meanwhile, which they don't beside `encode`.
@@ -139,7 +140,7 @@ class PromptTokenizer:
 
     @cached_property
     def added_tokens(self) -> dict[int, AddedToken]:
-        """Tokens that are found in a text before the rest of it is tokenised, by their ids. All special ones are."""
+        """Tokens by id that are matched in a text before the rest is tokenised, all special tokens included."""
         return dict(self._tokenizer.get_added_tokens_decoder())
 
     def is_special(self, token: int) -> bool:
@@ -147,7 +148,7 @@ class PromptTokenizer:
         return token in self.added_tokens and self.added_tokens[token].special
 
     def has_token(self, token: int) -> bool:
-        """Return True for ids, from 0 to 2**31 - 1, that the tokenizer knows."""
+        """Return True for ids, from 0 to 2**31 - 1, in the tokenizer's vocabulary."""
         return self._tokenizer.id_to_token(token) is not None
 
     def render(self, example: Example, now: datetime | None = None) -> str:
@@ -185,7 +186,7 @@ class PromptTokenizer:
         return [np.asarray(encoding.ids, dtype=np.int32) for encoding in encodings]
 
     def _with_media(self, examples: Sequence[Example], encoded: Sequence[np.ndarray]) -> list[np.ndarray]:
-        """Return the tokens of prompts with those of their media, from what is tokenised of their texts."""
+        """Return the tokens of prompts including media, from the tokens of their texts."""
         return [
             self._expanded(example, tokens, vision := self._vision_of(example), measure(example, vision))
             if example.media
@@ -209,7 +210,7 @@ class PromptTokenizer:
             raise DataError("data", f"{example.place} {error}") from error
 
     def _may_exceed(self, text: str, limit: int) -> bool:
-        """Return whether a text may have more tokens than the limit, as far as its bytes tell."""
+        """Return whether a text may have more tokens than the limit, judged by its bytes."""
         if self._growth is None or not text:
             return True
         added = self._tokenizer.num_special_tokens_to_add(is_pair=False) if self.template is None else 0
@@ -235,7 +236,7 @@ def _growth(tokenizer: Tokenizer) -> int | None:
 
 
 def _parts(step: Any, name: str) -> list[dict[str, Any]]:
-    """Return the descriptions of a tokenizer's step, or of those in it if it is a sequence of steps."""
+    """Return the descriptions of a tokenizer's step, or of its parts if it is a sequence."""
     if step is None:
         return []
     described = json.loads(step.__getstate__())  # what pickling uses: only the whole tokenizer has a to_str()

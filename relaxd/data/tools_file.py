@@ -13,7 +13,7 @@ WITHOUT_YAML = "{error}: a file of tools needs PyYAML (pip install 'relaxd[rewar
 
 
 class ToolsFileError(ValueError):
-    """The file can't be read, or isn't as verl's is. The message names the file and the tool."""
+    """The file can't be read, or doesn't have verl's form. The message names the file and the tool."""
 
 
 @dataclass(frozen=True)
@@ -21,15 +21,15 @@ class ToolEntry:
     """A tool of the file."""
 
     class_name: str
-    """Its class, such as "package.module.Class"."""
+    """Class of the tool, such as "package.module.Class"."""
     config: dict[str, Any] = field(default_factory=dict)
     """Settings that its class is constructed with."""
     schema: dict[str, Any] | None = None
-    """Its schema in OpenAI's form, {"type": "function", "function": {"name": ..., ...}}; None: its class says it."""
+    """Schema in OpenAI's form, {"type": "function", "function": {"name": ..., ...}}; None: the class has it."""
 
     @property
     def name(self) -> str:
-        """The name by which a model calls it; "" if only its class says it."""
+        """Name by which a model calls the tool; "" if only its class has it."""
         return str(self.schema["function"]["name"]) if self.schema else ""
 
 
@@ -56,7 +56,7 @@ def read_tools(path: Path) -> list[ToolEntry]:
 
 
 def schemas_of(path: Path) -> list[dict[str, Any]]:
-    """Return the schemas of a file's tools for a chat template. Raises ToolsFileError; also where one is missing."""
+    """Return the schemas of a file's tools for a chat template. Raises ToolsFileError, also if one is missing."""
     tools = read_tools(path)
     for number, tool in enumerate(tools, 1):
         if tool.schema is None:
@@ -93,7 +93,7 @@ def _entry(value: Any, place: str) -> ToolEntry:
 
 
 def _variables(value: Any) -> Iterator[str]:
-    """Yield what hydra would resolve, such as ${oc.env:KEY}."""
+    """Yield interpolations that hydra would resolve, such as ${oc.env:KEY}."""
     if isinstance(value, dict):
         for one in value.values():
             yield from _variables(one)

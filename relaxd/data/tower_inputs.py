@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from transformers import WhisperFeatureExtractor
 
 FULL_SCALE = 1 << 15
-"""Sample of a sound in its normal form that stands for 1."""
+"""Sample value that stands for 1 in a sound's normal form."""
 
 
 def normalised(cut: Tensor, vision: VisionModel) -> Tensor:

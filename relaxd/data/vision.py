@@ -1,4 +1,4 @@
-"""Images, video and sound of prompts for one model: its rules, read from its folder, and items read by them."""
+"""Images, video and sound of prompts for one model: the model's rules, and items converted by them."""
 
 import math
 from collections.abc import Callable, Collection, Mapping
@@ -41,7 +41,7 @@ EXTRACTOR = "WhisperFeatureExtractor"
 """transformers' class that makes the spectrogram of a sound."""
 CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
 CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
-"""By what Qwen2VLImageProcessor normalises pixels where its settings don't say."""
+"""Pixel normalisation of Qwen2VLImageProcessor, used if its settings have none."""
 BICUBIC = 3
 """Number of the interpolation in Pillow."""
 VIDEO_DEFAULTS: dict[str, Any] = {
@@ -50,9 +50,9 @@ VIDEO_DEFAULTS: dict[str, Any] = {
     "min_frames": 4,
     "max_frames": 768,
 }
-"""Settings of Qwen3VLVideoProcessor and Qwen3OmniMoeProcessor where the folder's don't say."""
+"""Default settings of Qwen3VLVideoProcessor and Qwen3OmniMoeProcessor."""
 POSITIONS_DEFAULT = 25
-"""`position_id_per_seconds` of Qwen3OmniMoeThinkerConfig where config.json doesn't say."""
+"""Default of `position_id_per_seconds` of Qwen3OmniMoeThinkerConfig."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class VisionModel:
     rule: ImageRule
     tokens: MediaTokens
     mean: tuple[float, ...]
-    """By which pixels are normalised, of each channel, of values from 0 to 1."""
+    """Mean of each channel by which pixels are normalised, for values from 0 to 1."""
     std: tuple[float, ...]
     times: int
     """Number of frames in a patch of a video. A patch of an image repeats its frame as often."""
@@ -73,7 +73,7 @@ class VisionModel:
 
     @property
     def rules(self) -> Mapping[str, Any]:
-        """The rules by kind of media; None: the run has none of it."""
+        """Rules by kind of media; None: the run doesn't use the kind."""
         return {IMAGE: self.rule, VIDEO: self.video, AUDIO: self.sound}
 
     def cut(self, pixels: np.ndarray, grid: Grid) -> np.ndarray:
@@ -191,7 +191,8 @@ def read_vision(folder: Path, data: DataConfig | None = None, run_kinds: Collect
 
 
 def _sound_rule(folder: Path, config: Mapping[str, Any], data: DataConfig | None) -> SoundRule:
-    """Return a model's rule for sound. Raises DataError: its files are damaged or disagree, or it counts otherwise."""
+    """Return a model's rule for sound. Raises DataError if its files are damaged, contradictory, or count
+    differently."""
     extractor, file = _processor(folder, PROCESSOR_FILES, "feature_extractor")
     try:
         seconds = math.inf if data is None else data.max_audio_seconds
@@ -277,14 +278,14 @@ def _processor(folder: Path, names: tuple[str, ...], kind: str) -> tuple[dict[st
 
 
 def unseen(example: Example, kind: str) -> DataError:
-    """Return the error of a prompt whose media the settings don't name."""
+    """Return the error for a prompt whose media the settings don't name."""
     setting = f'{{{kind} = "{kind}s"}}'
     what = f"has media of type {kind}, but data.media_keys doesn't say so"
     return DataError("data", f"{example.place} {what}: set data.media_keys = {setting}, or another column")
 
 
 def measure(example: Example, vision: VisionModel) -> list[MediaSize]:
-    """Return the sizes of a prompt's media, without decoding most of them. Raises DataError, as `normalise`."""
+    """Return the sizes of a prompt's media, mostly without decoding. Raises DataError, like `normalise`."""
     return _read_each(example, vision, lambda kind: kind.measure)
 
 

@@ -13,7 +13,7 @@ Item = TypeVar("Item")
 
 
 class RecentItems(Generic[Item]):
-    """Items by name, of which those that were used last are kept. For one thread."""
+    """Most recently used items, by name. For one thread."""
 
     def __init__(self, max_bytes: int) -> None:
         """Make it empty.
@@ -26,12 +26,12 @@ class RecentItems(Generic[Item]):
         self._items: OrderedDict[str, tuple[Item, int]] = OrderedDict()
 
     def get(self, name: str) -> Item | None:
-        """Return an item; None if it isn't kept."""
+        """Return an item; None if it isn't in the cache."""
         found = self._items.get(name)
         return None if found is None else found[0]
 
     def keep(self, name: str, item: Item, size: int) -> None:
-        """Keep an item of `size` bytes as the most recent one, and remove the oldest ones beyond the limit."""
+        """Add an item of `size` bytes as the most recent one, and remove the oldest ones beyond the limit."""
         self._bytes += size - self._items.get(name, (item, 0))[1]
         self._items[name] = item, size
         self._items.move_to_end(name)
@@ -46,7 +46,7 @@ class RecentItems(Generic[Item]):
 
 
 class MediaCache:
-    """The pixels and samples of media, of which those that were used last are kept. For one thread."""
+    """Most recently used pixels and samples of media. For one thread."""
 
     def __init__(self, max_bytes: int) -> None:
         """Make an empty cache.

@@ -24,11 +24,11 @@ if TYPE_CHECKING:
 FORM = "image/1"
 """Name of the normal form, part of every hash: another one for the same pixels would be another payload."""
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
-"""Formats that are decoded. Pillow knows more, some of which run other programs."""
+"""Formats to decode. Pillow supports more, some of which run other programs."""
 MAX_PIXELS = 1 << 25
 """Maximum number of pixels of an image before it is resized: 8K video has fewer."""
 MIN_SIDE = 8
-"""Minimum length of a side, in pixels: less than that is no picture, but a mistake of whoever made the data."""
+"""Minimum length of a side, in pixels. A smaller image is a mistake in the data."""
 MAX_RATIO = 200
 """Maximum ratio of the sides, as in the rule of Qwen's models."""
 ORIENTATION = 0x0112
@@ -78,18 +78,18 @@ class ImageSize:
     grid: tuple[int, int, int]
     """Patches of the normal form: 1, rows, columns; the model's image_grid_thw."""
     tokens: int
-    """Number of tokens that it takes in a prompt."""
+    """Number of the image's tokens in a prompt."""
     times: tuple[float, ...] = ()
     """Empty: an image has no time."""
 
     @property
     def shown(self) -> tuple[str, str, str]:
-        """Its size, the size of the normal form, and no time."""
+        """Original size, normal size, and no times."""
         return sides(self.original), sides(self.normal), ""
 
     @classmethod
     def of(cls, width: int, height: int, rule: ImageRule) -> Self:
-        """Return the sizes of an image. Raises MediaError: it is too small, too large or too narrow."""
+        """Return the sizes of an image. Raises MediaError if it is too small, too large or too narrow."""
         check_sides(width, height)
         wide, high = rule.resized(width, height)
         grid = (1, high // rule.patch, wide // rule.patch)
@@ -103,7 +103,7 @@ class NormalImage:
     kind: ClassVar[str] = IMAGE
     media_type: ClassVar[str] = "image/png"
     png: bytes
-    """The RGB pixels, as PNG without anything else."""
+    """RGB pixels as PNG, without metadata."""
     sha256: str
     """Hexadecimal digits of the hash of pixels and rule. Another version of Pillow may write other bytes of PNG for
     the same pixels, which have the same hash."""
@@ -111,7 +111,7 @@ class NormalImage:
 
     @property
     def content(self) -> bytes:
-        """The PNG, which is what is stored."""
+        """The stored content: PNG."""
         return self.png
 
 
@@ -151,7 +151,8 @@ def normalise_image(source: Any, rule: ImageRule) -> NormalImage:
 
 
 def open_upright(source: Any) -> "Image":
-    """Return an image as 8-bit RGB in its own size, turned upright and laid on white. Raises as `normalise_image`."""
+    """Return an image as 8-bit RGB in its original size, upright and on a white background. Raises like
+    `normalise_image`."""
     with _opened(source) as image:
         return _rgb(image)
 
@@ -162,7 +163,7 @@ def sides(size: tuple[int, int]) -> str:
 
 
 def check_sides(width: int, height: int) -> None:
-    """Check the size of an image or a frame. Raises MediaError: it is too small, too large or too narrow."""
+    """Check the size of an image or a frame. Raises MediaError if it is too small, too large or too narrow."""
     if min(width, height) < MIN_SIDE:
         raise MediaError(f"is {width} x {height} pixels: each side must have at least {MIN_SIDE}")
     if width * height > MAX_PIXELS:
@@ -181,7 +182,7 @@ def encode_png(pixels: np.ndarray) -> bytes:
 
 
 def decode_png(png: bytes) -> np.ndarray:
-    """Return the pixels of a normal image, uint8 [height, width, 3], read-only. Raises OSError: it is broken."""
+    """Return the pixels of a normal image, uint8 [height, width, 3], read-only. Raises OSError if it is broken."""
     from PIL import Image
 
     pixels = np.array(Image.open(io.BytesIO(png)))
@@ -190,14 +191,14 @@ def decode_png(png: bytes) -> np.ndarray:
 
 
 def pixels_sha256(pixels: np.ndarray, form: str, rule: ImageRule) -> str:
-    """Return the hash of RGB pixels, uint8 [height, width, 3], of their form and of the rule that made them."""
+    """Return the hash of RGB pixels, uint8 [height, width, 3], with their shape and the rule that made them."""
     described = json.dumps({"form": form, "shape": pixels.shape, **asdict(rule)}, sort_keys=True)
     return hashlib.sha256(described.encode() + b"\n" + pixels.tobytes()).hexdigest()
 
 
 @contextmanager
 def _opened(source: Any) -> "Iterator[Image]":
-    """Open an image whose header says that it may be decoded. Raises MediaError, also for what decoding raises."""
+    """Open an image whose header allows decoding. Raises MediaError, also for decoding errors."""
     try:
         from PIL import Image, UnidentifiedImageError
     except ImportError as error:
@@ -218,7 +219,7 @@ def _opened(source: Any) -> "Iterator[Image]":
 
 
 def _rgb(image: "Image") -> "Image":
-    """Return an image as 8-bit RGB, turned as its EXIF data say. Raises MediaError: nobody knows its range."""
+    """Return an image as 8-bit RGB, turned by its EXIF orientation. Raises MediaError if its value range is unknown."""
     from PIL import Image, ImageOps
 
     image = ImageOps.exif_transpose(image)

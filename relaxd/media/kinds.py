@@ -1,4 +1,4 @@
-"""The kinds of media, declared once: how items of each are read, stored, opened and shown."""
+"""The kinds of media, declared once: how to read, store, open and show items of each."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass

@@ -32,12 +32,12 @@ sound have no texts."""
 
 @dataclass(frozen=True)
 class Run:
-    """Neighbouring tokens of an item, T of them: an image, a video or a time of it, or a sound."""
+    """Consecutive tokens of an item, T of them: an image, a video or one of its times, or a sound."""
 
     offsets: np.ndarray
     """Positions, beyond that of the first token, float64 [3, T]."""
     advance: int
-    """By how much the position behind them is beyond that of the first one."""
+    """Distance from the first token's position to the position after the tokens."""
     heard: np.ndarray
     """True for tokens of sound, bool [T]."""
     rows: np.ndarray
@@ -50,7 +50,7 @@ class Run:
         return cls(offsets, advance, np.full(count, heard), np.arange(count))
 
     def __len__(self) -> int:
-        """Return its number of tokens."""
+        """Return the number of tokens."""
         return self.offsets.shape[1]
 
 
@@ -67,13 +67,13 @@ class MediaTokens:
     start: int = NONE
     """Id of the token before each time of a video; NONE: a video is one block."""
     end: int = NONE
-    """Id of the token behind it."""
+    """Id of the token after each time of a video."""
     audio: int = NONE
     """Id of the token of sound."""
     sound_start: int = NONE
-    """Id of the token before a video with its own sound."""
+    """Id of the token before a video with sound."""
     sound_end: int = NONE
-    """Id of the token behind it."""
+    """Id of the token after a video with sound."""
     second: int = 0
     """By how much the positions of a video that is one block grow in a second."""
 
@@ -143,12 +143,12 @@ class MediaTokens:
 
 
 def is_sound(grid: Grid) -> bool:
-    """Return True if it is the size of a sound."""
+    """Return True for the size of a sound."""
     return len(grid) == 1
 
 
 def _line(count: int) -> np.ndarray:
-    """Return offsets of tokens that have the positions of text, float64 [3, count]."""
+    """Return offsets of tokens with positions like text, float64 [3, count]."""
     return np.tile(np.arange(count, dtype=np.float64), (3, 1))
 
 
@@ -172,7 +172,7 @@ def sound_tokens(frames: int) -> int:
 
 @dataclass(frozen=True)
 class Layout:
-    """Tokens as the model sees them, T of them."""
+    """Tokens in the form that the model sees, T of them."""
 
     tokens: np.ndarray
     """Token ids, int32 [T]."""
@@ -184,8 +184,8 @@ class Layout:
     positions: np.ndarray
     """Positions by time, row and column, float32 [3, T]."""
     next_position: float
-    """Position, on all three axes, of what follows: the first token of the answer. An answer isn't searched for media,
-    so a sampled image token is a token like any other."""
+    """Position, on all three axes, of the answer's first token. Answers may sample image tokens, which count as
+    text."""
 
 
 def expand(

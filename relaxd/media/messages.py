@@ -1,4 +1,4 @@
-"""Messages of conversations, as rewards see them and as protos, and the text in and outside of their tags."""
+"""Messages of conversations, for rewards and as protos, and the text inside and outside of their tags."""
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -18,7 +18,7 @@ def text_message(role: str, text: str) -> Message:
 
 
 def to_proto(messages: Iterable[Mapping[str, Any]]) -> list[content_pb2.Message]:
-    """Convert messages, whose content may also be a text, as in chat messages of data."""
+    """Convert messages, whose content may also be a plain text, as in chat data."""
     return [
         content_pb2.Message(role=message["role"], content=map(_part_to_proto, _parts(message["content"])))
         for message in messages
@@ -52,12 +52,12 @@ def text_and_media(messages: Sequence[content_pb2.Message], role: str) -> tuple[
 
 
 def with_parts(messages: Iterable[Mapping[str, Any]]) -> tuple[Message, ...]:
-    """Return messages whose content is a list of parts, from messages whose content may also be a text."""
+    """Return messages with a list of parts as content, from messages whose content may be a plain text."""
     return tuple({"role": message["role"], "content": list(_parts(message["content"]))} for message in messages)
 
 
 def _parts(content: str | Sequence[Mapping[str, Any]] | None) -> Sequence[Mapping[str, Any]]:
-    """Return a message's parts: none of one whose content is null, as beside tool calls."""
+    """Return a message's parts: none if its content is null, as beside tool calls."""
     return [{"type": "text", "text": content}] if isinstance(content, str) else content or ()
 
 
@@ -80,7 +80,7 @@ def _part(part: content_pb2.ContentPart) -> dict[str, str]:
 
 
 def tagged(text: str, tag: str = "answer") -> list[str]:
-    """Return the contents of a tag, whose case doesn't matter. Takes time linear in the text, whatever it is."""
+    """Return the contents of a tag, in any case. Takes linear time for any text."""
     opening, closing = _patterns(tag)
     found, start = [], opening.search(text)
     while start is not None:
@@ -102,7 +102,7 @@ THINKING = re.compile(r"<(/?)think(?:ing)?\s{0,9}>", re.IGNORECASE)
 
 
 def without_thinking(response: str) -> str:
-    """Remove the thinking from a response, also one that was cut off, or whose first tag is in the prompt."""
+    """Remove the thinking from a response, even if it was cut off, or if its opening tag is in the prompt."""
     said: list[str] = []
     place, thinks = 0, False
     for tag in THINKING.finditer(response):

@@ -1,4 +1,4 @@
-"""Patches of images and video in their normal form, which are what vision towers get, in numpy."""
+"""Patches of normal images and video, the input of vision towers, in numpy."""
 
 from collections.abc import Sequence
 
@@ -9,7 +9,7 @@ from relaxd.media.layout import Grid
 from relaxd.media.sources import MediaError
 
 SCALE = 1 / 255
-"""Factor of every known image processor."""
+"""Factor from pixels to normalised values in every supported image processor."""
 
 
 def cut_patches(pixels: np.ndarray, rule: ImageRule, grid: Grid) -> np.ndarray:

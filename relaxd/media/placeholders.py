@@ -30,7 +30,7 @@ items."""
 
 @dataclass(frozen=True)
 class MediaItem:
-    """An item of a prompt, before it is read."""
+    """An item of a prompt that hasn't been read yet."""
 
     kind: str
     """One of KINDS."""
@@ -43,7 +43,7 @@ class MediaItem:
 
 @dataclass
 class MediaColumn:
-    """The items of a row's column of one kind, which placeholders take one after the other."""
+    """Items of one kind in a row's column, to be taken by placeholders in order."""
 
     kind: str
     column: str
@@ -58,7 +58,7 @@ class MediaColumn:
         return cls(kind, column, value if isinstance(value, list | tuple) else [value])
 
     def take(self, place: str) -> MediaItem:
-        """Return the next item. Raises MediaError: none is left for the placeholder at `place`."""
+        """Return the next item. Raises MediaError if none is left for the placeholder at `place`."""
         if self.taken == len(self.items):
             raise MediaError(
                 f'{place} has more placeholders of type {self.kind} than "{self.column}" has items '
@@ -146,7 +146,7 @@ class MediaReader:
 
 
 def shown_text(content: Content) -> str:
-    """Return a message's content as text, with <image>, <video> or <audio> where an item is."""
+    """Return a message's content as text, with <image>, <video> or <audio> for each item."""
     if isinstance(content, list):
         return "".join(part["text"] if part["type"] == "text" else f"<{part['type']}>" for part in content)
     return content or ""

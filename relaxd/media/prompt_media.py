@@ -33,19 +33,19 @@ MAX_NAMES = 16
 
 @dataclass(frozen=True)
 class StoredMedia:
-    """An item in its normal form, by what is stored of it."""
+    """An item in its normal form, given by its stored content."""
 
     sha256: str
-    """Its identity."""
+    """Hash of the item: its identity."""
     grid: Grid
     content: bytes
-    """PNG, or WAV of a sound. A video's own sound is WAV behind the PNG."""
+    """PNG, or WAV of a sound. A video's own sound follows its PNG as WAV."""
     begin: int | None = None
-    """Index of its first token of media in a sequence; None where it isn't known."""
+    """Index of the item's first media token in a sequence; None if unknown."""
     kind: str = IMAGE
     media_type: str = NormalImage.media_type
     times: tuple[float, ...] = ()
-    """Seconds from the begin of a video at each of its times; empty of others."""
+    """Seconds from a video's beginning to each of its times; empty for other media."""
 
     @classmethod
     def of(cls, item: NormalMedia) -> Self:
@@ -55,11 +55,11 @@ class StoredMedia:
 
     @property
     def uri(self) -> str:
-        """The normal form as a data URI, as environments and programs get it."""
+        """Return the normal form as a data URI, for environments and programs."""
         return data_uri(self.content, self.media_type.replace(" ", ""))
 
     def shifted(self, by: int) -> Self:
-        """Return it in a sequence that has `by` more tokens before it."""
+        """Return the item in a sequence with `by` more tokens before it."""
         return replace(self, begin=(self.begin or 0) + by)
 
 
@@ -86,7 +86,7 @@ def expand_at(
 
 
 def to_columns(items: Sequence[NormalMedia]) -> tuple[list[dict[str, Any]], np.ndarray]:
-    """Return the columns prompt_media and media_contents (uint8). An item that comes twice is stored once."""
+    """Return the columns prompt_media and media_contents (uint8). A repeated item is stored once."""
     stored: dict[str, bytes] = {}
     records = _records([StoredMedia.of(item) for item in items], stored)
     return records, np.frombuffer(b"".join(stored.values()), np.uint8)
@@ -107,7 +107,7 @@ def to_sequence_columns(
 
 
 def _records(items: Sequence[StoredMedia], stored: dict[str, bytes]) -> list[dict[str, Any]]:
-    """Return the records of items, and add the bytes of those that aren't stored yet."""
+    """Return the records of items, and add the bytes that aren't stored yet."""
     records = []
     for item in items:
         size = 0 if item.sha256 in stored else len(item.content)
@@ -120,14 +120,14 @@ def _records(items: Sequence[StoredMedia], stored: dict[str, bytes]) -> list[dic
 
 
 def reference_part(item: NormalMedia | StoredMedia) -> dict[str, Any]:
-    """Return the part of a message that says by hash which item is there."""
+    """Return the message part that refers to an item by its hash."""
     return {"type": item.kind, "uri": f"sha256:{item.sha256}", "media_type": item.media_type, "sha256": item.sha256}
 
 
 def with_references(
     messages: Sequence[Mapping[str, Any]], media: Sequence[NormalMedia | StoredMedia]
 ) -> list[dict[str, Any]]:
-    """Return messages whose parts say by hash which item is there, as rewards get them (relaxd/media/messages.py)."""
+    """Return messages with media given by hash, the form for rewards (relaxd/media/messages.py)."""
     rest = iter(media)
 
     def part(one: Mapping[str, Any]) -> dict[str, Any]:
@@ -144,7 +144,7 @@ def with_references(
 
 
 def without_missing(messages: Sequence[Mapping[str, Any]], known: Collection[str]) -> list[dict[str, Any]]:
-    """Return messages with a text such as <image> in the place of each item that isn't among the `known` hashes."""
+    """Return messages with a text such as <image> for each item whose hash isn't among `known`."""
     found = []
     for message in messages:
         content = message["content"]
@@ -164,17 +164,17 @@ def grids_of(records: Sequence[MediaRecord]) -> list[Grid]:
 
 
 def times_of(records: Sequence[MediaRecord]) -> list[tuple[float, ...]]:
-    """Return the times of media in seconds, for `lay_out`; those of an image and a sound are empty."""
+    """Return the times of media in seconds, for `lay_out`; empty for an image and a sound."""
     return [tuple(record.get("times", ())) for record in records]
 
 
 def hashes_of(records: Sequence[MediaRecord]) -> tuple[str, ...]:
-    """Return the hashes of media. Together with its tokens those of a prompt are its identity."""
+    """Return the hashes of media, which with its tokens identify a prompt."""
     return tuple(record["sha256"] for record in records)
 
 
 def names_of(records: Sequence[MediaRecord]) -> list[str]:
-    """Return the first media that differ, as KIND:HASH:BYTES with 12 digits of the hash, as traces name them."""
+    """Return the first media that differ, as KIND:HASH:BYTES with 12 digits of the hash, for traces."""
     sizes: dict[tuple[str, str], int] = {}
     for record in records:  # of an item that comes again, the size is that of its first record
         sizes.setdefault((record["kind"], record["sha256"][:12]), record["bytes"])
@@ -182,14 +182,14 @@ def names_of(records: Sequence[MediaRecord]) -> list[str]:
 
 
 def parts_of(name: str, grid: Grid) -> list[tuple[str, Grid]]:
-    """Return hashes and sizes of what the towers get of an item: of a video with its own sound the frames, then it."""
+    """Return hashes and sizes of an item's tower inputs: for a video with sound the frames, then the sound."""
     if len(grid) < 4:
         return [(name, grid)]
     return [(name, grid[:3]), (hashlib.sha256(f"{name}/sound".encode()).hexdigest(), grid[3:])]
 
 
 def kinds_of(records: Sequence[MediaRecord]) -> dict[str, str]:
-    """Return the kind of what the towers get of each item, by its hash (`parts_of`)."""
+    """Return the kind of each item's tower inputs, by hash (`parts_of`)."""
     found: dict[str, str] = {}
     for record, grid in zip(records, grids_of(records), strict=True):
         found |= zip((name for name, _ in parts_of(record["sha256"], grid)), (record["kind"], AUDIO), strict=False)
@@ -197,7 +197,7 @@ def kinds_of(records: Sequence[MediaRecord]) -> dict[str, str]:
 
 
 def begins_of(records: Sequence[MediaRecord]) -> list[int] | None:
-    """Return the index of each item's first token of media, for `lay_out`; None if the first one doesn't say it."""
+    """Return the index of each item's first media token, for `lay_out`; None if the first item's is unknown."""
     return [int(record["begin"]) for record in records] if records and "begin" in records[0] else None
 
 
@@ -244,36 +244,36 @@ def contents_of_group(columns: Mapping[str, Any]) -> dict[str, bytes]:
 
 @dataclass(frozen=True)
 class PromptMedia:
-    """A prompt's media as requests carry them; false if there are none."""
+    """A prompt's media in the form of requests; false if there are none."""
 
     records: tuple[MediaRecord, ...] = ()
-    """As the column prompt_media."""
+    """Content of the column prompt_media."""
     contents: bytes = b""
-    """As the column media_contents."""
+    """Content of the column media_contents."""
 
     def __bool__(self) -> bool:
         return bool(self.records)
 
     @classmethod
     def of(cls, items: Sequence[NormalMedia]) -> "PromptMedia":
-        """Return those of items in their normal form."""
+        """Create them from items in normal form."""
         return cls.of_stored([StoredMedia.of(item) for item in items])
 
     @classmethod
     def of_stored(cls, items: Sequence[StoredMedia]) -> "PromptMedia":
-        """Return those of stored items."""
+        """Create them from stored items."""
         stored: dict[str, bytes] = {}
         return cls(tuple(_records(items, stored)), b"".join(stored.values()))
 
     @classmethod
     def of_columns(cls, columns: Mapping[str, Any]) -> "PromptMedia":
-        """Return those of a group's columns, which has none in runs without media."""
+        """Create them from a group's columns, which lack them in runs without media."""
         contents = columns.get("media_contents")
         return cls(tuple(columns.get("prompt_media") or ()), contents.tobytes() if contents is not None else b"")
 
     @classmethod
     def from_proto(cls, message: rollout_pb2.GenerateRequest | agent_pb2.ConverseRequest) -> "PromptMedia":
-        """Return those of a request."""
+        """Create them from a request."""
         return cls(
             tuple(
                 {"kind": one.kind, "sha256": one.sha256, "grid": list(one.grid), "bytes": one.bytes}
@@ -303,7 +303,7 @@ class PromptMedia:
         return contents_of(self.records, self.array)
 
     def items(self) -> list[StoredMedia]:
-        """Return each item. Raises MediaError: the contents lack one or aren't as long as the records say."""
+        """Yield each item. Raises MediaError if the contents lack one or don't have the recorded lengths."""
         contents, found = self.by_hash(), []
         for record, grid in zip(self.records, grids_of(self.records), strict=True):
             name, kind = record["sha256"], record["kind"]

@@ -1,4 +1,4 @@
-"""Conversations and media as people see and hear them: messages, lines of those, thumbnails, excerpts of sounds."""
+"""Conversations and media for people: messages and their lines, thumbnails, excerpts of sounds."""
 
 import base64
 import io
@@ -18,14 +18,14 @@ from relaxd.media.sounds import decode_wav
 from relaxd.media.videos import count_frames, frames_of
 
 MAX_CHARACTERS = 10_000
-"""Maximum number of characters of a message that are shown: most of them its beginning, and its end."""
+"""Maximum number of characters to show of a message: most from its beginning, the rest from its end."""
 END_CHARACTERS = 2_000
-"""Those of its end."""
+"""Number of characters to show from a message's end."""
 
 SHOWN_MEDIA = 4
 """Maximum number of images, videos and sounds of a sample that are shown."""
 SHOWN_FRAMES = 4
-"""Maximum number of frames in the thumbnail of a video, which stand side by side."""
+"""Maximum number of frames in a video's thumbnail, side by side."""
 THUMBNAIL_SIDE = 96
 """Maximum width and height of a thumbnail, or of a frame in it, in pixels."""
 THUMBNAIL_URI = "data:image/jpeg;base64,"
@@ -33,7 +33,7 @@ THUMBNAIL_URI = "data:image/jpeg;base64,"
 EXCERPT_SECONDS = 3
 """Maximum length of a sound's excerpt."""
 EXCERPT_RATE = 8_000
-"""Maximum rate of an excerpt, in samples of one byte a second: it is at most about as large as a thumbnail can be."""
+"""Maximum rate of an excerpt, in one-byte samples per second: it keeps excerpts about as small as thumbnails."""
 EXCERPT_URI = "data:audio/wav;base64,"
 """Beginning of an excerpt."""
 
@@ -140,7 +140,8 @@ def cut(text: str) -> str:
 
 
 def conversation_lines(sample: Mapping[str, Any]) -> list[str]:
-    """Return the lines of a trained sample's conversation, message by message, and its outcome; [] if it is none."""
+    """Return the lines of a trained sample's conversation, message by message, and its outcome; [] for other
+    samples."""
     lines = []
     for message in sample.get("conversation", ()):
         lines.append(f"[{message['role']}] {message['content']}")

@@ -33,13 +33,13 @@ FORMATS = {
     "mp4": "MP4 or QuickTime",
     "matroska": "WebM or Matroska",
 }
-"""Formats that are decoded, by FFmpeg's names. It knows others that open further files or addresses."""
+"""Formats to decode, by FFmpeg's names. FFmpeg supports others that open further files or addresses."""
 MIN_RATE, MAX_RATE = 4_000, 384_000
 """Range of the rates of sounds, in samples a second."""
 ARRAY, ARRAY_RATE = "array", "sampling_rate"
-"""Fields of a sound that is given by its samples, as the package datasets has them."""
+"""Fields of a sound that is given as samples, as in the package datasets."""
 UNKNOWN_BYTES = 0xFFFFFFFF
-"""Size in the header of a WAV file that was written without knowing it."""
+"""Size in the header of a WAV file that was written before its size was known."""
 
 
 @dataclass(frozen=True)
@@ -70,13 +70,13 @@ class SoundSize:
     grid: tuple[int]
     """Frames of its spectrogram."""
     tokens: int
-    """Number of tokens that it takes in a prompt."""
+    """Number of the sound's tokens in a prompt."""
     times: tuple[float, ...] = ()
-    """Empty: no text says its times."""
+    """Empty: a sound has no texts with times."""
 
     @classmethod
     def of(cls, rate: int, channels: int, samples: int, rule: SoundRule) -> Self:
-        """Return the sizes of a sound of normal samples. Raises MediaError: it is too short or too long."""
+        """Return the sizes of a sound of normal samples. Raises MediaError if it is too short or too long."""
         if samples < rule.window:
             least = f"must have at least {rule.window} at {rule.rate:,} a second"
             raise MediaError(f"has {samples} samples: a sound {least}")
@@ -101,14 +101,14 @@ class NormalSound:
     kind: ClassVar[str] = AUDIO
     media_type: ClassVar[str] = "audio/wav"
     content: bytes
-    """The samples, as WAV without anything else."""
+    """Samples as WAV, without metadata."""
     sha256: str
     """Hexadecimal digits of the hash of samples, form and rate."""
     size: SoundSize
 
 
 def measure_sound(source: Any, rule: SoundRule) -> SoundSize:
-    """Return a sound's sizes. Raises MediaError, as `normalise_sound`.
+    """Return a sound's sizes. Raises MediaError, like `normalise_sound`.
 
     It is decoded: headers of many formats don't tell the length.
     """
@@ -132,7 +132,7 @@ def normalise_sound(source: Any, rule: SoundRule) -> NormalSound:
 
 
 def normalise_decoded(frames: "Iterator[AudioFrame]", rule: SoundRule) -> NormalSound:
-    """Return decoded frames of a sound in their normal form. Raises MediaError, also for what decoding raises."""
+    """Return decoded frames of a sound in normal form. Raises MediaError, also for decoding errors."""
     try:
         import av
     except ImportError as error:
@@ -169,7 +169,7 @@ def encode_wav(samples: NDArray[np.int16], rate: int) -> bytes:
 
 
 def decode_wav(content: bytes) -> NDArray[np.int16]:
-    """Return the samples of a normal sound, read-only. Raises MediaError: it is broken."""
+    """Return the samples of a normal sound, read-only. Raises MediaError if it is broken."""
     try:
         with wave.open(io.BytesIO(content)) as file:
             if (file.getnchannels(), file.getsampwidth()) != (1, 2):
@@ -180,7 +180,8 @@ def decode_wav(content: bytes) -> NDArray[np.int16]:
 
 
 def wav_of_array(source: Mapping[str, Any]) -> bytes:
-    """Return an array's samples as WAV, 16 bits each, at their own rate. Raises MediaError, as `normalise_sound`."""
+    """Return an array's samples as WAV, 16 bits each, at their original rate. Raises MediaError, like
+    `normalise_sound`."""
     frames = [frame.to_ndarray()[0] for frame in _of_array(source)]
     samples = np.concatenate([np.zeros(0, np.float32), *frames])
     # As FFmpeg converts them, so that no bit differs from the same array of data.

@@ -1,4 +1,4 @@
-"""Media items as data have them: paths, bytes, base64 and data URIs, read into bytes."""
+"""Media items in data: paths, bytes, base64 and data URIs, read into bytes."""
 
 import base64
 import binascii
@@ -11,20 +11,20 @@ from urllib.parse import unquote, urlsplit
 import numpy as np
 
 MP3_FRAMES = (b"\xff\xfb", b"\xff\xfa", b"\xff\xf3", b"\xff\xf2")
-"""First bytes of frames of MP3, whose files may have no other beginning."""
+"""First bytes of MP3 frames, for files without another header."""
 AAC_FRAMES = (b"\xff\xf1", b"\xff\xf9")
 """The same of AAC (ADTS)."""
 MAX_BYTES = 64 << 20
 """Maximum size of an item, in bytes."""
 FORMS = 'a path, file://, bytes, {"bytes": ...}, {"path": ...}, base64 or a data URI'
-"""The forms of an item, for people."""
+"""Names of the supported forms of an item, for error messages."""
 BEGINNINGS = (
     *(b"\x89PNG", b"\xff\xd8\xff", b"RIFF", b"GIF8", b"BM", b"II*\0", b"MM\0*"),
     *(b"\x1aE\xdf\xa3", b"fLaC", b"OggS", b"ID3", *MP3_FRAMES, *AAC_FRAMES),
 )
-"""First bytes of files in the formats that are read: base64 of anything else is taken for a path."""
+"""First bytes of supported file formats: base64 of anything else is taken for a path."""
 MP4_BOXES = (b"ftyp", b"moov", b"mdat", b"wide", b"free", b"skip")
-"""First boxes of MP4 and QuickTime files, whose names are behind their lengths of four bytes."""
+"""First boxes of MP4 and QuickTime files. Their names follow their four-byte lengths."""
 _SHOWN = 100
 
 
@@ -64,13 +64,13 @@ def read_source(source: Any) -> bytes:
 
 
 def data_uri(content: bytes, media_type: str = "") -> str:
-    """Return a file's content as a data URI; an empty MIME type is told by the first bytes."""
+    """Return a file's content as a data URI. An empty MIME type is detected from the first bytes."""
     known = "image/png" if content.startswith(BEGINNINGS[0]) else "application/octet-stream"
     return f"data:{media_type or known};base64,{base64.b64encode(content).decode()}"
 
 
 def content_hash(source: Any) -> str:
-    """Return a hash of an item's content, whichever its form; of one that can't be read, whatever stands for it."""
+    """Return a hash of an item's content in any form; of an unreadable item, a hash of its description."""
     if isinstance(source, list | tuple):  # a video's frames
         return "/".join(map(content_hash, source))
     if isinstance(source, Mapping) and source.get("array") is not None:  # a sound's samples
@@ -83,7 +83,7 @@ def content_hash(source: Any) -> str:
 
 
 def _from_text(text: str) -> bytes:
-    """Return the content of a file, or what base64 says: JPEG's begins like a path, so files come first."""
+    """Return the content of a file, or the decoded base64. Files come first: base64 of JPEG begins like a path."""
     path = Path(text).expanduser() if text.startswith("~") else Path(text)
     try:
         is_there = path.exists()

@@ -35,11 +35,11 @@ if TYPE_CHECKING:
 FORM = "video/1"
 """Name of the normal form, part of every hash."""
 FORMATS = {"mp4": "MP4 or QuickTime", "matroska": "WebM or Matroska", "avi": "AVI", "gif": "GIF"}
-"""Formats that are decoded, by FFmpeg's names. It knows others that open further files or addresses."""
+"""Formats to decode, by FFmpeg's names. FFmpeg supports others that open further files or addresses."""
 MIN_FRAMES = 2
 """Minimum number of frames: one is an image."""
 MAX_FRAMES = 1 << 17
-"""Maximum number of frames before they are sampled: more than an hour at 30 a second."""
+"""Maximum number of frames before sampling: more than an hour at 30 frames a second."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class VideoRule(ImageRule):
     """A model's rule for video. The limits of pixels are for all sampled frames together."""
 
     times: int
-    """Frames that become one time: those of a patch."""
+    """Number of frames per time: those of a patch."""
     fps: float
     """Frames a second that are sampled."""
     min_frames: int
@@ -70,7 +70,7 @@ class VideoRule(ImageRule):
         return self.resized(width, height, frames, round(frames / self.times) * self.times)
 
     def seconds(self, sampled: Sequence[int], rate: float) -> tuple[float, ...]:
-        """Return the times of sampled frames, in seconds: the mean of the first and the last frame of each one."""
+        """Return the times of sampled frames, in seconds: the mean of each time's first and last frame."""
         each = [index / rate for index in sampled]
         pairs = zip(each[:: self.times], each[self.times - 1 :: self.times], strict=True)
         return tuple((first + last) / 2 for first, last in pairs)
@@ -83,10 +83,10 @@ class BlockRule(VideoRule):
     total_pixels: int = 0
     """Maximum pixels of all sampled frames together; 0: none."""
     sound: SoundRule | None = None
-    """The rule for a video's own sound; None: it is left out."""
+    """Rule for a video's own sound; None: the sound is dropped."""
 
     def sampled(self, frames: int, rate: float) -> list[int]:
-        """Return which of a video's frames are sampled, whole times of them. The last frame isn't among them."""
+        """Return the indices of the sampled frames, in whole times. The last frame is never sampled."""
         frame_limit = self.total_pixels // self.factor**2 or frames  # a token is the least that a frame has
         most = min(self.max_frames, frames, frame_limit) // self.times * self.times
         wanted = int(min(max(frames / rate * self.fps, self.min_frames), most) // self.times) * self.times or 1
@@ -107,7 +107,7 @@ class BlockRule(VideoRule):
         return wide, high
 
     def seconds(self, sampled: Sequence[int], rate: float) -> tuple[float, ...]:
-        """Return the times of sampled frames as transformers has them: `fps` a second, even if limits changed that."""
+        """Return the times of sampled frames by transformers' rule: `fps` a second, even if limits changed the rate."""
         return tuple(time * self.times / self.fps for time in range(len(sampled) // self.times))
 
 
@@ -123,7 +123,7 @@ class VideoSize:
     """Patches of the normal form: times, rows, columns; the model's video_grid_thw. With its own sound the frames of
     that one's spectrogram, too."""
     tokens: int
-    """Number of tokens of its frames and its sound in a prompt, without those of the texts that say their times."""
+    """Number of tokens of the frames and sound in a prompt, without the texts with times."""
     times: tuple[float, ...]
     """Seconds from its begin at each of its times."""
     sampled: tuple[int, ...]
@@ -165,12 +165,12 @@ class NormalVideo:
 
     kind: ClassVar[str] = VIDEO
     png: bytes
-    """The RGB pixels of its frames, one below the other, as PNG without anything else."""
+    """RGB pixels of the frames, one below the other, as PNG without metadata."""
     sha256: str
     """Hexadecimal digits of the hash of pixels and rule, and of its sound."""
     size: VideoSize
     wav: bytes = b""
-    """Its own sound as WAV, if it is kept."""
+    """WAV of the video's own sound, if it is kept."""
 
     @property
     def media_type(self) -> str:
@@ -179,7 +179,7 @@ class NormalVideo:
 
     @property
     def content(self) -> bytes:
-        """The stored bytes: the PNG, and behind it the sound, which readers of PNG ignore."""
+        """Stored bytes: the PNG, followed by the sound, which PNG readers ignore."""
         return self.png + self.wav
 
 
@@ -229,7 +229,7 @@ def normalise_video(source: Any, rule: VideoRule) -> NormalVideo:
 
 
 def own_sound(content: bytes) -> bytes:
-    """Return the WAV of a video with its own sound, from its normal form. Raises MediaError: it is broken."""
+    """Return the WAV of a video's own sound from the normal form. Raises MediaError if it is broken."""
     place = 8  # of the first chunk, behind PNG's signature
     while place + 8 <= len(content):
         length, name = struct.unpack(">I4s", content[place : place + 8])
@@ -252,7 +252,7 @@ def count_frames(content: bytes, grid: Sequence[int]) -> int:
 
 
 def frames_of(image: "Image", count: int) -> "list[Image]":
-    """Return the frames of a video from the image of its normal form, in which they stand one below the other."""
+    """Return the frames of a video from its normal form, an image with one frame below the other."""
     height = image.height // count
     return [image.crop((0, top, image.width, top + height)) for top in range(0, image.height, height)]
 
@@ -271,12 +271,12 @@ class _Clip(Protocol):
         """Yield some frames and their indices, upright, in RGB. May raise anything."""
 
     def sound(self, rule: VideoRule) -> NormalSound | None:
-        """Return its own sound; None if it has no samples, or the rule leaves it out. Raises MediaError."""
+        """Return the video's own sound; None if it has no samples or the rule drops it. Raises MediaError."""
 
 
 @contextmanager
 def _opened(source: Any, rule: VideoRule) -> Iterator[_Clip]:
-    """Open a video. Raises MediaError, also for what decoding raises."""
+    """Open a video. Raises MediaError, also for decoding errors."""
     if isinstance(source, list | tuple):
         yield _FrameList(source, rule.fps)
         return
@@ -290,7 +290,7 @@ def _opened(source: Any, rule: VideoRule) -> Iterator[_Clip]:
 
 
 class _FrameList:
-    """A video whose frames are images."""
+    """A video given as a list of images."""
 
     def __init__(self, sources: Sequence[Any], rate: float) -> None:
         self._sources = sources

@@ -20,7 +20,7 @@ class DeltaNetSizes:
     value_size: int
     """Width of a value."""
     convolution: int
-    """Tokens that a token's convolution reads, itself included."""
+    """Number of tokens that a token's convolution reads, including the token."""
 
     @property
     def keys(self) -> int:

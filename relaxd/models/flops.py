@@ -14,11 +14,11 @@ PEAK_FLOPS: Mapping[str, float] = {
     "H200": 989e12,
     "B200": 2250e12,
 }
-"""Dense bf16 FLOP/s of a GPU on an SXM board, by a word of its name; other boards have less."""
+"""Dense bf16 FLOP/s of a GPU on an SXM board, by a word of its name; GPUs on other boards are slower."""
 
 
 def peak_flops(device_name: str) -> float | None:
-    """Return a GPU's dense bf16 peak in FLOP/s, such as of "NVIDIA H100 80GB HBM3"; None if it isn't known."""
+    """Return a GPU's dense bf16 peak in FLOP/s, for instance of "NVIDIA H100 80GB HBM3"; None if unknown."""
     words = re.split(r"[\s-]+", device_name)
     if "PCIe" in words or "NVL" in words:
         return None
@@ -44,6 +44,6 @@ def training_flops(shape: ModelShape, tokens: float, trained: float, attended: f
 
 
 def state_flops(shape: ModelShape) -> float:
-    """Return the FLOPs for a token in the states of gated delta nets: each number is read twice and written once."""
+    """Return the FLOPs per token for the states of gated delta nets: each number is read twice and written once."""
     sizes = shape.delta_net
     return 18.0 * sum(sizes.layers) * sizes.values * sizes.key_size if sizes is not None else 0.0

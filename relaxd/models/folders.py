@@ -10,7 +10,7 @@ from relaxd.models import DataError
 from relaxd.models.shape import expert_dtype
 
 EXPERT_COUNTS = ("num_experts", "n_routed_experts", "num_local_experts")
-"""Fields of which one, in the configuration of a mixture of experts, says how many experts a layer has."""
+"""Fields for the number of experts per layer in configurations of mixtures of experts, of which one is set."""
 
 FETCHABLE = (
     "smollm2-135m",
@@ -21,7 +21,7 @@ FETCHABLE = (
     "pitches-beginner",
     "zoom-beginner",
 )
-"""Names that `relaxd model fetch` knows: those of `relaxd.tools.model_fetch.MODELS`."""
+"""Model names of `relaxd model fetch`: those of `relaxd.tools.model_fetch.MODELS`."""
 
 
 def models_folder() -> Path:
@@ -71,7 +71,7 @@ def frozen_models(config: RunConfig, role: str, *, weights: bool = True) -> dict
 
 
 def models_in_trainer(config: RunConfig) -> dict[str, dict[str, Path]]:
-    """Return `frozen_models` of the roles whose models the trainer's ranks keep."""
+    """Return `frozen_models` of the roles whose models are in the trainer's ranks."""
     return {role: frozen_models(config, role) for role in config.frozen_roles("trainer")}
 
 

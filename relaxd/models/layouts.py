@@ -47,7 +47,7 @@ class ContextDivision:
     exchanging: int
     """Ranks that exchange tokens for heads, so that each has some query heads of all their tokens."""
     gathering: int
-    """Such groups. Each attends from its own tokens, with keys and values gathered from all groups."""
+    """Number of groups that gather: each attends from its own tokens, with keys and values from all groups."""
     copies: int
     """Exchanging ranks that have the same key-value head."""
 
@@ -75,7 +75,7 @@ Recompute = Literal["none", "selective", "full"]
 
 @dataclass(frozen=True)
 class Layout:
-    """Parallel sizes, and what saves memory."""
+    """Parallel sizes, and memory-saving settings."""
 
     ranks: int
     tensor: int = 1
@@ -93,9 +93,9 @@ class Layout:
     pipeline_chunks: int = 1
     """Chunks of each stage."""
     activations_on_host: int = 0
-    """Bytes of the host's memory in which each rank keeps activations."""
+    """Bytes of host memory for each rank's activations."""
     shard_gradients: bool = False
-    """True if a rank keeps its shard of the gradients."""
+    """True if each rank keeps only a shard of the gradients."""
     overlap_grad_reduce: bool = False
     """True if gradients are reduced during the backward pass."""
 
@@ -146,7 +146,7 @@ class Layout:
 
     @property
     def name(self) -> str:
-        """Its sizes in short, such as "TP2 PP2 DP2, selective"."""
+        """Short form of the sizes, such as "TP2 PP2 DP2, selective"."""
         sizes = {"TP": self.tensor, "PP": self.pipeline, "CP": self.context, "EP": self.expert, "DP": self.data}
         words = " ".join(f"{name}{size}" for name, size in sizes.items() if size > 1) or "1 rank"
         words += " (" + "+".join(map(str, self.pipeline_layers)) + " layers)" if self.pipeline_layers else ""
@@ -158,7 +158,7 @@ class Layout:
 
     @property
     def settings(self) -> dict[str, int | str | bool | tuple[int, ...]]:
-        """The trainer's settings that make it."""
+        """Trainer settings for this layout."""
         return {
             "trainer.ranks": self.ranks,
             "trainer.tensor_parallel": self.tensor,
@@ -194,7 +194,7 @@ class Layout:
 
 
 def problem(layout: Layout, shape: ModelShape, section: str = "trainer") -> str:
-    """Say which size of a layout doesn't divide the model, and what would; "" if all do."""
+    """Return the size in a layout that doesn't divide the model, and valid ones; "" if all divide it."""
     return next((f"{section}.{field} {wrong}" for field, wrong in problems(layout, shape)), "")
 
 
@@ -294,17 +294,17 @@ class Parameters:
     dense: int
     """Parameters that all data- and context-parallel ranks of the stage share."""
     experts: int
-    """Those of its experts, which fewer ranks share."""
+    """Parameters of experts, which fewer ranks share."""
     vision: int = 0
-    """Those of towers, which all ranks of the first stage have whole. By default they aren't trained."""
+    """Parameters of towers, complete on all ranks of the first stage. By default they aren't trained."""
 
     @property
     def all(self) -> int:
-        """All of them."""
+        """Total number of parameters."""
         return self.dense + self.experts + self.vision
 
     def trained(self, *, vision: bool) -> "Parameters":
-        """Return those that are trained, with those of the vision tower or without."""
+        """Return the trained parameters, with or without the vision tower's."""
         return Parameters(self.dense + (self.vision if vision else 0), self.experts)
 
 
@@ -334,7 +334,7 @@ def stage_parameters(shape: ModelShape, layout: Layout, stage: int, *, critic: b
 
 
 def layer_parameters(shape: ModelShape, layout: Layout, layer: int) -> tuple[int, int]:
-    """Return the parameters of a layer, numbered from 0, on one rank: those of experts, and the others before them."""
+    """Return a rank's parameters in a layer, numbered from 0: those of experts, and the others first."""
     tensor, hidden, experts = layout.tensor, shape.hidden, shape.experts
     if shape.delta_net is not None and shape.has_delta_net(layer):
         dense = 2 * hidden + shape.delta_net.parameters(hidden, tensor)

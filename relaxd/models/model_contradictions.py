@@ -9,15 +9,15 @@ from relaxd.json_text import parse_json
 
 EMBEDDING, HEAD = "embed_tokens.weight", "lm_head.weight"
 PLACES = 16
-"""Number of places, spread evenly over two tensors, at which they are compared: a copy is equal at all of them."""
+"""Number of positions, evenly spread, at which two tensors are compared: copies are equal at all of them."""
 COMPARED_BYTES = 1 << 16
 """Number of bytes that are compared at each place."""
 Tensor = tuple[Path, int, int]
-"""File of a tensor, and the positions in it at which the tensor begins and ends."""
+"""File of a tensor, and the offsets of its beginning and end."""
 
 
 def config_contradiction(config: Mapping[str, Any]) -> str:
-    """Describe a contradiction within a model's config.json, and how to resolve it; "" without one."""
+    """Return the contradiction within a model's config.json, and how to resolve it; "" if there is none."""
     new, old = config.get("rope_parameters"), config.get("rope_scaling")
     if isinstance(new, dict) and isinstance(old, dict) and not old.items() <= new.items():
         return (

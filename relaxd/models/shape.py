@@ -29,7 +29,7 @@ class ExpertShape:
     count: int
     """Experts of a layer."""
     per_token: int
-    """Experts that a token goes to."""
+    """Number of experts per token."""
     ffn: int
     """Inner width of an expert."""
     shared_ffn: int
@@ -114,7 +114,7 @@ class ModelShape:
     delta_net: DeltaNetSizes | None = None
     """Gated delta nets in place of attention in some layers."""
     vision: VisionShape | None = None
-    """Vision tower of a model that sees images."""
+    """Vision tower of a model for images."""
     audio: AudioShape | None = None
     """Tower of a model that hears."""
 
@@ -166,7 +166,7 @@ class _Family:
     shared: bool = False
     """True if there is a shared expert."""
     sees: bool = False
-    """True if there is a vision tower, beside whose fields those of the decoder are in `text_config`."""
+    """True if the model has a vision tower; then the decoder's fields are in `text_config`."""
     hybrid: bool = False
     """True if some layers have gated delta nets, and the others an output gate."""
     deepstack: bool = True
@@ -205,9 +205,9 @@ FAMILIES = {
     "ministral": _Family(kv_heads=8),
     "phi3": _Family(),
 }
-"""Families that the trainer knows (docs/models.md), by `model_type`."""
+"""Families that the trainer supports (docs/models.md), by `model_type`."""
 SEEING = tuple(name for name, family in FAMILIES.items() if family.sees)
-"""Families whose models take media."""
+"""Families whose models accept media."""
 
 
 AUDIO_DEFAULTS: Config = {
@@ -258,7 +258,7 @@ def read_shape(folder: Path, setting: str = "model.path") -> ModelShape:
 
 
 def decoder_config(config: Config) -> Config:
-    """Return the fields of a model's decoder, which for models that see are in `text_config`."""
+    """Return the fields of a model's decoder, from `text_config` in models for images."""
     if not sees(config):
         return config
     whole = config.get(FAMILIES[config["model_type"]].section, config)
@@ -313,7 +313,7 @@ def _shape(config: Config) -> ModelShape:
 
 
 def _vision(config: Config, *, deepstack: bool) -> VisionShape:
-    """Read `vision_config`, which may leave out what has a default in transformers."""
+    """Read `vision_config`, in which fields with a default in transformers may be missing."""
     config = {**VISION_DEFAULTS, **config}
     return VisionShape(
         layers=_size(config, "depth"),
@@ -329,7 +329,7 @@ def _vision(config: Config, *, deepstack: bool) -> VisionShape:
 
 
 def _audio(config: Config) -> AudioShape:
-    """Read `audio_config`, which may leave out what has a default in transformers."""
+    """Read `audio_config`, in which fields with a default in transformers may be missing."""
     config = {**AUDIO_DEFAULTS, **config}
     return AudioShape(
         layers=_size(config, "encoder_layers"),

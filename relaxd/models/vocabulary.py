@@ -71,7 +71,7 @@ def _vocabulary(folder: Path) -> dict[str, int] | None:
 
 
 def vocab_size(folder: Path) -> int | None:
-    """Return the size of a model's output layer, from its config.json; None if that doesn't say."""
+    """Return the size of a model's output layer, from its config.json; None if it isn't given there."""
     try:
         size: int = decoder_config(parse_json((folder / "config.json").read_text()))["vocab_size"]
     except (OSError, ValueError, KeyError):

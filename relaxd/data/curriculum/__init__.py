@@ -1,1 +1,1 @@
-"""Curricula: choose how often a prompt is given by how well the model has answered it so far."""
+"""Curricula: they decide how often a prompt is given, by the model's past answers to it."""

@@ -1,4 +1,4 @@
-"""A user's own filter of groups: whether a scored group is trained on."""
+"""A user's own filter of groups: it decides whether a scored group is trained on."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -14,7 +14,7 @@ COLUMNS = ("prompt", "text", "finish", "sample_of_sequence", "lengths", "reward"
 
 @dataclass(frozen=True)
 class ScoredSample:
-    """A sample of a group, as a filter gets it."""
+    """A sample of a group, in the form that filters get."""
 
     prompt: str
     """The text of the prompt's last message."""
@@ -25,13 +25,13 @@ class ScoredSample:
     metadata: Mapping[str, Any]
     """Other fields of the prompt's row."""
     reward: float
-    """Its reward."""
+    """Reward of the sample."""
     parts: Mapping[str, float] = field(default_factory=dict)
-    """The parts of its reward. Other samples may have other parts."""
+    """Parts of the reward. Other samples may have other parts."""
     tokens: int = 0
-    """Tokens of the answer; of a conversation those of all its sequences."""
+    """Tokens of the answer; in a conversation, of all sequences."""
     truncated: bool = False
-    """It ended at its maximum length."""
+    """True if the answer ended at its maximum length."""
 
 
 class FilterError(ValueError):
@@ -39,16 +39,17 @@ class FilterError(ValueError):
 
 
 class GroupFilter:
-    """Asks a user's own filter. One that fails is loaded anew for the next group, from the file as it is then."""
+    """Calls a user's own filter. A filter that fails is reloaded from its file for the next group."""
 
     def __init__(self, name: str) -> None:
-        """Raises FilterError: it can't be imported, or isn't a function."""
+        """Raises FilterError if the filter can't be imported, or isn't a function."""
         self._who = f'the filter "{name}"'
         self._name = name
         self._function: Callable[[Sequence[ScoredSample]], Any] | None = self._load()
 
     def keeps(self, columns: Mapping[str, Any]) -> bool:
-        """Return whether to train on the group with these columns (`COLUMNS`). Raises FilterError: it fails."""
+        """Return whether to train on the group with these columns (`COLUMNS`). Raises FilterError if the filter
+        fails."""
         function = self._function = self._function or self._load()
         samples = samples_of(columns)
         try:

@@ -32,7 +32,7 @@ class Sampler(Protocol):
 
 
 def make_sampler(config: CurriculumConfig, prompts: int, seed: int) -> Sampler:
-    """Make a user's own sampler. Raises DataError: its class can't be imported or made, or has no `choose`."""
+    """Create a user's own sampler. Raises DataError if its class can't be imported or created, or has no `choose`."""
     try:
         kind = import_own(config.sampler)
     except ImportProblem as error:
@@ -50,7 +50,7 @@ def make_sampler(config: CurriculumConfig, prompts: int, seed: int) -> Sampler:
 
 
 class OwnSampler:
-    """Asks a user's own sampler. One that fails is made anew at the next visit, from the file as it is then."""
+    """Calls a user's own sampler. A sampler that fails is recreated from its file at the next visit."""
 
     def __init__(self, config: CurriculumConfig, prompts: int, seed: int) -> None:
         self._config = config

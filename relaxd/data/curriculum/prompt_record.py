@@ -16,9 +16,9 @@ class Pool:
 
     def __init__(self, most: int) -> None:
         self._members = np.zeros(most, np.int32)
-        """The members come first, in any order."""
+        """The numbers, members first, in any order."""
         self._place = np.full(most, -1, np.int32)
-        """Place of each number among the members; -1 if it is none."""
+        """Index of each number among the members; -1 for other numbers."""
         self._size = 0
 
     def __len__(self) -> int:
@@ -31,7 +31,7 @@ class Pool:
         return int(self._members[min(int(draw * self._size), self._size - 1)])
 
     def put(self, number: int, inside: bool) -> None:
-        """Put a number in, or take it out."""
+        """Add or remove a member."""
         place = int(self._place[number])
         if inside and place < 0:
             self._members[self._size], self._place[number] = number, self._size
@@ -51,7 +51,7 @@ class Pool:
 
 
 Visit = Literal["", "replay", "retest"]
-"""Why a prompt is visited: its turn has come, it is hard, or it was left out so far."""
+"""Reason of a visit to a prompt: its turn has come, it is hard, or it was left out until now."""
 BUCKETS = 10
 """Classes of pass rates: 0 to 0.1, 0.1 to 0.2, ..."""
 OPEN, SOLVED, TOO_HARD, REPEATED = 0, 1, 2, 3
@@ -66,7 +66,7 @@ class PromptRecord:
     """
 
     def __init__(self, prompts: int, config: CurriculumConfig, *, needed: int = 1) -> None:
-        """`needed` is the number of different prompts without which the record is exhausted (see `exhausted`)."""
+        """`needed` is the number of different prompts below which the record is exhausted (see `exhausted`)."""
         self.config = config
         self.lock = threading.Lock()
         """Held while the record changes."""
@@ -88,22 +88,22 @@ class PromptRecord:
 
     @property
     def left_out(self) -> np.ndarray:
-        """Prompts that are solved, too hard or repeats of others, bool [prompts]."""
+        """Mask of prompts that are solved, too hard or repeats of others, bool [prompts]."""
         return self._state != OPEN
 
     @property
     def solved(self) -> int:
-        """Number of prompts that are left out because they are solved."""
+        """Number of prompts that are left out as solved."""
         return self._counts[SOLVED]
 
     @property
     def too_hard(self) -> int:
-        """Number of prompts that are left out because they are too hard."""
+        """Number of prompts that are left out as too hard."""
         return self._counts[TOO_HARD]
 
     @property
     def repeated(self) -> int:
-        """Number of prompts that are left out because they are repeats of others."""
+        """Number of prompts that are left out as repeats of others."""
         return self._counts[REPEATED]
 
     @property
@@ -153,7 +153,7 @@ class PromptRecord:
         return self._hard.at(draw) if self._hard is not None and len(self._hard) else None
 
     def leave_out(self, repeats: Sequence[int]) -> None:
-        """Leave out prompts for good because they are repeats of others."""
+        """Leave out prompts for good as repeats of others."""
         with self.lock:
             for index in repeats:
                 self._counts[self._state[index]] -= 1
@@ -161,7 +161,7 @@ class PromptRecord:
                 self._state[index], self._chance[index] = REPEATED, 0
 
     def restore(self, tries: np.ndarray, pass_rate: np.ndarray, visits: Mapping[Visit, int]) -> None:
-        """Take over what another record of the same prompts held; the settings may be others."""
+        """Copy the state of another record of the same prompts; the settings may differ."""
         with self.lock:
             self.tries[:], self.pass_rate[:], self.visits = tries, pass_rate, dict(visits)
             self._state[:] = np.where(self._state == REPEATED, REPEATED, self._states(self.tries, self.pass_rate))
@@ -197,7 +197,7 @@ class PromptRecord:
         return np.where(known & solved, SOLVED, np.where(known & too_hard, TOO_HARD, OPEN)).astype(np.uint8)
 
     def _chances(self, tries: np.ndarray, pass_rate: np.ndarray, state: np.ndarray) -> np.ndarray:
-        """Return with what probability visits take place, as long as the record isn't exhausted."""
+        """Return the probability of a visit to each prompt, as long as the record isn't exhausted."""
         weight = np.ones(len(tries), np.float32)
         if self.config.sampler == "hard":
             weight = 1 - pass_rate
@@ -211,13 +211,13 @@ class PromptRecord:
 
 
 class GrowingRecord:
-    """A record of prompts whose number isn't known, for who reads a run's files without its data."""
+    """A record of an unknown number of prompts, for readers of a run's files without its data."""
 
     def __init__(self, config: CurriculumConfig) -> None:
         self.record = PromptRecord(0, config)
 
     def observe(self, lines: Sequence[Mapping[str, Any]]) -> None:
-        """Take in what became of groups, oldest first; see `PromptRecord.observe`."""
+        """Process the outcomes of groups, oldest first; see `PromptRecord.observe`."""
         prompts = 1 + max((line["index"] for line in lines if line.get("index") is not None), default=-1)
         if prompts > len(self.record):
             old, self.record = self.record, PromptRecord(max(prompts, 2 * len(self.record)), self.record.config)

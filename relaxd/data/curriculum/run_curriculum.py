@@ -29,7 +29,8 @@ SNAPSHOT_GROUPS = 50_000
 
 
 def load(record: PromptRecord, folder: Path) -> str:
-    """Fill an empty record from a run's folder. Returns the last entry of groups.jsonl that it has, "" without one."""
+    """Fill an empty record from a run's folder. Returns the last entry of groups.jsonl that was read, "" without
+    one."""
     groups = folder / GROUPS
     size = groups.stat().st_size if groups.is_file() else 0
     start, last = _read_snapshot(record, folder / CURRICULUM, size)
@@ -96,7 +97,7 @@ class Curriculum:
         return last
 
     def observe(self, folder: Path, lines: Sequence[Mapping[str, Any]], end: int) -> None:
-        """Take in new lines of groups.jsonl in the run's folder, the last of which ends at byte `end`."""
+        """Process new lines of groups.jsonl in the run's folder; the last one ends at byte `end`."""
         self.record.observe(lines)
         self._unsaved += len(lines)
         if self._unsaved >= SNAPSHOT_GROUPS:
@@ -109,11 +110,12 @@ class Curriculum:
 
     @property
     def ended(self) -> str:
-        """Why the run ends, if every prompt is left out and curriculum.exhausted says so; else empty."""
+        """Reason for the run to end: every prompt is left out, and curriculum.exhausted asks for the end; else
+        empty."""
         return f"the curriculum is exhausted: {self._left}" if self._ends and self.record.exhausted else ""
 
     def metrics(self) -> dict[str, float]:
-        """Return the metrics of a run whose curriculum chooses; of another only repeats."""
+        """Return the metrics of a run whose curriculum chooses; for other runs only repeats."""
         record = self.record
         repeated: dict[str, float] = {"prompts_repeated": record.repeated} if record.repeated else {}
         if not self._config.chooses:
@@ -154,7 +156,7 @@ class Curriculum:
         )
 
     def _tell(self) -> None:
-        """Log when the curriculum becomes exhausted, and when it no longer is."""
+        """Log when the curriculum becomes exhausted, and when it recovers."""
         if self.record.exhausted != self._exhausted:
             self._exhausted = self.record.exhausted
             logger.warning("%s", self.describe()[-1] if self._exhausted else "the curriculum is no longer exhausted")

@@ -1,4 +1,4 @@
-"""The sequence of visits to prompts: the data's epochs, as the curriculum changes them."""
+"""The sequence of visits to prompts: the data's epochs, modified by the curriculum."""
 
 from dataclasses import dataclass
 
@@ -11,7 +11,7 @@ from relaxd.data.dataset import Cursor, Prompt, PromptDataset
 FIRST_LOOK = 64
 """Places that are first searched for the next visit; four times as many each time that none is found."""
 OWN_CHOICES = 1000
-"""Maximum choices in a row of a user's sampler that are skipped because they are left out."""
+"""Maximum consecutive choices of a user's sampler to skip because the prompts are left out."""
 
 
 @dataclass(frozen=True)
@@ -19,11 +19,11 @@ class Visited:
     """A visit to a prompt."""
 
     cursor: Cursor
-    """Its place. The next search starts at `PromptDataset.after` of it."""
+    """Position of the visit. The next search starts at `PromptDataset.after` of it."""
     prompt: Prompt
     """The prompt."""
     why: Visit
-    """Why it is visited."""
+    """Reason of the visit."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class _Epoch:
     skip: np.ndarray
     """A visit takes place if this is below its prompt's chance, float32."""
     replay: np.ndarray
-    """A hard prompt is visited instead if this is below curriculum.replay; then it also says which. float32."""
+    """Random number, float32, that chooses a hard prompt if it is below curriculum.replay, and also which prompt."""
 
 
 class Visits:
@@ -56,7 +56,7 @@ class Visits:
         self._seed = seed
         self._epoch: _Epoch | None = None
         self._told = 0
-        """Repeats that the record knows."""
+        """Number of repeats that the record knows."""
         self._own = OwnSampler(self._config, len(record), seed) if self._config.is_own else None
 
     def next(self, cursor: Cursor) -> Visited:
@@ -77,7 +77,7 @@ class Visits:
         raise self._prompts.none_left()
 
     def _is_repeat(self, cursor: Cursor) -> bool:
-        """Return whether the prompt there is a repeat, and take those that were found out of the record."""
+        """Return whether the prompt at a position is a repeat, and mark all known repeats in the record."""
         found = self._prompts.is_repeat(cursor)
         repeats = self._prompts.repeats
         if len(repeats) > self._told:
@@ -107,7 +107,7 @@ class Visits:
             cursor = self._prompts.after(Cursor(cursor.epoch, stop - 1, done=cursor.done))
 
     def _first(self, epoch: _Epoch, start: int, stop: int, *, always: bool) -> int | None:
-        """Return the first place from `start` on whose visit takes place; None if there is none before `stop`."""
+        """Return the first position from `start` on whose visit takes place; None if there is none before `stop`."""
         size = FIRST_LOOK
         replays = self._config.replay if self._record.hard_prompt(0.0) is not None else 0.0
         while start < stop:
@@ -127,7 +127,7 @@ class Visits:
         return index, "retest" if self._record.is_retest(index) else ""
 
     def _ask_own(self, cursor: Cursor) -> tuple[Cursor, int, Visit]:
-        """Ask the user's own sampler until it chooses a prompt that isn't left out."""
+        """Call the user's own sampler until it chooses a prompt that isn't left out."""
         assert self._own is not None
         for _ in range(OWN_CHOICES):
             index = self._own.choose(cursor.epoch * len(self._prompts) + cursor.position, self._record)

@@ -1,1 +1,1 @@
-"""Files of prompts as sequences of rows, of which only those in use are in memory."""
+"""Files of prompts as sequences of rows. Only the rows in use are in memory."""

@@ -12,7 +12,7 @@ from relaxd.models import DataError
 SPLITS = "dataset_dict.json"
 STATE = "state.json"
 DESCRIPTIONS = ("dataset_info.json", "dataset_infos.json")
-"""Files beside the rows of data sets that describe them."""
+"""Files that describe data sets, beside their rows."""
 
 
 def saved_files(folder: Path, field: str) -> list[Path] | None:
@@ -66,10 +66,11 @@ def is_hub_name(path: Path) -> bool:
 
 
 class HubRows:
-    """The rows of a hub data set, which datasets keeps in its cache as a memory-mapped file."""
+    """Rows of a hub data set, which the package datasets keeps in its cache as a memory-mapped file."""
 
     def __init__(self, path: Path, field: str) -> None:
-        """Load it, from the cache if it is there. Raises DataError, naming the setting `field`: it can't be loaded."""
+        """Load the data set, from the cache if possible. Raises DataError, naming the setting `field`, if it can't be
+        loaded."""
         match = _NAME.fullmatch(str(path))
         assert match is not None
         name, config, split = match[1], match[2], match[3] or "train"

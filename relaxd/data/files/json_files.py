@@ -19,7 +19,7 @@ _SHORT = 32
 
 
 class JsonObjects:
-    """JSON objects in a file, of which only the places are in memory. Subclasses find them."""
+    """JSON objects in a file. Only their offsets are in memory. Subclasses find them."""
 
     def __init__(self, path: Path) -> None:
         """Raises OSError when the file can't be read."""
@@ -27,7 +27,7 @@ class JsonObjects:
         self._file = os.open(path, os.O_RDONLY)
         finalize(self, os.close, self._file)
         self._starts = self._ends = np.zeros(0, np.int64)
-        """Offsets of each object's first byte, and of the byte after it, int64 [objects]."""
+        """Offsets of each object's first byte and of the byte after it, int64 [objects]."""
 
     def __len__(self) -> int:
         return len(self._starts)
@@ -52,7 +52,7 @@ class JsonObjects:
 
 
 class JsonLines(JsonObjects):
-    """The lines of a file that aren't blank: 24 bytes of memory for each."""
+    """Non-blank lines of a file: 24 bytes of memory each."""
 
     def __init__(self, path: Path) -> None:
         """Find the lines. Raises OSError when the file can't be read."""
@@ -70,7 +70,7 @@ class JsonLines(JsonObjects):
 
 
 def parse(line: bytes) -> dict[str, Any]:
-    """Parse a line, perhaps with a byte order mark. Raises ValueError: it isn't a JSON object."""
+    """Parse a line, with or without a byte order mark. Raises ValueError if it isn't a JSON object."""
     try:
         record = parse_json(line.rstrip(b"\r\n").decode("utf-8-sig"))
     except UnicodeDecodeError as error:
@@ -93,20 +93,20 @@ def _line_starts(file: int) -> np.ndarray:
 
 
 _MOST = 256 << 20
-"""Maximum bytes of an object: one that is longer counts as broken."""
+"""Maximum bytes of an object: a longer one counts as broken."""
 _LONGEST_MARK = 16
-"""More bytes than what the end of the text may cut in two, such as "false" or an escaped letter."""
+"""More bytes than any token that the end of a chunk may cut in two, such as "false" or an escaped letter."""
 _SPACE = b" \t\r\n"
 
 
 def is_array(path: Path) -> bool:
-    """Return whether a file begins like a JSON array. Raises OSError when it can't be read."""
+    """Return whether a file begins like a JSON array. Raises OSError if it can't be read."""
     with path.open("rb") as file:
         return file.read(1 << 16).removeprefix(b"\xef\xbb\xbf").lstrip(_SPACE)[:1] == b"["
 
 
 class JsonArray(JsonObjects):
-    """The objects of an array: 16 bytes of memory for each, which is parsed once to find its end."""
+    """Objects of an array: 16 bytes of memory each. Each is parsed once to find its end."""
 
     def __init__(self, path: Path, field: str) -> None:
         """Find the objects.
@@ -197,7 +197,7 @@ class _Reader:
                 return b""
 
     def skip_object(self) -> None:
-        """Move past an object. Raises ValueError: it is broken, has no end, or is too large."""
+        """Move past an object. Raises ValueError if it is broken, unterminated, or too large."""
         while True:
             try:
                 _, self._at = self._decoder.raw_decode(self._text, self._at)
@@ -209,7 +209,7 @@ class _Reader:
                     raise ValueError(problem) from error
 
     def _more(self) -> bool:
-        """Read on, and forget what is before the place. Returns False at the end of the file."""
+        """Read more bytes, and forget those before the position. Returns False at the end of the file."""
         offset = self._base + len(self._text)
         # Twice as much as there is, so that a large object isn't parsed again for each chunk.
         chunk = os.pread(self._file, max(_CHUNK, len(self._text) - self._at), offset)

@@ -1,4 +1,4 @@
-"""Opening of what a path names: a file, a folder of files, or a part of either."""
+"""Opening of a path with prompts: a file, a folder of files, or a part of either."""
 
 import re
 from collections.abc import Iterator

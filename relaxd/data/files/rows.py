@@ -1,4 +1,4 @@
-"""Sequences of rows, their parts and concatenations, and the values of rows as JSON has them."""
+"""Sequences of rows, their parts and concatenations, and conversion of row values to JSON."""
 
 import math
 from abc import ABC, abstractmethod
@@ -17,14 +17,14 @@ _CHUNK = 16 << 20
 
 
 class Rows(Protocol):
-    """The rows of a file. Reading one may raise ValueError, which says what is wrong with it."""
+    """Rows of a file. Reading a row may raise ValueError with its fault."""
 
     def __len__(self) -> int: ...
 
     def __getitem__(self, index: int) -> dict[str, Any]: ...
 
     def scan(self) -> Iterator[dict[str, Any] | None]:
-        """Yield all rows, in order, faster than one by one; None for one that is wrong."""
+        """Yield all rows, in order, faster than one by one; None for a wrong row."""
 
     def content(self, part: range) -> Iterator[bytes]:
         """Yield what a range of the rows, without a step, is stored as: other bytes if one of them has changed.
@@ -33,11 +33,11 @@ class Rows(Protocol):
         """
 
     def place(self, index: int) -> str:
-        """Return where a row is, for people, such as "train.jsonl line 3"."""
+        """Return a row's location in readable form, such as "train.jsonl line 3"."""
 
 
 class Part:
-    """Some of the rows of a file: those that Python's slice takes."""
+    """A slice of a file's rows."""
 
     def __init__(self, rows: Rows, part: slice) -> None:
         self._rows = rows
@@ -60,7 +60,7 @@ class Part:
 
 
 class OnDemand(Sequence[Item], ABC):
-    """A sequence whose items are made on access."""
+    """A sequence whose items are created on access."""
 
     @abstractmethod
     def _item(self, index: int) -> Item:
@@ -77,7 +77,7 @@ class OnDemand(Sequence[Item], ABC):
 
 
 class Joined(OnDemand[Item]):
-    """Sequences one after the other."""
+    """A concatenation of sequences."""
 
     def __init__(self, parts: Sequence[Sequence[Item]]) -> None:
         self.parts = parts
@@ -127,7 +127,7 @@ def file_content(path: Path) -> Iterator[bytes]:
 
 
 def _find(ends: Sequence[int], index: int) -> tuple[int, int]:
-    """Return the number of the part that an index is in, and the index in it."""
+    """Return the number of the part that contains an index, and the index within it."""
     part = bisect_right(ends, index)
     return part, index - (ends[part - 1] if part else 0)
 
@@ -177,7 +177,7 @@ def kind_of(value: Any) -> str:
 
 
 def stranger(name: str, value: Any) -> tuple[str, Any] | None:
-    """Return the first value in a plain one that JSON lacks, with its dotted name; None without any."""
+    """Return the first value that JSON can't represent, with its dotted name; None if there is none."""
     if type(value) in _PLAIN or isinstance(value, str | int | float):
         return None
     if type(value) is dict:

@@ -24,7 +24,7 @@ class Table:
     """
 
     def __init__(self, path: Path, field: str) -> None:
-        """Copy a file, batch by batch. Raises DataError, naming the setting `field`: it can't be read."""
+        """Copy a file, batch by batch. Raises DataError, naming the setting `field`, if it can't be read."""
         try:
             import pyarrow as pa
         except ImportError as error:
@@ -110,7 +110,7 @@ def _csv_batches(path: Path) -> Iterator[Any]:
 
 
 def _arrow_batches(path: Path) -> Iterator[Any]:
-    """Read an Arrow file, or a stream, as the package datasets writes it."""
+    """Read an Arrow file, or a stream as the package datasets writes it."""
     import pyarrow as pa
 
     with pa.OSFile(str(path)) as source:

@@ -1,1 +1,1 @@
-"""The sources of prompts: a run's and its evaluation sets', and what makes prompts of their rows."""
+"""Sources of prompts, for a run and its evaluation sets, and the conversion of their rows to prompts."""

@@ -1,6 +1,4 @@
-"""The prompts of [[eval.sets]], those of benchmarks that come in a Python package included. The package is read, not
-imported.
-"""
+"""Prompts of [[eval.sets]], including benchmarks that a Python package contains. The package is read, not imported."""
 
 import difflib
 import gzip
@@ -60,7 +58,8 @@ BENCHMARKS = {
 
 
 def read_benchmark(name: str, field: str) -> list[Example]:
-    """Return all prompts of a benchmark. Raises DataError: it is unknown, or its package isn't there or is another."""
+    """Return all prompts of a benchmark. Raises DataError if it is unknown, or its package is missing or has another
+    version."""
     if name not in BENCHMARKS:
         near = difflib.get_close_matches(name, BENCHMARKS, n=1)
         hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(BENCHMARKS)}"
@@ -84,13 +83,13 @@ def _quoted(requirement: str) -> str:
 
 
 TASK_PROMPTS = 100
-"""Prompts of a task if eval.sets says nothing."""
+"""Default number of prompts of a task."""
 TASK_SEED = 1_000_000_000
-"""Seed of the tasks' prompts. A task makes item i from seed + i, so training's, which are small, are others."""
+"""Seed of the tasks' prompts. Item i has the seed TASK_SEED + i; training uses small seeds, so its items differ."""
 
 
 def read_set(config: RunConfig, number: int) -> Source:
-    """Open the prompts of one of eval.sets, all that it has. Raises DataError, which names the setting and the file."""
+    """Open all prompts of one of eval.sets. Raises DataError, which names the setting and the file."""
     one = config.eval.sets[number]
     kind = "task" if one.task else "benchmark" if one.benchmark else "path"
     place = f"eval.sets.{number}"

@@ -1,4 +1,4 @@
-"""Users' own sources of prompts, and functions that make prompts."""
+"""Users' own sources of prompts, and functions that build prompts."""
 
 import json
 from collections.abc import Callable, Iterator
@@ -10,7 +10,7 @@ from relaxd.importing import ImportProblem, describe_error, import_own
 from relaxd.models import DataError
 
 DIGESTED = 20_000
-"""Maximum number of rows, evenly spread, that are made only to be compared with those of an earlier start."""
+"""Maximum number of rows, evenly spread, to make for the comparison with an earlier start."""
 
 
 class OwnSource(Protocol):
@@ -25,10 +25,10 @@ class OwnSource(Protocol):
 
 
 class OwnRows:
-    """The rows of a user's own source."""
+    """Rows of a user's own source."""
 
     def __init__(self, source: OwnSource, name: str) -> None:
-        """Raises DataError: it has no length."""
+        """Raises DataError if the source has no length."""
         try:
             self._length = len(source)
         except Exception as error:  # a user's class may raise anything
@@ -67,7 +67,7 @@ class OwnRows:
 
 
 def _text(value: Any) -> str:
-    """Return a comparable form of a value that JSON lacks: an object's repr may have its address."""
+    """Return a comparable text for a value that JSON lacks: an object's repr may contain its address."""
     return value.hex() if isinstance(value, bytes) else type(value).__name__
 
 
@@ -94,7 +94,7 @@ def open_own(data: DataConfig) -> tuple[Rows, Rows | None]:
 
 
 def prompt_function(name: str, setting: str) -> Callable[[dict[str, Any]], Any] | None:
-    """Return the user's own function that makes prompts from rows; None without a name. Raises DataError."""
+    """Return the user's own function that builds prompts from rows; None without a name. Raises DataError."""
     if not name:
         return None
     function: Callable[[dict[str, Any]], Any] = _import(name, setting)

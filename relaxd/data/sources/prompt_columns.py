@@ -16,24 +16,24 @@ from relaxd.json_text import parse_json
 from relaxd.media import MediaColumn, MediaReader
 
 ALL = "*"
-"""Stands for all columns but those of prompt and answer."""
+"""Means all columns except prompt and answer."""
 ANSWER = "answer"
-"""The column of the answer if none is named; rows need not have it."""
+"""Default column of the answer; rows may lack it."""
 MESSAGE_FORM = '{"role": "user", "content": "..."}'
 
 
 @dataclass(frozen=True)
 class Columns:
-    """Names of columns, dotted for what is inside an object, such as "reward_model.ground_truth"."""
+    """Names of columns; a dot leads into an object, as in "reward_model.ground_truth"."""
 
     prompt: str = "prompt"
     answer: str = ANSWER
     metadata: str = ""
-    """Column with an object; ALL or empty means all columns but those of prompt and answer."""
+    """Column with an object; ALL or empty means all columns except prompt and answer."""
     system_prompt: str = ""
-    """Text of a system message to put before prompts that have none."""
+    """Text of a system message for prompts without one."""
     source: str = ""
-    """Name of the source, which becomes metadata.data_source where a row has none."""
+    """Name of the source, the default of metadata.data_source."""
     sampling: Mapping[str, Any] = field(default_factory=dict)
     """Sampling parameters of the source."""
     tools: str = ""
@@ -43,12 +43,12 @@ class Columns:
     media: Mapping[str, str] = field(default_factory=dict)
     """Columns of media items by kind, which rows may lack."""
     make_prompt: Callable[[dict[str, Any]], Any] | None = None
-    """A user's own function that makes the prompt from a row, instead of the column `prompt`."""
+    """A user's own function that builds the prompt from a row, instead of the column `prompt`."""
     made_by: str = "data.prompt_function"
     """The setting that names this function."""
 
     def example(self, record: Mapping[str, Any], place: str) -> Example:
-        """Return the prompt of a row. Raises ValueError, which names the column and what is wrong."""
+        """Return a row as an example. Raises ValueError naming the column and its fault."""
         media = MediaReader(self._media(record) if self.media else None)
         if self.make_prompt is None:
             prompt = read_prompt(self.prompt, plain(_find(record, self.prompt, "data.prompt_key")), media)
@@ -113,18 +113,18 @@ class Examples(OnDemand[Example]):
             raise ValueError(f"{place}: {error}") from error
 
     def nearest(self, key: str) -> str | None:
-        """Return the column of the first row whose name is nearest to a key; None if none is near."""
+        """Return the column of the first row with the most similar name; None if no name is similar."""
         try:
             return _nearest(self._rows[0], key)
         except (IndexError, ValueError):
             return None
 
     def content(self) -> Iterator[bytes]:
-        """Yield what the rows are stored as: other bytes if one of them has changed."""
+        """Yield the stored bytes of the rows, which differ if a row has changed."""
         return self._rows.content(range(len(self._rows)))
 
     def scan(self) -> Iterator[Example | None]:
-        """Yield all, in order, faster than one by one and without their places; None for one that is wrong."""
+        """Yield all examples, in order, faster than one by one and without their locations; None for a wrong row."""
         for row in self._rows.scan():
             try:
                 yield None if row is None else self._columns.example(row, "")
@@ -133,7 +133,7 @@ class Examples(OnDemand[Example]):
 
 
 def _for_json(metadata: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return metadata. Raises ValueError, which names the column: there is a value that JSON lacks."""
+    """Return metadata. Raises ValueError naming the column of a value that JSON lacks."""
     for name, value in metadata.items():
         if found := stranger(prefix + name, value):
             column, what = found
@@ -145,7 +145,7 @@ def _for_json(metadata: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def _find_optional(record: Mapping[str, Any], key: str) -> Any:
-    """Return the value of a column, None where the row lacks it."""
+    """Return the value of a column; None if the row lacks it."""
     value: Any = record
     for part in [key] if key in record else key.split("."):
         value = value.get(part) if isinstance(value, Mapping) else None
@@ -168,7 +168,7 @@ def _find(record: Mapping[str, Any], key: str, setting: str) -> Any:
 
 
 def _nearest(record: Mapping[str, Any], key: str) -> str | None:
-    """Return the column whose name is nearest to a key, else one that has it as its last part; None if none is near."""
+    """Return the column with the most similar name, else one whose last part equals the key; None if there is none."""
     names = list(_names(record))
     near = difflib.get_close_matches(key, names, n=1) or [one for one in names if one.endswith(f".{key}")]
     return near[0] if near else None
@@ -198,7 +198,8 @@ def _answer(key: str, value: Any) -> str:
 
 
 def _as_text(value: str | int | float) -> str:
-    """Return an answer as text. Whole numbers have no point: tables store them as floats beside a missing one."""
+    """Return an answer as text. Whole numbers have no decimal point: tables with missing values store them as
+    floats."""
     return str(int(value)) if isinstance(value, float) and value.is_integer() else str(value)
 
 
@@ -253,14 +254,14 @@ def read_prompt(key: str, value: Any, media: MediaReader | None = None) -> str |
 
 
 def without_nulls(value: Any) -> Any:
-    """Return a value without null entries of objects: tables give objects every key that any of them has."""
+    """Return a value without null entries of objects: tables give all objects the same keys."""
     if isinstance(value, dict):
         return {name: without_nulls(one) for name, one in value.items() if one is not None}
     return [without_nulls(one) for one in value] if isinstance(value, list) else value
 
 
 def _chat_from_text(text: str) -> str | list[Any]:
-    """Return the messages of a chat that a column stores as JSON text; any other text as it is."""
+    """Return the messages of a chat that is stored as JSON text; any other text unchanged."""
     if not text.lstrip().startswith("["):
         return text
     try:

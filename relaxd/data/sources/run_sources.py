@@ -25,9 +25,9 @@ SETTINGS = {
     "files": ("data.path", "data.eval_path"),
     "jsonl": ("data.path", "data.eval_path"),
 }
-"""The settings that training and held-out prompts of each source come from."""
+"""The settings that name each source's training and held-out prompts."""
 GENERATED = ("addition", "reasoning_gym")
-"""Sources whose prompts are made by relaxd."""
+"""Sources whose prompts relaxd generates."""
 
 
 @dataclass(frozen=True)
@@ -35,19 +35,19 @@ class ToolsColumn:
     """A column with tools."""
 
     key: str = ""
-    """Its name; empty if there are none."""
+    """Key of the source; empty if there is none."""
     setting: str = "data.tools_key"
-    """The setting that names it."""
+    """The setting that names the source."""
 
 
 @dataclass(frozen=True)
 class Source:
-    """Prompts of one source, before they are checked."""
+    """Prompts of one source before the checks."""
 
     examples: Sequence[Example]
-    """The prompts; those of files are read on demand, and then raise ValueError for a wrong row."""
+    """The prompts. Those of files are read on demand and raise ValueError for a wrong row."""
     field: str
-    """The setting that they come from."""
+    """The setting that names the prompts."""
     shown: str = ""
     """The source's name or path, for people."""
     tools: ToolsColumn = ToolsColumn()
@@ -141,9 +141,9 @@ class Share:
     """A source in a mixture."""
 
     count: int
-    """Its prompts."""
+    """Number of its prompts."""
     weight: float = 1.0
-    """Number of times that an epoch visits each of them."""
+    """Visits to each prompt in an epoch."""
 
     @property
     def visits(self) -> int:
