@@ -49,20 +49,20 @@ from relaxd.v1 import coordinator_pb2 as pb
 from relaxd.waiting import waiting
 
 POLL_SECONDS = 0.2
-"""Interval at which the folder of a run that starts is looked for."""
+"""Seconds between two looks for the folder of a starting run."""
 END_SECONDS = 300.0
-"""Limit of the time in which the services of an ended or stopped run must have left."""
+"""Maximum seconds for the services of an ended or stopped run to exit."""
 SHOWN_LINES = 15
 """Last lines of `relaxd run` that an error shows."""
 OUTPUT_BYTES = 16 * 1024
-"""The end of the output of `relaxd run` in which these lines are looked for."""
+"""Number of last bytes of the output of `relaxd run` that are searched for these lines."""
 NOTICE_SECONDS = 5.0
-"""Length of a wait for the end of a run from which it is logged."""
+"""Seconds after which waiting for a run's end is logged."""
 
 logger = logging.getLogger(__name__)
 
 Row = dict[str, Any]
-"""One row of what a run tells: a step, a sample, an entry of the ledger."""
+"""One row of a run's results: a step, a sample, an entry of the ledger."""
 
 
 class RunError(RuntimeError):
@@ -150,7 +150,7 @@ class Run:
         """For `run` and `open_run`."""
         self.id = run_id
         self.folder = folder
-        """Its folder, on the coordinator's machine."""
+        """The run's folder, on the coordinator's machine."""
         self._state = state
         self._coordinator = coordinator
         self._child = child
@@ -171,7 +171,7 @@ class Run:
 
     @property
     def state(self) -> str:
-        """Its state, such as "running", "stopped" or "failed"."""
+        """The run's state, such as "running", "stopped" or "failed"."""
         return state_name(self._now().state)
 
     def steps(self) -> Iterator[Row]:
@@ -205,7 +205,7 @@ class Run:
             yield step
 
     def wait(self) -> Row:
-        """Wait until the run and what was started for it have ended, and return its last step. Raises RunError."""
+        """Wait until the run has ended and its processes have exited, and return its last step. Raises RunError."""
         last: Row = {}
         for step in self.steps():
             last = step
@@ -214,12 +214,12 @@ class Run:
         return last
 
     def stop(self, reason: str = "stopped from Python") -> None:
-        """End the run early: drop its open groups, save a checkpoint, evaluate, export. `wait` waits for that."""
+        """End the run early: drop its open groups, save a checkpoint, evaluate, export. `wait` waits for all of it."""
         with self._client() as client:
             client.stop_run(self.id, reason)
 
     def checkpoint(self) -> Path:
-        """Save a checkpoint now, which is kept until somebody removes it, and return its folder."""
+        """Save a checkpoint now, to be kept until somebody removes it, and return its folder."""
         with self._client() as client:
             return Path(client.save_checkpoint(self.id).path)
 
@@ -293,7 +293,7 @@ class Run:
 
 
 class _Child:
-    """A process with `relaxd run`, which starts the services, stops them and writes the report."""
+    """A `relaxd run` process, which starts the services, stops them and writes the report."""
 
     def __init__(self, config: RunConfig, run_id: str, replicas: Mapping[str, int], state: Path) -> None:
         self._run_id = run_id
@@ -317,14 +317,14 @@ class _Child:
         return self._process.poll() is None
 
     def wait_until(self, begun: Callable[[], bool]) -> None:
-        """Wait until the run has begun. Raises RunError: the process has ended before."""
+        """Wait until the run has begun. Raises RunError if the process ends first."""
         while not begun():
             if not self.is_alive():
                 raise RunError(self._last_lines())
             time.sleep(POLL_SECONDS)  # named: by the caller, who started a run
 
     def wait(self, seconds: float) -> None:
-        """Wait for the process. Raises RunError: it failed, or doesn't end within `seconds`."""
+        """Wait for the process. Raises RunError if it failed, or doesn't end within `seconds`."""
         atexit.unregister(self.stop)
         if (code := self._join(seconds)) is None:
             raise RunError(self._unended(seconds))
@@ -369,7 +369,7 @@ class _Child:
 
 @contextmanager
 def _opened(run_id: str, folder: Path | None, state: Path, coordinator: str | None) -> Iterator[RunSource]:
-    """Open a run as a command does, but leave the environment as it is: this process may use several stacks."""
+    """Open a run as a command does, but without changing the environment: this process may use several stacks."""
     with ExitStack() as opened:
         before = {name: os.environ.get(name) for name in (STACK_VARIABLE, "RELAXD_TOKEN_FILE")}
         try:

@@ -10,13 +10,14 @@ from relaxd.waiting import duration
 
 Level = Literal["info", "success", "warning", "failure"]
 LEVELS: tuple[Level, ...] = ("info", "success", "warning", "failure")
-"""The levels, as Apprise names them, the most urgent last."""
+"""The levels, as Apprise names them, from the least to the most urgent."""
 MAX_PENDING = 50
-"""Messages that wait; older ones are left out."""
+"""Maximum number of waiting messages; older ones are dropped."""
 MAX_TOLD = 1000
 """Maximum number of announced alarms that are remembered."""
 OVER_SECONDS = 60.0
-"""Time after which an alarm that is gone is over. One that returns sooner, as after a restart, has gone on."""
+"""Seconds after which a vanished alarm counts as ended. An alarm that returns sooner, as after a restart, is the same
+one."""
 REPORTED = (
     "reward_mean",
     "loss",
@@ -27,7 +28,7 @@ REPORTED = (
     "tokens_per_second",
     "step_seconds",
 )
-"""Metrics of a report; those that a run lacks are left out."""
+"""Metrics of a report. A report leaves out those that the run lacks."""
 
 
 @dataclass(frozen=True)
@@ -49,9 +50,9 @@ class ToldAlarm:
     first_step: int
     text: str
     gone: float | None = None
-    """Time since which the run doesn't have it any more."""
+    """Time since which the run no longer has the alarm; None while it has it."""
     over: bool = False
-    """True from the message of its end on, and while it goes on again without a message."""
+    """True once the message of its end was sent, even if the alarm has begun again without a message."""
 
 
 class Outbox:
@@ -63,7 +64,7 @@ class Outbox:
     def __init__(
         self, run: str, quiet: QuietHours, repeat_seconds: float, every: int, state: Mapping[str, Any] | None = None
     ) -> None:
-        """`every`: steps between reports, 0: none. `state`: what `state` returned before a restart."""
+        """`every`: steps between reports; 0: no reports. `state`: the value of `state` before a restart."""
         state = state or {}
         self._run = run
         self._quiet = quiet
@@ -132,7 +133,7 @@ class Outbox:
         return Message(title, "\n\n".join(parts), level)
 
     def sent(self) -> None:
-        """Note that what was due has been sent."""
+        """Record that the due messages were sent."""
         self._pending, self._report, self._left_out = [], None, 0
         self._state = {
             "events": dict(self._events),
@@ -163,7 +164,7 @@ class Outbox:
                 self._add(now, Message(f"run {self._run}: alarm is over", body, "success"))
 
     def _alarm_is_news(self, alarm: Mapping[str, Any], time: float) -> bool:
-        """Take in an alarm that goes on. Returns whether people are to be told that it began."""
+        """Update the record of an open alarm. Returns whether to announce its beginning."""
         name, first_step, text = alarm["name"], alarm["first_step"], alarm["text"]
         known, began = self._alarms.get(name), time
         if known is not None:

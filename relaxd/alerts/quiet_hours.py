@@ -9,15 +9,15 @@ _HOURS = re.compile(r"([01]\d|2[0-3]):([0-5]\d)-([01]\d|2[0-3]):([0-5]\d)")
 
 @dataclass(frozen=True)
 class QuietHours:
-    """A time of the day, which may go past midnight. None if its two ends are the same."""
+    """Quiet hours of a day, which may pass midnight. Equal start and end mean that there are none."""
 
     start: int
-    """Minute of the day at which it begins."""
+    """Minute of the day at which the quiet hours begin."""
     end: int
-    """Minute of the day at which it ends."""
+    """Minute of the day at which the quiet hours end."""
 
     def include(self, time: datetime) -> bool:
-        """Return whether a local time is in it."""
+        """Return whether a local time is within the quiet hours."""
         minute = time.hour * 60 + time.minute
         if self.start <= self.end:
             return self.start <= minute < self.end

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 STEPS = 5
-"""Steps whose median is compared, unless a rule says another number: one odd step is no alarm."""
+"""Default number of steps whose median a rule compares, so that one odd step raises no alarm."""
 MAX_STEPS = 1000
 FORM = (
     'expected "METRIC < NUMBER" or "METRIC > NUMBER", then perhaps "x highest" or "x lowest", and "over N steps", such '
@@ -29,7 +29,7 @@ class Rule:
     text: str
     metric: str
     below: bool
-    """True if smaller values than the limit are an alarm, False if larger ones are."""
+    """True if the alarm is for values below the limit, False for values above it."""
     number: float
     """The limit, or with `relative` the factor."""
     relative: bool
@@ -39,7 +39,7 @@ class Rule:
 
 
 def parse_rule(text: str) -> Rule:
-    """Parse a rule. Raises ValueError, which says what is wrong."""
+    """Parse a rule. Raises ValueError with the fault."""
     match = _RULE.fullmatch(text.strip())
     if match is None:
         raise ValueError(FORM)
@@ -56,13 +56,13 @@ def parse_rule(text: str) -> Rule:
 
 @dataclass(frozen=True)
 class RuleAlarm:
-    """An alarm of a rule that goes on, or that has ended."""
+    """An alarm of a rule, open or ended."""
 
     rule: Rule
     first_step: int
     last_step: int
     value: float
-    """The median that is furthest beyond the limit since the alarm began."""
+    """The median furthest beyond the limit since the alarm began."""
     limit: float
     """The limit then."""
 
@@ -80,12 +80,12 @@ class RuleWatch:
         self.rule = rule
         self._recent: list[tuple[int, float]] = []
         self._best: list[tuple[int, float]] = []
-        """Steps at which the median was better than ever before, and the median."""
+        """Steps with the best median so far, and that median."""
         self.alarm: RuleAlarm | None = None
-        """The alarm that goes on; None without one."""
+        """The open alarm; None if there is none."""
 
     def observe(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Take in the metrics of a step. A step that comes again replaces its earlier self and what followed."""
+        """Process the metrics of a step. A repeated step replaces its earlier metrics and those of all later steps."""
         value = metrics.get(self.rule.metric)
         if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
             return
@@ -110,7 +110,7 @@ class RuleWatch:
         self.alarm = RuleAlarm(rule, before.first_step if before is not None else step, step, now, limit)
 
     def observe_all(self, lines: Iterable[Mapping[str, Any]]) -> list[RuleAlarm]:
-        """Take in lines of metrics.jsonl. Returns the alarms, those that have ended included."""
+        """Process lines of metrics.jsonl. Returns the alarms, ended ones included."""
         found: dict[int, RuleAlarm] = {}
         for line in lines:
             self.observe(line.get("step", 0), line)

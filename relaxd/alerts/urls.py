@@ -1,4 +1,4 @@
-"""Addresses that are notified, and sending to one with Apprise. They are secrets: what is shown names none."""
+"""Addresses to notify, and sending to them with Apprise. Addresses are secrets: displayed names don't contain them."""
 
 import logging
 import re
@@ -17,7 +17,7 @@ _STATUS = re.compile(r"error=(\d{3})\b")
 
 
 class UrlProblem(Exception):
-    """Addresses can't be read or used. The message has nothing of them."""
+    """Addresses can't be read or used. The message doesn't contain them."""
 
 
 @dataclass(frozen=True)
@@ -25,11 +25,11 @@ class AlertUrl:
     """An address that is notified."""
 
     number: int
-    """Its place among all, from 1."""
+    """Position of the address in the list, counted from 1."""
     address: str = field(repr=False)
     """The address for Apprise, without `freq`."""
     every: int
-    """Steps between two reports; 0: it gets none."""
+    """Steps between two reports; 0: the address gets no reports."""
 
     @property
     def shown(self) -> str:
@@ -102,7 +102,7 @@ class Sender:
             raise UrlProblem("Apprise can't read this address: compare it with the list on https://appriseit.com")
 
     def send(self, message: Message) -> str:
-        """Send a message, within the time-outs of Apprise. Returns the problem, "" if it was taken."""
+        """Send a message, within Apprise's time-outs. Returns the problem; "" if the message was accepted."""
         from apprise import NotifyFormat, NotifyType
 
         thread = threading.get_ident()

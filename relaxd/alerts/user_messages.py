@@ -11,11 +11,11 @@ from collections.abc import Callable, Iterable
 MAX_CHARACTERS = 300
 """Maximum length of a message; a longer one is cut off."""
 MAX_WAITING = 20
-"""Maximum number of messages that wait in a process for its next answer; further ones are left out."""
+"""Maximum number of messages that wait in a process for its next answer; further ones are dropped."""
 MAX_TOLD = 8
-"""Maximum number of messages of a replica at once; further ones are left out."""
+"""Maximum number of messages of a replica at once; further ones are dropped."""
 KEPT_SECONDS = 600.0
-"""Time for which a message stays an alarm after it was last sent."""
+"""Seconds for which a message stays an alarm after it was last sent."""
 
 Told = Callable[[Iterable[str]], None]
 """Takes messages of users' code."""
@@ -44,7 +44,7 @@ def notify(text: str) -> None:
 
 
 def take_messages() -> list[str]:
-    """Return the messages since the last call, for an answer to this process's service."""
+    """Return and remove the messages since the last call, to be sent with an answer to this process's service."""
     if not _waiting:
         return []
     with _lock:
@@ -54,7 +54,7 @@ def take_messages() -> list[str]:
 
 
 def ignore(messages: Iterable[str]) -> None:
-    """Drop messages: for processes whose messages reach nobody."""
+    """Drop all messages: for processes whose messages nobody reads."""
 
 
 def one_line(text: str) -> str:

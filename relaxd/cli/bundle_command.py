@@ -48,11 +48,11 @@ from relaxd.trackers.tracker import REDACTED, SECRET, VARIABLE, redact
 VERSIONS = "versions.json"
 """Versions of the installed packages."""
 OF_STEP = (LEDGER, GROUPS, SAMPLES)
-"""Files of which a bundle has the lines of its step, and of those that a replay repeats before it."""
+"""Files from which a bundle takes the lines of its step and of the steps before it that a replay repeats."""
 LOG_LINES = 1000
 """Default number of lines of each log."""
 MIN_SECRET = 5
-"""Characters from which a secret is looked for in every text: a shorter one may be part of any word."""
+"""Minimum length of a secret to search for in every text: a shorter one may be part of any word."""
 
 USER = re.compile(r"(?<=\w://)[^\s/@\"']+@")
 """User and password, or a token, in an address."""

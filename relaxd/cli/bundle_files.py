@@ -12,7 +12,7 @@ from relaxd.client import CliError
 from relaxd.run_folder import CONFIG
 
 CONTENTS = "bundle.json"
-"""Facts of a bundle; the other files have the places and names that they have in the run's folder."""
+"""Description of the bundle. All other files keep the places and names that they have in the run's folder."""
 MODEL = "model"
 """Folder of the initial model, in a bundle with weights."""
 HINT = "relaxd bundle RUN --step N makes one"
@@ -24,7 +24,7 @@ class Bundle:
 
     run_id: str
     step: int
-    """The step that it is about."""
+    """The step that the bundle is about."""
     start: int | None
     """Step of the checkpoint from which the step can be repeated; 0: the initial model; None: it has no weights."""
 

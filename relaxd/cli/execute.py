@@ -67,7 +67,7 @@ def check_run_id(run_id: str) -> None:
 
 
 def free_folder(runs: Path, run_id: str) -> Path:
-    """Return the absolute path of a new run's folder. Raises CliError if it is in use, or can't be written."""
+    """Return the absolute path of a new run's folder. Raises CliError if the folder is in use or not writable."""
     folder = runs.expanduser().resolve() / run_id
     if use := use_of(folder):
         more = "continues" if unfinished(folder) else "--run.steps N extends"
@@ -97,21 +97,21 @@ class Where:
     address: str | None = None
     """The coordinator of services that are up; None starts services for this run."""
     in_container: bool = False
-    """The coordinator runs in a container: a local address, but other paths."""
+    """True if the coordinator runs in a container: its address is local, but its paths differ."""
     replicas: Mapping[str, int] = field(default_factory=dict)
-    """Replicas of each role to start, instead of those of the run's placement."""
+    """Replicas of each role to start, in place of the run's placement."""
     engines: Mapping[str, str] = field(default_factory=dict)
     """The engine of the replicas of each role that has a choice."""
     keep_up: bool = False
     """Keep the started services up."""
     shared_redis: bool = False
-    """Start Redis with the data of `relaxd up`, which has other runs, too."""
+    """True to start Redis with the data of `relaxd up`, which also has other runs."""
     console: bool = field(default_factory=console_wanted)
     """Serve a console for the started services."""
 
 
 def find_services(replicas: Mapping[str, int], state: Path, coordinator: str | None) -> Where:
-    """Return the services of a coordinator, or those that are up here, or else how to start some. Raises CliError."""
+    """Return the services of a given or running coordinator, or else a plan to start some. Raises CliError."""
     folder = StateFolder(state)
     found: StackState | compose.ComposeState | None = None
     if coordinator is None:
@@ -261,7 +261,7 @@ def _start_and_follow(begin: Begin, run_id: str, run_folder: Path, where: Where,
 
 
 def unfinished(run_folder: Path) -> bool:
-    """Return True if a run began in this folder and has not ended: it needs its Redis data to continue."""
+    """Return True if a run in this folder has begun but not ended: it needs its Redis data to continue."""
     try:
         record = json.loads((run_folder / RECORD).read_text())
         return record["phase"] not in ("STOPPED", "FAILED") or not (run_folder / SUMMARY).exists()
@@ -326,7 +326,7 @@ def _train(coordinator: CoordinatorClient, begin: Begin, where: Where, console: 
 
 
 def _with_log(error: CliError, where: Where) -> CliError:
-    """Add the last log lines of the service whose failure ended the run, or tell where all logs are."""
+    """Add the last log lines of the failed service that ended the run, or say where all logs are."""
     state = where.folder.read()
     if isinstance(error, RunFailedError) and error.role and state is not None:
         for service in state.services:
@@ -449,7 +449,7 @@ def _engines(config: RunConfig) -> dict[str, str]:
 
 
 def _with_shared_cores(config: RunConfig, replicas: Mapping[str, int]) -> RunConfig:
-    """Divide this machine's cores among the trainer's ranks, the engines and the ranks of other models.
+    """Divide this machine's cores among the trainer's ranks, the engines and the other models' ranks.
 
     They work at the same time.
     """
@@ -467,5 +467,5 @@ def _with_shared_cores(config: RunConfig, replicas: Mapping[str, int]) -> RunCon
 
 
 def sayer(console: Console) -> Callable[[str], None]:
-    """Return a function that prints a line about what is done."""
+    """Return a function that prints a progress line."""
     return lambda text: console.print(text, style="dim", markup=False, highlight=False, soft_wrap=True)

@@ -31,7 +31,7 @@ from relaxd.run_folder import CONFIG, METRICS, RECORD, replace_file
 from relaxd.run_forks import EFFECTIVE_SIZE, REWARDS, Fork, with_original, write_fork
 
 CHANGEABLE = ("algorithm", "reward", "trainer.optimizer", "trainer.epochs", "roles.reference", "roles.teacher")
-"""Settings, or sections of them, that a fork may change."""
+"""Settings, or sections of settings, that a fork may change."""
 RECORDED = {
     "model": "the weights are the run's",
     "data": "its prompts are recorded",
@@ -41,7 +41,7 @@ RECORDED = {
 }
 """Why a fork can't change the settings of a section."""
 RENEWED = ("algorithm", "reward")
-"""Sections that begin anew, with their defaults, where a fork changes their name."""
+"""Sections that restart from their defaults if a fork changes their name."""
 LOW_SHARE, FAR_DRIFT = 0.8, 1.0
 """Effective sample size, as a share of the tokens, and mean size of a token's log-ratio, from which a warning says that
 the answers are far from the policy. Where nearly all ratios are clamped, only the second is large."""
@@ -120,7 +120,7 @@ def changed_config(config: RunConfig, changes: Sequence[str], run_id: str) -> Ru
 
 
 def _parsed(change: str) -> tuple[str, str]:
-    """Return name and value of a change. Raises CliError, ConfigError: a fork can't make it."""
+    """Parse a change into name and value. Raises CliError, ConfigError if a fork can't make it."""
     name, equals, value = change.partition("=")
     if not equals:
         raise CliError(f"--set {change}: expected NAME=VALUE, such as trainer.optimizer.lr=1e-6")
@@ -150,7 +150,7 @@ def _new_rewards(config: RunConfig, words: Sequence[str]) -> list[Mapping[str, A
 
 
 def _begin(out: Path, config: RunConfig, origin: Fork, rewards: Sequence[Mapping[str, Any]]) -> None:
-    """Write what a fork's folder has before its first step."""
+    """Write the files that a fork's folder has before its first step."""
     out.mkdir(parents=True, exist_ok=True)
     replace_file(out / "config.toml", dump(config))
     replace_file(out / CONFIG, config.model_dump_json(indent=2) + "\n")
@@ -175,7 +175,7 @@ def _write_record(out: Path, created: datetime, phase: str, reason: str) -> None
 
 
 def _print_result(out: Path, console: Console) -> None:
-    """Print the fork's numbers beside the original's, and a warning where the answers are far from its policy."""
+    """Print the fork's numbers beside the original's, with a warning if the answers are far off-policy."""
     lines = list(with_original(out, step_lines(out)))
     known = sorted({name for line in lines for name in line})
     console.print(*metrics_tables(lines, shown_metrics(known), console.width), sep="\n")

@@ -341,14 +341,14 @@ app.command()(sweep)
 
 
 READING = ("watch", "why", "samples", "metrics", "runs", "logs", "trace", "report", "evaluation", "ledger", "status")
-"""Commands whose output may be read in part: `relaxd ledger | head` is no failure."""
+"""Commands whose readers may stop early, as in `relaxd ledger | head`, without a failure."""
 
 STDOUT = 1
 """File descriptor of standard output."""
 
 
 def _reader_is_gone() -> bool:
-    """Return True if standard output is a pipe that nobody reads any more. What is left to print then goes nowhere."""
+    """Return True if standard output is a pipe without a reader. Further output is then discarded."""
     with suppress(BrokenPipeError):
         sys.stdout.flush()
     poll = select.poll()

@@ -77,7 +77,8 @@ def new_console() -> Console:
 
 
 def with_replica_options(command: Callable[..., None]) -> Callable[..., None]:
-    """Replace a command's parameter `replicas` with an option for each scalable role: those that were given."""
+    """Replace a command's parameter `replicas` with an option for each scalable role. It gets the given options
+    only."""
 
     @functools.wraps(command)
     def with_options(**given: Any) -> None:

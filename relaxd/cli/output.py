@@ -13,10 +13,10 @@ from relaxd.telemetry.printable import escape, escape_lines
 
 
 class EscapingConsole(Console):
-    """Console that escapes control characters of what it shows."""
+    """Console that escapes control characters in its output."""
 
     def on_broken_pipe(self) -> None:
-        """Raise BrokenPipeError, as print does; rich would end the command."""
+        """Raise BrokenPipeError, as print does; rich would exit instead."""
         raise BrokenPipeError(errno.EPIPE, "nobody reads standard output any more")
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:

@@ -107,7 +107,7 @@ def export(
 
 
 def checkpoints(run_id: RunNameArgument, folder: FolderOption = None) -> None:
-    """List a run's checkpoints: the newest, the best, and those that are never removed."""
+    """List a run's checkpoints: the newest, the best, and those that are kept for ever."""
     found = run_folder(run_id, folder)
     steps = checkpoint_steps(found)
     if not steps:
@@ -155,7 +155,7 @@ def config_of(folder: Path) -> RunConfig:
 
 
 def run_folder(run_id: str, folder: Path | None) -> Path:
-    """Return the folder of a run: `folder`, else runs/RUN or RUN. Raises CliError when it isn't one."""
+    """Return the folder of a run: `folder`, else runs/RUN or RUN. Raises CliError if it isn't a run's folder."""
     places = [folder] if folder is not None else [RUNS / run_id, Path(run_id)]
     found = next((place for place in places if (place / CONFIG).is_file()), None)
     if found is None:
@@ -230,9 +230,9 @@ def _shown(number: float | None) -> str:
 
 
 MAX_SECONDS = 300.0
-"""Longest wait for the checkpoint; a trainer that hangs must not keep its services from being stopped."""
+"""Maximum seconds to wait for the checkpoint, so that a hanging trainer doesn't keep its services running."""
 UNDER_WAY = (RUN_STATE_RUNNING, RUN_STATE_PAUSED)
-"""States in which the trainer has weights that no checkpoint may have. A run that is stopping saves its own."""
+"""States in which the trainer has weights without a checkpoint. A stopping run saves them by itself."""
 
 
 def save_of_run_in_progress(address: str, state: Path, say: Callable[[str], None]) -> str:

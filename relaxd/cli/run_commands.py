@@ -35,7 +35,7 @@ from relaxd.rewinding import NoWayBack, check_way_back, rewind
 from relaxd.v1 import coordinator_pb2 as pb
 
 STOPPING_SECONDS = 5.0
-"""Interval at which `relaxd stop` says what the run waits for."""
+"""Seconds between two lines of `relaxd stop` on what the run waits for."""
 
 
 def pause(
@@ -115,7 +115,7 @@ def resume(
 
 
 def _resume_from(step: int, run_id: str, folder: Path | None, where: Where, steps: int, reset_moments: bool) -> None:
-    """Let a run go on after an earlier step, on the services that are up or on its own. Raises CliError."""
+    """Continue a run after an earlier step, on running services or newly started ones. Raises CliError."""
     if not run_id and folder is None:
         raise CliError("--from-step needs the run that goes back", f"relaxd resume RUN --from-step {step}")
     local = run_checkpoints.run_folder(run_id, folder)
@@ -185,7 +185,7 @@ def stop(
 
 
 def _print_stopping(client: CoordinatorClient, run_id: str) -> None:
-    """Print what a run that is stopping waits for, until it has ended."""
+    """Print what a stopping run waits for, until it has ended."""
     told = ("", 0.0)
     for response in client.watch(run_id):
         run, now = response.run, time.monotonic()

@@ -87,7 +87,7 @@ class SweepRun:
 
     @property
     def folder(self) -> Path:
-        """Its folder."""
+        """The run's folder."""
         return self.config.run.folder.expanduser().resolve() / self.run_id
 
 
@@ -123,7 +123,7 @@ def sweep(
 
 
 def _train(run: SweepRun, where: Where, console: Console) -> None:
-    """Begin a run, or continue it. Raises CliError, ConfigError."""
+    """Start or continue a run. Raises CliError, ConfigError."""
     if not is_run(run.folder):
         execute(run.config, run.run_id, where, console)
     elif where.address is None:

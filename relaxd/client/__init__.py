@@ -6,7 +6,7 @@ from relaxd.v1.coordinator_pb2 import Run
 
 
 class CliError(Exception):
-    """A message that says what is wrong, and optionally a hint what to do."""
+    """A message that says what is wrong, with an optional hint."""
 
     def __init__(self, message: str, hint: str = "") -> None:
         super().__init__(message)

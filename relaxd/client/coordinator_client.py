@@ -24,7 +24,7 @@ from relaxd.v1.replica_pb2_grpc import ReplicaStub
 ENDED = (pb.RUN_STATE_STOPPED, pb.RUN_STATE_FAILED)
 """Final states of a run."""
 LONG_SECONDS = 7 * 86400.0
-"""Deadline of calls whose time depends on the size of the data or the model."""
+"""Deadline, in seconds, of calls whose duration depends on the size of the data or the model."""
 AWAY_SECONDS = 60.0
 """Longest wait for a coordinator that doesn't answer; a restart takes far less."""
 TRANSIENT = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED, grpc.StatusCode.DEADLINE_EXCEEDED)

@@ -53,7 +53,7 @@ class RunReader(Protocol):
         away_seconds: float = 0.0,
         after_step: int | None = None,
     ) -> Iterator[pb.WatchRunResponse]:
-        """Yield a run's updates until it ends, with its steps after one, by default those from now on."""
+        """Yield a run's updates until it ends, with the steps after a given one; by default only future steps."""
 
 
 class FolderRuns:
@@ -79,7 +79,7 @@ class FolderRuns:
         raise NotFoundError(f"there is no run {run_id}" if run_id else "there is no run yet", self.hint(run_id))
 
     def hint(self, run_id: str) -> str:
-        """Say which run a wrong id may mean, and what lists the runs."""
+        """Return a hint for a wrong run id: similar ids, and the command that lists runs."""
         names = [folder.name for folder in self._folders]
         begun = [name for name in names if run_id and name.startswith(run_id)]
         near = begun[-1:] or difflib.get_close_matches(run_id, names, n=1)
@@ -92,7 +92,7 @@ class FolderRuns:
     def samples(
         self, run_id: str = "", step: int = 0, limit: int = 16, *, patience_seconds: float = 0.0
     ) -> list[pb.TrainedSample]:
-        """List trained samples, newest first, or all that a step trained, where they were kept."""
+        """Return trained samples, newest first, or all samples of a step if they were kept."""
         folder = self.folder(run_id)
         if all_samples_file(folder, step).is_file():
             found = read_all_samples(folder, step)
@@ -111,7 +111,7 @@ class FolderRuns:
         away_seconds: float = 0.0,
         after_step: int | None = None,
     ) -> Iterator[pb.WatchRunResponse]:
-        """Yield all of a run at once: nothing follows, because nobody works on it."""
+        """Yield the whole run once: nothing follows, because nobody works on it."""
         run = self.run(run_id)
         response = pb.WatchRunResponse(run=run)
         for line in step_lines(Path(run.folder)):

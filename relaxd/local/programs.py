@@ -22,7 +22,7 @@ ROLLOUT_OFFLINE = "services.rollout.offline"
 MANY_ROLLOUTS = "services.rollout.rehearsal"
 CONSOLE_MODULE = "services.console"
 EXIT_SECONDS = 30.0
-"""Time for a program to end after its last output."""
+"""Seconds for a program to exit after its last output."""
 
 
 def console_installed() -> bool:

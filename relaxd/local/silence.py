@@ -1,4 +1,4 @@
-"""State of a coordinator that doesn't answer: its process or container is stopped, gone, or only silent."""
+"""State of an unresponsive coordinator: its process or container is stopped, gone, or only silent."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -12,11 +12,11 @@ from relaxd.local.state_folder import ServiceState, StateFolder
 from relaxd.roles import COORDINATOR
 
 Known = tuple[str, str]
-"""State of the coordinator as far as it is known, and advice, both for people."""
+"""Known state of the coordinator, and advice, both for people."""
 
 
 def open_client(address: str, state: Path) -> CoordinatorClient:
-    """Return a client whose errors say what is known of the coordinator here, if it is that of a state folder."""
+    """Return a client whose errors add the known state of the coordinator, if it belongs to a state folder here."""
     return CoordinatorClient(address, why_silent=why_silent(state))
 
 
@@ -43,7 +43,7 @@ def why_silent(state: Path) -> Callable[[str], Known | None]:
 
 
 def _of_process(folder: StateFolder, supervisor: int, service: ServiceState) -> Known:
-    """Say what is known of the coordinator's process."""
+    """Return the known state of the coordinator's process."""
     log = f"its log is {folder.log(service.name)}"
     if service.phase == "failed":
         return f"it kept dying (exit code {service.exit_code}), and its supervisor gave it up", log
@@ -61,7 +61,7 @@ def _of_process(folder: StateFolder, supervisor: int, service: ServiceState) -> 
 
 
 def _of_container(containers: compose.ComposeState) -> Known | None:
-    """Say what is known of the coordinator's container."""
+    """Return the known state of the coordinator's container."""
     try:
         found = [one for one in compose.containers(containers) if COORDINATOR in one.Name]
     except CliError:
@@ -72,7 +72,7 @@ def _of_container(containers: compose.ComposeState) -> Known | None:
 
 
 def _status(pid: int | None) -> str | None:
-    """Return the status of a process; None if it is gone."""
+    """Return the status of a process; None if there is none."""
     try:
         status = psutil.Process(pid).status() if pid else None
     except psutil.NoSuchProcess:

@@ -29,9 +29,9 @@ ENDING_SECONDS = 60.0
 DOWN_SECONDS = 120.0
 """Longest time that services may take to end."""
 SAY_SECONDS = 3.0
-"""Interval at which `down` says which services it waits for."""
+"""Seconds between two lines of `down` on the services that it waits for."""
 READY_SECONDS = 120.0
-"""Limit until the next service registers, once Redis has loaded its data."""
+"""Maximum seconds until the next service registers, once Redis has loaded its data."""
 
 
 def make_plan(
@@ -274,7 +274,7 @@ def address_here(state: Path, coordinator: str | None) -> str | None:
 
 
 def use_stack(state: StackState | None) -> StackState | None:
-    """Let this process's calls carry the identity of the stack of the services here, if there are any."""
+    """Add the identity of the local services' stack to this process's calls, if there is one."""
     if state is not None and state.stack:
         os.environ[STACK_VARIABLE] = state.stack
     return state

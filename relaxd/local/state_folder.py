@@ -31,9 +31,9 @@ class ServiceState(BaseModel):
     pid: int | None = None
     restarts: int = 0
     exit_code: int | None = None
-    """Last exit code; negative: the signal that killed it."""
+    """Last exit code; a negative one is the number of the fatal signal."""
     launched: bool = False
-    """True if the launcher added it."""
+    """True if the launcher added the service."""
     restart_wish: int = 0
     """Number of the last RestartWish that was carried out."""
 
@@ -55,7 +55,8 @@ class StackState(RedisUrlModel):
     services: list[ServiceState] = Field(default_factory=list)
 
     def failed(self) -> list[ServiceState]:
-        """Return services that the supervisor no longer restarts, except launched ones and the console: runs go on."""
+        """Return the services that the supervisor no longer restarts, except launched ones and the console: runs
+        continue without them."""
         failed = [service for service in self.services if service.phase == "failed"]
         return [service for service in failed if not service.launched and service.role != CONSOLE]
 
@@ -65,10 +66,10 @@ class LaunchWish(BaseModel):
 
     role: str
     gpu_uuids: list[str] = []
-    """GPUs visible to it; empty: all."""
+    """UUIDs of the GPUs that the service may see; empty: all."""
     sglang_url: str = ""
     stop_seconds: float | None = None
-    """If set, stop it, and kill it after this time."""
+    """If set, stop the service, and kill it after this many seconds."""
 
 
 class RestartWish(BaseModel):
@@ -81,7 +82,7 @@ class RestartWish(BaseModel):
 
 
 class LaunchWishes(BaseModel):
-    """The launcher's requests, by launch id or name. The launcher writes them; the supervisor carries them out."""
+    """The launcher's requests, by launch id or name: the launcher writes them, the supervisor executes them."""
 
     wishes: dict[str, LaunchWish] = {}
     restarts: dict[str, RestartWish] = {}
@@ -93,7 +94,7 @@ class StateFolder:
     def __init__(self, path: Path) -> None:
         self.path = path.resolve()
         self.logs = self.path / "logs"
-        """Logs of the services; of those started for one run, a link to its folder."""
+        """Folder of the services' logs; for services of one run, a link to the run's folder."""
         self.redis_data = self.path / "redis"
         """Data and password of the embedded Redis. Rewards need nothing in this folder, so the reward service's
         worker_enclosure.py keeps their workers out of it."""
@@ -118,7 +119,7 @@ class StateFolder:
             raise CliError(problem, "choose another: --state DIR") from error
 
     def begin_logs(self, target: Path | None = None) -> None:
-        """Begin empty logs here, or go on with those in `target`, a run's folder. Raises CliError."""
+        """Start empty logs here, or continue those in `target`, a run's folder. Raises CliError."""
         try:
             if self.logs.is_symlink():
                 self.logs.unlink()
@@ -153,7 +154,7 @@ class StateFolder:
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """Lock the folder for one supervisor. Raises CliError when another holds it."""
+        """Lock the folder for one supervisor. Raises CliError if another one holds it."""
         with self._lock.open("w") as file:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

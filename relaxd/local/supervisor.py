@@ -60,12 +60,12 @@ class StackPlan(RedisUrlModel):
     stop_with_parent: bool = False
     """Stop everything when the supervisor's parent ends."""
     grace_seconds: float = 20.0
-    """Time to drain before a service is killed."""
+    """Seconds for a service to drain before it is killed."""
     max_restarts: int = 5
     """Maximum deaths of a service within restart_window_seconds."""
     restart_window_seconds: float = 60.0
     first_backoff_seconds: float = 0.5
-    """Pause before the first restart; doubles each time."""
+    """Seconds before the first restart, doubled for each further one."""
 
 
 class SupervisedProcess:
@@ -76,7 +76,7 @@ class SupervisedProcess:
         self.log = log
         self.state = ServiceState(name=spec.name, role=spec.role, launched=launched)
         self.kill_at: float | None = None
-        """Deadline of a requested stop; None: keep it running."""
+        """Time at which to kill the stopping process; None: it is to run."""
         self.process: subprocess.Popen[bytes] | None = None
         self.restart_at: float | None = None
         self.deaths: deque[float] = deque()
@@ -324,7 +324,7 @@ class Supervisor:
         signal.signal(signal.SIGCHLD, lambda number, frame: None)  # wakes up _wait
 
     def _wait(self, seconds: float) -> None:
-        """Sleep until a signal arrives, even one that came just before."""
+        """Sleep until a signal arrives; also return for one that arrived just before."""
         if select.select([self._wakeup_reader], [], [], seconds)[0]:
             with contextlib.suppress(BlockingIOError):
                 os.read(self._wakeup_reader, 4096)

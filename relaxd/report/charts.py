@@ -31,9 +31,9 @@ class Chart:
 
     title: str
     metrics: tuple[str, ...]
-    """Names. One with a * stands for all that fit it and that no other chart names in full."""
+    """Metric names. A name with * stands for all matching ones that no other chart names in full."""
     kind: Literal["lines", "log", "points"] = "lines"
-    """With a logarithmic axis, or with a dot for each value because few steps have one."""
+    """Linear, logarithmic, or a dot for each value because only few steps have one."""
 
 
 SECTIONS: dict[str, tuple[Chart, ...]] = {
@@ -169,7 +169,7 @@ def _flat(line: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _set_charts(names: set[str]) -> list[Chart]:
-    """Return the charts of evaluation sets (eval/SET/NAME), and remove the counts of their prompts from `names`."""
+    """Return the charts of evaluation sets (eval/SET/NAME), and remove their counts of prompts from `names`."""
     charts = []
     for one in sorted({name.split("/")[1] for name in names if name.startswith("eval/")}):
         place = f"eval/{one}/"
@@ -195,7 +195,7 @@ def color(place: int) -> str:
 
 
 def _take(patterns: Sequence[str], left: set[str]) -> list[str]:
-    """Remove the names that the patterns stand for from `left` and return them, in the patterns' order."""
+    """Remove the names that match the patterns from `left` and return them, in the patterns' order."""
     names: list[str] = []
     for pattern in patterns:
         start, star, end = pattern.partition("*")
@@ -247,7 +247,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _number(value: Any) -> float | None:
-    """Round a number to what a chart can show; None for what isn't a finite number."""
+    """Round a number for a chart; None for anything but a finite number."""
     if not _is_number(value):
         return None
     rounded = float(f"{value:.{DIGITS}g}")

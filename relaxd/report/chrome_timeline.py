@@ -7,13 +7,13 @@ from relaxd.report.traces import TracedSpan
 
 
 class _Lane:
-    """A row of a replica in the timeline, whose spans follow each other or lie within each other."""
+    """A row of a replica in the timeline, with spans that follow each other or are nested."""
 
     def __init__(self) -> None:
         self._open: list[TracedSpan] = []
 
     def takes(self, span: TracedSpan) -> bool:
-        """Put a span here, if there is room; spans come by their start. Returns whether there is."""
+        """Add a span, if there is room; spans come in order of their start. Returns whether it was added."""
         while self._open and self._open[-1].end <= span.start:
             self._open.pop()
         if self._open and (span.end > self._open[-1].end or span.trace_id != self._open[-1].trace_id):

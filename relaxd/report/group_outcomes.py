@@ -1,4 +1,4 @@
-"""The account of every prompt's fate, from groups.jsonl: filters, and published beside trained."""
+"""The outcome of every prompt's groups, from groups.jsonl: filters, and trained groups compared with published ones."""
 
 import difflib
 import math
@@ -32,11 +32,11 @@ Test = Callable[[dict[str, Any]], bool]
 
 
 PAGE = 4096
-"""Groups that a summary holds at once."""
+"""Maximum groups that a summary holds at once."""
 CHUNK = 1 << 15
-"""Places of an epoch whose bits are together."""
+"""Number of an epoch's positions whose bits are stored together."""
 GROUP_ID = re.compile(r"(\d+)-(\d{1,18})(?:~(\d+))?", re.ASCII)
-"""Epoch, place in it, and retry."""
+"""Pattern of a group's id: epoch, position in it, and retry."""
 
 
 class GroupSet:
@@ -47,7 +47,7 @@ class GroupSet:
         self._others: set[str] = set()
 
     def add(self, group: str) -> bool:
-        """Add an id. Returns whether it is new."""
+        """Add an id. Returns whether it was new."""
         match = GROUP_ID.fullmatch(group)
         if match is None:
             known = group in self._others
@@ -161,10 +161,10 @@ class GroupTally:
     closed: int = 0
     trained: int = 0
     reasons: Counter[str] = field(default_factory=Counter)
-    """Of the others, why they were dropped."""
+    """Number of dropped groups by reason."""
 
     def add(self, line: dict[str, Any], times: int = 1) -> None:
-        """Count a group; -1 times takes it back."""
+        """Count a group; with -1 remove it."""
         self.closed += times
         if line["fate"] == "trained":
             self.trained += times
@@ -174,25 +174,25 @@ class GroupTally:
 
 @dataclass
 class Mean:
-    """The mean of what was seen so far."""
+    """The mean of all values so far."""
 
     total: float = 0.0
     count: int = 0
 
     def add(self, value: float, times: int = 1) -> None:
-        """Count a value; -1 times takes it back."""
+        """Count a value; with -1 remove it."""
         self.total += times * value
         self.count += times
 
     @property
     def value(self) -> float:
-        """The mean; NaN of nothing."""
+        """The mean; NaN without values."""
         return self.total / self.count if self.count else math.nan
 
 
 @dataclass
 class Summary:
-    """Published groups beside trained ones. Memory grows with the number of sources, not of groups."""
+    """Published groups compared with trained ones. Memory grows with the number of sources, not of groups."""
 
     all: GroupTally = field(default_factory=GroupTally)
     retried: int = 0
@@ -204,10 +204,10 @@ class Summary:
     means: dict[str, tuple[Mean, Mean]] = field(
         default_factory=lambda: {name: (Mean(), Mean()) for name in ("prompt_tokens", "tokens", "truncated", "reward")}
     )
-    """Means over all groups that have the fact, and over the trained ones."""
+    """Means of each number over all groups that have it, and over the trained ones."""
 
     def add(self, line: dict[str, Any], times: int = 1) -> None:
-        """Count a group, as `read_fates` yields it; -1 times takes it back."""
+        """Count a group in the form of `read_fates`; with -1 remove it."""
         self.all.add(line, times)
         self.retried += times * (line["retry"] > 0)
         self.continued += times * (line.get("continued", 0) > 0)
@@ -275,7 +275,7 @@ def _difficulty(line: dict[str, Any]) -> str:
 
 
 def _order(label: str) -> tuple[int, float, str]:
-    """Sort labels by their number; those without one come last."""
+    """Sort labels by their number; labels without one come last."""
     found = re.search(r"[\d.]+", label)
     if found is None:
         return (1, 0.0, label)

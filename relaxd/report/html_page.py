@@ -1,4 +1,4 @@
-"""Renders report.html: the console's views with a run's data in one file, which needs no network to be looked at."""
+"""Renders report.html: the console's views and a run's data in one file, which needs no network."""
 
 import base64
 import gzip
@@ -16,7 +16,7 @@ from relaxd.report.report_data import report_data
 from relaxd.report.run_result import RunResult
 
 ASSETS = Path(__file__).with_name("assets")
-"""The views, which the console serves, too, and the report's page around them."""
+"""Folder of the views, which the console serves as well, and of the report's page."""
 IMPORT = re.compile(r'^import (?:\* as (\w+)|(\{[\w, ]*\})) from "\./(\w+\.js)";$', re.MULTILINE)
 EXPORT = re.compile(r"^export ((?:async )?function|const|class) (\w+)", re.MULTILINE)
 
@@ -43,7 +43,8 @@ def _asset(name: str) -> str:
 
 
 def _policy(scripts: list[str]) -> str:
-    """Return the page's Content-Security-Policy: its own scripts, and styles, images and sounds within the page."""
+    """Return the page's Content-Security-Policy: only its own scripts, and styles, images and sounds within the
+    page."""
     digests = [base64.b64encode(hashlib.sha256(script.encode()).digest()).decode() for script in scripts]
     sources = " ".join(f"'sha256-{digest}'" for digest in digests)
     rest = "style-src 'unsafe-inline'; img-src data:; media-src data:; base-uri 'none'; form-action 'none'"
@@ -57,7 +58,7 @@ def packed(data: Mapping[str, Any]) -> str:
 
 
 def _embedded(data: Mapping[str, Any]) -> str:
-    """Return data as JSON without what HTML could take for markup."""
+    """Return data as JSON without characters that HTML could read as markup."""
     text = json.dumps(data, ensure_ascii=False, allow_nan=False)
     return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
 
@@ -75,7 +76,7 @@ def bundle(folder: Path, entry: str) -> str:
 
 
 def _collect(folder: Path, name: str, texts: dict[str, str]) -> None:
-    """Add a module after those that it imports."""
+    """Add a module after the modules that it imports."""
     if name in texts:
         return
     text = (folder / name).read_text(encoding="utf-8")

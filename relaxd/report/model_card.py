@@ -8,7 +8,7 @@ from typing import Any
 from relaxd.report.run_result import RunResult, table_of
 
 CURVE = "curve.png"
-"""Name of the picture with the run's curve, beside the card."""
+"""File name of the picture of the run's curve, beside the card."""
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 
 

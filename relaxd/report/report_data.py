@@ -1,4 +1,4 @@
-"""The data of report.html: what its views ask for, as JSON, with the fields that the console's server gives them."""
+"""The data of report.html: the answers for its views, as JSON, with the fields of the console's server."""
 
 import re
 import unicodedata
@@ -40,7 +40,7 @@ TEXTS = ("prompt", "response", "answer")
 
 
 def report_data(result: RunResult) -> dict[str, Any]:
-    """Return the run as it is, and the answers to the views' questions by name, without the charts."""
+    """Return the run, and the answers to the views' requests by name, without the charts."""
     return {
         "run": _run(result),
         "answers": {
@@ -175,7 +175,7 @@ def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> dict[str, Any]
 
 
 def shown_text(value: object) -> str:
-    """Return a model's text without the height of what is empty: at most one blank line between two others."""
+    """Return a model's text with at most one blank line in a row."""
     text = str(value)
     if text and all(character.isspace() or unicodedata.category(character) in INVISIBLE for character in text):
         return f"(only {len(text)} blank characters)"

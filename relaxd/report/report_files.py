@@ -65,7 +65,7 @@ def _points(lines: Sequence[Mapping[str, Any]], name: str) -> list[tuple[int, fl
 
 
 def running_mean(values: Sequence[float]) -> list[float]:
-    """Return the means over the last SMOOTHED values."""
+    """Return the means over the last SMOOTHED values of each position."""
     windows = [values[max(0, end - SMOOTHED) : end] for end in range(1, len(values) + 1)]
     return [sum(window) / len(window) for window in windows]
 

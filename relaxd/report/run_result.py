@@ -30,7 +30,7 @@ from relaxd.run_forks import with_original
 from relaxd.v1 import coordinator_pb2 as pb
 
 COUNTS = ("prompts", "unscored", "environment_failed", "turns_mean", "response_length", "truncated_share", "step")
-"""Metrics of a set that are neither the reward nor a part of it."""
+"""Metrics of a set other than the reward and its parts."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class SetRow:
     name: str
     """The set's name."""
     values: Mapping[str, float]
-    """Metrics without the set's prefix, as `summarise_set` names them."""
+    """Metrics without the set's prefix, by the names of `summarise_set`."""
 
     @property
     def estimates(self) -> list[str]:
@@ -81,7 +81,7 @@ def set_rows(lines: Iterable[Mapping[str, Any]]) -> list[SetRow]:
 
 
 def table_of(rows: Iterable[SetRow]) -> tuple[list[str], list[list[str]]]:
-    """Return titles and cells of the table, with those columns that any row fills."""
+    """Return titles and cells of the table, with the columns that any row fills."""
     rows = list(rows)
     estimates = sorted(
         {name for row in rows for name in row.estimates},
@@ -119,7 +119,7 @@ class RunResult:
     initial model was evaluated."""
     config_toml: str
     config: RunConfig | None
-    """None if config.json is missing or of another version of relaxd."""
+    """The configuration; None if config.json is missing or from another version of relaxd."""
     code: dict[str, Any]
     """The version of the code, as in code.json; empty if unknown."""
     samples: list[dict[str, Any]]
@@ -146,7 +146,7 @@ class RunResult:
 
     @property
     def alarms(self) -> list[str]:
-        """A line for each alarm, those that have ended included; empty if the settings are unknown."""
+        """A line for each alarm, ended ones included; empty if the settings are unknown."""
         if self.config is None:
             return []
         found: list[GapAlarm | RuleAlarm] = [*GapWatch(self.config).observe_all(self.lines)]
@@ -161,12 +161,12 @@ class RunResult:
 
     @property
     def answered_sets(self) -> list[str]:
-        """The sets whose answers were kept, the held-out prompts first."""
+        """Sets with stored answers, the held-out prompts first."""
         others = sorted(path.name for path in (self.folder / EVALUATIONS).glob("*/"))
         return [name for name in (HELD_OUT, *others) if self.evaluation_steps(name)]
 
     def evaluation_steps(self, name: str = HELD_OUT) -> list[int]:
-        """Return the steps whose evaluation's answers to a set were kept, in order."""
+        """Return the steps with stored answers to a set, in order."""
         names = [path.stem for path in answers_folder(self.folder, name).glob("step-*.jsonl")]
         return sorted(int(name.removeprefix("step-")) for name in names if re.fullmatch(r"step-\d+", name))
 
@@ -208,12 +208,12 @@ class RunResult:
 
 
 def place_of(answer: Mapping[str, Any]) -> tuple[int, int]:
-    """Return the index of an answer's prompt, and which of the prompt's answers it is."""
+    """Return the index of an answer's prompt, and the answer's number among that prompt's answers."""
     return answer["index"], answer.get("sample", 0)
 
 
 def results(summary: Mapping[str, Any]) -> list[tuple[str, float, float]]:
-    """Return name, value before and value after of the held-out reward and of each of its parts."""
+    """Return name, value before and value after of the held-out reward and each of its parts."""
     found = []
     for key, before in summary.items():
         name = key.removesuffix("_before")
@@ -228,7 +228,7 @@ OF_CONVERSATIONS = ("conversation", "turns", "environment_reward", "environment_
 
 
 def sample_values(sample: pb.TrainedSample) -> dict[str, Any]:
-    """Return a sample's fields by name, without its tokens; protobuf's own JSON writes 64-bit numbers as text."""
+    """Return a sample's fields by name, without its tokens. protobuf's own JSON writes 64-bit numbers as text."""
     values = {field.name: getattr(sample, field.name) for field in sample.DESCRIPTOR.fields}
     values["conversation"] = [
         {"role": message.role, "content": message.content, "tool_calls": list(message.tool_calls)}
@@ -281,7 +281,7 @@ def _read_config(folder: Path) -> RunConfig | None:
 
 
 def read_lines(path: Path, *, growing: bool = False) -> list[dict[str, Any]]:
-    """Read a JSONL file; if it is `growing`, without an incomplete last one. Raises an OSError or ValueError."""
+    """Read a JSONL file; if `growing`, without an incomplete last line. Raises an OSError or ValueError."""
     text = path.read_text(encoding="utf-8")
     lines = text[: text.rfind("\n") + 1] if growing else text
     return [json.loads(line) for line in lines.splitlines() if line.strip()]

@@ -65,24 +65,24 @@ SHARES = {
 }
 """Labels of metrics that are shares of the step's time. The table also has those of single replicas."""
 PER_REPLICA = {"engine_idle_share": "{replica}: idle", "gpu_idle_share": "GPUs of {replica}: no kernel running"}
-"""Labels of those that a step has of each replica, too."""
+"""Labels of metrics that a step also has for each replica."""
 
 
 def replica_values(step: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    """Return a step's values of a metric by replica id; none if it has too many replicas."""
+    """Return a step's values of a metric by replica id; empty if it has too many replicas."""
     values: Mapping[str, Any] = (step.get("replicas") or {}).get(name, {})
     return values
 
 
 def part_seconds(step: Mapping[str, Any], whole: Breakdown) -> list[float]:
-    """Return the seconds of each part in a step; 0 for a metric that the step lacks."""
+    """Return the seconds of each part of a step; 0 for a missing metric."""
     known = {part.name: float(step.get(part.name) or 0.0) for part in whole.parts if part.name}
     rest = max(0.0, float(step.get(whole.name) or 0.0) - sum(known.values()))
     return [known.get(part.name, rest) for part in whole.parts]
 
 
 def mean_rows(steps: Steps, whole: Breakdown) -> list[tuple[BreakdownPart, float, float]]:
-    """Return each part with its mean seconds and share of the whole; parts that never took time are left out."""
+    """Return each part with its mean seconds and share of the whole, without parts that never took time."""
     seconds = [part_seconds(step, whole) for step in steps if step.get(whole.name)]
     if not seconds:
         return []
@@ -96,7 +96,7 @@ def mean_rows(steps: Steps, whole: Breakdown) -> list[tuple[BreakdownPart, float
 
 
 def share_rows(steps: Steps) -> list[tuple[str, float]]:
-    """Return label and mean, weighted by the steps' seconds, of each share; then those of single replicas."""
+    """Return label and mean, weighted by the steps' seconds, of each share, then those of single replicas."""
     rows = [("weight synchronisation: share of a step", _weight_sync_share(steps))]
     rows += [(label, _mean_share(steps, name)) for name, label in SHARES.items()]
     for name, label in PER_REPLICA.items():

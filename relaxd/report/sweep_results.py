@@ -17,7 +17,7 @@ LAST_STEPS = 5
 TABLE = "sweep.csv"
 PLOT = "sweep.png"
 MAX_COLORS = 10
-"""Number of colours of matplotlib's default cycle; further runs have other lines."""
+"""Number of colours of matplotlib's default cycle; further runs get other line styles."""
 LINES = ("-", "--", ":", "-.")
 
 
@@ -29,16 +29,16 @@ class SweepRow:
     settings: Mapping[str, Any]
     """The settings in which runs of the sweep differ."""
     result: RunResult | None
-    """None before it begins."""
+    """Result of the run; None before it begins."""
 
     @property
     def label(self) -> str:
-        """Its settings, for people."""
+        """Settings of the run in readable form."""
         return ", ".join(f"{name.rpartition('.')[2]} {value}" for name, value in self.settings.items())
 
     @property
     def state(self) -> str:
-        """Its outcome, or how far it is."""
+        """Outcome of the run, or its progress."""
         if self.result is None:
             return "not begun"
         return str(self.result.summary.get("outcome") or "not ended")
@@ -56,7 +56,7 @@ class SweepRow:
 
 
 def read_row(run_id: str, settings: Mapping[str, Any], folder: Path) -> SweepRow:
-    """Read a run's results, which may not have begun."""
+    """Read the results of a run, which may not have begun."""
     return SweepRow(run_id=run_id, settings=settings, result=read_result(folder) if is_run(folder) else None)
 
 

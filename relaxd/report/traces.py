@@ -23,7 +23,7 @@ class TracedSpan:
 
     name: str
     instance: str
-    """The replica that made it."""
+    """Replica that recorded the span."""
     trace_id: str
     span_id: str
     parent_id: str
@@ -35,7 +35,7 @@ class TracedSpan:
     """Error text; "" without an error."""
     attributes: Mapping[str, Any]
     links: tuple[str, ...]
-    """Ids of spans in other traces."""
+    """Ids of linked spans in other traces."""
 
 
 @dataclass(frozen=True)
@@ -45,9 +45,9 @@ class GroupTrace:
     root: TracedSpan
     """The span that created the group."""
     spans: list[TracedSpan] = field(default_factory=list)
-    """All its spans, by start."""
+    """All spans of the trace by start."""
     linked: list[TracedSpan] = field(default_factory=list)
-    """Spans of other traces to which they link, such as the step's, by start."""
+    """Linked spans of other traces, such as the step's, by start."""
 
 
 def read_group_trace(run_folder: Path, group_id: str) -> GroupTrace | None:
@@ -90,7 +90,7 @@ def _spans_with(run_folder: Path, text: str) -> Iterator[TracedSpan]:
 
 
 def _spans_of_lines(run_folder: Path, wanted: Callable[[str], bool]) -> Iterator[TracedSpan]:
-    """Yield the spans of all exports whose line is wanted."""
+    """Yield the spans of all exports whose line is selected."""
     for path in sorted((run_folder / TRACES).glob("*.jsonl")):
         with path.open(encoding="utf-8") as file:
             for line in file:

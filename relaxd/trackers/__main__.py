@@ -23,11 +23,11 @@ from relaxd.trackers.tracker import TrackedRun, redact
 
 CHECK_SECONDS = 1.0
 END_SECONDS = 60.0
-"""Time in which trackers have to send what they have once the run, or the coordinator, has ended."""
+"""Seconds for trackers to send remaining data after the end of the run or the coordinator."""
 
 
 class Reports:
-    """Writes the problem of each tracker and notifier, "" without one, when it changes."""
+    """Writes the problem of each tracker and notifier, "" for none, whenever it changes."""
 
     def __init__(self, output: TextIO) -> None:
         self._output = output
@@ -35,7 +35,7 @@ class Reports:
         self._problems: dict[tuple[str, str], str] = {}
 
     def set(self, tracker: str, problem: str) -> None:
-        """Set a tracker's problem, "" if it works; written unless it was the last one, too."""
+        """Set a tracker's problem, "" if it works; it is written only if it changed."""
         self._set("tracker", tracker, problem)
 
     def set_notifier(self, notifier: str, problem: str) -> None:
@@ -66,7 +66,8 @@ def tracked_run(given: dict[str, Any]) -> TrackedRun:
 
 
 def make_notifiers(given: dict[str, Any], folder: Path, reports: Reports) -> list[Notifier]:
-    """Return a notifier for each address, whose secrets no tracker finds in the environment from then on."""
+    """Return a notifier for each address, and remove the addresses' secrets from the environment, so that no tracker
+    finds them."""
     settings = given.get("alerts")
     environment = {VARIABLE: os.environ.pop(VARIABLE, "")}
     if settings is None:
@@ -80,7 +81,7 @@ def make_notifiers(given: dict[str, Any], folder: Path, reports: Reports) -> lis
 
 
 def run_trackers(given: dict[str, Any], reports: Reports) -> None:
-    """Feed a run's trackers and notifiers until the input ends, and END_SECONDS longer at most."""
+    """Feed a run's trackers and notifiers until the input ends, and for up to END_SECONDS longer."""
     run = tracked_run(given)
     notifiers = make_notifiers(given, run.folder, reports)
     feeds = [Feed(name, run, reports.set) for name in run.settings["trackers"]]

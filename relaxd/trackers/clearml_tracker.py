@@ -10,12 +10,12 @@ from clearml import Task
 from relaxd.trackers.tracker import Edition, TrackedRun, Tracker
 
 FOLDER = "clearml"
-"""Folder in the run's folder; its subfolder offline has the session and, once it is closed, the session's zip file."""
+"""Subfolder of the run's folder. Its subfolder offline has the session, and later the closed session's zip file."""
 DETECTED = (
     *("matplotlib", "tensorflow", "tensorboard", "pytorch", "xgboost", "scikit", "fastai", "lightgbm", "hydra"),
     *("detect_repository", "tfdefines", "joblib", "megengine", "catboost", "gradio"),
 )
-"""Frameworks and code that ClearML would record by itself, with other trackers' numbers: all are turned off."""
+"""Frameworks and code that ClearML would record by itself, including other trackers' numbers: all are turned off."""
 
 
 class ClearMLTracker(Tracker):

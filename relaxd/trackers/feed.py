@@ -15,24 +15,24 @@ from relaxd.trackers.logged import Logged, Part, digest
 from relaxd.trackers.tracker import Edition, TrackedRun, Tracker, flatten, load_tracker
 
 POLL_SECONDS = 0.5
-"""Interval at which the files are looked at."""
+"""Seconds between two checks of the files."""
 RESTART_SECONDS = 30.0
-"""Time after a tracker's error until it is started again."""
+"""Seconds between a tracker's error and its restart."""
 SLOW_SECONDS = 60.0
-"""Time without an answer after which a tracker is called stuck."""
+"""Seconds without an answer after which a tracker counts as stuck."""
 FOLDER = "trackers"
-"""Folder in the run's folder with what each tracker has logged."""
+"""Subfolder of the run's folder with each tracker's record of logged steps."""
 
 Report = Callable[[str, str], None]
 """Called with a tracker's name and its problem, "" once it works."""
 
 
 class TakenBack(Exception):
-    """Steps that were logged are gone from the run's files, or have other numbers now."""
+    """Logged steps are gone from the run's files, or have different numbers now."""
 
 
 class Feed(threading.Thread):
-    """Feeds one tracker until `end`; no error of the tracker leaves it."""
+    """Feeds one tracker until `end`; an error of the tracker never leaves this class."""
 
     def __init__(self, name: str, run: TrackedRun, report: Report, restart_seconds: float = RESTART_SECONDS) -> None:
         super().__init__(name=name, daemon=True)
@@ -49,7 +49,7 @@ class Feed(threading.Thread):
         self._tracker: Tracker | None = None
 
     def end(self, *, run_ended: bool) -> None:
-        """Ask the thread to log what is there and end."""
+        """Have the thread log the remaining lines and end."""
         self._run_ended = run_ended
         self._ending.set()
 
@@ -60,7 +60,7 @@ class Feed(threading.Thread):
             self._report(self.name, f"has not answered for more than {SLOW_SECONDS:.0f} s")
 
     def run(self) -> None:
-        """Feed the tracker; start it again after an error."""
+        """Feed the tracker, and restart it after an error."""
         taken_back = False
         while True:
             try:
@@ -83,7 +83,7 @@ class Feed(threading.Thread):
                 return
 
     def _start(self, *, taken_back: bool) -> None:
-        """Start the tracker where it was; with a new edition if steps were taken back."""
+        """Start the tracker at its last position, with a new edition if steps were taken back."""
         self._tracker = load_tracker(self.name)
         self._logged = Logged(self._logged_path)
         before = self._logged.edition
@@ -94,7 +94,7 @@ class Feed(threading.Thread):
         self._tracker.start(self._run, edition)
 
     def _follow(self) -> None:
-        """Feed the tracker until `end`. Raises TakenBack, and whatever the tracker raises."""
+        """Feed the tracker until `end`. Raises TakenBack, and any error of the tracker."""
         assert self._tracker is not None
         while True:
             ending = self._ending.is_set()  # before reading: what the run wrote until then is read
@@ -124,7 +124,8 @@ class Feed(threading.Thread):
             raise TakenBack
 
     def _log_line(self, step: int, line: Mapping[str, Any]) -> None:
-        """Log a line of metrics.jsonl, unless it is logged. Raises TakenBack: another one was logged for its step."""
+        """Log a line of metrics.jsonl, unless it is logged. Raises TakenBack if a different one was logged for its
+        step."""
         assert self._tracker is not None
         numbers, evaluation = split_line(line)
         logs: tuple[tuple[Part, dict[str, float], Callable[[int, Mapping[str, float]], None]], ...] = (

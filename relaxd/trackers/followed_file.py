@@ -1,4 +1,4 @@
-"""A JSONL file that is read while another process appends to it, cuts it off or replaces it."""
+"""A JSONL file that is read while another process appends to it, truncates it or replaces it."""
 
 import io
 import os
@@ -8,17 +8,17 @@ from typing import Any
 from relaxd.run_folder import parse_line
 
 READ_BYTES = 1 << 20
-"""About as many bytes are read at once."""
+"""Approximate number of bytes to read at once."""
 
 
 class FollowedFile:
-    """Reads the lines of a file that grows, and from its beginning again if it was replaced or cut off."""
+    """Reads the lines of a growing file, and starts again if it was replaced or truncated."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._file: io.BufferedReader | None = None
         self._end = 0
-        """Byte at which the last line that was read ends."""
+        """Offset of the end of the last line that was read."""
         self._last = b""
         """The last line that was read."""
 
@@ -38,13 +38,13 @@ class FollowedFile:
         return again, [value for line in lines if (value := parse_line(line)) is not None]
 
     def close(self) -> None:
-        """Close the file. The next `read` begins at its beginning."""
+        """Close the file. The next `read` starts at its beginning."""
         if self._file is not None:
             self._file.close()
             self._file = None
 
     def _reopen_if_changed(self) -> bool:
-        """Open the file at its beginning, unless it is open and only grew; return whether that was done."""
+        """Open the file at its beginning, unless it is open and has only grown. Returns whether it was opened."""
         try:
             number = os.stat(self._path).st_ino
         except FileNotFoundError:
@@ -57,7 +57,7 @@ class FollowedFile:
         return True
 
     def _has_last_line(self) -> bool:
-        """Return whether the last line that was read is still where it was."""
+        """Return whether the last line that was read is still in its place."""
         assert self._file is not None
         self._file.seek(self._end - len(self._last))
         return self._file.read(len(self._last)) == self._last

@@ -1,4 +1,4 @@
-"""The record of what a tracker has logged, in the run's folder: a tracker that is started again goes on after it."""
+"""The record of a tracker's logged steps, in the run's folder, from which a restarted tracker continues."""
 
 import json
 import secrets
@@ -13,12 +13,12 @@ Part = Literal["step", "evaluation", "samples"]
 
 
 class Logged:
-    """Record of what a tracker has stored in an edition: the digest of each step's numbers, and whose samples."""
+    """Record of a tracker's data in an edition: the digest of each step's numbers, and the steps with samples."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self.edition = ""
-        """Id of the edition that was started last, "" before the first."""
+        """Id of the newest edition, "" before the first."""
         self._digests: dict[tuple[int, Part], int] = {}
         self._unsaved: list[str] = []
         for line in read_lines(path):
@@ -30,7 +30,7 @@ class Logged:
         """The last step of which something is logged; -1 if nothing is."""
 
     def begin_edition(self) -> None:
-        """Begin the next edition, which has logged nothing. Raises OSError."""
+        """Begin the next, empty edition. Raises OSError."""
         self.edition = secrets.token_hex(4)
         self.last_step = -1
         self._digests, self._unsaved = {}, []
@@ -38,17 +38,17 @@ class Logged:
         append_lines(self._path, json.dumps({"edition": self.edition}) + "\n")
 
     def known(self, step: int, part: Part) -> int | None:
-        """Return the digest of a part that is logged, else None."""
+        """Return the digest of a logged part, else None."""
         return self._digests.get((step, part))
 
     def add(self, step: int, part: Part, digest: int) -> None:
-        """Add a part that was logged; `save` keeps it."""
+        """Add a logged part; `save` stores it."""
         self._digests[step, part] = digest
         self.last_step = max(self.last_step, step)
         self._unsaved.append(json.dumps({"step": step, "part": part, "digest": digest}) + "\n")
 
     def save(self) -> None:
-        """Save what was added. Raises OSError."""
+        """Store added parts. Raises OSError."""
         if self._unsaved:
             append_lines(self._path, "".join(self._unsaved))
             self._unsaved = []

@@ -1,4 +1,4 @@
-"""MLflow, through its REST API: its package wants an older protobuf than relaxd's."""
+"""MLflow, through its REST API, because its package requires an older protobuf than relaxd."""
 
 import base64
 import json
@@ -19,7 +19,7 @@ MAX_METRICS, MAX_PARAMETERS, MAX_VALUE = 1000, 100, 6000
 """Maximum numbers and parameters of a call, and maximum characters of a parameter."""
 EDITION_TAG = "relaxd.edition"
 ARTIFACTS = "mlflow-artifacts:"
-"""Scheme of artifacts that the server itself stores."""
+"""URI scheme of artifacts that the server itself stores."""
 
 
 class MLflowError(Exception):
@@ -122,7 +122,7 @@ class MLflowTracker(Tracker):
 
 
 def _authorization() -> dict[str, str]:
-    """Return the header with the credentials of the environment, if it has any."""
+    """Return the header with the environment's credentials, if there are any."""
     if token := os.environ.get("MLFLOW_TRACKING_TOKEN"):
         return {"Authorization": f"Bearer {token}"}
     if user := os.environ.get("MLFLOW_TRACKING_USERNAME"):

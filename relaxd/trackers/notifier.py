@@ -19,12 +19,12 @@ from relaxd.trackers.followed_file import FollowedFile
 
 POLL_SECONDS = 1.0
 RETRY_SECONDS = 60.0
-"""Pause after a message that could not be sent."""
+"""Seconds between a failed message and the next attempt."""
 LAST_TRIES = 2
-"""Tries to send what is left at the end."""
+"""Number of attempts to send the remaining messages at the end."""
 LAST_PAUSE_SECONDS = 2.0
 MAX_STATUSES = 1000
-"""Statuses that wait for a thread that is sending; older ones are left out."""
+"""Maximum number of statuses that wait for a sending thread; older ones are dropped."""
 FOLDER = "alerts"
 """Folder in the run's folder with the state of each address's messages, by its number."""
 
@@ -33,7 +33,7 @@ Report = Callable[[str, str], None]
 
 
 class Notifier(threading.Thread):
-    """Notifies one address until `end`. No error leaves it."""
+    """Notifies one address until `end`. No error leaves this class."""
 
     def __init__(self, url: AlertUrl, run_id: str, folder: Path, settings: Mapping[str, Any], report: Report) -> None:
         """`settings` is the section [alerts] of the configuration."""
@@ -51,7 +51,7 @@ class Notifier(threading.Thread):
             self._read_state(),
         )
         self._statuses: deque[tuple[datetime, Mapping[str, Any]]] = deque(maxlen=MAX_STATUSES)
-        """Statuses that are to be looked at, with the times at which they came."""
+        """Unprocessed statuses, with their arrival times."""
         self._last_status: Mapping[str, Any] | None = None
         self._wake = threading.Event()
         self._ending = threading.Event()
@@ -62,12 +62,12 @@ class Notifier(threading.Thread):
         self._wake.set()
 
     def end(self) -> None:
-        """Ask the thread to send what is due and end."""
+        """Have the thread send due messages and end."""
         self._ending.set()
         self._wake.set()
 
     def run(self) -> None:
-        """Send what is due until the end."""
+        """Send due messages until the end."""
         try:
             sender = Sender(self._url)
         except UrlProblem as problem:
@@ -85,7 +85,7 @@ class Notifier(threading.Thread):
             time.sleep(LAST_PAUSE_SECONDS)  # brief: LAST_TRIES
 
     def _send(self, sender: Sender) -> bool:
-        """Look for news and send what is due. Returns whether nothing is left that should have been sent."""
+        """Process news and send due messages. Returns whether none is left to send."""
         try:
             now = self._now()
             with contextlib.suppress(OSError):  # the next look reads it
@@ -115,7 +115,7 @@ class Notifier(threading.Thread):
         return datetime.now().astimezone(self._zone)
 
     def _read_steps(self, now: datetime) -> None:
-        """Take in the steps that are new in the run's folder."""
+        """Process new steps in the run's folder."""
         _, lines = self._metrics.read()
         while lines:
             for line in lines:

@@ -50,7 +50,7 @@ class TensorBoardTracker(Tracker):
         self._writer.close()
 
     def _forget_from(self, step: int) -> None:
-        """Have readers forget what they have read of this step and later ones."""
+        """Have readers drop this step and later ones."""
         self._add(step, session_log=event_pb2.SessionLog(status=event_pb2.SessionLog.START))
 
     def _add(self, step: int, **what: Any) -> None:
@@ -65,13 +65,13 @@ class TensorBoardTracker(Tracker):
 
 
 def _await_later_name(earlier: Iterable[Path]) -> None:
-    """Wait until a new event file's name, which begins with the second, comes after the earlier ones."""
+    """Wait until a new event file's name, which begins with the current second, sorts after the earlier ones."""
     latest = max((int(path.name.split(".")[3]) for path in earlier), default=0)
     time.sleep(max(0.0, min(latest + 1 - time.time(), 2.0)))
 
 
 def markdown_table(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Return rows as a table of Markdown; names are those of the first row."""
+    """Return rows as a Markdown table; the first row's keys are the titles."""
     names = list(rows[0])
     lines = [names, ["---"] * len(names), *([_cell(row.get(name)) for name in names] for row in rows)]
     return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)

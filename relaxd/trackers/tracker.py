@@ -10,15 +10,15 @@ from urllib.parse import urlsplit
 from relaxd.importing import ImportProblem, import_own
 
 SECRET = re.compile(r"(?i)(^|[_-])(api[_-]?key|password|passwd|secret|token|authorization|credentials?)$")
-"""Names of settings whose values are secret."""
+"""Name patterns of settings with secret values."""
 VARIABLE = re.compile(r"(^|_)address_token$")
-"""Names of settings whose values are the name of an environment variable with a secret."""
+"""Name patterns of settings with the name of an environment variable that has a secret."""
 REDACTED = "***"
 
 
 @dataclass(frozen=True)
 class TrackedRun:
-    """A run, as a tracker gets to know it."""
+    """A run in the form for trackers."""
 
     run_id: str
     folder: Path
@@ -45,9 +45,9 @@ class Edition:
     id: str
     """Unique name, of letters and digits."""
     replaced: str
-    """The edition that it replaces, or ""."""
+    """The edition that this one replaces, or ""."""
     resumed: bool
-    """True if it was started before, and has steps already."""
+    """True if the edition was started before, and already has steps."""
 
 
 class Tracker:
@@ -58,11 +58,11 @@ class Tracker:
     """
 
     def begins_anew(self, run: TrackedRun) -> bool:
-        """Return whether each start begins another edition."""
+        """Return whether each start begins a new edition."""
         return False
 
     def start(self, run: TrackedRun, edition: Edition) -> None:
-        """Start to log a run: all steps of a new edition, and of one that is resumed those that it lacks."""
+        """Start logging a run: all steps of a new edition, or the missing steps of a resumed one."""
         raise NotImplementedError
 
     def log_step(self, step: int, numbers: Mapping[str, float]) -> None:
@@ -70,11 +70,11 @@ class Tracker:
         raise NotImplementedError
 
     def log_evaluation(self, step: int, numbers: Mapping[str, float]) -> None:
-        """Log the evaluation of a step's weights, such as "eval/reward". May come after later steps were logged."""
+        """Log the evaluation of a step's weights, such as "eval/reward". It may come after later steps."""
         self.log_step(step, numbers)
 
     def log_samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Log samples that a step has trained. By default they are left out."""
+        """Log trained samples of a step. The default does nothing."""
 
     def flush(self) -> None:
         """Return when everything logged so far is stored."""
@@ -84,7 +84,7 @@ class Tracker:
 
 
 def load_tracker(name: str) -> Tracker:
-    """Return the tracker that a configuration names. Raises ImportProblem: it can't be imported."""
+    """Return the tracker that a configuration names. Raises ImportProblem if it can't be imported."""
     try:
         if name == "tensorboard":
             from relaxd.trackers.tensorboard_tracker import TensorBoardTracker
@@ -141,7 +141,7 @@ def _without_password(address: str) -> str:
 
 
 def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return nested mappings as one, whose names are joined by dots."""
+    """Return nested mappings as one mapping, with names joined by dots."""
     flat: dict[str, Any] = {}
     for name, value in values.items():
         if isinstance(value, Mapping):

@@ -40,7 +40,7 @@ from relaxd.tools.doctor.checks import examine
 from relaxd.tools.fitting.fit import budget_problem, written
 
 TRIAL_SECONDS = 90.0
-"""Time for loading a user's own algorithm and torch."""
+"""Seconds allowed for loading a user's own algorithm and torch."""
 
 
 def check(config: RunConfig, *, call_reward: bool = True, first_look: bool = False) -> list[Problem]:
@@ -82,7 +82,7 @@ def check(config: RunConfig, *, call_reward: bool = True, first_look: bool = Fal
 
 
 def check_algorithm(config: RunConfig) -> list[Problem]:
-    """Check that the algorithm has the columns that it needs, and try a user's own in a separate process."""
+    """Check that the algorithm has its columns, and try a user's own one in a separate process."""
     try:
         if isinstance(config.algorithm, OwnConfig):
             text = config.algorithm.model_dump_json()
@@ -188,7 +188,7 @@ def _check_model(config: RunConfig, folder: Path) -> list[Problem]:
 
 
 def _check_engine(config: RunConfig, model_type: str) -> list[Problem]:
-    """Check that the rollout engine runs a type of model, and takes the run's media with it."""
+    """Check that the rollout engine supports a type of model, and the run's media with it."""
     engine = ENGINES[config.rollout.engine]
     if (refused := _check_type("rollout", engine.name, model_type)) or model_type not in SEEING:
         return refused
@@ -206,7 +206,7 @@ def _check_type(section: str, engine: str, model_type: str) -> list[Problem]:
 
 
 def _check_frozen_models(config: RunConfig) -> list[Problem]:
-    """Check the models of the reference and the teacher, where the run has them."""
+    """Check the reference's and the teacher's models, if the run has them."""
     found = []
     for role, own in _frozen(config).items():
         try:
@@ -237,7 +237,7 @@ def _check_frozen_models(config: RunConfig) -> list[Problem]:
 
 
 def _check_teacher_engine(config: RunConfig, model: Mapping[str, Any]) -> list[Problem]:
-    """Check that a teacher's engine runs its model, can divide it, and takes the longest sample."""
+    """Check that a teacher's engine supports its model, its division, and the longest sample."""
     teacher = config.roles.teacher
     problems = _check_type(teacher.section, teacher.engine, str(model.get("model_type")))
     heads, context = model.get("num_attention_heads"), model.get("max_position_embeddings")
@@ -366,7 +366,7 @@ def config_check(words: WordsArgument) -> None:
 
 
 def _disk(config: RunConfig) -> str:
-    """Say what a run will write."""
+    """Show how much a run will write to disk."""
     try:
         found = written(config)
     except DataError as error:

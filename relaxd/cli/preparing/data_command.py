@@ -74,12 +74,12 @@ def set_of(path: Path) -> str:
 
 
 MOST_READ = 2000
-"""Maximum number of prompts that are read of a source, evenly spread over it."""
+"""Maximum number of prompts to read from a source, evenly spread."""
 MOST_READ_WITH_MEDIA = 200
 """The same with data.media_keys: all that are read are held in memory, and files with media are opened."""
 
 MOST_COMPARED_WITH_MEDIA = 20_000
-"""Maximum number of prompts of a source with media among which repeats are counted, because all files are read."""
+"""Maximum number of prompts with media among which to count repeats, because all of their files must be read."""
 
 
 def data(
@@ -118,7 +118,7 @@ def _show(
     evaluation: Sequence[tuple[str, Keys]] = (),
     weight: float = 1.0,
 ) -> None:
-    """Print what a source has, and how many of its prompts are repeated or in an evaluation set."""
+    """Print a source's contents, and how many of its prompts are repeated or in an evaluation set."""
     most = MOST_READ_WITH_MEDIA if config.data.media_keys else MOST_READ
     places = evenly_spread(len(source.examples), most)
     examples = read_some(source, places)
@@ -164,7 +164,7 @@ def _show(
 
 
 def _show_media(example: Example, tokenizer: PromptTokenizer, console: Console) -> None:
-    """Print what the model gets of a prompt's media, which are decoded for that."""
+    """Decode a prompt's media and print what the model gets of them."""
     assert tokenizer.vision is not None  # or the prompt would have been refused
     media = normalise(example, tokenizer.vision)
     table = Table(box=None, pad_edge=False)

@@ -1,4 +1,4 @@
-"""`relaxd doctor`, and what other commands say of this machine before they start anything."""
+"""`relaxd doctor`, and the machine checks that other commands run before they start anything."""
 
 from collections import Counter
 from dataclasses import asdict
@@ -20,7 +20,7 @@ from relaxd.tools.doctor.finding import Finding, Level, Scope
 
 STYLES: dict[Level, str] = {"ok": "green", "absent": "dim", "warning": "yellow", "problem": "bold red"}
 PREFLIGHT_SECONDS = 0.3
-"""Longest wait for another process's answer before something is started."""
+"""Maximum seconds to wait for another process's answer before starting something."""
 
 
 def doctor(
@@ -65,7 +65,7 @@ def scope_of(
     *,
     containers: bool = False,
 ) -> Scope:
-    """Return the subjects that a command with these options examines; `containers`: it is about to start some."""
+    """Return the subjects that a command with these options checks; `containers`: the command will start containers."""
     folder = StateFolder(state)
     containers = containers or compose.read(folder) is not None
     return Scope(
@@ -85,7 +85,7 @@ def warn_of_machine(moment: Moment, scope: Scope, console: Console) -> None:
 
 
 def print_finding(finding: Finding, console: Console) -> None:
-    """Print a finding: what was found, then what would be right, and the command for it."""
+    """Print a finding, the right state, and the command that brings it about."""
     console.print(
         Text.assemble((f"{finding.level:<8}", STYLES[finding.level]), f"{finding.about}: {finding.found}"),
         soft_wrap=True,

@@ -105,7 +105,7 @@ def env_test(
 
 
 def _trial_of_name(words: Sequence[str]) -> _Trial:
-    """Return a conversation with an environment outside of a run. Raises CliError: a wrong address, other words."""
+    """Start a conversation with an environment outside of a run. Raises CliError for a wrong address or other words."""
     name, *others = words
     if others:
         raise CliError(f"{others[0]}: there is no such option for an environment; settings are for FILE.toml")
@@ -198,7 +198,7 @@ def _reply(text: str) -> Reply:
 
 
 def _settings(name: str, words: Sequence[str]) -> dict[str, Any]:
-    """Return the settings; a value that is JSON counts as such, another one as text. Raises CliError."""
+    """Return the settings, each value parsed as JSON if possible, else as text. Raises CliError."""
     if words and name.startswith(SERVICE):
         raise CliError(f"--settings {words[0]}: an environment at an address has settings of its own")
     found: dict[str, Any] = {}

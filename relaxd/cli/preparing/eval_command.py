@@ -48,7 +48,7 @@ class Device(StrEnum):
 
 @dataclass(frozen=True)
 class _Answered:
-    """An answer that isn't scored yet."""
+    """An answer without a score yet."""
 
     prompt: Prompt
     sample: int
@@ -140,7 +140,7 @@ def _chosen(config: RunConfig, names: Sequence[str]) -> list[ResolvedSet]:
 def _evaluate_set(
     config: RunConfig, one: ResolvedSet, data: PromptDataset, device: Device, folder: Path, console: Console
 ) -> list[ScoredAnswer]:
-    """Answer and score a set's prompts; writes SET.jsonl and says how far it is."""
+    """Answer and score a set's prompts, write SET.jsonl, and print the progress."""
     count = min(one.prompts or len(data), len(data))
     total = count * one.samples_per_prompt
     answers: list[ScoredAnswer] = []

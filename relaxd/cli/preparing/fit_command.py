@@ -63,7 +63,7 @@ def fit(
 
 
 def _started(config: RunConfig, replicas: Mapping[str, int]) -> str:
-    """List the replicas of each role, with the GPUs of one where it has some."""
+    """List the replicas of each role, with the GPUs of each replica if it has any."""
     parts = []
     for role, count in replicas.items():
         gpus = ROLES[role].gpus(config)
@@ -74,7 +74,7 @@ def _started(config: RunConfig, replicas: Mapping[str, int]) -> str:
 
 
 def as_dictionary(found: Fit) -> dict[str, Any]:
-    """Return the answer as JSON has it: bytes and seconds."""
+    """Return the result in JSON's form: bytes and seconds."""
     return {
         "fits": found.fits,
         "gpus": [
@@ -165,7 +165,7 @@ def _layouts(found: Fit) -> Table:
 
 
 def _fullest(found: Fit) -> int:
-    """Return the contents of the fullest of the trainer's GPUs while it trains."""
+    """Return the memory contents of the fullest trainer GPU during training."""
     return max(one.total for one in found.held if one.role == "trainer" or one.place == "train")
 
 

@@ -37,9 +37,9 @@ PROMPTS = 3
 MADE_UP = ("I don't know.", "")
 """Answers that any model gives now and then."""
 LOAD_SECONDS = 90.0
-"""Time for starting the program and loading the reward, which has its own deadline."""
+"""Seconds allowed for starting the program and loading the reward, which has a deadline itself."""
 MAX_LATE = 2
-"""Samples for which a reward may take too long before the others are left out: it would for them, too."""
+"""Number of late samples after which the others are left out: the reward would be late for them, too."""
 GENERATE_SECONDS = 1800.0
 """Time for loading the model and generating."""
 SHOWN = 60
@@ -147,7 +147,7 @@ def try_reward(
 
 
 def score_groups(config: RunConfig, groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Score the samples of groups, which are given by the columns that rewards read; see `try_reward`."""
+    """Score the samples of groups, given as the columns that rewards read; see `try_reward`."""
     samples = sum(max(columns["sample_of_sequence"]) + 1 for columns in groups)
     lines = list(map(json.dumps, groups))
     return _run_trial(config, lines, samples, "--workers", str(config.reward.workers), "--columns")

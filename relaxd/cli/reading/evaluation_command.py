@@ -1,4 +1,4 @@
-"""`relaxd evaluation`: results and answers of evaluations, as they were kept in the run's folder."""
+"""`relaxd evaluation`: results and answers of evaluations, from the run's folder."""
 
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any
@@ -68,7 +68,7 @@ def results_table(rows: Sequence[SetRow]) -> Table:
 
 
 def _answered_set(result: RunResult, name: str) -> str:
-    """Return the set whose answers to show. Raises CliError: there are none of it."""
+    """Return the set whose answers to show. Raises CliError if no answers were kept."""
     known = result.answered_sets
     if not known:
         raise CliError(
@@ -81,7 +81,7 @@ def _answered_set(result: RunResult, name: str) -> str:
 
 
 def _evaluated_step(result: RunResult, name: str, step: int | None) -> int:
-    """Return the step to show. Raises CliError: its answers were not kept."""
+    """Return the step to show. Raises CliError if its answers were not kept."""
     steps = result.evaluation_steps(name)
     if step is not None and step not in steps:
         raise CliError(

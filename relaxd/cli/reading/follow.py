@@ -23,7 +23,7 @@ from relaxd.v1.health_pb2 import HEALTH_STATE_REBUILDING
 from relaxd.waiting import duration
 
 QUIET_SECONDS = 30.0
-"""Longest time without a line, where the output is no terminal."""
+"""Maximum seconds without a line if the output is no terminal."""
 SHOWN_SAMPLES = 4
 
 
@@ -32,7 +32,7 @@ class RunPaused(CliError):
 
 
 class Terminated(KeyboardInterrupt):
-    """SIGTERM, instead of Ctrl-C."""
+    """The process got SIGTERM, in place of Ctrl-C."""
 
 
 class HungUp(Terminated):
@@ -125,11 +125,11 @@ class Follower:
         self._after_step = after_step
         self._quiet = Quiet(time.monotonic())
         self._drops = DropWatch() if old_drops else None
-        """None until the first message says what was dropped before."""
+        """Drop counts so far; None until the first message gives them."""
         self._alarms: set[tuple[int, str, int]] = set()
-        """Kind, name and first step of each printed alarm that goes on."""
+        """Kind, name and first step of each open alarm that was printed."""
         self._advised: tuple[int, str] | None = None
-        """Kind of the wait whose advice was printed last, and on whom it waits; None without one."""
+        """Kind and subject of the wait whose advice was printed last; None if there is none."""
         self._paused_since: float | None = None
 
     def run(self, show: Callable[[], None], max_pause: float, away_seconds: float) -> None:
@@ -160,7 +160,7 @@ class Follower:
             self._print(text)
 
     def _tell_alarms(self, run: pb.Run) -> None:
-        """Tell each alarm once until it ends."""
+        """Print each alarm once until it ends."""
         alarms = {(alarm.kind, alarm.name, alarm.first_step): alarm for alarm in run.alarms}
         for key, alarm in alarms.items():
             if key not in self._alarms:
@@ -168,7 +168,7 @@ class Follower:
         self._alarms = set(alarms)
 
     def _tell_advice(self, run: pb.Run) -> None:
-        """Tell once what a person may do, where a run that goes on by itself otherwise waits for that."""
+        """Print advice once, if a run waits for something that only a person can give."""
         wait = (run.wait.kind, run.wait.on)
         if run.state in (pb.RUN_STATE_PENDING, pb.RUN_STATE_RUNNING) and run.wait.advice and wait != self._advised:
             self.say(f"run {run.run_id}: {run.waiting_for}: {'; '.join(run.wait.advice)}")
@@ -201,7 +201,7 @@ class Quiet:
         self._spoke = now
 
     def observe(self, run: pb.Run, now: float) -> str:
-        """Return a line that says what a run is at, if one is due, else ""."""
+        """Return a progress line if one is due, else ""."""
         self._heard = now
         if now - self._spoke < QUIET_SECONDS:
             return ""
@@ -209,7 +209,7 @@ class Quiet:
         return f"run {run.run_id}: {what}{time_left(run)}"
 
     def observe_silence(self, reason: str, now: float) -> str:
-        """Return a line that says why there is no news, if one is due, else ""."""
+        """Return a line that explains the silence if one is due, else ""."""
         if now - self._spoke < QUIET_SECONDS:
             return ""
         return f"no news of the run for {duration(now - self._heard)}: the coordinator answers nothing: {reason}"
@@ -252,7 +252,7 @@ def _hang_ups() -> Iterator[None]:
 
 
 class _Interrupts:
-    """The interrupt that came, if any."""
+    """Holds the interrupt that arrived, if any."""
 
     def __init__(self) -> None:
         self._came: type[KeyboardInterrupt] | None = None
@@ -267,7 +267,7 @@ class _Interrupts:
         raise self._came
 
     def check(self) -> None:
-        """Raise the interrupt that came."""
+        """Raise the interrupt that arrived, if any."""
         if self._came is not None:
             raise self._came
 

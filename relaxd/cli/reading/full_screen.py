@@ -29,7 +29,7 @@ from relaxd.telemetry.printable import escape_lines
 from relaxd.v1 import coordinator_pb2 as pb
 
 CURVE_STEPS = 1000
-"""Steps of the curve that were trained before the command began."""
+"""Number of steps of the curve from before the command started."""
 CURVES = (
     "reward_mean",
     "response_length_mean",
@@ -40,7 +40,7 @@ CURVES = (
     "tokens_per_second",
     "step_seconds",
 )
-"""Metrics whose curves can be shown; those that a run lacks are left out."""
+"""Metrics that have curves; those that a run lacks are left out."""
 BAR_WIDTH = 12
 
 
@@ -62,7 +62,7 @@ def curve(values: Sequence[float], width: int, height: int) -> list[str]:
 
 
 def flow(run: pb.Run) -> RenderableType:
-    """Show where the groups are: those in each stage as a bar, and what became of the others."""
+    """Show the groups in each stage as a bar, and the numbers of closed ones."""
     table = Table.grid(padding=(0, 1))
     longest = max([1, *(queue.waiting + queue.held for queue in run.queues)])
     for queue in run.queues:
@@ -77,7 +77,7 @@ def flow(run: pb.Run) -> RenderableType:
 
 
 def why(run: pb.Run) -> Text:
-    """Say what the run waits for, what is known of that, and what to do."""
+    """Show what the run waits for, with the known facts and advice."""
     text = Text(run.waiting_for or run.reason or "nothing holds it up", "yellow" if run.waiting_for else "")
     for line in run.wait.evidence:
         text.append(f"\n· {line}", "dim")
@@ -87,7 +87,7 @@ def why(run: pb.Run) -> Text:
 
 
 def alarms(view: RunView) -> RenderableType:
-    """List the alarms that go on, then the newest events, and notices that stand nowhere else on the screen."""
+    """List the open alarms, then the newest events, and notices that the screen doesn't show elsewhere."""
     elsewhere = (*(one.text for one in view.run.alarms), *view.run.wait.advice)
     view = replace(view, notices=[one for one in view.notices if not one.endswith(elsewhere)])
     found = [Text(f"since step {one.first_step}: {one.text}", "bold yellow") for one in view.run.alarms]
@@ -114,7 +114,7 @@ class WatchApp(App[int]):
     ]
 
     def __init__(self, reader: RunReader, run: pb.Run, healthy: Callable[[], None], *, signals: bool = False) -> None:
-        """`run`: the run as it is. `signals`: end on SIGTERM and SIGHUP, and leave the terminal as it was."""
+        """`run`: the run at the start. `signals`: exit on SIGTERM and SIGHUP with the terminal restored."""
         super().__init__()
         self.view = RunView(run=run)
         self.error: CliError | None = None
@@ -168,12 +168,12 @@ class WatchApp(App[int]):
         self.redraw()
 
     def action_samples(self) -> None:
-        """Show fresh samples instead of steps, or steps again."""
+        """Switch between fresh samples and steps."""
         self._shows_samples = not self._shows_samples
         self.redraw()
 
     def redraw(self) -> None:
-        """Show the run as it is now."""
+        """Show the run's current state."""
         view, room = self.view, self.query_one("#below").content_size.height
         parts = {"head": head(view), "flow": flow(view.run), "why": why(view.run), "alarms": alarms(view)}
         parts["table"] = (
@@ -207,7 +207,7 @@ class WatchApp(App[int]):
             return
 
     def _from_thread(self, call: Callable[..., None], *arguments: int) -> None:
-        """Call something in the app, and wait until it is done. Raises _Closed: somebody has quit."""
+        """Call a function in the app, and wait for its end. Raises _Closed if somebody has quit."""
         if not self.is_running:
             raise _Closed
         try:

@@ -1,4 +1,4 @@
-"""`relaxd ledger`: what became of every prompt, and what was trained beside what was published."""
+"""`relaxd ledger`: the outcome of every prompt, and trained groups compared with published ones."""
 
 import math
 import sys

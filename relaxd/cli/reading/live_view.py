@@ -22,7 +22,7 @@ SHOWN_EVENTS = 3
 SHOWN_NOTICES = 2
 SHOWN_REWARDS = 30
 MAX_ROWS = 40
-"""Rows of a picture whose height nothing limits."""
+"""Maximum number of rows of a picture without a height limit."""
 TABLE_HEAD, SAMPLES_HEAD, MIN_SAMPLE_ROWS = 1, 2, 4
 STATE_STYLES = {"running": "green", "stopped": "green", "paused": "yellow", "failed": "bold red"}
 
@@ -88,14 +88,14 @@ def _evaluated(metrics: Mapping[str, float]) -> str:
 
 
 def time_left(run: pb.Run) -> str:
-    """Say how long a run will still take, if that is known."""
+    """Return the run's remaining time in words, if it is known."""
     if not run.HasField("remaining_seconds") or run.state in ENDED:
         return ""
     return f"; about {duration(run.remaining_seconds)} left"
 
 
 def pace(run: pb.Run) -> str:
-    """Say how long a step takes, if that is known."""
+    """Return the duration of a step in words, if it is known."""
     left = run.steps - run.step
     if not run.HasField("remaining_seconds") or run.state in ENDED or left <= 0:
         return ""
@@ -109,7 +109,7 @@ def event_line(event: RunEvent) -> str:
 
 
 class Picture:
-    """The live display. It fits the height that it gets: recent steps and samples take what the rest leaves."""
+    """The live display. It fits the available height: recent steps and samples fill what the other parts leave."""
 
     def __init__(self, view: RunView) -> None:
         self._view = view
@@ -135,7 +135,7 @@ class Picture:
 
 
 def head(view: RunView) -> RenderableType:
-    """Show the state, a bar with the steps that are done, their pace, and the time left."""
+    """Show the state, a progress bar of the steps, their pace, and the remaining time."""
     run, state = view.run, state_name(view.run.state)
     line = Text.assemble(
         ("relaxd", "cyan"), f"  run {run.run_id or '...'}  ", (state, STATE_STYLES.get(state, "cyan")),
@@ -191,7 +191,7 @@ def _queues(run: pb.Run) -> Text:
 
 
 def samples_table(samples: Sequence[pb.TrainedSample], *, title: str = "", one_line: bool = False) -> Table:
-    """List samples, one per row, whole or with `one_line` what fits on a line."""
+    """List samples, one per row: whole, or with `one_line` cut to one line."""
     table = Table(
         title=title or None,
         title_justify="left",

@@ -1,4 +1,4 @@
-"""`relaxd logs` and `relaxd trace`: what the services wrote, by time, and how a group or step went."""
+"""`relaxd logs` and `relaxd trace`: the services' logs by time, and the course of a group or step."""
 
 import difflib
 import time
@@ -97,7 +97,7 @@ def _print(tails: Sequence[LogTail], texts: Sequence[Sequence[str]]) -> None:
 
 
 BAR, MIN_BAR = 24, 8
-"""Width of the time line where there is room, and where there is little."""
+"""Width of the time line, and its minimum width."""
 FACTS = ("step", "version")
 """Attributes to show."""
 

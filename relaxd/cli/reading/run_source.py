@@ -24,13 +24,13 @@ RUNS = Path("runs")
 
 @dataclass(frozen=True)
 class RunSource:
-    """One run and who knows about it."""
+    """A run and its source: the coordinator or the folder."""
 
     reader: RunReader
     run: pb.Run
-    """The run as it was when the command began."""
+    """The run's state when the command began."""
     address: str = ""
-    """The coordinator that answers for it; "" if the run is read from its folder."""
+    """Address of the run's coordinator; "" if the run is read from its folder."""
 
     @property
     def folder(self) -> Path:
@@ -71,7 +71,7 @@ def open_run(run_id: str, folder: Path | None, state: Path, coordinator: str | N
 
 
 def left_note(run: pb.Run, state: Path) -> str:
-    """Say how a run goes on that no coordinator here works on; "" if it has ended."""
+    """Return how to continue a run that no coordinator here works on; "" if it has ended."""
     if run.state in ENDED:
         return ""
     if holder := holder_of(Path(run.folder)):
@@ -88,17 +88,17 @@ def left_note(run: pb.Run, state: Path) -> str:
 
 
 def began_on_up(run_folder: Path) -> bool:
-    """Return True if the services were not started for this run: the Redis of `relaxd up` knows where it goes on."""
+    """Return True if the run used services of `relaxd up`, whose Redis stores how to continue it."""
     return not (run_folder / LOGS).is_dir()
 
 
 def failed_by_data(run: pb.Run) -> bool:
-    """Return True if a run failed because of its data: it goes on once they are repaired."""
+    """Return True if a run failed because of its data: it can continue once they are repaired."""
     return run.outcome == pb.RUN_OUTCOME_DATA_FAILED
 
 
 def refuse_ended(run: pb.Run, steps: int) -> None:
-    """Raise CliError if a run can't go on: it has ended, and `steps`, its new number of steps, adds none (0: none)."""
+    """Raise CliError if a run has ended and `steps`, its new number of steps, adds none (0: none given)."""
     if steps and steps <= run.step:
         raise CliError(f"--run.steps {steps}: run {run.run_id} has done {run.step} steps already")
     if run.state in ENDED and not steps and not failed_by_data(run):

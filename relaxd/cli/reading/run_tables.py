@@ -50,7 +50,7 @@ SHOWN_METRICS = (
 )
 """Columns of `relaxd metrics` if none are named; metrics that a run lacks are left out."""
 MAX_TITLE = 10
-"""Width of the lines of a metric's name above its column."""
+"""Width at which a metric's name above its column is broken into lines."""
 GAP = 2
 REWARD_STEPS = 5
 """Steps over which `relaxd runs` averages the reward."""
@@ -196,7 +196,7 @@ def print_runs(state: Path, coordinator: str | None, console: Console, run_id: s
 
 
 def _runs_table(runs: Sequence[pb.Run], live: set[str], *, known_to_live: bool) -> Table:
-    """List runs. Those that haven't ended and aren't `live` are interrupted, if it is known which are live."""
+    """List runs. A run that hasn't ended and isn't in `live` counts as interrupted, if `live` is known."""
     table = Table(box=None, header_style="dim", padding=(0, 2, 0, 0))
     table.add_column("run", no_wrap=True, overflow="fold")  # ids are copied
     for title in ("state", "step", "reward", "held-out", "started", "time"):
@@ -233,7 +233,7 @@ def _results(folder: Path) -> tuple[str, str]:
 
 
 def shown_metrics(known: Sequence[str]) -> list[str]:
-    """Return the default columns: the usual few, or for a fork those that it has beside the original's."""
+    """Return the default columns: the usual few, or for a fork those that compare it with the original."""
     compared = [name for one in COMPARED for name in (one, f"{one}{OF_ORIGINAL}")]
     is_fork = any(name.endswith(OF_ORIGINAL) for name in known)
     return [name for name in (compared if is_fork else SHOWN_METRICS) if name in known]
@@ -251,7 +251,7 @@ def metrics_tables(lines: Sequence[Mapping[str, Any]], names: Sequence[str], wid
 
 
 def _title(name: str) -> str:
-    """Break a metric's name at underscores and spaces into lines of at most MAX_TITLE, where it can."""
+    """Break a metric's name at underscores and spaces into lines of at most MAX_TITLE characters, if possible."""
     lines = [""]
     for part in re.findall("[^_ ]*[_ ]*", name):
         if len(lines[-1] + part) <= MAX_TITLE:

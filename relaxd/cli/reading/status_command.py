@@ -129,7 +129,8 @@ def _containers(containers: Sequence[Container]) -> Table:
 
 
 def _print_replicas(replicas: Sequence[pb.RegisteredReplica], console: Console) -> None:
-    """Print a row per replica; of very many, those that aren't ready first, and counts of the others."""
+    """Print a row for each replica. If there are very many, print those that aren't ready first and count the
+    others."""
     shown, others = list(replicas), []
     if len(replicas) > SHOWN_REPLICAS:
         by_need = sorted(replicas, key=lambda replica: replica.status.state == REPLICA_STATE_READY)
@@ -162,7 +163,8 @@ def _replica_state(replica: pb.RegisteredReplica) -> str:
 
 
 def _gpus(replica: pb.RegisteredReplica) -> str:
-    """Format a replica's leased GPUs, or its share of them, their memory in use by anybody, and their utilisation."""
+    """Format a replica's leased GPUs, or its share of them, with their utilisation and the memory used by all
+    processes."""
     share = f"{replica.leased_gpu_share:g} of " if 0 < replica.leased_gpu_share < 1 else ""
     words = [share + uuid[:12] for uuid in replica.leased_gpu_uuids]
     gauges = replica.status.gauges
