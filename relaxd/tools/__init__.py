@@ -1,1 +1,1 @@
-"""Tools beside the core, which nothing of the core imports: model fetch, fit, migrate, rehearse, doctor."""
+"""Tools beside the core, which imports none of them: model fetch, fit, migrate, rehearse, doctor."""

@@ -15,7 +15,7 @@ from relaxd.tools.drawn_prompts import DrawnPrompts
 
 PROMPT = "<image>Which digit is this?"
 DIGITS = 5
-"""Number of digits. With fewer, answers that are right by chance teach sooner."""
+"""Number of different digits. With fewer, guesses that are right by chance speed learning up."""
 SIDE = 32
 """Width and height of a picture, in pixels."""
 SIZES = (26, 30)
@@ -35,7 +35,7 @@ class DigitPictures(DrawnPrompts):
 
 
 def draw(seed: int) -> tuple[int, Image.Image]:
-    """Return a random digit and a picture of it, whose size, place, slant and colors are random."""
+    """Return a random digit and a picture of it in random size, place, slant and colors."""
     random = Random(seed)
     digit = random.randrange(DIGITS)
     ground = tuple(random.randrange(0, 60) for _ in range(3))
@@ -49,7 +49,7 @@ def draw(seed: int) -> tuple[int, Image.Image]:
 
 @lru_cache
 def font_of(size: int) -> ImageFont.FreeTypeFont:
-    """Return Pillow's own font, whose file it would read again for each digit."""
+    """Return Pillow's default font, cached because Pillow would read its file again for each digit."""
     return cast(ImageFont.FreeTypeFont, ImageFont.load_default(size))
 
 

@@ -1,14 +1,14 @@
-"""Sources of prompts whose pictures or videos are drawn, each from another seed, for examples."""
+"""Sources of prompts for examples, whose pictures or videos are drawn from a seed each."""
 
 from abc import ABC, abstractmethod
 from typing import Any, Self
 
 HELD_OUT = 200
-"""Number of held-out prompts, whose seeds are those behind the training prompts'."""
+"""Number of held-out prompts. Their seeds follow those of the training prompts."""
 
 
 class DrawnPrompts(ABC):
-    """A source of prompts (docs/data.md, "A source of your own"), each with something that is drawn."""
+    """A source of prompts (docs/data.md, "A source of your own"), each with a drawn picture or video."""
 
     def __init__(self, count: int = 2500, blank: bool = False, first: int = 0) -> None:
         """Make a source.
@@ -28,7 +28,7 @@ class DrawnPrompts(ABC):
         return self.row(self._first + index, blank=self._blank)
 
     def held_out(self) -> Self:
-        """Return other prompts, for evaluation."""
+        """Return different prompts for evaluation."""
         return type(self)(HELD_OUT, self._blank, self._first + self._count)
 
     @abstractmethod

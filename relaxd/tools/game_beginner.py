@@ -21,7 +21,7 @@ BATCHES = 400
 
 
 class Games:
-    """Random games of Nim, each as one player sees it."""
+    """Random games of Nim, each from the view of one player."""
 
     def __init__(self) -> None:
         self._random = Random(0)

@@ -46,7 +46,7 @@ class TaughtModel:
     name: str
     description: str
     program: str
-    """Module that writes it into the folder that it is given."""
+    """Module that writes the model to a given folder."""
 
 
 MODELS: dict[str, FetchableModel | TaughtModel] = {

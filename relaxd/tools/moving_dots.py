@@ -28,7 +28,7 @@ class MovingDots(DrawnPrompts):
     """A source of prompts, each with a video of a moving dot."""
 
     def row(self, seed: int, *, blank: bool) -> dict[str, Any]:
-        """Return a row. The video's column is "videos", in which it is a list of frames."""
+        """Return a row. Its column "videos" contains the video as a list of frames."""
         answer, frames = draw(seed)
         if blank:
             frames = [Image.new("RGB", (SIDE, SIDE), (GREY, GREY, GREY))] * FRAMES
@@ -36,7 +36,7 @@ class MovingDots(DrawnPrompts):
 
 
 def draw(seed: int) -> tuple[str, list[Image.Image]]:
-    """Return a random side and the frames of a dot that moves there, whose way, speed and colors are random."""
+    """Return a random side and the frames of a dot that moves to it on a random way, with random speed and colors."""
     random = Random(seed)
     answer = random.choice(list(SIDES))
     ground = tuple(random.randrange(0, 60) for _ in range(3))

@@ -29,7 +29,7 @@ MARKS: Mapping[str, dict[str, str]] = {
     VIDEO: IMAGE_MARKS | VIDEO_MARKS,
     AUDIO: IMAGE_MARKS | {"audio_token_id": "<|audio|>"},
 }
-"""Those of a model for a kind of media."""
+"""Special tokens of a model for a kind of media."""
 CHAT_TEMPLATE = """\
 {%- for message in messages -%}
 <|{{ message.role }}|>
@@ -85,7 +85,7 @@ class Task:
     question: str
     answers: Sequence[str]
     item: Callable[[int], Any]
-    """Returns the item of a seed, in a form that data may have. No run draws those of negative seeds."""
+    """Function that returns the item of a seed, in a form for data. No run draws items of negative seeds."""
     side: int
     """Width and height of a picture or frame, in pixels."""
     frames: int = 1

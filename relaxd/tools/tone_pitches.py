@@ -13,7 +13,7 @@ from relaxd.tools.drawn_prompts import DrawnPrompts
 
 PROMPT = "<audio>How high is this?"
 PITCHES = 5
-"""Number of octaves. With fewer, answers that are right by chance teach sooner."""
+"""Number of octaves. With fewer, guesses that are right by chance speed learning up."""
 LOWEST = 200.0
 """Frequency in the middle of the lowest octave, in hertz."""
 DETUNED = 0.3
@@ -36,7 +36,7 @@ class TonePitches(DrawnPrompts):
 
 
 def draw(seed: int) -> tuple[int, np.ndarray]:
-    """Return a random octave and a tone in it, int16, whose pitch, loudness, begin and noise are random."""
+    """Return a random octave and a tone in it, int16, of random pitch, loudness, beginning and noise."""
     random = np.random.default_rng(seed % 2**32)
     pitch = int(random.integers(PITCHES))
     frequency = LOWEST * 2 ** (pitch + random.uniform(-DETUNED, DETUNED))

@@ -102,7 +102,7 @@ class Lessons:
         self._template = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.BPE()), chat_template=CHAT_TEMPLATE)
 
     def text(self, call_share: float) -> str:
-        """Return a conversation; `call_share` of those with a tool call it."""
+        """Return a conversation; a share `call_share` of those with a tool call it."""
         example = self._random.choice(self._examples)
         messages: list[Message] = [{"role": "user", "content": example.prompt}]
         tools = Calculator.tools if self._random.random() < TOOL_SHARE else None

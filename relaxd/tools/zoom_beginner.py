@@ -89,7 +89,7 @@ class Lessons:
 
 
 def _teach(model: Qwen3VLForConditionalGeneration, lessons: Lessons, vision: VisionModel, updates: int) -> None:
-    """Teach the model what the assistant says in the lessons."""
+    """Teach the model the assistant's messages of the lessons."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.98))
     grids: list[Grid] = [(1, height // PATCH, width // PATCH) for width, height in (SHOWN, (SIDE, SIDE))]
     for done in range(updates):

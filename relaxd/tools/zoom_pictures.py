@@ -10,20 +10,20 @@ from relaxd.tools.drawn_prompts import DrawnPrompts
 
 PROMPT = "<image>Which digit is this?"
 HALVES = ((0, 0, 500, 1000), (500, 0, 1000, 1000))
-"""The parts of a picture that may have the digit, as the tool `zoom` wants them."""
+"""Halves of a picture that can contain the digit, as arguments of the tool `zoom`."""
 SHOWN = (SIDE, SIDE // 2)
-"""Width and height of a picture in a prompt, in pixels: half as wide and high as it is."""
+"""Width and height of a picture in a prompt, in pixels: half of the original's."""
 
 
 class ZoomPictures(DrawnPrompts):
     """A source of prompts, each with a small picture, and the whole one in the column "original"."""
 
     def __init__(self, count: int = 5000, blank: bool = False, first: int = 0) -> None:
-        """Make a source, by default of more prompts than others have."""
+        """Create a source, with more prompts than other sources by default."""
         super().__init__(count, blank, first)
 
     def row(self, seed: int, *, blank: bool) -> dict[str, Any]:
-        """Return a row. If it is blank, the whole picture is grey, so that the tool shows nothing."""
+        """Return a row. A blank one has a grey picture, in which the tool shows nothing."""
         digit, _, picture = draw_wide(seed)
         small = encoded(picture.resize(SHOWN))
         if blank:
@@ -32,7 +32,7 @@ class ZoomPictures(DrawnPrompts):
 
 
 def draw_wide(seed: int) -> tuple[int, tuple[int, ...], Image.Image]:
-    """Return a random digit, the half that it is in, and a picture of it."""
+    """Return a random digit, its half of the picture, and the picture."""
     digit, picture = draw(seed)
     half = Random(f"half {seed}").randrange(len(HALVES))
     wide = Image.new("RGB", (2 * SIDE, SIDE))

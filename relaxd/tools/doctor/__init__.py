@@ -1,1 +1,1 @@
-"""`relaxd doctor`: checks of this machine and of what runs on it. Each is a function of `checks.CHECKS`."""
+"""`relaxd doctor`: checks of this machine and of its running services. Each is a function of `checks.CHECKS`."""

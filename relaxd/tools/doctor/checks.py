@@ -22,7 +22,7 @@ Moment = Literal["config", "run", "up", "compose"]
 
 @dataclass(frozen=True)
 class Check:
-    """A check, and the commands that run it before they start anything. Those take milliseconds."""
+    """A check, and the commands that run it before they start anything. Such a check takes milliseconds."""
 
     find: Callable[[Scope], Iterable[Finding]]
     moments: tuple[Moment, ...] = ()
@@ -50,7 +50,7 @@ CHECKS = (
 
 
 def examine(scope: Scope, moment: Moment | None = None) -> Iterable[Finding]:
-    """Yield what the checks find; those of a moment only, and of these only warnings and problems."""
+    """Yield the checks' findings; if `moment` is given only its checks', and of these only warnings and problems."""
     for check in CHECKS:
         if moment is None or moment in check.moments:
             yield from (one for one in check.find(scope) if moment is None or one.level in ("warning", "problem"))

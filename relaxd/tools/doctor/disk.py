@@ -12,9 +12,9 @@ from relaxd.tools.doctor.finding import Finding, Scope
 from relaxd.tools.fitting.fit import written
 
 LITTLE_BYTES, FEWEST_BYTES = 2 << 30, 64 << 20
-"""Free disk below which it may soon be full, and with which nothing can be done, in bytes."""
+"""Free disk, in bytes, below which it may soon be full, and below which nothing works."""
 FEWEST_FILES = 10_000
-"""Free inodes below which it may soon take no more files."""
+"""Number of free inodes below which the disk may soon take no more files."""
 
 
 def check_disk(scope: Scope) -> Iterator[Finding]:
@@ -58,7 +58,7 @@ def folder_finding(about: str, folder: Path, other: str, needed: int | None = No
 
 
 def _unwritable(folder: Path) -> str:
-    """Return why nothing can be written to a folder; "" if it can: a folder is made there for a moment."""
+    """Return the reason why a folder isn't writable; "" if it is. A folder is created there for a moment."""
     if not folder.is_dir():
         return "is not a folder"
     try:

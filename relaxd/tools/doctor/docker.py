@@ -36,7 +36,7 @@ def check_docker(scope: Scope) -> Iterator[Finding]:
 
 
 def engine_findings(info: Mapping[str, Any], error: str, needed: bool, gpus: int) -> Iterator[Finding]:
-    """Judge the answer of `docker info`, and its error. Where `needed` is False, what is missing is no problem."""
+    """Judge the answer of `docker info`, and its error. Where `needed` is False, a missing part is no problem."""
     plugins = {one["Name"]: one.get("Version", "") for one in info.get("ClientInfo", {}).get("Plugins") or ()}
     if info.get("ServerVersion"):
         yield Finding("ok", "docker", f"engine {info['ServerVersion']}")
@@ -54,7 +54,7 @@ def engine_findings(info: Mapping[str, Any], error: str, needed: bool, gpus: int
 
 
 def _missing(needed: bool, about: str, found: str, right: str, how: str = "") -> Finding:
-    """Return a finding about Docker, which is a problem only where services are containers, or are to be."""
+    """Return a finding about Docker, a problem only where services run in containers, or will."""
     if needed:
         return Finding("problem", about, found, right, how)
     return Finding("absent", about, f"{found} (only relaxd up --compose needs it)")

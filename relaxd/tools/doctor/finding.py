@@ -22,9 +22,9 @@ class Finding:
     """Name of the subject, such as "open files"."""
     found: str
     right: str = ""
-    """The right state, and why; empty if all is well."""
+    """The right state, with the reason; empty if all is well."""
     how: str = ""
-    """Way to get it, by a command where one does it; empty if `right` says it."""
+    """How to reach the right state, by a command if possible; empty if `right` says it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,13 +34,14 @@ class Scope:
     folder: StateFolder
     """State folder of the services that are up, or would be started."""
     config: RunConfig | None = None
-    """The run that is meant, if one is."""
+    """The run to check for, if there is one."""
     coordinator: str | None = None
     """Address of the coordinator that commands call here; None: no services are up."""
     containers: bool = False
     """The services are containers of this machine, or are to be."""
     elsewhere: bool = False
-    """The services are containers or on other machines: they don't need this environment's packages."""
+    """True if the services run in containers or on other machines, so that they don't need this environment's
+    packages."""
     port: int = COORDINATOR_PORT
     """The coordinator's default port."""
     patience_seconds: float = 2.0

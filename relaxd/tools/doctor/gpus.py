@@ -15,7 +15,7 @@ from relaxd.replica.gpus import load_nvml, nvml_problem, visible_gpus
 from relaxd.tools.doctor.finding import Finding, Scope
 
 TAKEN_BYTES = 1 << 30
-"""Memory of a GPU that others may use, in bytes."""
+"""Bytes of a GPU's memory that other processes may use."""
 PCI = Path("/sys/bus/pci/devices")
 NVIDIA, DISPLAY = "0x10de", "0x03"
 """PCI vendor, and the class of display controllers."""
@@ -30,7 +30,7 @@ class Torch:
 
     version: str
     cuda: Version | None
-    """CUDA version that it is built with; None: a build for CPUs."""
+    """CUDA version of the build; None: a build for CPUs."""
 
 
 @dataclass(frozen=True)
@@ -41,13 +41,13 @@ class GpuMemory:
     name: str
     total: int
     others: int
-    """Used by other processes than those of the services that are up here."""
+    """Bytes used by processes other than those of the services here."""
     holders: tuple[int, ...] = ()
     """Pids of these processes, as far as the driver shows them."""
 
 
 def check_gpus(scope: Scope) -> Iterator[Finding]:
-    """Check the driver against torch, and that nobody else uses the GPUs' memory."""
+    """Check the driver against torch, and that no other processes use the GPUs' memory."""
     driver = load_nvml()
     if driver is None:
         yield no_driver_finding(nvml_problem(), nvidia_devices(PCI))
@@ -108,7 +108,7 @@ def driver_finding(driver: str, cuda: Version, torch: Torch | None) -> Finding:
 
 
 def memory_findings(gpus: Sequence[GpuMemory]) -> Iterator[Finding]:
-    """Judge the memory of GPUs that others use. GPUs of one kind that nobody else uses share a line."""
+    """Judge the GPU memory used by other processes. Unused GPUs of one kind share a line."""
     free = [gpu for gpu in gpus if gpu.others < TAKEN_BYTES]
     for name, total in dict.fromkeys((gpu.name, gpu.total) for gpu in free):
         alike = [str(gpu.index) for gpu in free if (gpu.name, gpu.total) == (name, total)]
@@ -129,7 +129,7 @@ def memory_findings(gpus: Sequence[GpuMemory]) -> Iterator[Finding]:
 
 
 def installed_torch() -> Torch | None:
-    """Return the installed torch, without importing it, which takes seconds; None if there is none."""
+    """Return the version of the installed torch without importing it, which takes seconds; None without torch."""
     spec = importlib.util.find_spec("torch")
     if spec is None or spec.origin is None:
         return None
@@ -143,7 +143,7 @@ def installed_torch() -> Torch | None:
 
 
 def _memory(driver: Any, handle: Any, index: int, ours: frozenset[int]) -> GpuMemory | None:
-    """Return a GPU's memory; None if the driver doesn't say. `ours` are the pids of the services here."""
+    """Return a GPU's memory; None if the driver doesn't report it. `ours`: pids of the services here."""
     try:
         memory, name = driver.nvmlDeviceGetMemoryInfo(handle), driver.nvmlDeviceGetName(handle)
         running = driver.nvmlDeviceGetComputeRunningProcesses(handle)

@@ -58,7 +58,7 @@ def check_shared_memory(scope: Scope) -> Iterator[Finding]:
 
 
 def shared_memory_finding(free: int, size: int, gpus: int, error: str = "") -> Finding:
-    """Judge shared memory of `size` bytes, of which some are free."""
+    """Judge shared memory by its size and free part, in bytes."""
     found = f"{byte_amount(free)} of {byte_amount(size)} are free" if not error else f"it can't be used: {error}"
     if free >= SHARED_BYTES or not (gpus or error):
         return Finding("ok", str(SHARED_MEMORY), found)
@@ -113,7 +113,7 @@ def processes_finding(free: float, by: str) -> Finding:
 
 
 def core_finding(soft: int, pattern: str) -> Finding:
-    """Judge the size of core dumps, which the kernel puts where `pattern` says."""
+    """Judge the size of core dumps, which the kernel writes where `pattern` says."""
     if not soft:
         return Finding("ok", "core dumps", "none (ulimit -c 0)")
     if pattern.startswith("|"):
@@ -129,7 +129,7 @@ def core_finding(soft: int, pattern: str) -> Finding:
 
 
 def check_clock(scope: Scope) -> Iterator[Finding]:
-    """Check that the clock is synchronised where other machines matter, and is not behind what was written."""
+    """Check that the clock is synchronised if other machines matter, and isn't behind stored times."""
     written, newest = Path(__file__).stat().st_mtime, Path(__file__)
     for path in scope.folder.path.glob("*"):
         with contextlib.suppress(OSError):  # services replace their files meanwhile
@@ -202,7 +202,7 @@ def _cgroups() -> list[Path]:
 
 
 def _is_synchronised() -> bool | None:
-    """Return whether the kernel's clock is synchronised; None where it can't be asked."""
+    """Return whether the kernel's clock is synchronised; None if unknown."""
     if sys.platform != "linux":
         return None
     times = ctypes.create_string_buffer(256)  # a struct timex of zeros only reads

@@ -1,4 +1,4 @@
-"""Checks of Python packages: those that relaxd's extras require, and their versions."""
+"""Checks of Python packages: the requirements of relaxd's extras, and their versions."""
 
 import functools
 import importlib.metadata
@@ -33,9 +33,9 @@ OPTIONAL = {
     "migrate": "relaxd migrate",
     "mcp": "environment mcp",
 }
-"""Purposes of other extras."""
+"""Purposes of the other extras."""
 OWN_ENVIRONMENT = "sglang"
-"""Package, and extra, that decides the versions of torch, so that it is not installed beside the others."""
+"""Package, and extra, that determines torch's version, so that it isn't installed beside the others."""
 _REQUIREMENT = re.compile(r"\s*([A-Za-z0-9._-]+)\s*(?:\[[^\]]*\])?\s*\(?([^;)]*)\)?\s*(?:;(.*))?")
 _EXTRA = re.compile(r"extra\s*==\s*['\"]([^'\"]+)['\"]")
 
@@ -52,7 +52,7 @@ class Requirement:
         return f"{self.name}{self.versions}"
 
     def problem(self, installed: str | None) -> str:
-        """Say what is wrong with the version that is installed, None if it is missing; "" if it suits."""
+        """Return the problem of the installed version, None if it is missing; "" if it is suitable."""
         if installed is None:
             return f"{self.name} is missing"
         suits = all(_suits(installed, one) for one in self.versions.split(",") if one)
@@ -60,7 +60,7 @@ class Requirement:
 
 
 def check_packages(scope: Scope) -> Iterator[Finding]:
-    """Check the packages of the services that would start here, for the run that is meant."""
+    """Check the packages of the services that would start here, for the run in question."""
     if not scope.elsewhere:
         yield package_finding("packages", requirements(), _needed(scope))
 
@@ -82,7 +82,7 @@ def check_optional_packages(scope: Scope) -> Iterator[Finding]:
 
 
 def package_finding(about: str, required: Mapping[str, Sequence[Requirement]], extras: Sequence[str]) -> Finding:
-    """Judge the packages that relaxd itself and some of its extras require."""
+    """Judge the packages required by relaxd itself and some of its extras."""
     if not required:
         return Finding("ok", about, "relaxd is not installed as a package, so what it requires is not known")
     wanted = list(dict.fromkeys(one for extra in ("", *extras) for one in required.get(extra, ())))
@@ -99,7 +99,7 @@ def package_finding(about: str, required: Mapping[str, Sequence[Requirement]], e
 
 
 def extras_of(config: RunConfig) -> list[str]:
-    """Return the extras that a run's services need. `relaxd config check` finds what its prompts need."""
+    """Return the extras that a run's services need. `relaxd config check` finds those of its prompts."""
     roles = roles_for(config)
     engines = {ROLLOUT: config.rollout.engine, JUDGE: config.roles.judge.engine, TEACHER: config.roles.teacher.engine}
     needed = [ENGINES[engine].extra for role, engine in engines.items() if role in roles]
@@ -114,7 +114,7 @@ def extras_of(config: RunConfig) -> list[str]:
 
 
 def requirements() -> dict[str, list[Requirement]]:
-    """Return relaxd's requirements by extra, "" for its own: of its source tree, else of the installed package."""
+    """Return relaxd's requirements by extra, "" for its own, from its source tree or else the installed package."""
     project = Path(relaxd.__file__).parents[1] / "pyproject.toml"
     if project.is_file():
         table = tomllib.loads(project.read_text())["project"]
@@ -132,7 +132,7 @@ def requirements() -> dict[str, list[Requirement]]:
 
 
 def parse(text: str) -> Requirement:
-    """Parse a requirement, without its own extras and markers."""
+    """Parse a requirement, ignoring its extras and markers."""
     match = _REQUIREMENT.match(text)
     assert match is not None
     return Requirement(match[1], match[2].replace(" ", ""))
@@ -155,7 +155,7 @@ def _installed(name: str) -> str | None:
 
 
 def _suits(version: str, bound: str) -> bool:
-    """Return whether a version is within one bound, such as ">=2.11". Local versions (+cu130) don't count."""
+    """Return whether a version is within one bound, such as ">=2.11". Local versions (+cu130) are ignored."""
     match = re.fullmatch(r"(>=|<|==)(.+)", bound)
     if match is None:
         return True

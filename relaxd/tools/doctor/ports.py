@@ -30,7 +30,7 @@ def check_coordinator_port(scope: Scope) -> Iterator[Finding]:
 
 
 def check_weight_ports(scope: Scope) -> Iterator[Finding]:
-    """Check that ports are free in weights.ports, where that is set."""
+    """Check that weights.ports, if set, has free ports."""
     ports = scope.config.weights.port_range if scope.config else None
     if ports is None or scope.elsewhere:
         return

@@ -1,4 +1,4 @@
-"""Checks of Redis: the server that is given or up, else the program that would be started."""
+"""Checks of Redis: a given or running server, else the program that would be started."""
 
 import contextlib
 import os
@@ -20,7 +20,7 @@ CLOCK_SECONDS = 1.0
 
 
 def check_redis(scope: Scope) -> Iterator[Finding]:
-    """Check the Redis of the services that are up, else that of REDIS_URL, and the data nodes of the run."""
+    """Check the Redis of running services, else that of REDIS_URL, and the run's data nodes."""
     stack = scope.folder.read()
     try:
         url = stack.redis if stack else embedded_redis.given_url()
@@ -75,7 +75,7 @@ def server_findings(about: str, url: str, seconds: float) -> Iterator[Finding]:
 
 
 def fact_findings(about: str, name: str, facts: Mapping[str, Any]) -> Iterator[Finding]:
-    """Judge what a server's INFO says; yields only warnings and problems."""
+    """Judge a server's INFO; yields only warnings and problems."""
     version = version_of(facts)
     numbers = tuple(int(part) for part in version.split(".")[:2])
     needed = ".".join(map(str, embedded_redis.MIN_VERSION))
@@ -114,5 +114,5 @@ def fact_findings(about: str, name: str, facts: Mapping[str, Any]) -> Iterator[F
 
 
 def version_of(facts: Mapping[str, Any]) -> str:
-    """Return a server's version: Valkey's own, not that of the Redis that it is compatible with."""
+    """Return a server's version: Valkey's own, not its compatible Redis version."""
     return str(facts.get("valkey_version", facts["redis_version"]))

@@ -1,4 +1,4 @@
-"""Checks of what this kernel can confine: answers that are code, and rewards."""
+"""Checks of this kernel's means to confine answers that are code, and rewards."""
 
 import json
 import os
@@ -15,11 +15,11 @@ from relaxd.tools.doctor.finding import Finding, Scope
 
 TRIAL_SECONDS = 20.0
 SCOPES_VERSION = 6
-"""First version of Landlock that keeps processes from abstract sockets and from signals to others."""
+"""First Landlock version that blocks abstract sockets and signals to other processes."""
 
 
 def check_sandbox(scope: Scope) -> Iterator[Finding]:
-    """Check what the sandbox of answers, and the enclosure of rewards, can do on this kernel."""
+    """Check this kernel's support for the sandbox of answers and the enclosure of rewards."""
     if scope.elsewhere:
         return
     try:
@@ -47,7 +47,7 @@ def answers_finding(version: int) -> Finding:
 
 
 def enclosure_finding(measures: Sequence[Measure], required: bool) -> Finding:
-    """Judge the measures that hold for a reward. With `required`, no run starts without all of them."""
+    """Judge the effective measures of a reward's enclosure. With `required`, no run starts without all of them."""
     missing = [one for one in measures if not one.by and one.name != "user"]
     held = ", ".join(one.name for one in measures if one.by)
     if not missing:
@@ -62,7 +62,7 @@ def enclosure_finding(measures: Sequence[Measure], required: bool) -> Finding:
 
 
 def _try_enclosure() -> list[Measure]:
-    """Enclose a process and return what holds. Raises OSError, ValueError, subprocess.SubprocessError."""
+    """Enclose a process and return the effective measures. Raises OSError, ValueError, subprocess.SubprocessError."""
     done = subprocess.run(
         [sys.executable, "-m", "relaxd.sandbox.enclosure"],
         env=os.environ | {"PYTHONPATH": python_path()},

@@ -9,7 +9,7 @@ from relaxd.tools.doctor.finding import Finding, Scope
 from relaxd.tools.doctor.packages import Requirement, requirements
 
 PACKAGES = ("tensorboard", "wandb", "clearml", "trackio")
-"""Bundled trackers that need a package, which is called like them."""
+"""Bundled trackers that need a package of the same name."""
 START_SECONDS = 10.0
 """Longest time for an interpreter to answer."""
 MIN_PYTHON = (3, 11)
@@ -18,11 +18,11 @@ import importlib.util, sys
 sys.path.pop(0)  # the current folder may have a folder of a tracker's name
 print(*sys.version_info[:2], *(name for name in sys.argv[1:] if importlib.util.find_spec(name) is None))
 """
-"""Program that prints the interpreter's version, and which of some packages it lacks."""
+"""Program that prints the interpreter's version, and the missing ones of some packages."""
 
 
 def check_trackers(scope: Scope) -> Iterator[Finding]:
-    """Check the interpreter and the packages of the trackers of the run that is meant."""
+    """Check the interpreter and the packages of the trackers of the run in question."""
     if scope.config is not None and scope.config.tracking.trackers and not scope.elsewhere:
         yield trackers_finding(scope.config.tracking)
 

@@ -23,13 +23,13 @@ class MicroBatch:
     tokens: int
     """Tokens of the row."""
     slots: int
-    """Tokens that attention sees: a prompt that samples share is repeated for each."""
+    """Tokens that attention processes: a shared prompt is repeated for each sample."""
     fused: bool
     """True if the fused kernels run."""
     element: int
     """Bytes of an element."""
     float32_logits: bool = False
-    """True if logits are in float32 whatever the element is."""
+    """True if logits are in float32 whatever the element type is."""
 
     @property
     def logit_bytes(self) -> int:
@@ -46,13 +46,14 @@ class SavedTensor:
     size: int
     """Bytes of all ranks that share the micro-batch, together."""
     recomputed: bool = False
-    """True if "selective" recomputes it."""
+    """True if recompute = "selective" recomputes the tensor."""
 
 
 def layer_tensors(
     shape: ModelShape, layout: Layout, batch: MicroBatch, delta_net: DeltaNetSizes | None = None
 ) -> list[SavedTensor]:
-    """Return the tensors that a layer saves without recomputation; `delta_net` is what it has in place of attention."""
+    """Return the tensors that a layer saves without recomputation; `delta_net` has those of a delta net in place of
+    attention."""
     attention = _attention(shape, layout, batch) if delta_net is None else _delta_net(shape, delta_net, batch)
     return [*attention, *_mlp(shape, layout, batch)]
 
@@ -181,7 +182,7 @@ def delta_net_work(shape: ModelShape, batch: MicroBatch) -> int:
 CHUNK_BYTES = 1 << 30
 """Bytes of a chunk of logits on a GPU, as in the trainer's services/trainer/learner/logprobs.py."""
 KEPT_SHARE = 1 / 24
-"""Share of the GPU's memory for kept logits, as there."""
+"""Share of the GPU's memory for kept logits, as in the trainer."""
 
 
 @dataclass(frozen=True)
@@ -189,9 +190,9 @@ class LogitBytes:
     """Bytes of the last stage's output on one rank."""
 
     kept: int
-    """Logits that are kept for the backward pass."""
+    """Bytes of the logits that are kept for the backward pass."""
     work: int
-    """Chunks that aren't kept, the hidden states before the output layer, and their gradient."""
+    """Bytes of chunks that aren't kept, of the hidden states before the output layer, and of their gradient."""
 
 
 def logit_bytes(shape: ModelShape, layout: Layout, batch: MicroBatch, gpu_bytes: int) -> LogitBytes:
@@ -223,5 +224,5 @@ def forward_work(shape: ModelShape, layout: Layout, batch: MicroBatch) -> int:
 
 
 def _chunk_tokens(width: int) -> int:
-    """Return the tokens of a chunk whose logits take `width` bytes each."""
+    """Return the tokens per chunk if the logits of a token take `width` bytes."""
     return max(CHUNK_BYTES // width // 256, 1) * 256

@@ -61,7 +61,8 @@ def groups(layout: Layout, kind: str) -> list[list[int]]:
 
 
 def _in_rings(rings: Iterable[Sequence[int]], each: int) -> float:
-    """Return the parts of a buffer that the ranks of one host send to others in a ring, in buffers; the most of all."""
+    """Return the parts of a buffer that the ranks of one host send to others in a ring, in buffers; the maximum over
+    hosts."""
     sent: dict[int, float] = {}
     for ring in rings:
         for rank, following in zip(ring, [*ring[1:], ring[0]], strict=True):
@@ -71,7 +72,8 @@ def _in_rings(rings: Iterable[Sequence[int]], each: int) -> float:
 
 
 def _all_to_all(rank_groups: Iterable[Sequence[int]], each: int) -> float:
-    """Return the rows that the ranks of one host send to other hosts, as a multiple of a rank's rows: the maximum."""
+    """Return the rows that the ranks of one host send to other hosts, in multiples of a rank's rows; the maximum over
+    hosts."""
     sent: dict[int, float] = {}
     for group in rank_groups:
         for rank in group:

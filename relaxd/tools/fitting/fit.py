@@ -45,7 +45,7 @@ class Candidate:
     seconds: float
     """Predicted, for the trainer's part in a step."""
     between_hosts: int
-    """Bytes that a host sends to others in a step."""
+    """Bytes per step that a host sends to others."""
 
 
 def rank_layouts(config: RunConfig, models: Models, hardware: Hardware, taken: int) -> list[Candidate]:
@@ -101,13 +101,13 @@ class EngineFit:
 
     memory: EngineMemory
     longest: int
-    """Tokens of the longest sequence that it gets."""
+    """Tokens of the engine's longest sequence."""
     running: int
-    """Sequences that it may have in progress."""
+    """Maximum sequences in progress."""
 
     @property
     def answers(self) -> int:
-        """Sequences of maximal length that fit at once."""
+        """Number of sequences of maximal length that fit at once."""
         return self.memory.answers(self.longest)
 
 
@@ -126,7 +126,7 @@ class Fit:
     host: Bytes
     """Memory of a host of the trainer."""
     between_hosts: Bytes
-    """Bytes that a host of the trainer sends to its others in a step."""
+    """Bytes per step that a host of the trainer sends to its other hosts."""
     disk: Bytes
 
     @property
@@ -186,7 +186,7 @@ def fit(config: RunConfig, hardware: Hardware, judges: int = 1) -> Fit:
 
 
 def written(config: RunConfig) -> Bytes:
-    """Compute what a run will have on disk, in its folder. Raises DataError: a model has no usable config.json."""
+    """Compute a run's disk usage in its folder. Raises DataError if a model has no usable config.json."""
     return disk_bytes(config, read_models(config), *_element_and_expert_bytes(config))
 
 

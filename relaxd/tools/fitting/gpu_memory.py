@@ -23,9 +23,10 @@ from relaxd.tools.fitting.trainer_memory import (
 )
 
 DEFAULT_FRACTION = 0.85
-"""Share of the GPU for weights and cache where SGLang decides, roughly."""
+"""Approximate share of the GPU for weights and cache if SGLang decides."""
 ENGINE_PROCESS_BYTES = 5_600_000_000
-"""CUDA's context, graphs and work space beside weights and cache: 3.6 GB measured at 135 M, 5.6 GB at 0.6 B."""
+"""Bytes of CUDA's context, graphs and work space beside weights and cache: 3.6 GB measured at 135 M, 5.6 GB at 0.6
+B."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,7 @@ class EngineMemory:
 
     @property
     def bytes(self) -> Bytes:
-        """Bytes by what they are for."""
+        """Bytes by purpose."""
         return {"weights": self.weights, "key-value cache": max(0, self.cache), "process": ENGINE_PROCESS_BYTES}
 
     @property
@@ -80,7 +81,7 @@ def engine_memory(
 
 
 ASLEEP = {TRAINER: 7_500_000_000, "rollout": 5_600_000_000}
-"""Bytes that a process keeps while it sleeps in a colocated run. Measured: 4.4 to 7.5 GB and 3.6 to 5.6 GB."""
+"""Bytes that a process keeps during sleep in a colocated run. Measured: 4.4 to 7.5 GB and 3.6 to 5.6 GB."""
 
 
 def check_layout(
@@ -127,8 +128,8 @@ def on_frozen(config: RunConfig, role: str, hardware: Hardware) -> list[Held]:
 
 
 def on_critic(config: RunConfig, models: Models, hardware: Hardware) -> list[Held]:
-    """Return the memory of the critic's ranks, by pipeline stage. They recompute and shard
-    gradients as the trainer does."""
+    """Return the memory of the critic's ranks by pipeline stage. They recompute and shard gradients like the
+    trainer."""
     own, trainer = config.roles.critic, config.trainer
     layout = replace(
         Layout.of_replica(own),
@@ -149,7 +150,7 @@ def on_critic(config: RunConfig, models: Models, hardware: Hardware) -> list[Hel
 
 
 def engines(config: RunConfig, hardware: Hardware) -> dict[str, EngineMemory]:
-    """Return the engines that hold GPUs of the run's own, by role."""
+    """Return the engines with GPUs of this run, by role."""
     judge = config.roles.judge
     sections: list[tuple[str, str, RolloutConfig | JudgeConfig, str, str]] = [
         ("rollout", "rollout", config.rollout, "model.path", config.model.path)

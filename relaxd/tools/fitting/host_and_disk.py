@@ -39,7 +39,7 @@ class Models:
 
 
 def critic_parameters(models: Models) -> int:
-    """Return the parameters of a critic, wherever it is."""
+    """Return the parameters of a critic, in the trainer or in a service."""
     return stage_parameters(models.policy, Layout(1), 0, critic=True).trained(vision=False).all
 
 
@@ -145,7 +145,7 @@ def disk_bytes(config: RunConfig, models: Models, element: int, expert_bytes: in
 
 
 MAX_REPEAT = 2
-"""Maximum tokens that attention sees over those of a row, as the trainer packs them."""
+"""Maximum ratio of tokens that attention processes to tokens of a row, in the trainer's packing."""
 
 
 def read_models(config: RunConfig) -> Models:

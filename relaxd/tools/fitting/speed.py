@@ -15,21 +15,21 @@ EFFICIENCY = 0.52
 EXTRA_WORK = {"none": 1.0, "selective": 1.06, "full": 4 / 3}
 """StepWork with recomputation over work without."""
 TENSOR_BYTES_PER_SECOND = 2.2e11
-"""Of collectives within a layer over NVLink."""
+"""Speed of collectives within a layer over NVLink, in bytes per second."""
 EXCHANGE_BYTES_PER_SECOND = 1.0e11
-"""Of all-to-all, with the copies before and after it."""
+"""Speed of all-to-all, with the copies before and after it, in bytes per second."""
 GRADIENT_BYTES_PER_SECOND = 3.0e11
-"""Of sums of gradients and gathering of weights."""
+"""Speed of summing gradients and gathering weights, in bytes per second."""
 OPTIMIZER_BYTES_PER_SECOND = 1.4e12
 """Memory that an update reads and writes."""
 UPDATE_BYTES = 30
-"""Bytes of a parameter that it reads and writes."""
+"""Bytes per parameter that an update reads and writes."""
 OFFLOAD_SECONDS = 0.7e-9
 """Seconds for each parameter of an update in the host's memory, of all ranks of a host together."""
 SCHEDULE = 20
 """Micro-batches of a pipeline's schedule for each stage but the last, as in services/trainer/batch/step_plan.py."""
 FULLNESS = 0.9
-"""Tokens of a micro-batch over its budget, on average."""
+"""Average ratio of a micro-batch's tokens to its budget."""
 
 
 @dataclass(frozen=True)
@@ -39,19 +39,19 @@ class StepWork:
     tokens: float
     """Tokens of its rows."""
     attended: float
-    """Pairs of tokens of which one attends to the other."""
+    """Number of token pairs of which one attends to the other."""
     micro_batch_tokens: int
     updates: int = 1
     """Optimizer updates."""
     passes: float = 1.0
-    """Times that it trains on its tokens."""
+    """Number of training passes over its tokens."""
     mini_batches: int = 1
     """Parts of the step with separate pipeline schedules."""
 
 
 @dataclass(frozen=True)
 class Seconds:
-    """A step's seconds, by what they are for."""
+    """Seconds of a step by purpose."""
 
     compute: float
     bubble: float
@@ -61,7 +61,7 @@ class Seconds:
 
     @property
     def total(self) -> float:
-        """All of them."""
+        """Sum of all parts."""
         return self.compute + self.bubble + self.communication + self.update
 
 

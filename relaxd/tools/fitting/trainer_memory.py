@@ -91,13 +91,13 @@ def _largest(buckets: Sequence[int], neighbours: int) -> int:
 
 
 PROCESS_BYTES = 2 << 30
-"""Bytes of a process beside its tensors: CUDA's context, cuBLAS's and cuDNN's workspaces, kernels, NCCL. Assumed."""
+"""Assumed bytes of a process beside its tensors: CUDA's context, cuBLAS's and cuDNN's workspaces, kernels, NCCL."""
 USABLE_SHARE = 0.95
 """Share of a GPU's memory that tensors can fill: the allocator leaves gaps. A run that needed 0.955 of an H200 failed
 (docs/benchmarks.md, 4 B without recompute), and one that needed as much succeeded (1.7 B, 57,344 tokens)."""
 
 Bytes = dict[str, int]
-"""Bytes by what they are for."""
+"""Bytes by purpose."""
 
 
 @dataclass(frozen=True)
@@ -135,7 +135,7 @@ def weights_and_state(model: TrainedModelShape, layout: Layout, stage: int, elem
 
 
 def sharded_parameters(own: Parameters, layout: Layout) -> int:
-    """Return the parameters whose optimizer state, and shard of the gradients, a rank holds."""
+    """Return the parameters whose optimizer state and gradient shard a rank holds."""
     return own.dense // (layout.data * layout.context) + own.experts // layout.expert_data
 
 
@@ -173,7 +173,7 @@ def training_bytes(
 
 
 def _on_gpu(parts: Bytes, layout: Layout, layers: int, micro_batches: Fraction) -> Bytes:
-    """Return the activations that stay on a GPU: with offload what has no room on the host, and about two layers'."""
+    """Return the activations that stay on a GPU: with offload those without room on the host, and about two layers'."""
     total = int(sum(parts.values()) * micro_batches)
     moved = min(layout.activations_on_host, max(0, total - 2 * sum(parts.values()) // layers))
     return {
@@ -233,7 +233,7 @@ def frozen_stage(shapes: Sequence[ModelShape], layout: Layout, stage: int, batch
 
 
 class FitError(ValueError):
-    """A setting with which nothing can be computed. The message names it, its value, and what would be right."""
+    """A setting makes the computation impossible. The message names it, its value, and what would be right."""
 
 
 @dataclass(frozen=True)
@@ -261,21 +261,21 @@ class Hardware:
 
 @dataclass(frozen=True)
 class Held:
-    """Bytes of a GPU in one role, when it holds the most."""
+    """Peak bytes of a GPU in one role."""
 
     role: str
     place: str
-    """Which of the role's GPUs, or in which turn; "" if all hold the same."""
+    """The GPU of the role, or the turn, with this peak; "" if all are equal."""
     bytes: Bytes
     room: int
-    """Bytes that it may hold."""
+    """Bytes that the GPU may hold."""
 
     @property
     def total(self) -> int:
-        """All bytes."""
+        """Sum of all parts in bytes."""
         return sum(self.bytes.values())
 
     @property
     def fits(self) -> bool:
-        """True if there is room for them."""
+        """True if the bytes fit."""
         return self.total <= self.room

@@ -1,1 +1,1 @@
-"""Configurations of other frameworks, as relaxd's."""
+"""Conversion of other frameworks' configurations to relaxd's."""

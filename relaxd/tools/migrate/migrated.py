@@ -16,13 +16,13 @@ class KeyFate(Enum):
     """The fate of a key."""
 
     WRITTEN = auto()
-    """It is in the settings."""
+    """The key was converted to settings."""
     NOTED = auto()
-    """It is in a note."""
+    """The key is covered by a note."""
     LOST = auto()
-    """It has no equivalent."""
+    """The key has no equivalent."""
     IDLE = auto()
-    """It is off, or what relaxd does anyway."""
+    """The key is off, or sets what relaxd does anyway."""
 
 
 @dataclass
@@ -36,7 +36,7 @@ class Migrated:
     lost: list[tuple[str, Any, str]] = field(default_factory=list)
     """Every key without an equivalent: its name, its value, and why."""
     idle: list[tuple[str, Any]] = field(default_factory=list)
-    """Every key that is off, or says what relaxd does anyway, and its value."""
+    """Every key that is off, or sets what relaxd does anyway, with its value."""
     fates: dict[str, KeyFate] = field(default_factory=dict)
     """Outcome of every key."""
     problems: list[str] = field(default_factory=list)
@@ -70,11 +70,11 @@ class Migrated:
 
 
 class Lost(Exception):
-    """A key whose value has no equivalent; the message says why."""
+    """A key's value has no equivalent; the message says why."""
 
 
 class Reader:
-    """verl's settings, and what is made of them, key by key."""
+    """Converts verl's settings key by key, and keeps the results."""
 
     def __init__(self, given: Mapping[str, Any]) -> None:
         self.given = given
@@ -99,7 +99,7 @@ class Reader:
         self.key, self._fate = key, KeyFate.IDLE
 
     def end(self) -> None:
-        """Record what became of the key: what it wrote, or was noted of it, or nothing at all."""
+        """Record the outcome of the current key: its settings, its notes, or neither."""
         self.out.fates[self.key] = self._fate
         if self._fate is KeyFate.IDLE:
             self.out.idle.append((self.key, self.given[self.key]))
@@ -110,7 +110,7 @@ class Reader:
         self.out.lost.append((self.key, self.given[self.key], why))
 
     def set(self, name: str, value: Any) -> None:
-        """Write a setting. Two keys with different values for it are noted."""
+        """Write a setting. If two keys give it different values, add a note."""
         before = self.out.values.get(name)
         if before is not None and before != value and (writer := self._writers.get(name)) not in (None, self.key):
             self.out.notes.append(f"{name}: {toml(value)} of {self.key}, and not {toml(before)} of {writer}")

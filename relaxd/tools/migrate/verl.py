@@ -28,7 +28,7 @@ _TABLES = {
 
 
 def migrate(given: Mapping[str, Any]) -> Migrated:
-    """Convert verl's settings, by dotted name. `Migrated.fates` says of every key what became of it."""
+    """Convert verl's settings, by dotted name. `Migrated.fates` has the outcome of every key."""
     reader = Reader(given)
     reader.set("algorithm.name", algorithm_of(reader))
     reader.set("data.source", "files")
@@ -92,7 +92,7 @@ def _into_table(reader: Reader, setting: str, key: str, value: Any) -> None:
 
 
 OVERRIDE = re.compile(r"\+{0,2}([A-Za-z_][\w-]*(?:[.@/][\w@/-]+)+|model_engine)=(.*)", re.DOTALL)
-"""A hydra override. Other assignments in a script are its own: a shell's variables have no dots."""
+"""A hydra override. Other assignments in a script are shell variables, whose names have no dots."""
 _OTHERS = re.compile(r"(~[A-Za-z_][\w.@/-]*|--config-(?:name|path|dir))(?:=(.*))?", re.DOTALL)
 """Other words that hydra accepts: deletions, and the names of files."""
 _REFERENCE = re.compile(r"\$\{(?:oc\.select:)?([A-Za-z_][\w.]*)(?:,\s*([^{}]*?)\s*)?\}")
@@ -148,7 +148,7 @@ def _assignments(words: Sequence[str], parse: Any) -> dict[str, Any]:
 
 
 def _others(words: Sequence[str]) -> dict[str, Any]:
-    """Return hydra's words besides overrides, which are reported as lost."""
+    """Return hydra's arguments other than overrides, which are reported as lost."""
     found = {}
     for word, following in zip(words, [*words[1:], ""], strict=True):
         if match := _OTHERS.fullmatch(word.strip()):
@@ -167,7 +167,7 @@ def _leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, An
 
 
 def _resolved(value: Any, found: Mapping[str, Any], parse: Any, depth: int = 0) -> Any:
-    """Return a value with the values that interpolations such as ${data.train_batch_size} in it stand for."""
+    """Return a value with interpolations such as ${data.train_batch_size} replaced by their values."""
     if not isinstance(value, str) or depth > 10:
         return value
 

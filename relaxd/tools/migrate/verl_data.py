@@ -9,7 +9,7 @@ from relaxd.tools.migrate.migrated import Lost, Reader, listed
 from relaxd.tools.migrate.verl_training import Conversion, off
 
 _PLAIN = ("test", "val", "valid", "validation", "dev", "eval", "train")
-"""Names of files that say nothing without their folder."""
+"""File names without a meaning outside of their folder."""
 
 
 def complete_data(reader: Reader) -> None:
@@ -74,7 +74,7 @@ def _sampling(reader: Reader) -> dict[str, Any]:
 
 
 def _names(files: list[str]) -> list[str]:
-    """Return a name for each set: that of its file, with its folder where the file's says nothing."""
+    """Return a name for each set: its file's, with the folder if the file's name alone means nothing."""
     names: list[str] = []
     stems = [PurePosixPath(file).stem for file in files]
     for file, stem in zip(files, stems, strict=True):

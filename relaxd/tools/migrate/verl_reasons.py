@@ -1,4 +1,4 @@
-"""verl's keys that do nothing in a configuration, and why others have no equivalent."""
+"""verl's keys without an effect in a configuration, and the reasons why others have no equivalent."""
 
 import re
 from collections.abc import Callable, Mapping
@@ -130,9 +130,9 @@ _OFF: tuple[tuple[str, Callable[[Reader], bool]], ...] = (
         lambda reader: reader.get("trainer.v1.trainer_mode", "sync") == "sync",
     ),
 )
-"""Patterns of keys without actor_rollout_ref, and whether another key turns them off."""
+"""Patterns of keys without actor_rollout_ref, and a test whether another key disables them."""
 
 
 def is_off(reader: Reader, name: str) -> bool:
-    """Return whether verl ignores a key, because what it is for is off; `name` is without actor_rollout_ref."""
+    """Return whether verl ignores a key because its feature is off; `name` is without actor_rollout_ref."""
     return any(re.fullmatch(pattern, name) and off(reader) for pattern, off in _OFF)

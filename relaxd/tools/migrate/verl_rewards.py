@@ -23,7 +23,7 @@ CONFINED = (
 
 
 def complete_rewards(reader: Reader) -> None:
-    """Add what verl takes for granted."""
+    """Add verl's implicit reward settings."""
     values = reader.out.values
     if "reward.name" not in values:
         values.setdefault("reward.choose_by", "data_source")
@@ -77,7 +77,7 @@ def _workers(reader: Reader, value: Any) -> None:
 
 
 def _manager_arguments(reader: Reader, value: Any, key: str) -> None:
-    """Convert arguments of verl's reward manager: those of DAPO's punishment of long answers."""
+    """Convert arguments of verl's reward manager: those of DAPO's penalty for long answers."""
     flat = dict(_flat(value, key))
     if unknown := [name for name in flat if name not in _OVERLONG]:
         raise Lost(f"{', '.join(unknown)}: arguments of verl's reward manager; here a reward has reward.settings")
@@ -100,7 +100,7 @@ _OVERLONG = {
 
 
 def _overlong(reader: Reader, name: str) -> Any:
-    """Return an argument of verl's reward manager, wherever this version of verl has it."""
+    """Return an argument of verl's reward manager, from either place in verl's versions."""
     older = name.replace("overlong_buffer_cfg", "overlong_buffer")
     for section in ("reward", "reward_model"):
         table = dict(_flat(reader.get(f"{section}.reward_kwargs", {}), ""))
@@ -134,7 +134,7 @@ _JUDGE: dict[str, str] = {
 
 
 def _reward_model(reader: Reader, value: Any, key: str) -> None:
-    """Convert a key of a reward model that is on (others are off). A model that writes becomes the judge."""
+    """Convert a key of an enabled reward model (disabled ones are off). A generative model becomes the judge."""
     if not _path(reader):
         raise Lost(
             "a model that gives a number can't be a reward here: a judge writes, and a reward function asks it "
@@ -204,7 +204,7 @@ REWARDS_BY_PATTERN: tuple[tuple[str, Callable[[Reader, Any, str], None]], ...] =
         _reward_model,
     ),
 )
-"""The same, by patterns of keys; the conversion gets what the pattern's group has."""
+"""Conversions by patterns of keys; each gets the text of the pattern's group."""
 
 
 NOTE = "answers end after one turn; observations are not fed back"

@@ -31,7 +31,7 @@ def algorithm_of(reader: Reader) -> str:
 
 
 def complete_training(reader: Reader) -> None:
-    """Add what verl takes for granted."""
+    """Add verl's implicit training settings."""
     values = reader.out.values
     if "run.steps" not in values:
         values["run.steps"] = 1000
@@ -71,13 +71,13 @@ _DEFAULTS: Mapping[str, Any] = {
     "rollout.max_new_tokens": 512,
     "trainer.optimizer.lr": 1e-6,
 }
-"""verl's defaults that decide what is trained and differ from relaxd's."""
+"""Defaults of verl that affect training and differ from relaxd's."""
 _MINI_BATCH = 256
 """verl's default of ppo_mini_batch_size."""
 
 
 def off(why: str = "", *, implied: tuple[Any, ...] = ()) -> Conversion:
-    """Return the conversion of a key that means something only if it is on, or has another value than those."""
+    """Return the conversion of a key that matters only if it is on, or has a value other than those given."""
 
     def convert(reader: Reader, value: Any) -> None:
         if value not in (None, False, 0, "", "null", -1, *implied):

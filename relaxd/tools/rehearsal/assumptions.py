@@ -20,16 +20,16 @@ from relaxd.engines import SCRIPTED
 from relaxd.models.shape import expert_dtype
 
 QUANTILES = 1000
-"""Lengths over which a mean is taken."""
+"""Number of length quantiles for computing a mean."""
 REWARD = "relaxd.tools.rehearsal.stand_ins:scripted"
 ENVIRONMENT = "relaxd.tools.rehearsal.stand_ins:StandInEnvironment"
 MANY_STEPS = 1_000_000
 STEPS_IN_REDIS = 3
-"""Steps whose groups are in Redis at the same time, at most: being generated, waiting, being trained."""
+"""Maximum number of steps whose groups are in Redis at once: being generated, waiting, being trained."""
 LONG_TAIL = 1.5
-"""Factor from the median to the mean of the lengths, roughly: what it is for a spread of 0.9."""
+"""Approximate ratio of the mean length to the median: that of a spread of 0.9."""
 MIN_TOKENS = 64
-"""Answers are scaled down to no fewer tokens at most, or prompts and headers would count more than they do."""
+"""Minimum of the maximal tokens to which answers are scaled down. With fewer, prompts and headers would dominate."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Scale:
     payload: int
     """Factor by which answers are shorter."""
     ranks: int = 1
-    """Ranks of the trainer, which divide the groups among them."""
+    """Number of the trainer's ranks, which divide the groups."""
     agents: int = 0
     """Agent replicas, of runs with conversations."""
 
@@ -95,7 +95,7 @@ def median_tokens(config: RunConfig) -> int:
 
 
 def mean_of(median: float, most: float, spread: float, of_longest: int = 1) -> float:
-    """Return the mean of a log-normal quantity that is cut off at `most`, or of the largest of several."""
+    """Return the mean of a log-normal quantity that is cut off at `most`, or of the maximum of several."""
     normal = NormalDist()
     shares = ((number + 0.5) / QUANTILES for number in range(QUANTILES))
     quantiles = (math.exp(spread * normal.inv_cdf(share ** (1 / of_longest))) for share in shares)
@@ -103,13 +103,13 @@ def mean_of(median: float, most: float, spread: float, of_longest: int = 1) -> f
 
 
 def mean_turns(config: RunConfig) -> float:
-    """Return the mean number of the model's messages for a sample."""
+    """Return the mean number of the model's messages per sample."""
     own = config.rehearsal
     return mean_of(own.turns, config.agent.max_turns, own.spread) if config.agent.is_there else 1.0
 
 
 def mean_tokens(config: RunConfig, of_longest: int = 1) -> float:
-    """Return the mean tokens that the model writes for a sample, or for the longest of several."""
+    """Return the mean tokens that the model generates for a sample, or for the longest of several."""
     most, median = config.rollout.max_new_tokens, median_tokens(config) * mean_turns(config)
     return mean_of(median, most, config.rehearsal.spread, of_longest)
 
@@ -135,7 +135,7 @@ def least_step_seconds(config: RunConfig, rollout: int, agents: int = 0) -> floa
 
 
 def _tool_seconds(config: RunConfig) -> float:
-    """Return the mean seconds that a conversation waits for its environment; 0 without conversations."""
+    """Return the mean seconds of a conversation spent on its environment; 0 without conversations."""
     own = config.rehearsal
     return mean_turns(config) * mean_of(own.tool_seconds, math.inf, own.spread) if config.agent.is_there else 0.0
 
@@ -254,12 +254,12 @@ def _with_stand_in(agent: AgentConfig, rehearsal: RehearsalConfig, shorter: int,
 
 
 def _shortened(source: DataSource, most: int, least: int) -> DataSource:
-    """Return a source whose answers have at most `most` and at least `least` tokens, if it sets a limit at all."""
+    """Return a source with its answer limit, if any, changed to between `least` and `most` tokens."""
     limit = source.max_new_tokens
     return source.model_copy(update={"max_new_tokens": limit and max(least, 1, min(limit, most))})
 
 
 def _updated(config: RunConfig, **sections: dict[str, Any]) -> RunConfig:
-    """Return a configuration with other values, unvalidated: the coordinator validates it when the run starts."""
+    """Return a changed configuration, unvalidated: the coordinator validates it when the run starts."""
     changed = {name: getattr(config, name).model_copy(update=values) for name, values in sections.items()}
     return config.model_copy(update=changed)

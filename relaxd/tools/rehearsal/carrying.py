@@ -8,7 +8,7 @@ import math
 from dataclasses import dataclass
 
 BUSY_MACHINE = 0.9
-"""A machine whose processors are busy for a larger share of the time has itself slowed the rehearsal down."""
+"""Busy share of a machine's processors above which the machine itself has slowed the rehearsal down."""
 SHARE = 0.8
 """Share of a machine's processors that a rehearsal may need."""
 
@@ -20,20 +20,20 @@ class HostLoad:
     cores: int
     """Processors of the machine."""
     machine_share: float
-    """Share of them that was busy."""
+    """Busy share of all processors."""
     idle_cores: float
     """Processors that the rehearsal needs at rest."""
     step_seconds: float
-    """Its processor seconds for one step."""
+    """Processor seconds per step."""
     least_step_seconds: float
-    """Seconds that a step takes at least, at the run's own speed."""
+    """Minimum seconds of a step, at the run's own speed."""
     time_scale: float
     replicas: int
     """Rollout replicas."""
 
     @property
     def needed(self) -> float:
-        """Processors that the rehearsal would need, so that steps come as fast as the time scale says."""
+        """Number of processors that the rehearsal would need to reach its time scale."""
         return self.idle_cores + self.step_seconds * self.time_scale / self.least_step_seconds
 
     @property
@@ -44,7 +44,8 @@ class HostLoad:
 
 
 def refusal(load: HostLoad) -> str:
-    """Say why the steps' seconds mean nothing, and which numbers would do; "" if this machine carried the rehearsal."""
+    """Return the reason why the steps' seconds are meaningless, with better numbers; "" if this machine was fast
+    enough."""
     if load.machine_share <= BUSY_MACHINE or load.needed <= SHARE * load.cores:
         return ""
     why = (
@@ -82,7 +83,7 @@ def advice(machine_share: float) -> str:
 
 
 def _rounded_down(value: float) -> float:
-    """Return a value with two digits, not above it."""
+    """Return a value rounded down to two digits."""
     if not 1 <= value < math.inf:
         return value
     unit = 10.0 ** (math.floor(math.log10(value)) - 1)

@@ -26,7 +26,7 @@ def line(name: str, sent: float, seconds: float) -> str:
 
 
 def read_calls(folder: Path) -> list[AnsweredCall]:
-    """Read the calls of all processes. A line that is being written is left out."""
+    """Read the calls of all processes. An incomplete line is left out."""
     calls = []
     for path in sorted(folder.glob("*.txt")):
         whole, _, _ = path.read_text().rpartition("\n")
@@ -45,7 +45,7 @@ CORES = 1.0
 HEARTBEAT_SECONDS = 0.1
 """Longest p99 of Heartbeat."""
 LEASE_SECONDS = 5.0
-"""Longest p99 of LeaseGpus, while all replicas lease at once: the deadline of the call."""
+"""Maximum p99 seconds of LeaseGpus while all replicas lease at once: the call's deadline."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class CallTimes:
     heartbeat_at_rest: float | None
     """While the run was paused."""
     heartbeat_working: float | None
-    """While steps came `time_scale` times as fast."""
+    """p99 of heartbeats during steps at `time_scale` times their speed."""
     lease: float | None
     """While all replicas started."""
 

@@ -21,7 +21,7 @@ MACHINE = "machine"
 
 @dataclass(frozen=True)
 class Sample:
-    """All counters at one moment. They only grow."""
+    """All counters at one moment. They never decrease."""
 
     time: float
     """Monotonic time."""
@@ -49,7 +49,7 @@ class Counters:
     run_folder: Path
     run_id: str
     waits: Counter[str] = field(default_factory=Counter)
-    """Samples by what the open step waited for."""
+    """Number of samples by the open step's wait."""
     call_seconds: list[float] = field(default_factory=list)
     """Times of the calls to the coordinator."""
     peak_bytes: int = 0
@@ -57,10 +57,10 @@ class Counters:
     step_bytes: dict[int, int] = field(default_factory=dict)
     """Bytes of each step's file."""
     run: Run = field(default_factory=Run)
-    """The run, as last seen."""
+    """The run in its last known state."""
 
     def sample(self) -> Sample:
-        """Read all counters. Step files are removed once they are counted: nothing will replay them."""
+        """Read all counters. Counted step files are removed, because nothing will replay them."""
         began = time.monotonic()
         self.run = self.coordinator.run(self.run_id)
         self.call_seconds.append(time.monotonic() - began)
@@ -115,6 +115,6 @@ def busy_share(before: Sample, after: Sample) -> float:
 
 
 def current_wait(run: Run) -> str:
-    """Return the open step's wait for people: its kind, and the stage if it has one; "" if it waits for nothing."""
+    """Return the open step's wait in readable form: its kind, and the stage if it has one; "" without a wait."""
     kind = words(WaitKind)[run.wait.current_kind]
     return f"{kind} {run.wait.current_on}" if run.wait.current_kind == WAIT_KIND_STAGE else kind

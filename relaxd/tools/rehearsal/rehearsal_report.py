@@ -19,9 +19,9 @@ from relaxd.tools.rehearsal.counters import MACHINE, Sample
 NETWORK_BYTES = 1.25e9
 """Bytes per second of a network of 10 Gbit/s."""
 CONTROL = ("coordinator", "redis", "reward", "advantage", "trainer", "rollout", "agent")
-"""Roles whose processor time is reported, in this order."""
+"""Roles to report the processor time of, in this order."""
 MANY_TIMES = 1000.0
-"""Limits farther away than this aren't worth a number."""
+"""Factor above which the distance from a limit is reported without a number."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Measured:
     """At the end of a later step."""
     idle_first: Sample
     idle_last: Sample
-    """At both ends of a window in which the run was paused."""
+    """Samples at both ends of a window in which the run was paused."""
     cores: int
     """Processors of this machine."""
     waits: Mapping[str, int]
@@ -43,15 +43,15 @@ class Measured:
     step_bytes: float
     """Bytes of a step file, on average."""
     step_file_seconds: float
-    """Seconds that writing it took, on average."""
+    """Average seconds of writing a step file."""
     trainer_shares: Mapping[str, float]
-    """The trainer's step by what its thread did."""
+    """Shares of the trainer's step by the work of its thread."""
     call_p99: float
     """Seconds."""
     dropped: Mapping[str, int]
     groups_per_step: int
     admitted_groups: int
-    """Groups that the gate admits at once."""
+    """Number of groups that the gate admits at once."""
     max_group_bytes: int
     """board.max_group_bytes."""
     worst_group_bytes: int
@@ -61,7 +61,7 @@ class Measured:
     call_times: CallTimes
     """Seconds that replicas waited for the coordinator."""
     least_step_seconds: float
-    """Seconds that a step takes at least, at the run's own speed."""
+    """Minimum seconds of a step, at the run's own speed."""
 
     @property
     def steps(self) -> int:
@@ -75,7 +75,7 @@ class Measured:
 
     @property
     def step_seconds(self) -> float:
-        """Seconds of a step at the run's own speed."""
+        """Seconds of a step, at the run's own speed."""
         return self.wall_seconds / self.steps * self.scale.time
 
     @property
@@ -91,7 +91,7 @@ class Measured:
 
     @property
     def busy_at_rest(self) -> bool:
-        """True if this machine had no processor left while the run was paused."""
+        """True if this machine had no idle processor while the run was paused."""
         core_seconds = self.cores * (self.idle_last.time - self.idle_first.time)
         return (self.idle_last.cpu[MACHINE] - self.idle_first.cpu[MACHINE]) / core_seconds > BUSY_MACHINE
 
@@ -120,12 +120,12 @@ class Measured:
         return (self.idle_last.cpu.get(role, 0.0) - self.idle_first.cpu.get(role, 0.0)) / seconds
 
     def step_cpu(self, role: str) -> float:
-        """Return a role's processor seconds for one step, without what it costs when the run is idle."""
+        """Return a role's processor seconds per step, without the cost of an idle run."""
         spent = self.last.cpu.get(role, 0.0) - self.first.cpu.get(role, 0.0)
         return max(0.0, spent - self.idle_cpu(role) * self.wall_seconds) / self.steps
 
     def cpu(self, role: str) -> float:
-        """Return the processors that a role keeps busy at the run's own speed."""
+        """Return the number of processors that a role keeps busy at the run's own speed."""
         return self.idle_cpu(role) + self.step_cpu(role) / self.step_seconds
 
     @property
@@ -136,13 +136,13 @@ class Measured:
 
     @property
     def step_operations(self) -> float:
-        """Redis's commands for one step, without those of an idle run."""
+        """Redis commands per step, without those of an idle run."""
         done = self.last.operations - self.first.operations
         return max(0.0, done - self.idle_operations * self.wall_seconds) / self.steps
 
     @property
     def operations(self) -> float:
-        """Redis's commands per second at the run's own speed."""
+        """Redis commands per second, at the run's own speed."""
         return self.idle_operations + self.step_operations / self.step_seconds
 
     @property
@@ -165,7 +165,7 @@ class ResourceLimit:
     available: float
     unit: str
     advice: str
-    """Advice for when it is not enough."""
+    """Advice for an insufficient value."""
 
     @property
     def factor(self) -> float:
@@ -282,7 +282,7 @@ def verdict(found: Measured) -> str:
 
 
 def first_limit(found: Measured) -> str:
-    """Say which limit is met first when all sizes double, and what to change."""
+    """Return the first limit that doubled sizes would meet, and what to change."""
     nearest = limits(found)[0]
     use = f"{nearest.name}: {amount(nearest.used, nearest.unit)} of {amount(nearest.available, nearest.unit)}"
     if nearest.factor < 1:
@@ -293,7 +293,7 @@ def first_limit(found: Measured) -> str:
 
 
 def rows(found: Measured) -> list[tuple[str, str]]:
-    """Return the report's rows: a name and a value. No verdict on the run where it would measure the machine."""
+    """Return the report's rows: a name and a value. There is no verdict if this machine was the limit."""
     refused = carrying.refusal(found.load)
     result = [("no verdict", refused + ".")] if refused else _verdicts(found)
     result += _costs(found)

@@ -1,4 +1,4 @@
-"""Running a rehearsal: its own Redis and services, a run that never ends, and the windows in which it is measured."""
+"""Running of a rehearsal: a separate Redis and services, an endless run, and the measured windows."""
 
 import os
 import shutil
@@ -43,20 +43,20 @@ SAMPLE_SECONDS = 0.25
 """Interval between two samples."""
 SAY_SECONDS = 5.0
 START_SECONDS = 180.0
-"""Longest time until all replicas have registered."""
+"""Maximum seconds until all replicas have registered."""
 FIRST_STEP_FACTOR = 3.0
 """The first step may take this many times as long as the window ..."""
 FIRST_STEP_SECONDS = 30.0
 """... and at least this long."""
 SETTLE_SECONDS = 15.0
-"""Longest time until a paused run rests."""
+"""Maximum seconds until a paused run is idle."""
 IDLE_SECONDS = 5.0
 """Length of the window in which the paused run is measured."""
 GRACE_SECONDS = 3.0
 CALLS = "calls"
 """Folder, in that of the services, for the times of the replicas' calls."""
 GPUS = 8
-"""GPUs that a replica sees, if it needs no more."""
+"""Number of GPUs that a replica sees, unless it needs more."""
 REDIS_SECONDS = 5.0
 """Deadline of a question to Redis."""
 
@@ -112,7 +112,7 @@ def rehearsed_run(config: RunConfig, scale: Scale, say: Say, logs: Path) -> Iter
 
 
 def _model(config: RunConfig, work: Path) -> Path:
-    """Return the model's folder, or one that stands in for a model that isn't here."""
+    """Return the model's folder, or a stand-in for a model that isn't here."""
     path = config.model.path
     here = Path(path).expanduser().is_dir() or (models_folder() / path).is_dir()
     if config.has_media and not here:
@@ -203,7 +203,7 @@ def _measure(config: RunConfig, scale: Scale, seconds: float, counters: Counters
 
 @contextmanager
 def _first_interrupt() -> Iterator[Callable[[], bool]]:
-    """Yield a function that says whether Ctrl-C was pressed in the block. Pressed again, it interrupts as usual."""
+    """Yield a function that returns whether Ctrl-C was pressed in the block. A second press interrupts as usual."""
     pressed: list[int] = []
 
     def press(number: int, frame: object) -> None:
@@ -271,7 +271,7 @@ def _window(counters: Counters, seconds: float, say: Say, interrupted: Callable[
 
 
 def _idle_window(counters: Counters) -> tuple[Sample, Sample]:
-    """Pause the run, wait until it rests, and return samples at both ends of a window in which it does."""
+    """Pause the run, wait until it is idle, and return samples at both ends of an idle window."""
     counters.coordinator.pause_run(RUN_ID, "measured at rest")
     deadline = time.monotonic() + SETTLE_SECONDS
     before: list[tuple[int, int]] = []
@@ -288,7 +288,7 @@ def _idle_window(counters: Counters) -> tuple[Sample, Sample]:
 
 
 def _trainer_shares(metrics: list[dict[str, float]]) -> dict[str, float]:
-    """Return the seconds of the trainer's steps by what its thread did."""
+    """Return the seconds of the trainer's steps by the work of its thread."""
     parts = {
         "works": "train_seconds",
         "waits for groups": "wait_seconds",

@@ -1,4 +1,4 @@
-"""Stand-ins of a rehearsal: a model's folder with a tokenizer and nothing else, a reward, and an environment."""
+"""Stand-ins of a rehearsal: a model's folder with only a tokenizer, a reward, and an environment."""
 
 import asyncio
 import hashlib
@@ -66,7 +66,7 @@ class StandInEnvironment(Environment):
         self._seconds, self._spread, self._observation = seconds, spread, words * word
 
     async def step(self, reply: Reply) -> Step:
-        """Answer a message after a while."""
+        """Answer a message after a delay."""
         await asyncio.sleep(self._seconds * self._factor(self._spread))
         self._left -= 1
         return Step(self._observation, done=self._left == 0)
