@@ -1,4 +1,4 @@
-"""Amounts as people read them."""
+"""Byte amounts in readable form."""
 
 UNITS = ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
 

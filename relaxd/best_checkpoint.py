@@ -15,7 +15,7 @@ from typing import Any
 from relaxd.run_folder import HELD_OUT, RECORD, checkpoint_steps
 
 SHARED_METRICS = ("reward", "response_length", "truncated_share", "unscored")
-"""Metrics of every evaluation set that may tell which version is best."""
+"""Metrics of every evaluation set by which the best version can be chosen."""
 _RULE = (
     'it must be "eval.SET.METRIC", such as "eval.held_out.reward", or "-eval.SET.METRIC" for one that is best when '
     "it is lowest"
@@ -24,17 +24,17 @@ _RULE = (
 
 @dataclass(frozen=True)
 class WatchedMetric:
-    """A metric of an evaluation set that tells which of several versions is best."""
+    """A metric of an evaluation set by which the best version is chosen."""
 
     set_name: str
     metric: str
-    """Its name within the set, such as "reward"."""
+    """Name of the metric within the set, such as "reward"."""
     lowest: bool = False
     """True if the lowest value is the best."""
 
     @property
     def key(self) -> str:
-        """Its name in the metrics of evaluations."""
+        """Name of the metric among all metrics of evaluations."""
         return f"eval_{self.metric}" if self.set_name == HELD_OUT else f"eval/{self.set_name}/{self.metric}"
 
     def is_better(self, value: float, than: float, *, by: float = 0.0) -> bool:
@@ -42,7 +42,7 @@ class WatchedMetric:
         return (than - value if self.lowest else value - than) > by
 
     def values(self, evaluations: Iterable[Mapping[str, Any]]) -> dict[int, float]:
-        """Return the metric by step, of evaluations as run.json has them. The initial model's isn't among them."""
+        """Return the metric by step, from evaluations in run.json's form. The initial model's value is left out."""
         return {
             one["step"]: one["metrics"][self.key]
             for one in sorted(evaluations, key=lambda one: int(one["step"]))

@@ -34,7 +34,7 @@ class DropReason(StrEnum):
 
 
 MIN_GROUPS = 16
-"""With fewer published groups a share says little."""
+"""Minimum number of published groups for a meaningful share."""
 WARN_SHARE = 0.1
 
 MEANINGS: dict[str, str] = {
@@ -88,10 +88,10 @@ def most_frequent(reasons: Iterable[str]) -> str:
 
 
 class DropWatch:
-    """Tells about shares of drops once, and again whenever one has doubled."""
+    """Warns of shares of drops once, and again whenever a share has doubled."""
 
     def __init__(self, dropped_before: Mapping[str, int] | None = None, published_before: int = 0) -> None:
-        """Leave out the groups that were dropped and published before."""
+        """Ignore groups that were dropped or published before."""
         self._dropped_before = Counter(dropped_before)
         self._published_before = published_before
         self._told: dict[str, float] = {}

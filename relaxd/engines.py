@@ -17,7 +17,7 @@ MODEL_KINDS = {
     "qwen3_5_moe": ("image", "video"),
     "qwen3_omni_moe": ("image", "video", "audio"),
 }
-"""Kinds of media whose layout is compared with transformers', by a model's type."""
+"""Kinds of media whose layout was compared with transformers', by model type."""
 HYBRID_MODELS = ("qwen3_next", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text")
 """Types of models with gated delta nets."""
 
@@ -28,8 +28,7 @@ class EngineCapabilities:
 
     name: str
     settings: Mapping[str, tuple[str, ...]]
-    """Sections whose `engine` may name it, each with those of its settings that not all of its engines have, but this
-    one."""
+    """Sections whose `engine` may name this one, each with those of its settings that some other engines lack."""
     in_ranks: bool = False
     """True if the model is in ranks like the trainer's, which have parallel sizes and may hold several models."""
     module: str = "services.rollout.service.child_engine"
@@ -38,37 +37,37 @@ class EngineCapabilities:
     process: str = ""
     """Module of its child process."""
     extra: str = "rollout"
-    """Extra of the package relaxd that it needs."""
+    """Extra of the package relaxd that the engine needs."""
     has_model: bool = True
-    """False if it only pretends to generate, in a rehearsal, whose trainer pretends to train. Errors don't name it."""
+    """False for an engine that only simulates, in a rehearsal, as does its trainer. Errors don't name it."""
     needs_gpus: bool = False
-    """True if it runs on GPUs of the machine of its replica only."""
+    """True if the engine runs on GPUs of its replica's machine only."""
     leases_gpus: bool = False
-    """True if its replica leases tensor_parallel GPUs. In a rehearsal they aren't there."""
+    """True if the engine's replica leases tensor_parallel GPUs. In a rehearsal there are none."""
     shares_gpus: bool = False
-    """True if it can leave a share of its GPUs' memory to other engines."""
+    """True if the engine can leave a share of its GPUs' memory to other engines."""
     sleeps: bool = False
-    """True if it can free its memory and allocate it again, so that it can take turns with a trainer."""
+    """True if the engine can free its memory and allocate it again, to take turns with a trainer."""
     pauses: tuple[str, ...] = ("in_place", "retract", "abort", "drain")
-    """Values of weights.pause that it supports."""
+    """Values of weights.pause that the engine supports."""
     takes_url: bool = False
     """True if its replica is given the URL of a server that runs already."""
     stock_weight_group: bool = False
-    """True if it receives weights as SGLang's own servers do: in torch's process group, in flat buckets, from one rank.
-    """
+    """True if the engine receives weights like SGLang's own servers: by torch's process group, in flat buckets, from
+    one rank."""
     gives_checksums: bool = True
-    """True if it takes checksums of the weights that it serves. Receipts of others say that they are unknown."""
+    """True if the engine takes checksums of the weights that it serves. Receipts of other engines say "unknown"."""
     gives_likeliest: bool = False
-    """True if it says which tokens it finds likeliest, beside those of an answer."""
+    """True if the engine can report its likeliest tokens beside those of an answer."""
     media: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    """Kinds of media that it takes, by the model's type."""
+    """Kinds of media that the engine accepts, by model type."""
     refused_models: tuple[str, ...] = ()
-    """Types of models that it isn't known to run as the trainer does."""
+    """Model types that the engine isn't known to run as the trainer does."""
     takes_candidates: bool = False
-    """True if it gives log-probs of other tokens in each place of an answer, as a teacher."""
+    """True if the engine can score other tokens in each place of an answer, as a teacher."""
 
     def takes(self, kind: str, model_type: str | None = None) -> bool:
-        """Return True if it takes media of a kind, with a type of model or with any."""
+        """Return True if the engine accepts media of a kind, with a model type or with any."""
         if model_type is not None:
             return kind in self.media.get(model_type, ())
         return any(kind in kinds for kinds in self.media.values())

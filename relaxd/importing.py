@@ -1,4 +1,4 @@
-"""Import of users' own functions and classes by their names in a configuration."""
+"""Import of users' own functions and classes by the names in a configuration."""
 
 import contextlib
 import difflib
@@ -17,10 +17,10 @@ from typing import Any
 OWN_NAME = re.compile(r"(?:[^:]*\.py|[^\W\d]\w*(?:\.[^\W\d]\w*)*):[^\W\d]\w*")
 """A name such as "package.module:Class" or "file.py:function"."""
 _OURS = tuple(f"{Path(__file__).parents[1] / folder}{os.sep}" for folder in ("relaxd", "services"))
-"""Folders whose frames aren't the user's code."""
+"""Folders whose frames aren't user code."""
 
 _changed_at: dict[str, float] = {}
-"""When the file of a user's module that is imported was changed."""
+"""Modification time of each imported file of a user's module."""
 
 
 class ImportProblem(ValueError):
@@ -80,7 +80,7 @@ def import_own(name: str) -> Any:
 
 
 def describe_missing(module_name: str, error: Exception) -> str:
-    """Return where a module was looked for, and the file there that may be meant; "" if it isn't the missing one."""
+    """Return where a missing module was searched, and a similar file there; "" if another module is missing."""
     if not isinstance(error, ModuleNotFoundError) or error.name != module_name.partition(".")[0]:
         return ""
     near = difflib.get_close_matches(error.name, [path.stem for path in Path.cwd().glob("*.py")], n=1)
@@ -89,7 +89,7 @@ def describe_missing(module_name: str, error: Exception) -> str:
 
 
 def describe_error(error: BaseException) -> str:
-    """Return an exception in one line, with the place in the user's file where it came about."""
+    """Return an exception in one line, with its place in the user's file."""
     text = f"{type(error).__name__}: {error}".strip(": ")
     frames = [
         frame
@@ -117,7 +117,7 @@ def _import_module(name: str) -> ModuleType:
 
 
 class _FromSource(SourceFileLoader):
-    """Loads a file without byte code, which may be of the file before if both were written within a second."""
+    """Loads a file without byte code, which could be outdated if the file was written twice within a second."""
 
     def get_code(self, fullname: str) -> CodeType:
         return self.source_to_code(self.get_data(self.path), self.path)

@@ -1,11 +1,12 @@
-"""Reading JSON that others wrote, such as rows of data and the config.json of a model."""
+"""Reading of JSON from others, such as data rows and a model's config.json."""
 
 import json
 from typing import Any
 
 
 def parse_json(text: str | bytes) -> Any:
-    """Parse JSON. Raises JSONDecodeError, a ValueError, also for what Python can't take: deep nesting, long numbers."""
+    """Parse JSON. Raises JSONDecodeError, a ValueError, also for JSON that Python can't represent: deep nesting, long
+    numbers."""
     try:
         return json.loads(text)
     except RecursionError:

@@ -1,4 +1,4 @@
-"""The alarm for an engine and a trainer that give a token other log-probs under equal weights (docs/mismatch.md)."""
+"""The alarm for log-probs that differ between engine and trainer under equal weights (docs/mismatch.md)."""
 
 import math
 import statistics
@@ -9,11 +9,11 @@ from typing import Any
 from relaxd.config import RunConfig
 
 METRIC = "logprob_difference"
-"""The step metric that is watched: mean |l| of the tokens that were written under the trainer's own weights."""
+"""The watched step metric: mean |l| of the tokens that were written under the trainer's own weights."""
 FIRST_STEPS = 5
-"""Steps with a gap whose median is the run's usual gap."""
+"""Number of first steps with a gap whose median is the run's usual gap."""
 RECENT_STEPS = 3
-"""Steps with a gap whose median is the gap now, so that one odd step is no alarm."""
+"""Number of recent steps with a gap whose median is compared, so that one odd step raises no alarm."""
 FACTOR = 10.0
 """Smallest multiple of the usual gap that is an alarm."""
 
@@ -24,9 +24,9 @@ class Precision:
 
     name: str
     limit: float
-    """A larger gap is an alarm, whatever is usual."""
+    """Gap above which there is an alarm, whatever the usual gap is."""
     smallest: float
-    """Smaller usual gaps count as this: they are rounding, which may well grow tenfold."""
+    """Minimum usual gap. Smaller ones are rounding and may well grow tenfold."""
 
 
 FLOAT32 = Precision("float32", limit=1e-3, smallest=1e-6)
@@ -35,20 +35,20 @@ BFLOAT16 = Precision("bf16", limit=0.05, smallest=1e-3)
 
 @dataclass(frozen=True)
 class GapAlarm:
-    """An alarm that goes on, or that has ended."""
+    """An alarm, open or ended."""
 
     first_step: int
     last_step: int
     gap: float
     """The largest gap since the alarm began."""
     limit: float
-    """The limit that it was above then."""
+    """The limit that the gap exceeded then."""
     basis: str
     """Origin of the limit."""
 
     @property
     def text(self) -> str:
-        """The gap, the limit and what to look at, for people."""
+        """The gap, the limit and the places to check, for people."""
         return (
             f"under equal weights the log-probs of engine and trainer differ by {self.gap:.2g} on average, more than "
             f"{self.limit:.2g} ({self.basis}): look whether the model's config.json fits its weights, whether the "
@@ -66,10 +66,10 @@ class GapWatch:
         self._first: list[tuple[int, float]] = []
         self._recent: list[tuple[int, float]] = []
         self.alarm: GapAlarm | None = None
-        """The alarm that goes on; None: the gap is as it should be."""
+        """The open alarm; None while the gap is normal."""
 
     def observe(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Take in the metrics of a step. A step that comes again replaces its earlier self and what followed."""
+        """Process the metrics of a step. A repeated step replaces its earlier metrics and those of all later steps."""
         gap = metrics.get(METRIC)
         if gap is None or math.isnan(gap):  # it has no token that could be compared
             return
@@ -88,7 +88,7 @@ class GapWatch:
         self.alarm = GapAlarm(before.first_step if before is not None else step, step, now, limit, basis)
 
     def observe_all(self, lines: Iterable[Mapping[str, Any]]) -> list[GapAlarm]:
-        """Take in lines of metrics.jsonl. Returns the alarms, those that have ended included."""
+        """Process lines of metrics.jsonl. Returns the alarms, ended ones included."""
         found: dict[int, GapAlarm] = {}
         for line in lines:
             self.observe(line.get("step", 0), line)
@@ -97,7 +97,7 @@ class GapWatch:
         return list(found.values())
 
     def _limit(self) -> tuple[float, str]:
-        """Return the limit and what it comes from."""
+        """Return the limit and its origin."""
         precision = self._precision
         if len(self._first) == FIRST_STEPS:
             usual = max(precision.smallest, statistics.median(value for _, value in self._first))

@@ -1,4 +1,4 @@
-"""Functions and classes of a notebook, written to files from which other processes import them by name."""
+"""Functions and classes of a notebook, written to files so that other processes can import them by name."""
 
 import ast
 import hashlib
@@ -18,7 +18,7 @@ from relaxd.envs.environment import Environment, Observation, Reply, Sample, Ste
 """
 """Names that the base, the decorators and the annotations of an environment may use."""
 TOOLS = "TOOLS"
-"""Name of the list of functions in the file of an environment that is made of them."""
+"""Name of the list of functions in the file of an environment that is built from functions."""
 
 
 def write_reward(reward: Callable[..., Any], folder: Path) -> str:

@@ -35,18 +35,18 @@ from relaxd.run_folder import (
 )
 
 SET_ASIDE = "set-aside"
-"""Folder in a run's folder with what came after the steps to which it went back."""
+"""Subfolder of a run's folder with the removed later part of a run that was rewound."""
 OF_STEPS = (STEPS, "reference", MODELS, EVALUATIONS, f"{EVALUATIONS}/*", CHECKPOINTS, f"critic/{CHECKPOINTS}")
 """Folders with a file or folder for each step, whose name begins with step-NUMBER. Step files come first: a file
 beyond the ledger counts as a step."""
 OF_THE_END = (SUMMARY, "model", "report.html", "curve.png", CURRICULUM)
-"""Files that a run's end writes, and those that are made anew from the others."""
+"""Files that a run's end writes, and those that are regenerated from the others."""
 LINES = (METRICS, SAMPLES, GROUPS)
-"""Files with lines in the order of steps, of which those of later steps are cut off."""
+"""Files with lines in step order, from which lines of later steps are cut off."""
 
 
 class NoWayBack(Exception):
-    """A run can't go back to a step. The message says why."""
+    """A run can't be rewound to a step. The message says why."""
 
 
 def rewind(folder: Path, step: int, *, reset_moments: bool = False) -> Path:
@@ -83,7 +83,7 @@ def rewind(folder: Path, step: int, *, reset_moments: bool = False) -> Path:
 
 
 def check_way_back(folder: Path, step: int) -> None:
-    """Check that a run can go back to a step. Raises NoWayBack."""
+    """Check that a run can be rewound to a step. Raises NoWayBack."""
     holder = holder_of(folder)
     if holder is not None:
         raise NoWayBack(f"the coordinator of stack {holder} works on the run in {folder}: stop the run first")
@@ -134,7 +134,7 @@ def _cut(path: Path, aside: Path, is_late: Callable[[dict[str, Any]], bool]) -> 
 
 
 def _continue(folder: Path, aside: Path, step: int, *, reset_moments: bool) -> None:
-    """Make run.json the record of a run that goes on after a step, and write its configuration if it changes."""
+    """Rewrite run.json for a run that continues after a step, with its configuration if it changes."""
     path = folder / RECORD
     record = json.loads(path.read_bytes())
     if reset_moments:

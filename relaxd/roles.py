@@ -31,13 +31,13 @@ class Role:
 
     name: str
     module: str
-    """Module of its service. Nothing else in the library names the services' modules."""
+    """Module of the role's service. Nothing else in the library names the services' modules."""
     modules: Mapping[str, str] = field(default_factory=dict)
-    """Modules by what holds the model, where a run chooses that (`engine`); `module` is that of the default."""
+    """Modules by the model's holder, if a run can choose it (`engine`); `module` is the default's."""
     engine: Callable[[RunConfig], str] = lambda config: ""
     """Engine that holds the model in a run: a key of `modules`."""
     stage: str = ""
-    """Stage of the board that it works on; a run needs the roles of its stages. Empty: it works on none."""
+    """Stage of the board that the role works on; a run needs the roles of its stages. Empty: none."""
     on_stage: Callable[[RunConfig], bool] = lambda config: True
     """False if another role works on its stage in a run."""
     needed: Callable[[RunConfig], bool] = lambda config: False
@@ -51,26 +51,26 @@ class Role:
     most: int = 0
     """Largest number of replicas; 0: any."""
     model: Literal["", "policy", "reference", "teacher", "critic", "judge"] = ""
-    """The model that it holds."""
+    """The model that the role holds."""
     weights: Literal["", "sends", "receives"] = ""
-    """Its part in weight synchronisations. A role that receives weights works only once it has some."""
+    """Part of the role in weight synchronisations. A role that receives weights works only once it has some."""
     gpus: Callable[[RunConfig], int] = lambda config: 0
     """GPUs that a replica leases for a run."""
     gpu_share: Callable[[RunConfig], float] = lambda config: 1.0
-    """Share of each of these GPUs' memory that it leases."""
+    """Share of each of these GPUs' memory that the role leases."""
     takes_turns: bool = False
-    """True if it shares its GPUs with the other roles that take turns, in a colocated run."""
+    """True if the role shares its GPUs with other roles that take turns, in a colocated run."""
     always_busy: bool = False
-    """True if its children take the groups, so that its progress goes on while it holds none."""
+    """True if the role's children take the groups, so that its progress continues while it holds none."""
     timeout_seconds: Callable[[RunConfig], float] = lambda config: 0.0
-    """Longest time without progress that its own timeouts allow; it is stuck only after that."""
+    """Maximum seconds without progress under the role's own timeouts; it counts as stuck only after that."""
 
     def works_on(self, stage: str, config: RunConfig) -> bool:
-        """Return True if it works on a stage in a run."""
+        """Return True if the role works on a stage in a run."""
         return bool(stage) and self.stage == stage and self.on_stage(config)
 
     def wrong_module(self, module: str, config: RunConfig) -> str:
-        """Say why the service of a module can't hold this role's model in a run; "" if it can."""
+        """Return the reason why a module's service can't hold this role's model in a run; "" if it can."""
         right = self.modules.get(self.engine(config), self.module)
         if module == right:
             return ""
@@ -192,11 +192,11 @@ ROLES: dict[str, Role] = {
 REPLICA_ROLES = tuple(role for role in ROLES if role != COORDINATOR)
 """Roles whose processes register with the coordinator."""
 SCALABLE_ROLES = tuple(role.name for role in ROLES.values() if role.scalable)
-"""Roles whose replicas may be added and removed."""
+"""Roles whose replicas can be added and removed."""
 
 
 def unknown_role(role: str, known: Iterable[str]) -> str:
-    """Say that a role is none of the known ones, and which of them is the nearest."""
+    """Return the error for an unknown role, with the most similar known one."""
     names = sorted(known)
     close = difflib.get_close_matches(role.lower().removeprefix("role_"), names, n=1)
     hint = f"; did you mean {close[0]!r}?" if close else ""

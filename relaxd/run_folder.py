@@ -14,30 +14,30 @@ from pathlib import Path
 from typing import Any
 
 CONFIG = "config.json"
-"""The resolved configuration; config.toml has it as given."""
+"""The resolved configuration; config.toml is the original."""
 RECORD = "run.json"
 """The coordinator's record of the run."""
 STACK = "stack"
-"""Identity of the stack that works on the run, or did last; locked by its coordinator while the run goes on."""
+"""Identity of the stack that works on the run, or worked on it last; locked by its coordinator during the run."""
 LEDGER = "ledger.jsonl"
 """One line per committed step, with its plan."""
 GROUPS = "groups.jsonl"
-"""One line per closed group: trained in which step, or why it was dropped."""
+"""One line per closed group: the step that trained it, or the reason of its drop."""
 WEIGHTS = "weights.jsonl"
 """One line per version that was sent: its digest, which the receipts of samples name."""
 CURRICULUM = "curriculum.bin"
 """Pass rates of prompts (relaxd.data.curriculum.run_curriculum), so that GROUPS needn't be read from its beginning."""
 COMPARED = "compared.bin"
-"""Hashes of visited prompts of large files (data.deduplicate), which needn't be read again; see
+"""Hashes of visited prompts of large files (data.deduplicate), which save reading them again; see
 relaxd.data.duplicates."""
 METRICS = "metrics.jsonl"
-"""One line per step, and one for an evaluation before the first."""
+"""One line per step, and one for an evaluation before the first step."""
 SAMPLES = "samples.jsonl"
 """Trained samples, oldest first."""
 ALL_SAMPLES = "samples"
-"""All samples of each step (telemetry.all_samples), a file for each."""
+"""All samples of each step (telemetry.all_samples), one file per step."""
 SUMMARY = "summary.json"
-"""The results, written when the run ends."""
+"""The results, written at the end of the run."""
 CODE = "code.json"
 """Version of the code that the run is made with."""
 LOGS = "logs"
@@ -49,7 +49,7 @@ PROFILES = "profiles"
 STEPS = "steps"
 """Step files."""
 CHECKPOINTS = "checkpoints"
-"""The trainer's checkpoints, by step; what is in one, services/trainer/checkpoints/checkpoint_folders.py says."""
+"""The trainer's checkpoints by step; services/trainer/checkpoints/checkpoint_folders.py describes their contents."""
 CHECKPOINT_STATE = "state.json"
 """In a checkpoint: step, ledger, data cursor, configuration."""
 KEPT = "kept"
@@ -96,7 +96,7 @@ def checkpoint_path(folder: Path, step: int) -> Path:
 
 
 def model_path(folder: Path, step: int) -> Path:
-    """Return the path of the model that is exported after a step."""
+    """Return the path of the model exported after a step."""
     return folder / MODELS / f"step-{step:06d}"
 
 
@@ -113,24 +113,25 @@ def step_files(folder: Path) -> dict[int, Path]:
 
 
 def holds_run(folder: Path) -> bool:
-    """Return whether a run has left its record or results in this folder."""
+    """Return whether this folder has a run's record or results."""
     return any((folder / name).exists() for name in (RECORD, METRICS, STEPS))
 
 
 def use_of(folder: Path) -> str:
-    """Say what keeps a new run out of this folder: a run in progress, with its stack, or an earlier one; "" if none."""
+    """Return the reason why a new run can't use this folder: a run in progress, with its stack, or an earlier one; ""
+    if it can."""
     holder = holder_of(folder)
     return earlier_use_of(folder) if holder is None else held_use_of(folder, holder)
 
 
 def held_use_of(folder: Path, holder: str) -> str:
-    """Say that a stack's coordinator keeps a new run out of this folder."""
+    """Return the error that a stack's coordinator holds this folder."""
     who = f"stack {holder}" if holder else "the coordinator of a stack without a name"
     return f"{folder} is in use: {who} works on its run; choose another run id"
 
 
 def earlier_use_of(folder: Path) -> str:
-    """Say that an earlier run keeps a new one out of this folder; "" if it has none."""
+    """Return the error that this folder has an earlier run; "" if it has none."""
     if not holds_run(folder):
         return ""
     return f"{folder} contains an earlier run: choose another run id, or move its files away"
@@ -156,7 +157,7 @@ def begin_time(folder: Path) -> datetime | None:
 
 
 def replace_file(path: Path, content: str | bytes) -> None:
-    """Write a file whole, or not at all: readers see the content that was there before, or this. Raises OSError."""
+    """Replace a file as a whole or not at all: readers see either the old or the new content. Raises OSError."""
     temporary = path.with_name(f"{path.name}.tmp")
     temporary.write_bytes(content.encode() if isinstance(content, str) else content)
     os.replace(temporary, path)
@@ -180,7 +181,7 @@ def append_whole(file: io.FileIO, data: bytes) -> int:
 
 
 def append_lines(path: Path, text: str) -> int:
-    """Append lines to a file as `append_whole`. A last line whose writer died is ended first: readers skip it."""
+    """Append lines to a file like `append_whole`. An incomplete last line is ended first, and readers skip it."""
     with path.open("ab+", buffering=0) as file:
         file.seek(max(0, file.seek(0, os.SEEK_END) - 1))
         line_feed = b"" if file.read(1) in (b"", b"\n") else b"\n"
@@ -207,13 +208,13 @@ def closed_groups(folder: Path, start: int = 0, after: str = "") -> Iterator[dic
 
 
 def _order(entry: object) -> tuple[int, int] | None:
-    """Return the key by which entries are sorted; None for what isn't an entry."""
+    """Return the sort key of an entry; None for a line that isn't one."""
     milliseconds, _, number = str(entry).partition("-")
     return (int(milliseconds), int(number)) if milliseconds.isdecimal() and number.isdecimal() else None
 
 
 def newest_samples(folder: Path) -> Iterator[dict[str, Any]]:
-    """Yield the lines of SAMPLES, newest first, each sample once: two coordinators may have appended it."""
+    """Yield the lines of SAMPLES, newest first, each sample once, because two coordinators may have appended it."""
     seen: set[str] = set()
     for line in newest_lines(folder / SAMPLES):
         entry = line.get("entry")
@@ -224,7 +225,7 @@ def newest_samples(folder: Path) -> Iterator[dict[str, Any]]:
 
 
 def read_all_samples(folder: Path, step: int) -> Iterator[dict[str, Any]]:
-    """Yield all samples of a step, in the order of its groups; nothing if they were not kept."""
+    """Yield all samples of a step, in the order of its groups; nothing if they were not stored."""
     with contextlib.suppress(FileNotFoundError), gzip.open(all_samples_file(folder, step)) as file:
         yield from map(json.loads, file)
 
@@ -248,7 +249,7 @@ def newest_lines(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def newest_lines_with_ends(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Like `newest_lines`, each with the byte at which it ends, its line feed included."""
+    """Like `newest_lines`, each with the offset of its end, line feed included."""
     if not path.is_file():
         return
     with path.open("rb") as file:
@@ -273,7 +274,7 @@ def newest_lines_with_ends(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
 
 
 def parse_line(line: str | bytes) -> dict[str, Any] | None:
-    """Parse a line. Returns None for an empty one, and for one whose writer died or is still writing."""
+    """Parse a line. Returns None for an empty or incomplete one."""
     try:
         value = json.loads(line)
     except ValueError:
@@ -282,7 +283,7 @@ def parse_line(line: str | bytes) -> dict[str, Any] | None:
 
 
 def holder_of(folder: Path) -> str | None:
-    """Return the identity of the stack whose coordinator holds a run's folder now; None if none does."""
+    """Return the identity of the stack whose coordinator holds a run's folder; None if none does."""
     try:
         with (folder / STACK).open() as file:
             try:

@@ -1,4 +1,4 @@
-"""A fork of a run: the files that only its folder has, and the original's numbers beside its own."""
+"""Forks of runs: the files that only a fork's folder has, and the original's numbers beside its own."""
 
 import json
 from collections.abc import Iterable, Iterator, Mapping
@@ -13,9 +13,9 @@ FORK = "fork.json"
 REWARDS = "rewards.jsonl"
 """Columns of the new rewards, a line for each group, if the fork has another reward."""
 EFFECTIVE_SIZE = "policy_drift_ess"
-"""Metric that says how far recorded answers are from the policy: 1 for its own answers."""
+"""Metric of the distance between recorded answers and the policy: 1 for the policy's own answers."""
 COMPARED = ("reward_mean", "loss", "grad_norm", "entropy", EFFECTIVE_SIZE, "clip_fraction", "lr")
-"""Metrics that are shown beside the original's."""
+"""Metrics to compare with the original's."""
 
 OF_ORIGINAL = " of original"
 """End of the names of the original's metrics in a fork's lines."""
@@ -28,9 +28,9 @@ class Fork:
     run_id: str
     """The original run."""
     folder: str
-    """Its folder."""
+    """Folder of the original run."""
     step: int
-    """The step after which its weights were taken."""
+    """Step of the original run after which the weights were taken."""
     settings: tuple[str, ...] = ()
     """The changed settings, each as NAME=VALUE."""
 
@@ -50,7 +50,7 @@ def read_fork(folder: Path) -> Fork | None:
 
 
 def with_original(folder: Path, lines: Iterable[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
-    """Yield lines of a run's metrics, those of a fork with the original's numbers, such as "loss of original"."""
+    """Yield lines of a run's metrics; a fork's with the original's numbers, such as "loss of original"."""
     fork = read_fork(folder)
     originals = {} if fork is None else {line.get("step"): line for line in read_lines(Path(fork.folder) / METRICS)}
     for line in lines:

@@ -1,4 +1,4 @@
-"""Seeds that follow from others and from names, and seeding of libraries that draw from one generator of a process."""
+"""Seeds derived from others and from names, and seeding of libraries with one generator per process."""
 
 import hashlib
 import threading
@@ -6,7 +6,7 @@ import threading
 SEEDS = 1 << 32
 """Number of seeds that libraries take: numpy, which they seed, too, takes none above."""
 seeding = threading.Lock()
-"""Held while a conversation is seeded and its first state drawn, so that no other one draws in between."""
+"""Lock held while a conversation is seeded and draws its first state, so that no other one draws in between."""
 
 
 def seed_of(*parts: int | str) -> int:

@@ -1,4 +1,4 @@
-"""A clock for comparisons of times: unlike the system's, it never goes back while a process lives."""
+"""A clock for comparing times: unlike the system's, it never goes back while a process lives."""
 
 import time
 

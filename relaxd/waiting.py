@@ -31,18 +31,18 @@ class Wait:
     since: float = field(default_factory=time.monotonic)
     """Monotonic time of its start."""
     disk: bool = False
-    """True if it ends once the run's folder can be written to, such as when its disk has room again."""
+    """True if the wait ends once the run's folder is writable, for instance when its disk has room again."""
     next_notice: float = FIRST_NOTICE_SECONDS
-    """Its length in seconds at which it is logged next."""
+    """Length of the wait, in seconds, at which it is logged next."""
 
     @property
     def seconds(self) -> float:
-        """Its length so far."""
+        """Length of the wait so far, in seconds."""
         return time.monotonic() - self.since
 
     @contextmanager
     def named(self) -> Iterator[None]:
-        """List this wait among those of this process inside the context."""
+        """List this wait among those of this process inside the block."""
         _OF_THIS_PROCESS.begin(self)
         try:
             yield
@@ -105,7 +105,7 @@ _OF_THIS_PROCESS = Waits()
 
 @contextmanager
 def waiting(reason: str, *, on: str = "", disk: bool = False) -> Iterator[Wait]:
-    """Name the wait inside the context: what is awaited, and on whom. `disk` is Wait's."""
+    """Name the wait of the block: what is awaited, and on whom. `disk` is Wait's."""
     wait = Wait(reason, on, disk=disk)
     with wait.named():
         yield wait
@@ -131,9 +131,9 @@ class Backoff:
     max_seconds: float = float("inf")
 
     def pause(self, failures: int) -> float:
-        """Return the seconds to wait after this many failures in a row, counted from 1."""
+        """Return the seconds to wait after this many consecutive failures, counted from 1."""
         return min(self.first_seconds * 2.0 ** min(failures - 1, 64), self.max_seconds)
 
     def spread_pause(self, failures: int) -> float:
-        """Return `pause` with up to a half added at random, so that many callers don't come back at once."""
+        """Return `pause` with up to half of it added at random, so that many callers don't return at once."""
         return self.pause(failures) * (1 + random.random() / 2)

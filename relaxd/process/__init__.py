@@ -1,1 +1,1 @@
-"""Processes: children that run torch or people's code, the channel between them and their service, and signals."""
+"""Processes: children that run torch or users' code, the channel to them, and signals."""

@@ -32,16 +32,17 @@ from relaxd.rpc.errors import Unavailable
 from relaxd.telemetry.printable import escape
 
 LIFELINE_VARIABLE = "RELAXD_CHILD_LIFELINE"
-"""Environment variable with a descriptor of a socket whose other end the parent holds. It closes with the parent."""
+"""Environment variable with the descriptor of a socket whose other end the parent holds, so that it closes with the
+parent."""
 SOCKET_VARIABLE = "RELAXD_CHILD_SOCKET"
 """Environment variable with the path of the socket that the child has to serve."""
 TOKEN_VARIABLE = "RELAXD_CHILD_TOKEN"
-"""Environment variable with the token that the child has to ask for."""
+"""Environment variable with the token that the child requires of callers."""
 
 OUTPUT_LINES = 40
-"""Number of last lines of a child's output that are kept for error messages."""
+"""Number of a child's last output lines to keep for error messages."""
 KILL_SECONDS = 5.0
-"""Time in which the kernel ends a process that was killed."""
+"""Seconds for the kernel to end a killed process."""
 
 logger = logging.getLogger(__name__)
 
@@ -201,7 +202,7 @@ class Child:
         return not self.exited.done()
 
     def rename(self, name: str) -> None:
-        """Give it another name in messages."""
+        """Change the child's name in messages."""
         self.name = self.channel.name = name
 
     async def wait_connected(self) -> None:
@@ -212,7 +213,7 @@ class Child:
         self._raise_if_exited()
 
     async def wait_exited(self, seconds: float) -> None:
-        """Wait `seconds` for the child's end. Raises ChildExited if it has come."""
+        """Wait `seconds` for the child's end. Raises ChildExited if it ends."""
         await asyncio.wait({self.exited}, timeout=seconds)
         self._raise_if_exited()
 
@@ -237,7 +238,7 @@ class Child:
             raise ChildExited(self.name, ended.exit_code, ended.last_lines)
 
     async def _read(self, reader: asyncio.StreamReader) -> None:
-        """Connect when the child says that it listens."""
+        """Connect once the child reports that it listens."""
         with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError, grpc.aio.UsageError):  # it has exited
             await reader.readexactly(1)
             await self.channel.channel_ready()

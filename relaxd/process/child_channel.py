@@ -18,7 +18,7 @@ from relaxd.rpc.errors import DeadlineExceeded, Unavailable, from_call, has_stat
 Request = TypeVar("Request")
 
 EXIT_SECONDS = 5.0
-"""Time after a broken call in which the child's exit explains it."""
+"""Seconds after a broken call in which the child's exit is taken as its cause."""
 OPTIONS = [
     ("grpc.max_receive_message_length", -1),
     ("grpc.max_send_message_length", -1),
@@ -49,7 +49,7 @@ class ChildChannel(AsyncChannel):
         wait_connected: Callable[[], Awaitable[None]],
         wait_exited: Callable[[float], Awaitable[None]],
     ) -> None:
-        """`wait_connected` and `wait_exited` are those of the Child that is called, and `name` its name."""
+        """`wait_connected` and `wait_exited` are methods of the called Child, and `name` its name."""
         plain = grpc.aio.insecure_channel(target, OPTIONS)
         super().__init__(plain, call_metadata(token), target, deadline_seconds=None, stream_deadline_seconds=None)
         self.name = name
@@ -91,7 +91,7 @@ class ChildChannel(AsyncChannel):
         return f"{self.name} did not answer {method.rpartition('/')[2]} within {timeout or 0:g} s"
 
     async def _time_left_once_connected(self, timeout: float | None, late: str) -> float | None:
-        """Wait until the child serves; return the rest of `timeout`. Raises ChildExited, DeadlineExceeded."""
+        """Wait until the child serves, and return the rest of `timeout`. Raises ChildExited, DeadlineExceeded."""
         clock = asyncio.get_running_loop().time
         deadline = None if timeout is None else clock() + timeout
         try:
@@ -102,7 +102,7 @@ class ChildChannel(AsyncChannel):
         return None if deadline is None else max(deadline - clock(), 0.0)
 
     async def _explain(self, error: BaseException, late: str) -> None:
-        """Raise the RpcError that explains an error of FAILURES; let others pass."""
+        """Raise the RpcError for an error of FAILURES; ignore other errors."""
         if not isinstance(error, grpc.aio.AioRpcError):
             task = asyncio.current_task()
             if task is not None and not task.cancelling():  # the channel was closed, because the child has exited
@@ -126,7 +126,7 @@ class Responses:
     def __init__(
         self, start: Callable[[], Awaitable[Any]], explain: Callable[[BaseException], Awaitable[None]]
     ) -> None:
-        """`start` opens the call for the first response; `explain` raises what explains its failure."""
+        """`start` opens the call for the first response; `explain` raises the error for a failure."""
         self._start = start
         self._explain = explain
         self._call: Any = None
@@ -193,7 +193,7 @@ class RequestStream:
         self._answers: AsyncIterator[Any] | None = None
 
     async def ask(self, request: Any, *, timeout: float | None) -> Any:
-        """Return the answer, after those to the requests before. Raises the errors of a ChildChannel's calls."""
+        """Return the answer, after those to earlier requests. Raises the errors of a ChildChannel's calls."""
         try:
             async with asyncio.timeout(timeout), self._turn:
                 return await self._ask(request)

@@ -89,7 +89,7 @@ async def serve_socket(
 
 
 class Outbox(Generic[T]):
-    """Messages from any thread to a stream that the parent reads. None is lost before it reads."""
+    """Messages from any thread to a stream that the parent reads. They are kept until it reads them."""
 
     def __init__(self) -> None:
         self._messages: deque[T] = deque()
@@ -121,21 +121,21 @@ class Outbox(Generic[T]):
 
 
 def in_turn(handler: Handler) -> Handler:
-    """Have a plain function answer each request of a stream, one after the other (child_channel.py)."""
+    """Mark a plain function that answers each request of a stream in order (child_channel.py)."""
     handler.in_turn = True  # type: ignore[attr-defined]
     return handler
 
 
 @dataclass(frozen=True)
 class AndThen:
-    """The answer of a handler `in_turn`, and what to do once it has left, or nobody waits for it any more."""
+    """The answer of an `in_turn` handler, and a callback to run once it was sent, or nobody waits for it."""
 
     answer: Any
     then: Callable[[], None]
 
 
 class _Threaded:
-    """A servicer whose plain functions became coroutines, or asynchronous generators, that run them in threads."""
+    """A servicer whose plain functions have become coroutines, or asynchronous generators, that run them in threads."""
 
     def __init__(self, servicer: Any, threads: IdleThreads) -> None:
         self._servicer = servicer
@@ -165,7 +165,7 @@ class _Threaded:
         return call_in_turn if getattr(handler, "in_turn", False) else call
 
     def _follow(self, name: str, answered: "Future[Any]") -> None:
-        """Do what follows an answer."""
+        """Run the callback that follows an answer."""
         if answered.exception() is None and isinstance(answered.result(0), AndThen):
             self._threads.run(name, partial(_do, answered.result(0).then, name))
 

@@ -27,7 +27,7 @@ _SIZE = ctypes.sizeof(ctypes.c_double)
 
 
 class LeaseOver(Exception):
-    """The lease on GPUs has ended; another replica may have them now."""
+    """The lease on GPUs has ended; another replica may hold them now."""
 
 
 class Killable(Protocol):
@@ -44,11 +44,11 @@ class GpuLease:
     """
 
     def __init__(self, on_over: Callable[[], None]) -> None:
-        """`on_over` is called, in its own thread, after a lease ran out and its children were killed."""
+        """`on_over` is called, in a separate thread, after a lease expired and its children were killed."""
         self._on_over = on_over
         self._descriptor = -1
         self._shared = ctypes.c_double()
-        """The end of the lease; in shared memory once a lease has begun."""
+        """End of the lease; in shared memory once a lease has begun."""
         self._changed = threading.Condition()
         self._until: float | None = None
         """End of the lease; None while nothing is leased."""
@@ -61,7 +61,7 @@ class GpuLease:
         return self._descriptor
 
     def begin(self, until: float) -> None:
-        """Begin a lease that ends at `until` (monotonic). Raises LeaseOver when that has passed."""
+        """Begin a lease that ends at `until` (monotonic). Raises LeaseOver if that time has passed."""
         with self._changed:
             if time.monotonic() >= until:
                 raise LeaseOver("the coordinator has not answered a heartbeat for as long as a lease on GPUs lasts")
@@ -91,7 +91,7 @@ class GpuLease:
                 raise LeaseOver("the lease on this replica's GPUs is over")
 
     def add(self, child: Killable) -> None:
-        """Kill `child` when the lease ends; at once if it has ended already."""
+        """Register `child` to be killed when the lease ends; kill it at once if it has ended."""
         with self._changed:
             self._children.add(child)
             if self._until is None or self._end_if_over():
@@ -108,7 +108,7 @@ class GpuLease:
         self._changed.notify()
 
     def _end_if_over(self) -> bool:
-        """Return whether the lease is over, after killing its children. Needs the lock."""
+        """Return whether the lease has ended, after killing its children. Needs the lock."""
         if self._until is None or time.monotonic() < self._until:
             return False
         for child in self._children:
@@ -127,7 +127,7 @@ class GpuLease:
 
 
 def end_with_lease() -> None:
-    """In a child: kill this process and those it started when the lease on its GPUs is over, if it has one."""
+    """In a child: kill this process and its children when the lease on its GPUs ends, if it has one."""
     descriptor = int(os.environ.pop(LEASE_VARIABLE, "-1"))
     if descriptor < 0:
         return

@@ -1,4 +1,4 @@
-"""This machine's addresses and network interfaces on the routes to others."""
+"""This machine's addresses and network interfaces on the routes to other machines."""
 
 import socket
 

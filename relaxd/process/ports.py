@@ -45,11 +45,11 @@ class ReservedPort:
             self._holder.close()
 
     def filenos(self) -> list[int]:
-        """Return its open file descriptors: a process that has them reserves the port, too."""
+        """Return the open file descriptors; a process that inherits them keeps the port reserved."""
         return [one.fileno() for one in (self._holder, self._claim) if one is not None and one.fileno() >= 0]
 
     def close(self) -> None:
-        """Reserve it no longer."""
+        """Release the port."""
         self._holder.close()
         if self._claim is not None:
             self._claim.close()
@@ -95,7 +95,7 @@ def reservation_name(host: str, port: int) -> str:
 
 
 def _claim(host: str, port: int) -> socket.socket | None:
-    """Bind the abstract Unix socket that reserves a port. Raises OSError: another process has it."""
+    """Bind the abstract Unix socket that reserves a port. Raises OSError if another process has it."""
     if sys.platform != "linux":
         return None
     claim = socket.socket(socket.AF_UNIX)
@@ -113,17 +113,17 @@ def _family(host: str) -> socket.AddressFamily:
 
 LOOPBACK = "127.0.0.1"
 _reserved: list[ReservedPort] = []
-"""They stay reserved: services that this process starts listen on them later, or again after a restart."""
+"""Ports reserved for good: services of this process listen on them later, or again after a restart."""
 
 
 def free_port(host: str = LOOPBACK) -> int:
-    """Return a port that nothing listens on, and that nobody else gets who asks for any while this process lives."""
+    """Return a port on which nothing listens, and keep other processes from reserving it while this one lives."""
     _reserved.append(ReservedPort(host))
     return _reserved[-1].number
 
 
 def reserve(port: int, host: str = LOOPBACK) -> bool:
-    """Reserve a port like `free_port`; returns False if something listens on it, or another process reserved it."""
+    """Reserve a port like `free_port`. Returns False if something listens on it, or another process has reserved it."""
     if any(reserved.number == port for reserved in _reserved):
         return True
     try:
@@ -134,7 +134,7 @@ def reserve(port: int, host: str = LOOPBACK) -> bool:
 
 
 def reservations() -> list[int]:
-    """Return the file descriptors that reserve ports, for a process that is to go on reserving them."""
+    """Return the file descriptors of reserved ports, to pass the reservations to another process."""
     return [fd for reserved in _reserved for fd in reserved.filenos()]
 
 

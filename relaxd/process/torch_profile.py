@@ -15,7 +15,7 @@ logger = logging.getLogger(__name__)
 
 
 class TraceRecorder:
-    """Records what this thread runs, and the GPU for it, from its creation to `write`."""
+    """Records this thread's work, and the GPU's for it, from creation to `write`."""
 
     def __init__(self, *, stacks: bool) -> None:
         """Begin. `stacks` records the lines of Python that call each operation.
@@ -51,11 +51,11 @@ class StepRecording:
 
     @property
     def ended(self) -> bool:
-        """True if the file is there, unless the disk refused it."""
+        """True if the file was written, or the disk refused it."""
         return self._left < 0
 
     def at_step(self) -> None:
-        """Begin at the first recorded step; write the file at the step after the last."""
+        """Start at the first recorded step; write the file at the step after the last."""
         if self.ended:
             return
         if self._recorder is None:
@@ -66,7 +66,7 @@ class StepRecording:
 
 
 def write_or_log(write: Callable[[Path], None], path: Path) -> None:
-    """Write a file. A disk that refuses it is only logged: nothing fails because of a profile."""
+    """Write a file. A disk error is only logged, because a profile must not fail the work."""
     try:
         write(path)
         logger.info("wrote %s", path)

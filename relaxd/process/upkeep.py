@@ -49,7 +49,7 @@ def freeze_objects() -> None:
 
 
 IDLE_THREADS = 8
-"""Threads that wait for the next call. Those of more calls at once end with them."""
+"""Maximum number of idle threads. Further threads end after their call."""
 
 
 class IdleThreads:
@@ -60,7 +60,7 @@ class IdleThreads:
 
     def __init__(self) -> None:
         self._idle: deque[queue.SimpleQueue[_Work]] = deque()
-        """The queue of each idle thread, from which it takes its next call."""
+        """Queue of each idle thread, from which it takes its next call."""
         self._lock = threading.Lock()
 
     def run(self, name: str, do: Callable[[], Any]) -> "Future[Any]":
@@ -83,7 +83,7 @@ class IdleThreads:
             threading.current_thread().name = work.name
 
     def _settle(self, work: "_Work", calls: "queue.SimpleQueue[_Work]") -> bool:
-        """Answer a call. Returns whether its thread, which takes others from `calls`, is idle then."""
+        """Answer a call. Returns whether its thread, which takes further calls from `calls`, is then idle."""
         try:
             result = work.do()
         except BaseException as error:

@@ -1,4 +1,4 @@
-"""The assignment of a replica, and the state that it brings the service to."""
+"""The assignment of a replica, and bringing the service to the assigned state."""
 
 import asyncio
 import logging
@@ -17,7 +17,7 @@ from relaxd.v1.coordinator_pb2 import Assignment
 from relaxd.waiting import Backoff
 
 STOP_RUN_SECONDS = 60.0
-"""Longest time that stop_run may take; then the replica goes on without it."""
+"""Maximum seconds of stop_run; then the replica continues without it."""
 BACKOFF = Backoff(first_seconds=1.0, max_seconds=30.0)
 _ENDED = (coordinator_pb2.RUN_STATE_STOPPED, coordinator_pb2.RUN_STATE_FAILED)
 
@@ -37,7 +37,7 @@ class AssignmentFollower:
         """IDLE, STARTING, READY or FAILED; `draining` is separate."""
         self.detail = ""
         self.start_refused = False
-        """True while it is FAILED with INVALID_ARGUMENT: another start would fail, too."""
+        """True while the service is FAILED with INVALID_ARGUMENT: another start would fail as well."""
         self.run_id = ""
         """The run that is started, is starting or failed to start."""
         self.draining = False
@@ -55,7 +55,7 @@ class AssignmentFollower:
         self._attempts = 0
 
     def assign(self, assignment: Assignment, drain: bool = False) -> None:
-        """Follow this assignment from now on. A new run, or one that began anew, ends a drain unless `drain` is set."""
+        """Follow a new assignment. A new or restarted run ends a drain unless `drain` is set."""
         if assignment == self._wanted:
             return
         before = self._wanted
@@ -68,11 +68,11 @@ class AssignmentFollower:
 
     @property
     def idle_reason(self) -> str:
-        """Why it is idle although there is a run; else empty."""
+        """Reason why the replica is idle although there is a run; else empty."""
         return self._wanted.idle_reason
 
     async def drain(self, seconds: float) -> int:
-        """Take no new work, and finish or hand back held groups. Returns the number of those that are still held."""
+        """Take no new work, and finish or hand back held groups. Returns the number of groups still held."""
         if not self.draining:
             self.draining = True
             self._interrupt()
@@ -99,7 +99,7 @@ class AssignmentFollower:
             self._note_held(work.result())
 
     def _note_held(self, held: int) -> None:
-        """Give the GPUs back if a drain left nothing."""
+        """Give the GPUs back if the drain left no groups."""
         if not held and self.draining and self._gpus.held:
             self._drained = True
             self._wake.set()

@@ -24,9 +24,9 @@ CALL_SECONDS = 5.0
 """Deadline of a LeaseGpus call."""
 RETRY_SECONDS = 1.0
 TRANSIENT = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
-"""Statuses after which another attempt may succeed: the coordinator is away, or the GPUs' holder has just ended."""
+"""Statuses that may pass: the coordinator is away, or the GPUs' holder has just ended."""
 LEASE_MARGIN = 1 / 6
-"""Share of a lease that is kept back for killing the children and freeing the GPUs' memory."""
+"""Share of a lease reserved for killing the children and freeing the GPUs' memory."""
 SHARE_VARIABLE = "RELAXD_GPU_SHARE"
 """Environment variable with the share of its GPUs' memory that a child may use; unset: the whole."""
 
@@ -48,7 +48,7 @@ class Gpu:
 
     @property
     def is_mig(self) -> bool:
-        """True if it is a MIG device."""
+        """True if the GPU is a MIG device."""
         return self.uuid.startswith("MIG-")
 
 
@@ -95,7 +95,7 @@ def gpu_environment(gpus: Sequence[Gpu], share: float = 1.0) -> dict[str, str]:
 
 
 def gpu_share() -> float:
-    """Return the share of its GPUs' memory that this process may use, as `gpu_environment` told it."""
+    """Return this process's share of its GPUs' memory, from the variables of `gpu_environment`."""
     return float(os.environ.get(SHARE_VARIABLE, "1"))
 
 
@@ -117,7 +117,7 @@ def gpu_gauges(gpus: Sequence[Gpu]) -> dict[str, float]:
 
 
 def memory_used(gpus: Sequence[Gpu]) -> list[int]:
-    """Return the bytes in use on each GPU, by all processes; [] where NVML does not report them."""
+    """Return the bytes in use on each GPU, by all processes; [] if NVML doesn't report them."""
     nvml = load_nvml()
     if nvml is None:
         return []
@@ -158,7 +158,7 @@ def load_nvml() -> Any:
 
 
 def nvml_problem() -> str:
-    """Say why `load_nvml` returns None; "" if it does not."""
+    """Return the reason why `load_nvml` returns None; "" if it doesn't."""
     return _nvml_or_problem()[1]
 
 
@@ -220,9 +220,9 @@ class GpuLeases:
         self.held: tuple[Gpu, ...] = ()
         """GPUs that children may use."""
         self.child_lease = GpuLease(self._on_lease_over)
-        """Kills the children that use GPUs when no heartbeat was answered in time. Pass it to Child.start."""
+        """Kills the children that use GPUs if no heartbeat was answered in time. Pass it to Child.start."""
         self.waiting = ""
-        """Reason for which `lease` waits; empty while it doesn't."""
+        """Reason why `lease` is waiting; empty if it isn't."""
         self._on_lost: list[Callable[[], None]] = []
         self._loop = asyncio.get_running_loop()
         self._share = 1.0
@@ -277,7 +277,7 @@ class GpuLeases:
         await self.settle()
 
     async def settle(self) -> None:
-        """Report that no GPU is held, unless the coordinator knows."""
+        """Report that no GPU is held, unless the coordinator already knows."""
         if self._settled or self.held or self._calling.locked():
             return
         async with self._calling:

@@ -26,19 +26,19 @@ from relaxd.v1 import launcher_pb2_grpc
 
 
 class Host(Protocol):
-    """A place where replicas run. Its methods block, are called in threads, several at once, and raise RpcError."""
+    """A place where replicas run. Its methods block; they are called in threads, concurrently, and raise RpcError."""
 
     roles: frozenset[str]
-    """Roles that it can start."""
+    """Roles that the host can start."""
 
     def launch(self, request: pb.LaunchRequest) -> pb.Instance:
         """Start a replica, or return the existing one with this launch id."""
 
     def remove(self, launch_id: str, grace_seconds: float) -> None:
-        """Stop a replica. Returns once it has ended."""
+        """Stop a replica and return once it has ended."""
 
     def restart(self, instance: str, replica_id: str) -> str:
-        """Kill a process and start it again (see the proto). Returns a description of what was done."""
+        """Kill a process and start it again (see the proto). Returns a description of the steps taken."""
 
     def instances(self) -> list[pb.Instance]:
         """Return the replicas that were launched and not removed."""

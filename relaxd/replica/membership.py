@@ -19,7 +19,8 @@ CALL_SECONDS = 5.0
 RETRY_SECONDS = 0.5
 """Pause between two attempts while the coordinator is away."""
 STARTING_SECONDS = 10.0
-"""Time for which a coordinator that has not answered yet may still start, beside this process: no reason to warn."""
+"""Seconds for which an unresponsive coordinator may still be starting, beside this process, so that there is no
+warning."""
 TRANSIENT = (
     grpc.StatusCode.UNAVAILABLE,
     grpc.StatusCode.DEADLINE_EXCEEDED,
@@ -29,7 +30,7 @@ TRANSIENT = (
     grpc.StatusCode.INTERNAL,
     grpc.StatusCode.UNKNOWN,
 )
-"""Statuses after which another attempt may succeed."""
+"""Statuses that may pass, so that another attempt may succeed."""
 
 _log = logging.getLogger(__name__)
 
@@ -136,7 +137,7 @@ class Membership:
             _log.info("the last status did not reach the coordinator at %s: %s", self._address, explain(error))
 
     async def _heartbeat(self) -> bool:
-        """Send one heartbeat. Returns whether this replica is still registered, as far as is known."""
+        """Send one heartbeat. Returns whether this replica is still registered, as far as it knows."""
         if self._engine_ranks() != self._registration.engine_ranks:
             return False  # the coordinator counts an engine's ranks in weight groups by its registration
         self._send_now.clear()

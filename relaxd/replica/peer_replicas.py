@@ -1,4 +1,4 @@
-"""The replicas of another role that work on a run, of which the coordinator tells, for services that call them."""
+"""The replicas of another role that work on a run, as listed by the coordinator, for services that call them."""
 
 import asyncio
 import logging
@@ -24,7 +24,7 @@ from relaxd.v1.replica_pb2 import (
 from relaxd.waiting import Backoff
 
 AVOIDED_SECONDS = 5.0
-"""A replica that did not answer isn't called for this long; by then the coordinator knows if it has ended."""
+"""Seconds for which a replica that did not answer isn't called; by then the coordinator knows if it has ended."""
 FIRST_SECONDS = 5.0
 """Time in which the coordinator has to name the replicas for the first time."""
 WATCH_SECONDS = 60.0
@@ -40,7 +40,7 @@ _log = logging.getLogger(__name__)
 
 
 class NoReplicaError(Exception):
-    """No replica can be called now."""
+    """No replica can be called at the moment."""
 
     def __init__(self, message: str, *, starting: bool = False) -> None:
         """`starting` is true if the replicas have not failed, but are not there yet."""
@@ -60,17 +60,17 @@ class Peer(Generic[Stub]):
         """Calls without a reply."""
         self.avoided_until = 0.0
         self.avoided_why = ""
-        """Why it isn't called until then, such as "did not answer a moment ago"."""
+        """Reason why the replica isn't called until then, such as "did not answer a moment ago"."""
         self.ready = True
-        """By the coordinator's last word."""
+        """True if the coordinator last listed the replica as ready."""
         self.version: int | None = None
-        """Version of the weights that it serves, by the coordinator's last word or its own; None if it serves none."""
+        """Version of the weights on the replica, as last reported by the coordinator or itself; None if it has none."""
         self.term = 0
-        """Term of the trainer that sent them."""
+        """Term of the trainer that sent these weights."""
 
     @contextmanager
     def called(self) -> Iterator[Stub]:
-        """Count a call as open inside the block, which makes it."""
+        """Count a call as open while the block makes it."""
         self.open += 1
         try:
             yield self.stub
@@ -108,13 +108,13 @@ class PeerReplicas(Generic[Stub]):
         self._run_id = run_id
         self._serving = serving
         self._known: dict[str, CallableReplica] = {}
-        """All replicas of the role, by id."""
+        """All replicas of the role by id."""
         self._peers: dict[str, Peer[Stub]] = {}
         """Replicas that are ready or still have a call, by id."""
         self._came = False
-        """True once a replica was ready."""
+        """True once a replica has been ready."""
         self._listed = asyncio.Event()
-        """Set once the coordinator has named the replicas."""
+        """Set once the coordinator has listed the replicas."""
         self._watching = asyncio.create_task(self._watch(), name=f"watch the {role} replicas")
 
     @property
@@ -123,7 +123,7 @@ class PeerReplicas(Generic[Stub]):
         return [peer for peer in self._peers.values() if peer.ready]
 
     def unready(self) -> list[str]:
-        """Return the ids of the replicas that aren't ready, each with the reason."""
+        """Return the ids of the replicas that aren't ready, each with its reason."""
         return [f"{one.replica_id} {one.detail}".rstrip() for one in self._known.values() if not self._is_able(one)]
 
     async def choose(self, preferred: str = "", fits: Callable[[Peer[Stub]], bool] | None = None) -> Peer[Stub]:
@@ -146,7 +146,7 @@ class PeerReplicas(Generic[Stub]):
     def avoid(
         self, peer: Peer[Stub], seconds: float = AVOIDED_SECONDS, why: str = "did not answer a moment ago"
     ) -> None:
-        """Call a replica no more for so long. `why` goes on after "those that"."""
+        """Don't call a replica for this many seconds. `why` continues "those that"."""
         peer.avoided_until, peer.avoided_why = time.monotonic() + seconds, why
 
     async def close(self) -> None:
@@ -158,7 +158,7 @@ class PeerReplicas(Generic[Stub]):
             await peer.channel.close(None)
 
     async def _wait_listed(self) -> None:
-        """Wait until the replicas are known. Raises NoReplicaError."""
+        """Wait until the replicas are listed. Raises NoReplicaError."""
         if self._watching.done() and (error := self._watching.exception()) is not None:
             raise error
         if self._listed.is_set():
@@ -170,7 +170,7 @@ class PeerReplicas(Generic[Stub]):
         raise NoReplicaError(f"the coordinator has not named the {self.role} replicas within {FIRST_SECONDS:g} s")
 
     async def _watch(self) -> None:
-        """Follow the replicas for ever. While the coordinator is away, those that were there stay."""
+        """Follow the replicas for ever. While the coordinator is away, the last known ones stay."""
         after, failures = 0, 0
         while True:
             request = WatchReplicasRequest(role=self.role, after=after, max_seconds=WATCH_SECONDS)
@@ -190,7 +190,7 @@ class PeerReplicas(Generic[Stub]):
                 await asyncio.sleep(PAUSE.spread_pause(failures))  # named: by the warning
 
     async def _take_in(self, news: WatchReplicasResponse) -> None:
-        """Take in what the coordinator says."""
+        """Apply the coordinator's message."""
         gone = self._known.keys() - {one.replica_id for one in news.replicas} if news.complete else news.gone
         for name in list(gone):
             self._known.pop(name, None)
@@ -221,7 +221,7 @@ class PeerReplicas(Generic[Stub]):
         self._listed.set()
 
     def _no_replica(self) -> NoReplicaError:
-        """Return the error that says why no replica can be called."""
+        """Return the error with the reason why no replica can be called."""
         ready, known = self.ready, self._known.values()
         starting = [one for one in known if one.state in _TO_COME]
         if not ready and (starting or not (self._came or known)):

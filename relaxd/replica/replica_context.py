@@ -24,7 +24,7 @@ from relaxd.waiting import waiting
 CALL_SECONDS = 5.0
 ASK_AGAIN_SECONDS = 0.25
 WARN_SECONDS = 10.0
-"""Pause between two warnings about a coordinator that does not answer."""
+"""Seconds between two warnings of a coordinator that doesn't answer."""
 
 logger = logging.getLogger(__name__)
 
@@ -75,7 +75,7 @@ class ReplicaContext:
         self.fence = NewestTerm()
         """The term of the coordinator that is obeyed."""
         self.failure = ""
-        """Reason of the first `give_up`; empty before."""
+        """Reason of the first `give_up`; empty before it."""
         self.failed = asyncio.Event()
         """Set by `give_up`."""
         self.user_messages = RecentMessages()

@@ -47,7 +47,7 @@ from relaxd.waiting import waits
 WAIT_SECONDS = 2.0
 """A wait of this length is in the status."""
 RESTART_SECONDS = 5.0
-"""Time after which a process that restarts is gone."""
+"""Seconds until a restarting process is gone."""
 
 _log = logging.getLogger(__name__)
 
@@ -76,7 +76,7 @@ class _Life:
         self._drains: set[asyncio.Task[int]] = set()
 
     def status(self) -> replica_pb2.ReplicaStatus:
-        """Return the service's status, completed by what this replica knows itself."""
+        """Return the service's status, completed with what this replica itself knows."""
         follower = self.follower
         try:
             own = self.service.status()
@@ -120,7 +120,7 @@ class _Life:
         )
 
     def restart(self, replica_id: str, reason: str) -> None:
-        """End the process so that its supervisor starts it again. Raises FailedPrecondition."""
+        """End the process so that its supervisor restarts it. Raises FailedPrecondition."""
         if replica_id != self.settings.replica_id:
             raise FailedPrecondition(
                 f"replica_id is {replica_id!r}, but this process is {self.settings.replica_id}",
@@ -146,7 +146,7 @@ class _Life:
             self.membership.send_now()
 
     async def on_registered(self) -> None:
-        """Renew the leases on GPUs; give up when another replica has them."""
+        """Renew the leases on GPUs, and give up if another replica has them."""
         try:
             await self.gpus.confirm()
         except ResourceExhausted as error:
@@ -317,7 +317,7 @@ async def _end(
 
 
 def _longest_wait() -> str:
-    """Return the longest wait of this process, if it takes long."""
+    """Return this process's longest wait, if it is a long one."""
     found = waits(min_seconds=WAIT_SECONDS)
     return f"waiting for {found[0]}" if found else ""
 

@@ -1,4 +1,4 @@
-"""relaxd.v1.Replica: the calls that every replica answers, and the order of weight synchronisations that it keeps."""
+"""relaxd.v1.Replica: the calls that every replica answers, and the order in which it takes weight synchronisations."""
 
 from collections.abc import Awaitable, Callable
 from typing import Any, Protocol
@@ -10,17 +10,17 @@ from relaxd.v1 import replica_pb2, replica_pb2_grpc
 MAX_LAUNCH_ID = 300
 """Longest launch_id, in characters."""
 REPLY_SECONDS = 0.5
-"""Drain and Leave answer this long before the caller's deadline."""
+"""Seconds before the caller's deadline at which Drain and Leave answer."""
 
 
 class Standby(Protocol):
     """A replica that registers only on demand."""
 
     def join(self, launch_id: str) -> None:
-        """Register under a launch id. Raises FailedPrecondition when it has joined under another one."""
+        """Register under a launch id. Raises FailedPrecondition if it has joined under another one."""
 
     async def leave(self, launch_id: str, seconds: float) -> None:
-        """Drain within `seconds` and unregister. Does nothing unless it has joined under this launch id."""
+        """Drain within `seconds` and unregister. Does nothing if it hasn't joined under this launch id."""
 
 
 class ReplicaServicer(replica_pb2_grpc.ReplicaServicer):
@@ -83,7 +83,7 @@ class ReplicaServicer(replica_pb2_grpc.ReplicaServicer):
 
 
 MAX_SYNC_ID = 2**62
-"""Largest id. No coordinator comes near it, and one that is larger by mistake would block every real one after it."""
+"""Maximum id. No coordinator gets near it, and a larger one, by mistake, would block all real ones after it."""
 
 
 class SyncIds:

@@ -15,7 +15,7 @@ class ServiceStatus:
     """A service's part of ReplicaStatus; run_replica adds the rest."""
 
     held_groups: int = 0
-    """Groups held now; of an engine that agents ask, its running requests."""
+    """Groups held now; for an engine that agents use, its running requests."""
     done_groups: int = 0
     """Groups finished since the process started."""
     detail: str = ""
@@ -24,15 +24,15 @@ class ServiceStatus:
     """STARTING, QUARANTINED or FAILED instead of READY. Ignored while run_replica itself knows the replica to be idle,
     starting, failed or draining."""
     weights: replica_pb2.WeightVersion | None = None
-    """The weights it serves or has trained."""
+    """The weights that the service uses or has trained."""
     progress: int = 0
     """Counter of work done, in steps that never take long: see ReplicaStatus.progress."""
     gauges: Mapping[str, float] = field(default_factory=dict)
-    """Further measurements, by name."""
+    """Further measurements by name."""
     wait: "replica_pb2.ReplicaWait.ValueType" = replica_pb2.REPLICA_WAIT_UNSPECIFIED
-    """The kind of wait in `detail`, if it describes a wait."""
+    """Kind of the wait in `detail`, if there is one."""
     start_refused: bool = False
-    """With the state FAILED: the settings or the model are wrong, so that another start would fail, too."""
+    """With the state FAILED: the settings or the model are wrong, so that another start would fail as well."""
     awake: bool = False
     """True if its children hold the device's memory, in a colocated run."""
 
@@ -62,7 +62,7 @@ class ReplicaService(ABC):
 
     @abstractmethod
     async def stop_run(self) -> None:
-        """Release held work and everything that start_run created, whether it completed or not."""
+        """Release held work and everything from start_run, whether it completed or not."""
 
     @abstractmethod
     async def drain(self, seconds: float) -> int:
@@ -77,7 +77,7 @@ class ReplicaService(ABC):
 
     @abstractmethod
     async def pause_run(self) -> None:
-        """Take no new work until resume_run. Called only between start_run and stop_run."""
+        """Take no new work until resume_run. Only called between start_run and stop_run."""
 
     @abstractmethod
     async def resume_run(self) -> None:

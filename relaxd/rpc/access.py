@@ -86,7 +86,7 @@ def _either(roles: Iterable[str]) -> str:
 _log = logging.getLogger(__name__)
 
 MIN_TOKEN_LENGTH = 16
-"""Minimum characters of a token for calls from other machines."""
+"""Minimum characters of a token that callers on other machines may use."""
 KNOWN_TOKENS = (
     *("", "admin", "changeme", "default", "demo", "dev", "development", "example", "letmein", "local", "none"),
     *("null", "pass", "password", "relaxd", "root", "secret", "test", "testing", "token", "your-token", "xxx"),
@@ -101,7 +101,7 @@ class _Entry:
     digest: bytes
     """SHA-256 of the token."""
     weakness: str
-    """Reason that the token is guessable; empty if it seems strong."""
+    """Reason why the token is guessable; empty if it seems strong."""
 
 
 class AccessTokens:
@@ -138,7 +138,7 @@ class AccessTokens:
         self._strong_only = True
 
     def caller(self, token: str) -> Caller | None:
-        """Return whose token it is, or None if it is unknown. Takes constant time."""
+        """Return the owner of a token; None if it is unknown. Takes constant time."""
         return self._find(token.encode())
 
     def check(self, method: str, authorization: str | bytes | None) -> None:

@@ -139,7 +139,7 @@ def call_metadata(token: str | None, term: int = 0, stack: str | None = None) ->
 
 
 class MultiCallable:
-    """A multi-callable that fills in what its caller left out."""
+    """A multi-callable with defaults for its caller's arguments."""
 
     def __init__(
         self, call: Any, path: str, target: str, deadline_seconds: float | None, metadata: MakeMetadata
@@ -190,7 +190,7 @@ class AsyncChannel(grpc.aio.Channel):
         deadline_seconds: float | None,
         stream_deadline_seconds: float | None,
     ) -> None:
-        """`target` is the server, in spans; the deadlines are those of calls without a timeout, None: no deadline."""
+        """`target`: name of the server in spans. The deadlines apply to calls without a timeout; None: no deadline."""
         self._plain, self._metadata, self._target = plain, metadata, target
         self._deadline_seconds, self._stream_deadline_seconds = deadline_seconds, stream_deadline_seconds
 

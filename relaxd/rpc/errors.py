@@ -14,7 +14,7 @@ from google.protobuf.message import DecodeError, Message
 from google.rpc import error_details_pb2, status_pb2
 
 ERROR_DOMAIN = "relaxd"
-"""Of the reasons in google.rpc.ErrorInfo."""
+"""Domain of the reasons in google.rpc.ErrorInfo."""
 STATUS_DETAILS_KEY = "grpc-status-details-bin"
 """Trailing metadata key in which gRPC carries a serialized google.rpc.Status."""
 MAX_SECONDS = 86400.0
@@ -167,7 +167,7 @@ class PermissionDenied(RpcError):
 
 
 class Violations:
-    """Collects the mistakes of a request, to report all of them at once."""
+    """Collects the faults of a request, to report all of them at once."""
 
     def __init__(self) -> None:
         self.found: list[tuple[str, str]] = []
@@ -175,7 +175,7 @@ class Violations:
         self._count = 0
 
     def add(self, field: str, description: str) -> None:
-        """Add a violation; the description says what the value is and what would be right."""
+        """Add a violation; the description gives the value and what would be right."""
         self._count += 1
         if self._count <= MAX_VIOLATIONS:
             self.found.append((field, description))

@@ -29,7 +29,7 @@ HEALTH = "/grpc.health.v1.Health/"
 """Not wrapped: probes have no token, and Health/Watch has no deadline by design."""
 
 ALMOST_SECONDS = 0.1
-"""A call cancelled within this time before its deadline exceeded it, by the caller's clock."""
+"""Seconds before its deadline within which a cancelled call counts as having exceeded it, by the caller's clock."""
 
 _log = logging.getLogger(__name__)
 
@@ -46,7 +46,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         deadline_seconds: float | None,
         stream_deadline_seconds: float | None,
     ) -> None:
-        """The deadlines are those of calls without one; None means no deadline."""
+        """The deadlines apply to calls without one; None means no deadline."""
         self._tokens = tokens
         self._fence = fence
         self._stack = stack

@@ -27,7 +27,7 @@ class Fence(Protocol):
     """Decides whether a coordinator is obeyed."""
 
     async def check(self, term: int) -> None:
-        """Raise FailedPrecondition if a newer coordinator than that of `term` is known."""
+        """Raise FailedPrecondition if a coordinator newer than `term` is known."""
 
 
 async def check_term(fence: Fence, method: str, given: str | bytes | None) -> None:
@@ -59,7 +59,7 @@ class NewestTerm:
 
     def __init__(self) -> None:
         self.newest = 0
-        """Answers to heartbeats replace it, also by a smaller one: terms begin anew on a new Redis."""
+        """The newest term. Answers to heartbeats replace it, even by a smaller one: terms restart on a new Redis."""
 
     async def check(self, term: int) -> None:
         if term < self.newest:

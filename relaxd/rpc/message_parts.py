@@ -45,9 +45,9 @@ class Page(Generic[Item]):
         """
         self.items: list[Item] = []
         self.next_page_token = ""
-        """Empty if the list ends with this page."""
+        """Token of the next page; empty on the last page."""
         self.after = ""
-        """Key of the last item of the page before; empty for the first page."""
+        """Key of the previous page's last item; empty for the first page."""
         self._listed = listed
         self._size = request.page_size or default
         self._bytes = 0
@@ -62,7 +62,7 @@ class Page(Generic[Item]):
             found.raise_if_any()
 
     def add(self, key: str, item: Item) -> bool:
-        """Add the next item. Returns False if it belongs to the next page."""
+        """Add the next item. Returns False if it belongs on the next page."""
         size = item.ByteSize()
         if len(self.items) == self._size or (self.items and self._bytes + size > MAX_PAGE_BYTES):
             self.next_page_token = base64.urlsafe_b64encode(f"{self._listed}\n{self._last}".encode()).decode()
@@ -74,7 +74,7 @@ class Page(Generic[Item]):
 
 
 def newest_first(seconds: float, name: str) -> str:
-    """Return the key of something that was created at a Unix time: in the order of such keys the newest comes first."""
+    """Return a sortable key of an object's creation time, in Unix time, by which the newest comes first."""
     return f"{10**17 - int(seconds * 1e6):018d} {name}"
 
 
@@ -90,7 +90,7 @@ DEFAULT_WATCH_SECONDS = 60.0
 
 
 def watch_seconds(max_seconds: float, violations: Violations) -> float:
-    """Check the max_seconds of a watch, and return the seconds after which it ends."""
+    """Check the max_seconds of a watch, and return the seconds until it ends."""
     in_range = 0 <= max_seconds <= MAX_WATCH_SECONDS
     violations.check(in_range, "max_seconds", f"is {max_seconds:g}: it must be 0 to {MAX_WATCH_SECONDS:.0f}")
     return max_seconds or DEFAULT_WATCH_SECONDS

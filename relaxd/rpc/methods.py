@@ -58,7 +58,8 @@ def methods() -> Iterator[MethodDescriptor]:
 
 
 def callers(method: MethodDescriptor) -> tuple[str, ...]:
-    """Return whose tokens allow a method (protos/relaxd/v1/access.proto); nothing where its proto doesn't say."""
+    """Return the owners of tokens that allow a method (protos/relaxd/v1/access.proto); empty if its proto names
+    none."""
     return tuple(method.GetOptions().Extensions[access_pb2.callers])
 
 

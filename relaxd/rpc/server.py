@@ -32,7 +32,7 @@ class Service(NamedTuple):
     add: Callable[[Any, Any], None]
     """The generated add_<Name>Servicer_to_server."""
     servicer: Any
-    """Its implementation; handlers are coroutines or asynchronous generators."""
+    """Implementation of the service; handlers are coroutines or asynchronous generators."""
     name: str
     """Full name, such as "relaxd.v1.Reward"."""
 
@@ -173,7 +173,7 @@ def _age_options(seconds: float | None) -> list[tuple[str, int]]:
 
 
 def _bind_problem(host: str, port: int) -> str:
-    """Explain why binding failed, by trying it: gRPC doesn't say."""
+    """Return the reason why binding failed, by a second attempt, because gRPC doesn't report it."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         with socket.socket(family, kind, protocol) as probe:

@@ -32,7 +32,7 @@ from relaxd.rpc.tls import TlsFiles
 COORDINATOR_PORT = 50050
 """Default port of the coordinator."""
 CONSOLE_PORTS = range(50080, 50180)
-"""Ports of the console, of which it takes the first that is free."""
+"""Ports of the console; it takes the first free one."""
 JUDGE_KEY = "RELAXD_JUDGE_KEY"
 """Environment variable with the API key of the server at roles.judge.address."""
 SECRET_FILES = (
@@ -54,7 +54,7 @@ class ServiceSettings:
     port: int = 0
     """Port to listen on; 0 picks a free one."""
     advertise: str = ""
-    """host:port at which others reach this process; empty: derived from host and port."""
+    """host:port at which other processes reach this one; empty: derived from host and port."""
     coordinator: str = f"127.0.0.1:{COORDINATOR_PORT}"
     """host:port of the coordinator."""
     redis: str = field(default="redis://127.0.0.1:6379/0", repr=False)
@@ -62,11 +62,11 @@ class ServiceSettings:
     replica_id: str = ""
     """Unique id of this process."""
     stack: str = ""
-    """Identity of the stack that this process belongs to, whose calls it accepts; empty: it accepts all calls."""
+    """Identity of the stack of this process, whose calls it accepts; empty: it accepts all calls."""
     grace_seconds: float = 20.0
     """Seconds to drain after SIGTERM."""
     launch_id: str = ""
-    """Id under which a launcher started this process and can remove it; empty: never."""
+    """Id under which a launcher started this process and can remove it; empty: no launcher did."""
     instance: str = ""
     """Name of this process for the supervisor that restarts it; stays the same over restarts. Empty: it is not
     restarted. Defaults to the container's short id in a Docker container."""
@@ -90,13 +90,13 @@ class ServiceSettings:
     """Coordinator: port at which KEDA asks how many rollout replicas there should be, without a token; 0: none. With
     it, an autoscaler that is on leaves adding and removing them to KEDA."""
     platform: str = "docker"
-    """Launcher: the platform on which it starts replicas, docker or kubernetes."""
+    """Launcher: platform on which it starts replicas, docker or kubernetes."""
     logs: str = ""
     """Coordinator: folder with the logs of its stack's services, as files, for GetLogs; empty: none."""
     project: str = ""
     """Launcher: compose project or Helm release whose roles it scales; empty: its container's compose project."""
     console_hosts: tuple[str, ...] = ()
-    """Console: names of its host in browsers' addresses, besides `host` and those of the loopback interface."""
+    """Console: host names in browsers' addresses, in addition to `host` and the loopback interface's."""
     trace_url: str = ""
     """Console: URL of a trace in Jaeger, Tempo or the like, with {trace_id} in its place; empty: no links to traces."""
     log_level: str = "info"
@@ -113,9 +113,9 @@ class ServiceSettings:
     sglang_url: str = ""
     """Rollout: base URL of the SGLang server for runs with engine sglang_external."""
     sglang_key: str | None = field(default=None, repr=False)
-    """Rollout: API key of that server, if it needs one."""
+    """Rollout: API key of that server, if it requires one."""
     judge_key: str | None = field(default=None, repr=False)
-    """Reward: API key of the server at roles.judge.address, if it needs one."""
+    """Reward: API key of the server at roles.judge.address, if it requires one."""
     token: str | None = field(default=None, repr=False)
     """Bearer token of this process's calls; without `tokens`, its callers need the same."""
     tokens: AccessTokens | None = None
@@ -127,7 +127,7 @@ class ServiceSettings:
     allow_insecure: bool = False
     """Allow listening beyond loopback without authentication."""
     allowed_rewards: tuple[str, ...] = ()
-    """Reward: rewards that Reward.Score accepts, besides the bundled ones and that of the run."""
+    """Reward: rewards that Reward.Score accepts, in addition to the bundled ones and the run's."""
 
     @property
     def security(self) -> ServerSecurity:
@@ -199,7 +199,7 @@ _message_bytes.__name__ = "number of bytes (1024 to 2147483647)"
 
 
 def checked_address(text: str) -> str:
-    """Return host:port as it is. Raises ValueError if it is something else."""
+    """Return a host:port unchanged. Raises ValueError for anything else."""
     host, _, port = text.rpartition(":")
     if not host:
         raise ValueError
@@ -332,7 +332,7 @@ def parse_settings(
 
 
 def _new_replica_id(role: str) -> str:
-    """Make a unique id that shows the container's id, or else the host's name."""
+    """Create a unique id that contains the container's id, or else the host's name."""
     host = container_id() or re.sub(r"[^A-Za-z0-9-]", "", socket.gethostname().partition(".")[0])[:24]
     return "-".join(part for part in (role, host, uuid.uuid4().hex[:6]) if part)
 

@@ -38,7 +38,7 @@ def read_stack_identity(environment: Mapping[str, str] | None = None) -> str:
 
 
 def checked_stack_identity(text: str) -> str:
-    """Return a stack's identity. Raises ValueError if it is invalid."""
+    """Return a stack's identity unchanged. Raises ValueError if it is invalid."""
     if text and STACK_IDENTITY.fullmatch(text) is None:
         raise ValueError(
             f"{STACK_VARIABLE} is {text[:80]!r}: it must be 1 to 64 letters, digits, dots, dashes and underscores, "

@@ -22,7 +22,7 @@ class TlsFiles:
     """Paths of a process's PEM files; all empty: no TLS."""
 
     certificate: str = ""
-    """The process's certificate, followed by intermediate ones; presented to callers, and to servers on request."""
+    """The process's certificate, followed by intermediate ones, presented to callers and, on request, to servers."""
     key: str = ""
     """The certificate's private key, not encrypted."""
     ca: str = ""
@@ -124,7 +124,7 @@ def connection_hint(address: str, details: str, files: TlsFiles) -> str:
 
 
 def _probe(address: str, files: TlsFiles) -> str:
-    """Return "" if there is no TLS server at the address, "refused" if it rejects this client, else "accepted"."""
+    """Return "" without a TLS server at the address, "refused" if it rejects this client, else "accepted"."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     # Only the result of the handshake matters: nothing is sent or trusted.
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
@@ -152,7 +152,7 @@ def _probe(address: str, files: TlsFiles) -> str:
 
 
 class _Renewal:
-    """Returns the new configuration once the files have changed, else None; called by gRPC at each handshake."""
+    """Returns the new configuration once the files have changed, else None. gRPC calls it at each handshake."""
 
     def __init__(self, files: TlsFiles) -> None:
         self._files = files

@@ -1,4 +1,4 @@
-"""Traces, metrics and logs. Nothing is recorded, at almost no cost, unless it is exported or written."""
+"""Traces, metrics and logs. Unless they are exported or written, nothing is recorded, at almost no cost."""
 
 from relaxd.telemetry.instruments import enabled, meter, tracer
 from relaxd.telemetry.logs import setup_logging

@@ -17,14 +17,14 @@ from relaxd.telemetry.metrics import record
 from relaxd.telemetry.spans import remote_context
 
 FAULTS = frozenset({"UNKNOWN", "DEADLINE_EXCEEDED", "UNIMPLEMENTED", "INTERNAL", "UNAVAILABLE", "DATA_LOSS"})
-"""Statuses that are a server's errors. The others are answers that its caller has to deal with."""
+"""Statuses that are a server's errors. The others are answers for the caller to handle."""
 
 
 class RpcMethod:
     """Attributes that all calls of a method share."""
 
     def __init__(self, path: str, target: str = "") -> None:
-        """`path`: "/PACKAGE.SERVICE/METHOD"; `target`: the server that a client calls, as gRPC names it."""
+        """`path`: "/PACKAGE.SERVICE/METHOD"; `target`: name of the called server in gRPC."""
         self.name = path.removeprefix("/")
         self.attributes: Mapping[str, AttributeValue] = {
             "rpc.system.name": "grpc",
@@ -52,7 +52,7 @@ def open_client_span(method: RpcMethod) -> Span | None:
 
 
 def end_client_span(span: Span, method: RpcMethod, status: str, ended_at: int | None = None) -> None:
-    """End it with the call's gRPC status, at `ended_at` (nanoseconds of Unix time) or now."""
+    """End a span with the call's gRPC status, at `ended_at` (nanoseconds of Unix time) or now."""
     _end(span, method.outcome(status, status != "OK"), ended_at)
 
 
@@ -60,11 +60,11 @@ class ServedCall:
     """The span, if its caller is traced, and the duration of a call that a server answers."""
 
     def __init__(self, method: RpcMethod, carrier: Mapping[str, str]) -> None:
-        """Begin; the span is the current one until `end`."""
+        """Begin the span, which is the current one until `end`."""
         self.status = "OK"
         """The name of its gRPC status."""
         self.in_other_task = False
-        """True if the call ends in another task, and so in another context, than it started in."""
+        """True if the call ends in another task, and so in another context, than it began in."""
         self._method = method
         self._begun = time.perf_counter()
         self._span: Span | None = None
@@ -76,7 +76,8 @@ class ServedCall:
             self._token = attach(trace.set_span_in_context(current))
 
     def end(self) -> None:
-        """End the span and record the duration once the response is under way: neither is worth its caller's time."""
+        """End the span and record the duration once the response is on its way, so that the caller doesn't wait for
+        it."""
         ended, ended_at = time.perf_counter(), time.time_ns()
         asyncio.get_running_loop().call_soon(self._finish, ended - self._begun, ended_at)
         if self._token is not None and not self.in_other_task:

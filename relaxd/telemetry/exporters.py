@@ -28,14 +28,14 @@ _log = logging.getLogger(__name__)
 
 
 class TraceFiles(SpanExporter):
-    """Appends this process's spans to its file in a run's folder; drops them while there is no run."""
+    """Appends this process's spans to its file in a run's folder; drops them without a run."""
 
     def __init__(self, process: str) -> None:
         """`process`: the beginning of the file's name, such as a replica id, or "ID/PART" of a child process."""
         self._name = f"{process.replace('/', '-')}-{os.getpid()}.jsonl"
         self._path: Path | None = None
         self._dropped = 0
-        """Spans since the last one that was written."""
+        """Number of spans dropped since the last written one."""
 
     @property
     def is_open(self) -> bool:
@@ -43,7 +43,7 @@ class TraceFiles(SpanExporter):
         return self._path is not None
 
     def open(self, run_folder: Path | None) -> None:
-        """Write to a run's folder from now on; None drops what follows."""
+        """Write to a run's folder; with None drop all further spans."""
         if run_folder is not None and not run_folder.is_dir():
             _log.warning(
                 "no traces of this process are written: the run's folder %s is not on this machine", run_folder
@@ -52,7 +52,7 @@ class TraceFiles(SpanExporter):
         self._path = None if run_folder is None else run_folder / TRACES / self._name
 
     def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
-        """Append spans, all or none. What the disk refuses is dropped and counted: nothing waits for traces."""
+        """Append spans, all or none. Spans that the disk refuses are dropped and counted: nothing waits for traces."""
         path = self._path
         if path is None:
             return SpanExportResult.SUCCESS
@@ -82,7 +82,7 @@ def _with_hex_ids(value: Any) -> Any:
 
 
 OWN = "opentelemetry"
-"""The exporters' own records: sending them would make more of them."""
+"""Names of the exporters' own loggers: sending their records would create more of them."""
 
 _SEVERITIES = {
     logging.DEBUG: (SeverityNumber.DEBUG, "DEBUG"),
@@ -94,10 +94,10 @@ _SEVERITIES = {
 
 
 class LogExport:
-    """Exports what this process logs, besides writing it to standard error."""
+    """Exports this process's log records, in addition to standard error."""
 
     def __init__(self, resource: Resource, insecure: bool | None, timeout: float) -> None:
-        """Begin. `insecure` is the exporter's; `timeout` limits one export, in seconds."""
+        """Begin. `insecure` is the exporter's setting; `timeout` limits one export, in seconds."""
         self._provider = LoggerProvider(resource)
         exporter = OTLPLogExporter(insecure=insecure, timeout=timeout)
         self._provider.add_log_record_processor(BatchLogRecordProcessor(exporter))
@@ -105,17 +105,17 @@ class LogExport:
         logging.getLogger().addHandler(self._handler)
 
     def flush(self, milliseconds: int) -> None:
-        """Export what is pending."""
+        """Export pending records."""
         self._provider.force_flush(milliseconds)
 
     def close(self) -> None:
-        """Export what is pending, and end."""
+        """Export pending records, and end."""
         logging.getLogger().removeHandler(self._handler)
         self._provider.shutdown()
 
 
 class _Handler(logging.Handler):
-    """Hands records to the provider, which sends them from another thread."""
+    """Passes records to the provider, which sends them from another thread."""
 
     def __init__(self, provider: LoggerProvider) -> None:
         super().__init__()
@@ -140,7 +140,7 @@ class _Handler(logging.Handler):
 
 
 def attributes_of(record: logging.LogRecord) -> dict[str, str | int]:
-    """Return where a record was made, and its exception."""
+    """Return a record's place in the code, and its exception."""
     found: dict[str, str | int] = {
         "code.file.path": record.pathname,
         "code.function.name": record.funcName or "",

@@ -1,4 +1,4 @@
-"""Instruments of this process: its tracer, its meter, and the spans of its hot paths. setup.py switches them on."""
+"""Instruments of this process: its tracer, its meter, and the spans of its hot paths. setup.py enables them."""
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 _exporting = False
 _writing = False
 _open_quick: "Callable[..., QuickSpan] | None" = None
-"""Opens a span for the provider's processors, once there is a provider."""
+"""Function that opens a span for the provider's processors, once there is a provider."""
 
 
 def set_exporting(exporting: bool) -> None:
@@ -34,7 +34,7 @@ def set_writing(writing: bool) -> None:
 
 
 def set_open_quick(open_span: "Callable[..., QuickSpan]") -> None:
-    """Say how to open a span for the provider's processors."""
+    """Set the function that opens a span for the provider's processors."""
     global _open_quick
     _open_quick = open_span
 

@@ -69,7 +69,7 @@ class JsonFormatter(_Formatter):
 
 
 def _print_uncaught(kind: type[BaseException], error: BaseException, where: TracebackType | None) -> None:
-    """Print an exception that ends the process, as Python does, with the lines after the first indented."""
+    """Print an exception that ends the process in Python's form, with all lines after the first indented."""
     print(escape_lines("".join(traceback.format_exception(kind, error, where)).rstrip(), INDENT), file=sys.stderr)
 
 

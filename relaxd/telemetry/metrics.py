@@ -28,14 +28,14 @@ class Metric:
     name: str
     kind: Kind
     unit: str
-    """UCUM unit, as in OpenTelemetry; "1" is a ratio or plain number, "{token}" counts tokens."""
+    """UCUM unit, as in OpenTelemetry; "1" for a ratio or plain number, "{token}" for tokens."""
     description: str
     attributes: tuple[str, ...] = ()
     """Attributes that distinguish series of the metric."""
     bounds: tuple[float, ...] | None = None
     """Upper bounds of a histogram's buckets."""
     of_convention: bool = False
-    """True if OpenTelemetry's semantic conventions define it, and so its name."""
+    """True if OpenTelemetry's semantic conventions define the metric and its name."""
 
     @property
     def exported_name(self) -> str:
@@ -50,7 +50,7 @@ _CALL_SECONDS = (
     *(0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0),
     *(30.0, 60.0, 300.0),
 )
-"""The bounds of OpenTelemetry's conventions, and further ones below and above."""
+"""Histogram bounds of OpenTelemetry's conventions, with further ones below and above."""
 _REWARDS = (-1.0, -0.5, 0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
 _LENGTHS = tuple(float(2**power) for power in range(18))
 _STALENESS = (0.0, 1.0, 2.0, 3.0, 4.0, 6.0, 8.0, 16.0)
@@ -828,7 +828,7 @@ def record(
 
 
 def record_step(run_id: str, step: int, metrics: Mapping[str, float]) -> None:
-    """Export the numbers of a committed step, including names that the table lacks, such as a reward's parts."""
+    """Export the numbers of a committed step, including those that the table lacks, such as a reward's parts."""
     if not enabled():
         return
     attributes = {"relaxd.run_id": run_id}

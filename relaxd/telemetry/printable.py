@@ -3,7 +3,7 @@
 import re
 
 _DANGEROUS = re.compile("[\\x00-\\x1f\\x7f-\\x9f\\u061c\\u200e\\u200f\\u2028-\\u202e\\u2066-\\u2069\\ud800-\\udfff]")
-"""Control characters (ESC begins what terminals obey), separators of lines, changes of direction, halves of pairs."""
+"""Control characters (ESC begins terminal commands), line separators, direction marks, and lone surrogates."""
 _NAMES = {"\n": "\\n", "\r": "\\r", "\t": "\\t"}
 
 
@@ -18,5 +18,5 @@ def escape(text: str, keep: str = "") -> str:
 
 
 def escape_lines(text: str, indent: str = "") -> str:
-    """Escape the lines of a text one by one; those after the first begin with `indent`."""
+    """Escape the lines of a text one by one; all after the first begin with `indent`."""
     return escape(text, keep="\n\t").replace("\n", f"\n{indent}")

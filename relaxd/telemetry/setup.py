@@ -23,10 +23,10 @@ ENDPOINT = "OTEL_EXPORTER_OTLP_ENDPOINT"
 FLUSH_MILLISECONDS = 2000
 """Limit of the final export at the end of a process, for traces, metrics and logs each."""
 EXPORT_SECONDS = 5.0
-"""Limit of one export, so that a collector that is down does not delay the end of the process."""
+"""Maximum seconds of one export, so that an unavailable collector doesn't delay the end of the process."""
 
 FILE_DELAY_MILLISECONDS = 1000
-"""Longest time until a span is in a run's folder."""
+"""Maximum milliseconds until a span is in a run's folder."""
 
 _log = logging.getLogger(__name__)
 _process = ("process", "process")
@@ -138,7 +138,7 @@ def _resource() -> "Resource":
 
 
 def _span_provider() -> "TracerProvider":
-    """Return this process's provider of recorded spans; make it the first time."""
+    """Return this process's provider of recorded spans, creating it on the first call."""
     from opentelemetry.sdk.trace import SynchronousMultiSpanProcessor, TracerProvider
     from opentelemetry.sdk.util.instrumentation import InstrumentationScope
 

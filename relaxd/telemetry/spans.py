@@ -34,12 +34,12 @@ from opentelemetry.util.types import Attributes, AttributeValue
 from relaxd.telemetry.instruments import enabled, open_quick_span, tracer
 
 KNOWN = 4096
-"""Contexts that are remembered: a group's carrier is read by every operation on it."""
+"""Number of contexts to cache: every operation on a group reads its carrier."""
 MOST_LETTERS = 512
-"""Of either header; longer ones are ignored."""
+"""Maximum length of either header; longer ones are ignored."""
 
 _PARENT = re.compile(r"(?!ff)[0-9a-f]{2}-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})(?:(?<!^00.{53})-.*)?")
-"""W3C Trace Context, as opentelemetry.trace.propagation.tracecontext reads it, but quicker."""
+"""W3C Trace Context, parsed as by opentelemetry.trace.propagation.tracecontext, but faster."""
 
 
 def inject(span: Span | None = None) -> dict[str, str]:
@@ -92,7 +92,7 @@ OperationType = Literal["create", "send", "receive", "process", "settle"]
 def operation_attributes(
     name: str, kind: OperationType, stage: str, message: str = "", more: Attributes = None
 ) -> dict[str, AttributeValue]:
-    """Return the attributes of an operation on a stage's groups; `message` is the group's id, if it is on one."""
+    """Return the attributes of an operation on a stage's groups; `message` is the group's id if it is on one group."""
     found: dict[str, AttributeValue] = {
         "messaging.system": SYSTEM,
         "messaging.operation.name": name,
@@ -117,7 +117,7 @@ class BatchSpan:
         carriers: Iterable[Mapping[str, str]],
         attributes: Attributes = None,
     ) -> None:
-        """`name`: publish, commit, nack ...; `carriers`: those of the groups."""
+        """`name`: publish, commit, nack ...; `carriers`: the groups' carriers."""
         self._name, self._kind, self._stage = name, kind, stage
         self._carriers, self._attributes = carriers, attributes
 
@@ -234,7 +234,7 @@ def open_stage_span(
 
 @contextmanager
 def part_span(name: str, attributes: Mapping[str, AttributeValue]) -> Iterator[Span]:
-    """Open a child of the current span, and make it the current one; nothing if the current one isn't recorded."""
+    """Open a child of the current span, and make it current; nothing if the current one isn't recorded."""
     current = trace.get_current_span()
     span = None
     if current.is_recording():

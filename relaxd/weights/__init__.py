@@ -13,4 +13,4 @@ NCCL_ENVIRONMENT = {
 }
 """Variables and their values, the same in all members."""
 WEIGHTS_CHANGED = "WEIGHTS_CHANGED"
-"""Reason of FAILED_PRECONDITION: the trainer has newer weights than those that it is to send, or is making them."""
+"""Reason of FAILED_PRECONDITION: the trainer has, or is making, newer weights than the requested ones."""

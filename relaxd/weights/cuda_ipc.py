@@ -24,11 +24,11 @@ import torch.distributed as dist
 SLOTS = 2
 _POLL_SECONDS = 0.0001
 _CLOSE_SECONDS = 2.0
-"""Longest wait for the others to close this member's memory."""
+"""Maximum seconds to wait for the others to close this member's memory."""
 
 
 class IpcError(RuntimeError):
-    """A broadcast failed, and with it the connection."""
+    """A broadcast failed, and so did the connection."""
 
 
 class DeviceEvent(Protocol):
@@ -42,7 +42,7 @@ class SharedMemory(Protocol):
     """Memory shared between processes (`relaxd.weights.cuda_ipc.CudaMemory`)."""
 
     def allocate(self, size: int) -> tuple[int, bytes]:
-        """Allocate memory. Returns its address and the handle for others."""
+        """Allocate memory. Returns its address and the handle for other members."""
 
     def free(self, address: int) -> None:
         """Free memory."""
@@ -74,16 +74,16 @@ class IpcBroadcast:
     error: Exception | None = None
 
     def done(self) -> bool:
-        """Return True once they succeeded or failed here."""
+        """Return True once the copies have succeeded or failed here."""
         return self.ended.is_set()
 
     def finish(self) -> None:
-        """Raise RuntimeError if they failed. Call it once they are done."""
+        """Raise RuntimeError if the copies failed. Call it once they are done."""
         if self.error is not None:
             raise IpcError(str(self.error)) from self.error
 
     def precede_current_stream(self) -> None:
-        """Do nothing: once done, they precede every stream."""
+        """Do nothing: finished copies precede every stream's later work."""
 
 
 @dataclass
@@ -119,7 +119,7 @@ class IpcConnection:
         self._thread.start()
 
     def start(self, tensors: Sequence[torch.Tensor], source_rank: int, timeout: float) -> IpcBroadcast:
-        """Start one broadcast per tensor. Keep them until the broadcasts are done or aborted."""
+        """Start one broadcast per tensor. Keep the tensors until the broadcasts are done or aborted."""
         number = self._counts.get(source_rank, 0)
         self._counts[source_rank] = number + 1
         broadcast = IpcBroadcast(list(tensors), source_rank, number, self._memory.mark(), time.monotonic() + timeout)
@@ -127,7 +127,7 @@ class IpcConnection:
         return broadcast
 
     def abort(self) -> None:
-        """Cancel broadcasts and free all memory. Afterwards no tensor is written."""
+        """Cancel broadcasts and free all memory. No tensor is written afterwards."""
         self._queue.put(None)
         self._thread.join()
         for area in self._seen.values():
@@ -209,7 +209,7 @@ class IpcConnection:
         return area
 
     def _wait(self, reached: Any, broadcast: IpcBroadcast, what: str, *, uncancellable: bool = False) -> None:
-        """Poll until `reached()`. Copies are `uncancellable`, but short. Raises IpcError."""
+        """Poll until `reached()`. `uncancellable` copies are short. Raises IpcError."""
         while not reached():
             if uncancellable:
                 time.sleep(_POLL_SECONDS)  # brief: the transfer's deadline

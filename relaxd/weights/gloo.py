@@ -18,7 +18,7 @@ class GlooBroadcast:
         self._works = works
 
     def done(self) -> bool:
-        """Return True once they succeeded or failed."""
+        """Return True once the broadcasts have succeeded or failed."""
         return all(work.is_completed() for work in self._works)
 
     def finish(self) -> None:

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from relaxd.weights.gloo import gloo_group
 
 PIECE_BYTES = 1 << 20
-"""Maximum size of what is passed on at once."""
+"""Maximum bytes to pass on at once."""
 MAX_TAG = 1 << 31
 
 
@@ -35,7 +35,7 @@ class ChainBroadcast:
         return self._result.done()
 
     def finish(self) -> None:
-        """Raise RuntimeError if it failed."""
+        """Raise RuntimeError if the transfer failed."""
         self._result.result()
 
     def precede_current_stream(self) -> None:
@@ -44,7 +44,7 @@ class ChainBroadcast:
 
 
 class GlooChain:
-    """A gloo process group whose members pass tensors on, from the source upwards and from the last rank to rank 0."""
+    """A gloo process group that passes tensors on, from the source upwards and from the last rank to rank 0."""
 
     def __init__(self, store: dist.Store, rank: int, world_size: int, address: str, timeout: float) -> None:
         """Connect to the other members from `address` of this machine. Raises RuntimeError."""
@@ -58,7 +58,7 @@ class GlooChain:
         self._worker.start()
 
     def start(self, tensors: Sequence[torch.Tensor], source_rank: int, timeout: float) -> ChainBroadcast:
-        """Start to send or receive tensors, and to pass them on. Raises RuntimeError."""
+        """Start sending or receiving tensors, and passing them on. Raises RuntimeError."""
         place = (self._rank - source_rank) % self._size
         before = (self._rank - 1) % self._size if place else None
         after = (self._rank + 1) % self._size if place < self._size - 1 else None
@@ -110,5 +110,5 @@ class _Batch:
         self._deadline = deadline
 
     def left(self) -> timedelta:
-        """Return the time until the deadline, at least a millisecond: to gloo 0 means no limit."""
+        """Return the seconds to the deadline, at least a millisecond, because 0 means no limit to gloo."""
         return timedelta(seconds=max(self._deadline - time.monotonic(), 0.001))

@@ -23,7 +23,7 @@ _DTYPES = {element: dtype for dtype, element in ELEMENT_TYPES.items()}
 
 
 class ManifestError(Exception):
-    """A manifest does not fit the tensors; the message names the tensor."""
+    """A manifest doesn't fit the tensors; the message names the tensor."""
 
 
 class ManifestMismatch(Exception):

@@ -23,7 +23,7 @@ _UINT8 = 1
 _UNSET = -(2**31)
 _MAGIC = 0xCAFEBEEF
 _CONFIG_VERSION = 21800
-"""Version of the struct below; newer libraries use defaults for the fields it lacks."""
+"""Version of the struct below; newer libraries use defaults for fields that it lacks."""
 _FAST_POLLS, _POLL_SECONDS = 200, 0.0002
 _WARM_UP_BYTES = 1 << 20
 _ID_KEY = "nccl"
@@ -57,24 +57,24 @@ class NcclBroadcast:
     """A batch of broadcasts enqueued together, by a thread of NCCL's."""
 
     def __init__(self, connection: "NcclConnection", deadline: float) -> None:
-        """`deadline` is for enqueueing them."""
+        """`deadline` limits the enqueueing."""
         self.deadline = deadline
         self.event: torch.cuda.Event | None = None
-        """Recorded after them, once they are enqueued."""
+        """Event that is recorded after the broadcasts, once they are enqueued."""
         self._connection = connection
 
     def done(self) -> bool:
-        """Return True once the GPU has finished them. Raises NcclError if the communicator is broken."""
+        """Return True once the GPU has finished the broadcasts. Raises NcclError if the communicator is broken."""
         if self._enqueued().query():
             return True
         self._connection.check()
         return False
 
     def finish(self) -> None:
-        """Do nothing: `done` has checked them."""
+        """Do nothing: `done` has checked the broadcasts."""
 
     def precede_current_stream(self) -> None:
-        """Make later work on the current stream wait for them, without blocking. Raises NcclError."""
+        """Make later work on the current stream wait for the broadcasts, without blocking. Raises NcclError."""
         torch.cuda.current_stream(self._connection.device).wait_event(self._enqueued())
 
     def _enqueued(self) -> torch.cuda.Event:
@@ -106,9 +106,9 @@ class NcclConnection:
         self._cancelled = cancelled
         self._communicator = ctypes.c_void_p()
         self._lock = threading.Lock()
-        """Held while the communicator is in use, to protect it from being freed."""
+        """Lock held while the communicator is in use, so that it isn't freed."""
         self._enqueueing: NcclBroadcast | None = None
-        """The batch that NCCL may still be enqueueing. The communicator allows no other call until that has ended."""
+        """The batch that NCCL may still be enqueueing, before whose end the communicator allows no other call."""
         deadline = time.monotonic() + timeout
         with torch.cuda.device(device):
             self.stream = torch.cuda.Stream(device, priority=-1)
@@ -185,7 +185,7 @@ class NcclConnection:
                 self._nccl.ncclCommAbort(communicator)
 
     def _settle_last(self) -> None:
-        """Do what `settle` does, while the lock is held."""
+        """`settle` with the lock held."""
         if not self._communicator.value:
             raise NcclError("the communicator was aborted")
         if (last := self._enqueueing) is not None:
@@ -195,7 +195,7 @@ class NcclConnection:
             last.event, self._enqueueing = event, None
 
     def _warm_up(self, deadline: float) -> None:
-        """Broadcast once, because the first broadcast loads kernels and connects channels, which would prolong a
+        """Broadcast once in advance: the first broadcast loads kernels and connects channels, which would prolong a
         pause."""
         scratch = torch.zeros(_WARM_UP_BYTES, dtype=torch.uint8, device=self.device)
         first = self.start([scratch], 0, deadline - time.monotonic())
@@ -221,7 +221,7 @@ class NcclConnection:
         return unique_id
 
     def _settle(self, what: str, code: int, deadline: float) -> None:
-        """Wait until a call of the nonblocking communicator has ended, before which it allows no other call."""
+        """Wait until a call of the nonblocking communicator has ended; before that it allows no other call."""
         if code not in (_SUCCESS, _IN_PROGRESS):
             raise self._error(what, code)
         polls = 0

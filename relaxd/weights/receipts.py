@@ -20,7 +20,7 @@ class Receipt(NamedTuple):
 
     version: int
     digest: str
-    """Digest of the memory from which it served this version; "": unknown."""
+    """Digest of the memory that held this version in the engine; "": unknown."""
     engine: str
     """Id of its replica."""
 

@@ -35,13 +35,13 @@ Transport = Literal["gloo", "gloo_chain", "nccl", "cuda_ipc"]
 
 _EVERYWHERE = ("", "0.0.0.0", "::")
 _POLL_SECONDS, _POLL_SHARE = 0.00005, 0.002
-"""Shortest pause between two polls of a transfer, and the pause as a share of the time that it has been waited for."""
+"""Minimum seconds between two polls of a transfer, and the pause as a share of the time waited so far."""
 _RENDEZVOUS_POLL_SECONDS = 0.01
 _ABORT_POLL_SECONDS = 0.1
 _STORE_SECONDS = 60.0
-"""Longest wait for a key in the store's own process; members have their own deadlines."""
+"""Maximum seconds to wait for a key in the store's own process; members have their own deadlines."""
 _ABORT_SECONDS = 5.0
-"""Longest wait of `abort` until the GPU no longer uses the tensors."""
+"""Maximum seconds of `abort` until the GPU no longer uses the tensors."""
 _ABORTED = "aborted"
 
 
@@ -63,7 +63,7 @@ class Rendezvous:
 
     @classmethod
     def from_proto(cls, group: weights_pb2.WeightGroup) -> "Rendezvous":
-        """Read what the coordinator sends to the members."""
+        """Read the coordinator's message to the members."""
         return cls(
             transport=cast(Transport, words(weights_pb2.Transport)[group.transport]),
             store_host=group.store_host or cls.store_host,
@@ -111,13 +111,14 @@ class PendingBroadcasts(Protocol):
     """A batch of broadcasts started together."""
 
     def done(self) -> bool:
-        """Return True once they succeeded or failed. Raises RuntimeError if they never will."""
+        """Return True once the broadcasts have succeeded or failed. Raises RuntimeError if they never will."""
 
     def finish(self) -> None:
-        """Raise RuntimeError if they failed. Call it once they are done."""
+        """Raise RuntimeError if the broadcasts failed. Call it once they are done."""
 
     def precede_current_stream(self) -> None:
-        """Make later work on the current stream wait for them. Raises RuntimeError if they could not begin."""
+        """Make later work on the current stream wait for the broadcasts. Raises RuntimeError if they could not
+        begin."""
 
 
 class Transfer:
@@ -131,7 +132,7 @@ class Transfer:
         self._deadline = time.monotonic() + timeout
 
     def wait(self) -> None:
-        """Wait until they are done here. Raises WeightGroupError on failure, deadline or abort."""
+        """Wait until the broadcasts are done here. Raises WeightGroupError on failure, deadline or abort."""
         began = time.monotonic()
         with self._explaining():
             while not self._pending.done():
@@ -175,7 +176,7 @@ class WeightGroup:
     """A member of a weight group: `connect`, then `broadcast`; `abort` to leave."""
 
     def __init__(self, rendezvous: Rendezvous, rank: int, device: torch.device | None = None) -> None:
-        """`device` is the GPU, if the group isn't one of CPUs."""
+        """`device` is the GPU; None in a group of CPUs."""
         self.name = rendezvous.name
         self.rank = rank
         self.world_size = rendezvous.world_size
@@ -233,7 +234,7 @@ class WeightGroup:
         return Transfer(self, pending, sum(tensor.nbytes for tensor in tensors), timeout)
 
     def start_broadcast(self, tensor: torch.Tensor, source_rank: int, timeout: float) -> Transfer:
-        """Start to send or receive one contiguous tensor in place; see `start_broadcasts`."""
+        """Start sending or receiving one contiguous tensor in place; see `start_broadcasts`."""
         return self.start_broadcasts([tensor], source_rank, timeout)
 
     def broadcast(self, tensor: torch.Tensor, source_rank: int, timeout: float) -> None:
