@@ -1,1 +1,1 @@
-"""The console: a web page that shows what a run does, why it waits, and what the model wrote."""
+"""The console: a web page that shows a run's progress, its waits, and the model's answers."""

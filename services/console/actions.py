@@ -1,4 +1,4 @@
-"""Actions of operators: each is one call of the coordinator, which decides who may make it."""
+"""Actions of operators: each is a call of the coordinator, which checks the permission."""
 
 from dataclasses import dataclass
 from http import HTTPStatus
@@ -24,7 +24,7 @@ class Action:
     """Deadline of the call."""
 
     async def take(self, stub: CoordinatorStub, fields: dict[str, Any]) -> dict[str, Any]:
-        """Make the call with the request's fields, as JSON has them. Raises Refusal, AioRpcError."""
+        """Make the call with the request's fields in JSON's form. Raises Refusal, AioRpcError."""
         try:
             request = ParseDict(fields, self.request())
         except ParseError as error:

@@ -1,4 +1,4 @@
-"""Guard of the HTTP server: the requests that it answers, and the headers of its answers."""
+"""Guard of the HTTP server: it decides which requests are answered, and sets the answers' headers."""
 
 import hmac
 from collections.abc import Collection
@@ -40,9 +40,9 @@ STATUSES = {
     grpc.StatusCode.UNAVAILABLE: HTTPStatus.SERVICE_UNAVAILABLE,
     grpc.StatusCode.DEADLINE_EXCEEDED: HTTPStatus.GATEWAY_TIMEOUT,
 }
-"""HTTP statuses of the coordinator's refusals; of all others BAD_GATEWAY."""
+"""HTTP statuses of the coordinator's refusals; any other one becomes BAD_GATEWAY."""
 SILENT = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
-"""Statuses that gRPC itself gives a call which nobody answers."""
+"""Statuses that gRPC itself returns for an unanswered call."""
 
 
 class Refusal(Exception):
@@ -54,7 +54,7 @@ class Refusal(Exception):
 
 
 def guard(viewers: Viewers, hosts: Collection[str]) -> Any:
-    """Return the middleware. `hosts` are the names that browsers may use for this server, besides loopback's."""
+    """Return the middleware. `hosts`: the server's host names in browsers, besides loopback's."""
     allowed = LOOPBACK_NAMES | {host.lower() for host in hosts}
 
     @web.middleware
@@ -79,7 +79,8 @@ def guard(viewers: Viewers, hosts: Collection[str]) -> Any:
 
 
 def _check_host(request: web.Request, allowed: Collection[str]) -> None:
-    """Refuse other names for this server: a page elsewhere could give it one (DNS rebinding) and read the answers."""
+    """Refuse other host names: another site's page could assign one to this server (DNS rebinding) and read the
+    answers."""
     name = (urlsplit(f"//{request.host}").hostname or "").lower()
     if name not in allowed:
         raise Refusal(
@@ -90,7 +91,7 @@ def _check_host(request: web.Request, allowed: Collection[str]) -> None:
 
 
 def _check_viewer(request: web.Request, viewers: Viewers) -> None:
-    """Find the request's viewer, and refuse changes that another site's page asked for."""
+    """Find the request's viewer, and refuse changes requested by another site's page."""
     viewer = viewers.find(request)
     if viewer is not None:
         request[VIEWER] = viewer

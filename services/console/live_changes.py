@@ -27,22 +27,22 @@ from relaxd.v1.replica_pb2 import ReplicaState
 
 WATCH_SECONDS = 60.0
 SILENCE_SECONDS = 10.0
-"""Time without a message of WatchRun, which sends one a second, after which the coordinator counts as away."""
+"""Seconds without a message of WatchRun, which sends one a second, after which the coordinator counts as away."""
 AGAIN_SECONDS = 0.5
-"""Pause before an attempt to reach the coordinator again."""
+"""Seconds between two attempts to reach the coordinator."""
 ENDED_SECONDS = 5.0
-"""Interval of looks at a run that has ended: it may be resumed."""
+"""Seconds between two checks of an ended run, which may be resumed."""
 FLEET_SECONDS = 2.0
-"""Interval of looks at replicas and weights."""
+"""Seconds between two reads of replicas and weights."""
 CALL_SECONDS = 10.0
-"""Deadline of the calls that make one look."""
+"""Deadline of the calls of one read, in seconds."""
 EVENT_SECONDS = 0.25
 """Shortest time between two events of one topic to a page."""
 SILENT_SECONDS = 3.0
-"""Time without a heartbeat from which on the page shows it."""
+"""Seconds without a heartbeat after which the page shows the silence."""
 KEEPALIVE_SECONDS = 15.0
 LINGER_SECONDS = 30.0
-"""Time for which a run is followed after the last page has left."""
+"""Seconds for which a run is followed after its last page was closed."""
 SHOWN_EVENTS = 50
 """Maximum number of health events that a new page gets."""
 MAX_REPLICAS = 5000
@@ -66,13 +66,13 @@ class FollowedRun:
         self._events: deque[dict[str, Any]] = deque(maxlen=SHOWN_EVENTS)
         self._away_since: float | None = None
         self.readers = 0
-        """Pages that show it."""
+        """Number of pages that show the run."""
         self.left_at = time.monotonic()
-        """Monotonic time at which the last page left."""
+        """Monotonic time at which the last page was closed."""
         self._tasks = [asyncio.create_task(self._watch()), asyncio.create_task(self._look_at_fleet())]
 
     async def close(self) -> None:
-        """Follow it no longer."""
+        """Stop following the run."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -108,7 +108,7 @@ class FollowedRun:
             self._changed.notify_all()
 
     async def _watch(self) -> None:
-        """Keep the topics of the run, whatever becomes of the coordinator."""
+        """Update the topics of the run, whatever happens to the coordinator."""
         token, run = "", pb.Run()
         while True:
             request = pb.WatchRunRequest(
@@ -205,12 +205,12 @@ class LiveChanges:
 
 
 def numbers(values: Mapping[str, float]) -> dict[str, float]:
-    """Return the finite numbers among values by name: JSON has no others."""
+    """Return the finite numbers of a mapping, because JSON has no others."""
     return {name: value for name, value in values.items() if math.isfinite(value)}
 
 
 def fleet_form(replicas: Sequence[pb.RegisteredReplica]) -> dict[str, list[Any]]:
-    """Return a column for each fact about all replicas, short enough for hundreds of them every few seconds."""
+    """Return a column for each fact about all replicas, compact enough for hundreds of replicas every few seconds."""
     states = words(ReplicaState)
     return {
         "id": [one.registration.replica_id for one in replicas],

@@ -29,20 +29,20 @@ SHOWN_GROUPS = 200
 SHOWN_LOG_LINES = 1000
 SHOWN_SCALE_REQUESTS = 50
 MAX_DRAWN = 8
-"""Runs whose charts are kept."""
+"""Maximum number of runs whose charts are cached."""
 LARGE = ("config_json", "health", "metrics", "wait", "alarms")
 """Fields of a run that ListRuns leaves out."""
 
 
 class Pages:
-    """The JSON API. Each answer is read from the coordinator anew, with the viewer's token."""
+    """The JSON API. Each answer is read anew from the coordinator, with the viewer's token."""
 
     def __init__(self, viewers: Viewers, coordinator: str, trace_url: str = "") -> None:
         self._viewers = viewers
         self._coordinator = coordinator
         self._trace_url = trace_url
         self._charts: dict[str, tuple[tuple[int, int], str]] = {}
-        """By run, its charts as JSON, with the step and the number of metrics that they show."""
+        """Charts of each run as JSON, with the step and the number of metrics in them."""
         self._drawing = asyncio.Lock()
 
     def routes(self) -> list[web.RouteDef]:
@@ -64,7 +64,7 @@ class Pages:
         ]
 
     async def session(self, request: web.Request) -> web.Response:
-        """Say who looks, and what they may do."""
+        """Return who the viewer is, and the permitted actions."""
         viewer = self._viewers.find(request)
         answer: dict[str, Any] = {"log_in": viewer is None, "may_log_out": self._viewers.log_in}
         answer |= {"version": __version__, "coordinator": self._coordinator, "trace_url": self._trace_url}
@@ -124,7 +124,8 @@ class Pages:
         return _compressed(web.json_response({one.name: plain(one, without=("name",)) for one in answer.series}))
 
     async def samples(self, request: web.Request) -> web.Response:
-        """Return the newest samples of a run, or those of one `step`, at most `limit`; with `tokens` also those."""
+        """Return the newest samples of a run, or those of one `step`, at most `limit`; with `tokens` also their
+        tokens."""
         asked = pb.ListSamplesRequest(
             run_id=request.match_info["run"],
             step=_number(request, "step", 0),
@@ -141,7 +142,7 @@ class Pages:
         return _compressed(web.json_response({"samples": [plain(one) for one in found[: asked.page_size]]}))
 
     async def groups(self, request: web.Request) -> web.Response:
-        """Return the newest closed groups of a run, or those that `prompt` and `where` choose."""
+        """Return the newest closed groups of a run, or those that match `prompt` and `where`."""
         asked = pb.GetGroupsRequest(
             run_id=request.match_info["run"],
             prompt=request.query.get("prompt", ""),
@@ -152,7 +153,8 @@ class Pages:
         return _compressed(web.json_response(plain(found)))
 
     async def logs(self, request: web.Request) -> web.Response:
-        """Return the newest lines of the services' logs, or of those of one `service`; with `problems` only these."""
+        """Return the newest lines of the services' logs, or of one `service`; with `problems` only warnings and
+        errors."""
         asked = pb.GetLogsRequest(
             run_id=request.match_info["run"],
             service=request.query.get("service", ""),
@@ -163,7 +165,7 @@ class Pages:
         return _compressed(web.json_response(plain(await _stub(request).GetLogs(asked, timeout=CALL_SECONDS))))
 
     async def replicas(self, request: web.Request) -> web.Response:
-        """List the replicas with all that is known of them."""
+        """List the replicas with everything known of them."""
         found = await all_replicas(_stub(request))
         return _compressed(web.json_response({"replicas": [plain(one) for one in found]}))
 
@@ -182,7 +184,7 @@ class Pages:
         return web.json_response(answer)
 
     async def act(self, request: web.Request) -> web.Response:
-        """Do what an operator asks for."""
+        """Execute an operator's action."""
         name = request.match_info["action"]
         if name not in ACTIONS:
             raise Refusal(HTTPStatus.NOT_FOUND, f"{name} is no action: there are {', '.join(ACTIONS)}")

@@ -21,7 +21,7 @@ from services.console.viewers import Viewers
 
 ASSETS = Path(__file__).with_name("assets")
 CLOSE_SECONDS = 1.0
-"""Time for open requests when the server ends."""
+"""Seconds for open requests when the server ends."""
 CLEANUP_SECONDS = 10.0
 MAX_BODY = 64 << 10
 CALL_SECONDS = 10.0
@@ -40,10 +40,11 @@ class ConsoleServer:
         self._runner: web.AppRunner | None = None
         self._cleaning: asyncio.Task[None] | None = None
         self.url = ""
-        """Address of the page, once it is served."""
+        """Address of the page, once the server runs."""
 
     async def start(self) -> None:
-        """Serve. Raises ServerError: there is no token and others could reach it, or the port is taken."""
+        """Start serving. Raises ServerError if the port is taken, or if others could reach the server and there is no
+        token."""
         settings = self._settings
         settings.security.check(settings.host)
         hosts = [*settings.console_hosts, *([settings.host] if settings.host not in ("", "0.0.0.0", "::") else [])]
@@ -67,7 +68,7 @@ class ConsoleServer:
         self._cleaning = asyncio.create_task(self._clean_up())
 
     async def _listen(self) -> int:
-        """Listen on the given port, or on the first free one. Returns it. Raises ServerError."""
+        """Listen on the given port, or on the first free one. Returns the port. Raises ServerError."""
         assert self._runner is not None
         asked = self._settings.port
         for port in (asked,) if asked else CONSOLE_PORTS:
@@ -104,7 +105,7 @@ class ConsoleServer:
         return web.json_response({"status": "serving"})
 
     async def _events(self, request: web.Request) -> web.StreamResponse:
-        """Send what happens in a run, as server-sent events."""
+        """Send a run's events as server-sent events."""
         run_id = request.match_info["run"]
         try:
             await request[VIEWER].stub.GetRun(pb.GetRunRequest(run_id=run_id), timeout=CALL_SECONDS)

@@ -25,7 +25,7 @@ CALL_SECONDS = 10.0
 
 @dataclass
 class Viewer:
-    """A viewer and the connection with which the console calls the coordinator for them."""
+    """A viewer, with the connection for calls to the coordinator on the viewer's behalf."""
 
     channel: grpc.aio.Channel
     csrf: str = field(default_factory=secrets.token_urlsafe)
@@ -50,7 +50,7 @@ class Viewer:
 
 
 class Viewers:
-    """The viewers by their session cookies. Without a token of the console's own everybody is the same viewer."""
+    """The viewers by their session cookies. If the console has no token of its own, everybody is the same viewer."""
 
     def __init__(self, settings: ServiceSettings) -> None:
         self._settings = settings
@@ -70,7 +70,7 @@ class Viewers:
         return viewer if viewer is not None and time.monotonic() - viewer.began < SESSION_SECONDS else None
 
     async def begin(self, token: str, response: web.Response) -> Viewer:
-        """Begin a session, whose cookie `response` gets. Raises AioRpcError if the coordinator refuses the token."""
+        """Begin a session and set its cookie on `response`. Raises AioRpcError if the coordinator refuses the token."""
         viewer = Viewer(self._channel(token))
         try:
             await viewer.stub.ListRuns(pb.ListRunsRequest(page_size=1), timeout=CALL_SECONDS)

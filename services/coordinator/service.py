@@ -184,7 +184,7 @@ class CoordinatorProcess:
         )
 
     def _drain(self, seconds: float) -> "asyncio.Future[int]":
-        """Complete at once: all state is in Redis."""
+        """Complete at once, because all state is in Redis."""
         drained: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         drained.set_result(0)
         return drained

@@ -1,1 +1,1 @@
-"""The launcher for containers and pods. Only it has access to the Docker engine, or to the API of Kubernetes."""
+"""The launcher for containers and pods, the only service with access to the Docker engine or the API of Kubernetes."""

@@ -118,7 +118,7 @@ class DockerHost:
                     logger.info("%s was removed already", launch_id)
 
     def restart(self, instance: str, replica_id: str) -> str:
-        """`instance` is a container's id; `replica_id` is ignored, because the engine does not know it."""
+        """Restart a container, given by its id as `instance`. `replica_id` is ignored: the engine doesn't know it."""
         with _translate_errors():
             container = next((one for one in self._containers() if one["Id"].startswith(instance)), None)
             if container is None:
@@ -138,7 +138,7 @@ class DockerHost:
             return [_instance(container) for container in self._launched()]
 
     def _template(self, role: str) -> dict[str, Any]:
-        """Return the container of a role's service to copy: running before stopped, then the oldest."""
+        """Return the container of a role's service to copy: a running one, else a stopped one, the oldest first."""
         containers = self._containers(f"{SERVICE}={role}", f"{ONEOFF}=False")
         if not containers:
             raise FailedPrecondition(
@@ -150,7 +150,7 @@ class DockerHost:
         return inspected
 
     def _next_number(self, role: str) -> int:
-        """Return a number that no container of a role has. Only the first time are all looked through."""
+        """Return a number that no container of the role has. Only the first call reads all containers."""
         if not self._numbers:
             for one in self._launched():
                 number, of_role = int(one["Labels"][NUMBER]), one["Labels"][ROLE]

@@ -14,7 +14,7 @@ SERVICE_ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 CONNECT_SECONDS, READ_SECONDS = 5.0, 20.0
 """Timeouts of a call: to connect, and between two parts of the answer."""
 PASSING = {401, 408, 429, 500, 502, 503, 504}
-"""HTTP statuses that a retry may resolve; 401 because the token's file is written anew before the token expires."""
+"""HTTP statuses that a retry may resolve; 401 because the token's file is replaced before the token expires."""
 Object = dict[str, Any]
 
 
@@ -67,7 +67,7 @@ class KubernetesApi:
         return self._call("POST", self._pods(), body=manifest, none_for="AlreadyExists")
 
     def delete_pod(self, pod: Object, grace_seconds: int) -> None:
-        """Begin to end a pod, unless it is gone or another has its name."""
+        """Start ending a pod, unless it is gone or another pod has its name."""
         body = {"gracePeriodSeconds": grace_seconds, "preconditions": {"uid": pod["metadata"]["uid"]}}
         name = pod["metadata"]["name"]
         self._call("DELETE", self._pods(name), body=body, none_for="NotFound", conflict_is_none=True)

@@ -18,15 +18,15 @@ SCALED = "relaxd.dev/scaled"
 """Label of launched pods, with their role. They have no label ROLE, so that neither the role's Deployment nor its
 disruption budget nor an autoscaler of Kubernetes counts them."""
 LAUNCH_ID, SGLANG_URL = "relaxd.dev/launch-id", "relaxd.dev/sglang-url"
-"""Annotations of launched pods: what they were launched with. (Labels may have no URL, and not every launch id.)"""
+"""Annotations of launched pods with their launch parameters. (Labels can't contain URLs, nor every launch id.)"""
 MAX_NAME = 63
 """Maximum length of a pod's name, which is also its host's."""
 MAX_RESTARTS = 5
-"""Restarts of a pod's container after which it counts as failed."""
+"""Maximum restarts of a pod's container, beyond which it counts as failed."""
 KILL_SECONDS = 1
-"""Grace period of a pod that is killed. With 0, Kubernetes would forget it while its processes may still run."""
+"""Grace period of a killed pod, in seconds. With 0, Kubernetes would forget it while its processes may still run."""
 ENDING_SECONDS = 30.0
-"""Time for a pod to be gone, beyond its grace period."""
+"""Seconds after its grace period by which a pod must be gone."""
 POLL_SECONDS = 0.25
 
 
@@ -96,7 +96,7 @@ class KubernetesHost:
     roles = frozenset(SCALABLE_ROLES)
 
     def __init__(self, api: KubernetesApi, release: str) -> None:
-        """`release` is the Helm release. Raises FailedPrecondition when it is empty."""
+        """`release`: the Helm release. Raises FailedPrecondition if it is empty."""
         if not release:
             raise FailedPrecondition("name the Helm release whose roles are scaled with --project / RELAXD_PROJECT")
         self._api = api

@@ -1,4 +1,4 @@
-"""The calls by which KEDA asks for the number of rollout replicas (external_scaler.proto)."""
+"""KEDA's calls for the number of rollout replicas (external_scaler.proto)."""
 
 from typing import Any
 
@@ -36,7 +36,8 @@ class KedaServicer(external_scaler_pb2_grpc.ExternalScalerServicer):
 
 
 async def start_keda_server(autoscaler: Autoscaler, settings: ServiceSettings) -> RunningServer:
-    """Start the server for KEDA. It asks for no token, which KEDA's external scaler can't send. Raises ServerError."""
+    """Start the server for KEDA. It requires no token, because KEDA's external scaler can't send one. Raises
+    ServerError."""
     service = Service(
         external_scaler_pb2_grpc.add_ExternalScalerServicer_to_server,
         KedaServicer(autoscaler),

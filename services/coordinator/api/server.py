@@ -1,4 +1,4 @@
-"""The Coordinator service: every RPC checks its request here and leaves the work to the other rooms."""
+"""The Coordinator service: every RPC checks its request here and passes the work to other modules."""
 
 import asyncio
 import re
@@ -52,7 +52,7 @@ MAX_PAGE = 1000
 SAMPLE = re.compile(r"[^/\n]+/[0-9]{1,18}-[0-9]{1,18}", re.ASCII)
 """A run's id and the key of a sample on its board."""
 DRAIN_SECONDS = 25.0
-"""Deadline of a drain whose caller has a later one, or none."""
+"""Deadline of a drain, in seconds, if the caller's is later or missing."""
 
 
 class CoordinatorService(CoordinatorServicer):
@@ -170,7 +170,7 @@ class CoordinatorService(CoordinatorServicer):
     # --- checkpoints ----------------------------------------------------------------------------------------------
 
     async def SaveCheckpoint(self, request: pb.SaveCheckpointRequest, context: Any) -> pb.SaveCheckpointResponse:
-        """Let the trainer of the active run save a checkpoint, and a critic service one of the same step."""
+        """Have the trainer of the active run save a checkpoint, and a critic service one of the same step."""
         active = self._manager.require_active(checked_run_id(request.run_id))
         with active.trainer_awake():
             saved = await save_checkpoint(active.context, rotate=request.rotate)
@@ -230,7 +230,7 @@ class CoordinatorService(CoordinatorServicer):
         )
 
     async def ListReplicas(self, request: pb.ListReplicasRequest, context: Any) -> pb.ListReplicasResponse:
-        """Return a page of the replicas whose lease holds."""
+        """Return a page of the replicas with a valid lease."""
         violations = Violations()
         if request.role:
             check_role(request.role, REPLICA_ROLES, violations)
@@ -265,7 +265,7 @@ class CoordinatorService(CoordinatorServicer):
             yield message
 
     async def DrainReplica(self, request: pb.DrainReplicaRequest, context: Any) -> pb.DrainReplicaResponse:
-        """Ask a replica to take no more groups and finish those that it holds."""
+        """Ask a replica to take no more groups and to finish those that it holds."""
         replica = self._require_replica(request.replica_id)
         await self._registry.drain(replica)
         try:
@@ -291,7 +291,7 @@ class CoordinatorService(CoordinatorServicer):
         return pb.LeaseGpusResponse(gpu_uuids=granted)
 
     async def TakeTurn(self, request: pb.TakeTurnRequest, context: Any) -> pb.TakeTurnResponse:
-        """Grant a colocated replica the GPU once the other role released it."""
+        """Grant a colocated replica the GPU once the other role has released it."""
         replica = self._own_replica(request.replica_id, "take the turn of", ": register first")
         handoff = self._manager.require_active("").handoff
         if handoff is None:
@@ -317,7 +317,7 @@ class CoordinatorService(CoordinatorServicer):
         return pb.AnnounceVersionResponse()
 
     async def SyncWeights(self, request: pb.SyncWeightsRequest, context: Any) -> pb.SyncWeightsResponse:
-        """Wait until every engine serves the newest version."""
+        """Wait until every engine has the newest version."""
         active = self._manager.require_active(checked_run_id(request.run_id))
         started = time.monotonic()
         if active.sync.announced is None:
@@ -402,7 +402,7 @@ class CoordinatorService(CoordinatorServicer):
     async def GetAutoscaler(
         self, request: scaling_pb2.GetAutoscalerRequest, context: Any
     ) -> scaling_pb2.GetAutoscalerResponse:
-        """Say what the autoscaler of the active run sees, wants and has decided."""
+        """Return the autoscaler's observations and decisions for the active run."""
         active = self._manager.require_active(request.run_id)
         return scaling_pb2.GetAutoscalerResponse(autoscaler=self._autoscaler.describe(active))
 
@@ -420,7 +420,7 @@ class CoordinatorService(CoordinatorServicer):
         return scaling_pb2.SetAutoscalerResponse(autoscaler=self._autoscaler.describe(active))
 
     def _own_replica(self, replica_id: str, deed: str, hint: str) -> Replica:
-        """Return a replica that the caller may speak for; `deed` is what it is about to do."""
+        """Return a replica that the caller may speak for; `deed`: the caller's intended action."""
         replica = self._require_replica(replica_id, hint)
         speak_for(replica.registration.role, f"{deed} {replica_id}")
         return replica

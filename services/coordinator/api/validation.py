@@ -39,7 +39,7 @@ MAX_DRAIN_SECONDS = 3600.0
 
 
 def checked_run_id(run_id: str, *, optional: bool = True) -> str:
-    """Return a run id; with `optional` it may be empty."""
+    """Return a valid run id; with `optional` it may be empty."""
     violations = Violations()
     check_run_id(run_id, violations, optional=optional)
     violations.raise_if_any()
@@ -108,7 +108,7 @@ def check_registration(registration: pb.Registration) -> None:
 
 
 def check_status_size(request: pb.HeartbeatRequest) -> None:
-    """Check that a heartbeat's status is small enough to keep."""
+    """Check that a heartbeat's status is small enough to store."""
     size = request.status.ByteSize()
     if size > MAX_STATUS_BYTES:
         problem = f"has {size} bytes: it must have at most {MAX_STATUS_BYTES}"

@@ -7,11 +7,11 @@ from collections.abc import Callable
 from weakref import WeakSet
 
 GAP_SECONDS = 0.02
-"""Changes within this time after a wake-up wake their waiters together, unless the gap is set to be longer."""
+"""Default seconds after a wake-up during which further changes are collected for the waiters' next wake-up."""
 
 
 class Signal:
-    """A broadcast without content: wakes all waiters, which then check their own condition. Lives in the event loop."""
+    """A broadcast without content: it wakes all waiters, which then check their conditions. Lives in the event loop."""
 
     def __init__(self, gap: Callable[[], float] = lambda: GAP_SECONDS) -> None:
         """`gap` returns the seconds between two wake-ups, which are at least GAP_SECONDS."""
@@ -22,7 +22,7 @@ class Signal:
         self._due: asyncio.TimerHandle | None = None
 
     def fire(self) -> None:
-        """Wake all waiters: at once, or a gap after the last time."""
+        """Wake all waiters, at once or when the gap since the last wake-up is over."""
         if self._due is not None:
             return
         pause = self._woken_at + max(GAP_SECONDS, self._gap()) - time.monotonic()
@@ -39,7 +39,7 @@ class Signal:
         event.set()
 
     def follow(self) -> "SignalFollower":
-        """Return one who is woken before the waiters, as long as somebody holds it."""
+        """Return a follower that is woken before the waiters, as long as somebody holds it."""
         follower = SignalFollower()
         self._followers.add(follower)
         return follower
@@ -50,17 +50,17 @@ class Signal:
 
 
 class SignalFollower:
-    """Waits for a signal, or for who need not wait for the signal's gap. Sees what happens while it doesn't wait."""
+    """Waits for a debounced signal or an immediate wake-up. Also notices signals between two waits."""
 
     def __init__(self) -> None:
         self._event = asyncio.Event()
 
     def wake(self) -> None:
-        """Wake it at once."""
+        """Wake the follower at once."""
         self._event.set()
 
     async def wait(self, timeout_seconds: float) -> None:
-        """Wait until something has happened since the last time, or for the timeout."""
+        """Wait for a signal since the last wait, or for the timeout."""
         await _wait(self._event, timeout_seconds)
         self._event.clear()
 

@@ -21,7 +21,7 @@ POLL_SECONDS = 0.3
 
 
 class NoCriticCheckpoint(Exception):
-    """The critic has not taken a checkpoint; the message says why it is not waited for any longer."""
+    """The critic has not saved a checkpoint; the message says why the wait was given up."""
 
 
 class CriticPatience:
@@ -117,7 +117,8 @@ async def await_critic(context: RunContext, run_folder: Path, step: int, *, kept
 
 
 def _has_checkpoint(run_folder: Path, step: int, kept: bool) -> bool:
-    """Return whether the critic has a checkpoint of a step or a later one, which is complete once it has its name."""
+    """Return whether the critic has a checkpoint of a step or a later one. A checkpoint is complete once it has its
+    final name."""
     folder = critic_folder(run_folder)
     found = (number for number in checkpoint_steps(folder) if number >= step)
     return any(not kept or (checkpoint_path(folder, number) / KEPT).exists() for number in found)

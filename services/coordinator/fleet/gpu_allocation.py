@@ -6,7 +6,7 @@ from relaxd.roles import ROLES, ROLLOUT, TRAINER
 from relaxd.rpc.errors import ResourceExhausted
 
 OWN = "/own"
-"""Suffix of a GPU's UUID in the holder records if a replica holds it that never takes turns."""
+"""Suffix of a GPU's UUID in the holder records of a replica that never takes turns."""
 SHARED = "/shared"
 """Suffix of a GPU's UUID in the holder records if an engine of a colocated run holds it: the run's trainer may then be
 a second holder."""
@@ -14,7 +14,7 @@ PART = "@"
 """Begins the suffix if a replica holds a share of the GPU: "@judge:0.3" has its role and the share, so that each holder
 of a share has a separate record. No UUID has this sign. In a colocated run it comes after SHARED."""
 ROUNDING = 1e-9
-"""The sum of shares may exceed 1 by this much, because it is rounded: that of 0.33, 0.56 and 0.11 does."""
+"""Maximum excess of the sum of shares over 1 by rounding, as with 0.33, 0.56 and 0.11."""
 
 
 def uuid_of(record: str) -> str:
@@ -88,7 +88,7 @@ def _excluding_parts(role: str, parts: Mapping[str, str], share: float) -> dict[
 
 
 def _seen_whole(role: str, holders: Mapping[str, str], *, shared: bool) -> tuple[dict[str, str], set[str]]:
-    """Do what `seen_by` does, for a whole GPU and other holders of whole GPUs."""
+    """`seen_by` for a whole GPU and other holders of whole GPUs."""
     own = {uuid_of(record): holder for record, holder in holders.items() if record.endswith(OWN)}
     engines = {uuid_of(record): holder for record, holder in holders.items() if record.endswith(SHARED)}
     others = {record: holder for record, holder in holders.items() if not record.endswith((OWN, SHARED))}
@@ -145,7 +145,7 @@ class GpuHolders:
         """`holders`: replica ids by record."""
         self._holders: dict[str, str] = {}
         self._records: dict[str, dict[str, None]] = {}
-        """By holder, in the order in which it got them."""
+        """Records of each holder, in the order in which it got them."""
         self._of_gpu: dict[str, dict[str, None]] = {}
         """Records by UUID."""
         for record, replica_id in holders.items():
@@ -160,7 +160,8 @@ class GpuHolders:
         return {record: self._holders[record] for uuid in uuids for record in self._of_gpu.get(uuid, ())}
 
     def hold(self, replica_id: str, records: Sequence[str]) -> list[str]:
-        """Let a replica hold exactly these, which nobody else holds. Returns the records that it holds no more."""
+        """Make a replica the holder of exactly these records, which nobody else holds. Returns the records that it
+        lost."""
         freed = [record for record in self.of(replica_id) if record not in records]
         self.free(freed)
         for record in records:
@@ -168,7 +169,7 @@ class GpuHolders:
         return freed
 
     def free(self, records: Iterable[str]) -> None:
-        """Let nobody hold these."""
+        """Remove the holder of these records."""
         for record in records:
             replica_id = self._holders.pop(record)
             for index, key in ((self._records, replica_id), (self._of_gpu, uuid_of(record))):

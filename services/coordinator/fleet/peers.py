@@ -78,7 +78,7 @@ class Peers:
         return answer
 
     async def forget(self, current: set[str]) -> None:
-        """Close channels whose replica is long gone; `current`: the addresses in use."""
+        """Close channels of replicas that are long gone; `current`: the addresses in use."""
         now = time.monotonic()
         self._needed |= dict.fromkeys(current, now)
         for address in [a for a in self._channels if now - self._needed.setdefault(a, now) > KEPT_SECONDS]:
@@ -110,7 +110,7 @@ class Peers:
 Result = TypeVar("Result")
 
 LONG_CALL_SECONDS = 7 * 86400.0
-"""Deadline of calls of unknown length: `answer` cancels one without progress long before."""
+"""Deadline, in seconds, of calls of unknown length: `answer` cancels one without progress long before."""
 POLL_SECONDS = 0.5
 
 

@@ -39,7 +39,7 @@ doesn't grow with it would leave no time for anything else."""
 
 @dataclass
 class Replica:
-    """One replica whose lease holds."""
+    """A replica with a valid lease."""
 
     registration: Registration
     registered_at: float
@@ -50,20 +50,21 @@ class Replica:
     draining: bool = False
     """True after a request to drain."""
     drain_until: float | None = None
-    """Unix time until which it may drain; None: as long as its own grace period lasts."""
+    """Unix time until which the replica may drain; None: for its own grace period."""
     unheard: bool = False
-    """Inherited from an earlier coordinator, without a heartbeat since: its run and version are unknown."""
+    """True if it was inherited from an earlier coordinator without a heartbeat since: its run and version are
+    unknown."""
     synced: Version | None = None
     """Version of the last synchronisation, until a heartbeat reports it."""
     synced_at: float = 0.0
     awake: bool | None = None
-    """In a colocated run: it holds device memory; None before its first report."""
+    """In a colocated run: whether the replica holds device memory; None before its first report."""
     awake_changed_at: float = 0.0
     """Monotonic time at which a call last changed `awake`."""
     gpu_requested_at: float = 0.0
     """Monotonic time of its last GPU request that was denied; 0: none."""
     asleep: bool = False
-    """It was put to sleep and has not resumed serving."""
+    """True if the replica was put to sleep and has not resumed."""
     member: Member = field(init=False)
     """The replica as a member of a weight group: one object, because every change of the fleet compares all members."""
 
@@ -82,17 +83,17 @@ class Replica:
 
     @property
     def launch_id(self) -> str:
-        """Name under which it was scaled out; empty for one that was not."""
+        """Launch id under which the replica was scaled out; empty if it was not."""
         return self.registration.launch_id
 
     @property
     def instance(self) -> str:
-        """Name that its restarts keep; the replica id if no supervisor restarts it."""
+        """Name that stays the same across restarts; the replica id if no supervisor restarts the replica."""
         return self.registration.instance or self.registration.replica_id
 
     @property
     def version(self) -> Version | None:
-        """The version that it serves; None before the first synchronisation and while it can't serve."""
+        """Version of the replica's weights; None before the first synchronisation and while it can't generate."""
         if self.status.state != REPLICA_STATE_READY or self.asleep:
             return None
         weights = self.status.weights
@@ -102,27 +103,27 @@ class Replica:
         return reported
 
     def set_awake(self, *, awake: bool) -> None:
-        """Record whether it holds device memory."""
+        """Record whether the replica holds device memory."""
         self.awake, self.awake_changed_at = awake, time.monotonic()
         if not awake:
             self.synced = None
 
     def request_gpu(self) -> None:
-        """Record that it has no device memory and waits for the GPU."""
+        """Record that the replica has no device memory and waits for the GPU."""
         self.set_awake(awake=False)
         self.gpu_requested_at = time.monotonic()
 
     def grant_gpu(self) -> None:
-        """Record that it holds the GPU and doesn't wait any more."""
+        """Record that the replica holds the GPU and no longer waits."""
         self.set_awake(awake=True)
         self.gpu_requested_at = 0.0
 
     def set_serving(self, *, serving: bool) -> None:
-        """Record whether it may serve the version that it holds."""
+        """Record whether the replica may generate with its version."""
         self.asleep = not serving
 
     def end_turns(self) -> None:
-        """Forget what a colocated run recorded: the next run on this replica may not be one."""
+        """Forget the records of a colocated run, because the replica's next run may not be one."""
         self.asleep, self.gpu_requested_at = False, 0.0
 
 
@@ -155,7 +156,7 @@ class Registry:
         self._gone: set[str] = set()
         """Removed replicas that are still in Redis."""
         self._free_gpus_at: dict[str, float] = {}
-        """Clock time at which the GPUs of removed replicas are free, by replica id."""
+        """Clock time at which the GPUs of each removed replica become free, by replica id."""
         self._writing = asyncio.Lock()
         """Held during writes, so that Redis gets changes in their order."""
         self.lease_seconds = lease_seconds
@@ -209,7 +210,7 @@ class Registry:
         ]
 
     def heartbeat(self, replica_id: str, status: ReplicaStatus) -> Replica | None:
-        """Renew a lease; returns None if the replica isn't registered."""
+        """Renew a lease. Returns None if the replica isn't registered."""
         replica = self._replicas.get(replica_id)
         if replica is None:
             return None
@@ -226,7 +227,7 @@ class Registry:
         return replica
 
     def mark_synced(self, member: Member, version: Version) -> None:
-        """Record the version that a synchronisation left on an engine."""
+        """Record the version of an engine after a synchronisation."""
         replica = self._replicas.get(member.replica_id)
         if replica is not None and replica.registered_at == member.registered_at:
             replica.synced, replica.synced_at = version, self._clock()
@@ -234,12 +235,13 @@ class Registry:
             self.changed.fire()
 
     async def drain(self, replica: Replica, until: float | None = None) -> None:
-        """Mark a replica as draining, with an optional Unix time as deadline; heartbeats repeat the request to it."""
+        """Mark a replica as draining, with an optional Unix time as deadline; answers to heartbeats repeat the
+        request."""
         replica.draining, replica.drain_until = True, until
         await self._save(replica)
 
     async def undrain(self, replica: Replica) -> None:
-        """Cancel a drain: the next heartbeat tells the replica to work again."""
+        """Cancel a drain: the answer to the next heartbeat tells the replica to work again."""
         replica.draining, replica.drain_until = False, None
         await self._save(replica)
 
@@ -297,7 +299,7 @@ class Registry:
         return [uuid_of(record) for record in self._gpu_holders.of(replica_id)]
 
     def gpu_share_of(self, replica_id: str) -> float:
-        """Return the share of each of its GPUs that a replica holds; 1 if it holds whole ones, or none."""
+        """Return a replica's share of each of its GPUs; 1 for whole GPUs, or none."""
         return min(map(share_of, self._gpu_holders.of(replica_id)), default=1.0)
 
     def get(self, replica_id: str) -> Replica | None:
@@ -329,7 +331,7 @@ class Registry:
             await self.expire()
 
     async def expire(self) -> None:
-        """Remove replicas whose lease has ended, and free GPUs whose lease has ended."""
+        """Remove replicas whose lease has expired, and free GPUs whose lease has expired."""
         now, last = self._clock(), self._expired_at
         self._expired_at = now
         if now - last > self.lease_seconds / 2:  # this process was suspended and received no heartbeats
@@ -345,7 +347,7 @@ class Registry:
         await self._flush_removals()
 
     async def _flush_removals(self) -> None:
-        """Delete removed replicas from Redis, and free the GPUs whose lease has ended."""
+        """Delete removed replicas from Redis, and free the GPUs whose lease has expired."""
         async with self._writing:
             now = self._clock()
             gone = list(self._gone)
@@ -403,5 +405,5 @@ class Registry:
 
 
 def _shown(replica: Replica) -> tuple[int, str, Version | None, bool]:
-    """Return the state whose changes others wait for."""
+    """Return the part of a replica's state that others wait for."""
     return replica.status.state, replica.status.run_id, replica.version, replica.unheard

@@ -1,4 +1,4 @@
-"""The WatchReplicas stream: the replicas of a role, then those that have changed."""
+"""The WatchReplicas stream: first all replicas of a role, then the changed ones."""
 
 import time
 from collections.abc import AsyncIterator, Iterable
@@ -10,9 +10,9 @@ from services.coordinator.fleet.changes import Signal
 from services.coordinator.fleet.registry import Registry, Replica
 
 LOOK_SECONDS = 1.0
-"""Limit of the time between two looks at the registry, whose signal doesn't tell of all changes, such as a detail's."""
+"""Maximum seconds between two checks of the registry, whose signal doesn't report every change, such as a detail's."""
 MAX_GONE = 1000
-"""Maximum number of replicas of a role that are remembered as gone."""
+"""Maximum number of a role's removed replicas to remember."""
 
 
 class RoleChanges:
@@ -24,7 +24,7 @@ class RoleChanges:
     def __init__(self) -> None:
         self.changed = Signal()
         self.number = self._oldest = int(steady_time() * 1e6)
-        """Number of the last change. It begins with the time, in microseconds: an earlier coordinator's are lower."""
+        """Number of the last change. It starts at the time in microseconds, so an earlier coordinator's are lower."""
         self._replicas: dict[str, tuple[int, CallableReplica]] = {}
         self._gone: dict[str, int] = {}
         """Number of the change with which each replica went, in order."""
@@ -32,7 +32,7 @@ class RoleChanges:
         """Messages with the changes up to `number`, by the number that they follow."""
 
     def look(self, replicas: Iterable[Replica]) -> None:
-        """Compare the replicas with those of the last look."""
+        """Compare the replicas with those of the last check."""
         number = self.number + 1
         now = {replica.replica_id: callable_replica(replica) for replica in replicas}
         gone = self._replicas.keys() - now.keys()
@@ -49,7 +49,7 @@ class RoleChanges:
         self.changed.fire()
 
     def since(self, number: int) -> WatchReplicasResponse:
-        """Return the changes after that of a number; all replicas if they aren't known."""
+        """Return the changes after a change number; all replicas if those changes aren't known."""
         if complete := not self._oldest <= number <= self.number:
             number = 0
         if number not in self._messages:
@@ -71,7 +71,7 @@ class ReplicaFeed:
         """Changes of the roles that somebody has watched."""
 
     async def look_forever(self) -> None:
-        """Look at the registry whenever it changes."""
+        """Check the registry whenever it changes."""
         news = self._registry.changed.follow()
         while True:
             for role, changes in self._roles.items():
@@ -79,7 +79,7 @@ class ReplicaFeed:
             await news.wait(LOOK_SECONDS)  # idle: nothing is new
 
     async def watch(self, role: str, after: int, seconds: float) -> AsyncIterator[WatchReplicasResponse]:
-        """Yield a message at once, and one at each change until the time ends; `after` is a change's number."""
+        """Yield a message at once, and one at each change until the time ends; `after`: number of a change."""
         end = time.monotonic() + seconds
         if role not in self._roles:
             self._roles[role] = RoleChanges()
@@ -96,7 +96,7 @@ class ReplicaFeed:
 
 
 def callable_replica(replica: Replica) -> CallableReplica:
-    """Return a replica as its callers see it."""
+    """Return a replica in the form for its callers."""
     status = replica.status
     weights = status.weights if status.HasField("weights") else None
     return CallableReplica(

@@ -21,7 +21,7 @@ from services.coordinator.state.store import AsyncStore, RunBoard
 
 ABLE = (REPLICA_STATE_READY, REPLICA_STATE_QUARANTINED)
 FAILURE_LEASES = 2.5
-"""A role must fail for this many leases before the run fails: replicas retry by themselves."""
+"""Number of leases for which a role must fail before the run fails: replicas retry by themselves."""
 
 
 class Fleet:
@@ -36,7 +36,7 @@ class Fleet:
         """Names of the roles that the run needs."""
         self._clock = clock
         self._failing: dict[str, float] = {}
-        """Clock time of a role's first failure since it last worked."""
+        """Clock time of each role's first failure since it last worked."""
         self._excluded: frozenset[str] = frozenset()
         """Ids of engines that are excluded from weight synchronisation: their old version must not close the gate."""
         self.given_up: frozenset[str] = frozenset()
@@ -64,7 +64,7 @@ class Fleet:
         return [engine for engine in self.engines() if engine.replica_id not in self._excluded]
 
     def exclude(self, replica_ids: Iterable[str]) -> None:
-        """Exclude these engines, and no others, from weight synchronisation."""
+        """Exclude exactly these engines from weight synchronisation."""
         self._excluded = frozenset(replica_ids)
 
     def rewards(self) -> list[Replica]:
@@ -89,7 +89,7 @@ class Fleet:
         return works and able and replica.version is not None and replica.version[0] == term
 
     def give_up(self, instances: Iterable[str]) -> None:
-        """Let these instances take part only where no other one can (see `idle_reason`); they replace those before."""
+        """Let these instances take part only if no other one can (see `idle_reason`); replaces the earlier list."""
         self.given_up = frozenset(instances)
 
     def idle_reason(self, replica_id: str) -> str:

@@ -27,9 +27,9 @@ class HealthIssue:
 
     text: str
     due: bool
-    """It has lasted long enough to restart the replica."""
+    """True if the problem has lasted long enough to restart the replica."""
     final: bool = False
-    """No restart would help: the settings or the model are wrong."""
+    """True if no restart would help: the settings or the model are wrong."""
 
 
 @dataclass
@@ -45,7 +45,7 @@ class _Watch:
     changed_at: float
     """Last change of state, detail or progress."""
     failed_at: float | None = None
-    """Time of its first failure since it last worked."""
+    """Time of the first failure since the replica last worked."""
 
 
 class HealthSignals:
@@ -78,15 +78,15 @@ class HealthSignals:
         self._watches: dict[str, _Watch] = {}
 
     def reset_timers(self) -> None:
-        """Restart all waits, after an outage of Redis or the coordinator."""
+        """Restart all timers, after an outage of Redis or the coordinator."""
         self._watches.clear()
 
     def stuck_seconds(self, role: str) -> float:
-        """Return the seconds that a replica with groups may make no progress: longer than its own timeouts."""
+        """Return the seconds without progress that a replica with groups may take: longer than its own timeouts."""
         return self._config.health.stuck_seconds + ROLES[role].timeout_seconds(self._config)
 
     def issue(self, replica: Replica) -> HealthIssue | None:
-        """Return a replica's problem, if it has one. Call it at every tick."""
+        """Return a replica's problem, if there is one. Call it at every tick."""
         if replica.unheard or not replica.status.state or replica.draining:
             return None
         now = self._clock()

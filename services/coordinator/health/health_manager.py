@@ -33,9 +33,9 @@ from services.coordinator.weights.weight_sync import WeightSync
 logger = logging.getLogger(__name__)
 
 CALL_SECONDS = 3.0
-"""Deadline of calls that only set a flag: a replica that misses it is frozen."""
+"""Deadline, in seconds, of calls that only set a flag: a replica that misses it is frozen."""
 PROBES = 2
-"""Unanswered calls after which a replica without heartbeats counts as frozen."""
+"""Number of unanswered calls after which a replica without heartbeats counts as frozen."""
 LAUNCHER_SECONDS = 40.0
 
 
@@ -50,7 +50,7 @@ class Restarter:
         """Error of the last restart, by instance."""
 
     async def restart(self, order: RestartOrder) -> bool:
-        """Restart a replica; returns False if the launcher doesn't know it, so that it will never come back."""
+        """Restart a replica. Returns False if the launcher doesn't know it, so that it will never come back."""
         self.failures.pop(order.instance, None)
         if order.mode == RestartMode.REQUEST and await self._request(order):
             return True
@@ -87,7 +87,7 @@ class Restarter:
         return True
 
     async def _request(self, order: RestartOrder) -> bool:
-        """Ask the process to end; returns whether it will, or was replaced already."""
+        """Ask the process to end. Returns whether it will, or was already replaced."""
         request = RestartRequest(replica_id=order.replica_id, reason=order.reason)
         try:
             await self._peers.replica(order.address).Restart(request, timeout=CALL_SECONDS)
@@ -141,21 +141,21 @@ class HealthManager:
         )
         self._tasks: set[asyncio.Task[None]] = set()
         self._unknown: set[str] = set()
-        """Instances that the launcher no longer knows: they were removed."""
+        """Instances that the launcher no longer knows, because they were removed."""
         self._paused_for: set[str] = set()
-        """Reasons of the pauses that were started here: a user may end them early."""
+        """Reasons of the pauses started here: a user may end them early."""
         self._to_reclaim: list[str] = []
-        """Ids of lost processes whose groups are still to be reclaimed."""
+        """Ids of lost processes whose groups still have to be reclaimed."""
         self.record = HealthRecord()
 
     @property
     def failure(self) -> RoleFailure | None:
-        """The failure because of which the run can't continue; None while it can."""
+        """The failure that keeps the run from continuing; None if there is none."""
         return self._policy.failure
 
     @property
     def rebuilding(self) -> bool:
-        """A role is being rebuilt; the run's pause ends once it is back."""
+        """True while a role is being rebuilt; the run's pause ends once the role is back."""
         return any(role.state == Health.REBUILDING for role in self.record.roles.values())
 
     async def run_forever(self) -> None:
@@ -239,7 +239,7 @@ class HealthManager:
             self._unknown.add(order.instance)
 
     async def _follow_rebuilds(self, draft: HealthUpdate) -> None:
-        """Pause the run while a role is rebuilt, then resume it, also from the pause of an earlier coordinator."""
+        """Pause the run while a role is rebuilt, then resume it, even from an earlier coordinator's pause."""
         paused = self._run.record.paused
         rebuilding = [role for role in draft.roles.values() if role.state == Health.REBUILDING]
         began = {event.role for event in draft.new_events if event.state == Health.REBUILDING}

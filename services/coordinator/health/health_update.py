@@ -1,4 +1,4 @@
-"""A draft of a run's health record: changes are collected, saved at once, and only then acted upon."""
+"""A draft of a run's health record: changes are collected, saved together, and only then acted upon."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -24,11 +24,11 @@ class RestartMode(Enum):
     """The way in which a replica is restarted."""
 
     REQUEST = auto()
-    """Ask it to end; if it doesn't answer, the launcher kills it."""
+    """Ask the process to end; if it doesn't answer, the launcher kills it."""
     PROBE = auto()
-    """It seems to be gone: the launcher kills it only if it is running and doesn't answer."""
+    """The process seems to be gone: the launcher kills it only if it runs and doesn't answer."""
     FORCE = auto()
-    """It did not come back: the launcher starts it, and kills any process in its place."""
+    """The process did not come back: the launcher starts it, and kills any process in its place."""
 
 
 @dataclass(frozen=True)
@@ -47,16 +47,16 @@ class HealthUpdate:
     """A health record with pending changes, all of one moment."""
 
     def __init__(self, record: HealthRecord, now: float) -> None:
-        """`now` is the Unix time of the changes, and of all decisions on them."""
+        """`now`: Unix time of the changes and of all decisions about them."""
         self._before = record
         self.now = now
         self.replicas = dict(record.replicas)
         self.roles = dict(record.roles)
         self.events = list(record.events)
         self.restarts: list[RestartOrder] = []
-        """Restarts to carry out once the record is saved."""
+        """Restarts to execute once the record is saved."""
         self.lost_ids: list[str] = []
-        """Ids of lost processes, whose groups are to be reclaimed."""
+        """Ids of lost processes whose groups are to be reclaimed."""
 
     @property
     def new_events(self) -> Sequence[Event]:

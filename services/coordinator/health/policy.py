@@ -23,7 +23,7 @@ from services.coordinator.state.records import Health, ReplicaHealth, RoleFailur
 logger = logging.getLogger(__name__)
 
 IGNORED_RESTART_SECONDS = 10.0
-"""A process that works this long after a request to end counts as healthy again."""
+"""Seconds after a request to end for which a process must keep working to count as healthy again."""
 
 
 class ReplicaReconciler:
@@ -134,7 +134,7 @@ class ReplicaReconciler:
         draft.set_replica(one, state=Health.HEALTHY, reason="", refused=False, stopped_id="", counted_id="")
 
     def _restart(self, draft: HealthUpdate, one: ReplicaHealth, issue: HealthIssue) -> None:
-        """Restart a registered replica if supervision, back-off and the limit of tries allow it."""
+        """Restart a registered replica if supervision, back-off and the limit of attempts allow it."""
         allowed_at = next_restart(one.restarts, self._config, draft.now)
         reason = issue.text
         if not one.supervised:
@@ -190,7 +190,7 @@ class ReplicaReconciler:
         return max(config.restart_timeout_seconds, doubled)
 
     def _may_retry(self, draft: HealthUpdate, one: ReplicaHealth) -> bool:
-        """Return whether it failed so long ago that it may be tried again."""
+        """Return whether the last failure was so long ago that another attempt is allowed."""
         return one.state == Health.FAILED and draft.now - one.since > self._config.restart_window_seconds
 
     def _no_try_left(self, one: ReplicaHealth) -> bool:
@@ -198,7 +198,7 @@ class ReplicaReconciler:
         return one.tries >= self._config.max_restarts and not one.seen_working
 
     def _fail(self, draft: HealthUpdate, one: ReplicaHealth, why: str, *, refused: bool = False) -> ReplicaHealth:
-        """Give a replica up: after its tries, or at once if its start was refused."""
+        """Give a replica up, after its attempts or at once if its start was refused."""
         if one.state == Health.FAILED:
             return draft.set_replica(one, reason=why, refused=True) if refused and not one.refused else one
         if one.failure not in why:
@@ -308,7 +308,7 @@ class RoleReconciler:
 
 
 class HealthPolicy:
-    """Both tiers of one run's health."""
+    """Health policy of one run, for its single replicas and its whole roles."""
 
     def __init__(
         self,
@@ -330,11 +330,11 @@ class HealthPolicy:
 
     @property
     def failure(self) -> RoleFailure | None:
-        """The failure because of which the run can't continue; None while it can."""
+        """The failure that keeps the run from continuing; None if there is none."""
         return self._roles.failure
 
     def reset_timers(self) -> None:
-        """Restart all waits, except those in the record (HealthRecord.with_reset_timers)."""
+        """Restart all timers, except those in the record (HealthRecord.with_reset_timers)."""
         self._signs.reset_timers()
         self._roles.reset_timers()
 

@@ -79,7 +79,7 @@ class ActiveRun:
     def __init__(
         self, context: RunContext, record: RunRecord, data: RunData, files: RunFiles, weights: WeightsRecord
     ) -> None:
-        """`weights` is the state of weight synchronisation that an earlier run or coordinator left."""
+        """`weights`: state of weight synchronisation left by an earlier run or coordinator."""
         self.record = record
         self.context = context
         self.config = context.config
@@ -129,12 +129,12 @@ class ActiveRun:
             on_step=self._alarms.observe,
         )
         self._going_since = time.monotonic()
-        """Monotonic time at which training began, or went on after a pause, under this coordinator."""
+        """Monotonic time at which training began, or continued after a pause, under this coordinator."""
         self._saving = asyncio.Lock()
         self._written: RunRecord | None = None
         """The record that run.json has."""
         self._evaluation: asyncio.Task[None] | None = None
-        """The last evaluation that was started beside training."""
+        """The last evaluation started beside training."""
         self._evaluated = 0
         """Version of that evaluation."""
         self._candidate: asyncio.Task[None] | None = None
@@ -142,7 +142,7 @@ class ActiveRun:
         self.assignable = False
         """The board exists, so that replicas can start."""
         self.step = 0
-        """The last step that was seen on the board."""
+        """The last step seen on the board."""
 
     def oldest_version(self) -> int | None:
         """Return the oldest version on any engine that takes prompts."""
@@ -366,7 +366,7 @@ class ActiveRun:
     # --- parts of phases ------------------------------------------------------------------------------------------
 
     def _wants_groups(self) -> bool:
-        """Return whether prompts may be published: none while the run can't record what becomes of them."""
+        """Return whether prompts may be published: not while the run can't record the outcome of groups."""
         going = self.record.phase == Phase.RUNNING and self.record.paused is None and not self._stopping()
         return going and self._recorder.knows_groups and not self._disk.waiting
 
@@ -388,7 +388,7 @@ class ActiveRun:
         return bool(self.record.stop_reason)
 
     async def _check_drops(self, counts: Counts) -> None:
-        """Log when many groups are dropped, and pause the run after too many consecutive drops."""
+        """Log a high share of dropped groups, and pause the run after too many consecutive drops."""
         await self._redis.call(self._refused_groups.look, counts, self.board.dropped)
         for warning in self._drops.observe(counts.dropped_by_reason, counts.published):
             logger.warning("run %s: %s", self.record.run_id, warning)
@@ -430,7 +430,7 @@ class ActiveRun:
         await self._record_evaluation(step, found)
 
     def _start_evaluation(self) -> None:
-        """Start an evaluation beside training if eval.interval asks for one and none is in progress."""
+        """Start an evaluation beside training if eval.interval requires one and none is in progress."""
         interval, version = self.config.eval.interval, self.oldest_version()
         if not interval or version is None or not self._evaluator.wanted or version >= self.config.run.steps:
             return
@@ -456,7 +456,8 @@ class ActiveRun:
             await self._record_evaluation(version[1], found)
 
     async def _save_candidate(self, version: int) -> None:
-        """Let the trainer save a checkpoint of the version under evaluation, which it has until its next step ends."""
+        """Have the trainer save a checkpoint of the version under evaluation, whose weights it has until its next step
+        ends."""
         try:
             saved = await save_checkpoint(self.context, rotate=True)
         except RpcError as error:
@@ -469,7 +470,7 @@ class ActiveRun:
             )
 
     async def _record_evaluation(self, step: int, found: Evaluated) -> None:
-        """Record an evaluation, whose answers are in the run's folder already."""
+        """Record an evaluation whose answers are already in the run's folder."""
         metrics = await self._evaluator.summarise(found)
         logger.info("evaluation of version %d: %s", step, metrics)
         evaluation = Evaluation(step=step, metrics=metrics)
@@ -487,7 +488,7 @@ class ActiveRun:
             return await self._serves_last(version)
 
     async def _serves_last(self, version: int) -> bool:
-        """Return whether the engines come to serve a version; `_last_sync` names the wait."""
+        """Wait until the engines have a version. Returns whether they get it; `_last_sync` names the wait."""
         weights = self.config.weights
         limit = 2 * (weights.connect_timeout_seconds + weights.timeout_seconds)
         seen = unable = time.monotonic()
@@ -511,7 +512,7 @@ class ActiveRun:
             await self._changed.wait(WATCH_SECONDS)  # named: by _last_sync
 
     async def _export(self) -> str:
-        """Let the trainer export the model; returns its path, or "" and adds a note."""
+        """Have the trainer export the model. Returns its path, or adds a note and returns ""."""
         try:
             with self.trainer_awake(), waiting("the trainer to export the model", on=TRAINER):
                 away_seconds = self.config.health.role_timeout_seconds
@@ -521,7 +522,7 @@ class ActiveRun:
             return ""
 
     async def _save_checkpoint(self, step: int) -> None:
-        """Let the trainer and a critic service save a checkpoint of the last step; adds a note if one doesn't."""
+        """Have the trainer and a critic service save a checkpoint of the last step; adds a note for each failure."""
         try:
             with self.trainer_awake():
                 away_seconds = self.config.health.role_timeout_seconds
@@ -583,14 +584,14 @@ class ActiveRun:
         self._changed.fire()
 
     async def _try_write_record(self) -> None:
-        """Write run.json; if that fails, it is written later: a command doesn't wait for the disk."""
+        """Write run.json; on failure it is written later, because a command doesn't wait for the disk."""
         try:
             await self._write_record()
         except OSError as error:
             logger.warning("run %s: run.json can't be written, and will be: %s", self.record.run_id, error)
 
     async def _write_record(self) -> None:
-        """Write run.json, unless it has the record. Raises OSError."""
+        """Write run.json, unless it is up to date. Raises OSError."""
         async with self._saving:  # one writes at a time
             if self._written is not self.record:
                 await asyncio.to_thread(self._files.write_record, self.record)
@@ -602,5 +603,5 @@ class ActiveRun:
         return [text for one in statuses if one.run_id == self.context.run_id for text in one.user_messages]
 
     def alarms(self) -> list[pb.Alarm]:
-        """Return the alarms that go on."""
+        """Return the open alarms."""
         return self._alarms.current() + (self._tracking.alarms() if self._tracking is not None else [])

@@ -1,4 +1,4 @@
-"""The alarms of the active run: what a person should look at, although the run goes on."""
+"""The alarms of the active run: things that a person should check while the run continues."""
 
 import asyncio
 import contextlib
@@ -24,15 +24,15 @@ logger = logging.getLogger(__name__)
 
 TICK_SECONDS = 1.0
 DISK_SECONDS = 10.0
-"""Interval at which the disk's free space is looked at."""
+"""Seconds between two checks of the disk's free space."""
 REFUSED_SECONDS = 600.0
 """Time for which a group that was dropped because of its weights is an alarm."""
 SHOWN_REPLICAS = 5
 SHOWN_REASONS = 2
 SHOWN_MESSAGES = 20
-"""Maximum number of texts of users' code that are alarms at once."""
+"""Maximum number of messages of users' code that are alarms at once."""
 NO_ALARM = (pb.WAIT_KIND_PAUSED, pb.WAIT_KIND_STOPPING)
-"""Waits that people have caused."""
+"""Kinds of waits that are caused by people."""
 Key = tuple["pb.AlarmKind.ValueType", str]
 """Kind and name of an alarm."""
 
@@ -46,7 +46,7 @@ def wait_problem(reason: Reason | None, now: float, limit: float) -> dict[Key, s
 
 
 def disk_problem(free: int, min_free_gb: float, folder: Path) -> dict[Key, str]:
-    """Return the alarm of a disk with `free` bytes, if any."""
+    """Return the alarm of a disk with `free` bytes, if there is one."""
     if free >= min_free_gb * 1e9:
         return {}
     text = f"the disk of {folder} has {free / 1e9:.1f} GB left (alerts.min_free_gb is {min_free_gb:g}): make room"
@@ -54,7 +54,7 @@ def disk_problem(free: int, min_free_gb: float, folder: Path) -> dict[Key, str]:
 
 
 def health_problems(health: HealthRecord) -> dict[Key, str]:
-    """Return an alarm for each role that is rebuilt, that failed, or some of whose replicas did."""
+    """Return an alarm for each role that is rebuilt, has failed, or has failed replicas."""
     found: dict[Key, str] = {}
     for role in sorted({one.role for one in health.replicas.values()}):
         given_up = [one for one in health.replicas.values() if one.role == role and one.state == Health.FAILED]
@@ -72,14 +72,14 @@ def health_problems(health: HealthRecord) -> dict[Key, str]:
 
 
 def weight_problems(problems: Mapping[str, str]) -> dict[Key, str]:
-    """Return an alarm for each engine that holds other weights than were sent, and for groups that some wrote ("")."""
+    """Return an alarm for each engine with wrong weights, and one ("") for groups that such an engine wrote."""
     return {
         (pb.ALARM_KIND_WEIGHTS, engine): f"{engine}: {text}" if engine else text for engine, text in problems.items()
     }
 
 
 def user_problems(messages: Iterable[str]) -> dict[Key, str]:
-    """Return an alarm for each text that users' code told people, up to a limit."""
+    """Return an alarm for each message of users' code to people, up to a limit."""
     texts = sorted(set(messages))
     found: dict[Key, str] = {
         (pb.ALARM_KIND_USER, text): f"the run's own code says: {text}" for text in texts[:SHOWN_MESSAGES]
@@ -90,7 +90,7 @@ def user_problems(messages: Iterable[str]) -> dict[Key, str]:
 
 
 class RefusedGroups:
-    """The groups that the trainer dropped because of the weights that wrote them, while the last is not long ago."""
+    """Groups that the trainer dropped because of the weights that wrote them, while the last one is recent."""
 
     def __init__(self) -> None:
         self._count = 0
@@ -99,7 +99,7 @@ class RefusedGroups:
         """Monotonic time at which the last one was seen."""
 
     async def look(self, counts: Counts, dropped: Callable[[], Awaitable[Sequence[DroppedGroup]]]) -> None:
-        """Look for new ones; `dropped` returns the records of groups that were dropped, the newest first."""
+        """Check for new ones; `dropped` returns the records of dropped groups, newest first."""
         count = counts.dropped_by_reason.get(DropReason.WRONG_WEIGHTS, 0)
         if count > self._count:
             found = await dropped()
@@ -107,14 +107,14 @@ class RefusedGroups:
             self._count, self._time = count, monotonic()
 
     def problems(self) -> dict[str, str]:
-        """Return the weights' problem: groups that were dropped because of their weights; {} without any lately."""
+        """Return the problem of groups that were recently dropped because of their weights; {} if there is none."""
         if monotonic() - self._time > REFUSED_SECONDS:
             return {}
         return {"": f"groups are dropped because of the weights that wrote them, {self._count} so far: {self._detail}"}
 
 
 class RunAlarms:
-    """Keeps the alarms of one run, logs when they begin and end, and tells notifiers. Lives in the event loop."""
+    """The alarms of one run: logs their beginning and end, and informs notifiers. Lives in the event loop."""
 
     def __init__(
         self,
@@ -147,7 +147,7 @@ class RunAlarms:
         self._states: dict[Key, pb.Alarm] = {}
         """Alarms of the wait, the disk, the health, engines' weights and users' code."""
         self._logged: dict[Key, tuple[float, pb.Alarm]] = {}
-        """Alarms whose beginning was logged, and when."""
+        """Alarms whose beginning was logged, with the time."""
         self._disk: dict[Key, str] = {}
         """The alarm of the disk."""
 
@@ -167,7 +167,7 @@ class RunAlarms:
             rule.observe(step, metrics)
 
     def current(self) -> list[pb.Alarm]:
-        """Return the alarms that go on, those of trackers and notifiers left out."""
+        """Return the open alarms, except those of trackers and notifiers."""
         alarms = list(self._states.values())
         if (gap := self._gap.alarm) is not None:
             alarms.append(pb.Alarm(kind=pb.ALARM_KIND_LOGPROB_GAP, first_step=gap.first_step, text=gap.text))
@@ -219,7 +219,7 @@ class RunAlarms:
         }
 
     async def run_forever(self, tracking: Tracking | None) -> None:
-        """Look once a second."""
+        """Check once a second."""
         await asyncio.gather(self._watch(tracking), self._watch_disk())
 
     async def _watch(self, tracking: Tracking | None) -> None:
@@ -230,7 +230,7 @@ class RunAlarms:
             await asyncio.sleep(TICK_SECONDS)  # idle: looks again
 
     async def _watch_disk(self) -> None:
-        """Look at the free space, which a network's disk may take its time to tell."""
+        """Check the free space, which may take long on a network's disk."""
         while True:
             with contextlib.suppress(OSError):  # the run waits for the folder, and says so
                 free = (await asyncio.to_thread(shutil.disk_usage, self._folder)).free
@@ -238,7 +238,7 @@ class RunAlarms:
             await asyncio.sleep(DISK_SECONDS)  # idle: looks again
 
     def _log(self) -> None:
-        """Log when an alarm begins and ends."""
+        """Log the beginning and the end of alarms."""
         run_id, time, before = self._record().run_id, self._clock(), self._logged
         self._logged = {}
         for alarm in self.current():

@@ -13,19 +13,19 @@ from relaxd.evaluation.estimates import pass_at_k
 from relaxd.run_folder import GROUPS, newest_lines
 
 Result = tuple[int, int, bool]
-"""Samples of a group, right ones among them, and whether all rewards are equal."""
+"""Number of a group's samples, number of right ones, and whether all rewards are equal."""
 
 
 class ClosedGroups:
-    """Counts scored groups as they are closed, by step. Lines are those of groups.jsonl."""
+    """Counts scored groups by step as they are closed. Lines have the form of groups.jsonl."""
 
     def __init__(self) -> None:
         self._since: Counter[Result] = Counter()
-        """Results since the last group that a step has trained."""
+        """Results since the last group that a step trained."""
         self._by_step: dict[int, Counter[Result]] = {}
 
     def load(self, folder: Path, last_step: int) -> None:
-        """Take in the groups in a run's folder that were closed after this step."""
+        """Count the groups in a run's folder that were closed after this step."""
         newer: list[Mapping[str, Any]] = []
         for line in newest_lines(folder / GROUPS):
             if 0 < line.get("step", 0) <= last_step:
@@ -43,7 +43,7 @@ class ClosedGroups:
                 self._since.clear()
 
     def take(self, step: int) -> dict[str, float]:
-        """Return the metrics of a step, and forget it and those before. Empty if none of its groups is known."""
+        """Return the metrics of a step, and forget it and earlier ones. Empty if none of its groups is known."""
         groups = self._by_step.get(step)
         self._by_step = {later: counts for later, counts in self._by_step.items() if later > step}
         return metrics_of(groups) if groups else {}

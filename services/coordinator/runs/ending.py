@@ -1,4 +1,4 @@
-"""The end of a run: early stopping, its last checkpoint and export, and how long Redis keeps it. Its folder stays."""
+"""The end of a run: early stopping, the last checkpoint and export, and retention in Redis. The run's folder stays."""
 
 import asyncio
 import time
@@ -31,7 +31,7 @@ Result = TypeVar("Result")
 
 
 class ExportFailed(Exception):
-    """The trainer did not write what it should."""
+    """The trainer did not write the requested files."""
 
 
 def reason_to_stop_early(settings: StopEarlyConfig, evaluations: Sequence[Evaluation], since: int) -> str:
@@ -58,7 +58,7 @@ def reason_to_stop_early(settings: StopEarlyConfig, evaluations: Sequence[Evalua
 
 
 async def export_model(fleet: Fleet, peers: Peers, *, away_seconds: float) -> str:
-    """Let the trainer export the model; returns its path. See `_ask_trainer`."""
+    """Have the trainer export the model, and return its path. See `_ask_trainer`."""
     request = ExportHuggingFaceRequest(folder=EXPORT_FOLDER)
     exported = await _ask_trainer(
         lambda trainer: trainer.ExportHuggingFace(request, timeout=LONG_CALL_SECONDS), fleet, peers, away_seconds
@@ -67,7 +67,7 @@ async def export_model(fleet: Fleet, peers: Peers, *, away_seconds: float) -> st
 
 
 async def save_last_checkpoint(fleet: Fleet, peers: Peers, *, away_seconds: float) -> None:
-    """Let the trainer save a checkpoint of the last step, from which the run can be extended. See `_ask_trainer`."""
+    """Have the trainer save a checkpoint of the last step, from which the run can be extended. See `_ask_trainer`."""
     request = TrainerSaveCheckpointRequest(rotate=True)
     await _ask_trainer(
         lambda trainer: trainer.SaveCheckpoint(request, timeout=LONG_CALL_SECONDS), fleet, peers, away_seconds
@@ -110,13 +110,13 @@ async def _ask_trainer(
 
 @dataclass(frozen=True)
 class Retention:
-    """Limits on ended runs in Redis: the oldest are deleted first, and the newest is always kept."""
+    """Limits on ended runs in Redis: the oldest are deleted first, and the newest always stays."""
 
     runs: int
     bytes: int
     """Total of all ended runs."""
     days: float
-    """Age since the end of the run."""
+    """Maximum days since the end of the run."""
 
     def expired(self, runs: Sequence[tuple[RunRecord, int]], now: datetime) -> list[str]:
         """Return the ids of runs to delete. `runs`: all runs, newest first, each with its bytes in Redis."""

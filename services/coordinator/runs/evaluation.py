@@ -1,4 +1,4 @@
-"""Evaluation: answers to prompts that aren't trained on, scored by the run's reward or by their set's."""
+"""Evaluation: answers to prompts that aren't trained on, scored by the run's reward or their set's."""
 
 import asyncio
 import json
@@ -42,7 +42,7 @@ ATTEMPTS = 5
 RETRY_SECONDS = 2.0
 POLL_SECONDS = 0.5
 TURN = 16
-"""Prompts that are given to engines before others, such as heartbeats, get a turn."""
+"""Number of prompts to give to engines before other tasks, such as heartbeats, get a turn."""
 MESSAGE_BYTES = 32 << 20
 """About the most bytes of answers in one call to a reward replica."""
 
@@ -187,7 +187,8 @@ class _Evaluation:
                 task.cancel()
 
     async def _dispatch(self, waiting: deque[_Question]) -> None:
-        """Fill the engines, or agents, up with prompts; a failed prompt goes to another one, if any."""
+        """Give prompts to the engines, or agents, up to their capacity; a failed prompt goes to another one, if there
+        is one."""
         answering = self._context.fleet.agents if self._converses else self._engines
         replicas = answering()
         given = 0
@@ -362,7 +363,7 @@ class _Evaluation:
             raise _Retry(f"{replica.replica_id}: {explain(error)}") from error
 
     async def _await_any(self, find: Callable[[], list[Replica]], condition: str) -> list[Replica]:
-        """Wait until `find` returns replicas. Raises EvaluationFailed: they keep failing, or don't appear in time."""
+        """Wait until `find` returns replicas. Raises EvaluationFailed if they keep failing, or don't appear in time."""
         since = time.monotonic()
         while not (found := find()):
             if (failure := self._context.fleet.failure()) is not None:

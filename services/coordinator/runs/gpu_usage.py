@@ -18,7 +18,7 @@ class StepUsage:
     """Shares of the time since the last step."""
 
     metrics: dict[str, float]
-    """Means over replicas, by metric; those that no replica reported are missing."""
+    """Means over replicas, by metric; unreported metrics are missing."""
     replicas: dict[str, dict[str, float]]
     """The share of each replica, by metric and replica id."""
 
@@ -37,7 +37,7 @@ class _Counter:
     """The part that was attributed to steps."""
 
     def take(self, value: float, limit: float) -> float:
-        """Return the growth since the last call, at most `limit`; the rest is left for the next call."""
+        """Return the growth since the last call, at most `limit`; the rest stays for the next call."""
         grown = min(max(0.0, value - self.counted), limit)
         self.counted += grown
         return grown
@@ -48,15 +48,15 @@ class _ReplicaUsage:
     """Utilisation of one replica since the last step."""
 
     since: float
-    """Clock time up to which it was attributed to steps."""
+    """Clock time up to which usage was attributed to steps."""
     busy: _Counter | None
     paused: _Counter | None
     gpu_busy: float = 0.0
-    """Seconds in which a kernel ran, since then."""
+    """Seconds since then in which a kernel ran."""
     gpu_seconds: float = 0.0
     sampled_at: float = 0.0
     prompts: tuple[float, float] = (0.0, 0.0)
-    """Tokens of samples' prompts, and those of them that the engine read, up to the last step."""
+    """Tokens of samples' prompts up to the last step, and those that the engine read."""
 
 
 class Usage:
@@ -140,7 +140,7 @@ def speed_per_gpu(metrics: Mapping[str, float], replicas: Sequence[Replica]) -> 
 
 
 def _engine_seconds(replica: Replica, now: float) -> tuple[float | None, float | None]:
-    """Return busy and paused seconds of a replica's engine until now; None if it reports none."""
+    """Return an engine's busy and paused seconds so far; None if its replica reports none."""
     gauges = replica.status.gauges
     if "engine_state" not in gauges:
         return None, None

@@ -22,7 +22,7 @@ from services.coordinator.state.records import Evaluation
 logger = logging.getLogger(__name__)
 
 LEFTOVER_SECONDS = 3600.0
-"""Time without a write after which a temporary file is that of a coordinator that died."""
+"""Seconds without a write after which a temporary file belongs to a dead coordinator."""
 
 Check = Callable[[], None]
 """Raises Superseded if this coordinator was replaced."""
@@ -62,7 +62,7 @@ class AppendedFile:
         self._file = file
 
     def remove_leftovers(self) -> None:
-        """Remove the temporary files of coordinators that died while they wrote them."""
+        """Remove the temporary files of coordinators that died while writing them."""
         for path in self._path.parent.glob(f"{self._path.name}.*.tmp"):
             with contextlib.suppress(FileNotFoundError):  # another coordinator has removed it
                 if time.time() - path.stat().st_mtime > LEFTOVER_SECONDS:
@@ -74,7 +74,7 @@ class AppendedFile:
         append_whole(self._file, b"".join(parts))
 
     def sync(self) -> None:
-        """Wait until the disk has the file. Raises OSError."""
+        """Wait until the file is on disk. Raises OSError."""
         if self._file is not None:
             os.fsync(self._file.fileno())
 
@@ -86,10 +86,10 @@ class AppendedFile:
 
 
 PAGE = 256
-"""Steps that are read at once."""
+"""Number of steps to read at once."""
 COPIED_BYTES = 1 << 20
 Identity = tuple[int, int, float]
-"""`LedgerEntry.identity`. Trainer terms begin at 1; 0: which commit it is isn't known."""
+"""`LedgerEntry.identity`. Trainer terms begin at 1; 0: the commit is unknown."""
 
 
 class LedgerFile(AppendedFile):
@@ -104,7 +104,7 @@ class LedgerFile(AppendedFile):
         self._check: Check = lambda: None
         self._last: Identity = (0, 0, 0.0)
         self.rewound_to: int | None = None
-        """The step after which lines were replaced, until somebody who has seen it sets None."""
+        """The step after which lines were replaced, until a reader who has seen it sets None."""
 
     @property
     def last_step(self) -> int:
@@ -173,7 +173,7 @@ class LedgerFile(AppendedFile):
 
 
 def _lines_until(file: BinaryIO, end: int) -> Iterator[bytes]:
-    """Yield the bytes before `end`, and the line feed that the last line may lack."""
+    """Yield the bytes before `end`, with a line feed if the last line lacks one."""
     last = b""
     while end > 0 and (part := file.read(min(COPIED_BYTES, end))):
         yield part
@@ -214,12 +214,12 @@ class MetricsFile:
         self._rewrite(read, kept, last_step)
 
     def rewind(self, last_step: int) -> None:
-        """Remove the lines after a step: it was committed again, or was lost with Redis's newest writes."""
+        """Remove the lines after a step that was committed again, or lost with Redis's newest writes."""
         if last_step < self.last_step:
             self._rewrite(lambda after, limit: [], last_step, last_step)
 
     def append(self, steps: Steps) -> None:
-        """Append steps, all or none. Raises OSError; then it can be repeated."""
+        """Append steps, all or none. Raises OSError, after which it can be repeated."""
         with self._writing:
             steps = list(steps)
             self._file.append(self._line(step, metrics) for step, metrics in steps)
@@ -257,7 +257,7 @@ class MetricsFile:
                 yield self._line(step, json.loads(line)) if _begins(line, beginning) else line
 
     def _lines(self, read: ReadLedger, kept: int, last_step: int) -> Iterator[bytes]:
-        """Yield the line of every step up to the last one, in order: the file's up to `kept`, and the ledger's."""
+        """Yield the line of every step up to the last one, in order: the file's up to `kept`, then the ledger's."""
         done = 0
         start = {}
         for line in read_lines(self._path):
@@ -275,7 +275,7 @@ class MetricsFile:
         yield from self._missing(read, done, last_step)
 
     def _missing(self, read: ReadLedger, after: int, until: int) -> Iterator[bytes]:
-        """Yield lines with what the ledger has on these steps."""
+        """Yield lines with the ledger's content for these steps."""
         while after < until:
             try:
                 entries = read(after, min(PAGE, until - after))
@@ -293,7 +293,7 @@ class MetricsFile:
 
 
 def _begins(line: bytes, beginning: bytes) -> bool:
-    """Return whether a line is that of a step, given how it begins: that of step 12 isn't that of step 1."""
+    """Return whether a line is a step's, given the line's beginning. Step 12's doesn't count as step 1's."""
     return line.startswith(beginning) and line[len(beginning) :][:1] in (b",", b"}")
 
 

@@ -39,7 +39,7 @@ BATCH = 16
 IDLE_SECONDS = 0.1
 SOURCE_LETTERS = 100
 RELIEVE_SECONDS = 2.0
-"""Time that Redis may be full before surplus groups are dropped, and between two such drops."""
+"""Seconds of a full Redis before surplus groups are dropped, and between two such drops."""
 
 
 def group_id_at(place: Place) -> str:
@@ -64,7 +64,7 @@ def _facts(visit: Visited) -> dict[str, JSON]:
 
 
 class PromptsFailed(Exception):
-    """The next prompts can't be published, however often that is tried; the message says why."""
+    """The next prompts can never be published; the message has the reason."""
 
 
 class Publisher:
@@ -93,9 +93,9 @@ class Publisher:
         """Reason for the shut gate, as a word (Admission.limit or "sampler") and a sentence; empty while it is
         open or the run has all its groups."""
         self.redis = ""
-        """Why Redis doesn't answer; empty while it does."""
+        """Reason why Redis doesn't answer; empty while it does."""
         self.failure = ""
-        """Why the run can't go on; empty while it can."""
+        """Reason why the run can't continue; empty while it can."""
 
     async def run_forever(self) -> None:
         """Update the gate and publish groups while it is open."""
@@ -226,7 +226,8 @@ class Publisher:
         )
 
     def _most_bytes(self) -> int:
-        """Return the maximum of any group. If one took more, the board could refuse what `admission` has allowed."""
+        """Return the maximum bytes of any group. A larger one could be refused by the board after `admission` allowed
+        it."""
         config = self._context.config
         media = media_bytes(config, config.data.max_prompt_tokens)
         return self._worst_bytes(config.published_prompt_tokens) + media

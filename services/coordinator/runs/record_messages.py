@@ -63,7 +63,7 @@ async def _add_board(run: pb.Run, board: AsyncBoard) -> None:
 
 
 def step_messages(steps: CommittedSteps, after_step: int, limit: int) -> list[pb.StepMetrics]:
-    """Return the steps after a step, at most `limit`. Reads Redis: call it from a thread."""
+    """Return at most `limit` steps after a step. Reads Redis: call it from a thread."""
     messages = []
     for entry in steps(after_step, limit):
         message = pb.StepMetrics(step=entry.step, metrics=entry.metrics)
@@ -110,7 +110,7 @@ def health_messages(record: HealthRecord, config: HealthConfig) -> list[health_p
 
 
 def event_messages(events: Sequence[Event], after: int) -> list[health_pb2.RunEvent]:
-    """Convert the events with a higher number than `after`."""
+    """Convert the events numbered above `after`."""
     messages = []
     for event in events:
         if event.number > after:

@@ -38,7 +38,7 @@ from services.coordinator.runs.starting import NEW_DATA_AND_CURRICULUM, check_ru
 from services.coordinator.state.records import Outcome, Phase, RunRecord
 
 SKIPPED_TRAINER_TERMS = 16
-"""Margin for the terms of trainers that wrote nothing into the folder: none of them may commit again."""
+"""Number of terms to skip for trainers that left nothing in the folder, so that none of them can commit again."""
 
 
 @dataclass(frozen=True)
@@ -131,7 +131,7 @@ def read_run(folder_name: str, steps: int = 0, *, new_data: bool = False) -> Res
 
 
 def _continued(record: RunRecord, steps: int) -> RunRecord:
-    """Return the record of a run that goes on after `steps`: without its pause, its end, and what came later."""
+    """Return the record of a run that continues after `steps`, without its pause, its end, and later events."""
     changes: dict[str, Any] = {"begin_time": datetime.now(UTC), "paused": None, "evaluating": 0}
     changes["evaluations"] = tuple(one for one in record.evaluations if one.step <= steps)
     changes |= {"forgiven_drops": 0, "forgiven_filtered": 0}
@@ -161,7 +161,7 @@ def _extended(config: RunConfig, steps: int, done: int, folder: Path) -> RunConf
 
 
 def _cursor(prompts: PromptDataset, board: dict[str, Any], trained_since: Sequence[LedgerEntry]) -> Cursor:
-    """Resume position: the checkpoint's open groups first, then its cursor, without groups trained since."""
+    """Return the resume position: the checkpoint's open groups, then its cursor, without groups trained since."""
     return prompts.resumed(
         Cursor.from_json(board.get("cursor")),
         {place_of(group_id) for group_id in board.get("open_groups", ())},
@@ -170,7 +170,8 @@ def _cursor(prompts: PromptDataset, board: dict[str, Any], trained_since: Sequen
 
 
 def _next_epoch(board: dict[str, Any], ledger: Sequence[LedgerEntry]) -> Cursor:
-    """Position for other prompts: an epoch of which no group was published, because ids have epoch and position."""
+    """Return a position for other prompts: an epoch without published groups, because ids contain epoch and
+    position."""
     trained = (place_of(group_id)[0] for entry in ledger for group_id in entry.plan["groups"])
     return Cursor(epoch=1 + max((Cursor.from_json(board.get("cursor")).epoch, *trained)))
 
@@ -201,7 +202,7 @@ def read_ledger(folder: Path) -> list[LedgerEntry]:
 
 
 def _lines_of_ledger(path: Path) -> Iterator[LedgerEntry]:
-    """Yield the steps of ledger.jsonl, one in memory at a time. Raises FailedPrecondition: it is damaged."""
+    """Yield the steps of ledger.jsonl, one in memory at a time. Raises FailedPrecondition if the file is damaged."""
     if not path.is_file():
         return
     with path.open("rb") as file:
@@ -232,7 +233,7 @@ def _plan_of(step_file: Path) -> dict[str, Any]:
 
 
 def _newest_checkpoint(folder: Path, last_step: int) -> dict[str, Any]:
-    """Read state.json of the newest checkpoint that isn't beyond the ledger; {} without one."""
+    """Return state.json of the newest checkpoint within the ledger; {} without one."""
     for step in checkpoint_steps(folder):
         try:
             state: dict[str, Any] = json.loads((checkpoint_path(folder, step) / CHECKPOINT_STATE).read_text())

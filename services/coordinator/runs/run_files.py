@@ -48,9 +48,9 @@ from services.coordinator.state.records import Evaluation, RunRecord
 
 GIT_SECONDS = 5.0
 LOCK_SECONDS = 0.4
-"""Time to get the lock on a run's folder: readers have it for a moment, and a new holder writes its name meanwhile."""
+"""Seconds to get the lock on a run's folder: readers hold it for a moment, in which a new holder writes its name."""
 LOCK_AGAIN_SECONDS = 0.5
-"""Pause between two tries to lock the folder while a predecessor holds it."""
+"""Seconds between two attempts to lock the folder while a predecessor holds it."""
 
 
 @cache
@@ -77,7 +77,7 @@ def _git(root: Path, *words: str) -> str | None:
 _log = logging.getLogger(__name__)
 
 NO_REWARDS = ("eval_response_length", "eval_truncated_share", "eval_prompts", "eval_unscored")
-"""Metrics of an evaluation that are neither the reward nor a part of it."""
+"""Metrics of an evaluation other than the reward and its parts."""
 
 KeepLines = Callable[[str, Sequence[Mapping[str, Any]]], None]
 """Keeps lines about the answers to a set's prompts. Called in threads, in the order in which prompts are done."""
@@ -95,14 +95,14 @@ class RunFiles:
         self.ledger = LedgerFile(folder / LEDGER)
         self.metrics = MetricsFile(folder / METRICS)
         self._kept = sys.maxsize
-        """The last step that ledger.jsonl and the board's ledger agreed on, when it was taken over."""
+        """The last step on which ledger.jsonl and the board's ledger agreed when the folder was taken over."""
         self._sent: set[tuple[int, str]] | None = None
-        """Versions and digests in weights.jsonl; None until it was read."""
+        """Versions and digests in weights.jsonl; None before it was read."""
         self._check: Check = lambda: None
 
     @property
     def last_step(self) -> int:
-        """The last step in metrics.jsonl, once it was taken over."""
+        """The last step in metrics.jsonl, once the folder was taken over."""
         return self.metrics.last_step
 
     def create(self, config_toml: str, config: RunConfig) -> None:
@@ -113,12 +113,12 @@ class RunFiles:
         (self.folder / CODE).write_text(json.dumps(code_version(), indent=2) + "\n")
 
     def write_config(self, config: RunConfig) -> None:
-        """Write the configuration of a run that goes on with more steps. Raises OSError."""
+        """Write the configuration of a run that continues with more steps. Raises OSError."""
         replace_file(self.folder / "config.toml", dump(config))
         replace_file(self.folder / CONFIG, config.model_dump_json(indent=2) + "\n")
 
     def remove_summary(self) -> None:
-        """Remove the results of an end after which the run goes on. Raises OSError."""
+        """Remove the results of an end after which the run continues. Raises OSError."""
         (self.folder / SUMMARY).unlink(missing_ok=True)
 
     def take_over_steps(self, read: ReadLedger, check: Check, evaluations: Iterable[Evaluation]) -> None:
@@ -149,7 +149,7 @@ class RunFiles:
         return list(read_lines(self.folder / METRICS))
 
     def close(self) -> None:
-        """Close the files that stay open."""
+        """Close the open files."""
         self.ledger.close()
         self.metrics.close()
 
@@ -167,7 +167,7 @@ class RunFiles:
         return append_lines(self.folder / GROUPS, "".join(lines))
 
     def append_weights(self, sent: Mapping[int, Sequence[str]]) -> None:
-        """Append the digests of versions that weights.jsonl lacks. Raises OSError."""
+        """Append the missing digests of versions to weights.jsonl. Raises OSError."""
         path = self.folder / WEIGHTS
         if self._sent is None:
             self._sent = {(line["version"], line["digest"]) for line in read_lines(path)}
@@ -275,7 +275,7 @@ def _changes(before: Mapping[str, float], after: Mapping[str, float]) -> dict[st
 
 
 class FolderHeld(Exception):
-    """Another coordinator holds a run's folder; `holder` is the identity of its stack, empty if it has none."""
+    """Another coordinator holds a run's folder; `holder` is its stack's identity, empty if it has none."""
 
     def __init__(self, folder: Path, holder: str) -> None:
         super().__init__(f"{folder} is held by stack {holder!r}")
@@ -312,7 +312,7 @@ def held_folder(folder: Path, stack: str, *, beside: Collection[str] = ()) -> It
 
 
 def _lock(file: IO[bytes], stack: str) -> bool:
-    """Lock a file and write a stack's identity; return False if another process or thread has locked it."""
+    """Lock a file and write a stack's identity. Returns False if another process or thread has locked it."""
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -324,7 +324,7 @@ def _lock(file: IO[bytes], stack: str) -> bool:
 
 @contextmanager
 def _locking(file: IO[bytes], stack: str) -> Iterator[None]:
-    """Lock a file, as `_lock` does, as soon as its holder lets it go inside the context."""
+    """Lock a file, like `_lock`, inside the context, as soon as its holder releases it."""
     over = threading.Event()
 
     def lock() -> None:

@@ -1,4 +1,4 @@
-"""Details of a run that people ask for: what became of its groups, its services' logs, the texts of tokens."""
+"""Details of a run on request: the outcomes of its groups, its services' logs, the texts of tokens."""
 
 import contextlib
 import json
@@ -21,7 +21,7 @@ from services.coordinator.state.records import RunRecord
 MAX_GROUPS = 1000
 DEFAULT_GROUPS = 100
 MAX_READ_GROUPS = 1_000_000
-"""Maximum number of groups that one call looks at, the newest ones: a thread reads them, for some seconds."""
+"""Maximum number of groups that one call reads, newest first: a thread reads them, for some seconds."""
 
 DEFAULT_LOG_LINES = 500
 MAX_LINE_LETTERS = 4000
@@ -31,7 +31,7 @@ MAX_LOG_BYTES, MIN_LOG_BYTES = 16 << 20, 64 << 10
 MAX_READ_LINES = 50_000
 """Maximum number of lines that one call reads of a log."""
 LATE_LINES = timedelta(seconds=10)
-"""Time after a run's end in which services may log of it."""
+"""Seconds after a run's end in which services may still log about it."""
 
 logger = logging.getLogger(__name__)
 
@@ -109,7 +109,7 @@ def read_logs(record: RunRecord, stack_logs: str, request: pb.GetLogsRequest) ->
 
 
 def _log_time(time: datetime) -> str:
-    """Return a time as logs have it."""
+    """Return a time in the form of logs."""
     return time.astimezone(UTC).strftime("%Y-%m-%dT%H:%M:%S.000Z")
 
 

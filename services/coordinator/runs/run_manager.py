@@ -1,4 +1,4 @@
-"""All runs: the active run with its task, earlier runs from their records."""
+"""All runs: the active run with its task, and earlier runs from their records."""
 
 import asyncio
 import contextlib
@@ -51,16 +51,16 @@ replicas depend on, such as Register, must not wait for them."""
 
 @dataclass(frozen=True)
 class RunDigest:
-    """State of a run that is known without asking Redis. Watchers see changes at once."""
+    """State of a run that is known without reading Redis. Watchers see changes at once."""
 
     state: "pb.RunState.ValueType"
     reason: str
     step: int
-    """The last step that the coordinator has seen; 0 if the run isn't active."""
+    """The last step that the coordinator saw; 0 if the run isn't active."""
 
 
 async def read_board(reading: Awaitable[Result]) -> Result:
-    """Await what reads a board. Raises Unavailable: Redis doesn't answer."""
+    """Await a read of a board. Raises Unavailable if Redis doesn't answer."""
     try:
         return await reading
     except BoardUnavailable as error:
@@ -68,7 +68,7 @@ async def read_board(reading: Awaitable[Result]) -> Result:
 
 
 async def read_in_thread(operation: Callable[..., Result], *arguments: Any) -> Result:
-    """Run in a thread what reads a board and a run's files. Raises Unavailable: Redis doesn't answer."""
+    """Run a read of a board and a run's files in a thread. Raises Unavailable if Redis doesn't answer."""
     return await read_board(asyncio.get_running_loop().run_in_executor(READERS, operation, *arguments))
 
 
@@ -101,9 +101,9 @@ class RunManager:
         """Last answer of the board about the active run, for the time in which Redis doesn't answer."""
         self.active: ActiveRun | None = None
         self._assigned: tuple[RunRecord, pb.Assignment] | None = None
-        """The last assignment, which answers to heartbeats repeat, and the record that it is of."""
+        """The last assignment, which answers to heartbeats repeat, and its record."""
         self._ended = ""
-        """End of the last active run, for those who still ask for it."""
+        """End of the last active run, for late requests."""
 
     # --- start and end --------------------------------------------------------------------------------------------
 
@@ -243,7 +243,7 @@ class RunManager:
         self._launch(active, held)
 
     async def _not_resumed(self, record: RunRecord, outcome: Outcome, reason: str) -> RunRecord:
-        """End a run that can't go on after a restart, in Redis, and return its record."""
+        """End a run in Redis that can't continue after a restart, and return its record."""
         end = {"phase": Phase.FAILED, "outcome": outcome, "reason": f"after a restart: {reason}"}
         failed = record.model_copy(update=end | {"end_time": datetime.now(UTC)})
         await self._store.save_run(failed)
@@ -283,7 +283,7 @@ class RunManager:
                     await self._delete(record)
 
     async def _wait_for_clean_up(self) -> None:
-        """Wait until the task of a run that has ended has stopped: it still uses the run's board."""
+        """Wait until an ended run's task has stopped, because it still uses the run's board."""
         if self._task is not None and self.active is not None and self.active.record.phase.ended:
             await asyncio.wait([self._task])
 
@@ -347,7 +347,7 @@ class RunManager:
         return ActiveRun(context, record, data, files, await self._store.weights())
 
     def _launch(self, active: ActiveRun, held: ExitStack) -> None:
-        """Begin the run's task, which closes `held`, the hold on its folder, at its end."""
+        """Start the run's task. At its end the task closes `held`, the hold on its folder."""
         freeze_objects()  # also those of the last run are collected
         self.active = active
         self._ended_runs.pop(active.record.run_id, None)  # an earlier run of this id
@@ -408,7 +408,7 @@ class RunManager:
         return record
 
     async def all(self) -> list[RunRecord]:
-        """Return all runs whose record exists, newest first."""
+        """Return all runs with a record, newest first."""
         records = []
         for run_id in await self._store.run_ids():
             with contextlib.suppress(NotFound):  # it was deleted meanwhile
@@ -434,7 +434,7 @@ class RunManager:
             closing.add_done_callback(self._closings.discard)
 
     def glance(self, record: RunRecord) -> RunDigest:
-        """Return the state of a run that is known without asking Redis."""
+        """Return the state of a run that is known without reading Redis."""
         active = self._active(record)
         return RunDigest(run_state(record), record.reason_shown, active.step if active is not None else 0)
 
@@ -470,7 +470,7 @@ class RunManager:
         return run
 
     async def summaries(self, after: str) -> AsyncIterator[tuple[str, pb.Run]]:
-        """Yield all runs, newest first, without their large fields; those after the key `after`. Raises Unavailable."""
+        """Yield all runs after the key `after`, newest first, without their large fields. Raises Unavailable."""
         times = await self._store.run_times()
         for key, run_id in sorted((newest_first(time, run_id), run_id) for run_id, time in times.items()):
             if key > after:
@@ -504,7 +504,7 @@ class RunManager:
 
 
 def _begin_again(restored: Restored, *, extended: bool) -> None:
-    """Remove the results of a run's end; write its configuration if it is `extended`.
+    """Remove the results of a run's end, and write its configuration if it is `extended`.
 
     Raises ResourceExhausted: its disk is full, say.
     """

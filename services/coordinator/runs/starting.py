@@ -117,7 +117,7 @@ NEW_DATA_AND_CURRICULUM = (
 
 
 def check_same_prompts(record: RunRecord, config: RunConfig, train: PromptDataset) -> None:
-    """Check that a run goes on with the prompts that it began with. Raises DataError."""
+    """Check that a run continues with its original prompts. Raises DataError."""
     if not record.prompts or (record.prompts, record.prompts_digest) == (train.prompts, train.digest):
         return
     changed = (
@@ -134,7 +134,7 @@ def check_same_prompts(record: RunRecord, config: RunConfig, train: PromptDatase
 
 
 def request_digest(run_id: str, config_toml: str) -> str:
-    """Return the SHA-256 of what a StartRun request asks for."""
+    """Return the SHA-256 of a StartRun request's content."""
     return hashlib.sha256(f"{run_id}\n{config_toml}".encode()).hexdigest()
 
 

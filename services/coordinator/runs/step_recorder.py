@@ -1,4 +1,4 @@
-"""The run's folder gets what the board has: committed steps, closed groups and samples."""
+"""Recording of the board in the run's folder: committed steps, closed groups and samples."""
 
 import asyncio
 from collections import Counter
@@ -48,21 +48,21 @@ class StepRecorder:
         self._sampled_step = 0
         """The last step whose samples are in the run's folder."""
         self._last_fate: str | None = None
-        """The last entry of the board's fates that is in the run's folder, "" without one; None until it was read."""
+        """The last recorded entry of the board's group outcomes, "" without one; None before it was read."""
         self._trimmed_at = 0
         """The last step in the run's folder when the board's ledger was trimmed last."""
         self._reported_sync: dict[str, float] = {}
         """The part of the synchronisations' totals that earlier steps' metrics contain."""
         self._reported_drops: Counter[str] | None = None
-        """Drops by reason that earlier steps' metrics contain; None until the first metrics after a start."""
+        """Drops by reason that earlier steps' metrics contain; None before the first metrics after a start."""
 
     @property
     def knows_groups(self) -> bool:
-        """True once the groups that the run has closed so far are read."""
+        """True once the run's earlier closed groups were read."""
         return self._last_fate is not None
 
     async def take_over(self, evaluations: Iterable[Evaluation]) -> None:
-        """Complete the folder's files, which an earlier coordinator left, from the board, and read them."""
+        """Complete an earlier coordinator's files in the folder from the board, and read them."""
         ledger, check = self._board.in_threads.ledger, self._context.store.in_threads.check
         await self._with_redis(self._files.take_over_steps, ledger, check, evaluations)
         self._sampled_step = await self._with_redis(self._files.rewind_samples, self._files.last_step)
@@ -107,7 +107,7 @@ class StepRecorder:
         await self._trim_ledger()
 
     async def append_groups(self) -> None:
-        """Move what became of closed groups from the board to the folder."""
+        """Move the outcomes of closed groups from the board to the folder."""
         while fates := await self._redis.call(self._board.fates, self._last_fate or ""):
             end = await self._disk.in_thread(self._files.append_groups, fates)
             lines = [fate.line for fate in fates]
@@ -149,7 +149,7 @@ class StepRecorder:
         self._trimmed_at = written
 
     async def _with_redis(self, operation: Callable[..., Result], *arguments: Any) -> Result:
-        """Run an operation that asks Redis and writes to the folder, as soon as both are there."""
+        """Run an operation on Redis and the folder, as soon as both are available."""
         return await self._redis.call(self._disk.in_thread, operation, *arguments)
 
     def _record_replicas(self, usage: StepUsage) -> None:
@@ -165,7 +165,7 @@ class StepRecorder:
         return {"sync_seconds": 0.0} | {name: value / max(steps, 1) for name, value in since.items() if value}
 
     async def _take_drops(self, steps: int) -> dict[str, float]:
-        """Return the groups dropped since the last call, in all and by reason, per step."""
+        """Return the groups dropped since the last call, in total and by reason, per step."""
         counts = await self._redis.call(self._board.counts)
         dropped = Counter(counts.dropped_by_reason)
         before, self._reported_drops = self._reported_drops, dropped

@@ -1,4 +1,4 @@
-"""The process of a run's trackers and notifiers: started, watched and started again.
+"""The process of a run's trackers and notifiers: started, watched and restarted.
 
 The run never waits for it while it trains.
 """
@@ -27,20 +27,20 @@ logger = logging.getLogger(__name__)
 
 MODULE = "relaxd.trackers"
 FINISH_SECONDS = 30.0
-"""Time after a run's end in which trackers may send the rest."""
+"""Seconds after a run's end for trackers to send the rest."""
 STOP_SECONDS = 10.0
 """The same time for a coordinator that is stopped."""
 RESTARTS = Backoff(first_seconds=1.0, max_seconds=60.0)
-"""Pause before the process is started again. A process that lived longer than the maximum ends the row of failures."""
+"""Pause before the process is restarted. A process that outlived the maximum ends the series of failures."""
 LINE_BYTES = 1 << 20
 KILL_SECONDS = 5.0
-"""Time in which the kernel ends a process that was killed."""
+"""Seconds for the kernel to end a killed process."""
 SECRETS = ("RELAXD_", "REDIS_URL")
 """Beginnings of environment variables that trackers don't get: they configure services."""
 PROCESS = (pb.ALARM_KIND_TRACKER, "their process")
-"""Kind and name of the problem of the process itself, among those of trackers."""
+"""Kind and name of a problem of the process itself, beside those of trackers."""
 MAX_UNREAD_BYTES = 1 << 20
-"""Bytes of statuses that the process may leave unread before it gets no more until it reads."""
+"""Maximum unread bytes of statuses, above which the process gets no more until it reads."""
 
 _BOOTSTRAP = f"""
 import importlib.util, runpy, sys
@@ -50,11 +50,11 @@ sys.modules["relaxd"] = module = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(module)
 runpy.run_module({MODULE!r}, run_name="__main__")
 """
-"""Program for another interpreter. It gets relaxd alone: a path to it might lead to packages of this interpreter."""
+"""Program for another interpreter. It gets relaxd only, because a path could add packages of this interpreter."""
 
 
 class Tracking:
-    """Runs the process of trackers and notifiers, which reads the run's folder, and keeps their problems."""
+    """Runs the process of trackers and notifiers, which reads the run's folder, and stores their problems."""
 
     def __init__(self, run_id: str, config: RunConfig, folder: Path, step: Callable[[], int]) -> None:
         """`step` returns the run's last step."""
@@ -72,23 +72,23 @@ class Tracking:
         self._written: Mapping[str, Any] | None = None
         """The last status that the process got."""
         self._problems: dict[tuple[pb.AlarmKind.ValueType, str], tuple[int, str]] = {}
-        """Step since which a tracker or notifier has a problem, and the problem, by kind and name."""
+        """The problem of each tracker or notifier, by kind and name, with the step since which it has it."""
         self._told: set[tuple[pb.AlarmKind.ValueType, str]] = set()
         """Trackers and notifiers whose problems were logged as warnings."""
         self._process: asyncio.subprocess.Process | None = None
         self._ended = asyncio.Event()
-        """Set when the process has ended after the end of the run."""
+        """Set when the process has ended after the run's end."""
         self._finishing = False
 
     def alarms(self) -> list[pb.Alarm]:
-        """Return the problems that go on."""
+        """Return the open problems."""
         return [
             pb.Alarm(kind=kind, name=name, first_step=step, text=f"{_shown(kind, name)}: {problem}")
             for (kind, name), (step, problem) in self._problems.items()
         ]
 
     def tell(self, status: Mapping[str, Any]) -> None:
-        """Let notifiers know the run's status. Costs nothing if they do; never waits."""
+        """Send the run's status to notifiers. Never waits; costs nothing if they have it."""
         self._status = status
         process = self._process
         if self._given["alerts"] is None or process is None or process.stdin is None or status == self._written:
@@ -99,7 +99,7 @@ class Tracking:
         self._written = status
 
     async def run_forever(self) -> None:
-        """Keep the process running until this is cancelled."""
+        """Keep the process running until cancelled."""
         failures = 0
         while not self._finishing:
             began = time.monotonic()
@@ -113,7 +113,7 @@ class Tracking:
         await asyncio.Event().wait()  # a helper of a run must not return
 
     async def finish(self) -> None:
-        """Tell the process that the run has ended, and give it FINISH_SECONDS."""
+        """Report the run's end to the process, and allow it FINISH_SECONDS."""
         self._finishing = True
         if self._process is not None and self._process.stdin is not None:
             with contextlib.suppress(OSError):  # it has ended
@@ -130,7 +130,7 @@ class Tracking:
                 )
 
     async def _run_once(self) -> str:
-        """Start the process and read its reports until it ends. Returns why it did."""
+        """Start the process and read its reports until it ends. Returns the reason of its end."""
         python = self._python or sys.executable
         program = [python, "-c", _BOOTSTRAP] if self._python else [python, "-m", MODULE]
         environment = {name: value for name, value in os.environ.items() if not name.startswith(SECRETS)}
@@ -167,7 +167,7 @@ class Tracking:
         return str(ChildExit(code))
 
     async def _stop(self, process: asyncio.subprocess.Process) -> int:
-        """Let the process end by itself, which the end of its input asks for; kill it after STOP_SECONDS."""
+        """Let the process end by itself after its input ended; kill it after STOP_SECONDS."""
         assert process.stdin is not None
         process.stdin.close()
         with contextlib.suppress(TimeoutError):
@@ -190,7 +190,8 @@ class Tracking:
             self._problems.pop(PROCESS, None)
 
     def _set_problem(self, who: tuple[pb.AlarmKind.ValueType, str], problem: str) -> None:
-        """Keep the problem of a tracker or notifier, or forget it once it is "". Log the first one as a warning."""
+        """Store the problem of a tracker or notifier, or remove it if it is "". The first one is logged as a
+        warning."""
         before = self._problems.pop(who, None)
         if problem:
             self._problems[who] = (before[0] if before else self._step(), problem)
@@ -211,7 +212,7 @@ def _notifies(config: RunConfig) -> bool:
 
 
 def _shown(kind: pb.AlarmKind.ValueType, name: str) -> str:
-    """Name a tracker or a notifier; a notifier's name is empty where no address could be read."""
+    """Return the name of a tracker or notifier; a notifier's is empty if no address could be read."""
     if kind == pb.ALARM_KIND_TRACKER:
         return f"tracker {name}"
     return f"notifications to {name}" if name else "notifications"

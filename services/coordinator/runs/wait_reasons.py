@@ -15,13 +15,13 @@ from relaxd.v1 import replica_pb2
 from relaxd.waiting import duration
 
 LATE_FACTOR = 2.0
-"""A step is late once it takes this many times as long as the last ones usually did ..."""
+"""Factor on the recent steps' usual duration from which a step is late ..."""
 LATE_SECONDS = 10.0
 """... and at least this long."""
 FIRST_STEP_SECONDS = 30.0
-"""The first step is late after this: nobody knows yet how long one takes."""
+"""Seconds after which the first step is late: its usual duration is unknown."""
 DISK = "the disk"
-"""Name of what a wait for room in a run's folder is because of."""
+"""Name of the disk as the reason of a wait for room in a run's folder."""
 
 
 @dataclass(frozen=True)
@@ -32,31 +32,31 @@ class Peer:
     role: str
     state: "replica_pb2.ReplicaState.ValueType" = replica_pb2.REPLICA_STATE_READY
     detail: str = ""
-    """Its own description of what it does, for people."""
+    """The replica's own description of its work, for people."""
     wait: "replica_pb2.ReplicaWait.ValueType" = replica_pb2.REPLICA_WAIT_UNSPECIFIED
-    """The wait that `detail` tells of."""
+    """The wait that `detail` describes."""
     silent_seconds: float = 0.0
-    """Time since its last heartbeat."""
+    """Seconds since the last heartbeat."""
     version: int | None = None
-    """The weights that it serves."""
+    """Version of the replica's weights."""
 
     @property
     def state_word(self) -> str:
-        """Its state, for people. One that registered and has sent no heartbeat is starting."""
+        """State of the replica in readable form. A registered one without a heartbeat is starting."""
         unknown = f"in a state that this release doesn't know ({self.state})"
         return words(replica_pb2.ReplicaState).get(self.state, unknown) or "starting"
 
 
 @dataclass(frozen=True)
 class Named:
-    """A wait that the coordinator itself is in (relaxd.waiting)."""
+    """A wait of the coordinator itself (relaxd.waiting)."""
 
     reason: str
     on: str
     since: float
     """Unix time."""
     disk: bool = False
-    """True if room in the run's folder ends it."""
+    """True if room in the run's folder ends the wait."""
 
 
 @dataclass(frozen=True)
@@ -70,30 +70,30 @@ class RunSnapshot:
     step: int = 0
     """The last committed step."""
     step_ended: float = 0.0
-    """When it ended; before the first one: when training began."""
+    """Time of the last step's end; before the first step, time of the beginning of training."""
     usual_seconds: float | None = None
     """Usual duration of the last steps; None before the first."""
     training: bool = True
-    """It is past its start: replicas, first weights and first evaluation."""
+    """True once replicas, first weights and first evaluation are there."""
     stopping: str = ""
-    """Why it ends; empty while it doesn't."""
+    """Reason why the run ends; empty while it doesn't."""
     starting: str = ""
-    """Phase of its start; empty once it trains."""
+    """Phase of the run's start; empty once it trains."""
     paused: str | None = None
-    """Why it is paused; None while it isn't."""
+    """Reason of the pause; None if the run isn't paused."""
     paused_since: float | None = None
     rebuilding: bool = False
-    """The pause ends by itself, once a role is back."""
+    """True if the pause ends by itself, once a role is back."""
     redis: str = ""
-    """Why Redis doesn't answer; empty while it does."""
+    """Reason why Redis doesn't answer; empty while it does."""
     published: int = 0
     open: int = 0
     dropped: Mapping[str, int] = field(default_factory=dict)
     """Dropped groups by reason."""
     queues: Sequence[QueueDepth] = ()
-    """The lines before the stages, in the stages' order; the last stage is the trainer's."""
+    """Queues before the stages, in the stages' order; the last stage is the trainer's."""
     held: Mapping[str, HeldGroup] = field(default_factory=dict)
-    """The group that has been at each stage for the longest, of those that are held."""
+    """The group that each stage has held for the longest."""
     lease_seconds: float = 60.0
     """The lease on a held group (board.lease_seconds)."""
     gate: tuple[str, str] = ("", "")
@@ -107,7 +107,7 @@ class RunSnapshot:
     announced: int | None = None
     """The newest weights that the trainer has."""
     sync_since: float | None = None
-    """When the weight synchronisation in progress began; None: there is none."""
+    """Time at which the current weight synchronisation began; None if there is none."""
     sync_failure: str = ""
     """Why the last one failed."""
     sync_delay: str = ""
@@ -136,15 +136,16 @@ class Reason:
 
     kind: "pb.WaitKind.ValueType"
     text: str
-    """A sentence with what the run waits for and because of whom, without the time."""
+    """A sentence that names the awaited thing and the cause, without the time."""
     on: str = ""
     """The replica that has to act, or another name."""
     since: float | None = None
-    """Unix time at which it began; None if unknown. Then the time counts from the first snapshot that shows it."""
+    """Unix time of the wait's beginning; None if unknown. Then the time counts from the first snapshot that shows
+    it."""
     advice: tuple[str, ...] = ()
     """Advice for people; empty if the wait ends by itself."""
     always: bool = False
-    """True if it holds the run up even if the last step has just ended."""
+    """True if the wait delays the run even right after a step."""
 
     def sentence(self, now: float) -> str:
         """Return the whole sentence."""
@@ -159,7 +160,7 @@ def is_late(snapshot: RunSnapshot) -> bool:
 
 
 def explain(snapshot: RunSnapshot) -> Reason | None:
-    """Return the wait of the run; None if it can't be seen."""
+    """Return the run's wait; None if none is found."""
     return next((reason for find in REASONS if (reason := find(snapshot)) is not None), None)
 
 
@@ -196,7 +197,7 @@ def _disk(run: RunSnapshot) -> Reason | None:
 
 
 def _stopping(run: RunSnapshot) -> Reason | None:
-    """It ends, and something is still to be done."""
+    """The run is ending, with work left."""
     if not run.stopping:
         return None
     wait = run.waits[0] if run.waits else None
@@ -206,7 +207,7 @@ def _stopping(run: RunSnapshot) -> Reason | None:
 
 
 def _paused(run: RunSnapshot) -> Reason | None:
-    """It waits for a person, or for a role that is being rebuilt."""
+    """The run waits for a person, or for a role that is being rebuilt."""
     if run.paused is None:
         return None
     if run.rebuilding:
@@ -247,7 +248,7 @@ def _role(run: RunSnapshot) -> Reason | None:
 
 
 def _first_weights(run: RunSnapshot) -> Reason | None:
-    """It has not begun to train."""
+    """Training has not begun."""
     if run.training or not run.starting:
         return None
     wait = run.waits[0] if run.waits else None
@@ -270,7 +271,7 @@ def _data(run: RunSnapshot) -> Reason | None:
 
 
 def _full(run: RunSnapshot) -> Reason | None:
-    """Redis is full, or has no room for the groups that the step lacks."""
+    """Redis is full, or lacks room for the groups that the step needs."""
     limit, detail = run.gate
     if limit == "full":
         advice = ("raise Redis's maxmemory: redis-cli CONFIG SET maxmemory ...",)
@@ -329,7 +330,7 @@ def _trainer(run: RunSnapshot) -> Reason | None:
 
 
 def _held(run: RunSnapshot) -> Reason | None:
-    """One stage has the groups that the step lacks."""
+    """One stage holds the groups that the step lacks."""
     queue = _slowest(run)
     if queue is None:
         return None
@@ -369,7 +370,7 @@ def _held(run: RunSnapshot) -> Reason | None:
 
 
 def _gate(run: RunSnapshot) -> Reason | None:
-    """No group is under way that the step lacks, and none may be published."""
+    """No group that the step lacks is in progress, and none may be published."""
     limit, detail = run.gate
     if not limit or not run.lacking:
         return None
@@ -403,7 +404,7 @@ def _before_training(run: RunSnapshot) -> int:
 
 
 def _slowest(run: RunSnapshot) -> QueueDepth | None:
-    """Return the stage before the trainer that has the most groups; the last one of several."""
+    """Return the stage before the trainer with the most groups; of several the last."""
     queues = [queue for queue in run.queues[:-1] if queue.waiting + queue.held]
     return max(reversed(queues), key=lambda queue: queue.waiting + queue.held) if queues else None
 

@@ -1,4 +1,4 @@
-"""Watches what the active run waits for: takes a snapshot every second, has it explained, and logs it when it lasts."""
+"""Watches the active run's waits: takes a snapshot every second, explains it, and logs long waits."""
 
 import asyncio
 import logging
@@ -20,15 +20,16 @@ logger = logging.getLogger(__name__)
 
 TICK_SECONDS = 1.0
 FIRST_LOG_SECONDS = 10.0
-"""A wait that lasts this long is logged: a run's start has many short ones."""
+"""Seconds after which a wait is logged: a run's start has many shorter ones."""
 LOG_SECONDS = 60.0
-"""Interval at which a wait that goes on is logged again."""
+"""Seconds between two log lines about the same wait."""
 CLOCKS_DIFFER_SECONDS = 600.0
-"""A step that ended this far ahead ended before the clock was set back: Redis's clock is no further ahead."""
+"""Seconds in the future from which a step's end proves that the clock was set back: Redis's clock is no further
+ahead."""
 USUAL_STEPS = 20
-"""Steps from which it is known how long one usually takes."""
+"""Number of steps from which the usual duration of a step is known."""
 ESTIMATE_STEPS = 3
-"""Number of steps after which the remaining time is shown: the first step is slow, and two have no median."""
+"""Number of steps from which the remaining time is shown: the first step is slow, and two have no median."""
 
 
 class WaitWatcher:
@@ -46,10 +47,10 @@ class WaitWatcher:
         """Kind of the reason that was logged last, and when."""
         self.snapshot: RunSnapshot | None = None
         self.reason: Reason | None = None
-        """Wait of the run, also if it is nothing unusual."""
+        """The run's wait, even if it is a usual one."""
 
     async def run_forever(self) -> None:
-        """Look once a second."""
+        """Check once a second."""
         while True:
             await self.look()
             await asyncio.sleep(TICK_SECONDS)  # idle: looks again
@@ -64,7 +65,7 @@ class WaitWatcher:
         self._update(redis)
 
     def refresh(self) -> None:
-        """Explain again what the coordinator knows, such as that a pause has ended, without asking Redis."""
+        """Explain the coordinator's own state again, for instance after a pause, without reading Redis."""
         if self.snapshot is not None:
             self._update(self.snapshot.redis)
 
@@ -79,7 +80,7 @@ class WaitWatcher:
 
     @property
     def redis_is_away(self) -> bool:
-        """Redis did not answer when the last snapshot was taken."""
+        """True if Redis did not answer for the last snapshot."""
         return self.snapshot is not None and bool(self.snapshot.redis)
 
     @property
@@ -91,7 +92,7 @@ class WaitWatcher:
         return self.reason.sentence(time.time()) if shown else ""
 
     def describe(self, run: pb.Run) -> None:
-        """Add what is known to a run's message."""
+        """Add the known facts to a run's message."""
         if self.snapshot is None:
             return
         run.waiting_for = self.sentence
@@ -107,7 +108,7 @@ class WaitWatcher:
             run.remaining_seconds = usual * (self.snapshot.steps - self.snapshot.step)
 
     async def _read_board(self) -> dict[str, Any]:
-        """Read what Redis knows."""
+        """Read Redis's part of the snapshot."""
         board = self._context.board
         counts = await board.counts()
         known = max(self._steps[-1][0] if self._steps else 0, counts.last_step - USUAL_STEPS)
@@ -125,7 +126,7 @@ class WaitWatcher:
         }
 
     def _complete(self, redis: str) -> RunSnapshot:
-        """Add what the coordinator knows; `redis` is why Redis doesn't answer."""
+        """Add the coordinator's part of the snapshot; `redis`: reason why Redis doesn't answer."""
         now, config, fleet = time.time(), self._context.config, self._context.fleet
         own = self._describe()
         going_since = own.pop("going_since")
@@ -147,7 +148,7 @@ class WaitWatcher:
         return RunSnapshot(**{**values, **self._progress, **own, "redis": redis or own["redis"]})
 
     def _replicas(self, role: str) -> list[Replica]:
-        """Return the replicas of a role that work on the run, or on none yet; none that stands by."""
+        """Return the replicas of a role that work on the run or on none yet, without standbys."""
         fleet, runs = self._context.fleet, ("", self._context.run_id)
         found = [replica for replica in fleet.registry.of_role(role) if replica.status.run_id in runs]
         return [replica for replica in found if not fleet.idle_reason(replica.replica_id)]

@@ -24,9 +24,9 @@ TICK_SECONDS = 0.25
 SILENCE_SECONDS = 1.0
 """Limit of the time between two messages."""
 STEPS_AT_ONCE = 200
-"""Limit of steps in one message: a watcher may resume after a long time."""
+"""Maximum number of steps in one message: a watcher may resume after a long time."""
 SELDOM_NEW: tuple[Literal["config_json", "health"], ...] = ("config_json", "health")
-"""Large fields of a run that are left out of a message with the whole run if they are as in an earlier one."""
+"""Large fields of a run that are omitted from a message with the whole run if they haven't changed."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class _Read:
     message: "asyncio.Task[pb.Run]"
 
     def serves(self, glance: RunDigest, now: float) -> bool:
-        """Return whether its message shows what a watcher has seen, and is not old."""
+        """Return whether the message shows what a watcher has seen, and isn't old."""
         if self.glance != glance or not self.message.done():
             return self.glance == glance
         failed = self.message.cancelled() or self.message.exception() is not None
@@ -132,7 +132,7 @@ def _message(before: pb.Run | None, run: pb.Run, *, only_changes: bool) -> pb.Wa
 
 
 def _look_at_error(task: "asyncio.Task[pb.Run]") -> None:
-    """Retrieve the error of a reading whose watchers have all left, so that asyncio doesn't log it."""
+    """Retrieve the error of a read whose watchers have all left, so that asyncio doesn't log it."""
     if not task.cancelled():
         task.exception()
 

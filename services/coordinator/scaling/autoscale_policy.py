@@ -18,13 +18,13 @@ BUSY_OUT, BUSY_IN, BUSY_AHEAD = 0.9, 0.6, 0.9
 """Busy share of the engines above which replicas are added. One is removed if the others' would stay below BUSY_IN, or
 below BUSY_AHEAD where engines are so far ahead that the gate is shut."""
 MOST_AT_ONCE = 4
-"""Replicas that are added at once."""
+"""Maximum number of replicas to add at once."""
 WORTH = 0.5
-"""Replicas are worth it if tokens per second grew by at least this share of what they should have added."""
+"""Minimum share of the expected gain in tokens per second for which added replicas are worth it."""
 NOT_WORTH_SECONDS = 600.0
-"""None are added for this long after some were not worth it."""
+"""Seconds without further additions after replicas that were not worth it."""
 GAP_SECONDS = 10.0
-"""Samples with a longer gap between them are of different times: the window begins anew."""
+"""Maximum seconds between two samples of one window; after a longer gap the window restarts."""
 FULL = ("memory", "full", "complete", "closed")
 """Limits of the gate (`relaxd.board.Admission.limit`) at which more engines are of no use."""
 
@@ -36,19 +36,19 @@ class Sample:
     at: float
     """Clock time in seconds."""
     replicas: int
-    """Rollout replicas that aren't draining."""
+    """Number of rollout replicas that aren't draining."""
     removable: int
-    """Those of them that were scaled out."""
+    """Number of these replicas that were scaled out."""
     busy: float | None
-    """Share of the last second in which an engine had samples; mean of the engines, None if none has said."""
+    """Share of the last second in which an engine had samples; mean over engines, None if none has reported."""
     lacking: bool
-    """The open step lacks groups, so that the trainer waits."""
+    """True if the open step lacks groups, so that the trainer waits."""
     waiting: int
     """Groups that wait for an engine."""
     gate: str
-    """Limit that shuts the gate; empty while it is open."""
+    """Limit that closes the gate; empty while it is open."""
     tokens_per_second: float
-    """Of all engines."""
+    """Tokens per second of all engines together."""
     hold: str = ""
     """Why nothing may be decided now, such as a pause; empty if something may."""
 
@@ -67,7 +67,7 @@ class Condition:
 
     @property
     def holds(self) -> bool:
-        """Return whether it holds."""
+        """Return whether the condition holds."""
         return self.value > self.threshold if self.above else self.value < self.threshold
 
 
@@ -80,7 +80,7 @@ class Verdict:
     reason: str
     """Why there should be more or fewer, or why nothing changes; for people."""
     conditions: tuple[Condition, ...] = ()
-    """Those of both rules whose windows are full."""
+    """Conditions of both rules with a full window."""
 
 
 @dataclass
@@ -88,14 +88,14 @@ class _Trial:
     """The last time that replicas were added."""
 
     replicas: int
-    """Number before."""
+    """Number of replicas before."""
     tokens_per_second: float
     """Speed before."""
 
 
 @dataclass
 class AutoscalePolicy:
-    """The samples of a run and what was decided so far."""
+    """The samples of a run and the decisions so far."""
 
     settings: AutoscaleConfig
     _samples: deque[Sample] = field(default_factory=deque)
@@ -105,7 +105,7 @@ class AutoscalePolicy:
     _trial: _Trial | None = None
 
     def observe(self, sample: Sample) -> Verdict:
-        """Take in a sample and say how many replicas there should be. Call it about once a second."""
+        """Add a sample and return the desired number of replicas. Call it about once a second."""
         if sample.hold:
             self._samples.clear()
             return Verdict(sample.replicas, sample.hold)
@@ -129,7 +129,7 @@ class AutoscalePolicy:
         return Verdict(chosen.wanted, chosen.reason, conditions)
 
     def acted(self, verdict: Verdict) -> None:
-        """Note that what the policy said last is being done, or would be: cooldowns begin, and the window anew."""
+        """Record that the last decision is being carried out, or would be: cooldowns begin, and the window restarts."""
         last = self._samples[-1] if self._samples else None
         if last is None:
             return
@@ -195,14 +195,14 @@ class AutoscalePolicy:
         return Verdict(replicas - 1, f"engines would be {without:.0%} busy with one less", tuple(conditions))
 
     def _window(self, seconds: float) -> list[Sample]:
-        """Return the samples of the last seconds; none if the time since the window began is shorter."""
+        """Return the samples of the last seconds; none if the window is still too short."""
         now = self._samples[-1].at
         if now - self._samples[0].at < seconds - 1:
             return []
         return [one for one in self._samples if now - one.at <= seconds]
 
     def _judge_last_out(self) -> None:
-        """Compare the speed with that before the last replicas were added; too little adds none for some time."""
+        """Compare the speed with that before the last addition; a small gain blocks additions for some time."""
         trial, window = self._trial, self._window(self.settings.out_seconds)
         if trial is None or not window or window[-1].replicas <= trial.replicas:
             return
@@ -214,7 +214,7 @@ class AutoscalePolicy:
 
 
 def _busy(samples: Sequence[Sample]) -> float:
-    """Return the mean busy share of the engines; 0 if none has said."""
+    """Return the mean busy share of the engines; 0 if none has reported."""
     return _mean([one.busy for one in samples if one.busy is not None])
 
 

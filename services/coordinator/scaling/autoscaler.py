@@ -1,4 +1,4 @@
-"""The autoscaler: watches the active run, asks the policy, and has rollout replicas added or removed."""
+"""The autoscaler: watches the active run, asks the policy, and adds or removes rollout replicas."""
 
 import asyncio
 import logging
@@ -49,7 +49,7 @@ class Autoscaler:
     def __init__(
         self, runs: RunManager, scaler: Scaler, clock: Callable[[], float] = time.monotonic, *, by_keda: bool = False
     ) -> None:
-        """`by_keda`: KEDA asks for the number and carries it out; no scale request does."""
+        """`by_keda`: KEDA asks for the number and applies it itself; there are no scale requests."""
         self._runs = runs
         self._by_keda = by_keda
         self._target: int | None = None
@@ -64,13 +64,13 @@ class Autoscaler:
         self._decisions: deque[Decision] = deque(maxlen=KEPT_DECISIONS)
 
     async def run_forever(self) -> None:
-        """Look once a second."""
+        """Check once a second."""
         while True:
             await self.look()
             await asyncio.sleep(LOOK_SECONDS)  # idle: looks again
 
     async def look(self) -> None:
-        """Look at the active run and, if its replicas should be more or fewer, have them added or removed."""
+        """Check the active run, and add or remove replicas if the policy says so."""
         run = self._runs.active
         if run is not self._run:
             self._run, self._policy, self._usage = run, None, Usage(self._clock)
@@ -133,7 +133,7 @@ class Autoscaler:
         return message
 
     def _sample(self, run: ActiveRun) -> Sample:
-        """Return the run as it is now."""
+        """Return the run's current state."""
         live = self._scaler.live(ROLLOUT)
         measured = self._usage.take(live).metrics
         busy, idle = measured.get("engine_busy_share"), measured.get("engine_idle_share")
@@ -168,7 +168,7 @@ class Autoscaler:
         return f"{unready[0]} isn't ready" if unready else ""
 
     async def _act(self, run: ActiveRun, policy: AutoscalePolicy, replicas: int) -> None:
-        """Have replicas added or removed as the verdict says; with mode "dry_run", only say so."""
+        """Add or remove replicas as the verdict says; with mode "dry_run", only report it."""
         verdict, request_id, reason = self._verdict, "", self._verdict.reason
         out = verdict.wanted > replicas
         if run.autoscale_mode == "on" and not self._by_keda:

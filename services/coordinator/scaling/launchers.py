@@ -36,7 +36,7 @@ at it: the listing began after the launch."""
 LISTED_TOGETHER = 1000
 """Instances of a page."""
 CALLS_AT_ONCE = 16
-"""Replicas that are started or removed at once: the deadline of a call is not to be spent behind hundreds of others."""
+"""Maximum number of concurrent starts and removals, so that no call spends its deadline behind hundreds of others."""
 NO_LAUNCHER = "this coordinator has no launcher: start it with --launcher / RELAXD_LAUNCHER"
 PASSING = (
     *(grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED),
@@ -86,7 +86,7 @@ class Launchers:
             raise self._launcher_error("could not be started", replica, error) from error
 
     async def instance(self, replica: ScaledReplica) -> Instance:
-        """Return a created replica's state by its launcher; FAILED if it is gone. Raises LauncherError."""
+        """Return a created replica's state from its launcher; FAILED if it is gone. Raises LauncherError."""
         if external_address(replica):
             return Instance(launch_id=replica.launch_id)
         self._require_launcher()
@@ -97,7 +97,7 @@ class Launchers:
         return instances.get(replica.launch_id) or Instance(state=INSTANCE_STATE_FAILED, detail="it is gone")
 
     async def _instances(self) -> dict[str, Instance]:
-        """Return the launcher's instances by launch id: one listing for all who ask within LISTED_SECONDS."""
+        """Return the launcher's instances by launch id. Calls within LISTED_SECONDS share one listing."""
         now = time.monotonic()
         if self._listing is None or now - self._listing[0] > LISTED_SECONDS:
             self._listing = now, asyncio.create_task(self._list_instances())
@@ -114,7 +114,7 @@ class Launchers:
             request.page_token = answer.next_page_token
 
     async def drain(self, replica: Replica, seconds: float) -> int:
-        """Ask a replica to drain within `seconds`; returns the groups that it still holds. Raises LauncherError."""
+        """Ask a replica to drain within `seconds`. Returns the groups that it still holds. Raises LauncherError."""
         stub = self._peers.replica(replica.registration.address)
         try:
             answer = await stub.Drain(DrainRequest(), timeout=seconds + DRAIN_MARGIN_SECONDS)

@@ -27,11 +27,11 @@ POLL_SECONDS = 1.0
 """Interval of queries to the launcher for a replica that has not registered, in seconds."""
 RETRY_SECONDS = 0.5
 REMOVE_GRACE_SECONDS = 15.0
-"""Grace period of a removed replica: it is drained already, or was never active."""
+"""Grace period of a removed replica, in seconds: it is already drained, or was never active."""
 REMOVE_SECONDS = 60.0
-"""Limit of all attempts to remove a replica after the first that failed."""
+"""Maximum seconds for all attempts to remove a replica after the first failure."""
 HAND_BACK_SECONDS = 10.0
-"""Time after the drain deadline to hand back unfinished groups."""
+"""Seconds after the drain deadline to hand back unfinished groups."""
 
 
 class ScaleFailed(Exception):
@@ -137,7 +137,7 @@ class ReplicaDrive:
             raise ScaleFailed(f"not active within {self._record.spec.seconds:g} s: {reason}")
 
     def _progress(self, replica: Replica | None) -> tuple[ScaleState, str]:
-        """Return a replica's state and what it waits for."""
+        """Return a replica's state and its wait."""
         if replica is None:
             return ScaleState.CREATING, self._scaled.detail or "it has not registered yet"
         status, active = replica.status, self._runs.active
@@ -197,7 +197,7 @@ class ReplicaDrive:
             await self._save(state=ScaleState.CANCELLED, detail="")
 
     async def _request_drain(self, replica: Replica, deadline: float) -> int:
-        """Ask the replica to drain; returns the number of groups that it still holds."""
+        """Ask the replica to drain. Returns the number of groups that it still holds."""
         try:
             return await self._launchers.drain(replica, max(0.0, deadline - self._clock()))
         except LauncherError as error:
@@ -210,7 +210,7 @@ class ReplicaDrive:
             await self._redis.call(self._registry.undrain, replica)
 
     async def _wait_for_sync(self) -> None:
-        """Wait until no weight synchronisation needs the replica, at most as long as one may take."""
+        """Wait until no weight synchronisation needs the replica, at most for one synchronisation's maximum time."""
         began = time.monotonic()
         while not self._record.cancelled:
             active = self._runs.active
@@ -224,7 +224,7 @@ class ReplicaDrive:
     # --- both directions --------------------------------------------------------------------------------------------
 
     async def _remove(self) -> None:
-        """Remove the replica; if that fails, let it work again."""
+        """Remove the replica; on failure, let it work again."""
         outcome, detail = self._scaled.outcome or ScaleState.FAILED, self._scaled.detail
         end = float("inf")
         while True:
@@ -261,7 +261,7 @@ class ReplicaDrive:
         return replicas[-1] if replicas else None
 
     async def _save(self, *, unless_going_back: bool = False, **changes: Any) -> bool:
-        """Save changes of the replica's record; returns False if `unless_going_back` prevented it."""
+        """Save changes of the replica's record. Returns False if `unless_going_back` prevented it."""
         if all(getattr(self._scaled, name) == value for name, value in changes.items()):
             return True
         return await self._log.update_replica(

@@ -14,19 +14,19 @@ from services.coordinator.state.retries import RedisRetry
 from services.coordinator.state.store import AsyncStore
 
 MAX_REQUESTS = 100
-"""Requests that are kept."""
+"""Maximum number of requests to keep."""
 
 
 @dataclass
 class _Change:
-    """A change of one replica of a request. Those that come while Redis is written to are saved together."""
+    """A change of one replica of a request. Changes during a write to Redis are saved together by the next one."""
 
     launch_id: str
     changes: dict[str, Any]
     unless_going_back: bool
     done: bool = False
     made: bool = False
-    """It was not prevented by a cancellation or a rollback."""
+    """True if no cancellation or rollback prevented the change."""
 
 
 @dataclass(frozen=True)

@@ -51,7 +51,7 @@ class Evaluation(Record):
 
 @dataclass(frozen=True)
 class RoleFailure:
-    """A role without a working replica, which ends the run."""
+    """The failure of a role without a working replica, which ends the run."""
 
     role: str
     instance: str
@@ -72,17 +72,17 @@ class RunRecord(Record):
     """Absolute path of the run's folder."""
     phase: Phase = Phase.PENDING
     outcome: Outcome | None = None
-    """None before its end."""
+    """Outcome of the run; None before its end."""
     reason: str = ""
     """Reason for the phase, for users."""
     failed_role: str = ""
-    """The role whose failure ended it; empty: it has not ended so."""
+    """The role whose failure ended the run; empty: another reason."""
     failed_instance: str = ""
     """The replica of that role whose error is the reason; empty: the role as a whole."""
     paused: str | None = None
     """Reason for the pause; None if not paused. Only a pending or running run can be paused."""
     paused_at: datetime | None = None
-    """When the last pause began."""
+    """Time of the last pause's beginning."""
     autoscale: str = ""
     """Mode of the autoscaler that was set during the run; empty: that of its configuration."""
     stop_reason: str = ""
@@ -90,14 +90,14 @@ class RunRecord(Record):
     request_id: str = ""
     """Id of the StartRun request, if it had one."""
     request_digest: str = ""
-    """SHA-256 of what that request asked for."""
+    """SHA-256 of that request's content."""
     create_time: datetime = Field(default_factory=lambda: datetime.now(UTC))
     begin_time: datetime = Field(default_factory=lambda: datetime.now(UTC))
-    """When it was created, or restored last."""
+    """Time of the run's creation or last restoration."""
     end_time: datetime | None = None
     evaluations: tuple[Evaluation, ...] = ()
     evaluating: int = 0
-    """The version under evaluation whose checkpoint may become the best (relaxd.best_checkpoint); 0: none."""
+    """Version under evaluation whose checkpoint may become the best (relaxd.best_checkpoint); 0: none."""
     patience_from: int = 0
     """The step after which evaluations without an improvement count for run.stop_early."""
     forgiven_drops: int = 0
@@ -109,13 +109,13 @@ class RunRecord(Record):
     notes: tuple[str, ...] = ()
     """Problems that did not end the run."""
     prompts: int = 0
-    """Number of its training prompts; 0: not known, of an earlier release."""
+    """Number of the run's training prompts; 0: unknown, from an earlier release."""
     prompts_digest: str = ""
-    """Digest of all of them (`PromptDataset.digest`)."""
+    """Digest of the training prompts (`PromptDataset.digest`)."""
 
     @property
     def reason_shown(self) -> str:
-        """Reason for the run's state: that of its pause, or else of its phase."""
+        """Reason of the run's state: its pause's, or else its phase's."""
         return self.reason if self.paused is None else self.paused
 
 
@@ -128,7 +128,7 @@ class ReplicaRecord(Record):
     """Unix time; distinguishes registrations with the same id."""
     draining: bool = False
     drain_until: float | None = None
-    """Unix time until which it may drain; None: as long as its own grace period lasts."""
+    """Unix time until which the replica may drain; None: for its own grace period."""
 
 
 class Announcement(Record):
@@ -166,7 +166,7 @@ class WeightsRecord(Record):
 
     last_sync_id: int = 0
     running: bool = False
-    """A synchronisation is in progress; after a restart it is aborted."""
+    """True while a synchronisation is in progress; after a restart it is aborted."""
     group: GroupRecord | None = None
     announced: Announcement | None = None
     last_sync_seconds: float = 0.0
@@ -191,19 +191,19 @@ class ReplicaHealth(Record):
     instance: str
     role: str
     replica_id: str
-    """Its newest process."""
+    """Id of the replica's newest process."""
     address: str = ""
     """Address of the newest process."""
     stopped_id: str = ""
     """Id of the process that was last asked to end."""
     supervised: bool = False
-    """A supervisor restarts it when it ends."""
+    """True if a supervisor restarts the process when it ends."""
     state: Health = Health.HEALTHY
     reason: str = ""
     since: float = 0.0
-    """Unix time at which it entered this state, or was last restarted."""
+    """Unix time at which this state began, or of the last restart."""
     down_since: float = 0.0
-    """Unix time at which it last stopped working."""
+    """Unix time at which the replica last stopped working."""
     restarts: tuple[float, ...] = ()
     """Unix times of the last restarts, by this or an earlier coordinator."""
     tries: int = 0
@@ -211,11 +211,11 @@ class ReplicaHealth(Record):
     counted_id: str = ""
     """Id of the last process whose end is among `tries`."""
     failure: str = ""
-    """The last error that one of its processes reported, since one worked."""
+    """The last error that a process of the replica reported since one worked."""
     seen_working: bool = False
-    """Its newest process has made progress."""
+    """True if the newest process has made progress."""
     refused: bool = False
-    """It failed because its start was refused: the settings or the model are wrong."""
+    """True if the start was refused: the settings or the model are wrong."""
 
 
 class RoleHealth(Record):
@@ -225,13 +225,13 @@ class RoleHealth(Record):
     state: Health = Health.HEALTHY
     reason: str = ""
     since: float = 0.0
-    """Unix time at which it entered this state."""
+    """Unix time at which this state began."""
     rebuilds: int = 0
-    """Rebuilds since the last committed step."""
+    """Number of rebuilds since the last committed step."""
     rebuilt_at_step: int = 0
     """Last committed step at the start of the last rebuild."""
     pause: str = ""
-    """Reason of the run's pause for a rebuild: any coordinator that finds the run paused for it may resume the run."""
+    """Reason of the run's pause for a rebuild, by which any coordinator recognises a pause that it may end."""
 
 
 class Event(Record):
@@ -250,9 +250,9 @@ class HealthRecord(Record):
     """State of the health manager that survives a restart of the coordinator."""
 
     replicas: dict[str, ReplicaHealth] = Field(default_factory=dict)
-    """By instance."""
+    """Health of each replica, by instance."""
     roles: dict[str, RoleHealth] = Field(default_factory=dict)
-    """By role."""
+    """Health of each role."""
     events: tuple[Event, ...] = ()
     """Latest events, oldest first."""
 
@@ -325,7 +325,7 @@ UNDER_WAY = (
 
 
 TIMEOUT_SECONDS, DRAIN_SECONDS = 600.0, 30.0
-"""Time until new replicas must be active, and time for a drain, where a request gives none."""
+"""Default seconds until new replicas must be active, and default seconds of a drain."""
 ROLLED_BACK = "rolled back, because another replica failed"
 
 
@@ -341,9 +341,9 @@ class ScaleSpec(Record):
     replica_ids: tuple[str, ...] = ()
     gpu_uuids: tuple[str, ...] = ()
     seconds: float
-    """Time until all replicas must be active (out) or drained (in)."""
+    """Seconds until all replicas must be active (out) or drained (in)."""
     rollback_all: bool = False
-    """Out: remove all replicas when one of them fails."""
+    """Out: remove all replicas if one of them fails."""
 
 
 class ScaledReplica(Record):
@@ -352,10 +352,10 @@ class ScaledReplica(Record):
     launch_id: str
     state: ScaleState = ScaleState.PENDING
     outcome: ScaleState | None = None
-    """The state after REMOVING."""
+    """State of the request after REMOVING."""
     replica_id: str = ""
     address: str = ""
-    """Empty until known."""
+    """Address of the replica; empty until known."""
     gpu_uuids: tuple[str, ...] = ()
     sglang_url: str = ""
     detail: str = ""
@@ -369,7 +369,7 @@ class ScaleRecord(Record):
     scaled: tuple[ScaledReplica, ...] = ()
     cancelled: bool = False
     rolled_back: bool = False
-    """With `rollback_all`, a replica failed, so all are removed."""
+    """True if all replicas are removed because one failed under `rollback_all`."""
     reason: str = ""
     create_time: datetime = Field(default_factory=lambda: datetime.now(UTC))
     update_time: datetime = Field(default_factory=lambda: datetime.now(UTC))
@@ -392,7 +392,7 @@ class ScaleRecord(Record):
 
     @property
     def going_back(self) -> bool:
-        """True if replicas that are not active yet are removed instead."""
+        """True if replicas that aren't active yet are being removed."""
         return self.cancelled or self.rolled_back
 
     def after_failures(self) -> "ScaleRecord":

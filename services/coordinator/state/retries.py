@@ -1,6 +1,4 @@
-"""Retries of operations while Redis or the disk of a run's folder is away, and work that goes on when its caller is
-gone.
-"""
+"""Retries of operations while Redis or the disk of a run's folder is unavailable, and work that outlives its caller."""
 
 import asyncio
 import logging
@@ -25,10 +23,10 @@ HUNG_SECONDS = 20.0
 
 
 class Retry:
-    """Repeats an operation until something that it needs is there, and logs who waits."""
+    """Repeats an operation until its requirements are available, and logs the waits."""
 
     hung_seconds: ClassVar[float | None] = None
-    """An attempt that takes this long waits, too; None: attempts have their own deadline."""
+    """Seconds after which a slow attempt counts as waiting; None: attempts have their own deadline."""
 
     def __init__(
         self, owner: str, needs: str, errors: tuple[type[Exception], ...], *, on: str = "", disk: bool = False
@@ -46,11 +44,11 @@ class Retry:
 
     @property
     def waiting(self) -> bool:
-        """True while an operation waits for what it needs."""
+        """True while an operation waits for its requirements."""
         return bool(self._waits)
 
     async def call(self, operation: Callable[..., Awaitable[Result]], *arguments: Any, **named: Any) -> Result:
-        """Await the operation until it doesn't raise one of the errors. Raises whatever else it raises."""
+        """Await the operation until it raises none of the errors. Raises any other error."""
         attempt = 0
         with ExitStack() as ends:
             wait = Wait(f"{self._needs}, for {self._owner}: no answer", self._on, disk=self._disk)
@@ -69,7 +67,7 @@ class Retry:
                     await asyncio.sleep(RETRY_SECONDS)  # named: above
 
     def _begin(self, wait: Wait, ends: ExitStack) -> None:
-        """Name a wait until `ends` are closed, unless it is named already."""
+        """Name a wait until `ends` are closed, unless one is already named."""
         if wait not in self._waits:
             self._waits.add(wait)
             ends.callback(self._waits.discard, wait)
@@ -102,7 +100,7 @@ class FolderRetry(Retry):
 
 
 async def finish(work: Coroutine[Any, Any, Result], what: str) -> Result:
-    """Finish the work even if the caller is cancelled. `what` appears in the log, such as "a scale request"."""
+    """Finish the work even if the caller is cancelled. `what`: name in the log, such as "a scale request"."""
     task = asyncio.create_task(work)
 
     def log_failure(task: "asyncio.Task[Result]") -> None:

@@ -51,7 +51,7 @@ SCALING = PREFIX + "scaling"
 
 SETTINGS: dict[str, Any] = {"protocol": 2, "decode_responses": True, "health_check_interval": 15}
 BACKOFF, RETRIES = ExponentialBackoff(cap=0.2, base=0.02), 2
-"""redis-py tries again itself."""
+"""Retries of redis-py itself."""
 
 # Records are few, small and replaced often. A full Redis must accept them, because only a working coordinator frees
 # memory, step by step. A new run may be refused.
@@ -127,7 +127,7 @@ class StoreMoves:
 
     @property
     def term(self) -> int:
-        """This coordinator's term; 0 before `take_over`."""
+        """Term of this coordinator; 0 before `take_over`."""
         return self._standing.term
 
     @property
@@ -203,7 +203,7 @@ class StoreMoves:
 
     @operation
     def begin_delete(self, run_id: str, request_id: str = "") -> RedisOperation[None]:
-        """Delete the records of a run and its StartRun request; its board is still to be deleted (see `deleting`)."""
+        """Delete the records of a run and its StartRun request; its board still has to be deleted (see `deleting`)."""
         forgotten = [["ZREM", RUNS, run_id], ["HDEL", REQUESTS, request_id]]
         yield from self._write([["SADD", DELETING, run_id], *forgotten, ["DEL", run_key(run_id), health_key(run_id)]])
 
@@ -236,7 +236,7 @@ class StoreMoves:
 
     @operation
     def save_gpus(self, replica_id: str, held: Sequence[str], freed: Sequence[str]) -> RedisOperation[None]:
-        """Save a replica as holder of GPUs, and free others."""
+        """Save a replica as holder of GPUs, and remove the holder of other GPUs."""
         commands = [["HSET", GPUS, uuid, replica_id] for uuid in held]
         if freed:
             commands.append(["HDEL", GPUS, *freed])
@@ -295,7 +295,7 @@ class StoreMoves:
         self._check((yield from self._script(_GUARDED, keys, self.term, json.dumps(commands))))
 
     def _script(self, text: str, keys: Sequence[str], *arguments: Any) -> RedisOperation[Any]:
-        """Run a script; what it wrote survives the primary, if the URL has `wait_replicas`."""
+        """Run a script. Its writes survive the primary if the URL has `wait_replicas`."""
         (reply,) = yield Send([("EVAL", text, len(keys), *keys, *arguments)], how="write")
         return reply
 
@@ -341,7 +341,7 @@ class AsyncStore(StoreMoves, Asynchronous):
         self._redis = connect_async(store.redis_url, tag=COORDINATOR, seconds=self._seconds, **settings)
 
     async def close(self) -> None:
-        """Close all connections, also those of `in_threads`."""
+        """Close all connections, those of `in_threads` included."""
         await self._redis.aclose()
         self.in_threads.close()
 
@@ -377,10 +377,10 @@ class RunBoard(AsyncBoard):
     """
 
     def __init__(self, *arguments: Any, **settings: Any) -> None:
-        """Take what a Board takes."""
+        """The arguments are a Board's."""
         super().__init__(*arguments, **settings)
         self.in_threads = Board(*arguments, **settings)
-        """It connects when it is used."""
+        """Board for threads, which connects when first used."""
 
     async def close(self) -> None:
         """Close all connections to Redis. Whoever still reads connects again."""

@@ -52,9 +52,9 @@ logger = logging.getLogger(__name__)
 TICK_SECONDS = 0.05
 """Interval at which the board is polled for the next step's groups."""
 MARGIN_SECONDS = 5.0
-"""Added to the deadline that the callee enforces itself."""
+"""Seconds added to the deadline that the callee enforces itself."""
 WAITING_SECONDS = 2.0
-"""A replica counts as waiting this long after its last request; it repeats the request several times a second."""
+"""Seconds for which a replica counts as waiting after its last request, which it repeats several times a second."""
 BACKOFF = Backoff(first_seconds=0.1, max_seconds=2.0)
 
 
@@ -83,9 +83,9 @@ class GpuHandoff:
         self._evaluating = evaluating
         self._moving: HandoffMove | None = None
         self._metrics: dict[str, float] = {}
-        """Durations of the handoffs since the last step, and the device memory before and after."""
+        """Durations of the handoffs since the last step, with the device memory before and after."""
         self._resting = False
-        """True once no more moves are to be made."""
+        """True once no further moves are made."""
         self._trainer_users = 0
         """Callers inside `trainer_awake`."""
         self._failures = HandoffFailures(context.config.run.switch_timeout_seconds)
@@ -99,7 +99,7 @@ class GpuHandoff:
         return "; ".join(filter(None, (moving, failed, *map(self._lost, self._judges()))))
 
     def failure(self, replica: Replica) -> tuple[HandoffFailure, bool] | None:
-        """Return the failed action of an engine or judge, and whether it is given up; None without a failure."""
+        """Return the failed action of an engine or judge, and whether it is given up; None if there is none."""
         found = self._failures.of(replica.replica_id)
         return None if found is None else (found, self._failures.given_up(replica.replica_id))
 
@@ -109,7 +109,7 @@ class GpuHandoff:
         return f"{judge.replica_id} is not waited for: {failure[0]}" if failure is not None and failure[1] else ""
 
     def request_gpu(self, replica: Replica) -> str:
-        """Request the GPU for a replica that has no engine or ranks yet; returns "" if granted, else the reason."""
+        """Request the GPU for a replica without an engine or ranks. Returns "" if granted, else the reason."""
         replica.request_gpu()
         trainers = self._registry.of_role(TRAINER)
         others = self._engines() if replica.registration.role == TRAINER else trainers
@@ -145,7 +145,7 @@ class GpuHandoff:
             await self._registry.changed.wait(TICK_SECONDS)  # idle: `waiting_for` says it
 
     async def run_forever(self) -> None:
-        """Make one move after another until cancelled, at the end of the run, and then forget whose turn it is."""
+        """Make moves until cancelled at the end of the run, and then forget whose turn it is."""
         try:
             await self._move_forever()
         finally:
@@ -297,7 +297,7 @@ class GpuHandoff:
         await self._timed("switch_engine_wake_seconds", "wake up", engines, wake)
 
     def _sleeping_judges(self) -> list[Replica]:
-        """Return the judges that have a model and no memory for it, without those that are given up."""
+        """Return the sleeping judges with a model that aren't given up."""
         ready = [judge for judge in self._judges() if judge.status.state == REPLICA_STATE_READY and not judge.awake]
         return [judge for judge in ready if not self._failures.given_up(judge.replica_id)]
 
@@ -347,7 +347,7 @@ class GpuHandoff:
     async def _timed(
         self, metric: str, action: str, replicas: Iterable[Replica], call: Callable[[Replica], Awaitable[Any]]
     ) -> list[Any]:
-        """Call all replicas at once and add the duration to a metric. Raises HandoffFailed."""
+        """Call all replicas concurrently and add the duration to a metric. Raises HandoffFailed."""
         started, began, replicas = time.monotonic(), self._failures.now(), list(replicas)
         answers = await asyncio.gather(*map(call, replicas), return_exceptions=True)
         failed = []

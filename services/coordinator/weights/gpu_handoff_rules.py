@@ -11,7 +11,7 @@ class HandoffMove(StrEnum):
     """The next action."""
 
     WAIT = "wait"
-    """Nothing: a replica works, starts, or is missing."""
+    """No move: a replica works, starts, or is missing."""
     TRAIN = "train"
     """Put the engines to sleep and wake the trainer up."""
     SYNCHRONISE = "synchronise"
@@ -29,9 +29,9 @@ class Situation:
     """The state of replicas, weights and board."""
 
     trainer: Literal["absent", "waiting", "starting", "ready"]
-    """Waiting: for the GPU, without a model. Starting: it has the GPU and isn't ready."""
+    """State of the trainer. Waiting: for the GPU, without a model. Starting: it has the GPU and isn't ready."""
     trainer_awake: bool
-    """It holds device memory."""
+    """True if the trainer holds device memory."""
     engines_waiting: bool = False
     """Some replicas without engines wait for the GPU."""
     engines_starting: bool = False
@@ -47,13 +47,14 @@ class Situation:
     due: bool = False
     """The trainer has work: all groups of the next step are ready, or a checkpoint or export is requested."""
     judges_asleep: bool = False
-    """Some judges that take turns sleep, and aren't given up. Awake or without a model, they count as engines above."""
+    """True if some judges that take turns sleep and aren't given up. Judges that are awake, or without a model, count
+    as engines above."""
     announced: bool = False
     """This trainer announced the newest step's version."""
 
 
 def next_move(now: Situation) -> HandoffMove:
-    """Return the next move; none takes a device from a replica that starts on it."""
+    """Return the next move. No move takes a device from a replica that is starting on it."""
     # First of all: without its judge the groups of engines that generate are never ready, so that no turn would end.
     # Where they are ready all the same, other judges have answered, and the turn doesn't wait for one that sleeps on.
     turn_ends = now.due and not now.generating
@@ -88,7 +89,7 @@ class HandoffFailure:
     """Error of the last call."""
     began: float
     ended: float
-    """When the first call began and the last one ended; times are the clock's."""
+    """Times of the first call's beginning and the last one's end, by the clock."""
 
     @property
     def seconds(self) -> float:
@@ -100,7 +101,7 @@ class HandoffFailure:
 
 
 class HandoffFailures:
-    """Counts the time for which processes have failed; a new process of an instance begins anew."""
+    """Counts the seconds for which processes have failed; a new process of an instance starts at zero."""
 
     def __init__(self, switch_timeout_seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
         self._limit_seconds = PATIENCE * switch_timeout_seconds
@@ -112,7 +113,7 @@ class HandoffFailures:
         return self._clock()
 
     def failed(self, replica_id: str, action: str, error: str, began: float) -> None:
-        """Record a call that failed, and when it began."""
+        """Record a failed call and the time of its beginning."""
         before = self._failures.get(replica_id)
         first = before.began if before is not None and before.action == action else began
         self._failures[replica_id] = HandoffFailure(action, error, first, self._clock())
@@ -126,6 +127,6 @@ class HandoffFailures:
         return self._failures.get(replica_id)
 
     def given_up(self, replica_id: str) -> bool:
-        """Return whether a process has failed for longer than it may: its health restarts it, and turns go on."""
+        """Return whether a process has failed for longer than allowed: its health then restarts it, and turns go on."""
         failure = self._failures.get(replica_id)
         return failure is not None and failure.seconds > self._limit_seconds

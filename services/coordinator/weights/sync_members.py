@@ -1,6 +1,4 @@
-"""Members of the next weight synchronisation: when it is due, which engines are excluded after a failure, and which
-join.
-"""
+"""Members of the next weight synchronisation: when it is due, which engines failures exclude, and which ones join."""
 
 import logging
 import time
@@ -14,9 +12,9 @@ from services.coordinator.state.records import GroupRecord, Member
 logger = logging.getLogger(__name__)
 
 QUIET_SHARE = 0.5
-"""JoinBatcher join once none has come for this share of the time that connecting a group takes ..."""
+"""Share of the time for connecting a group after which waiting engines join if no further one has come ..."""
 MOST_SHARE = 4.0
-"""... or once the first of them has waited for this multiple of it."""
+"""... or multiple of that time for which the first of them waits at most."""
 
 
 class JoinBatcher:
@@ -30,14 +28,14 @@ class JoinBatcher:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._seen: dict[Member, float] = {}
-        """When each engine was seen first."""
+        """Time at which each engine was first seen."""
         self.connect_seconds = 0.0
         """Seconds that connecting the last group took."""
         self.due_seconds = float("inf")
-        """Time until those that `admit` left out may join."""
+        """Seconds until the engines that `admit` left out may join."""
 
     def admit(self, trainer: Member, engines: Sequence[Member], group: GroupRecord | None) -> list[Member]:
-        """Return the engines to synchronise now: all, or those of the group that is connected."""
+        """Return the engines to synchronise now: all, or only those of the connected group."""
         now = self._clock()
         self._seen = {engine: self._seen.get(engine, now) for engine in engines}
         self.due_seconds = float("inf")
@@ -60,14 +58,13 @@ EXCLUSION = Backoff(first_seconds=5.0, max_seconds=60.0)
 
 
 class ExcludedEngines:
-    """Counts the failures of engines and excludes those to blame for a while."""
+    """Counts the failures of engines and temporarily excludes the blamed ones."""
 
     def __init__(self) -> None:
         self._blame: dict[Member, tuple[int, float]] = {}
-        """An engine's consecutive failures, and the monotonic time until which it is excluded."""
+        """Consecutive failures of each engine, and the monotonic time until which it is excluded."""
         self.refusals: Counter[Member] = Counter()
-        """Failures since the last success with an error answer of a member and no dead or late one. They exclude
-        nobody."""
+        """Failures since the last success with an error answer and no dead or late member. They exclude nobody."""
 
     def members(self) -> list[Member]:
         """Return the engines that are excluded now."""
@@ -79,7 +76,7 @@ class ExcludedEngines:
         return self._blame.get(member, (0, 0.0))[0] + self.refusals[member]
 
     def blame(self, members: Iterable[Member], known: Callable[[Member], bool]) -> None:
-        """Exclude members, longer after each failure, and forget those that aren't `known` any more."""
+        """Exclude members, for longer after each failure, and forget members that aren't in `known`."""
         for member in members:
             failures = self._blame.get(member, (0, 0.0))[0] + 1
             seconds = EXCLUSION.pause(failures)

@@ -1,4 +1,4 @@
-"""Client of a weight group's members: each call goes to all of them at once, with a deadline."""
+"""Client of a weight group's members: each call goes to all of them concurrently, with a deadline."""
 
 import asyncio
 import logging
@@ -35,17 +35,17 @@ PAUSE_MODES = {
     "drain": rollout_pb2.PAUSE_MODE_DRAIN,
 }
 SHORT_SECONDS = 3.0
-"""Deadline of calls that only change a flag: resume, leave."""
+"""Deadline, in seconds, of calls that only change a flag: resume, leave."""
 SILENT_SECONDS = 0.5
-"""The same for a member that did not answer the last call: it may be frozen, and all members wait for it."""
+"""SHORT_SECONDS for a member that did not answer the last call: it may be frozen, and all members wait for it."""
 MARGIN_SECONDS = 1.0
-"""Added to the deadline that the callee enforces itself."""
+"""Seconds added to the deadline that the callee enforces itself."""
 ECHO_SECONDS = 0.2
-"""Time for the other calls to end after the first failure, so that the error names every culprit."""
+"""Seconds for the other calls to end after the first failure, so that the error names every culprit."""
 CALLS_TOGETHER = 16
-"""Calls of a broadcast that are begun without a pause."""
+"""Number of a broadcast's calls to start before the event loop gets a turn."""
 TO_BLAME = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
-"""Statuses of a member that is dead or late; any other status is an answer."""
+"""Statuses of a dead or late member; any other status is an answer."""
 
 
 class SyncFailed(Exception):
@@ -85,14 +85,14 @@ class TransferTimes:
     pause: float
     """Until generation rested."""
     receive: float
-    """From the reception's begin until the version is committed."""
+    """Seconds from the beginning of the reception until the version is committed."""
     send: float
     """The trainer's broadcast."""
     resume: float
     """Calls that resume the engines, and the record of the digest before, where their weights were compared first; else
     they resume by themselves."""
     bytes_sent: float
-    """Bytes that were sent, each once."""
+    """Bytes that were sent, each counted once."""
 
 
 class WeightGroupClient:
@@ -233,7 +233,7 @@ class WeightGroupClient:
         return self._rollout(engine).ResumeGeneration(request, timeout=SHORT_SECONDS)
 
     async def leave(self, sync_id: int, group: GroupRecord) -> None:
-        """Let the registered members leave a group; paused engines stay paused."""
+        """Have the registered members leave a group; paused engines stay paused."""
         members = [member for member in (group.trainer, *group.engines) if self._registry.holds(member)]
         await self._broadcast("leave the old weight group", members, lambda m: self._leave(sync_id, group, m))
 
@@ -354,7 +354,8 @@ class WeightGroupClient:
 
 
 def _differences(sent: Mapping[str, int], received: Mapping[str, int]) -> str:
-    """Name the tensors whose checksums differ; "" if none does, or the engine (an external server) returns none."""
+    """Return the names of tensors whose checksums differ; "" if there are none, or the engine (an external server)
+    returns no checksums."""
     if not received:
         return ""
     different = sorted(name for name in {*sent, *received} if sent.get(name) != received.get(name))

@@ -30,11 +30,12 @@ from services.coordinator.weights.weight_group_client import SyncFailed, WeightG
 logger = logging.getLogger(__name__)
 
 OTHERS_SECONDS = 0.003
-"""Delay after which others hear of a new version: a synchronisation sends its calls before they begin to work."""
+"""Seconds by which others hear later of a new version, so that a synchronisation can send its calls before they start
+work."""
 IDLE_SECONDS = 0.5
 BACKOFF = Backoff(first_seconds=0.1, max_seconds=2.0)
 QUIET_FAILURES = 4
-"""Attempts in a row for which the trainer may have been faster; from then on it is a failure."""
+"""Number of consecutive attempts that a faster trainer may have spoiled; from then on they count as failures."""
 
 
 class WeightSync:
@@ -45,26 +46,26 @@ class WeightSync:
         self._fleet = context.fleet
         self._registry = context.registry
         self._news = context.registry.changed.follow()
-        """Tells of changes, for which a synchronisation may be due, and at once of a new version."""
+        """Signals changes that may require a synchronisation, and a new version at once."""
         self._client = WeightGroupClient(context.registry, context.peers, context.config.weights)
         self._saving = asyncio.Lock()
         self._recorded_ahead = False
-        """True if Redis says already that a synchronisation may be in progress."""
+        """True if Redis already records that a synchronisation may be in progress."""
         self._excluded = ExcludedEngines()
         self._joins = JoinBatcher()
         self._waiting_for_newest = 0
-        """Callers that wait until the engines serve the newest version, whatever weights.interval is."""
+        """Callers that wait until the engines have the newest version, whatever weights.interval is."""
         self._unfit: dict[tuple[Member, Member], str] = {}
         """Answers INVALID_ARGUMENT, by trainer and engine: no further attempt has such a pair."""
         self._verified: set[tuple[Member, Member]] = set()
-        """Pairs of trainer and engine whose checksums matched."""
+        """Pairs of trainer and engine with equal checksums."""
         self._wrong: dict[Member, str] = {}
-        """Engines whose checksums did not, since they were last synchronised, and what differed."""
+        """Engines with different checksums since their last synchronisation, and the differences."""
         self.record = record
         self.last_failure = ""
         """Reason of the last attempt's failure; empty after a success."""
         self.waiting_for = ""
-        """Why engines wait for weights that can't be sent now; empty while none does."""
+        """Reason why engines wait for weights that can't be sent now; empty while none does."""
         self.began: float | None = None
         """Unix time at which the synchronisation in progress began, or the first of those that failed since the last
         success; None: no synchronisation is needed."""
@@ -80,7 +81,7 @@ class WeightSync:
         return announced if announced is not None and announced.run_id == self._context.run_id else None
 
     async def announce(self, announcement: Announcement) -> None:
-        """Record a new version; `run_forever` synchronises it. Raises FailedPrecondition: it is an older one."""
+        """Record a new version, which `run_forever` synchronises. Raises FailedPrecondition if it is an older one."""
         before = self.announced
         if before is not None and (announcement.term, announcement.version) < (before.term, before.version):
             raise FailedPrecondition(
@@ -120,17 +121,18 @@ class WeightSync:
         return self._excluded.failures(replica.member)
 
     def refusal(self, replica: Replica) -> str:
-        """Return why an engine refuses this trainer's weights, as its next process would; "" if it doesn't."""
+        """Return the reason why an engine refuses this trainer's weights, as its next process would; "" if it
+        doesn't."""
         trainer = self._fleet.trainer()
         return self._unfit.get((trainer.member, replica.member), "") if trainer is not None else ""
 
     def wrong_engines(self) -> dict[str, str]:
-        """Return the engines, by id, that hold other weights than were sent, and what differs."""
+        """Return the engines, by id, with weights that differ from the sent ones, and the differences."""
         self._wrong = {member: text for member, text in self._wrong.items() if self._registry.holds(member)}
         return {member.replica_id: text for member, text in self._wrong.items()}
 
     def failure(self) -> RoleFailure | None:
-        """Return the refusal of an engine if no other one is left that could take this trainer's weights."""
+        """Return an engine's refusal if no other engine can take this trainer's weights."""
         engines = self._fleet.of_role(ROLLOUT)
         refusing = [one for one in engines if self.refusal(one)]
         left = [one for one in engines if one not in refusing and one.instance not in self._fleet.given_up]
@@ -197,7 +199,7 @@ class WeightSync:
         announced: Announcement,
         then: Callable[[], Awaitable[None]] | None = None,
     ) -> float:
-        """Synchronise once; returns the seconds to wait before the next attempt."""
+        """Synchronise once. Returns the seconds until the next attempt."""
         blamed: frozenset[Member] = frozenset()
         unfit: dict[tuple[Member, Member], str] = {}
         started = time.monotonic()
@@ -305,7 +307,7 @@ class WeightSync:
             self.totals[name] = self.totals.get(name, 0.0) + value
 
     def _unverified(self, trainer: Member, engines: Sequence[Member]) -> list[Member]:
-        """Return the engines whose weights must be compared with the trainer's this time."""
+        """Return the engines whose weights have to be compared with the trainer's this time."""
         match self._context.config.weights.verify:
             case "always":
                 return list(engines)
@@ -315,7 +317,7 @@ class WeightSync:
         return [engine for engine in engines if (trainer, engine) not in self._verified]
 
     async def _record_digest(self, version: int, digest: str) -> None:
-        """Record what the trainer sent, before an engine can write with it. Raises BoardUnavailable."""
+        """Record the digest of the sent weights, before an engine can generate with them. Raises BoardUnavailable."""
         if self._context.config.weights.has_receipts:
             await self._context.board.record_weights(term=self._context.term, version=version, digest=digest)
             logger.info("version %d is sent with digest %s", version, digest)
