@@ -22,7 +22,7 @@ class _Part:
     """Number of its tokens."""
     reward: float
     compared_with: tuple[int, int]
-    """Player and number of the message. Parts that have the same are compared with each other."""
+    """Player and number of the message. Parts with equal values are compared with each other."""
 
 
 def advantages_by_part(algorithm: Algorithm, columns: Mapping[str, Column]) -> Advantages | Filtered:
@@ -72,7 +72,7 @@ def _parts(columns: Mapping[str, Column]) -> list[_Part]:
 
 
 def _chosen(name: str, columns: Mapping[str, Column], sequences: NDArray[Any], of_token: NDArray[np.bool_]) -> Any:
-    """Return a column's values for parts of sequences [S], whose tokens `of_token` [T] chooses."""
+    """Return a column's values for parts of sequences [S], at the tokens `of_token` [T]."""
     if name == "sample_of_sequence":
         return np.arange(len(sequences), dtype=np.int32)
     column = columns[name]

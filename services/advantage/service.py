@@ -16,7 +16,7 @@ from relaxd.roles import ADVANTAGE
 from services.advantage.credit import advantages_by_part
 
 CONCURRENCY = 8
-"""Groups worked on at once. The work takes microseconds; several groups are committed in one round trip."""
+"""Concurrent groups. The work takes microseconds, and several groups are committed in one round trip."""
 
 
 def column_problem(columns: Mapping[str, Column], names: Iterable[str], tokens: int) -> str:

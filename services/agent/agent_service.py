@@ -1,4 +1,4 @@
-"""The agent service: it works on the stage "rollout" of runs whose samples are conversations with an environment."""
+"""The agent service: works on the stage "rollout" of runs whose samples are conversations with an environment."""
 
 import asyncio
 import time
@@ -32,11 +32,11 @@ from services.agent.program_conversations import ProgramConversations
 from services.agent.programs import Programs
 
 SLOW_SECONDS = 2.0
-"""Seconds after which the status names a call of an environment."""
+"""Seconds after which the status names a slow call of an environment."""
 
 
 class AgentService(StageReplica):
-    """Holds the conversations of the groups that it takes."""
+    """Holds the conversations of its groups."""
 
     role = AGENT
     stage = ROLES[AGENT].stage
@@ -46,9 +46,10 @@ class AgentService(StageReplica):
         self._run_id = ""
         self._engines: RunEngines | None = None
         self._others: list[Environments | Programs | Endpoint] = []
-        """The run's environment, program or function with its endpoint first, then those of evaluation sets alone."""
+        """The run's environment, or program or function with its endpoint, followed by those of evaluation sets
+        only."""
         self._conversations: list[Conversations] = []
-        """Conversations with each of them."""
+        """The conversations of each environment, program or function."""
         self._groups: GroupConversations | None = None
         self.evaluations: EvaluationConversations | None = None
         """Conversations of evaluations; None without a run that has some."""
@@ -150,7 +151,8 @@ class AgentService(StageReplica):
         return replace(status, detail=f"waiting for the environment of conversation {session}, for {duration(seconds)}")
 
     def pieces(self) -> int:
-        """Return a number that rises with messages of engines and with calls and looks at environments and programs."""
+        """Return a number that increases with engines' messages, and with calls and checks of environments and
+        programs."""
         if self._engines is None:
             return 0
         return self._engines.pieces + sum(conversations.calls for conversations in self._conversations)

@@ -1,4 +1,4 @@
-"""Requests of programs for the next message of the model, and answers, whichever protocol they came by."""
+"""Programs' requests for the model's next message, and the answers, in any protocol."""
 
 import json
 import time
@@ -12,7 +12,7 @@ from relaxd.envs.reply_formats import ParsedReply
 
 
 class BadRequest(Exception):
-    """A request is refused. The message says why, for the program and its log."""
+    """A request is refused. The message has the reason, for the program and its log."""
 
     def __init__(self, message: str, param: str | None = None, *, code: str | None = None, status: int = 400) -> None:
         super().__init__(message)
@@ -26,13 +26,13 @@ class ChatRequest:
     """A request for the next message of the model."""
 
     messages: list[Message]
-    """All messages so far, as chat templates get them; none if there are `tokens`."""
+    """All messages so far, in the form of chat templates; none if there are `tokens`."""
     tools: list[dict[str, Any]]
     """Schemas of tools."""
     calls: bool
-    """False if tool calls are to be left in the text (tool_choice is "none")."""
+    """False if tool calls stay in the text (tool_choice is "none")."""
     most: int | None
-    """Maximum length of the answer in tokens, if the program says one."""
+    """Maximum length of the answer in tokens, if the program sets one."""
     stop: tuple[str, ...]
     """Texts that end the answer."""
     digest: bytes
@@ -40,16 +40,16 @@ class ChatRequest:
     with_ids: bool = False
     """True if the answer is to have its tokens."""
     kept: Sequence[Message] | None = None
-    """Messages to be stored with the answer, from which a later request goes on; None: nothing is."""
+    """Messages to store with the answer, for continuation by a later request; None: store nothing."""
     tokens: Sequence[int] = ()
     """Ids of all tokens so far, in place of messages."""
     stop_tokens: Sequence[int] = ()
-    """Ids of tokens that end the answer, besides the run's."""
+    """Token ids that end the answer, in addition to the run's."""
 
 
 @dataclass(frozen=True)
 class AnswerIds:
-    """Token ids of an answer, and of all before it."""
+    """Token ids of an answer, and of everything before it."""
 
     prompt: Sequence[int]
     tokens: Sequence[int]
@@ -63,7 +63,7 @@ class ChatAnswer:
     """An answer: a message of the model."""
 
     message: Message
-    """The message as it was sent, with arguments of calls as objects."""
+    """The message in the form that was sent, with calls' arguments as objects."""
     thinking: str
     finish_reason: Literal["stop", "length", "tool_calls"]
     prompt_tokens: int
@@ -72,11 +72,11 @@ class ChatAnswer:
     """Name among all sessions' answers."""
     created: int = field(default_factory=lambda: int(time.time()))
     ids: AnswerIds | None = None
-    """Its tokens, if the request asks for them."""
+    """Token ids of the answer, if the request asks for them."""
 
 
 def answer_message(parsed: ParsedReply, text: str) -> Message:
-    """Return a reply as the program gets it: calls that can't be read stay in the text, unless others can."""
+    """Return a reply in the form for the program: unreadable calls stay in the text, unless others are readable."""
     message = parsed.message
     message.pop("reasoning_content", None)
     if parsed.problem and not parsed.calls:

@@ -1,4 +1,4 @@
-"""A conversation that a program leads: its requests continue histories of tokens, or begin others."""
+"""A conversation led by a program: its requests continue histories of tokens, or begin new ones."""
 
 import asyncio
 import secrets
@@ -26,7 +26,7 @@ from services.agent.stored_messages import StoredMessages
 
 @dataclass(eq=False)
 class _Branch:
-    """One history of the sample. The first is the program's first request and what continues it."""
+    """One history of the sample. The first consists of the program's first request and its continuations."""
 
     turns: ModelTurns
     known: list[Message] | None
@@ -35,7 +35,7 @@ class _Branch:
 
 
 class ChatSession:
-    """Answers a program's requests, one after the other. Lives in one event loop."""
+    """Answers a program's requests in order. Lives in one event loop."""
 
     def __init__(self, model: PolicyModel, start: ConversationStart, result: Conversation) -> None:
         """`result` gets the model's messages and the program's."""
@@ -48,13 +48,13 @@ class ChatSession:
         self.cut_by = ""
         """The same for the last message, if one cut it off."""
         self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        """Raises why the conversation can't go on, as soon as it can't."""
+        """Raises the reason why the conversation can't continue, as soon as there is one."""
         self.media = SessionMedia(model.tokenizer.vision, start.media)
         """Media of its prompt and of its requests."""
         self.prompts = PromptTokens(model, start, self.media)
         """Tokens of its requests."""
         self.stored = StoredMessages()
-        """Messages from which requests may go on by an id."""
+        """Stored messages that requests can continue by an id."""
         self.generating = False
         """True while the model writes a message, or waits for an engine."""
         self._model = model
@@ -80,7 +80,7 @@ class ChatSession:
             raise
 
     def close(self) -> None:
-        """Cancel what is still being answered."""
+        """Cancel unfinished answers."""
         for task in self._answers.values():
             task.cancel()
         if not self.failed.cancel() and not self.failed.cancelled():
@@ -135,12 +135,13 @@ class ChatSession:
         )
 
     def _shown_ids(self, ids: MessageTokens) -> AnswerIds:
-        """Return an answer's tokens, the prompt's in little space, because answers are kept."""
+        """Return an answer's token ids, with the prompt's in compact form, because answers are stored."""
         texts = [self._model.tokenizer.decode([token], special=True) for token in ids.tokens]
         return AnswerIds(array("i", ids.prompt), ids.tokens, ids.logprobs, texts)
 
     async def _with_messages(self, request: ChatRequest) -> tuple[_Branch, list[Message]]:
-        """Add a request's messages to the history that it continues, or begin another; return it, and what is new."""
+        """Append a request's messages to the history that it continues, or begin a new one. Returns the history and the
+        new part."""
         branch, new = self._continued(request)
         if branch is None:
             return await self._begin(request)
@@ -149,7 +150,7 @@ class ChatSession:
         return branch, new
 
     async def _with_tokens(self, request: ChatRequest) -> tuple[_Branch, list[Message]]:
-        """Do the same with a request's token ids. What is new counts as one message of the user."""
+        """The same for a request's token ids. The new part counts as one message of the user."""
         tokens, tokenizer, example = request.tokens, self._model.tokenizer, self._start.example
         kept, branch = 0, None
         for one in self._branches:
@@ -176,7 +177,7 @@ class ChatSession:
         return branch, [{"role": "user", "content": text}] if text and not is_prompt else []
 
     def _check_room_for_another(self, why: str) -> None:
-        """Raise BadRequest if the sample has as many histories as it may have."""
+        """Raise BadRequest if the sample already has the maximum number of histories."""
         most = self._model.config.agent.max_sequences
         if len(self._branches) >= most:
             raise BadRequest(

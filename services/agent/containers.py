@@ -25,9 +25,9 @@ from services.agent.docker_engine import DockerEngine, EngineError
 from services.agent.programs import TAIL_BYTES, Programs, RunningProgram, sample_folder
 
 NETWORK = "relaxd-agent"
-"""Network of the containers: without a way out, and without one to each other."""
+"""Network of the containers, without access to the outside or to each other."""
 OWNER = "relaxd.agent-owner"
-"""Label of containers: the process that started them."""
+"""Label of containers with the process that started them."""
 FOLDER = "/relaxd"
 """Folder of the sample and its result in a container."""
 TAIL_LINES = 50
@@ -133,7 +133,7 @@ class ContainerProgram:
         return escape(bytes(text[-TAIL_BYTES:]).decode(errors="replace").strip(), keep="\t\n")
 
     async def _fetch_result(self) -> None:
-        """Copy the program's result, if it has written one."""
+        """Copy the program's result, if there is one."""
         try:
             where = {"path": f"{FOLDER}/result.json"}
             archive = await self._engine.bytes("GET", f"/containers/{self._id}/archive", query=where)
@@ -160,7 +160,7 @@ class ContainerPrograms(Programs):
         self._config = config
         self._engine: DockerEngine | None = None
         self._network = NETWORK
-        """Its id, once it is known."""
+        """Id of the network, once it is known."""
 
     async def start(self) -> None:
         """Start the endpoint, and remove the containers of services that were killed.
@@ -190,7 +190,7 @@ class ContainerPrograms(Programs):
 
     @asynccontextmanager
     async def run(self, session: ChatSession, sample: Mapping[str, Any]) -> AsyncIterator[tuple[RunningProgram, Path]]:
-        """Run the program while the context is open, as `Programs.run` does."""
+        """Run the program while the context is open, like `Programs.run`."""
         assert self._engine is not None
         environment = self.model_variables(session) | {
             "RELAXD_SAMPLE": f"{FOLDER}/sample.json",
@@ -269,7 +269,7 @@ async def _remove(engine: DockerEngine, container: str) -> None:
 
 
 async def _network_of(engine: DockerEngine) -> dict[str, Any]:
-    """Return the containers' network, which is made if it isn't there."""
+    """Return the containers' network, creating it if necessary."""
     made = {"Name": NETWORK, "Internal": True, "Options": {"com.docker.network.bridge.enable_icc": "false"}}
     named = {"filters": json.dumps({"name": [f"^{NETWORK}$"]})}
     if not await engine.json("GET", "/networks", query=named):

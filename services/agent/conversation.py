@@ -30,7 +30,7 @@ from services.agent.environments import Environments
 from services.agent.model_turns import BadPrompt, ModelMessage, ModelTurns, PolicyModel, span_attributes, tool_names
 
 MAX_INFO = 64
-"""Maximum number of names of an environment's own numbers that a conversation keeps."""
+"""Maximum number of an environment's numbers that a conversation stores."""
 
 
 @dataclass
@@ -45,7 +45,7 @@ class ConversationTokens:
     message_lengths: list[int] = field(default_factory=list)
     """Numbers of tokens from the end of each message of the model, or from the beginning, to the end of the next."""
     media: list[StoredMedia] = field(default_factory=list)
-    """Media in the tokens, and where they begin."""
+    """Media in the tokens, with their positions."""
 
     @classmethod
     def of(cls, history: TokenHistory, published: Sequence[int], hashes: Sequence[str]) -> "ConversationTokens":
@@ -76,9 +76,9 @@ class Conversation:
     """A conversation so far."""
 
     sequences: dict[int, ConversationTokens] = field(default_factory=lambda: {0: ConversationTokens()})
-    """Tokens of each history up to the end of the model's last message in it, once the conversation has ended."""
+    """Tokens of each history up to the end of its last message of the model, once the conversation has ended."""
     histories: dict[int, TokenHistory] = field(default_factory=dict)
-    """Histories until then, by the player whose view they are; a program's by the order in which they began."""
+    """Histories until then, by the player from whose view they are; a program's in the order of their beginning."""
     player_rewards: dict[int, float] = field(default_factory=dict)
     """Sums of the environment's rewards by player."""
     steps: list[tuple[int, Mapping[int, float]]] = field(default_factory=list)
@@ -88,14 +88,14 @@ class Conversation:
     text: str = ""
     """Text of the model's last message."""
     finish: str = ""
-    """Why it ended, by relaxd.finish_reasons."""
+    """Reason of the end, by relaxd.finish_reasons."""
     failure: str = ""
-    """Why the environment failed, if it did."""
+    """Reason why the environment failed, if it did."""
     turns: int = 0
     reward: float = 0.0
     """Sum of the environment's rewards."""
     info: dict[str, float] = field(default_factory=dict)
-    """The environment's own numbers; the last one of each name."""
+    """The environment's numbers; the last value of each name."""
     environment_seconds: float = 0.0
 
     receipts: Sequence[Receipt] = ()
@@ -115,7 +115,7 @@ class Conversation:
         self.turns += 1
 
     def add_rewards(self, speaker: int, rewards: Mapping[int, float]) -> None:
-        """Add rewards of players, by number, for a message of one of them."""
+        """Add the rewards of players, by number, for a message of one of them."""
         self.steps.append((speaker, rewards))
         for player, reward in rewards.items():
             self.player_rewards[player] = self.player_rewards.get(player, 0.0) + reward
@@ -136,7 +136,7 @@ class Conversation:
         return sum(int(np.count_nonzero(one.loss_mask)) for one in self.sequences.values())
 
     def count_calls(self, reply: ParsedReply, tools: Collection[str]) -> None:
-        """Count the tool calls of a message. Without tools the environment reads calls by itself, by any name."""
+        """Count the tool calls of a message. Without tools the environment parses calls itself, with any names."""
         self.tool_calls += len(reply.calls)
         unknown = [call for call in reply.calls if tools and call.name not in tools]
         self.tool_errors += len(unknown) + bool(reply.problem)
@@ -147,7 +147,7 @@ class ConversationStart:
     """The beginning of a conversation."""
 
     engine: EngineSession
-    """Its requests of engines; has its name."""
+    """The conversation's requests to engines; also has the engine's name."""
     example: Example
     """The prompt."""
     group_seed: int
@@ -155,7 +155,7 @@ class ConversationStart:
     sample_seed: int
     """Seed of the model's messages."""
     seconds: Callable[[], float]
-    """Returns the time that is left."""
+    """Function that returns the remaining seconds."""
     media: Sequence[StoredMedia] = ()
     """Media of the prompt."""
 
@@ -196,12 +196,12 @@ class ConversationStart:
         )
 
     def media_of(self, example: Example) -> Sequence[StoredMedia]:
-        """Return the media of a prompt: none of one that stands in the place of the sample's."""
+        """Return the media of a prompt; none if the prompt stands in for the sample's."""
         return self.media if example is self.example else ()
 
     @property
     def sample(self) -> Sample:
-        """The sample as environments and programs get it."""
+        """The sample in the form for environments and programs."""
         example = self.example
         messages = with_media(example.messages, [item.uri for item in self.media])
         return Sample(messages, example.answer, example.metadata, self.group_seed, example.tools)
@@ -276,11 +276,11 @@ class Conversations(ABC):
 
     @abstractmethod
     async def _converse(self, result: Conversation, start: ConversationStart) -> None:
-        """Hold the conversation, and keep in `result` what happens."""
+        """Hold the conversation, and record its course in `result`."""
 
     @abstractmethod
     def _end(self, name: str) -> None:
-        """Release what a conversation held; nobody waits for it."""
+        """Release a conversation's resources; nobody waits for it."""
 
 
 class EnvironmentConversations(Conversations):

@@ -1,4 +1,4 @@
-"""The API of the Docker engine on this machine, as far as containers of programs need it."""
+"""The API of this machine's Docker engine, limited to containers of programs."""
 
 import contextlib
 import json
@@ -17,7 +17,7 @@ MAX_ANSWER = 8 << 20
 
 
 class EngineError(OSError):
-    """The engine doesn't answer, or refuses a call. The message says what."""
+    """The engine doesn't answer, or refuses a call. The message says which."""
 
     def __init__(self, message: str, status: int = 0) -> None:
         super().__init__(message)
@@ -28,7 +28,7 @@ class DockerEngine:
     """Calls the engine, with tar archives and JSON. Lives in one event loop."""
 
     def __init__(self, address: str = "") -> None:
-        """`address` is like DOCKER_HOST, which it is by default. Raises InvalidArgument."""
+        """`address` has the form of DOCKER_HOST, its default. Raises InvalidArgument."""
         self._address = address or os.environ.get("DOCKER_HOST") or "unix:///var/run/docker.sock"
         if not self._address.startswith("unix://"):
             raise InvalidArgument(
@@ -43,7 +43,7 @@ class DockerEngine:
         await self._session.close()
 
     async def json(self, method: str, path: str, body: Any = None, query: Mapping[str, str] | None = None) -> Any:
-        """Return an answer in JSON; None if it is empty. Raises EngineError."""
+        """Return a JSON answer; None if it is empty. Raises EngineError."""
         found = await self.bytes(method, path, None if body is None else json.dumps(body).encode(), query)
         return json.loads(found) if found.strip() else None
 

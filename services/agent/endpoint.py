@@ -1,4 +1,4 @@
-"""HTTP server that programs ask, with an address for each conversation."""
+"""HTTP server for programs' requests, with an address for each conversation."""
 
 import asyncio
 import secrets
@@ -28,9 +28,9 @@ PROTOCOLS: Mapping[str, Protocol] = {
 MAX_BODY = 64 << 20
 """Maximum number of bytes of a request, which has all media of its messages."""
 LONG_BODY = 1 << 20
-"""Size of a request, in bytes, above which it is read in a thread: others go on meanwhile."""
+"""Size of a request, in bytes, above which it is parsed in a thread, so that others aren't delayed."""
 CLOSE_SECONDS = 1.0
-"""Time for open requests when the server ends."""
+"""Seconds for open requests when the server ends."""
 
 
 class Endpoint:
@@ -58,7 +58,7 @@ class Endpoint:
         self._address = f"{host}:{self._runner.addresses[0][1]}"
 
     def open(self, session: ChatSession) -> str:
-        """Serve a session; return its address, as ANTHROPIC_BASE_URL has it."""
+        """Serve a session. Returns its address, in the form of ANTHROPIC_BASE_URL."""
         self._sessions[session.id] = session
         return f"http://{self._address}/{session.id}"
 
@@ -138,7 +138,7 @@ class Endpoint:
 async def _read(
     session: ChatSession, request: web.Request, read: Callable[[dict[str, Any]], Asked]
 ) -> tuple[dict[str, Any], Asked]:
-    """Return a request's body, and what is read of it, in a thread if it is long or may have media."""
+    """Return a request's body, and its parsed form, from a thread if it is long or may have media."""
     body = await request.read()
 
     def parse() -> tuple[dict[str, Any], Asked]:

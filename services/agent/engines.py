@@ -19,14 +19,15 @@ from relaxd.waiting import waiting
 from relaxd.weights.receipts import Receipt
 
 WAIT_SECONDS = 0.2
-"""Pause between two tries while no engine serves, and after a reply that ended with a pause of the engine."""
+"""Seconds between two attempts while no engine is available, and after a reply that was cut off by a pause of the
+engine."""
 REPORT_TOKENS = 64
-"""Tokens of a reply that an engine sends in one message, and the most that are lost when it dies."""
+"""Tokens of a reply that an engine sends in one message, and the maximum that its death loses."""
 _AWAY = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
 
 
 class RefusedPrompt(Exception):
-    """The engine refuses a prompt. The message says why."""
+    """The engine refuses a prompt. The message has the reason."""
 
     @property
     def is_too_long(self) -> bool:
@@ -35,7 +36,7 @@ class RefusedPrompt(Exception):
 
 
 class OutOfTime(Exception):
-    """A reply isn't there in time."""
+    """A reply isn't complete in time."""
 
 
 @dataclass
@@ -49,13 +50,13 @@ class EngineReply:
     versions: list[int] = field(default_factory=list)
     """Version of the weights that wrote each token."""
     text: str = ""
-    """Text without the end token; empty until it has ended."""
+    """Text without the end token; empty until the reply has ended."""
     ended: bool = False
-    """True if it is complete."""
+    """True if the reply is complete."""
     receipts: set[Receipt] = field(default_factory=set)
     """Receipts for these weights."""
     cut: bool = False
-    """True if it ended because it was cut off at its maximum length."""
+    """True if the reply was cut off at its maximum length."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +70,7 @@ class WantedWeights:
     """True if a later version will do."""
 
     def served_by(self, engine: Peer[RolloutStub]) -> bool:
-        """Return True if an engine serves them."""
+        """Return True if an engine has these weights."""
         if engine.version is None or engine.term < self.term:
             return False
         return engine.version == self.version or (self.or_later and engine.version > self.version)
@@ -82,7 +83,7 @@ class EngineSession:
     name: str
     """Name in traces."""
     wanted: WantedWeights | None = None
-    """Weights that its engines must serve; None means any."""
+    """Weights that the engines must have; None means any."""
     engine: str = ""
     """Id of the replica of the last request."""
     receipts: set[Receipt] = field(default_factory=set)
@@ -90,7 +91,7 @@ class EngineSession:
     asked_seconds: float = 0.0
     """Time of requests to engines."""
     waited_seconds: float = 0.0
-    """The part of it in which no engine served, or all were full."""
+    """The part of it in which no engine was available, or all were full."""
 
 
 class RunEngines:
@@ -109,7 +110,7 @@ class RunEngines:
         """A counter of messages and waits, which shows that the replica isn't stuck."""
 
     async def oldest_version(self) -> int:
-        """Return the oldest version that an engine serves, as far as is known; wait for an engine if none does."""
+        """Return the oldest version on an engine, as far as is known. Waits for an engine if there is none."""
         await self._serving(EngineSession(""))
         return min(peer.version for peer in self._peers.ready if peer.version is not None)
 

@@ -27,9 +27,10 @@ from relaxd.waiting import waiting
 Answer = TypeVar("Answer")
 
 PROBE_SECONDS = 10.0
-"""Time in which a host that was late has to answer a call without the environment's code; else it hangs."""
+"""Seconds for a late host to answer a call that runs none of the environment's code; otherwise the host hangs."""
 FUNCTION_SECONDS = 7 * 86400.0
-"""Limit of a function's call, longer than any conversation: the agent service ends it by the time that counts."""
+"""Maximum seconds of a function's call, longer than any conversation: the agent service ends it by the conversation's
+time."""
 
 _log = logging.getLogger(__name__)
 
@@ -38,7 +39,7 @@ class Environments:
     """Calls an environment. A host that has exited, or hangs, is started again. Lives in one event loop."""
 
     def __init__(self, config: AgentConfig, setting: str = "agent.environment", told: Told = ignore) -> None:
-        """`setting` is what errors call the environment; `told` gets what it tells people."""
+        """`setting`: name of the environment in errors; `told`: receives its messages to people."""
         self._config = config
         self._setting = setting
         self._told = told
@@ -52,7 +53,8 @@ class Environments:
         self._service: grpc.aio.Channel | None = None
 
     async def start(self) -> None:
-        """Start the environment's host. Raises InvalidArgument: there is no such class, or it refuses the settings."""
+        """Start the environment's host. Raises InvalidArgument if there is no such class, or it refuses the
+        settings."""
         if self._config.is_service:
             # A plain channel: a user's service gets none of relaxd's tokens.
             self._service = grpc.aio.insecure_channel(self._config.environment.removeprefix(SERVICE))
@@ -98,7 +100,7 @@ class Environments:
         return task
 
     async def _watched(self, call: Awaitable[Answer]) -> Answer:
-        """Return a call's answer. If it is late, find out whether the host hangs: a late method is only its own."""
+        """Return a call's answer. If it is late, check whether the host hangs: otherwise only this method is late."""
         try:
             return await call
         except EnvironmentLate:
@@ -127,7 +129,7 @@ class Environments:
             _log.warning("session %s: %s", session_id, error)
 
     async def _present_client(self) -> EnvironmentClient:
-        """Return the client; of a host that isn't there, start it. Raises InvalidArgument, ChildError."""
+        """Return the client, starting its host if necessary. Raises InvalidArgument, ChildError."""
         async with self._starting:
             if self._client is not None and (self._child is None or self._child.alive):
                 return self._client

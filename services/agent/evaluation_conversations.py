@@ -1,4 +1,4 @@
-"""Conversations of evaluations, which the coordinator asks for prompt by prompt."""
+"""Conversations of evaluations, which the coordinator requests prompt by prompt."""
 
 import asyncio
 import uuid
@@ -96,7 +96,7 @@ class EvaluationConversations:
             self._running.difference_update(tasks)
 
     def cancel(self) -> None:
-        """End all conversations, which their callers may begin anew elsewhere."""
+        """End all conversations; their callers may begin them again elsewhere."""
         for task in self._running:
             task.cancel()
 

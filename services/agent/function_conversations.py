@@ -1,4 +1,4 @@
-"""Conversations that a user's function leads, in the process that hosts it: samples of a group."""
+"""Conversations led by a user's function in its host process, as samples of a group."""
 
 import asyncio
 import time
@@ -15,7 +15,7 @@ from services.agent.program_conversations import LOOK_SECONDS
 
 
 class FunctionConversations(Conversations):
-    """Holds conversations that a function leads: it asks the endpoint as a program does."""
+    """Holds conversations led by a function, which sends requests to the endpoint like a program."""
 
     def __init__(self, model: PolicyModel, functions: Environments, endpoint: Endpoint) -> None:
         super().__init__(model)

@@ -45,7 +45,7 @@ from services.agent.model_turns import BadPrompt, PromptTooLong
 
 Credit = Literal["sample", "sequence", "step"]
 RETRY_PAUSE = Backoff(first_seconds=0.5, max_seconds=10.0)
-"""Pauses before failed conversations are held again (agent.on_failure = "retry")."""
+"""Pauses before failed conversations are repeated (agent.on_failure = "retry")."""
 
 logger = logging.getLogger(__name__)
 
@@ -136,7 +136,7 @@ class GroupConversations:
     async def _hold(
         self, delivery: Delivery, example: Example, published: Sequence[int], sample: int, media: PromptMedia
     ) -> Conversation:
-        """Hold a conversation. Raises _Failed: its environment failed, which ends its group."""
+        """Hold a conversation. Raises _Failed if its environment failed, which ends its group."""
         agent, seed = self._config.agent, seed_of(self._config.run.seed, delivery.group_id)
 
         def hold(name: str) -> Awaitable[Conversation]:
@@ -154,7 +154,7 @@ class GroupConversations:
         return conversation
 
     def _dropped(self, delivery: Delivery, error: Exception) -> Drop:
-        """Return the drop that a failure means, or raise it."""
+        """Return the drop for a failure, or raise the failure."""
         match error:
             case PromptTooLong() | RefusedPrompt(is_too_long=True):
                 reason = DropReason.PROMPT_TOO_LONG
@@ -169,7 +169,7 @@ class GroupConversations:
 
 
 class _Failed(Exception):
-    """The environment failed in a conversation of a group that is dropped for it."""
+    """The environment failed in a conversation, so its group is dropped."""
 
 
 async def hold_with_retries(
@@ -271,7 +271,7 @@ def columns_of(conversations: Sequence[Conversation], *, masked: bool, credit: C
 
 
 def media_columns_of(conversations: Sequence[Conversation], prompt: PromptMedia) -> dict[str, Column]:
-    """Return the columns of the media in the conversations of a group, whose prompt may have some itself."""
+    """Return the columns of the media in a group's conversations; the prompt may have media as well."""
     sequences = [sequence.media for one in conversations for sequence in one.sequences.values()]
     records, contents = to_sequence_columns(sequences, hashes_of(prompt.records))
     return {SEQUENCE_MEDIA: records, SEQUENCE_CONTENTS: contents}

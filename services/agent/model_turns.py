@@ -1,4 +1,4 @@
-"""The model's messages in one conversation: its tokens so far, what it may still write, and the next message."""
+"""The model's messages in one conversation: its tokens so far, the remaining limits, and the next message."""
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
@@ -22,11 +22,11 @@ Encoded = TypeVar("Encoded")
 
 
 class BadPrompt(Exception):
-    """A conversation can't begin with a prompt, or can't go on by the chat template. The message says why."""
+    """The chat template can't begin a conversation with the prompt, or continue it. The message has the reason."""
 
 
 class PromptTooLong(BadPrompt):
-    """With what the environment or the program adds, a prompt is longer than data.max_prompt_tokens."""
+    """With the additions of the environment or the program, a prompt exceeds data.max_prompt_tokens."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class PolicyModel:
 
 @dataclass(frozen=True)
 class MessageTokens:
-    """Tokens of a message of the model, and those before it."""
+    """Tokens of a message of the model, and of everything before it."""
 
     prompt: Sequence[int]
     tokens: Sequence[int]
@@ -54,21 +54,21 @@ class ModelMessage:
     """A message of the model."""
 
     text: str
-    """Its whole text, without the end token."""
+    """The whole text without the end token."""
     parsed: ParsedReply
     """The same, divided."""
     cut_by: str
     """Limit that cut it off: "budget" (rollout.max_new_tokens), "length" (agent.turn_tokens) or "asked" (the caller's);
     "": the model ended it."""
     prompt_tokens: int
-    """Number of tokens before it."""
+    """Number of tokens before the message."""
     tokens: int
     """Number of its tokens."""
     ids: MessageTokens
 
 
 class ModelTurns:
-    """Has the model write its messages in one conversation. What it wrote is never encoded again."""
+    """Has the model write its messages in one conversation. Its own tokens are never encoded again."""
 
     def __init__(
         self,
@@ -81,7 +81,7 @@ class ModelTurns:
         seed: int,
         seconds: Callable[[], float],
     ) -> None:
-        """Go on after a history; `sampling` has parameters of the prompt's source. For the others see `begin`."""
+        """Continue a history; `sampling` has parameters of the prompt's source. For the others see `begin`."""
         self.history = history
         """Tokens so far."""
         self._model = model
@@ -94,7 +94,7 @@ class ModelTurns:
         self._count = 0
         """Number of the model's messages."""
         self._calls = 0
-        """Number of calls in them."""
+        """Number of calls in the messages."""
 
     @classmethod
     async def begin(
@@ -151,7 +151,7 @@ class ModelTurns:
         return self._budget - above - self.history.length
 
     async def add_messages(self, messages: Sequence[Message], media: Sequence[StoredMedia] = ()) -> None:
-        """Append what was said to the model's message, and the media in it. Raises CannotContinue."""
+        """Append the messages after the model's, with their media. Raises CannotContinue."""
         await _in_thread_if_long(messages, partial(self.history.add_messages, messages, media))
 
     async def write(
@@ -204,7 +204,7 @@ def span_attributes(session: str, turn: int) -> dict[str, str | int]:
 
 
 async def _in_thread_if_long(messages: Sequence[Message], encode: Callable[[], Encoded]) -> Encoded:
-    """Encode messages, long ones in a thread, beside which other conversations go on."""
+    """Encode messages, in a thread if they are long, so that other conversations continue."""
     if sum(len(str(message.get("content"))) for message in messages) < LONG_TEXT:
         return encode()
     return await asyncio.to_thread(encode)

@@ -22,7 +22,7 @@ from services.agent.model_turns import PolicyModel
 from services.agent.programs import Programs, RunningProgram
 
 LOOK_SECONDS = 1.0
-"""Interval of looks at a program's limits."""
+"""Seconds between two checks of a program's limits."""
 
 
 class ProgramConversations(Conversations):
@@ -58,7 +58,7 @@ class ProgramConversations(Conversations):
         result.finish = session.limit or session.cut_by or "env_done"
 
     async def _wait(self, program: RunningProgram, session: ChatSession, start: ConversationStart) -> int:
-        """Return a program's exit code. Raises OutOfTime, and why the conversation can't go on."""
+        """Return a program's exit code. Raises OutOfTime, and the reason why the conversation can't continue."""
         session.failed.add_done_callback(lambda _: program.kill())
         while True:
             self.calls += 1
@@ -72,7 +72,7 @@ class ProgramConversations(Conversations):
 
 
 def _in_openai_form(message: Message) -> Message:
-    """Return a message of the prompt as programs send it."""
+    """Return a message of the prompt in the form that programs send."""
     content = message.get("content")
     if not isinstance(content, list):
         return message
@@ -92,7 +92,8 @@ _OPENAI_PARTS: Mapping[str, Callable[[Mapping[str, Any]], dict[str, Any]]] = {
 
 
 def _check_end(code: int, output: str, session: ChatSession, result: Conversation) -> None:
-    """Raise EnvironmentFailed if a program has failed. One that a limit of the run stopped may end as it likes."""
+    """Raise EnvironmentFailed if a program has failed. A program that was stopped by a limit of the run may end in any
+    way."""
     told = f"; the end of its output:\n{output}" if output else ""
     if code and not session.limit:
         raise EnvironmentFailed(f"the program ended with {describe_exit(code)}{told}")
@@ -118,7 +119,8 @@ def read_result(path: Path) -> tuple[float, dict[str, float]]:
 
 
 def _read(path: Path) -> bytes:
-    """Return a file's content; b"" if there is none. Raises OSError, ValueError: it's no plain file, or too long."""
+    """Return a file's content; b"" without a file. Raises OSError, and ValueError if it is no plain file, or too
+    long."""
     try:
         file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""Programs that lead conversations: one process a sample, which asks the model over HTTP."""
+"""Programs that lead conversations: one process per sample, which calls the model over HTTP."""
 
 import asyncio
 import contextlib
@@ -24,26 +24,26 @@ from services.agent.chat_session import ChatSession
 from services.agent.endpoint import Endpoint
 
 TAIL_BYTES = 4000
-"""Number of last bytes of a program's output that are kept."""
+"""Number of last bytes of a program's output to keep."""
 OUTPUT_SECONDS = 1.0
-"""Time for the rest of the output after the end; processes that left the program's group may hold it open."""
+"""Seconds for the rest of the output after the end; processes that left the program's group may hold it open."""
 
 
 class RunningProgram(Protocol):
     """A program that leads a conversation."""
 
     async def wait(self, seconds: float) -> int | None:
-        """Wait for its end; return its exit code (negative: the signal), or None after `seconds`."""
+        """Wait for the program's end. Returns its exit code (negative: the signal), or None after `seconds`."""
 
     def kill(self) -> None:
-        """Kill it and what it has started."""
+        """Kill the program and its children."""
 
     async def end(self) -> str:
-        """Kill what is left of it; return the end of its output."""
+        """Kill the program's remaining processes. Returns the end of its output."""
 
 
 class Program:
-    """A running program: a process and what it starts, as a process group."""
+    """A running program: its process and all children, as a process group."""
 
     def __init__(self, process: asyncio.subprocess.Process, output: "_Output") -> None:
         self._process = process
@@ -52,7 +52,7 @@ class Program:
 
     @classmethod
     async def start(cls, command: Sequence[str], environment: Mapping[str, str]) -> Self:
-        """Start a program, which ends with this process at the latest. Raises OSError."""
+        """Start a program, which ends no later than this process. Raises OSError."""
         ours, theirs = os.pipe()  # not a pipe of asyncio, which would wait until whatever the program started closes it
         with open(theirs, "wb", buffering=0) as writing, contextlib.ExitStack() as undo:
             reading = undo.enter_context(open(ours, "rb", buffering=0))
@@ -69,21 +69,21 @@ class Program:
         return cls(process, output)
 
     async def wait(self, seconds: float) -> int | None:
-        """Wait for its end; return its exit code (negative: the signal), or None after `seconds`."""
+        """Wait for the program's end. Returns its exit code (negative: the signal), or None after `seconds`."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(seconds):
                 return await self._process.wait()
         return None
 
     def kill(self) -> None:
-        """Kill what is left of its process group."""
+        """Kill the remaining processes of its process group."""
         if not self._killed:
             self._killed = True
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
 
     async def end(self) -> str:
-        """Kill what is left of its process group; return the end of its output."""
+        """Kill the remaining processes of its process group. Returns the end of its output."""
         self.kill()
         await self.wait(KILL_SECONDS)
         with contextlib.suppress(TimeoutError):
@@ -94,7 +94,7 @@ class Program:
 
 
 class _Output(asyncio.Protocol):
-    """Reads a program's output, and keeps its end."""
+    """Reads a program's output and keeps its end."""
 
     transport: asyncio.BaseTransport
 
@@ -119,7 +119,7 @@ class Programs:
     def __init__(self, config: AgentConfig) -> None:
         self._command = config.command
         self.endpoint = Endpoint()
-        """The server that programs ask."""
+        """The server that programs call."""
 
     async def start(self) -> None:
         """Start the endpoint. Raises InvalidArgument: there is no such program."""
@@ -174,7 +174,7 @@ class Programs:
 
 @asynccontextmanager
 async def sample_folder(sample: Mapping[str, Any]) -> AsyncIterator[Path]:
-    """Make a folder with the sample in it, and remove it afterwards."""
+    """Create a folder with the sample, and remove it at the end of the block."""
 
     def make() -> Path:
         folder = Path(tempfile.mkdtemp(prefix="relaxd-"))

@@ -1,4 +1,4 @@
-"""Tokens of requests that programs ask about without having the model write."""
+"""Tokens of requests that programs send without having the model generate."""
 
 import asyncio
 import hashlib
@@ -36,7 +36,7 @@ class PromptTokens:
     def remember(
         self, messages: Sequence[Message], tools: Sequence[dict[str, Any]], history: TokenHistory, count: int
     ) -> None:
-        """Remember that these messages were the first `count` tokens of a history, which may go on."""
+        """Remember that these messages were the first `count` tokens of a history, which may continue."""
         self._answered[_digest(messages, tools)] = history, count
 
     async def of(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]]) -> list[int]:

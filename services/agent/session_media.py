@@ -1,4 +1,4 @@
-"""Media in the requests of one session. In its messages they stand by reference, as in those of environments."""
+"""Media in the requests of one session. Its messages refer to media by hash, like environments' messages."""
 
 import hashlib
 import json
@@ -15,7 +15,7 @@ from services.agent.chat_requests import BadRequest
 
 
 class SessionMedia:
-    """The media of a session, each of which is decoded once. Threads may read media at the same time."""
+    """The media of a session, each decoded once. Threads may read media concurrently."""
 
     def __init__(self, vision: VisionModel | None = None, prompt: Sequence[StoredMedia] = ()) -> None:
         """`vision` has the model's rules, None in a run without media; `prompt` are the media of the prompt."""
@@ -26,7 +26,7 @@ class SessionMedia:
         are."""
 
     def read(self, place: str, kind: str, source: Any) -> dict[str, Any]:
-        """Return the part that stands for an item. Raises BadRequest: it is no data URI, or can't be read."""
+        """Return the part that refers to an item. Raises BadRequest if the item is no data URI, or can't be read."""
         if not is_sent(source):
             raise BadRequest(
                 f'{place} has no {kind} in it: send its content, such as "data:image/png;base64,..."; relaxd fetches '
@@ -49,7 +49,7 @@ class SessionMedia:
 
 
 def joined(parts: Sequence[dict[str, Any]]) -> Content:
-    """Return parts as a content, in which texts that follow each other are one: a text if there are no media."""
+    """Return parts as a content with consecutive texts joined: a text if there are no media."""
     found: list[dict[str, Any]] = []
     for part in parts:
         if part["type"] != "text" or not found or found[-1]["type"] != "text":

@@ -1,4 +1,4 @@
-"""Messages that the endpoint keeps for programs that send only what is new."""
+"""Messages that the endpoint stores for programs that send only new ones."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -24,7 +24,7 @@ class StoredMessages:
         self._stored: dict[str, Stored] = {}
 
     def keep(self, name: str, messages: Sequence[Message], tools: Sequence[dict[str, Any]]) -> None:
-        """Keep the messages up to an answer. Those that another answer has, too, are kept once."""
+        """Store the messages up to an answer. Messages shared with another answer are stored once."""
         last = next(reversed(self._stored.values()), Stored())
         known = [
             old if old == new else new for old, new in zip(last.messages, messages, strict=False)
@@ -33,7 +33,7 @@ class StoredMessages:
         self._stored[name] = Stored([*known, *messages[len(known) :]], shared)
 
     def find(self, param: str, name: Any, prefix: str) -> Stored:
-        """Return the messages up to an answer, whose id has a prefix in the protocol. Raises BadRequest."""
+        """Return the messages up to an answer, given its id with the protocol's prefix. Raises BadRequest."""
         found = self._stored.get(name.removeprefix(prefix)) if isinstance(name, str) else None
         if found is None:
             raise BadRequest(f'{param} = "{name}" isn\'t an answer that was stored in this session', param)

@@ -15,21 +15,21 @@ Score = Callable[[Sequence[RewardInput]], Awaitable[Scored]]
 
 
 class ScoreCache:
-    """Remembers the scores of the samples that were scored last. Failures aren't remembered."""
+    """Scores of the most recently scored samples. Failures aren't stored."""
 
     def __init__(self, size: int) -> None:
         """`size` is the number of scores; 0 remembers nothing."""
         self._size = size
         self._scores: OrderedDict[bytes, RewardOutput] = OrderedDict()
         self.hits = 0
-        """Samples whose score was found, equal samples of one group included."""
+        """Number of samples whose score was in the cache, equal samples of one group included."""
 
     def clear(self) -> None:
         """Forget every score, because the reward may have been changed."""
         self._scores = OrderedDict()  # calls in progress keep the old one
 
     async def score(self, samples: Sequence[RewardInput], score: Score) -> Scored:
-        """Return the scores of samples of one prompt; `score` gets those that aren't known, each once."""
+        """Return the scores of samples of one prompt; `score` computes the unknown ones, each once."""
         if not self._size:
             return await score(samples)
         scores = self._scores

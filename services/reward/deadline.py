@@ -1,4 +1,4 @@
-"""The deadline of a reward's call. Its clock stands still during questions to the judge and stops of this process."""
+"""The deadline of a reward's call. Its clock stops during questions to the judge and while this process is stopped."""
 
 import asyncio
 from types import TracebackType
@@ -6,7 +6,7 @@ from types import TracebackType
 from relaxd.sandbox.running_time import LOOK_SECONDS, ran
 
 END_SECONDS = 0.001
-"""A deadline is over when less than this is left."""
+"""Remaining seconds below which a deadline has passed."""
 
 
 class Deadline:
@@ -18,9 +18,9 @@ class Deadline:
         self._seconds = seconds
         self._left = seconds
         self._planned = 0.0
-        """Time from the last look to the next one."""
+        """Planned seconds from the last check to the next one."""
         self._since = self._loop.time()
-        """Time of the last look."""
+        """Time of the last check."""
         self._timer: asyncio.TimerHandle | None = None
         self._pauses = 0
         self._over = False
@@ -32,7 +32,7 @@ class Deadline:
         return self._seconds - self._left + running
 
     def pause(self) -> None:
-        """Stop the clock until as many calls of `resume`."""
+        """Stop the clock until `resume` has been called as many times."""
         self._pauses += 1
         if self._pauses == 1:
             self._count()
@@ -57,7 +57,7 @@ class Deadline:
         await self._timeout.__aexit__(kind, error, traceback)
 
     def _go_on(self) -> None:
-        """Plan the next look, or end the block."""
+        """Plan the next check, or end the block."""
         if self._over or self._timeout.expired():
             return
         self._since = self._loop.time()
@@ -72,7 +72,7 @@ class Deadline:
         self._go_on()
 
     def _count(self) -> None:
-        """Count the time since the last look, and end the plan of the next one."""
+        """Count the time since the last check, and cancel the next one."""
         if self._timer is not None:
             self._timer.cancel()
         now = self._loop.time()
@@ -81,7 +81,7 @@ class Deadline:
 
 
 SLOW_SECONDS = 5.0
-"""A sample that takes this long, or half its deadline if that is shorter, is reported while it runs."""
+"""Seconds, or half the deadline if that is shorter, after which a running sample is reported as slow."""
 
 
 def slow_after(deadline_seconds: float) -> float:

@@ -1,4 +1,4 @@
-"""Answers over HTTP, from services that may say anything."""
+"""Answers over HTTP from untrusted services."""
 
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
@@ -10,7 +10,7 @@ SHOWN = 200
 
 
 async def read_at_most(answer: aiohttp.ClientResponse, most: int) -> bytes:
-    """Return an answer's body, cut off after `most` bytes."""
+    """Return an answer's body, truncated to `most` bytes."""
     body = b""
     async for chunk in answer.content.iter_any():
         body += chunk
@@ -27,7 +27,7 @@ def shortened(text: str) -> str:
 
 
 def retry_after(value: str | None, now: datetime | None = None) -> float:
-    """Return the seconds that a Retry-After header names, as a number or as a date; 0 if it names none."""
+    """Return the seconds in a Retry-After header, given as a number or as a date; 0 if there are none."""
     try:
         return max(0.0, float(int(value or 0)))
     except ValueError:

@@ -1,4 +1,4 @@
-"""The service's end of the line on which a worker's rewards ask the judge."""
+"""The service's end of the connection on which a worker's rewards ask the judge."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterator
@@ -14,7 +14,7 @@ from relaxd.v1.reward_worker_pb2_grpc import RewardWorkerStub
 from services.reward.deadline import Deadline
 
 MAX_QUESTIONS = 10_000
-"""Maximum number of questions of one call of a reward, so that none asks without end."""
+"""Maximum judge requests per reward call; stops endless loops."""
 Ask = Callable[[AskRequest], Awaitable[AskResponse]]
 """Asks the judge. Raises JudgeError."""
 
@@ -38,7 +38,7 @@ class Questions:
         self._asking: set[asyncio.Task[None]] = set()
 
     async def carry(self, stub: RewardWorkerStub) -> None:
-        """Carry questions until the worker ends."""
+        """Forward questions until the worker ends."""
         try:
             async for message in stub.CarryQuestions(Requests(self._answers.get), timeout=None):
                 if message.HasField("question"):

@@ -33,9 +33,9 @@ from services.reward.worker_pool import REWARD_OF_RUN, Failure, WorkerPool, Work
 NOT_YET = (
     "the reward asks the judge, whose replicas are there only in a run; a server at roles.judge.address would be asked"
 )
-"""Error of a sample whose reward asks a judge with replicas."""
+"""Error of a sample whose reward asks a judge in replicas."""
 NOT_TRIED = "not tried, because the reward took too long for samples before it"
-"""Error of samples that are left out."""
+"""Error of samples that were left out."""
 
 
 async def try_reward(
@@ -94,7 +94,7 @@ async def try_reward(
 
 
 async def _try_remote(config: RewardConfig, samples: Sequence[RewardInput], workers: int) -> dict[str, Any]:
-    """Try a remote reward. A service that can't be reached is an error here: nobody waits for it."""
+    """Try a remote reward. An unreachable service is an error here: nobody waits for it."""
     try:
         remote = RemoteScorer(config)
     except MissingVariableError as error:

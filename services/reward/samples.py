@@ -1,4 +1,4 @@
-"""Samples as rewards get them: from a group's columns, from and to Score requests; and the columns of their rewards."""
+"""Samples in the form for rewards: from a group's columns, from and to Score requests; and the columns of rewards."""
 
 import json
 from collections.abc import Sequence
@@ -23,7 +23,7 @@ from relaxd.v1.sample_pb2 import FinishReason
 
 
 def samples_of_request(request: ScoreRequest) -> list[RewardInput]:
-    """Return the samples of a request that is known to be right."""
+    """Return the samples of a valid request."""
     prompt, prompt_messages = text_and_media(request.prompt, "user")
     answer, answer_messages = text_and_media(request.answer, "assistant")
     metadata = json.loads(request.metadata_json or "{}")
@@ -106,7 +106,7 @@ def samples_of_columns(columns: dict[str, Column]) -> list[RewardInput]:
 
 
 def _with_environment(samples: list[RewardInput], columns: dict[str, Column]) -> list[RewardInput]:
-    """Return samples with their conversations and what the environment gave."""
+    """Return samples with their conversations and the environment's results."""
     rewards = np.asarray(columns[ENVIRONMENT_REWARD]).tolist()
     conversations, info = columns[RESPONSE_MESSAGES], columns[ENVIRONMENT_INFO]
     if not isinstance(conversations, list) or not isinstance(info, dict):

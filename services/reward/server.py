@@ -129,7 +129,7 @@ def parse_score_request(
 
 
 def _check_messages(violations: Violations, field: str, messages: Iterable[content_pb2.Message]) -> None:
-    """Add what is wrong with messages to `violations`."""
+    """Add the faults of messages to `violations`."""
     for number, message in enumerate(messages):
         for place, part in enumerate(message.content):
             name, kind = f"{field}[{number}].content[{place}]", part.WhichOneof("part")

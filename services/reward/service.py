@@ -59,15 +59,15 @@ class RewardService(StageReplica):
         self.reward_of_run = ""
         """Name of the run's reward; empty without a run."""
         self._remotes: dict[str, RemoteScorer | RemoteTerms] = {}
-        """The run's reward, and those of its evaluation sets, that are services at an address or have such a term."""
+        """Rewards of the run and its evaluation sets that are services at an address, or have such a term."""
         self._judge: JudgeClient | None = None
-        """The run's judge, if it has one."""
+        """Judge of the run, if it has one."""
         self._run_id = ""
         self._cache = ScoreCache(0)
         self._last_frames = ""
-        """The place of the traceback that was logged last: it isn't logged for each of the groups that fail there."""
+        """Place of the last logged traceback, which isn't logged again for each group that fails there."""
         self.sets: frozenset[str] = frozenset()
-        """Names of the run's evaluation sets that have their own reward."""
+        """Names of the run's evaluation sets with their own reward."""
 
     async def start_run(self, config: RunConfig, assignment: Assignment) -> None:
         self._run_id = assignment.run_id
@@ -154,7 +154,7 @@ class RewardService(StageReplica):
         return await self.pool.score(reward, samples, self.timeout_seconds)
 
     async def _start_judge(self, config: RunConfig) -> None:
-        """Make the client of the run's judge. Raises UnknownRewardError: it can't be asked."""
+        """Create the client of the run's judge. Raises UnknownRewardError if the judge can't be used."""
         judges: Judges
         if config.roles.judge.has_replicas:
             judges = JudgeReplicas(self._context.coordinator, self._settings, self._run_id)
@@ -196,7 +196,7 @@ class RewardService(StageReplica):
         return status
 
     async def resume_run(self) -> None:
-        """Resume, and load the reward again, because people repair it while the run is paused."""
+        """Resume and reload the reward, because people repair it while the run is paused."""
         self.pool.reload()
         self._cache.clear()
         for client in self._clients:
@@ -268,7 +268,7 @@ class RewardService(StageReplica):
 
 
 def reward_of_set(name: str) -> str:
-    """Return the name by which the service knows the reward of an evaluation set that has its own."""
+    """Return the service's name for the reward of an evaluation set that has its own."""
     return f"the evaluation set {name}"  # no name of a reward: those have a colon, or are bundled
 
 

@@ -13,11 +13,11 @@ from relaxd.rpc.service_settings import SECRET_FILES
 from relaxd.sandbox.enclosure import Measure, Plan
 
 NEEDED = ("network", "files", "memory", "processes")
-"""Parts of the enclosure that reward.sandbox = "required" asks for, without those that the run's settings waive."""
+"""Parts of the enclosure that reward.sandbox = "required" demands, without those that the run's settings waive."""
 
 
 class MissingPathError(Exception):
-    """reward.writable names what does not exist on this machine."""
+    """reward.writable names a path that doesn't exist on this machine."""
 
 
 def plan_of(
@@ -62,7 +62,7 @@ def describe_enclosure(measures: Sequence[Measure]) -> str:
 
 
 def _needed_paths(configs: Sequence[RewardConfig], environment: Mapping[str, str]) -> Iterator[str]:
-    """Yield what rewards read: their modules, and the files that their settings and their environment name."""
+    """Yield the paths that rewards read: their modules, and the files named by their settings and environment."""
     yield from (os.getcwd(), sys.prefix, sys.base_prefix, *filter(None, sys.path))
     yield from environment.get("PYTHONPATH", "").split(os.pathsep)
     yield os.path.join(environment.get("HOME", "/"), ".cache/huggingface")
@@ -82,7 +82,7 @@ def _texts(value: Any) -> Iterator[str]:
 
 
 def _with_their_folder(file: str, used: Sequence[str]) -> str:
-    """Return the folder of a secret if only its owner may enter it and it has nothing else in use, or else the file."""
+    """Return a secret's folder if only its owner may enter it and nothing else in it is in use, or else the file."""
     folder = os.path.dirname(file)
     try:
         status = os.stat(folder)
@@ -101,7 +101,7 @@ PASSED = frozenset(
         *("HF_HOME", "HF_HUB_CACHE", "HF_HUB_OFFLINE", "HF_DATASETS_CACHE", "TRANSFORMERS_OFFLINE"),
     )
 )
-"""Variables that every worker gets. Proxies are left out, because their URLs may contain a password."""
+"""Variables that every worker gets. Proxies are omitted, because their URLs may contain a password."""
 PASSED_PREFIXES = ("LC_", "PYTHON", "OMP_", "MKL_", "OPENBLAS_")
 
 

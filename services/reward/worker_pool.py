@@ -24,9 +24,9 @@ from services.reward.worker_enclosure import missing_of, plan_of, worker_environ
 
 SHOWN_PROMPT = 80
 REWARD_OF_RUN = ""
-"""Name by which the pool knows the run's own reward; those of evaluation sets have names."""
+"""Name of the run's reward in the pool; those of evaluation sets have other names."""
 START_SECONDS = 60.0
-"""Deadline of starting a worker, until it serves."""
+"""Deadline, in seconds, of starting a worker."""
 LOAD_SECONDS = 60.0
 """Deadline of loading a reward: importing its module."""
 
@@ -38,9 +38,9 @@ class Failure:
     reason: str
     """Reason, for people."""
     died: bool = False
-    """True if the worker died while scoring it."""
+    """True if the worker died during the scoring."""
     late: bool = False
-    """True if scoring it took longer than its deadline."""
+    """True if the scoring exceeded its deadline."""
     no_judge: bool = False
     """True if the reward asked the judge, and there is none here."""
     traceback: str = ""
@@ -65,9 +65,9 @@ class Running:
     prompt: str
     """The text of their prompt, shortened."""
     count: int
-    """Their number."""
+    """Number of samples."""
     slow_after: float
-    """Seconds after which they are slow."""
+    """Seconds after which the samples are slow."""
     stacks: RewardStacks
     """Stacks that its process has written."""
     deadline: Deadline
@@ -77,12 +77,12 @@ class Running:
 
     @property
     def what(self) -> str:
-        """Name of what is scored: "a sample", or "a group of 8 samples"."""
+        """Description of the scored samples: "a sample", or "a group of 8 samples"."""
         return "a sample" if self.count == 1 else f"a group of {self.count} samples"
 
     @property
     def seconds(self) -> float:
-        """Time that it has taken so far, except while it waited for the judge or this process stood still."""
+        """Seconds so far, except those in which it waited for the judge or this process was stopped."""
         return self.deadline.seconds
 
     @property
@@ -102,15 +102,15 @@ class _Worker:
     stacks: RewardStacks = field(default_factory=RewardStacks)
     """Stacks that the process has written."""
     questions: Questions | None = None
-    """Those of the process."""
+    """Judge questions of the process."""
     carrying: asyncio.Task[None] | None = None
-    """Carries them until the process ends."""
+    """Task that forwards the questions until the process ends."""
     temporary: str = ""
-    """Folder for the temporary files of its rewards, if it is enclosed."""
+    """Folder for temporary files of its rewards, if the worker is enclosed."""
     loaded: set[str] = field(default_factory=set)
     running: Running | None = None
     outdated: bool = False
-    """Its rewards are to be loaded again: the next sample gets a new process."""
+    """True if its rewards have to be reloaded: the next sample gets a new process."""
 
     def kill(self) -> None:
         if self.child is not None:
@@ -124,7 +124,7 @@ class _Worker:
 
 
 def _remove(folder: str) -> None:
-    """Remove the folder of a worker that was killed. Most are empty; what others have may take a while."""
+    """Remove the folder of a killed worker. Most are empty; others may take a while."""
     try:
         os.rmdir(folder)
     except OSError:
@@ -156,7 +156,8 @@ class WorkerPool:
         self._told = told
         self._config = config or RewardConfig(name="dummy")
         self.enclosure: tuple[Measure, ...] = ()
-        """Description of the workers' enclosure; empty until one has loaded a reward or if reward.sandbox = "off"."""
+        """Description of the workers' enclosure; empty before one has loaded a reward, and with reward.sandbox =
+        "off"."""
         self._environment = worker_environment(self._config.environment)
         configs = {**({REWARD_OF_RUN: config} if config else {}), **(others or {})}
         self._configs = {name: one.model_dump_json() for name, one in configs.items()}
@@ -177,7 +178,7 @@ class WorkerPool:
         return len(self._workers)
 
     def slowest(self) -> Running | None:
-        """Return the sample that has been scored for the longest, if it is slow."""
+        """Return the sample whose scoring has taken the longest, if it is slow."""
         running = [worker.running for worker in self._workers if worker.running is not None]
         slow = [one for one in running if one.seconds > one.slow_after]
         return max(slow, key=lambda one: one.seconds, default=None)
@@ -191,11 +192,11 @@ class WorkerPool:
         return answer if isinstance(answer, Failure) else None
 
     def takes_group(self, reward: str) -> bool:
-        """Return whether a reward that was loaded scores all samples of a group at once."""
+        """Return whether a loaded reward scores all samples of a group at once."""
         return reward in self._forms and self._forms[reward].takes_group
 
     def reload(self) -> None:
-        """Have every reward loaded again, from its file, before the next sample."""
+        """Reload every reward from its file before the next sample."""
         for worker in self._workers:
             worker.outdated = True
 
@@ -251,7 +252,7 @@ class WorkerPool:
     async def _request_twice(
         self, reward: str, samples: Sequence[RewardInput], timeout_seconds: float
     ) -> list[RewardOutput | Failure] | Failure:
-        """Request, and once more if the worker died."""
+        """Send a request, and repeat it once if the worker died."""
         answer = await self._request(reward, samples, timeout_seconds)
         if isinstance(answer, Failure) and answer.died:
             answer = await self._request(reward, samples, timeout_seconds)
@@ -260,7 +261,7 @@ class WorkerPool:
     async def _request(
         self, reward: str, samples: Sequence[RewardInput], timeout_seconds: float
     ) -> list[RewardOutput | Failure] | Failure:
-        """Have a worker load a reward if it hasn't, and score samples if some are given."""
+        """Have a worker load a reward if necessary, and score samples if there are any."""
         worker = await self._free.get()
         answered = False
         try:
@@ -327,7 +328,7 @@ class WorkerPool:
             raise PoolClosedError("the pool of reward workers was closed")
 
     def _describe_exit(self, error: ChildExited) -> str:
-        """Return the end of a worker in words, and whether it lacked memory."""
+        """Return a worker's end in words, and whether it lacked memory."""
         code = error.exit_code
         reason = f"killed by signal {-code}" if code < 0 else f"exit code {code}"
         if any(name in line for line in error.last_lines[-10:] for name in ("bad_alloc", "MemoryError")):

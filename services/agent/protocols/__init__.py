@@ -1,1 +1,1 @@
-"""Protocols by which programs ask for messages, a file each."""
+"""Protocols of programs' requests for messages, one file each."""

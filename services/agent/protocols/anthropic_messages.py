@@ -48,7 +48,7 @@ PARTS = Parts(("text",), {"image": (IMAGE, _image)})
 
 
 def read_request(asked: dict[str, Any], stored: StoredMessages, media: SessionMedia) -> ChatRequest:
-    """Read a request. Raises BadRequest, which names what isn't supported."""
+    """Parse a request. Raises BadRequest naming what isn't supported."""
     check_supported(asked, SUPPORTED)
     output = asked.get("output_config")
     if isinstance(output, dict) and output.get("format") is not None:
@@ -156,7 +156,7 @@ def _result(place: str, block: Mapping[str, Any], media: SessionMedia) -> Messag
 
 
 def _blocks(answer: ChatAnswer, asked: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return the content of an answer. Thinking comes if the request asks for it, as some programs expect none."""
+    """Return the content of an answer. Thinking is included only on request, because some programs can't handle it."""
     calls = answer.message.get("tool_calls", [])
     wanted = asked.get("thinking")
     blocks: list[dict[str, Any]] = []

@@ -31,7 +31,7 @@ ROLES: Mapping[str, str] = {
     "assistant": "assistant",
     "tool": "tool",
 }
-"""Roles of messages, and what they are for chat templates."""
+"""Roles of messages, with their names in chat templates."""
 SUPPORTED: Supported = {
     "n": ((1,), "ask once for each answer"),
     "tool_choice": (("auto", "none"), 'use "auto" or "none"'),
@@ -65,11 +65,11 @@ def _source(part: Mapping[str, Any]) -> Any:
 
 
 PARTS = Parts(("text",), {name: (kind, _source) for name, (kind, _) in MEDIA_PARTS.items()})
-"""Parts of contents; an item may also have the form in which environments show it."""
+"""Types of content parts; an item may also have the form of environments."""
 
 
 def read_request(asked: dict[str, Any], stored: StoredMessages, media: SessionMedia) -> ChatRequest:
-    """Read a request. Raises BadRequest, which names what isn't supported."""
+    """Parse a request. Raises BadRequest naming what isn't supported."""
     check_supported(asked, SUPPORTED)
     messages = [_message(f"messages[{index}]", one, media) for index, one in enumerate(read_list(asked, "messages"))]
     request = request_of(

@@ -36,7 +36,7 @@ SUPPORTED: Supported = {
     "top_logprobs": ((0,), "relaxd keeps the log-probs"),
 }
 IGNORED_TOOLS = ("namespace", "web_search", "web_search_preview")
-"""Types of tools that some programs offer to every model, and that this one isn't told of."""
+"""Types of tools that some programs offer to every model; they are ignored."""
 PARTS = Parts(
     ("input_text", "output_text", "text"),
     {"input_image": (IMAGE, lambda part: part.get("image_url")), "input_audio": (AUDIO, input_audio)},
@@ -45,7 +45,7 @@ PARTS = Parts(
 
 
 def read_request(asked: dict[str, Any], stored: StoredMessages, media: SessionMedia) -> ChatRequest:
-    """Read a request. Raises BadRequest, which names what isn't supported."""
+    """Parse a request. Raises BadRequest naming what isn't supported."""
     check_supported(asked, SUPPORTED)
     text = asked.get("text")
     if isinstance(text, dict) and text.get("format") not in (None, {"type": "text"}):
@@ -87,7 +87,7 @@ def _tools(tools: Any) -> list[dict[str, Any]]:
 
 
 def _items(asked: Mapping[str, Any], media: SessionMedia) -> list[Message]:
-    """Return the input as messages. A message of the assistant and the calls after it are one."""
+    """Return the input as messages. A message of the assistant and the calls after it become one."""
     given = asked.get("input")
     if isinstance(given, str):
         return [{"role": "user", "content": given}]

@@ -1,4 +1,4 @@
-"""One protocol of the endpoint, and what all of them read alike."""
+"""The base of the endpoint's protocols, with their common parsing."""
 
 import hashlib
 import json
@@ -16,14 +16,14 @@ from services.agent.session_media import SessionMedia, joined
 from services.agent.stored_messages import StoredMessages
 
 MODEL = "policy"
-"""Name of the model that the endpoint tells; requests may name any."""
+"""The endpoint's name for the model; requests may use any name."""
 _UNIMPORTANT = ("stream", "stream_options")
 """Parameters that change only the form of an answer."""
 _INSTEAD = "send video and sound through chat completions (video_url, input_audio)"
-"""Advice where a protocol has no part for them."""
+"""Advice for media in protocols without parts for them."""
 
 Supported = Mapping[str, tuple[tuple[Any, ...], str]]
-"""Parameters of which only some values are supported, and what to do instead. null always is."""
+"""Parameters with only some supported values, and the alternative to the others. null is always supported."""
 
 
 def error_body(error: BadRequest) -> dict[str, Any]:
@@ -81,7 +81,7 @@ def read_object(body: bytes) -> dict[str, Any]:
 
 
 def check_supported(asked: Mapping[str, Any], table: Supported) -> None:
-    """Check parameters. Raises BadRequest: one has a value that isn't supported."""
+    """Check parameters. Raises BadRequest for an unsupported value."""
     for name, (supported, instead) in table.items():
         if name in asked and not any(type(one) is type(asked[name]) and one == asked[name] for one in supported):
             raise BadRequest(f"{name} = {shown(asked[name])} isn't supported: {instead}", name)
@@ -141,7 +141,7 @@ def positive(name: str, value: Any) -> int:
 
 
 def texts(name: str, value: Any) -> tuple[str, ...]:
-    """Return texts, of which one may stand alone. Raises BadRequest."""
+    """Return texts, also from a single text. Raises BadRequest."""
     found = [value] if isinstance(value, str) else value
     if not isinstance(found, list) or not all(isinstance(text, str) and text for text in found):
         raise BadRequest(f"{name} = {shown(value)} must be a text, or a list of texts, that aren't empty", name)
@@ -157,7 +157,7 @@ def read_list(asked: Mapping[str, Any], name: str) -> list[Any]:
 
 
 def read_content(place: str, content: Any, forms: Parts, media: SessionMedia | None = None) -> Content:
-    """Return a content, which is a text or a list of parts; without `media` it may have none. Raises BadRequest."""
+    """Return a content: a text or a list of parts; without `media` it may contain none. Raises BadRequest."""
     if isinstance(content, list):
         return joined([read_part(f"{place}[{index}]", part, forms, media) for index, part in enumerate(content)])
     if not isinstance(content, str | None):
@@ -212,7 +212,8 @@ def read_functions(tools: Any) -> list[dict[str, Any]]:
 
 
 def call_of(name: Any, arguments: Any, id_: Any) -> dict[str, Any]:
-    """Return a tool call as chat templates get it; arguments may be JSON text. Raises ValueError: it is none."""
+    """Return a tool call in the form of chat templates; arguments may be JSON text. Raises ValueError if it isn't
+    one."""
     read = parse_json(arguments) if isinstance(arguments, str) else arguments
     if not isinstance(name, str) or not isinstance(read, dict) or not isinstance(id_, str):
         raise ValueError("a tool call has an id, a name, and arguments that are an object")

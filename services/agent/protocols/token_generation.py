@@ -29,7 +29,7 @@ SUPPORTED_SAMPLING: Supported = {
 
 
 def read_request(asked: dict[str, Any], stored: StoredMessages, media: SessionMedia) -> ChatRequest:
-    """Read a request. Raises BadRequest, which names what isn't supported."""
+    """Parse a request. Raises BadRequest naming what isn't supported."""
     check_supported(asked, SUPPORTED)
     sampling = asked.get(SAMPLING, {})
     if not isinstance(sampling, dict):

@@ -1,1 +1,1 @@
-"""The judge that rewards ask: the run's own replicas, or a server at roles.judge.address."""
+"""The judge for rewards' questions: the run's own replicas, or a server at roles.judge.address."""

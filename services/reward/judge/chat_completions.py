@@ -19,13 +19,13 @@ from services.reward.remote.foreign_calls import MismatchError, UnreachableError
 PROBE_SECONDS = 10.0
 """Deadline of a probe, and of a connection."""
 MAX_REPLY_BYTES = 16 << 20
-"""No reply is that long."""
+"""Maximum bytes of a reply, above any real one."""
 _REFUSED = (HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN)
 _BUSY = (HTTPStatus.REQUEST_TIMEOUT, HTTPStatus.TOO_MANY_REQUESTS)
 
 
 class ChatCompletions:
-    """Asks a server over HTTP. The key is in the header of its requests, and nowhere else."""
+    """Sends questions to a server over HTTP. The key is only in the header of its requests."""
 
     def __init__(self, config: JudgeConfig, key: str | None) -> None:
         self.who, self.on = f"the judge at {config.address}", config.address
@@ -35,7 +35,7 @@ class ChatCompletions:
         self._session: aiohttp.ClientSession | None = None
 
     async def probe(self) -> None:
-        """Ask for the server's models, which it may answer with 404."""
+        """Request the server's list of models, which it may answer with 404."""
         limit = aiohttp.ClientTimeout(total=PROBE_SECONDS)
         try:
             async with self._open().get(f"{self.on}/models", timeout=limit, allow_redirects=False) as answer:
@@ -113,7 +113,7 @@ class ChatCompletions:
         return parts
 
     def _raise_for(self, answer: aiohttp.ClientResponse, body: bytes) -> None:
-        """Raise MismatchError or UnreachableError for an answer that isn't one to this question."""
+        """Raise MismatchError or UnreachableError for an invalid answer to this question."""
         status = answer.status
         if status in _REFUSED:
             how = f"it refuses the key in {JUDGE_KEY}" if self._has_key else f"it wants a key: set {JUDGE_KEY}"

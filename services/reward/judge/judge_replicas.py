@@ -1,4 +1,4 @@
-"""The judge in the run's own replicas, which the coordinator knows, and calls of it for rewards."""
+"""The judge in the run's own replicas, listed by the coordinator, and rewards' calls of it."""
 
 import time
 from typing import Protocol
@@ -22,7 +22,7 @@ _AWAY = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.RESOURCE_EXHAUSTED)
 
 
 class JudgeReplicas:
-    """Asks the replica with the fewest open questions of this process. Lives in one event loop."""
+    """Sends each question to the replica with the fewest open ones from this process. Lives in one event loop."""
 
     def __init__(self, coordinator: CoordinatorStub, settings: ServiceSettings, run_id: str) -> None:
         self.who, self.on = "the judge", JUDGE
@@ -60,13 +60,13 @@ class Judges(Protocol):
     who: str
     """The judge, for people."""
     on: str
-    """Its address, or the role of its replicas."""
+    """Address of the judge, or the role of its replicas."""
 
     async def probe(self) -> None:
-        """Ask whether it is there. Raises UnreachableError, MismatchError."""
+        """Check that the judge is reachable. Raises UnreachableError, MismatchError."""
 
     async def ask(self, question: AskRequest, seconds: float) -> AskResponse:
-        """Ask it within `seconds`. Raises JudgeError, UnreachableError."""
+        """Ask the judge within `seconds`. Raises JudgeError, UnreachableError."""
 
     async def close(self) -> None:
         """Close its connections."""
@@ -92,7 +92,7 @@ class JudgeClient(PatientCaller):
 
     @property
     def pieces(self) -> int:
-        """A counter of replies, probes and looks, which shows that the replica isn't stuck."""
+        """A counter of replies, probes and checks, which shows that the replica isn't stuck."""
         return self._replies + super().pieces
 
     async def ask(self, question: AskRequest) -> AskResponse:

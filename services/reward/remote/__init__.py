@@ -1,1 +1,1 @@
-"""Rewards of services in other languages: reward.address."""
+"""Rewards from services in other languages: reward.address."""

@@ -10,7 +10,7 @@ class UnreachableError(Exception):
     """The service doesn't answer, or is too busy to: the call may be repeated."""
 
     def __init__(self, message: str, *, retry_after: float = 0.0, starting: bool = False) -> None:
-        """`retry_after` is in how many seconds the service wants to be called again, if it says so.
+        """`retry_after`: seconds until the service wants the next call; 0 if it doesn't say.
 
         `starting` is true of a service that has not failed, but is not there yet.
         """
@@ -20,11 +20,11 @@ class UnreachableError(Exception):
 
 
 class MismatchError(Exception):
-    """The service answers, but doesn't speak what relaxd speaks."""
+    """The service answers, but not in relaxd's protocol."""
 
 
 def authorization(config: RewardConfig) -> dict[str, str]:
-    """Return the headers with the token of reward.address_token; none without it. Raises MissingVariableError."""
+    """Return the headers with the token of reward.address_token; empty without a token. Raises MissingVariableError."""
     name = config.address_token
     if not name:
         return {}

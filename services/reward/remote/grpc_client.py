@@ -32,9 +32,10 @@ _OPTIONS = [
 ]
 _AGAIN = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.RESOURCE_EXHAUSTED)
 _NO_GRPC = "Failed parsing HTTP/2"
-"""Part of the details of UNAVAILABLE where the server answers in another protocol."""
+"""Part of the details of UNAVAILABLE from a server that speaks another protocol."""
 _TOO_LARGE = re.compile(r"(message|frame)\b.*\b(larger than|exceeds|too large)", re.IGNORECASE)
-"""Details of libraries of gRPC with RESOURCE_EXHAUSTED for a message above a limit: the status alone may mean busy."""
+"""Details by which gRPC libraries report a message above a limit with RESOURCE_EXHAUSTED: the status alone may mean
+busy."""
 
 
 class GrpcClient:

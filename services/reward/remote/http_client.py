@@ -18,18 +18,19 @@ from services.reward.worker_pool import Failure
 PROBE_SECONDS = 5.0
 """Deadline of a probe, and of each connection."""
 MAX_ANSWER_BYTES = 1 << 20
-"""No reward is that long."""
+"""Maximum bytes of an answer, above any real reward's."""
 _AGAIN = (
     HTTPStatus.TOO_MANY_REQUESTS,
     HTTPStatus.BAD_GATEWAY,
     HTTPStatus.SERVICE_UNAVAILABLE,
     HTTPStatus.GATEWAY_TIMEOUT,
 )
-"""Status codes of a service that is too busy, and of a proxy whose service is away."""
+"""Status codes of a busy service, and of a proxy whose service is away."""
 
 
 class HttpClient:
-    """Posts each sample as {"prompt", "response", "label", "metadata"}. The answer is JSON: what a reward returns."""
+    """Posts each sample as {"prompt", "response", "label", "metadata"}. The JSON answer has the form of a reward's
+    result."""
 
     calls_per_sample = True
 
@@ -41,7 +42,7 @@ class HttpClient:
         self._session: aiohttp.ClientSession | None = None
 
     async def probe(self) -> None:
-        """Ask whether the service answers, whatever it says to a HEAD request.
+        """Check that the service answers a HEAD request, in any way.
 
         Raises UnreachableError, MismatchError.
         """

@@ -1,4 +1,4 @@
-"""Calls of a service that may be away: when each may begin, and when it is repeated."""
+"""Calls of a service that may be away: when each may start, and when to repeat it."""
 
 import asyncio
 import logging
@@ -13,7 +13,7 @@ from services.reward.remote.foreign_calls import MismatchError, UnreachableError
 
 
 class Pace:
-    """Calls begin at even intervals, and none while the service wants to be left alone."""
+    """Starts calls at even intervals, and none while the service has asked for a pause."""
 
     def __init__(self, per_second: float, clock: Callable[[], float] = time.monotonic) -> None:
         """`per_second` is the most calls that begin in a second; 0: any number. `clock` returns seconds."""
@@ -23,26 +23,27 @@ class Pace:
 
     @property
     def held(self) -> bool:
-        """True if the service wants to be left alone."""
+        """True if the service has asked for a pause."""
         return self._clock() < self._held_until
 
     def pause(self) -> float:
-        """Return the seconds until a call may begin; 0: now."""
+        """Return the seconds until a call may start; 0: now."""
         return max(0.0, self._next - self._clock(), self._held_until - self._clock())
 
     def begin(self) -> None:
-        """Report that a call begins."""
+        """Record that a call starts."""
         self._next = self._clock() + self._interval
 
     def hold(self, seconds: float) -> None:
-        """Let no call begin for this long, or for longer if that was said before."""
+        """Start no call for this many seconds, or for longer if that was requested before."""
         self._held_until = max(self._held_until, self._clock() + seconds)
 
 
 FAILURES_TO_OPEN = 3
 """Calls in a row that don't reach the service."""
 PROBE_PAUSE = Backoff(first_seconds=0.5, max_seconds=10.0)
-"""Pauses before probes. Shorter than any health limit: each probe counts as progress of the replica."""
+"""Pauses before probes. They are shorter than any health limit, because each probe counts as progress of the
+replica."""
 START_NOTICE_SECONDS = 300.0
 """A service that has been starting for this long is late: its wait is logged as a warning."""
 
@@ -77,7 +78,7 @@ class Breaker:
 
     @property
     def problem(self) -> str:
-        """Description of what is wrong, in one sentence; empty while calls go through."""
+        """Description of the problem in one sentence; empty while calls go through."""
         if self._since is None:
             return ""
         if self._starting:
@@ -87,7 +88,7 @@ class Breaker:
         return f"{self._who} does not answer, for {duration(seconds)} now: {self._error}"
 
     def succeeded(self) -> None:
-        """Report a call that the service answered, whatever it said."""
+        """Record a call that the service answered, in any way."""
         self._failures = 0
 
     def failed(self, error: UnreachableError) -> None:
@@ -106,7 +107,7 @@ class Breaker:
             self._probing = asyncio.create_task(self._probe_until_closed())
 
     def _observe(self, error: UnreachableError | MismatchError) -> None:
-        """Take in why a call or a probe did not reach the service. What is logged is said once."""
+        """Record the reason why a call or a probe did not reach the service, and log it once."""
         starting = isinstance(error, UnreachableError) and error.starting
         if starting and not self._starting:
             _log.info("waiting for %s, which is starting: %s", self._who, error)
@@ -178,9 +179,9 @@ class Breaker:
 T = TypeVar("T")
 
 ATTEMPTS = 10
-"""Attempts for the same call: it may be what crashes the service."""
+"""Maximum attempts of the same call, which may be what crashes the service."""
 PAUSE = Backoff(first_seconds=0.5, max_seconds=30.0)
-"""Pauses between them."""
+"""Pauses between attempts."""
 
 LOOK_SECONDS = 5.0
 """Interval at which a call that waits for its turn looks again. Shorter than any health limit: each look counts as
@@ -224,12 +225,12 @@ class PatientCaller:
 
     @property
     def pieces(self) -> int:
-        """A counter of probes and looks, which shows that whoever waits for the service isn't stuck."""
+        """A counter of probes and checks, which shows that a caller that waits for the service isn't stuck."""
         return self._breaker.probes + self._looks
 
     @property
     def detail(self) -> str:
-        """Call that takes long, in one sentence; empty if none does."""
+        """Description of a slow call in one sentence; empty if there is none."""
         if problem := self._breaker.problem:
             return problem
         seconds = time.monotonic() - min(self._open_calls.values(), default=time.monotonic())
@@ -239,7 +240,7 @@ class PatientCaller:
         return f"{self._who} has {count} open calls, one for {duration(seconds)}"
 
     async def start(self) -> None:
-        """Begin with a service that may be away for now. Raises MismatchError: it isn't such a service."""
+        """Start with a service that may be away for now. Raises MismatchError if it has another protocol."""
         try:
             await self.probe()
         except UnreachableError as error:

@@ -39,7 +39,7 @@ def _client(config: RewardConfig) -> Client:
 
 
 class RemoteScorer(PatientCaller):
-    """Calls a reward service: limits the calls in flight, repeats those that don't reach it, waits while it is down."""
+    """Calls a reward service: limits concurrent calls, repeats those that don't reach it, waits while it is down."""
 
     def __init__(self, config: RewardConfig) -> None:
         self._client = _client(config)
@@ -55,7 +55,7 @@ class RemoteScorer(PatientCaller):
 
     @property
     def pieces(self) -> int:
-        """A counter of samples, probes and looks, which shows that the replica isn't stuck."""
+        """A counter of samples, probes and checks, which shows that the replica isn't stuck."""
         return self._scored + super().pieces
 
     async def score(self, samples: Sequence[RewardInput]) -> list[RewardOutput | Failure]:
@@ -91,7 +91,7 @@ def of_workers(config: RewardConfig) -> RewardConfig | None:
 
 
 class RemoteTerms:
-    """Calls the services of the terms at addresses, and the pool for the others, at the same time."""
+    """Calls the services of the terms at addresses, and the pool for the other terms, concurrently."""
 
     def __init__(self, config: RewardConfig, pool: WorkerPool) -> None:
         """Prepare. The pool's reward is `of_workers(config)`. Raises MissingVariableError."""

@@ -32,21 +32,21 @@ _LOOKS_LIKE_NO_NETWORK = (
     *("Network is unreachable", "Network unreachable", "name resolution", "Name or service not known"),
     *("Could not resolve host", "Couldn't connect to server", "Failed to connect to"),
 )
-"""Of libraries and programs whose errors have no number."""
+"""Error texts that indicate a missing network, from libraries and programs without error numbers."""
 _LOOKS_LIKE_NOT_ALLOWED = (
     *("Permission denied", "Read-only file system", "unable to open database file", "readonly database"),
 )
-"""The same of files: of sqlite3, and of libraries in C++ and Rust such as torch and safetensors."""
+"""Error texts that indicate a forbidden file, from sqlite3 and C++ and Rust libraries such as torch and safetensors."""
 _FILES = (
     "rewards write only temporary files (tempfile), and can't read relaxd's secrets: name what else they write, or its "
     'folder, in reward.writable, or set reward.sandbox = "off"'
 )
 MOST_CAUSES = 20
-"""Causes of an error that are looked at."""
+"""Maximum number of an error's causes to examine."""
 
 
 def hint(error: BaseException, plan: Plan | None, measures: Sequence[Measure]) -> str:
-    """Return which limit an error came from, and the setting that changes it; or ""."""
+    """Return the limit that caused an error, with the setting that changes it; or ""."""
     if plan is None:
         return ""
     held = {one.name: one.by for one in measures if one.by}
@@ -78,7 +78,7 @@ def _is_refused_file(error: BaseException) -> bool:
 
 
 def _text(error: BaseException) -> str:
-    """Return an error's text, and what a program that failed wrote, if that was kept."""
+    """Return an error's text, with the stored output of a failed program if there is one."""
     if not isinstance(error, subprocess.CalledProcessError):
         return str(error)
     said = error.stderr or error.output or ""
@@ -92,7 +92,7 @@ def _is_no_process(error: BaseException) -> bool:
 
 
 def _causes(error: BaseException | None) -> Iterator[BaseException]:
-    """Yield an error, and what it came from."""
+    """Yield an error and its causes."""
     for _ in range(MOST_CAUSES):
         if error is None:
             return
@@ -105,7 +105,7 @@ class JudgeLine:
 
     def __init__(self) -> None:
         self.slow_seconds = 0.0
-        """Seconds after which the stacks of a reward that doesn't wait for the judge are written; 0: never."""
+        """Seconds after which a reward's stacks are written unless it waits for the judge; 0: never."""
         self._questions: Outbox[pb.CarryQuestionsResponse] = Outbox()
         self._numbers = itertools.count(1)
         self._open: dict[int, Future[pb.CarryQuestionsRequest]] = {}
@@ -132,7 +132,7 @@ class JudgeLine:
         self._questions.put(pb.CarryQuestionsResponse())
 
     async def carry(self, answers: AsyncIterator[pb.CarryQuestionsRequest]) -> AsyncIterator[pb.CarryQuestionsResponse]:
-        """Exchange questions and answers with the service, until it ends the call."""
+        """Exchange questions and answers with the service until it ends the call."""
         taking = asyncio.create_task(self._take(answers))
         try:
             async for question in self._questions:
@@ -156,7 +156,7 @@ Answer = pb.LoadRewardResponse | pb.ScoreSamplesResponse
 
 
 class Rewards(reward_worker_pb2_grpc.RewardWorkerServicer):
-    """Loads and runs rewards in the main thread, because signals, which some use to limit their time, need it."""
+    """Loads and runs rewards in the main thread, as signals require, which some rewards use to limit their time."""
 
     def __init__(self, plan: Plan | None, measures: Sequence[Measure]) -> None:
         self._plan, self._measures = plan, measures
