@@ -50,7 +50,7 @@ class OfflineEngine:
         threads: int = 0,
         vision: VisionModel | None = None,
     ) -> None:
-        """Start it; the parameters are those of TransformersEngine."""
+        """Start the engine; the parameters are those of TransformersEngine."""
         self._reported: queue.Queue[tuple[str, Output | str]] = queue.Queue()
         self._engine = TransformersEngine(
             model,
@@ -77,7 +77,7 @@ class OfflineEngine:
         self._reported.put((request_id, reason))
 
     def load(self, term: int, version: int, tensors: Iterable[tuple[str, torch.Tensor]] = ()) -> None:
-        """Pause between two tokens, take weights over, and go on. Without tensors it keeps those that it has."""
+        """Pause between two tokens, copy weights, and continue. Without tensors the weights stay."""
         self._engine.pause("in_place", lease_seconds=60, timeout=60)
         with self._engine.update(Version(term, version)):
             self._engine.touch()
@@ -146,7 +146,7 @@ def _request(number: int, question: Mapping[str, Any]) -> Request:
 
 
 def answer_set() -> None:
-    """Answer the questions on standard input, each as soon as it can."""
+    """Answer the questions on standard input, each as soon as possible."""
     asked = json.load(sys.stdin)
     requests = [_request(number, question) for number, question in enumerate(asked["questions"])]
     config = RunConfig.model_validate(asked["config"])
@@ -168,7 +168,8 @@ def answer_set() -> None:
 def generate(
     config: RunConfig, prompts: Sequence[Sequence[int]], samples: int, media: Sequence[PromptMedia]
 ) -> list[list[str]]:
-    """Return `samples` answers to each prompt. Raises DataError: the model can't be found; RuntimeError: it fails."""
+    """Return `samples` answers to each prompt. Raises DataError if the model can't be found, RuntimeError if it
+    fails."""
     requests = []
     for number, (tokens, images) in enumerate(zip(prompts, media, strict=True)):
         sampling = run_sampling(config.rollout, seed_of(config.run.seed, str(number)))
@@ -180,7 +181,7 @@ def generate(
 
 
 def answer_prompts() -> None:
-    """Answer the prompts on standard input, all at once."""
+    """Answer all prompts on standard input together."""
     asked = json.load(sys.stdin)
     try:
         media = list(map(PromptMedia.from_json, asked["media"]))

@@ -26,7 +26,7 @@ from services.rollout.engines.request_types import (
 )
 
 DIGESTS_KEPT = 4096
-"""Largest number of versions whose digests an engine keeps. The tokens of a sample have far fewer versions."""
+"""Maximum number of versions whose digests an engine keeps. The tokens of a sample have far fewer versions."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,20 +42,20 @@ class EngineStart:
     environment: Mapping[str, str]
     """Variables of a child process on top of the replica's: its GPUs, and settings of NCCL."""
     gpu_lease: GpuLease | None
-    """Lease on its GPUs, if it has any."""
+    """Lease on the engine's GPUs, if it has any."""
     set_detail: Callable[[str], None]
-    """Called with what the replica's status says while the engine starts."""
+    """Function that sets the replica's status text while the engine starts."""
     on_exit: Callable[[str], None]
-    """Called with the reason when the engine ends unexpectedly, before running requests fail."""
+    """Called with the reason if the engine ends unexpectedly, before running requests fail."""
     on_tokens: Callable[[int, float], None]
-    """Called about every second with the number of tokens generated since, and tokens per second."""
+    """Called about every second with the number of tokens since the last call, and tokens per second."""
 
 
 class RolloutEngine(ABC):
     """An engine with a loaded model. Use it only in the event loop that started it."""
 
     name: str
-    """Name that its receipts have: the id of the replica that it works for."""
+    """Name of the engine in its receipts: its replica's id."""
     vocabulary: int
     """Token ids are below this."""
     context: int
@@ -63,13 +63,13 @@ class RolloutEngine(ABC):
     device: str
     """Device of the model: "cpu" or "cuda"."""
     weights: Version | None
-    """The weights that it serves; None until the first commit."""
+    """The engine's weights; None before the first commit."""
     quarantined: bool
     """True if a failed update left the model between two versions."""
     takes_media: bool
-    """True if it takes prompts with media."""
+    """True if the engine accepts prompts with media."""
     asleep: frozenset[MemoryPart]
-    """The parts of its memory that it has freed."""
+    """Parts of the engine's memory that are freed."""
     gauges: dict[str, float]
     """Last report of tokens_per_second, running_samples and waiting_samples; of a process also engine_rss_bytes, and
     engine_prompted_tokens and engine_prefilled_tokens if it counts them."""
@@ -78,7 +78,7 @@ class RolloutEngine(ABC):
         self.name = ""
         self.weights = None
         self._digests: dict[int, str] = {}
-        """Digests of the newest versions that it took up, oldest first: at most DIGESTS_KEPT."""
+        """Digests of the engine's newest versions, oldest first: at most DIGESTS_KEPT."""
         self.quarantined = False
         self.takes_media = False
         self.asleep = frozenset()
@@ -97,7 +97,7 @@ class RolloutEngine(ABC):
 
     @property
     def serving(self) -> bool:
-        """True if it generates, or will when its pause ends."""
+        """True if the engine generates, or will at the end of its pause."""
         return self.alive and self.weights is not None and not self.quarantined and not self.asleep
 
     def generate(
@@ -139,7 +139,7 @@ class RolloutEngine(ABC):
         return [Receipt(version, self._digests.get(version, ""), self.name) for version in written]
 
     def take_up(self, weights: Version, checksums: Mapping[str, int]) -> None:
-        """Serve weights from now on; `checksums` are those of their tensors, {} if none were taken."""
+        """Switch to these weights; `checksums` are those of their tensors, {} if none were computed."""
         self.weights, self.quarantined = weights, False
         self._digests.pop(weights.version, None)  # becomes the newest
         self._digests[weights.version] = digest_of(checksums)
@@ -148,7 +148,7 @@ class RolloutEngine(ABC):
 
     @abstractmethod
     def _generate(self, request: Request) -> AsyncIterator[Output]:
-        """Generate as `generate` does, for one request."""
+        """`generate` for one request."""
 
     @abstractmethod
     async def abort(self, request_id: str) -> None:
@@ -172,7 +172,8 @@ class RolloutEngine(ABC):
 
     @abstractmethod
     async def leave(self, group_name: str, *, quarantine: bool) -> bool:
-        """Abort and forget a weight group, and quarantine the engine if asked. Returns whether it is quarantined."""
+        """Abort and forget a weight group, and quarantine the engine if requested. Returns whether it is
+        quarantined."""
 
     @abstractmethod
     async def stop(self) -> None:

@@ -1,4 +1,4 @@
-"""Base of the engines' child processes: handlers of the rollout service's calls, and outputs to it."""
+"""Base of the engines' child processes: handlers of the rollout service's calls, and outputs to the service."""
 
 import argparse
 import asyncio
@@ -30,14 +30,14 @@ from services.rollout.engines.request_types import (
 logger = logging.getLogger(__name__)
 
 FLUSH_SECONDS = 0.05
-"""Longest time for which tokens of a sample that goes on are held back: a message for each would cost too much."""
+"""Maximum seconds to hold back tokens of an unfinished sample, because a message for each would cost too much."""
 MESSAGE_BYTES = 8 << 20
 MAX_OUTPUT_BYTES = 1 << 30
 """protobuf's limit is 2 GiB."""
 
 
 class OutputStream:
-    """Takes outputs and failures from any thread, and gives them to one stream in messages."""
+    """Collects outputs and failures from any thread, and passes them to one stream as messages."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -59,7 +59,7 @@ class OutputStream:
         self._add([], [failure], urgent=True)
 
     async def messages(self) -> AsyncIterator[engine_pb2.ExchangeResponse]:
-        """Yield everything, as it comes. Only one reader at a time."""
+        """Yield all messages as they come. Only one reader at a time."""
         with self._lock:
             self._loop = asyncio.get_running_loop()
             waiting = bool(self._outputs or self._failures)
@@ -119,7 +119,7 @@ class LoadedEngine(Protocol):
         """Forget a request."""
 
     def abort(self, request_id: str) -> None:
-        """End a request's samples with what they have."""
+        """End a request's samples with their tokens so far."""
 
     def pause(self, mode: PauseMode, lease_seconds: float, timeout: float) -> int:
         """Pause. Returns the number of held samples."""
@@ -129,7 +129,7 @@ class LoadedEngine(Protocol):
         """Number of pauses so far."""
 
     def resume(self, pause: int | None = None) -> None:
-        """End the pause; with `pause`, only if it is the pause of this number."""
+        """End the pause; with `pause`, only if it is the pause with this number."""
 
     def sleep(self, timeout: float) -> None:
         """Wait for running samples, then free memory."""
@@ -153,14 +153,14 @@ class EngineProcess(ABC, engine_pb2_grpc.EngineServicer, rollout_pb2_grpc.Rollou
     def __init__(self) -> None:
         self.outputs = OutputStream()
         self.frozen = False
-        """True if the engine serves the weights that it loads, so that a sleep has to keep them."""
+        """True if the engine keeps the weights that it loads, so that a sleep has to preserve them."""
         self.for_logprobs = False
         """True if the engine only computes log-probs of given tokens."""
         self._recording = threading.Lock()
-        """Held while an engine is asked to record steps."""
+        """Lock held during a request to the engine to record steps."""
 
     def serve(self) -> None:
-        """Answer until the service ends."""
+        """Answer calls until the service ends."""
         add_all = engine_pb2_grpc.add_EngineServicer_to_server, rollout_pb2_grpc.add_RolloutServicer_to_server
         ChildServer(*((add, self) for add in add_all)).serve()
 
@@ -243,7 +243,7 @@ class EngineProcess(ABC, engine_pb2_grpc.EngineServicer, rollout_pb2_grpc.Rollou
         """Return the engine. Raises EngineError before a model is loaded."""
 
     def _pause_first(self, request: rollout_pb2.ReceiveWeightsRequest) -> None:
-        """Begin the pause that `request` asks for, unless `_receive_weights` does."""
+        """Begin the pause of `request`, unless `_receive_weights` does."""
         pause = request.pause
         self._loaded().pause(PAUSE_MODES[pause.mode], pause.lease_seconds, request.pause_timeout_seconds)
 

@@ -19,7 +19,7 @@ class UpdatePause:
     mode: PauseMode
     lease_seconds: float
     deadline: float
-    """When the generating thread has to rest, by time.monotonic()."""
+    """Monotonic time by which the generating thread has to stop."""
 
 
 class GenerationGate:
@@ -132,7 +132,7 @@ class GenerationGate:
             self.changed.wait_for(lambda: not self._updating, timeout)
 
     def _begin_pause(self, mode: PauseMode, lease_seconds: float) -> int:
-        """Begin a pause, instead of one that there may be. Returns its number."""
+        """Begin a pause, replacing any current one. Returns its number."""
         self.pauses += 1
         self.mode = mode
         self._abort_asked = mode == "abort"
@@ -142,7 +142,7 @@ class GenerationGate:
         return self.pauses
 
     def _end_pause(self, number: int) -> None:
-        """End a pause, unless another one has begun since."""
+        """End a pause, unless a newer one has begun."""
         if self.pauses == number:
             self.mode = None
             self.changed.notify_all()
@@ -152,17 +152,17 @@ class GenerationGate:
             raise EngineError("another update is under way")
 
     def serve_loaded(self) -> None:
-        """Open the gate for the weights that were loaded, as version 0 of term 0: nobody will update them."""
+        """Open the gate for the loaded weights, as version 0 of term 0: nobody will update them."""
         with self.changed:
             self.weights = Version(0, 0)
             self.changed.notify_all()
 
     def touch(self) -> None:
-        """Mark, inside `update`, that the model changes: a failure from here on means quarantine."""
+        """Mark, inside `update`, that the model is changing: a failure from here on means quarantine."""
         self._touched = True
 
     def quarantine(self) -> None:
-        """Close the gate until the next commit, because the last one turned out to be wrong."""
+        """Close the gate until the next commit, because the last one was wrong."""
         with self.changed:
             self.quarantined = True
             self.changed.notify_all()
@@ -179,7 +179,7 @@ class GenerationGate:
             self.changed.notify_all()
 
     def wake(self) -> None:
-        """Open the gate for weights committed since `sleep`, now that all memory is allocated again."""
+        """Open the gate for weights committed since `sleep`, after all memory was allocated again."""
         with self.changed:
             self.asleep = False
             self.changed.notify_all()
@@ -218,7 +218,8 @@ class GenerationGate:
         self._at_rest = False
 
     def end_lease(self) -> None:
-        """End a pause whose lease has ended, but not during an update, which has its own deadline. Needs `changed`."""
+        """End a pause whose lease has expired, but not during an update, which has its own deadline. Needs
+        `changed`."""
         if self.mode is not None and not self._updating and time.monotonic() >= self._lease_end:
             logger.warning("the lease of the pause has ended: generation continues without a resume")
             self.mode = None
@@ -235,7 +236,7 @@ class GatedEngine:
 
     @property
     def weights(self) -> Version | None:
-        """The weights that are served; None before the first commit."""
+        """The weights in use; None before the first commit."""
         return self._gate.weights
 
     @property

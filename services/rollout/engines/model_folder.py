@@ -18,7 +18,7 @@ class ModelFolder:
     vocabulary: int
     """Token ids are below this."""
     context: int
-    """Maximum tokens of prompt and answer together; 0 when the model doesn't say."""
+    """Maximum tokens of prompt and answer together; 0 if the model has no limit in its files."""
     architectures: tuple[str, ...]
     """Names of its classes in transformers."""
     end_ids: tuple[int, ...]

@@ -12,13 +12,13 @@ from relaxd.v1 import rollout_pb2, sample_pb2
 from relaxd.weights.receipts import Receipt
 
 FinishReason = Literal["stop", "length", "abort"]
-"""The words of the proto FinishReason; "" while a sample goes on is None here."""
+"""Names of the proto FinishReason; an unfinished sample's "" is None here."""
 PauseMode = Literal["in_place", "retract", "abort", "drain"]
 MemoryPart = Literal["weights", "kv_cache"]
-"""Memory that an engine frees when it sleeps, and allocates again part by part."""
+"""Memory that an engine frees part by part for sleep, and allocates again."""
 
 MARGIN_SECONDS = 5.0
-"""Time for an answer beyond a deadline that the engine enforces itself."""
+"""Seconds for an answer beyond a deadline that the engine enforces itself."""
 
 PAUSE_MODES: dict[int, PauseMode] = {
     rollout_pb2.PAUSE_MODE_UNSPECIFIED: "in_place",
@@ -39,22 +39,22 @@ class EngineError(FailedPrecondition):
 
 
 class BadManifest(InvalidArgument):
-    """A weight group's manifest is not what the engine can receive."""
+    """The engine can't receive a weight group's manifest."""
 
     def __init__(self, message: str) -> None:
         super().__init__(message, [("manifest", message)])
 
 
 class RequestFailed(Aborted):
-    """A request failed; the engine goes on with others."""
+    """A request failed; the engine continues with others."""
 
 
 class AnswerTooLarge(RequestFailed):
-    """An answer is too large for a message. Retrying does not help."""
+    """An answer is too large for a message. A retry doesn't help."""
 
 
 class WrongMedia(InvalidArgument, RequestFailed):
-    """The media of a request can't be used. Retrying does not help."""
+    """The media of a request can't be used. A retry doesn't help."""
 
     def __init__(self, message: str) -> None:
         super().__init__(message, [("media", message)])
@@ -76,7 +76,7 @@ class Sampling:
     ignore_eos: bool = False
     seed: int = 0
     stop: tuple[str, ...] = ()
-    """Strings that end a sample, as soon as it has `min_new_tokens`."""
+    """Strings that end a sample once it has `min_new_tokens` tokens."""
     min_new_tokens: int = 0
 
     @classmethod
@@ -108,16 +108,16 @@ class Request:
     n: int
     sampling: Sampling
     stream: bool = False
-    """Report tokens as they are made instead of each sample when it has ended."""
+    """Report tokens as they are generated instead of each sample at its end."""
     report_every: int = 1
-    """With `stream`: minimum number of tokens in a report of a sample, except its last report."""
+    """With `stream`: minimum tokens in a report of a sample, except its last report."""
     begun: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
     """Samples to continue, by index, and the tokens that each has. These count towards its length and its stop
     conditions, and aren't reported. Other samples aren't generated. Empty: all n, from their beginning."""
     likeliest: int = 0
-    """Number of likeliest tokens to report for each token's place; 0: none."""
+    """Number of likeliest tokens to report in each token's place; 0: none."""
     media: PromptMedia = NO_MEDIA
-    """The prompt's media, whose tokens it has."""
+    """Media of the prompt, whose tokens include theirs."""
 
     @property
     def samples(self) -> tuple[int, ...]:
@@ -145,7 +145,7 @@ class Output:
     finish_reason: FinishReason | None = None
     """Set with the sample's last output."""
     text: str = ""
-    """The whole text, of tokens from before the request, too; set with the last output."""
+    """The whole text, of earlier requests' tokens as well; set with the last output."""
     spans_weight_update: bool = False
     """True if the sample continued in place across a weight update; set with the last output."""
     routed_experts: "np.ndarray[Any, Any] | None" = None

@@ -24,7 +24,7 @@ from services.rollout.engines.engine_interface import EngineStart, RolloutEngine
 from services.rollout.engines.request_types import PAUSE_MODES, Output, PauseMode, Request, Version
 
 ROUNDING_TOKENS = 1e-3
-"""A sample that lacks less than this has ended."""
+"""Number of missing tokens below which a sample has ended."""
 
 
 class Decoder:
@@ -66,7 +66,7 @@ class Decoder:
 
     @property
     def position(self) -> float:
-        """Tokens that a sample would have got if it had been running from the beginning."""
+        """Number of tokens that a sample running since the beginning would have."""
         now = self._clock()
         passed = self.speed * (now - self._last)
         self._position += passed
@@ -75,7 +75,7 @@ class Decoder:
         return self._position
 
     def pause(self, paused: bool) -> None:
-        """Stop all samples where they are, or let them go on."""
+        """Stop all samples, or let them continue."""
         self._advance()
         self._paused = paused
         self._plan()
@@ -97,7 +97,7 @@ class Decoder:
             raise
 
     def _advance(self) -> None:
-        """Count the tokens since the last change, and end the samples that are complete."""
+        """Count the tokens since the last change, and end the complete samples."""
         position = self.position
         while self._ends and self._ends[0][0] <= position + ROUNDING_TOKENS:
             _, _, end = heapq.heappop(self._ends)
@@ -105,7 +105,7 @@ class Decoder:
                 end.set_result(None)
 
     def _plan(self) -> None:
-        """Wake up when the next sample ends, at the present speed."""
+        """Schedule a wake-up for the end of the next sample, at the current speed."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -135,7 +135,7 @@ _POOL = 1 << 20
 
 
 class _Pool:
-    """Tokens and log-probs that all answers share: slices of them cost nothing."""
+    """Tokens and log-probs shared by all answers: slices of them cost nothing."""
 
     def __init__(self) -> None:
         random = np.random.default_rng(0)
@@ -161,14 +161,14 @@ class _Sample:
     version: int
     """Version of the weights then."""
     reported: int = 0
-    """Number of tokens that were reported, or that it had before the request."""
+    """Number of tokens that were reported, or that the sample had before the request."""
 
     def __post_init__(self) -> None:
         self.reported = self.begun
 
     @property
     def begun(self) -> int:
-        """Number of tokens that it had before the request."""
+        """Number of tokens that the sample had before the request."""
         return len(self.request.tokens_of(self.index))
 
 
@@ -235,7 +235,7 @@ class ScriptedEngine(RolloutEngine):
             self._report()
 
     async def _sample(self, request: Request, index: int, length: int, outputs: "asyncio.Queue[Output | None]") -> None:
-        """Report a sample of `length` tokens, with those that it has already; None if it is cancelled."""
+        """Report a sample of `length` tokens, earlier ones included; None if it is cancelled."""
         sample = _Sample(request, index, length, self._decoder.position, self.weights.version if self.weights else 0)
         every = request.report_every if request.stream else length
         try:
@@ -274,7 +274,7 @@ class ScriptedEngine(RolloutEngine):
         return output
 
     def _experts(self, tokens: int) -> Any:
-        """Return experts [tokens, layers, top k], if the run wants them."""
+        """Return experts [tokens, layers, top k], if the run stores them."""
         if not self._rollout.return_routed_experts:
             return None
         layers, top_k = self._rehearsal.experts
@@ -286,7 +286,7 @@ class ScriptedEngine(RolloutEngine):
             task.cancel()
 
     async def pause(self, mode: PauseMode, lease_seconds: float, timeout: float) -> int:
-        """Decoding goes on when the lease ends, at the latest."""
+        """Decoding resumes when the lease expires, at the latest."""
         self._end_lease()
         if mode == "abort":
             for request_id in list(self._tasks):
@@ -305,7 +305,7 @@ class ScriptedEngine(RolloutEngine):
         """Join no group: nothing is sent."""
 
     async def receive(self, request: rollout_pb2.ReceiveWeightsRequest) -> rollout_pb2.ReceiveWeightsResponse:
-        """Take up a version after the time that a broadcast takes."""
+        """Switch to a version after the simulated time of a broadcast."""
         if request.HasField("pause"):
             mode = PAUSE_MODES[request.pause.mode]
             await self.pause(mode, request.pause.lease_seconds, request.pause_timeout_seconds)

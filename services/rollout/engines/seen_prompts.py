@@ -1,4 +1,4 @@
-"""Media of prompts on their way into an engine's model: what both engines with a model do alike."""
+"""Media of prompts on their way into an engine's model: the common part of both engines with a model."""
 
 import hashlib
 from collections.abc import Sequence
@@ -37,10 +37,10 @@ def read_model_vision(folder: Path, engine: str) -> VisionModel | None:
 
 @dataclass(frozen=True)
 class SeenFrame:
-    """An image, or a time of a video: what the tower sees alone."""
+    """An image, or a time of a video: the unit that the tower processes alone."""
 
     sha256: str
-    """Its identity."""
+    """Hash of the item: its identity."""
     grid: Grid
     """Patches: 1, rows, columns."""
     spans: list[tuple[int, int]]
@@ -54,9 +54,9 @@ class HeardSound:
     """A sound."""
 
     sha256: str
-    """Its identity."""
+    """Hash of the item: its identity."""
     spans: list[tuple[int, int]]
-    """First and last tokens of its neighbouring tokens in the prompt. A video's own sound is in several places."""
+    """First and last tokens of its token runs in the prompt. A video's own sound has several runs."""
     samples: np.ndarray
     """int16 [samples]."""
 
@@ -69,27 +69,28 @@ class SeenPrompt:
     """The model's rules."""
     layout: Layout
     hashes: tuple[str, ...]
-    """Of its items, in order."""
+    """Hashes of the items, in order."""
     grids: Sequence[Grid]
-    """Of its items, in order."""
+    """Grids of the items, in order."""
     patches: dict[str, np.ndarray]
-    """Of each image and video, by hash: uint8 [patches, 3, frames, side, side], to be normalised on the device."""
+    """Patches of each image and video, by hash: uint8 [patches, 3, frames, side, side], to be normalised on the
+    device."""
     sounds: dict[str, np.ndarray] = field(default_factory=dict)
     """Samples of each sound, by hash: int16 [samples]."""
 
     @property
     def offset(self) -> int:
-        """Difference between the position of a token after the prompt and its index in the sequence."""
+        """Difference between a token's position after the prompt and its index in the sequence."""
         return int(self.layout.next_position) - len(self.layout.tokens)
 
     @property
     def parts(self) -> list[tuple[str, Grid]]:
-        """Hashes and sizes of what the towers get, in order (`parts_of`)."""
+        """Hashes and sizes of the towers' inputs, in order (`parts_of`)."""
         return [part for name, grid in zip(self.hashes, self.grids, strict=True) for part in parts_of(name, grid)]
 
     @property
     def items(self) -> list[SeenFrame | HeardSound]:
-        """Its images, the times of its videos and its sounds, in order; a video's own sound is behind it."""
+        """Images, times of videos and sounds, in order; a video's own sound follows the video."""
         count = self.vision.tokens.count
         counts = [[count(grid)] if is_sound(grid) else [count((1, *grid[1:]))] * grid[0] for _, grid in self.parts]
         ends = np.cumsum([one for item in counts for one in item])
@@ -106,7 +107,7 @@ class SeenPrompt:
         return found
 
     def positions(self, more: int) -> np.ndarray:
-        """Return positions of the prompt's tokens and of `more` tokens behind it, int64 [3, T + more]."""
+        """Return positions of the prompt's tokens and of `more` tokens after them, int64 [3, T + more]."""
         behind = np.tile(int(self.layout.next_position) + np.arange(more), (3, 1))
         return np.concatenate([self.layout.positions.astype(np.int64), behind], axis=1)
 

@@ -1,1 +1,1 @@
-"""The judge: an engine whose model is never trained and answers the questions of rewards."""
+"""The judge: an engine whose model is never trained and that answers rewards' questions."""

@@ -22,7 +22,7 @@ from services.rollout.service.child_engine import ALL_MEMORY, ChildEngine
 from services.rollout.service.replica_engine import FrozenEngine
 
 IDLE_LOOK_SECONDS = 0.1
-"""Interval at which a drain looks whether the open questions are answered."""
+"""Seconds between two checks of a drain for open questions."""
 
 logger = logging.getLogger(__name__)
 
@@ -89,7 +89,7 @@ class JudgeService(ReplicaService):
         return memory
 
     async def wake(self, seconds: float) -> MemoryChange:
-        """Take the memory back and answer again. Raises Unavailable, and what the engine raises."""
+        """Allocate the memory again and answer questions. Raises Unavailable, and the engine's errors."""
         memory = await self._present_engine().wake(ALL_MEMORY, seconds)
         logger.info("awake: %.2f GB are in use now, after %.2f", memory.after_bytes / 1e9, memory.before_bytes / 1e9)
         return memory
@@ -117,13 +117,13 @@ class JudgeService(ReplicaService):
         await self._engine.stop()
 
     async def pause_run(self) -> None:
-        """Keep answering: rewards that are being computed still ask."""
+        """Keep answering: rewards in progress still ask."""
 
     async def resume_run(self) -> None:
         """Do nothing: a paused judge went on answering."""
 
     async def drain(self, seconds: float) -> int:
-        """Refuse new questions, which are then asked elsewhere, and answer the open ones."""
+        """Refuse new questions, which then go elsewhere, and answer the open ones."""
         self._draining = True
         end = asyncio.get_running_loop().time() + seconds
         while self._open and asyncio.get_running_loop().time() < end:

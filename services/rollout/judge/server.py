@@ -1,4 +1,4 @@
-"""relaxd.v1.Judge: checks questions and passes them on to the engine."""
+"""relaxd.v1.Judge: checks questions and passes them to the engine."""
 
 from typing import Any
 

@@ -33,21 +33,22 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class Answer:
-    """One sample so far: outputs of the engines that have worked on it, and what became of it between them."""
+    """A sample so far: outputs of its engines, and its state between them."""
 
     outputs: list[Output] = field(default_factory=list)
     saved: int = 0
     """Number of the first `outputs` that are on the board."""
     continued: int = 0
-    """Number of times that it was cut off and continued."""
+    """Number of times that the answer was cut off and continued."""
     off_policy_tokens: int = 0
-    """Tokens at its beginning that aren't trained on."""
+    """Number of its first tokens that aren't trained on."""
     cut: int = 0
-    """Tokens before the last cut, until it goes on, if those of older weights won't be trained on."""
+    """Number of tokens before the last cut, until the answer continues, if older weights' tokens won't be trained
+    on."""
 
     @property
     def ended(self) -> bool:
-        """True if it is complete."""
+        """True if the answer is complete."""
         return bool(self.outputs) and self.outputs[-1].finish_reason is not None
 
     @property
@@ -61,7 +62,7 @@ class Answer:
         return _joined((output.versions for output in self.outputs), np.int64)
 
     def take(self, output: Output) -> None:
-        """Add what an engine reports. One that is cut off can go on."""
+        """Add an engine's output. An answer that is cut off can be continued."""
         if output.finish_reason == "abort":
             output = replace(output, finish_reason=None, text="")
         if self.cut and len(output.tokens):
@@ -107,7 +108,7 @@ class Answers:
 
     @property
     def unsaved_tokens(self) -> int:
-        """Number of tokens that aren't on the board, of the answer with most."""
+        """Maximum over the answers of the number of tokens that aren't on the board."""
         return max(sum(len(output.tokens) for output in answer.outputs[answer.saved :]) for answer in self._answers)
 
     @property
@@ -122,7 +123,7 @@ class Answers:
         }
 
     def take(self, output: Output) -> None:
-        """Add what an engine reports."""
+        """Add an engine's output to its answer."""
         self._answers[output.sample].take(output)
 
     def go_on(self, version: int, *, mask_off_policy: bool) -> None:
@@ -162,12 +163,12 @@ class Answers:
         return columns, len(tokens), [len(answer.outputs) for answer in self._answers]
 
     def mark_saved(self, mark: Sequence[int]) -> None:
-        """Note that what `unsaved` returned with this mark is on the board."""
+        """Record that the tokens which `unsaved` returned with this mark are on the board."""
         for answer, count in zip(self._answers, mark, strict=True):
             answer.saved = count
 
     def take_saved(self, parts: Sequence[Mapping[str, Column]]) -> None:
-        """Add what `unsaved` returned to this group's earlier holders, part by part."""
+        """Add the parts that `unsaved` returned to this group's earlier holders, in order."""
         for part in parts:
             columns = cast(Mapping[str, Any], part)
             ends, likeliest = np.cumsum(columns["lengths"]), columns.get(STUDENT_CANDIDATES)
@@ -247,7 +248,7 @@ def _merged(outputs: Sequence[Output]) -> list[Output]:
 
 
 def _joined(arrays: Iterable[Any], dtype: Any) -> Any:
-    """Return arrays one after the other, as one array of this dtype."""
+    """Return arrays concatenated, as one array of this dtype."""
     return np.concatenate([np.empty(0, dtype), *(np.asarray(array, dtype=dtype) for array in arrays)])
 
 
@@ -281,13 +282,13 @@ class KeptAnswers:
         self._delivery = delivery
         self._hold = hold
         self._pointers: str | None = ""
-        """Of the parts on the board; None once somebody else changed them."""
+        """Pointers to the parts on the board; None once another holder changed them."""
         self._saved_tokens = 0
         """Tokens that this delivery has saved."""
         self._lock = asyncio.Lock()
 
     async def load(self) -> None:
-        """Take over the answers that earlier holders of the group have kept."""
+        """Load the answers that earlier holders of the group stored."""
         if not self._partial.enabled:
             return
         saved = await asyncio.to_thread(self._board.saved, self._delivery)
@@ -338,7 +339,7 @@ class KeptAnswers:
                 await asyncio.shield(self._save())
 
     async def _save(self) -> None:
-        """Save what isn't on the board, unless this delivery doesn't hold the group any more."""
+        """Save the tokens that aren't on the board, unless this delivery no longer holds the group."""
         async with self._lock:
             hold = self._hold(self._delivery.group_id)
             if hold is None or self._pointers is None:
@@ -361,7 +362,7 @@ class KeptAnswers:
                 self._count(tokens, "saved")
 
     async def _forget(self) -> None:
-        """Begin the answers anew."""
+        """Restart the answers."""
         async with self._lock:
             self.answers = Answers(len(self.answers))
             hold = self._hold(self._delivery.group_id)

@@ -38,7 +38,7 @@ from services.rollout.engines.request_types import (
 
 ALL_MEMORY: frozenset[MemoryPart] = frozenset({"weights", "kv_cache"})
 CONTROL_SECONDS = 10.0
-"""Deadline of calls that only change a flag."""
+"""Deadline, in seconds, of calls that only change a flag."""
 STATS_SECONDS = 1.0
 STATS_TIMEOUT_SECONDS = 60.0
 
@@ -299,7 +299,7 @@ class ChildEngine(RolloutEngine):
         await asyncio.shield(self._child.exited)
 
     def _send(self, **fields: Any) -> None:
-        """Send a part of an ExchangeRequest, together with what others send now."""
+        """Send a part of an ExchangeRequest, together with the parts that others send now."""
         self._unsent.MergeFrom(engine_pb2.ExchangeRequest(**fields))
         self._to_send.set()
 
@@ -383,7 +383,7 @@ class ChildEngine(RolloutEngine):
 
 
 def _number(words: Mapping[int, str], word: str) -> Any:
-    """Return the last number of a word, because 0 may mean the same."""
+    """Return the highest number of an enum name, because 0 may have the same name."""
     return max(number for number, each in words.items() if each == word)
 
 

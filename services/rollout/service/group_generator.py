@@ -1,4 +1,4 @@
-"""The rollout stage: generates the samples of a group from its prompt, and counts the time that its engine is busy."""
+"""The rollout stage: generates the samples of a group from its prompt, and counts the engine's busy time."""
 
 import asyncio
 import itertools
@@ -70,7 +70,7 @@ class Occupancy:
 
     @property
     def is_paused(self) -> bool:
-        """True if there is a pause, whose lease hasn't ended."""
+        """True if there is a pause whose lease hasn't expired."""
         self._count()
         return self._paused_until is not None
 
@@ -94,11 +94,11 @@ class Occupancy:
 
 
 CUT_SECONDS = 2.0
-"""Time for an engine to end requests that are cut off; then they are kept as far as it has reported them."""
+"""Seconds for an engine to end requests that are cut off; then the reported tokens are kept."""
 KEEP_SECONDS = 15.0
 """Time for cut-off groups to get onto the board, which may take an attempt as long as Board.retry_seconds."""
 PAUSE_POLL_SECONDS = 0.02
-"""Interval at which answers that will be continued look whether a pause has ended."""
+"""Seconds between two checks of answers to be continued for the end of a pause."""
 REPORTS_PER_SAVE = 8
 """Reports of a sample's tokens between two saves that rollout.partial.save_tokens allows."""
 
@@ -109,7 +109,7 @@ class Asked:
 
     prompt: tuple[int, ...]
     media: PromptMedia
-    """Its media."""
+    """Media of the prompt."""
     sampling: Mapping[str, Any] | None
     """Sampling parameters of its source that differ from the run's."""
 
@@ -151,7 +151,7 @@ class GroupGenerator:
         self._cut_off = False
 
     def room(self, held: int) -> int:
-        """Return the number of groups to hold, given that `held` are now. The engine's limit counts samples."""
+        """Return the number of groups to hold, given that `held` are held now. The engine's limit counts samples."""
         if self._cut_off:
             return held
         per_group = self._config.rollout.samples_per_prompt
@@ -246,7 +246,7 @@ class GroupGenerator:
         return kept.answers.columns(self._writes)
 
     async def _pause_over(self) -> None:
-        """Wait for the end of a pause, if any: only then it is known which weights continue an answer."""
+        """Wait for the end of a pause, if any, because only then the weights that continue an answer are known."""
         if not self._occupancy.is_paused:
             return
         with waiting("the engine's pause to end, because the weights after it continue unfinished answers"):
@@ -256,7 +256,7 @@ class GroupGenerator:
     async def _generate_samples(
         self, engine: RolloutEngine, group_id: str, asked: Asked, sampling: Sampling, answers: Answers
     ) -> None:
-        """Add what the engine generates to the answers, until all have ended or were cut off."""
+        """Add the engine's outputs to the answers, until all have ended or were cut off."""
         partial = self._partial
         request_id = f"group-{next(self._numbers)}"
         self._unfinished[group_id] = answers.unfinished

@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 Engine = TypeVar("Engine", bound=RolloutEngine)
 StartEngine = Callable[[Mapping[str, str], GpuLease | None], Awaitable[Engine]]
-"""Starts an engine, given the environment variables of its process and the lease on its GPUs, if it has any."""
+"""Function that starts an engine, given the environment variables of its process and the lease on its GPUs, if any."""
 
 
 class ReplicaEngine(Generic[Engine]):
@@ -38,7 +38,7 @@ class ReplicaEngine(Generic[Engine]):
         """The engine, once its model is loaded."""
         self.loading = False
         self.detail = ""
-        """The reason why it isn't loaded yet."""
+        """Reason why the engine isn't loaded yet."""
 
     @property
     def loaded_mebibytes(self) -> int:
@@ -51,7 +51,7 @@ class ReplicaEngine(Generic[Engine]):
         return float(self._process.memory_info().rss)
 
     async def lease(self, config: RunConfig) -> None:
-        """Lease the GPUs of a run's engine. Raises what `GpuLeases.lease` raises."""
+        """Lease the GPUs of a run's engine. Raises the errors of `GpuLeases.lease`."""
         share = self._role.gpu_share(config)
         self.gpus = await self._context.gpus.lease(self._role.gpus(config), share)
         self._environment = gpu_environment(self.gpus, share)
@@ -89,7 +89,7 @@ class FrozenEngine(ReplicaEngine[ChildEngine]):
     """
 
     def __init__(self, context: ReplicaContext, role: str, names: Mapping[str, str]) -> None:
-        """`names`: the role's settings, by the names under which the engine knows them."""
+        """`names`: the engine's names for the role's settings."""
         super().__init__(context, role)
         self._names = names
 

@@ -75,7 +75,7 @@ def parse_generate(
 
 
 def run_sampling(config: RolloutConfig, seed: int, own: Mapping[str, Any] | None = None) -> Sampling:
-    """Return the sampling of a run's groups; `own` are parameters of a group's source, by name, as JSON has them."""
+    """Return the sampling of a run's groups; `own`: parameters of a group's source, by name, as JSON values."""
     sampling = Sampling(
         max_new_tokens=config.max_new_tokens,
         temperature=config.temperature,

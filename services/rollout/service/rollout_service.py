@@ -170,7 +170,7 @@ class RolloutService(ReplicaService):
         return worker.held
 
     async def _await_agents(self, seconds: float) -> int:
-        """Wait for the requests of agents. Returns the number of those that still run."""
+        """Wait for agents' requests. Returns the number of those still running."""
         deadline = time.monotonic() + seconds - min(1.0, seconds / 4)
         with waiting("agents' requests, to drain"):
             while self._held_requests and time.monotonic() < deadline:
@@ -179,7 +179,7 @@ class RolloutService(ReplicaService):
 
     @property
     def _held_requests(self) -> int:
-        """Running requests of agents; 0 in runs whose groups the replica takes itself."""
+        """Number of running requests of agents; 0 in runs whose groups the replica takes itself."""
         return self.occupancy.requests if self._config is not None and self._config.agent.is_there else 0
 
     def status(self) -> ServiceStatus:

@@ -24,11 +24,11 @@ from services.rollout.service.request_checks import parse_generate
 from services.rollout.service.rollout_service import RolloutService
 
 FULL_SECONDS = 0.5
-"""Time after which a caller that the engine had no room for may ask again."""
+"""Seconds after which a caller may ask again if the engine was full."""
 MAX_PROFILED = 10_000
 """Maximum number of steps in one call of Profile."""
 REPLY_SECONDS = 0.3
-"""A pause fails this long before its caller's deadline, so that the caller gets the reason."""
+"""Seconds before its caller's deadline at which a pause fails, so that the caller gets the reason."""
 
 
 class RolloutServicer(rollout_pb2_grpc.RolloutServicer):
@@ -277,7 +277,7 @@ def _mark_span(request: rollout_pb2.GenerateRequest) -> None:
 
 
 def _pause_timeout(request: rollout_pb2.PauseGenerationRequest, timeout: float) -> float:
-    """Return the seconds in which generation has to rest: a pause can't begin after the end of its lease."""
+    """Return the seconds by which generation has to stop: a pause can't begin after its lease expired."""
     return max(min(request.lease_seconds, timeout), 0.1)
 
 

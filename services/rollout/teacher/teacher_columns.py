@@ -1,6 +1,5 @@
-"""The columns of groups from the log-probs that an engine gives for their sequences, and the limit of tokens that it
-has at a time.
-"""
+"""The columns of groups from an engine's log-probs of their sequences, and the limit of tokens in the engine at a
+time."""
 
 import asyncio
 import logging
@@ -29,7 +28,7 @@ logger = logging.getLogger(__name__)
 
 
 class TokenBudget:
-    """Admits requests in the order in which they come, as long as their tokens fit; a larger one goes alone."""
+    """Admits requests in order of arrival, as long as their tokens fit; a larger one goes alone."""
 
     def __init__(self, most: int) -> None:
         """`most`: tokens at a time."""
@@ -55,10 +54,10 @@ class TokenBudget:
 
 
 SHARED_PROMPT_TOKENS = 64
-"""Shortest prompt of which the other sequences wait until the first has filled the engine's prefix cache with it."""
+"""Minimum length of a prompt whose other sequences wait until the first one has filled the engine's prefix cache."""
 REQUEST_SECONDS = 120.0
 TOKENS_PER_SECOND = 100.0
-"""Minimum tokens of a sequence that an engine reads in a second, besides REQUEST_SECONDS: less counts as a failure."""
+"""Minimum tokens of a sequence that an engine reads per second, besides REQUEST_SECONDS: fewer count as a failure."""
 LEAST_GROUPS = 2
 MOST_GROUPS = 256
 
@@ -78,7 +77,7 @@ class _Refused(Exception):
 
 
 class TeacherColumns:
-    """Asks the engine about groups. Use it in one event loop."""
+    """Sends groups to the engine. Use it in one event loop."""
 
     def __init__(
         self,
@@ -170,7 +169,7 @@ class TeacherColumns:
             )
 
     async def _ask(self, sequences: list[GroupSequence]) -> list[dict[str, NDArray[Any]]]:
-        """Ask about all sequences, side by side once the engine knows their prompt."""
+        """Send all sequences to the engine, concurrently once it knows their prompt."""
         if len(sequences) > 1 and len(sequences[0].prompt) >= SHARED_PROMPT_TOKENS:
             return [await self._of_sequence(sequences[0]), *await self._side_by_side(sequences[1:])]
         return await self._side_by_side(sequences)

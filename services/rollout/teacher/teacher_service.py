@@ -22,7 +22,7 @@ MODULE = "services.rollout.teacher"
 SETTINGS = {"rollout.dtype": "trainer.dtype", "rollout.sglang": "roles.teacher.sglang"} | {
     f"rollout.{name}": f"roles.teacher.{name}" for name in ("tensor_parallel", "memory_fraction")
 }
-"""The teacher's settings, by the names under which the engine knows them."""
+"""The engine's names for the teacher's settings."""
 
 
 class TeacherService(StageReplica):
@@ -37,7 +37,7 @@ class TeacherService(StageReplica):
         self._engine = FrozenEngine(context, TEACHER, SETTINGS)
         self._columns: TeacherColumns | None = None
         self._turns = 0
-        """Counts looks at an engine that has nothing to do."""
+        """Counter of reports of an idle engine."""
 
     async def prepare(self, config: RunConfig) -> tuple[Process, int | Callable[[], int]]:
         """Raises DataError, RpcError."""
@@ -101,6 +101,6 @@ class TeacherService(StageReplica):
         )
 
     def _on_look(self, count: int, per_second: float) -> None:
-        """Count a report of an engine that has nothing to do; that of a busy one counts what it has read."""
+        """Count a report of an idle engine; a busy one's progress is what it has read."""
         if self._columns is not None and not self._columns.tokens_in_flight:
             self._turns += 1

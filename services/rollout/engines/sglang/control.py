@@ -1,4 +1,4 @@
-"""Pauses, resumes and updates of SGLang's scheduler processes, as an engine's gate says."""
+"""Pauses, resumes and updates of SGLang's scheduler processes, driven by an engine's gate."""
 
 import threading
 import time
@@ -53,14 +53,14 @@ class SchedulerUpdate:
         self._end = 0.0
         self._results: dict[int, Updated | RpcError] = {}
         self.asked = False
-        """True once the update was requested of the scheduler processes."""
+        """True once the update was sent to the scheduler processes."""
         self.change = 0
         """Number of the pause that the message began; 0: none, they were paused already."""
         self.group_name = receive.group_name
-        """The group in which the weights come."""
+        """Name of the group that sends the weights."""
 
     def ask(self, mode: PauseMode, change: int) -> PauseForUpdate:
-        """Return the message that asks them, to be sent once. `change` is as above."""
+        """Return the message to the scheduler processes, to be sent once. `change` is as above."""
         self.asked, self.change = True, change
         paused = self._pause_deadline if change else time.monotonic()
         self._end = paused + self._receive.timeout_seconds + SCHEDULER_MARGIN_SECONDS
@@ -76,7 +76,7 @@ class SchedulerUpdate:
         )
 
     def take(self, news: UpdateEnded | GroupLeft) -> None:
-        """Take what a scheduler process tells. It may be about another update."""
+        """Process a scheduler process's report, which may be about another update."""
         if isinstance(news, UpdateEnded):
             if news.number == self._number:
                 self._results[news.rank] = news.result
@@ -91,7 +91,7 @@ class SchedulerUpdate:
 
     @property
     def pause_seconds(self) -> float:
-        """Seconds that are left to pause."""
+        """Remaining seconds for pausing."""
         return max(self._pause_deadline - time.monotonic(), 0.0)
 
     @property
@@ -112,7 +112,7 @@ class SchedulerUpdate:
 
 
 LEFT = "the weight group was left before the engine paused"
-"""Why an update did not begin."""
+"""Reason why an update did not begin."""
 
 
 class SchedulerControl:
@@ -155,7 +155,7 @@ class SchedulerControl:
         """The update under way."""
         self._commits = 0
         self._told = threading.Condition(gate.lock)
-        """Notified at what the schedulers tell."""
+        """Notified of the schedulers' reports."""
 
     @property
     def running(self) -> bool:
@@ -192,7 +192,7 @@ class SchedulerControl:
                 self._end_all()
 
     def read_news(self) -> None:
-        """Take what the schedulers tell, for ever."""
+        """Process the schedulers' reports for ever."""
         while True:
             news = self._schedulers.receive_news()
             with self._gate.changed:
@@ -299,7 +299,7 @@ class SchedulerControl:
         return self._state or "in_place"
 
     def _set_state(self, state: PauseMode | None) -> None:
-        """Pause or resume the schedulers, and wait until they have, and the device has done their work from before."""
+        """Pause or resume the schedulers, and wait until they have, and the device has finished earlier work."""
         message: Any
         with self._gate.changed:
             rid = str(self._next_change())

@@ -31,10 +31,10 @@ class LogprobRequests:
         self._numbers = itertools.count()
         self._lock = threading.Lock()
         self._waiting: dict[str, tuple[Future[Answer], int]] = {}
-        """By SGLang's id: the answer to be, and how many likeliest tokens it has in each place."""
+        """For each of SGLang's ids: the future answer, and the number of likeliest tokens in each place."""
 
     def submit(self, request: engine_pb2.ComputeLogprobsRequest) -> "Future[Answer]":
-        """Send a request. Cancelling the future ends it in the scheduler, too; it fails with RequestFailed."""
+        """Send a request. Cancelling the future ends it in the scheduler as well; it fails with RequestFailed."""
         tokens = np.frombuffer(request.tokens, dtype=np.int32)
         if not 1 <= request.start < len(tokens):
             raise EngineError(f"start is {request.start}: it must be a place in the sequence of {len(tokens)} tokens")
@@ -64,7 +64,7 @@ class LogprobRequests:
         return answer
 
     def take_outputs(self, message: BatchTokenIDOutput) -> None:
-        """Complete the requests that a message of the scheduler ends. Other requests' rows are ignored."""
+        """Complete the requests in a scheduler's message. Other requests' rows are ignored."""
         for row, rid in enumerate(message.rids):
             answer, top_k = self._find(rid)
             if answer is None:
@@ -105,7 +105,7 @@ def _fail(answer: "Future[Answer]", reason: str) -> None:
 
 
 def _answer(message: BatchTokenIDOutput, row: int, top_k: int) -> Answer:
-    """Return one row's answer. Its length is whatever SGLang gave. Raises TypeError, ValueError."""
+    """Return one row's answer. Its length is SGLang's. Raises TypeError, ValueError."""
     found = Answer(logprobs=_after_first(message.input_token_logprobs_val[row], np.float32))
     if top_k:
         found.likeliest = _after_first(message.input_top_logprobs_idx[row], np.int32)
@@ -121,7 +121,7 @@ def _after_first(values: Sequence[Any], dtype: type) -> bytes:
 TEMPERATURE_VARIABLE = "RELAXD_SGLANG_LOGPROB_TEMPERATURE"
 """Environment variable with the temperature of such a model's log-probs; missing for a model that generates."""
 ENVIRONMENT = {"SGLANG_ENABLE_LOGITS_PROCESSER_CHUNK": "true"}
-"""SGLang then computes the logits of given tokens piece by piece: those of a whole step would fill gigabytes."""
+"""Has SGLang compute the logits of given tokens piece by piece: those of a whole step would need gigabytes."""
 
 
 def set_temperature(model: Any, temperature: float) -> None:

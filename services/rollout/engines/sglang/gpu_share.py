@@ -12,7 +12,7 @@ import torch
 from relaxd.rpc.errors import InvalidArgument
 
 memory_of_all = torch.cuda.mem_get_info
-"""torch's own function: the free and the total bytes of a GPU, whoever uses it. `show_share` doesn't change it."""
+"""torch's own function: free and total bytes of a GPU, whoever uses it. `show_share` doesn't change it."""
 
 
 def show_share(share: float) -> None:
@@ -24,7 +24,7 @@ def show_share(share: float) -> None:
         return
 
     def of_share(device: "torch.device | str | int | None" = None) -> tuple[int, int]:
-        """Return the bytes that this process may still allocate, and those that it may have in all."""
+        """Return the bytes that this process may still allocate, and its total share."""
         room = int(memory_of_all(device)[1] * share)
         return max(0, room - torch.cuda.memory_reserved(device)), room
 

@@ -24,7 +24,7 @@ _FILLS = (_aten.fill_.Scalar, _aten.fill_.Tensor, _aten.zero_.default)
 
 @dataclass(frozen=True)
 class Copy:
-    """A strided part of a checkpoint tensor, and the part of a parameter that it is copied to."""
+    """A strided part of a checkpoint tensor, and its target in a parameter."""
 
     target: torch.Tensor
     """View of the parameter's memory."""
@@ -39,7 +39,7 @@ class Copy:
 
     @property
     def places(self) -> tuple[Any, ...]:
-        """Its source and its target, by which two copies of a tensor are the same."""
+        """Source and target, by which two copies of a tensor are compared."""
         return _place(self.target), self.stride, self.offset
 
 
@@ -49,12 +49,12 @@ class Destination:
 
     spec: TensorSpec
     copies: list[Copy] = field(default_factory=list)
-    """Copies to make; empty where the tensor belongs to other ranks."""
+    """Copies to make; empty if the tensor belongs to other ranks."""
     by_loader: bool = False
     """True if the model's loader must be called, because it does more than copy."""
 
     def whole(self) -> torch.Tensor | None:
-        """Return the model's memory that equals the whole tensor, so that it can be received there; else None."""
+        """Return the model's memory that equals the whole tensor, so that it can be received in place; else None."""
         if self.by_loader or len(self.copies) != 1:
             return None
         (copy,) = self.copies
@@ -64,7 +64,7 @@ class Destination:
 
 
 class _NotJustCopies(Exception):
-    """The loader changes the model other than by copying."""
+    """The loader changes the model in other ways than copying."""
 
 
 class _Recorder(TorchDispatchMode):
@@ -73,10 +73,10 @@ class _Recorder(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.copies: list[tuple[int, Copy]] = []
-        """(storage of the tensor without data, copy)."""
+        """Storages of tensors without data, and the copies from them."""
         self.filled: list[torch.Tensor] = []
         self.derived: dict[int, set[int]] = {}
-        """By storage of a tensor computed from tensors without data: the storages of its inputs."""
+        """For the storage of each tensor computed from tensors without data: the storages of its inputs."""
         self.consumed: set[int] = set()
         """Storages of tensors whose derived values were copied."""
         self._alive: list[torch.Tensor] = []

@@ -65,7 +65,7 @@ def run_scheduler(*args: Any) -> None:
 
 
 def count_begun_tokens() -> None:
-    """Count a retracted request's earlier tokens in its minimum length, too: SGLang begins at 0 again."""
+    """Count a retracted request's earlier tokens towards its minimum length: SGLang restarts at 0."""
     prepare = BatchedMinNewTokensPenalizer._prepare
 
     def prepare_with_begun(penalizer: Any) -> None:
@@ -124,7 +124,7 @@ class ControlledScheduler(Scheduler):
         super().process_batch_result(batch, result)
 
     def pause_generation(self, recv_req: PauseGenerationReqInput) -> None:
-        """Pause, and begin the update that comes with it, if any does. Called by the loop."""
+        """Pause, and begin the update that comes with the pause, if any. Called by the loop."""
         super().pause_generation(recv_req)
         if isinstance(recv_req, PauseForUpdate):
             self.updates.begin(recv_req)

@@ -15,15 +15,15 @@ class PauseForUpdate(PauseGenerationReqInput, kw_only=True):  # type: ignore[cal
     """Pauses every scheduler, and has each take up new weights in this pause."""
 
     number: int
-    """Of the update."""
+    """Number of the update."""
     group_name: str
-    """Weight group in which the weights come."""
+    """Name of the weight group that sends the weights."""
     key: str
     """The weights' key in the prefix cache."""
     checksum: bool
     """True to return checksums."""
     deadline: float
-    """When the pause has to have begun, by time.monotonic(), which processes of one host share."""
+    """Monotonic time, shared by processes of one host, by which the pause has to have begun."""
     timeout: float
     """Seconds from the beginning of the reception to its end."""
 
@@ -38,7 +38,7 @@ class HeldRequest:
     tokens: int
     """Number of tokens that the old weights produced."""
     continues: bool = False
-    """True if it continues with their keys and values."""
+    """True if the request continues with its keys and values."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class Updated:
     seconds: float
     """Duration of the reception."""
     checksums: dict[str, int] = field(default_factory=dict)
-    """Checksums by tensor, if asked for."""
+    """Checksums by tensor, if requested."""
     held: dict[str, HeldRequest] = field(default_factory=dict)
     """The unfinished requests by SGLang's ids; of tensor-parallel rank 0 only."""
 
@@ -58,7 +58,7 @@ class ChangeMade:
     """A scheduler has paused or resumed."""
 
     number: int
-    """Number of the change: the `rid` of the message that asked for it."""
+    """Number of the change: the `rid` of the message that requested it."""
     rank: int
 
 
@@ -91,7 +91,7 @@ def prefix_key(weights: str, media: str) -> str:
 
 
 def with_weights(key: str, weights: str) -> str:
-    """Return a key of the prefix cache under other weights."""
+    """Return a prefix-cache key for other weights."""
     return prefix_key(weights, key.partition("/")[2])
 
 

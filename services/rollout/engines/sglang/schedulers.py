@@ -26,13 +26,13 @@ from services.rollout.engines.sglang.scheduler_messages import News
 FOLDER_VARIABLE = "RELAXD_SGLANG_FOLDER"
 """Environment variable with the folder of the sockets, for the scheduler processes."""
 TOKEN_VARIABLE = "RELAXD_SGLANG_TOKEN"
-"""Environment variable with the token that they have to ask for."""
+"""Environment variable with the token that the processes require of callers."""
 STEP_SECONDS = 60.0
-"""Longest step of the model that a pause waits for. A longer one counts as a failure."""
+"""Maximum seconds of a model step that a pause waits for. A longer one counts as a failure."""
 END_SECONDS = 1.0
-"""Time for an update to end after its group was left."""
+"""Seconds for an update to end after its group was left."""
 ANSWER_SECONDS = 10.0
-"""Longest wait for anything else that the scheduler's loop does."""
+"""Maximum seconds to wait for any other work of the scheduler's loop."""
 SCHEDULER_MARGIN_SECONDS = 3.0
 """Time for an answer beyond a deadline that the scheduler processes enforce themselves."""
 
@@ -63,7 +63,7 @@ class Schedulers:
 
     @property
     def failure(self) -> str:
-        """Reason that a scheduler process gave when it failed to start; empty if none did."""
+        """Reason with which a scheduler process failed to start; empty if none did."""
         reasons = sorted(self._folder.glob("failure-*"))
         return reasons[0].read_text() if reasons else ""
 
@@ -83,7 +83,7 @@ class Schedulers:
             self._ends.append(end)
 
     def forget_folder(self) -> None:
-        """Remove the folder of the sockets: nobody else can connect."""
+        """Remove the folder of the sockets, so that nobody else can connect."""
         shutil.rmtree(self._folder, ignore_errors=True)
 
     @property
@@ -92,7 +92,7 @@ class Schedulers:
         return len(self._stubs)
 
     def receive_news(self) -> News:
-        """Wait for what a scheduler process tells. Only one thread may call this."""
+        """Wait for a scheduler process's report. Only one thread may call this."""
         news: News = self._news.recv_pyobj()
         return news
 

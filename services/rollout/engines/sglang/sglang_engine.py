@@ -46,7 +46,8 @@ from services.rollout.engines.sglang.sglang_samples import SGLangRequest, SGLang
 MEMORY_PARTS: tuple[MemoryPart, ...] = ("kv_cache", "weights")
 """Memory freed by a sleep, in SGLang's names."""
 ENDED_AT_ONCE = 16
-"""Ended samples that are decoded before they are reported, so that new requests come while the others are decoded."""
+"""Maximum number of ended samples to decode before reporting them, so that new requests come while others are
+decoded."""
 
 SEEING_THREADS = 2
 """Threads that decode the media of prompts."""
@@ -55,7 +56,7 @@ logger = logging.getLogger(__name__)
 
 
 class SGLangEngine(GatedEngine):
-    """Generates with SGLang. Pauses between two steps; its weights are updated in a pause (see GenerationGate)."""
+    """Generates with SGLang. It pauses between two steps, and updates weights in a pause (see GenerationGate)."""
 
     def __init__(
         self,
@@ -97,7 +98,7 @@ class SGLangEngine(GatedEngine):
         self._released: set[MemoryPart] = set()
         """Memory that is freed."""
         self._sent: dict[str, tuple[SGLangRequest, SGLangSample | None]] = {}
-        """Requests and samples by the scheduler's ids; a None sample stands for the prompt's prefill."""
+        """Requests and samples by the scheduler's ids; None in place of a sample is the prompt's prefill."""
         self.control = SchedulerControl(
             self._gate,
             channel,
@@ -166,7 +167,7 @@ class SGLangEngine(GatedEngine):
             self._gate.changed.notify_all()
 
     def abort(self, request_id: str) -> None:
-        """End a request's samples with what they have: after the current step, or at once if they wait here."""
+        """End a request's samples with their tokens so far: after the current step, or at once if they wait here."""
         with self._gate.changed:
             group = self._groups.get(request_id)
             if group is None:
@@ -350,7 +351,7 @@ class SGLangEngine(GatedEngine):
         outputs: dict[str, list[Output]],
         failures: dict[str, str],
     ) -> None:
-        """Start the samples of a request whose prompt is prefilled, or end the request if that failed."""
+        """Start the samples of a request after its prompt's prefill, or end the request if the prefill failed."""
         del self._sent[rid]
         request_id = group.request.request_id
         if reason.get("type") != "abort" and not group.aborted:

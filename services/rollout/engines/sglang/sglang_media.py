@@ -57,7 +57,8 @@ def take_media(model: Any, vision: VisionModel, device: torch.device) -> None:
         return found
 
     def hear(items: Sequence[MultimodalDataItem]) -> torch.Tensor:
-        """Each sound is alone: beside a longer one the tower would hear a sound of less than a second otherwise."""
+        """Process each sound alone: beside a longer one the tower would process a sound of less than a second
+        differently."""
         assert vision.sound is not None  # or the prompt would have been refused
         tower, rows = model.audio_tower, []
         for item in items:
@@ -71,6 +72,6 @@ def take_media(model: Any, vision: VisionModel, device: torch.device) -> None:
 
 
 def forget_features() -> None:
-    """Empty SGLang's cache of the tower's outputs, which it finds by the images' hashes whatever the weights."""
+    """Clear SGLang's cache of tower outputs, whose keys are the images' hashes without the weights."""
     if mm_utils.embedding_cache is not None:
         mm_utils.embedding_cache.clear()

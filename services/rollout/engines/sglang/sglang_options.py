@@ -25,7 +25,7 @@ SET_BY_RELAXD = {
     "enable_memory_saver": "run.colocate",
     "enable_weights_cpu_backup": "run.colocate",
 }
-"""Options that relaxd sets, and the settings that they come from."""
+"""Options that relaxd sets, with the settings that determine them."""
 
 UNSUPPORTED = {
     "skip_tokenizer_init": "relaxd always exchanges tokens, not text",

@@ -43,7 +43,7 @@ from services.rollout.engines.sglang.sglang_options import OptionError, server_a
 
 ABORT_SECONDS = 8.0
 PAUSES_WITH_UPDATE = ("in_place", "retract")
-"""Modes in which nothing has to be done between a pause and the update after it."""
+"""Pause modes without any work between a pause and the update after it."""
 
 logger = logging.getLogger(__name__)
 
@@ -58,7 +58,7 @@ class SGLangProcess(EngineProcess):
         self._on_gpus = False
         self._group = ""
         self._left_touched = False
-        """True if leaving a group in the middle of a broadcast left the model touched."""
+        """True if leaving a group in the middle of a broadcast left the model partly changed."""
         self._process = psutil.Process()
         # SGLang sends it when one of its processes fails.
         signal.signal(signal.SIGQUIT, lambda *_: self._scheduler_gone("a scheduler process of SGLang failed"))

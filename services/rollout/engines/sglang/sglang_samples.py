@@ -17,7 +17,7 @@ from services.rollout.engines.sglang.scheduler_messages import prefix_key
 from services.rollout.engines.sglang.sglang_media import to_sglang
 
 SHARED_PREFIX_TOKENS = 64
-"""Shortest prompt that is prefilled once for all samples of a request, before they start."""
+"""Minimum length of a prompt that is prefilled once for all samples of a request, before they start."""
 PREFIX = "prefix"
 """Stands for the sample's index in the id of the request that prefills the prompt."""
 
@@ -28,22 +28,22 @@ class SGLangSample:
 
     index: int
     begun: int = 0
-    """Number of tokens that it had before the request."""
+    """Number of tokens that the sample had before the request."""
     tokens: list[int] = field(default_factory=list)
-    """All of its tokens."""
+    """All tokens of the sample."""
     logprobs: list[float] = field(default_factory=list)
-    """Of its new tokens."""
+    """Log-probs of the new tokens."""
     likeliest: list[list[int]] = field(default_factory=list)
-    """In the places of its new tokens, if the request asks for them."""
+    """Likeliest tokens in the new tokens' places, if requested."""
     marks: list[tuple[int, int]] = field(default_factory=list)
     """(number of tokens, version), in order: the version that produces the tokens from there on."""
     spans_weight_update: bool = False
     finish_reason: FinishReason | None = None
     stopped_at: str = ""
-    """The stop string that ended it, if one did."""
+    """Stop string that ended the sample, if one did."""
     routed_experts: "np.ndarray[Any, np.dtype[np.unsignedinteger[Any]]] | None" = None
     reported: int = 0
-    """Number of tokens that were reported, or that it had before the request."""
+    """Number of tokens that were reported, or that the sample had before the request."""
 
     @classmethod
     def of(cls, request: Request, index: int) -> "SGLangSample":
@@ -52,7 +52,7 @@ class SGLangSample:
         return cls(index=index, begun=len(tokens), tokens=tokens, reported=len(tokens))
 
     def text(self, decode: Callable[[list[int]], str]) -> str:
-        """Return the text of the whole sample, without what ended it."""
+        """Return the text of the whole sample, without the end token or stop string."""
         if self.stopped_at:
             return cut_at_stop(decode(self.tokens), [self.stopped_at])
         return decode(self.tokens[:-1] if self.finish_reason == "stop" else self.tokens)
@@ -74,15 +74,15 @@ class SGLangRequest:
     samples: list[SGLangSample]
     end_ids: frozenset[int]
     shares_prefix: bool
-    """True if its prompt still has to be prefilled before its samples start."""
+    """True if the prompt still has to be prefilled before the samples start."""
     unfinished: int
     """Number of samples that have not ended."""
     aborted: bool = False
-    """True if it has to end before its samples start."""
+    """True if the request has to end before its samples start."""
     media: str = ""
-    """Identity of its prompt's media; empty if it has none."""
+    """Identity of the prompt's media; empty if it has none."""
     mm_inputs: Any = None
-    """The media as SGLang's messages have them, pickled once for all samples; None if there are none."""
+    """The media in the form of SGLang's messages, pickled once for all samples; None if there are none."""
 
     @classmethod
     def of(cls, request: Request, end_ids: frozenset[int]) -> "SGLangRequest":
@@ -159,11 +159,11 @@ class SGLangRequest:
 
 
 class StopLengths:
-    """Stands for a tokenizer where SGLang wants to know the lengths of stop strings, in tokens."""
+    """Stands in for the tokenizer by which SGLang computes the lengths of stop strings in tokens."""
 
     @staticmethod
     def encode(text: str, *, add_special_tokens: bool) -> bytes:
-        """Return the bytes of a text, which may have been sampled as more tokens than it usually has."""
+        """Return the bytes of a text as tokens, because it may be sampled as more tokens than usual."""
         return text.encode()
 
 

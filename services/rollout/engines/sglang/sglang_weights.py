@@ -17,7 +17,7 @@ from relaxd.weights.weight_group import Rendezvous, Transfer, WeightGroup, Weigh
 from services.rollout.engines.sglang.loader_copies import Destination, find_destinations
 
 IN_FLIGHT = 2
-"""Number of staging buffers: one is received into while the other is copied."""
+"""Number of staging buffers: one receives while the other is copied."""
 
 _PLAIN_METHODS = ("UnquantizedLinearMethod", "UnquantizedEmbeddingMethod", "UnquantizedFusedMoEMethod")
 """SGLang's classes for weights that are stored as in checkpoints."""
@@ -32,9 +32,9 @@ class ReceiveResult:
     """Result of a broadcast on one rank."""
 
     seconds: float
-    """Duration, until the device had finished."""
+    """Seconds until the device has finished."""
     touched: bool
-    """True if the model was written to: always, if it has any of the tensors."""
+    """True if the model was written to; always the case if it has any of the tensors."""
     checksums: dict[str, int] = field(default_factory=dict)
     """Checksums by tensor, if asked for. They cover the model's memory where the tensor was received there, else the
     staged tensor, after comparing the model's memory with it."""
@@ -129,7 +129,7 @@ class SGLangWeights:
 
     @contextlib.contextmanager
     def _receiving(self, name: str) -> Iterator[None]:
-        """Work on the stream for weights; after an error, leave the group."""
+        """Work on the stream for weights; leave the group after an error."""
         stream = contextlib.nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
         try:
             with torch.no_grad(), stream:
@@ -181,7 +181,7 @@ class Reception:
     first: Transfer
     started: float
     deadline: float
-    """When all has to be there, by time.monotonic(), as `started` is."""
+    """Monotonic time by which all buckets must have arrived."""
 
 
 class _Receiver:
@@ -242,7 +242,7 @@ class _Receiver:
         return found
 
     def start(self, number: int, deadline: float) -> Transfer:
-        """Begin to receive the next bucket."""
+        """Start receiving the next bucket."""
         left = deadline - time.monotonic()
         if left <= 0:
             raise WeightGroupError(f"the broadcast in weight group {self.group.name} did not end in time")

@@ -1,4 +1,4 @@
-"""Updates of the weights in a scheduler process of SGLang, and what the process tells the engine's."""
+"""Updates of the weights in a scheduler process of SGLang, and its reports to the engine's process."""
 
 import logging
 import threading
@@ -28,21 +28,21 @@ logger = logging.getLogger(__name__)
 
 
 class NewsSender:
-    """Tells the engine's process what happens, in order, from any thread."""
+    """Sends reports to the engine's process, in order, from any thread."""
 
     def __init__(self, address: str) -> None:
-        """`address` is the engine's (see `schedulers.news_address`)."""
+        """`address`: the engine's (see `schedulers.news_address`)."""
         self._socket: Any = get_zmq_socket(zmq.Context(1), zmq.PUSH, address, False)
         self._lock = threading.Lock()
 
     def tell(self, news: News) -> None:
-        """Send it."""
+        """Send a report."""
         with self._lock:
             self._socket.send_pyobj(news)
 
 
 class WeightUpdates:
-    """Takes up weights in pauses of the loop, and tells the engine's process."""
+    """Installs weights in pauses of the loop, and reports to the engine's process."""
 
     def __init__(
         self, weights: SGLangWeights, rank: int, news: NewsSender, commit: Callable[[str], dict[str, HeldRequest]]
@@ -59,7 +59,7 @@ class WeightUpdates:
         """Lock of `_receiving`; notified at the end of an update."""
 
     def begin(self, message: PauseForUpdate) -> None:
-        """Begin an update. The loop calls this in the pause, in which it stays until the update ends."""
+        """Begin an update. The loop calls this in the pause, which lasts until the update ends."""
         if time.monotonic() > message.deadline:
             self._weights.leave(message.group_name)  # ends the update for ranks that have begun to receive
             self._news.tell(UpdateEnded(message.number, self._rank, EngineError("the scheduler paused too late")))
@@ -109,7 +109,7 @@ class WeightUpdates:
 
 
 def _told(error: Exception) -> RpcError:
-    """Return an error as the engine's process sees it."""
+    """Return an error in the form for the engine's process."""
     if isinstance(error, RpcError):
         return error
     logger.error("an update failed", exc_info=error)

@@ -45,7 +45,7 @@ STOP_SECONDS = 5.0
 PROBE_SECONDS = 2.0
 """Interval of probes."""
 SCHEDULER_SECONDS = 60.0
-"""Time without an answer to a probe, outside of an update, after which a server's scheduler counts as dead."""
+"""Seconds without an answer to a probe, outside of an update, after which a server's scheduler counts as dead."""
 STATS_SECONDS = 1.0
 
 logger = logging.getLogger(__name__)
@@ -282,7 +282,7 @@ class ExternalEngine(RolloutEngine):
         self._lease = self._start(work, "end a pause") if work is not None else None
 
     async def _probe(self) -> None:
-        """Probe the server until it does not answer, or serves other weights than it was given."""
+        """Probe the server until it fails to answer, or has other weights than it was given."""
         while True:
             await asyncio.sleep(PROBE_SECONDS)  # idle: looks again
             if self._updating:
@@ -316,7 +316,7 @@ class ExternalEngine(RolloutEngine):
             }
 
     def _end(self, reason: str) -> None:
-        """Stop using the server, because it is lost or not exclusively this engine's."""
+        """Stop using the server, because it is lost or shared with others."""
         if self._ended is None:
             self._ended = reason
             self._on_exit(reason)

@@ -21,7 +21,8 @@ from services.rollout.engines.sglang_external.server_client import ServerGone, S
 
 ABORT_SECONDS = 10.0
 SHARED_PROMPT_TOKENS = 64
-"""Shortest prompt that is prefilled before its samples are sent; SGLang would prefill it for each of them."""
+"""Minimum length of a prompt that is prefilled before its samples are sent, because SGLang would prefill it for
+each."""
 
 logger = logging.getLogger(__name__)
 
@@ -35,7 +36,7 @@ class _RunningRequest:
         self.sample_ids = [f"{identity}-{index:04d}" for index in request.samples]
         self.request = request
         self.samples: list[ExternalSample] = []
-        """Empty until the request is sent."""
+        """Samples of the request; empty before it is sent."""
         self.outputs: asyncio.Queue[Output | Exception] = asyncio.Queue()
         self.reading: asyncio.Task[None] | None = None
 

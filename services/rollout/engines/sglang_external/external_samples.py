@@ -29,10 +29,10 @@ class EventStyle:
     incremental: bool
     """True if an event has only the new tokens instead of all tokens of the sample so far."""
     interval: int
-    """Tokens per event. The first token always has its own event."""
+    """Tokens per event. The first token always has a separate event."""
     late: int
-    """Tokens of older weights that are reported after an update: 1 where the server's scheduler overlaps a batch with
-    reporting the one before."""
+    """Number of tokens of older weights that are reported after an update: 1 if the server's scheduler overlaps a batch
+    with reporting the previous one."""
 
 
 def label(weights: Version) -> str:
@@ -69,7 +69,7 @@ class ExternalSample:
         """
         self.ended = False
         self.ended_here = False
-        """True if it ended at a stop string that the server didn't notice."""
+        """True if the sample ended at a stop string that the server didn't notice."""
         self._begun = len(begun)
         self._sampling = sampling
         self._tokens: list[int] = list(begun)
@@ -128,7 +128,7 @@ class ExternalSample:
             self.end(cast(FinishReason, finish["type"]), finish.get("matched"))
 
     def _ends_across(self, checked: int) -> bool:
-        """End the sample if a stop string ends in its new tokens that began before them."""
+        """End the sample at a stop string that ends in the new tokens but began before them."""
         sampling = self._sampling
         if sampling is None:
             return False
@@ -144,7 +144,7 @@ class ExternalSample:
         return True
 
     def end(self, reason: FinishReason, matched: int | str | None = None) -> None:
-        """End the sample. `matched` is the end token or the stop string that ended it."""
+        """End the sample. `matched`: the end token or stop string that ended it."""
         output = self._output
         output.finish_reason, self.ended = reason, True
         if isinstance(matched, str):

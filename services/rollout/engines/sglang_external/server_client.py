@@ -26,7 +26,7 @@ _MAX_REASON = 500
 
 
 class ServerGone(ChildError):
-    """The server does not answer, or broke off an answer."""
+    """The server doesn't answer, or broke an answer off."""
 
 
 class ServerRefusal(FailedPrecondition):
@@ -41,7 +41,7 @@ class SGLangClient:
     """Calls one server. Create and close it in a running event loop."""
 
     def __init__(self, url: str, key: str | None) -> None:
-        """`key` is the server's API key, if it has one."""
+        """`key`: the server's API key, if it requires one."""
         self.url = url.rstrip("/")
         self._session = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=0),  # a connection per request; the engine limits those
@@ -110,7 +110,7 @@ class SGLangClient:
         return value
 
     def _refusal(self, path: str, status: int, text: str) -> ServerRefusal:
-        """Return an error with the server's message, whose place varies."""
+        """Return an error with the server's message, whose place in the answer varies."""
         try:
             message = json.loads(text)
         except ValueError:
@@ -150,17 +150,17 @@ class ServerInfo:
     """Configuration of a server."""
 
     context: int
-    """Its --context-length; 0 when it is the model's own."""
+    """The server's --context-length; 0 if it is the model's own."""
     device: str
     """cpu or cuda."""
     incremental: bool
     """--incremental-streaming-output: events have only new tokens."""
     late_tokens: int
-    """1 where its scheduler overlaps, so that it reports a token after the next batch has started; else 0."""
+    """1 if the server's scheduler overlaps, so that it reports a token after the next batch has started; else 0."""
     prefix_cache: bool
-    """True if it caches prompts for later requests."""
+    """True if the server caches prompts for later requests."""
     tokenizer: bool
-    """True if it has a tokenizer, which stop strings and min_new_tokens need."""
+    """True if the server has a tokenizer, which stop strings and min_new_tokens need."""
 
 
 async def connect(client: SGLangClient, model: ModelFolder, config: RolloutConfig) -> ServerInfo:

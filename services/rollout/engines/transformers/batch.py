@@ -123,23 +123,23 @@ class RunningSample:
     generator: torch.Generator
     stop_ids: frozenset[int]
     begun: int
-    """Number of tokens that it had before the request."""
+    """Number of tokens that the sample had before the request."""
     tokens: list[int]
-    """All of its tokens."""
+    """All tokens of the sample."""
     logprobs: list[float] = field(default_factory=list)
-    """Of its new tokens."""
+    """Log-probs of the new tokens."""
     versions: list[int] = field(default_factory=list)
-    """Of its new tokens."""
+    """Versions of the new tokens."""
     likeliest: list[list[int]] = field(default_factory=list)
-    """In the places of its new tokens, if the request asks for them."""
+    """Likeliest tokens in the new tokens' places, if requested."""
     finish_reason: FinishReason | None = None
     at_stop_string: bool = False
-    """True if it ended at a stop string, not at an end token."""
+    """True if the sample ended at a stop string, not at an end token."""
     spans_weight_update: bool = False
     reported: int = 0
     """Number of new tokens that were reported."""
     seen: SeenPrompt | None = None
-    """Its prompt's images, once it is its turn."""
+    """Media of its prompt, set when its turn comes."""
 
     @classmethod
     def of(cls, request: Request, index: int, end_ids: frozenset[int]) -> "RunningSample":
@@ -158,21 +158,21 @@ class RunningSample:
 
     @property
     def prefix(self) -> tuple[int, ...]:
-        """Tokens that it is generated from: the prompt, and those from before the request."""
+        """Tokens to continue: the prompt, and those from before the request."""
         return (*self.request.prompt_tokens, *self.tokens[: self.begun])
 
     @property
     def offset(self) -> int:
-        """Difference between the position of a token after the prompt and its index in the sequence."""
+        """Difference between a token's position after the prompt and its index in the sequence."""
         return self.seen.offset if self.seen is not None else 0
 
     @property
     def forbidden(self) -> frozenset[int]:
-        """Tokens that may not come next: end tokens before min_new_tokens."""
+        """Tokens that aren't allowed next: end tokens before min_new_tokens."""
         return self.stop_ids if len(self.tokens) < self.request.sampling.min_new_tokens else frozenset()
 
     def append(self, token: int, logprob: float, likeliest: list[int], version: int) -> None:
-        """Add a token; sets finish_reason if it is the last one."""
+        """Add a token, and set finish_reason if it is the last one."""
         self.tokens.append(token)
         self.logprobs.append(logprob)
         self.versions.append(version)
@@ -223,7 +223,7 @@ class Batch:
         return _forward(model, ids, self._cache, self._paddings, [sample.offset for sample in self.samples])
 
     def keep(self, rows: Sequence[int]) -> None:
-        """Keep only these rows (at least one), and cut the left padding that none of them needs."""
+        """Keep only these rows (at least one), and cut left padding that no row needs."""
         if len(rows) == len(self.samples):
             return
         cut = min(self._paddings[row] for row in rows)

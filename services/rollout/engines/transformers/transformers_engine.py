@@ -56,7 +56,7 @@ class ParameterMemory:
         return bool(self._shapes)
 
     def release(self) -> None:
-        """Free the parameters' memory, with their values. The model is unusable until `restore`."""
+        """Free the parameters' memory and their values. The model is unusable until `restore`."""
         if self.released:
             return
         towers = {id(parameter) for name, parameter in self._model.named_parameters() if name.startswith(TOWERS)}
@@ -75,7 +75,7 @@ class ParameterMemory:
 
 
 def _trim() -> None:
-    """Have the C library return free heap memory, which held small tensors, to the system."""
+    """Have the C library return free heap memory, of earlier small tensors, to the system."""
     trim = getattr(ctypes.CDLL(ctypes.util.find_library("c")), "malloc_trim", None)
     if trim is not None:
         trim(0)
@@ -84,11 +84,11 @@ def _trim() -> None:
 PREFILL_TOKENS = 1024
 """Maximum prompt tokens, padding included, of one prefill, because a pause waits for it. A longer prompt runs alone."""
 SLEEP_LEASE_SECONDS = 10.0
-"""Lease of the pause before a sleep, beyond the time to wait for running samples."""
+"""Lease of the pause before a sleep, in seconds beyond the time to wait for running samples."""
 
 
 class TransformersEngine(GatedEngine):
-    """Generates with a model. Pauses between two tokens; its weights are updated in a pause (see GenerationGate)."""
+    """Generates with a model. It pauses between two tokens, and updates weights in a pause (see GenerationGate)."""
 
     def __init__(
         self,
@@ -157,7 +157,7 @@ class TransformersEngine(GatedEngine):
             self._gate.changed.notify_all()
 
     def abort(self, request_id: str) -> None:
-        """End a request's samples with what they have, also in a pause."""
+        """End a request's samples with their tokens so far, even in a pause."""
         with self._gate.changed:
             self._aborted.add(request_id)
             self._gate.changed.notify_all()
@@ -238,7 +238,7 @@ class TransformersEngine(GatedEngine):
                 self._run_or_fail(self._batch.samples, self._step)
 
     def _wait_for_work(self) -> bool:
-        """Wait until there is something to generate and the gate is open. Returns False when the engine stops."""
+        """Wait until there is something to generate and the gate is open. Returns False if the engine stops."""
         gate = self._gate
         with gate.changed:
             while not self._stopping:
@@ -254,7 +254,7 @@ class TransformersEngine(GatedEngine):
         return False
 
     def _take_waiting(self) -> list[list[RunningSample]]:
-        """Take the requests that fit beside the running samples from the queue, in order of arrival."""
+        """Take from the queue the requests that fit beside the running samples, in order of arrival."""
         groups: list[list[RunningSample]] = []
         longest = 0
         with self._gate.changed:
@@ -387,7 +387,7 @@ class TransformersEngine(GatedEngine):
         self._report(samples)
 
     def _run_or_fail(self, samples: list[RunningSample], work: Callable[[], None]) -> None:
-        """Run `work`; if it raises, fail the samples' requests, so that the others go on."""
+        """Run `work`; if it raises, fail the samples' requests, so that others continue."""
         try:
             work()
         except Exception as error:

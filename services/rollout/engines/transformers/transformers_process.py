@@ -22,7 +22,7 @@ from services.rollout.engines.transformers.transformers_weights import WeightRec
 from services.rollout.engines.transformers.vision import load_model
 
 STAGING_MEMORY = 1.5
-"""A broadcast is staged as a whole if this many times its size is free memory."""
+"""A whole broadcast is staged if the free memory is this many times its size."""
 
 
 class TransformersProcess(EngineProcess):

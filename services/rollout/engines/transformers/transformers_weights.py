@@ -30,7 +30,7 @@ _FILE_NAMES: Mapping[str, Mapping[str, str]] = {
         "lm_head.": "thinker.lm_head.",
     }
 }
-"""Beginnings of names in files by those in the model, by type of model. transformers changes them when it reads."""
+"""Prefixes of names in files by those in the model, by model type. transformers changes them on loading."""
 
 
 def _renamed(name: str, beginnings: Mapping[str, str]) -> str:
@@ -39,11 +39,11 @@ def _renamed(name: str, beginnings: Mapping[str, str]) -> str:
 
 
 _STACKED = {"qwen3_vl_moe": True, "qwen3_5_moe": False, "qwen3_5_moe_text": False}
-"""Types of models whose files have a layer's experts in one tensor; True: transposed, [experts, inputs, outputs]."""
+"""Model types whose files have a layer's experts in one tensor; True: transposed, [experts, inputs, outputs]."""
 
 
 def _file_views(name: str, tensor: torch.Tensor, model_type: str) -> dict[str, torch.Tensor]:
-    """Return a parameter as files have it: a layer's stacked experts as views under their names there."""
+    """Return a parameter in the form of files: a layer's stacked experts as views under their names there."""
     prefix, _, leaf = name.rpartition(".")
     if leaf not in ("gate_up_proj", "down_proj") or tensor.dim() != 3:
         return {name: tensor}

@@ -23,11 +23,11 @@ from services.rollout.engines.seen_prompts import SeenPrompt, read_model_vision
 TOWERS = ("model.visual.", "model.audio_tower.")
 """Beginnings of the names of towers' parameters."""
 THINKERS = {"qwen3_omni_moe": Qwen3OmniMoeThinkerForConditionalGeneration}
-"""Classes of the part of a model that writes text, for types of which it isn't all, as Qwen3-Omni has a talker, too."""
+"""Classes of the text-writing part of a model, for types with further parts, such as Qwen3-Omni's talker."""
 
 
 def load_model(folder: Path, dtype: torch.dtype) -> tuple[PreTrainedModel, VisionModel | None]:
-    """Return a model, and its rules for media if it takes any. Raises DataError: the rules are missing or damaged."""
+    """Return a model, and its rules for media if it takes any. Raises DataError if the rules are missing or damaged."""
     vision = read_model_vision(folder, "transformers")
     usual = AutoModelForCausalLM if vision is None else AutoModelForImageTextToText
     kind: Any = THINKERS.get(str(read_object(folder / "config.json").get("model_type")), usual)
