@@ -31,7 +31,7 @@ FORWARD_SPEED = 3.0
 
 
 class ScriptedLearner:
-    """Has `Learner`'s methods that a step's commands call. Sleeps instead of computing (`[rehearsal]`)."""
+    """Has the methods of `Learner` that a step's commands call. Sleeps instead of computing (`[rehearsal]`)."""
 
     def __init__(self, config: RunConfig) -> None:
         """Join the world of the trainer's ranks."""
@@ -63,7 +63,7 @@ class ScriptedLearner:
         time.sleep(tokens / self._tokens_per_second)
 
     def log_probs(self, micro_batches: Sequence[PackedMicroBatch]) -> list[NDArray[np.float32]]:
-        """Return float32 [T] for each micro-batch, after the time of a forward pass."""
+        """Return float32 [T] for each micro-batch, after the simulated time of a forward pass."""
         tokens = sum(len(batch.tokens) for batch in micro_batches)
         time.sleep(tokens / self._tokens_per_second / FORWARD_SPEED)
         return [np.zeros(len(batch.tokens), np.float32) for batch in micro_batches]
@@ -71,7 +71,7 @@ class ScriptedLearner:
     def frozen_columns(
         self, micro_batches: Sequence[PackedMicroBatch], roles: Collection[str] = (), name: str | None = None
     ) -> list[dict[str, NDArray[np.float32]]]:
-        """Return the columns of a reference in the ranks, after the time of its forward pass."""
+        """Return the columns of a reference in the ranks, after the simulated time of its forward pass."""
         return [{REF_LOGPROBS: logprobs} for logprobs in self.log_probs(micro_batches)]
 
     def log_probs_and_experts(
@@ -82,7 +82,7 @@ class ScriptedLearner:
         return self.log_probs(micro_batches), experts
 
     def update(self, normalizer: float, *, skip: bool | None = None) -> UpdateStats:
-        """Return an update's statistics, after the time that it takes."""
+        """Return an update's statistics after its simulated time."""
         time.sleep(self._rehearsal.update_seconds)
         tokens, self._tokens = self._tokens, 0
         self.optimizer_steps += 1
@@ -95,7 +95,7 @@ class ScriptedLearner:
         self.step += 1
 
     def discard(self) -> None:
-        """Forget what was accumulated."""
+        """Forget the accumulated micro-batches."""
         self._tokens = 0
 
     def checksum(self) -> int:
@@ -111,7 +111,7 @@ CHECKSUM = {"scripted": 1}
 
 
 class ScriptedBroadcaster:
-    """Sends nothing, in the time that a broadcast takes."""
+    """Simulated broadcaster: sleeps for the modelled time and sends nothing."""
 
     def __init__(self, rehearsal: RehearsalConfig) -> None:
         self._seconds = rehearsal.sync_seconds

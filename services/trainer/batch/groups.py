@@ -44,9 +44,9 @@ class TrainGroup:
     """A group with validated columns."""
 
     group_id: str
-    """Its id."""
+    """Id of the group."""
     columns: Mapping[str, Any]
-    """The columns that the trainer takes in, and those that it has prepared; relaxd/board/schema.py describes them."""
+    """The columns that the trainer reads, and those that it prepared; relaxd/board/schema.py describes them."""
 
     @property
     def lengths(self) -> NDArray[np.int32]:
@@ -82,12 +82,12 @@ class TrainGroup:
 
     @property
     def trained_tokens(self) -> int:
-        """Tokens whose mask is 1."""
+        """Number of tokens with mask 1."""
         return int(np.count_nonzero(self.columns["loss_mask"]))
 
     @property
     def trained_versions(self) -> NDArray[np.int64]:
-        """Versions that wrote the tokens whose mask is 1."""
+        """Versions that wrote the tokens with mask 1."""
         return self.columns["versions"][self.columns["loss_mask"] != 0]
 
     @property
@@ -236,7 +236,7 @@ def check_group(
 
 
 def _experts(group: TrainGroup, routing: RoutingShape | None) -> NDArray[np.unsignedinteger]:
-    """Return the checked column of routed experts, as narrow as step files should have it."""
+    """Return the checked column of routed experts, in the narrowest dtype, for step files."""
     experts = group.columns[ROUTED_EXPERTS]
     if not isinstance(experts, np.ndarray) or experts.ndim != 3 or experts.dtype.kind not in "iu":
         raise MalformedGroup(f"{ROUTED_EXPERTS} must be an array of integers [rows, layers, top_k]")

@@ -37,11 +37,12 @@ class TrainSequence:
     temperature: float = 1.0
     """Sampling temperature."""
     prompt_length: int = 0
-    """Number of prompt tokens, which `pack` stores once for neighbours that share them; 0: none to share."""
+    """Number of prompt tokens, which `pack` stores once for neighbours that share them; 0: no shared prompt."""
     experts: NDArray[np.int16] | None = None
-    """int16 [L, layers, top_k]: experts that the routers are to use; UNROUTED: what they choose. None: so for all."""
+    """int16 [L, layers, top_k]: experts for the routers; UNROUTED: the router's own choice. None: its own choice
+    everywhere."""
     media: SequenceMedia | None = None
-    """Images in its tokens, if it has any."""
+    """Media in the tokens, if there are any."""
 
     @classmethod
     def from_response(
@@ -124,7 +125,7 @@ class PackedMicroBatch:
     loss_mask: NDArray[np.uint8]
     """uint8 [T]."""
     columns: Mapping[str, NDArray[Any]]
-    """float32 [T] each; those of candidates [T, k], their ids int32."""
+    """float32 [T] each; candidates' columns [T, k], with int32 ids."""
     weight: NDArray[np.float32]
     """float32 [T]."""
     logprobs_comparable: NDArray[np.uint8]
@@ -134,7 +135,7 @@ class PackedMicroBatch:
     experts: NDArray[np.int16] | None = None
     """int16 [T, layers, top_k]; see `TrainSequence`."""
     media: PackedMedia | None = None
-    """The media of its sequences, if it has any."""
+    """Media of its sequences, if there are any."""
 
     @property
     def sequences(self) -> int:
@@ -147,7 +148,8 @@ class PackedMicroBatch:
         return np.repeat(np.arange(self.sequences), np.diff(self.cu_seqlens))
 
     def places_of(self, sequence: int) -> NDArray[np.int64]:
-        """Return where the tokens of a sequence are, int64 [L], also those of a prompt stored with an earlier one."""
+        """Return the positions of a sequence's tokens, int64 [L], including those of a prompt stored with an earlier
+        sequence."""
         prompt, shared = self.prefixes[sequence].tolist()
         begin, end = self.cu_seqlens[sequence : sequence + 2].tolist()
         return np.concatenate((np.arange(prompt, prompt + shared), np.arange(begin, end)))
@@ -272,7 +274,7 @@ def _positions_with_media(
 
 
 def _with_last(experts: NDArray[np.integer], tokens: int) -> NDArray[np.int16]:
-    """Return the experts of all tokens from those of all but the last, whose experts the router chooses."""
+    """Return the experts of all tokens from those of all except the last, whose experts the router chooses."""
     if len(experts) != tokens - 1:
         raise PackingError(f"experts has {len(experts)} rows: it must have {tokens - 1}, for all tokens but the last")
     found = np.full((tokens, *experts.shape[1:]), UNROUTED, np.int16)
@@ -281,7 +283,7 @@ def _with_last(experts: NDArray[np.integer], tokens: int) -> NDArray[np.int16]:
 
 
 def _same_prompt(first: TrainSequence, second: TrainSequence) -> bool:
-    """Return True if sequences begin with the same prompt: the same tokens, and the same media for them."""
+    """Return True if sequences begin with the same prompt: equal tokens, and equal media in them."""
     length = first.prompt_length
     if length != second.prompt_length or _hashes(first) != _hashes(second):
         return False

@@ -22,12 +22,12 @@ times the hidden size, halved: 24 k to 49 k for 4 k to 8 k channels."""
 
 @dataclass(frozen=True)
 class SequenceSize:
-    """One sequence of a group, as large as it is."""
+    """Size of one sequence of a group."""
 
     group_id: str
     index: int
     prompt: int
-    """Tokens of the shared prompt, which a micro-batch stores once for a group; 0 if the sequence doesn't share it."""
+    """Tokens of the shared prompt, stored once per group in a micro-batch; 0 if the sequence doesn't share it."""
     response: int
 
     @property
@@ -47,11 +47,11 @@ class _Bin:
 
     sequences: list[SequenceSize] = field(default_factory=list)
     groups: set[str] = field(default_factory=set)
-    """Groups whose prompt is stored."""
+    """Groups whose prompt is in the micro-batch."""
     tokens: int = 0
-    """Of the row: a shared prompt counts once."""
+    """Tokens of the row; a shared prompt counts once."""
     attended: int = 0
-    """A shared prompt counts for each sequence."""
+    """Tokens that attention processes; a shared prompt counts for each sequence."""
 
     def cost(self, sequence: SequenceSize) -> int:
         """Tokens that the row grows by when the sequence is added."""
@@ -73,7 +73,7 @@ class _Bin:
 
     @property
     def work(self) -> float:
-        """Cost of the sequences, with each shared prompt once."""
+        """Cost of the sequences, each shared prompt counted once."""
         return sum(sequence.work for sequence in self.sequences) + _prompt_tokens(self.sequences)
 
 
@@ -162,7 +162,7 @@ def pack_bins(sequences: Sequence[SequenceSize], budget: int) -> list[_Bin]:
 
 
 def spread_bins(sequences: Sequence[SequenceSize], budget: int, count: int) -> list[_Bin] | None:
-    """Pack sequences into exactly `count` micro-batches of about the same work; None if they don't fit like that."""
+    """Pack sequences into exactly `count` micro-batches of similar work; None if they don't fit."""
     bins = [_Bin() for _ in range(count)]
     for sequence in _longest_first(sequences):
         fitting = [each for each in bins if each.fits(sequence, budget)]
@@ -181,7 +181,7 @@ def _row_tokens(sequences: Sequence[SequenceSize]) -> int:
 
 
 def _prompt_tokens(sequences: Sequence[SequenceSize]) -> int:
-    """Return the tokens of the prompts, each of which counts once."""
+    """Return the tokens of the prompts, each counted once."""
     return sum({sequence.group_id: sequence.prompt for sequence in sequences if sequence.prompt}.values())
 
 
@@ -228,7 +228,7 @@ def add_group(packer: Packer, group: TrainGroup) -> None:
 
 
 def pack_rounds(groups: Sequence[TrainGroup], packer: Packer) -> list[MicroBatchRound]:
-    """Pack groups into rounds of micro-batches, as if they came one by one."""
+    """Pack groups into rounds of micro-batches, as if they arrived one by one."""
     rounds = []
     for group in groups:
         add_group(packer, group)

@@ -25,7 +25,7 @@ from relaxd.media.prompt_media import (
 from services.trainer.megatron.rank_messages import message
 
 KEPT_BYTES = 1 << 30
-"""Maximum size of the decoded media that a rank keeps for the passes of a step, in bytes."""
+"""Maximum bytes of decoded media that a rank caches for the passes of a step."""
 
 
 @message
@@ -34,20 +34,19 @@ class DecodedItem:
     """An item in its normal form."""
 
     sha256: str
-    """Its identity."""
+    """Hash of the item: its identity."""
     grid: Grid
     values: NDArray[Any]
-    """Pixels, uint8 [height, width, 3], in which a video's frames are one below the other, or samples, int16 [samples].
-    """
+    """Pixels, uint8 [height, width, 3], of a video with one frame below the other; or samples, int16 [samples]."""
     kind: str = IMAGE
     """One of `relaxd.media.KINDS`."""
     times: tuple[float, ...] = ()
     """Seconds of a video's times."""
     sound: NDArray[np.int16] | None = None
-    """Samples of a video's own sound, which its grid then has, too: int16 [samples]."""
+    """Samples of a video's own sound, which is then part of its grid: int16 [samples]."""
 
     def parts(self) -> "list[DecodedItem]":
-        """Return the towers' inputs in their order: of a video with its own sound the frames, then the sound."""
+        """Return the towers' inputs in order: of a video with its own sound the frames, then the sound."""
         (first, grid), *sounds = parts_of(self.sha256, self.grid)
         found = [replace(self, sha256=first, grid=grid, sound=None)]
         for name, size in sounds:
@@ -58,20 +57,20 @@ class DecodedItem:
 
 @dataclass(frozen=True)
 class SequenceMedia:
-    """The media in the first P tokens of a sequence, such as its prompt, and where the model has them."""
+    """Media in the first P tokens of a sequence, such as its prompt, with their positions."""
 
     items: tuple[DecodedItem, ...]
     """In the order of the tokens."""
     places: NDArray[np.int64]
-    """int64 [M]: the tokens that stand for media."""
+    """int64 [M]: positions of the tokens that stand for media."""
     rows: NDArray[np.int64]
-    """int64 [M]: the rows that belong to them in the towers' output for all items, one after the other."""
+    """int64 [M]: their rows in the towers' output for all items, one item after the other."""
     begins: tuple[int, ...]
     """Index in `places` of each item's first token."""
     positions: NDArray[np.float32]
     """float32 [3, P]: positions of the tokens by time, row and column."""
     next_position: float
-    """Position of the first token after them."""
+    """Position of the first token after the media's tokens."""
 
     @classmethod
     def of(
@@ -110,7 +109,7 @@ class SequenceMedia:
 
 
 class GroupMediaReader:
-    """The media of groups, decoded. Those that were read last are kept."""
+    """Decodes the media of groups, with a cache of the most recently read."""
 
     def __init__(self, tokens: MediaTokens) -> None:
         """Make a reader for a model with these tokens for media."""
@@ -219,14 +218,14 @@ def check_media(columns: Mapping[str, Any], tokens: MediaTokens | None) -> None:
 @message
 @dataclass(frozen=True)
 class PackedMedia:
-    """The media of a micro-batch of T tokens, each once."""
+    """Media of a micro-batch of T tokens, each item once."""
 
     items: tuple[DecodedItem, ...]
-    """The items, whose rows in the towers' output follow one another."""
+    """The items; their rows in the towers' output follow one another."""
     places: NDArray[np.int64]
-    """int64 [M]: tokens that stand for media."""
+    """int64 [M]: positions of the tokens that stand for media."""
     rows: NDArray[np.int64]
-    """int64 [M]: rows of the towers' output that belong to them."""
+    """int64 [M]: their rows in the towers' output."""
 
 
 def pack_media(sequences: Sequence[tuple[int, int, SequenceMedia]]) -> PackedMedia | None:

@@ -26,12 +26,12 @@ Columns = Mapping[str, Any]
 
 
 class StepFileError(Exception):
-    """A step file is missing, damaged, or of another step than the ledger says."""
+    """A step file is missing, damaged, or belongs to another step than the ledger says."""
 
 
 @dataclass(frozen=True)
 class StepFile:
-    """The content of a step file."""
+    """Content of a step file."""
 
     plan: StepPlan
     """The step's plan."""

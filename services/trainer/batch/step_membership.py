@@ -31,13 +31,13 @@ class DeliveredGroup:
     """A group that the trainer holds."""
 
     delivery: Delivery
-    """Its delivery."""
+    """Delivery of the group."""
     group: TrainGroup
-    """Its columns."""
+    """Columns of the group."""
     arrival: int
     """Number of the group in the order of arrival."""
     oldest_version: int | None = None
-    """`TrainGroup.oldest_version`, which reads all tokens: found out once, not whenever the trainer chooses groups."""
+    """`TrainGroup.oldest_version`, computed once because it reads all tokens."""
 
     @property
     def critic_step(self) -> int:
@@ -92,7 +92,7 @@ def choose(
 
 
 def may_close(members: Collection[str], due: Collection[str], groups_per_step: int) -> bool:
-    """Return whether the step has enough groups and no other open group is due."""
+    """Return whether the step has enough groups and no other open group must join it."""
     return len(members) >= groups_per_step and not set(due) - set(members)
 
 
@@ -123,7 +123,7 @@ class GroupRefusals:
         self._filter = GroupFilter(own) if own and self._filters else None
 
     def refusal(self, group: TrainGroup) -> Drop | None:
-        """Return why a group is dropped; None: it may be trained on."""
+        """Return the reason why a group is dropped; None if it may be trained on."""
         columns, lengths = group.columns, group.sample_lengths
         largest = int(columns["tokens"].max(initial=0))
         for role, size in self._vocab_sizes.items():

@@ -12,7 +12,7 @@ from relaxd.algorithms.advantage_terms import Whitening
 from services.trainer.megatron.rank_messages import message
 
 OUTCOME = "skipped_updates"
-"""The field of a plan that is known only after the step."""
+"""Field of a plan that is known only after the step."""
 
 
 class PlanError(ValueError):
@@ -27,7 +27,7 @@ class SequenceSlice:
     group_id: str
     """The group."""
     sequences: tuple[int, ...]
-    """Which of its sequences, in order. None is in two slices."""
+    """Indices of its sequences, in order. No sequence is in two slices."""
 
 
 MicroBatchSlices = tuple[SequenceSlice, ...]
@@ -40,7 +40,7 @@ class MicroBatchRound:
     """Micro-batches that all ranks process together."""
 
     micro_batches: tuple[tuple[MicroBatchSlices, ...], ...]
-    """By data-parallel rank. Every rank has the same number of them; some may be empty."""
+    """Micro-batches by data-parallel rank. Every rank has the same number; some may be empty."""
 
     @property
     def group_ids(self) -> set[str]:
@@ -77,7 +77,7 @@ class MiniBatch:
     samples: int
     """Samples of all its groups."""
     trained_tokens: int
-    """Tokens of all its groups whose mask is 1."""
+    """Number of tokens with mask 1 in all its groups."""
     normalizer: float
     """Divisor of the summed loss."""
 
@@ -87,7 +87,7 @@ class MiniBatch:
         return set[str]().union(*(entry.group_ids for entry in self.rounds))
 
     def to_json(self) -> dict[str, Any]:
-        """The mini-batch as a plan keeps it."""
+        """Return the mini-batch as JSON for a plan."""
         return {
             "rounds": [entry.to_json() for entry in self.rounds],
             "samples": self.samples,
@@ -108,12 +108,12 @@ class MiniBatch:
 
 @dataclass(frozen=True)
 class StepPlan:
-    """Everything besides the groups' columns that determines a step's arithmetic."""
+    """All inputs of a step's arithmetic, besides the groups' columns."""
 
     step: int
-    """The step, counted from 1."""
+    """Number of the step, counted from 1."""
     term: int
-    """Term of the trainer that took it."""
+    """Term of the trainer that made the step."""
     seed: int
     """Seed of torch's generators."""
     groups: tuple[str, ...]
@@ -123,11 +123,11 @@ class StepPlan:
     epochs: int = 1
     """Number of passes over the mini-batches."""
     whitening: Whitening | None = None
-    """Normalisation of the columns' advantages before training; None: they are used as they are."""
+    """Normalisation of the advantages before training; None: they are used unchanged."""
     refreshed: tuple[str, ...] = ()
     """Roles whose models take over the weights after the step."""
     reference: str = ""
-    """Weights of a reference service that scored its groups (`reference_weights`); "": the initial ones."""
+    """Weights of the reference service that scored its groups (`reference_weights`); "": the initial ones."""
     skipped_updates: tuple[int, ...] | None = None
     """Indices in `updates` of those that were skipped because their loss or gradient wasn't finite. None if unknown, as
     in a step file, which is written before the updates."""
@@ -143,7 +143,7 @@ class StepPlan:
         return [group_id for group_id in self.groups if group_id in ids]
 
     def to_json(self) -> dict[str, Any]:
-        """The plan as the ledger and the step file keep it."""
+        """Return the plan as JSON for the ledger and the step file."""
         outcome = {} if self.skipped_updates is None else {OUTCOME: list(self.skipped_updates)}
         whitening = {} if self.whitening is None else {"whitening": asdict(self.whitening)}
         return {
@@ -185,7 +185,8 @@ class StepPlan:
 
 
 SCHEDULE = 20
-"""Micro-batches of a schedule for each stage but the last, while a step fills. A stage then idles for a 21st of it."""
+"""Micro-batches in a schedule, for each stage except the last, while a step fills. A stage then idles for a 21st of
+it."""
 
 
 def schedule_length(stages: int, chunks: int = 1) -> int:

@@ -16,11 +16,11 @@ class ReceiptCheck:
     """
 
     def __init__(self, sent_weights: Callable[[], Mapping[int, Sequence[str]]], *, may_be_unknown: bool) -> None:
-        """`sent_weights` is Board.sent_weights; `may_be_unknown` says that the run's engines take no checksums."""
+        """`sent_weights`: Board.sent_weights; `may_be_unknown`: whether the run's engines compute no checksums."""
         self._sent_weights = sent_weights
         self._may_be_unknown = may_be_unknown
         self._sent: Mapping[int, Sequence[str]] = {}
-        """The last answer of `sent_weights`, which lacks newer versions."""
+        """The last answer of `sent_weights`, without newer versions."""
 
     def problem(self, group: TrainGroup, oldest: int) -> str:
         """Say which engine wrote samples with weights that were never sent; "" if none did.

@@ -93,7 +93,7 @@ UNFINISHED = {
 
 
 class CheckpointBroken(Exception):
-    """A file of a checkpoint is missing or has changed since it was written."""
+    """A file of a checkpoint is missing or was changed after it was written."""
 
 
 class Ledger(BaseModel):
@@ -104,7 +104,7 @@ class Ledger(BaseModel):
     step: int
     """Number of the step; 0 before the first."""
     term: int = 0
-    """Term of the trainer that took it."""
+    """Term of the trainer that made it."""
     plan_sha256: str = ""
     """`plan_sha256` of its plan."""
 
@@ -117,7 +117,7 @@ class BoardState(BaseModel):
     cursor: Any
     """The data cursor."""
     open_groups: tuple[str, ...]
-    """Ids of groups that are open, or dropped with their prompt waiting for a retry."""
+    """Ids of groups that are open, or were dropped with their prompt waiting for a retry."""
     published: int
     trained: int
     dropped: int
@@ -149,12 +149,13 @@ class CheckpointState(BaseModel):
 
 
 def partial_path(run_folder: Path, step: int, term: int) -> Path:
-    """Return the path of an unfinished checkpoint. The term keeps a revived trainer out of its successor's files."""
+    """Return the path of an unfinished checkpoint. The term in it keeps a revived trainer away from its successor's
+    files."""
     return checkpoints_folder(run_folder) / f".step-{step:06d}.{term}.partial"
 
 
 def plan_sha256(plan: Mapping[str, Any]) -> str:
-    """Return a plan's checksum without its outcome, which step files, and ledgers restored from them, don't have."""
+    """Return a plan's checksum without its outcome, which step files, and ledgers restored from them, lack."""
     planned = {name: value for name, value in plan.items() if name != OUTCOME}
     return hashlib.sha256(json.dumps(planned, sort_keys=True).encode()).hexdigest()
 
@@ -247,7 +248,7 @@ def verify(path: Path, share: int = 0, shares: int = 1, progress: Callable[[int]
 
 
 def put_aside(path: Path) -> Path:
-    """Rename a broken checkpoint, so that it isn't used. Returns its new path."""
+    """Rename a broken checkpoint so that it isn't used. Returns its new path."""
     aside = path.with_name(path.name + ".broken")
     shutil.rmtree(aside, ignore_errors=True)
     os.rename(path, aside)
@@ -264,7 +265,7 @@ def remove_partials(run_folder: Path, before_term: int) -> None:
 
 
 def _remove(path: Path) -> None:
-    """Remove a file or folder as far as possible: it only takes room."""
+    """Remove a file or folder as far as possible; a remainder only takes space."""
     if path.is_dir():
         shutil.rmtree(path, ignore_errors=True)
     else:
@@ -273,7 +274,7 @@ def _remove(path: Path) -> None:
 
 
 def has_room(folder: Path, size: int) -> bool:
-    """Return True if a folder's disk has room for `size` bytes, or if it doesn't say."""
+    """Return True if a folder's disk has room for `size` bytes, or doesn't report it."""
     try:
         return shutil.disk_usage(folder).free >= size
     except OSError:
@@ -335,7 +336,7 @@ def rotate(run_folder: Path, keep: int, max_bytes: int = 0, protected: Collectio
 
 
 def _limit(run_folder: Path, keep: int, max_bytes: int, protected: Collection[int]) -> None:
-    """Remove the oldest checkpoints until the others, and the next one, take no more than a limit. Say so."""
+    """Remove the oldest checkpoints until the rest and the next one fit into a limit, and log it."""
     removed = beyond(run_folder, max_bytes, protected)
     _remove_later(run_folder, removed)
     limit = f"trainer.checkpoint.max_bytes = {max_bytes}"
@@ -355,7 +356,7 @@ def _limit(run_folder: Path, keep: int, max_bytes: int, protected: Collection[in
 
 
 def _remove_later(run_folder: Path, steps: Iterable[int]) -> None:
-    """Rename checkpoints, so that they don't look complete while they are removed, which takes a second."""
+    """Rename checkpoints, so that they don't look complete during their removal, which takes a second."""
     for step in steps:
         path = checkpoint_path(run_folder, step)
         os.rename(path, path.with_name(f".{path.name}.{REMOVED_TERM}.partial"))

@@ -32,7 +32,7 @@ class CheckpointPart:
         return self._snapshot.nbytes
 
     def write(self, problem: str = "") -> None:
-        """Start writing the snapshot. If there is a problem, only tell it, on rank 0, once its copies are complete."""
+        """Start writing the snapshot. A problem is only reported, on rank 0, once the copies are complete."""
         assert self._snapshot is not None, "begin comes first"
         name, rank = self._name, self._learner.world.rank
 
@@ -43,7 +43,7 @@ class CheckpointPart:
         threading.Thread(target=_write, args=arguments, name="write-checkpoint", daemon=True).start()
 
     def reports(self) -> list[dict[str, Any]] | None:
-        """Return each rank's files by name ("files"), or its error ("error"), once all have ended; None before."""
+        """Return each rank's files by name ("files"), or its error ("error"), once all have finished; None before."""
         results = self._disk.results(self._name)
         return None if results is None else [json.loads(report) for report in results]
 
@@ -78,7 +78,7 @@ class CheckpointPart:
 
 
 def _write(snapshot: Snapshot, partial: Path, rank: int, problem: str, tell: Callable[[dict[str, Any]], None]) -> None:
-    """Write this rank's files and report them. An error is reported, too, and doesn't end training."""
+    """Write this rank's files and report them. An error is reported as well, and doesn't end training."""
     report: dict[str, Any]
     try:
         if problem:

@@ -17,9 +17,9 @@ from relaxd.roles import REFERENCE
 from services.trainer.batch.disk_files import sync
 
 FOLDER = "reference"
-"""Their folder in the run's folder."""
+"""Subfolder of the run's folder for the reference's weights."""
 NAME = re.compile(r"step-(\d+)\.(\d+)")
-"""Beginning of a folder's name, with step and term. One that is being written goes on with ".partial"."""
+"""Prefix of a folder's name, followed by step and term. An unfinished one ends with ".partial"."""
 
 
 def weights_after(plan: Mapping[str, Any]) -> str:

@@ -6,7 +6,7 @@ from services.trainer.reference_models.frozen_service import ModelService, main
 
 
 class CriticService(ModelService):
-    """Gives the values of groups, and trains on each step once it is committed."""
+    """Computes the values of groups, and trains on each committed step."""
 
     rank_module = "services.trainer.critic.critic_rank"
 

@@ -43,7 +43,7 @@ from services.trainer.megatron.rank_messages import message
 from services.trainer.reference_models.model_rank import world_config
 
 COLUMNS = ("prompt_tokens", "tokens", "lengths", "sample_of_sequence", "shares_prompt", "loss_mask", "reward", VALUES)
-"""Columns of a step file that it reads, besides RETURNS, which needn't be finite."""
+"""Columns of a step file that the critic reads, besides RETURNS, which needn't be finite."""
 
 logger = logging.getLogger(__name__)
 
@@ -75,9 +75,9 @@ class CriticLearner:
         start = resolve_model(own.model, setting="roles.critic.model") if own.model else folder
         self._critic = Critic(self.forward, self._algorithm, trainer, own, start, steps=config.run.steps)
         self.step = 0
-        """The last step on which it was trained; 0 before the first."""
+        """The last step that the critic trained on; 0 before the first."""
         self.metrics: dict[str, float] = {}
-        """Its numbers in that step."""
+        """Metrics of the critic in that step."""
         self._optimizer_steps = self._skipped_in_a_row = 0
         self._copies: HostCopies | None = None
         self._kept = Kept()
@@ -124,7 +124,7 @@ class CriticLearner:
         prepare(self._stateful(self.step), self._kept)
 
     def snapshot(self, folder: Path) -> Snapshot:
-        """Copy the state for a checkpoint. The next update waits until the snapshot's copies are complete."""
+        """Copy the state for a checkpoint. The next update waits until the copies are complete."""
         self._wait_for_copies()
         self._kept = self._kept.free_or_new()
         snapshot = Snapshot(self._stateful(self.step), folder, self._kept)

@@ -33,7 +33,7 @@ class CriticServiceRank(ModelRank):
         self._follower: Follower | None = None
 
     def _clean_up(self) -> None:
-        """Remove what was the best checkpoint: the last evaluation comes after the last checkpoint."""
+        """Remove the replaced best checkpoint, because the last evaluation comes after the last checkpoint."""
         if self._follower is not None:
             wait([self._follower.checkpoints.remove_replaced()], REMOVAL_SECONDS)
 

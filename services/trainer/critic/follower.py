@@ -23,7 +23,7 @@ from services.trainer.reference_models.model_rank import world_config
 from services.trainer.reference_models.model_stage import ModelStage
 
 RETRY_SECONDS = 5.0
-"""Between two tries to write a checkpoint that the trainer asked for."""
+"""Seconds between two attempts to write a requested checkpoint."""
 
 logger = logging.getLogger(__name__)
 
@@ -33,7 +33,7 @@ class CriticSuperseded(RuntimeError):
 
 
 class LedgerWentBack(RuntimeError):
-    """The ledger lacks the step on which the critic was trained last, or has another one in its place."""
+    """The ledger lacks the step that the critic trained on last, or has another one in its place."""
 
 
 class Follower:
@@ -47,7 +47,7 @@ class Follower:
         stage: ModelStage,
         report: Callable[[str], None],
     ) -> None:
-        """Begin a critic term. `report` tells the service what goes on. Raises RunMissing, BoardUnavailable."""
+        """Begin a critic term. `report` informs the service of progress. Raises RunMissing, BoardUnavailable."""
         self._rank = rank
         rank.channel.disk.report = self._tell_of_disk
         self._board = rank.board
@@ -59,16 +59,16 @@ class Follower:
         """The critic's checkpoints."""
         rank.progress = self._between_rounds
         self._trained: LedgerEntry | None = None
-        """The step on which the critic was trained last; None before the first."""
+        """The step that the critic trained on last; None before the first."""
         self._asked: tuple[int, bool] | None = None
-        """The last checkpoint that the trainer asked for and that was begun: its step, and whether it is kept."""
+        """Step of the last requested checkpoint that was begun, and whether it is kept."""
         self._answer: Answer | None = None
         self._asked_at = 0.0
         self._detail = ""
         self._unavailable = False
 
     def restore(self) -> None:
-        """Load the newest checkpoint. Raises CheckpointError (it doesn't fit this critic), BoardUnavailable."""
+        """Load the newest checkpoint. Raises CheckpointError if it doesn't fit this critic, BoardUnavailable."""
         self._tell("looking for a checkpoint")
         _, self._trained = restore(self._rank, self._own_config, self._term)
         self.checkpoints.prepare()
@@ -99,7 +99,7 @@ class Follower:
         return {"step": learner.step, "metrics": learner.metrics}
 
     def _train_next(self) -> bool:
-        """Train on the next step, if it is committed. Return whether there was anything to do."""
+        """Train on the next step if it is committed. Return whether there was work."""
         self.checkpoints.complete_if_written()
         try:
             problem = self._problem_of_ledger()
@@ -162,7 +162,7 @@ class Follower:
             self._answer = self.checkpoints.request(rotate=not asked[1])
 
     def _problem(self) -> str:
-        """Return why the checkpoint that the trainer asked for could not be written; else ""."""
+        """Return the reason why the requested checkpoint could not be written; else ""."""
         failed = self._answer is not None and self._answer.done() and self._answer.exception()
         return str(failed) if failed else ""
 
@@ -191,7 +191,7 @@ class Follower:
         self._report(detail)
 
     def _tell(self, detail: str) -> None:
-        """Report that something goes on."""
+        """Report progress."""
         self._detail = detail
         self._stage.turns += 1
         self._report(detail)

@@ -92,7 +92,7 @@ class DataParallel(DistributedDataParallel):
             self.overlapped.start_all()
 
     def wait_for_reduction(self) -> None:
-        """Wait until the buffers are still: no reduction that has started writes to them any more."""
+        """Wait until no started reduction writes to the buffers any more."""
         if self.overlapped is not None:
             self.overlapped.finish()
 
@@ -126,7 +126,7 @@ class DataParallel(DistributedDataParallel):
             super().start_param_sync(*args, force_sync=force_sync, force_dispatch=force_dispatch)
 
     def _make_backward_post_hook(self, param: Parameter) -> Callable[..., None]:
-        """Return autograd's hook for a parameter's gradient, which runs once in each backward pass."""
+        """Return autograd's hook for a parameter's gradient, which runs once per backward pass."""
         if not self.ddp_config.overlap_grad_reduce:
             hook: Callable[..., None] = super()._make_backward_post_hook(param)
             return hook
@@ -164,13 +164,13 @@ class OverlappedReduction:
             group.is_first_batch = False  # there is nothing to learn
         self._group_of = {parameter: index for index, group in enumerate(self._groups) for parameter in group.params}
         self._left: dict[Parameter, int] = {}
-        """Gradients that each parameter is still to get. Empty until the last micro-batches begin."""
+        """Number of gradients that each parameter still expects. Empty before the last micro-batches begin."""
         self._lacking: list[int] = []
         """Parameters of each bucket that are still to get some."""
         self._started = self._waited = 0
-        """Buckets whose reduction has started, and of these those that are reduced."""
+        """Buckets whose reduction has started, and the reduced ones among them."""
         self.started_early = 0
-        """Buckets of the last update that were started before the end of its backward passes."""
+        """Number of the last update's buckets whose reduction started before the end of its backward passes."""
 
     def begin(self, micro_batches: int, *, last: bool) -> None:
         if self._left or self._started:
@@ -201,12 +201,12 @@ class OverlappedReduction:
                 self.started_early += 1
 
     def start_all(self) -> None:
-        """Start what hasn't been started."""
+        """Start the remaining reductions."""
         while self._started < len(self._groups):
             self._start()
 
     def finish(self) -> None:
-        """Wait until what has started is done; on a GPU, have its stream wait."""
+        """Wait for started reductions; on a GPU, have its stream wait."""
         while self._waited < self._started:
             self._groups[self._waited].finish_grad_sync()
             self._waited += 1

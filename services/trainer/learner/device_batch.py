@@ -39,7 +39,7 @@ class DeviceBatch:
     targets: Tensor
     """int64 [N]: their token ids."""
     predicting: Tensor
-    """int64 [N]: index in the slice of the token that predicts each of them."""
+    """int64 [N]: index in the slice of the token that predicts each trained one."""
     columns: dict[str, Tensor]
     """float32 [N] each: the micro-batch's columns. Those of candidates are [N, k], their ids int64."""
     weight: Tensor
@@ -129,7 +129,7 @@ def to_device_batch(
 
 
 def _attending(column: NDArray[Any], context: ContextRanks | None) -> NDArray[Any]:
-    """Return the part of a row's column, whose last axis is tokens, that is of those from which this rank attends."""
+    """Return the part of a row's column, whose last axis is tokens, for the tokens from which this rank attends."""
     if context is None or context.gathering is None:
         return column
     tokens = column.shape[-1] // context.gathering.size()

@@ -55,7 +55,7 @@ from services.trainer.transformer.attention.attention_kernels import attention_k
 from services.trainer.transformer.attention.context_parallel import context_ranks
 
 StageOutput = tuple[Tensor, Tensor, dict[str, Tensor]]
-"""The result of a micro-batch in Megatron's schedule: loss, an unused token count, and values to report."""
+"""Result of a micro-batch in Megatron's schedule: loss, an unused token count, and values to report."""
 OutputFunction = Callable[[Tensor, DeviceBatch, Tensor], StageOutput]
 """Computes the last stage's output from the output layer's weight, the micro-batch and the hidden states
 [T / cp_size, 1, hidden] (T over the tensor-parallel ranks under sequence parallelism)."""
@@ -102,7 +102,7 @@ class Forward:
         if report is not None:
             self.world.disk.report = report
         self.report: Callable[[str], None] = lambda text: None
-        """Called as each of several micro-batches begins: a schedule of many takes minutes."""
+        """Called at the beginning of each of several micro-batches, because a long schedule takes minutes."""
         self.vocab = _vocab_shard(self.architecture.vocab_size, self.world)
         self._float32_logits = trainer.fp32_lm_head
         division = context_division(
@@ -133,7 +133,7 @@ class Forward:
             self._offload = ActivationOffload(self.world.device, limit, ahead)
         self._rotary = self.architecture.rope.rotary(self.architecture.head_size).to(self.world.device)
         self.vision = _read_vision(folder) if self.architecture.towers else None
-        """The model's rules for media; None if it takes none."""
+        """The model's rules for media; None if it accepts none."""
 
     def load(self, *, keep_rounding: bool = False) -> StageModel:
         """Build this rank's part of the model and load its weights (`load_hf`)."""
@@ -143,7 +143,7 @@ class Forward:
         return model
 
     def load_trained(self, trainer: TrainerConfig) -> StageModel:
-        """Load this rank's part of the model to train, without gradients for what the settings freeze."""
+        """Load this rank's part of the trained model, without gradients for frozen parameters."""
         model = self.load(keep_rounding=True)
         freeze(model, self.architecture, self.world, trainer)
         return model

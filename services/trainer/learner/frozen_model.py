@@ -39,12 +39,12 @@ COLUMNS_OF = {REFERENCE: (REF_LOGPROBS,), TEACHER: (TEACHER_LOGPROBS, CANDIDATES
 
 @dataclass(frozen=True)
 class Student:
-    """The trained model, for teachers beside it."""
+    """The trained model, for teachers in the same ranks."""
 
     forward: Forward
-    """Its passes."""
+    """Forward passes of the model."""
     model: Any
-    """Its weights as they are."""
+    """The model with its current weights."""
 
 
 class FrozenModel:
@@ -76,7 +76,7 @@ class FrozenModel:
         self.name = name
         self.forward = forward
         self.columns = tuple(name for name in COLUMNS_OF[role] if name in columns)
-        """The columns that it makes."""
+        """Columns that the model computes."""
         self._candidates = needs.candidates if CANDIDATES in self.columns else None
         # Models pad their output layers differently: a candidate is a token that both have.
         self._ids_below = min(trained_vocabulary, forward.architecture.vocab_size)
@@ -86,13 +86,13 @@ class FrozenModel:
                 f"{self._ids_below} tokens in common"
             )
         self.module: StageModel = forward.load().requires_grad_(False)
-        """Its weights."""
+        """The model's module."""
         self.refreshed = False
-        """True if it has taken over weights since it was loaded from its folder."""
+        """True if the model has copied weights since it was loaded from its folder."""
 
     @torch.no_grad()
     def refresh(self, trained: StageModel) -> None:
-        """Take over the weights of the trained model, bit for bit; it has the same architecture."""
+        """Copy the weights of the trained model, bit for bit; it has the same architecture."""
         for own, weight in zip(self.module.parameters(), trained.parameters(), strict=True):
             own.copy_(weight)
         self.refreshed = True
@@ -170,14 +170,15 @@ def _bare(batch: PackedMicroBatch) -> PackedMicroBatch:
 
 
 def _known(ids: NDArray[Any] | None, loss_mask: NDArray[np.uint8], below: int) -> NDArray[np.int32]:
-    """Return the student's candidates [T, m], with -1 for tokens that not both models have and where loss_mask is 0."""
+    """Return the student's candidates [T, m], with -1 for tokens outside of both vocabularies and where loss_mask is
+    0."""
     if ids is None:
         raise ValueError(f"a micro-batch has no column {STUDENT_CANDIDATES!r}, and the student isn't in these ranks")
     return np.where((ids < below) & (loss_mask[:, None] != 0), ids, -1).astype(np.int32)
 
 
 def _without(ids: NDArray[np.int32], others: NDArray[np.int32]) -> NDArray[np.int32]:
-    """Return candidates [T, k] with -1 for those that are among the others [T, k] of the same token."""
+    """Return candidates [T, k] with -1 for those among the other candidates [T, k] of the same token."""
     repeated = np.zeros(ids.shape, np.bool_)
     for place in range(others.shape[1]):  # not all pairs at once: they would take k times the memory
         repeated |= ids == others[:, place : place + 1]

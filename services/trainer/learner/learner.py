@@ -189,7 +189,7 @@ class Learner:
         self._offload = Offload(self.world.device)
         self._exported = exported_parameters(self._policy, self._architecture, self.world)
         self._changed = torch.cuda.Event() if self.world.device.type == "cuda" else None
-        """Recorded on the GPU after the last change of the weights."""
+        """Event on the GPU after the last change of the weights."""
         self._record_weights_changed()
 
     @property
@@ -198,7 +198,7 @@ class Learner:
         return torch.cuda.get_device_name(self.world.device) if self.world.device.type == "cuda" else ""
 
     def report_to(self, report: Callable[[str], None]) -> None:
-        """Have `report` called as each of several micro-batches begins, in any pass: see `Forward.report`."""
+        """Have `report` called at the beginning of each of several micro-batches, in any pass: see `Forward.report`."""
         for forward in (self._forward, *(model.forward for model in self._frozen)):
             forward.report = report
 
@@ -217,7 +217,7 @@ class Learner:
 
     @property
     def media_tokens(self) -> MediaTokens | None:
-        """The model's tokens for images; None if it sees none."""
+        """The model's media tokens; None if it accepts no media."""
         return None if self._forward.vision is None else self._forward.vision.tokens
 
     @property
@@ -231,7 +231,7 @@ class Learner:
 
     @property
     def optimizer_steps(self) -> int:
-        """Number of updates that have changed the weights since the run's beginning."""
+        """Number of updates since the run's beginning that changed the weights."""
         return self._optimizer_steps
 
     @property
@@ -355,7 +355,7 @@ class Learner:
     def log_probs_and_experts(
         self, micro_batches: Sequence[PackedMicroBatch]
     ) -> tuple[list[NDArray[np.float32]], list[NDArray[np.unsignedinteger]]]:
-        """Compute `log_probs`, and the experts that this pass sends the tokens to: see `recorded_experts`."""
+        """Compute `log_probs`, and the experts of the tokens in this pass: see `recorded_experts`."""
         with recording(self._routers):
             logprobs = self.log_probs(micro_batches)
             return logprobs, recorded_experts(self._routers, micro_batches, self.world)
@@ -491,7 +491,7 @@ class Learner:
         return _UpdateTotals(loss, value_loss, int(tokens), cause, metrics)
 
     def _reduce_gradients(self, normalizer: float) -> None:
-        """Add up gradients over the ranks that share parameters, and divide them by `normalizer`."""
+        """Sum gradients over the ranks that share parameters, and divide them by `normalizer`."""
         for model in [self._model] if self._critic is None else [self._model, self._critic.model]:
             finalize_model_grads([model])
             if normalizer != 1.0:
@@ -542,7 +542,7 @@ class Learner:
             self._changed.record(torch.cuda.current_stream(self.world.device))
 
     def _load_frozen(self, folders: Mapping[str, Mapping[str, Path]]) -> list[FrozenModel]:
-        """Load those of the models that make a column for the loss or the advantages."""
+        """Load the frozen models that compute a column for the loss or the advantages."""
         needs, trainer = self._algorithm.needs, self._config.model_copy(update={"recompute": "none"})
         wanted, vocabulary = {*needs.loss, *needs.advantages}, self._architecture.vocab_size
         return [
@@ -553,7 +553,7 @@ class Learner:
         ]
 
     def _with_frozen_columns(self, micro_batches: Sequence[PackedMicroBatch]) -> list[PackedMicroBatch]:
-        """Add the columns of frozen models that the loss needs to the micro-batches that don't have them."""
+        """Add the frozen models' columns that the loss needs to the micro-batches without them."""
         needed = {name for names in COLUMNS_OF.values() for name in names}.intersection(self._algorithm.needs.loss)
         completed = list(micro_batches)
         lacking = [index for index, batch in enumerate(completed) if not needed <= batch.columns.keys()]

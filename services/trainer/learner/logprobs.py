@@ -16,7 +16,7 @@ CPU_CHUNK_TOKENS = 512
 CHUNK_BYTES = 1 << 30
 """Bytes of logits per chunk on a GPU."""
 CPU_KEPT_BYTES = 256 << 20
-"""Bytes of logits that a micro-batch keeps for its backward pass on CPU; the others are recomputed."""
+"""Bytes of logits that a micro-batch keeps for its backward pass on CPU; the rest is recomputed."""
 KEPT_SHARE = 1 / 24
 """The same limit on a GPU, as a share of its memory."""
 
@@ -41,11 +41,11 @@ class TokenLogprobs(NamedTuple):
     entropies: Tensor
     """[N]: the entropies, in nats, of the distributions that they were sampled from."""
     candidates: Tensor
-    """[N, k]: log-probs of the tokens that stood beside each of them to choose from; 0 where there was none."""
+    """[N, k]: log-probs of the candidates in each token's place; 0 where there is none."""
 
 
 class LikeliestTokens(NamedTuple):
-    """The k tokens of the whole vocabulary that a model finds likeliest in N places, the likeliest first."""
+    """The k likeliest tokens of the whole vocabulary in N places, the likeliest first."""
 
     ids: Tensor
     """int32 [N, k]."""
@@ -171,7 +171,7 @@ def _row_bytes(hidden: Tensor, shard: VocabShard, float32_logits: bool) -> int:
 
 
 def _chunk_tokens(hidden: Tensor, width: int) -> int:
-    """Return the tokens of a chunk whose logits take `width` bytes each."""
+    """Return the tokens per chunk if the logits of a token take `width` bytes."""
     return max(CHUNK_BYTES // width // 256, 1) * 256 if hidden.is_cuda else CPU_CHUNK_TOKENS
 
 
@@ -287,18 +287,18 @@ class _TokenLogprobs(torch.autograd.Function):
 
 
 def _columns(ids: Tensor, shard: VocabShard) -> Tensor:
-    """Return the columns of a shard's logits that are of these token ids; -1 for ids of other shards."""
+    """Return a shard's logit columns for these token ids; -1 for ids of other shards."""
     columns = ids - shard.start
     return columns.masked_fill((columns < 0) | (columns >= shard.size) | (ids < 0), -1)
 
 
 def _at(logits: Tensor, columns: Tensor) -> Tensor:
-    """Return the logits [n, k] in some columns [n, k]; 0 where the column is -1."""
+    """Return the logits [n, k] in given columns [n, k]; 0 where the column is -1."""
     return logits.gather(-1, columns.clamp(min=0)).masked_fill_(columns < 0, 0.0)
 
 
 def _add_at_(gradient: Tensor, columns: Tensor, through: Tensor, temperature: Tensor) -> None:
-    """Add to the gradient [n, ids] in some columns [n, k] what comes through them, unless the column is -1."""
+    """Add to the gradient [n, ids] the part of given columns [n, k], except where the column is -1."""
     added = (through * (columns >= 0) / temperature.unsqueeze(-1)).to(gradient.dtype)
     gradient.scatter_add_(-1, columns.clamp(min=0), added)
 

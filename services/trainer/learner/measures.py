@@ -16,13 +16,14 @@ from services.trainer.megatron.channels import all_gather
 from services.trainer.megatron.world import World
 
 SUMS = 6
-"""Columns before the histogram."""
+"""Number of columns before the histogram."""
 SMALLEST = 2.0**-27
-"""Smaller differences (7e-9) count as 0: float32 can't represent them for log-probs above 0.1 in size."""
+"""Differences below this (7e-9) count as 0: float32 can't represent them for log-probs above 0.1 in size."""
 OCTAVES = 34
 PER_OCTAVE = 16
 BINS = 1 + OCTAVES * PER_OCTAVE
-"""Bin 0 is below SMALLEST; every other bin is a sixteenth of an octave, 4.4 % wide; the last bin is open."""
+"""Number of bins. Bin 0 is below SMALLEST; every other bin is a sixteenth of an octave, 4.4 % wide; the last bin is
+open."""
 MAX_LOG_RATIO = 20.0
 """Log-ratios are clamped to ± this for k3 and w, as in verl, so that one token can't make them infinite."""
 
@@ -95,7 +96,7 @@ def merge_reported(name: str, one: Tensor, other: Tensor) -> Tensor:
 
 
 def reduce_over_ranks(sums: dict[str, Tensor], world: World) -> dict[str, Tensor]:
-    """Add up the values of all data- and context-parallel ranks, on CPU. All ranks call it together."""
+    """Sum the values of all data- and context-parallel ranks, on CPU. All ranks call it together."""
     contributes = world.last_stage and world.tp_rank == 0  # the tensor-parallel ranks have the same values
     own = {name: value.cpu().numpy() for name, value in sums.items()} if contributes else {}
     totals: dict[str, Tensor] = {}

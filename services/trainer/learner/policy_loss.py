@@ -20,7 +20,7 @@ ComputeLogprobs = Callable[[Tensor, DeviceBatch, Tensor], TokenLogprobs]
 
 
 UNEXPLAINED = "unexplained"
-"""Name of the number of micro-batches whose loss isn't finite although everything that it was made of is."""
+"""Metric of the number of micro-batches whose loss isn't finite although all of its inputs are."""
 
 
 class PolicyLoss:

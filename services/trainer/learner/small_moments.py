@@ -22,7 +22,7 @@ class ShardPlace(NamedTuple):
     parameter: str
     """Name of the parameter, the same for all copies."""
     start: int
-    """Index of the shard's first element among those of the parameter."""
+    """Index of the shard's first element within the parameter."""
 
 
 class Bfloat16MomentsAdamW(torch.optim.AdamW):
@@ -67,7 +67,7 @@ class Bfloat16MomentsAdamW(torch.optim.AdamW):
                     self._update(group, parameter)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state, moments of another element type also. torch's method would make them float32."""
+        """Load a state, with moments of any element type. torch's method would convert them to float32."""
         super().load_state_dict({**state_dict, "state": {}})
         numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
         parameters = [parameter for group in self.param_groups for parameter in group["params"]]
@@ -109,7 +109,7 @@ class Bfloat16MomentsAdamW(torch.optim.AdamW):
 
 
 def chunks(start: int, count: int) -> Iterator[tuple[int, int]]:
-    """Divide a shard of `count` elements where their places in the parameter are multiples of CHUNK."""
+    """Divide a shard of `count` elements at multiples of CHUNK in the parameter."""
     begin = 0
     while begin < count:
         end = min(count, begin + CHUNK - (start + begin) % CHUNK)
@@ -166,7 +166,7 @@ def _signed(constant: int) -> int:
 
 
 def _shifted(numbers: Tensor, places: int) -> Tensor:
-    """Shift to the right as numbers without a sign."""
+    """Shift right as unsigned numbers."""
     return (numbers >> places).bitwise_and_((1 << (64 - places)) - 1)
 
 
@@ -177,14 +177,14 @@ scale each."""
 EXPONENTS = "exp_avg_exponents"
 """Name of the scales in the state of a parameter: int8, of each block the exponent of the power of two."""
 TOP = 8
-"""The largest element of a block is at most 2^TOP times its scale: e4m3 ends at 448."""
+"""Exponent of the maximum of a block in units of its scale, 2^TOP: e4m3 ends at 448."""
 LEAST_EXPONENT = -117
 """Smallest exponent of a scale. The smallest number is then 2^-126, which float32 and bfloat16 have."""
 
 
 @dataclass(frozen=True)
 class Float8Values:
-    """Numbers in float8 with their scales. They are exact in bfloat16, and checkpoints have them so."""
+    """Numbers in float8 with their scales. bfloat16 represents them exactly, and checkpoints store them so."""
 
     codes: Tensor
     """float8_e4m3fn [n]."""
@@ -201,12 +201,12 @@ class Float8Values:
         return self.codes.numel()
 
     def element_size(self) -> int:
-        """Return the bytes of one of them in a checkpoint."""
+        """Return the bytes of one number in a checkpoint."""
         return self.dtype.itemsize
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all of them in a checkpoint."""
+        """Bytes of all numbers in a checkpoint."""
         return self.numel() * self.element_size()
 
     @property
@@ -215,14 +215,14 @@ class Float8Values:
         return self.codes.is_cuda
 
     def __getitem__(self, part: slice) -> "Float8Values":
-        """Return some of them: `part` has no step."""
+        """Return some of the numbers: `part` has no step."""
         begin, end, _ = part.indices(self.numel())
         first, start = divmod(self.start + begin, BLOCK)
         last = -(-(self.start + end) // BLOCK)
         return Float8Values(self.codes[begin:end], self.exponents[first:last], start)
 
     def split(self, count: int) -> Iterator["Float8Values"]:
-        """Yield `count` at a time."""
+        """Yield `count` numbers at a time."""
         return (self[begin : begin + count] for begin in range(0, self.numel(), count))
 
     def read(self) -> Tensor:
@@ -264,7 +264,7 @@ class Float8MomentAdamW(Bfloat16MomentsAdamW):
     """
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state, one of another AdamW also, whose first moment is rounded to the nearest."""
+        """Load a state, also another AdamW's, whose first moment is rounded to the nearest value."""
         super().load_state_dict(state_dict)
         numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
         parameters = [parameter for group in self.param_groups for parameter in group["params"]]
@@ -278,7 +278,7 @@ class Float8MomentAdamW(Bfloat16MomentsAdamW):
 
     @torch.no_grad()
     def unpack(self) -> None:
-        """Make room for first moments that come from a checkpoint: bfloat16, zeros."""
+        """Allocate first moments for loading from a checkpoint: bfloat16 zeros."""
         for parameter, state in self.state.items():
             state["exp_avg"] = torch.zeros_like(parameter, dtype=torch.bfloat16)
 
@@ -307,7 +307,7 @@ class Float8MomentAdamW(Bfloat16MomentsAdamW):
 
 
 def float8_values(state: Mapping[str, Any], start: int) -> Float8Values:
-    """Return the first moment in a parameter's state, whose shard begins at its element `start`."""
+    """Return the first moment in a parameter's state; the shard begins at its element `start`."""
     return Float8Values(state["exp_avg"].view(-1), state[EXPONENTS], start % BLOCK)
 
 
@@ -332,7 +332,7 @@ def _power_of_two(exponents: Tensor) -> Tensor:
 
 
 def _zeros(parameter: Tensor, start: int) -> dict[str, Tensor]:
-    """Return a first moment of zeros, as `float8_values` reads it."""
+    """Return a first moment of zeros, in the form of `float8_values`."""
     blocks = -(-(start % BLOCK + parameter.numel()) // BLOCK)
     return {
         "exp_avg": torch.zeros_like(parameter, dtype=torch.uint8).view(torch.float8_e4m3fn),

@@ -22,7 +22,7 @@ from services.trainer.batch.step_plan import OUTCOME, StepPlan
 
 
 class NonFiniteGradients(ArithmeticError):
-    """A replayed update that was applied before now has a loss or gradient that isn't finite. Nothing has changed."""
+    """A replayed update that was once applied has an infinite or NaN loss or gradient. Nothing has changed."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class PendingUpdate:
     optimizer: MegatronOptimizer
     """Megatron's chained optimizer, with the gradients."""
     schedule: OptimizerParamScheduler
-    """Of the learning rate."""
+    """Schedule of the learning rate."""
     loss: float
     """The model's loss, the same on all ranks."""
     clip_grad: float
@@ -99,10 +99,10 @@ def _clip_and_step(optimizer: MegatronOptimizer, clip_grad: float, norm: float) 
 
 
 BY_EPOCH = ("loss", "grad_norm", "ratio", "clip_fraction")
-"""Metrics that a step of several epochs also has for each of them."""
+"""Metrics that a step of several epochs also has for each epoch."""
 
 UNWEIGHTED = ("loss", "grad_norm", "value_loss", "value_grad_norm")
-"""Metrics that are of an update as a whole, however many tokens it has."""
+"""Metrics of an update as a whole, which aren't weighted by its tokens."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,7 +129,7 @@ class UpdateStats:
 
     @property
     def shown(self) -> str:
-        """Its losses and norms, as an error shows them."""
+        """Losses and norms of the update, for an error message."""
         critic = ""
         if "value_loss" in self.metrics:
             critic = f"; critic: loss {self.metrics['value_loss']:g}, gradient norm {self.metrics['value_grad_norm']:g}"
@@ -138,7 +138,7 @@ class UpdateStats:
 
     @property
     def values(self) -> dict[str, float]:
-        """All of it by name, as a step of one update reports it."""
+        """All values by name, in the form of a step with one update."""
         return {"loss": self.loss, "grad_norm": self.grad_norm, "lr": self.lr, **self.metrics}
 
 
@@ -201,7 +201,7 @@ class SkippedUpdates:
         """Step of the last applied update."""
 
     def record(self, step: int, groups: Sequence[str], *, skipped: bool) -> None:
-        """Record an update of a step, on these groups. Call it for every update, in order."""
+        """Record an update of a step on these groups. Call it for every update, in order."""
         self._row = [*self._row, (step, groups)] if skipped else []
         self._applied = self._applied if skipped else step
 

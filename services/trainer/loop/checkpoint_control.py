@@ -1,4 +1,4 @@
-"""Rank 0's control of a run's checkpoints: when to take one, when it is complete, which ones are removed."""
+"""Rank 0's control of a run's checkpoints: when to take one, when it is complete, which ones to remove."""
 
 import logging
 import math
@@ -34,13 +34,13 @@ from services.trainer.megatron.disk_work import DiskRefused
 logger = logging.getLogger(__name__)
 
 SHOWN_ERRORS = 3
-"""Ranks whose errors are shown."""
+"""Maximum number of ranks whose errors are shown."""
 
 REMOVAL_SECONDS = 5.0
-"""Limit of the time in which a process that leaves a run removes what was the best checkpoint."""
+"""Maximum seconds in which a process that leaves a run removes the replaced best checkpoint."""
 
 Answer = Future[tuple[str, int]]
-"""Resolved with the checkpoint's path and step once it is on disk."""
+"""Future of the checkpoint's path and step, resolved once it is on disk."""
 
 
 class Checkpoints:
@@ -54,7 +54,7 @@ class Checkpoints:
         rank: CommandedRank,
         announce: Callable[[int, bool], None] = lambda step, keep: None,
     ) -> None:
-        """`announce` is called before a requested checkpoint, with its step and whether it is never removed."""
+        """`announce` is called before a requested checkpoint, with its step and whether it is kept for ever."""
         self._config = config
         self._announce = announce
         self._settings = config.trainer.checkpoint
@@ -80,7 +80,8 @@ class Checkpoints:
             self._rank.run(PrepareCheckpoints())
 
     def after_step(self, step: int, seconds: float, file: Path) -> None:
-        """Schedule a checkpoint if one is due after a committed step: `seconds` of work on it, and its step file."""
+        """Schedule a checkpoint if one is due after a committed step, given the `seconds` of work on it, and its step
+        file."""
         self.after_replay(seconds, file)
         self._wanted |= self._schedule.due(step)
 
@@ -92,7 +93,7 @@ class Checkpoints:
         self._schedule.count(seconds=seconds, size=size)
 
     def request(self, *, rotate: bool = False) -> Answer:
-        """Request a checkpoint as soon as possible. Unless `rotate`, it is never removed."""
+        """Request a checkpoint as soon as possible. Unless `rotate`, it is kept for ever."""
         self._wanted = True
         self._keep |= not rotate
         self._requesters.append(Future())
@@ -190,7 +191,7 @@ class Checkpoints:
             saving.sealed = self._sealer.submit(self._seal, saving, files)
 
     def _seal(self, saving: "_Saving", files: Mapping[str, Any]) -> str:
-        """Seal a checkpoint and remove older ones. Return '' or the error. Runs in a thread, beside training."""
+        """Seal a checkpoint and remove older ones. Return "" or the error. Runs in a thread, beside training."""
         try:
             folders.seal(saving.partial, saving.final, saving.state, files, kept=saving.keep)
         except OSError as error:
@@ -210,11 +211,11 @@ class Checkpoints:
             answer.set_result((str(saving.final), step))
 
     def remove_replaced(self) -> Future[None]:
-        """Remove the checkpoint that was the best, if another one is, beside training. Done once it is removed."""
+        """Remove the previous best checkpoint, if it was replaced, beside training. Returns a future of its removal."""
         return self._sealer.submit(self._remove_older, wait=True)
 
     def _remove_older(self, *, wait: bool = False) -> None:
-        """Begin to remove the checkpoints and step files that newer checkpoints, or a better one, replace."""
+        """Start removing the checkpoints and step files that newer checkpoints, or a better one, replace."""
         settings = self._settings
         try:
             protected = protected_steps(self._record_folder, settings.keep_best, self._run_folder)
@@ -243,7 +244,7 @@ class Checkpoints:
         self._fail(saving.answers, f"{reason}; {self._room(saving)}")
 
     def _room(self, saving: "_Saving") -> str:
-        """Return a sentence on the room that a checkpoint needs and the disk has, and on what would make room."""
+        """Return a sentence on the room that a checkpoint needs, the disk's room, and how to make more."""
         folder = saving.final.parent
         try:
             free = byte_amount(shutil.disk_usage(folder).free)
@@ -302,7 +303,7 @@ class _Saving:
     keep: bool
     size: int
     sealed: Future[str] | None = None
-    """The error, or '', once it is sealed. None while ranks write."""
+    """The error, or "" once the checkpoint is sealed; None while ranks write."""
 
 
 def _make_empty_folder(folder: Path) -> str:

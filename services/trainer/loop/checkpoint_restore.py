@@ -77,7 +77,7 @@ def same_layout(state: CheckpointState, config: RunConfig) -> bool:
 
 
 class Schedule:
-    """Adds up the steps since the last checkpoint, which a restart repeats from their files."""
+    """Counts the steps since the last checkpoint, which a restart repeats from their files."""
 
     def __init__(self, settings: CheckpointConfig) -> None:
         self._settings = settings
@@ -85,12 +85,13 @@ class Schedule:
         self._bytes = 0
 
     def count(self, *, seconds: float, size: int) -> None:
-        """Count a step: `seconds` of work on it, without waits for its groups, and a file of `size` bytes."""
+        """Count a step, given the `seconds` of work on it without waits for groups, and the `size` of its file in
+        bytes."""
         self._seconds += seconds
         self._bytes += size
 
     def due(self, step: int) -> bool:
-        """Return whether a checkpoint is due after a step that was counted."""
+        """Return whether a checkpoint is due after the counted steps."""
         settings = self._settings
         if not settings.every:
             return False
@@ -101,5 +102,5 @@ class Schedule:
         )
 
     def begun(self) -> None:
-        """Start anew: a checkpoint has begun."""
+        """Restart the count at the beginning of a checkpoint."""
         self._seconds, self._bytes = 0.0, 0

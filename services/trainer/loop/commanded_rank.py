@@ -43,7 +43,7 @@ class Command(Protocol[R_contra, T_co]):
     """A command."""
 
     def execute(self, rank: R_contra) -> T_co:
-        """Do this rank's part, in its training thread. All ranks call it together."""
+        """Execute this rank's part, in its training thread. All ranks call it together."""
 
 
 @dataclass
@@ -51,7 +51,7 @@ class CommandedRank:
     """State on which one rank's commands work. Used by its training thread only."""
 
     channel: RankChannel
-    """The channel from rank 0 to the other ranks."""
+    """Channel from rank 0 to the other ranks."""
     learner: Checkpointed
     """This rank's learner."""
     checkpoint: CheckpointPart
@@ -59,7 +59,7 @@ class CommandedRank:
     board: Board
     """Source of the groups' columns."""
     run_folder: Path
-    """The folder of the run, or of a follower in it, for checkpoints."""
+    """Folder of the run, or a follower's subfolder, for checkpoints."""
 
     @property
     def record_folder(self) -> Path:
@@ -118,10 +118,10 @@ class WaitForDisk:
 @message
 @dataclass(frozen=True)
 class PrepareCheckpoints:
-    """Prepare what the first checkpoint would wait for."""
+    """Prepare for the first checkpoint, which would otherwise wait."""
 
     def execute(self, rank: CommandedRank) -> None:
-        """Prepare it."""
+        """Prepare the checkpoints."""
         rank.learner.prepare_snapshots()
 
 
@@ -147,7 +147,7 @@ class EndCheckpoint:
     """Drop the snapshot, once every rank has reported the end of its writing, or is late."""
 
     def execute(self, rank: CommandedRank) -> None:
-        """Drop it."""
+        """Drop the snapshot."""
         rank.checkpoint.end()
 
 
@@ -178,7 +178,7 @@ class Restore:
 
 
 END_SECONDS = 5.0
-"""Time in which the parent reads why a rank failed, and kills it."""
+"""Seconds for the parent to read the reason of a rank's failure, and to kill it."""
 
 
 class RankThread:
@@ -187,7 +187,7 @@ class RankThread:
     def __init__(self) -> None:
         self.number = 0
         self.alone = True
-        """True if there is no other rank."""
+        """True if this is the only rank."""
         self.events: Outbox[WorkResponse] = Outbox()
 
     def start(self, request: WorkRequest, work: Callable[[WorkRequest, RunConfig], None]) -> None:
@@ -198,7 +198,7 @@ class RankThread:
         threading.Thread(target=self._run, args=(request, work), name=request.role, daemon=True).start()
 
     def fail(self, reason: str, *, start_refused: bool = False) -> None:
-        """Tell the service why this rank can't go on; `start_refused` is WorkResponse's."""
+        """Report the reason why this rank can't continue; `start_refused` is WorkResponse's."""
         self.events.put(WorkResponse(failed=reason, start_refused=start_refused))
 
     def _run(self, request: WorkRequest, work: Callable[[WorkRequest, RunConfig], None]) -> None:

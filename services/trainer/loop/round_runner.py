@@ -39,7 +39,7 @@ from services.trainer.learner.update import UpdateStats
 logger = logging.getLogger(__name__)
 
 ROLLOUT_LOGPROBS = "rollout_logprobs"
-"""The column that the learner compares with its own log-probs, whatever the algorithm needs."""
+"""The column that the learner compares with its own log-probs, even if the algorithm doesn't need it."""
 
 PreparedColumns = dict[tuple[str, int], dict[str, NDArray[Any]]]
 """Prepared columns by group and sequence: [tokens of the sequence without a shared prompt] each, or [tokens, k]; for
@@ -60,11 +60,11 @@ class ColumnPass(NamedTuple):
     columns: tuple[str, ...]
     """The columns."""
     compute: Callable[[Sequence[PackedMicroBatch]], list[dict[str, NDArray[Any]]]]
-    """Computes them for micro-batches: [T] each, [T, k], or [T, layers, top_k]."""
+    """Function that computes them for micro-batches: [T] each, [T, k], or [T, layers, top_k]."""
     prompt: str = "prompt_tokens"
     """The column with the prompt of the micro-batches' sequences."""
     is_for: Callable[[TrainGroup], bool] = lambda group: True
-    """True if it computes the columns of a group."""
+    """Function that returns True if the pass computes columns of a group."""
 
 
 class RoundRunner:
@@ -113,11 +113,11 @@ class RoundRunner:
             *((RETURNS,) if needs.values else ()),
             *((ADVANTAGES,) if needs.values or self.makes_advantages else ()),
         )
-        """Columns that the trainer adds to a group before a step's updates, or replaces."""
+        """Columns that the trainer adds to a group, or replaces, before a step's updates."""
 
     @property
     def prepares(self) -> bool:
-        """True if a step's updates need columns that `prepare` computes: those that stay the same in all updates."""
+        """True if a step's updates need columns of `prepare`: those that stay the same in all updates."""
         return bool(self._forward)
 
     def own_groups(self, entry: MicroBatchRound) -> set[str]:
@@ -240,7 +240,7 @@ class RoundRunner:
     def _check_log_probs(
         self, group: TrainGroup, columns: Mapping[str, NDArray[Any]], prepared: PreparedColumns
     ) -> None:
-        """Check what frozen models gave a group: a model that isn't trained will give it the same again."""
+        """Check frozen models' log-probs of a group: a model that isn't trained would return the same again."""
         if not all((group.group_id, index) in prepared for index in range(len(group.lengths))):
             return  # it was closed meanwhile
         trained = group.columns[LOSS_MASK] != 0

@@ -17,7 +17,7 @@ logger = logging.getLogger(__name__)
 LEVEL = 1
 """Compression level of zlib, which leaves the interpreter to training meanwhile."""
 PATIENCE_SECONDS = 10.0
-"""Time for which a step waits until the samples of the step before are written."""
+"""Seconds for which a step waits for the files of the step before."""
 LINES_TOGETHER = 64
 """Lines that are compressed by one call."""
 
@@ -30,7 +30,7 @@ class SampleFiles:
     """
 
     def __init__(self, folder: Path, kept_steps: int) -> None:
-        """`folder` is the run's; `kept_steps` the number of newest steps whose files are kept, 0 for all."""
+        """`folder`: the run's; `kept_steps`: number of newest steps whose files are kept, 0 for all."""
         self._folder = folder
         self._kept_steps = kept_steps
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="samples")
@@ -38,7 +38,7 @@ class SampleFiles:
         self._refused = False
 
     def write(self, step: int, samples: Sequence[Mapping[str, Any]]) -> None:
-        """Begin to write the samples of a step. They are left out if those of the step before take too long."""
+        """Start writing the samples of a step. They are dropped if the previous step's files take too long."""
         if self.await_written():
             self._writing = self._thread.submit(self._write, step, samples)
         else:

@@ -28,7 +28,7 @@ STATISTICS: dict[str, Callable[[NDArray[Any]], Any]] = {
 REPEATED_CHARACTERS = 10_000
 """Characters at an answer's end that are compressed."""
 REPEATED_RATIO = 10.0
-"""An answer whose end compresses more than this many times repeats itself."""
+"""Compression ratio of an answer's end above which the answer repeats itself."""
 MAX_COMPRESSED = 512
 """Maximum number of answers of a step that are compressed, spread evenly: each takes 0.2 ms."""
 MAX_SOURCES = 32
@@ -96,7 +96,7 @@ PARTS: dict[str, tuple[Callable[[StepSamples], dict[str, NDArray[np.bool_]]], tu
     ),
     "source": (lambda samples: _by_source(samples.sources), tuple(MEASURES)),
 }
-"""Divisions of a step's samples, and what is measured of each part, as `<division>/<part>/<measure>`."""
+"""Divisions of a step's samples, and the measures of each part, as `<division>/<part>/<measure>`."""
 
 
 def sample_statistics(groups: Sequence[TrainGroup]) -> dict[str, float]:
@@ -130,7 +130,7 @@ def _source(prompt: Any) -> str:
 
 
 def _by_source(sources: NDArray[np.str_]) -> dict[str, NDArray[np.bool_]]:
-    """Return which samples are of each source: of the most frequent ones, and of all others."""
+    """Return the samples of each source: of the most frequent ones, and of all others together."""
     counts = Counter(source for source in sources.tolist() if source)
     parts = {source: sources == source for source, _ in counts.most_common(MAX_SOURCES)}
     if len(counts) > MAX_SOURCES:

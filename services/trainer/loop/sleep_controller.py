@@ -21,7 +21,7 @@ class SleepController:
         self._asleep_since = 0.0
 
     def sleep(self) -> MemoryChange:
-        """Move the state to the host's memory once no broadcast reads it. From then on, broadcasts are refused."""
+        """Move the state to the host's memory once no broadcast reads it. Later broadcasts are refused."""
         if self.asleep:
             return self._no_change()
         started = time.monotonic()
@@ -49,7 +49,7 @@ class SleepController:
         return MemoryChange(before_bytes=before, after_bytes=after, seconds=ended - started)
 
     def take_metrics(self) -> dict[str, float]:
-        """Return and reset the metrics since the last step: seconds spent on sleeps and wake-ups, and memory freed."""
+        """Return and reset the metrics since the last step: seconds of sleeps and wake-ups, and freed memory."""
         metrics, self._metrics = self._metrics, {}
         if metrics:
             metrics["switch_seconds"] = sum(

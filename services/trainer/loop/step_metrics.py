@@ -69,7 +69,7 @@ def group_metrics(groups: Sequence[TrainGroup], step: int) -> dict[str, float]:
 
 
 def _parts(groups: Sequence[TrainGroup], column: str) -> dict[str, list[float]]:
-    """Return the numbers of all samples that have them, by name, of a column {name: [n values, null without it]}."""
+    """Return the values by name, of all samples that have them, from a column {name: [n values, null without it]}."""
     parts: dict[str, list[float]] = {}
     for group in groups:
         for name, values in (group.columns[column] or {}).items():
@@ -105,7 +105,7 @@ def _conversation_metrics(groups: Sequence[TrainGroup]) -> dict[str, float]:
 
 
 def _observation_tokens(group: TrainGroup) -> int:
-    """Return the tokens between the model's own, of all sequences."""
+    """Return the number of tokens between the model's own, in all sequences."""
     of_model = np.flatnonzero(group.columns[LOSS_MASK])
     places = np.searchsorted(of_model, bounds_of(group.lengths))
     begins, ends = places[:-1], places[1:]
@@ -244,7 +244,7 @@ def all_samples(groups: Sequence[TrainGroup], step: int, whitening: Whitening | 
 def _shown(
     group: TrainGroup, index: int, bounds: NDArray[np.int64], step: int, whitening: Whitening | None
 ) -> dict[str, Any]:
-    """Return a sample's record; `bounds` is where the samples begin in the columns [T]."""
+    """Return a sample's record; `bounds`: the samples' offsets in the columns [T]."""
     columns = group.columns
     own = slice(int(bounds[index]), int(bounds[index + 1]))
     advantages = columns["advantages"][own]
@@ -292,7 +292,7 @@ DIGITS = 4
 def _shown_tokens(
     group: TrainGroup, index: int, bounds: NDArray[np.int64], whitening: Whitening | None
 ) -> dict[str, list[Any]]:
-    """Return the first tokens of a sample; a list of equal numbers, except of ids, has only one of them."""
+    """Return the first tokens of a sample. A list of equal numbers, except ids, is reduced to one."""
     own = slice(int(bounds[index]), min(int(bounds[index + 1]), int(bounds[index]) + SHOWN_TOKENS))
     found = {}
     for name, column in TOKEN_COLUMNS.items():
@@ -311,7 +311,7 @@ def _shown_tokens(
 def _media_of_samples(
     group: TrainGroup, indices: Collection[int], *, previews: bool = False
 ) -> dict[int, dict[str, Any]]:
-    """Return the media that samples of a group show: the first ones of its prompt and of each conversation."""
+    """Return the media to show for a group's samples: the first ones of its prompt and of each conversation."""
     found: dict[int, list[MediaRecord]] = {index: list(group.columns.get(PROMPT_MEDIA) or ()) for index in indices}
     # A run without conversations lacks the column, one with several players has several sequences for a sample.
     of_sequences = zip(group.columns["sample_of_sequence"], group.columns.get(SEQUENCE_MEDIA) or (), strict=False)
@@ -338,7 +338,7 @@ def _shown_conversation(columns: Mapping[str, Any], index: int) -> dict[str, Any
 
 
 def _trained_versions(group: TrainGroup, own: slice) -> NDArray[np.int64]:
-    """Return the versions of the tokens within `own` whose mask is 1."""
+    """Return the versions of the tokens within `own` with mask 1."""
     return group.columns["versions"][own][group.columns["loss_mask"][own] != 0]
 
 

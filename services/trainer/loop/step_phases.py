@@ -45,18 +45,18 @@ class StepBuilder:
     """Collects groups and mini-batches of the open step."""
 
     def __init__(self, number: int, packer: Packer, carrier: dict[str, str]) -> None:
-        """`carrier` is the step's trace context; each group's train span links to it."""
+        """`carrier`: the step's trace context, to which each group's train span links."""
         self.number = number
         self.packer = packer
         self.members: dict[str, DeliveredGroup] = {}
         self.rounds: list[MicroBatchRound] = []
-        """Rounds that were trained while it filled."""
+        """Number of rounds that were trained while the step filled."""
         self.sealed = False
-        """True once the last of them is trained: the step takes no more groups."""
+        """True once the last round is trained: the step takes no more groups."""
         self.mini_batches: tuple[MiniBatch, ...] = ()
-        """Its mini-batches; known when the step closes."""
+        """Mini-batches of the step; known when it closes."""
         self.whitening: Whitening | None = None
-        """Normalisation of its advantages, if any; known when the step closes."""
+        """Normalisation of the advantages, if any; known when the step closes."""
         self.waited = 0.0
         """Seconds spent waiting for groups."""
         self.worked = 0.0
@@ -139,7 +139,7 @@ class StepPhases(Protocol):
     """The order of work in a step."""
 
     def packer(self) -> Packer:
-        """Return an empty packer of what is worked on while the step fills."""
+        """Return an empty packer of the work while the step fills."""
 
     def take(self, open_step: StepBuilder, entry: MicroBatchRound, *, last: bool) -> None:
         """Work on the step's next round of micro-batches, while it fills.
@@ -157,7 +157,7 @@ class StepPhases(Protocol):
         """
 
     def rounds(self, update: MiniBatch) -> Sequence[MicroBatchRound]:
-        """Return the rounds that are still to be trained before an update."""
+        """Return the rounds still to be trained before an update."""
 
 
 def training_packer(config: RunConfig) -> Packer:
@@ -182,15 +182,15 @@ class _Phases:
         self._rank = rank
 
     def packer(self) -> Packer:
-        """Return that of training: what prepares columns has a pipeline's whole schedules, too."""
+        """Return training's packer, because column preparation also has a pipeline's whole schedules."""
         return training_packer(self._config)
 
 
 class TrainedWhileFilling(_Phases):
-    """Adds up gradients as micro-batches come: a step with one update."""
+    """Accumulates gradients as micro-batches come: for a step with one update."""
 
     def take(self, open_step: StepBuilder, entry: MicroBatchRound, *, last: bool) -> None:
-        """Run forward and backward. With the last round's gradients the reduction begins, so no other may follow."""
+        """Run forward and backward. The last round also starts the reduction, so no other may follow."""
         self._rank.groups = open_step.groups
         self._rank.run(Round(entry, open_step.deliveries_of(entry), last=last))
         open_step.rounds.append(entry)
@@ -208,7 +208,7 @@ class TrainedWhileFilling(_Phases):
 
 
 class PreparedThenTrained(_Phases):
-    """Columns are prepared while the step fills. Then come the updates: epochs times mini-batches."""
+    """Columns are prepared while the step fills, then come the updates: epochs times mini-batches."""
 
     def take(self, open_step: StepBuilder, entry: MicroBatchRound, *, last: bool) -> None:
         """Run the forward passes."""
@@ -246,7 +246,7 @@ class PreparedThenTrained(_Phases):
     def _prepared(
         self, groups: Sequence[TrainGroup], progress: Progress
     ) -> tuple[dict[str, dict[str, NDArray[Any]]], dict[str, GroupFailed]]:
-        """Return the prepared columns of groups by id, and what is wrong with those that can't be trained on."""
+        """Return groups' prepared columns by id, and the fault of each group that can't be trained on."""
         prepared: dict[str, dict[str, NDArray[Any]]] = {}
         failed: dict[str, GroupFailed] = {}
         for group in groups:

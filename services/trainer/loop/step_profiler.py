@@ -1,4 +1,4 @@
-"""Profiles of steps: which ones are recorded, as rank 0 decides, and the recording of one rank."""
+"""Profiles of steps: the choice of recorded steps, by rank 0, and the recording of one rank."""
 
 import logging
 import threading
@@ -17,7 +17,7 @@ from services.trainer.megatron.rank_messages import message
 logger = logging.getLogger(__name__)
 
 MEMORY_EVENTS = 200_000
-"""Allocations that a rank remembers, the last ones; a few hundred bytes each."""
+"""Number of last allocations that a rank remembers; a few hundred bytes each."""
 
 
 @message
@@ -48,7 +48,7 @@ def memory_path(run_folder: Path, moment: str, rank: int) -> Path:
 
 
 class ProfilePlan:
-    """The steps to record, by rank 0: those of the configuration, and those that calls ask for."""
+    """The steps to record, by rank 0: those of the configuration, and those requested by calls."""
 
     def __init__(self, config: RunConfig) -> None:
         """Plan the configuration's."""
@@ -57,7 +57,7 @@ class ProfilePlan:
         self._last = config.run.steps
         self._lock = threading.Lock()
         self._begun: int | None = None
-        """The last step that has begun; None before the first one since the ranks started."""
+        """The last step that began; None before the first since the ranks started."""
         self._planned = dict.fromkeys(profile.steps, options)
 
     def request(self, steps: int, options: ProfileOptions) -> range:
@@ -82,7 +82,7 @@ class ProfilePlan:
             return asked
 
     def begin(self, step: int) -> ProfileOptions | None:
-        """Return the options for recording a step that begins; None if it isn't recorded, or is already."""
+        """Return the options for recording a step that begins; None if it isn't recorded, or already is."""
         with self._lock:
             self._begun = step
             return self._planned.pop(step, None)
@@ -99,10 +99,10 @@ class StepProfiler:
     recorder: TraceRecorder | None = None
     step: int = 0
     memory: bool = False
-    """True if a snapshot is written after the step."""
+    """True if a memory snapshot is written after the step."""
 
     def begin(self, step: int, options: ProfileOptions) -> None:
-        """Begin to record a step, if the options name this rank."""
+        """Start recording a step, if the options name this rank."""
         if self.rank not in options.ranks:
             return
         self.step, self.memory = step, options.memory and torch.cuda.is_available()

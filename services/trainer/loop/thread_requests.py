@@ -1,4 +1,4 @@
-"""Requests of other threads to rank 0's training thread, which serves them between two rounds of micro-batches."""
+"""Other threads' requests to rank 0's training thread, which serves them between two rounds of micro-batches."""
 
 import queue
 import threading
@@ -74,7 +74,7 @@ def result_of(answer: "Future[T]", seconds: float) -> T:
 
 
 class Controls(Generic[Server]):
-    """Requests of other threads to the training thread."""
+    """Other threads' requests to the training thread."""
 
     def __init__(self) -> None:
         self.paused = threading.Event()
@@ -83,4 +83,4 @@ class Controls(Generic[Server]):
         self.sleep_requests: RequestQueue[Server] = RequestQueue()
         """Requests to sleep or wake up."""
         self.requests: RequestQueue[Server] = RequestQueue()
-        """All others, which wait while the trainer is asleep."""
+        """All other requests, which wait while the trainer sleeps."""

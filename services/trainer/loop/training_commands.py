@@ -28,7 +28,7 @@ message(Delivery)
 message(Whitening)
 
 LOADED_TOGETHER = 8
-"""Groups in one call to Redis, whose answer it holds in its memory until it is sent."""
+"""Number of groups in one call to Redis, which holds the answer in memory until it is sent."""
 
 
 @dataclass
@@ -44,11 +44,11 @@ class TrainingRank(CommandedRank):
     profiler: StepProfiler
     """Records steps of this rank."""
     groups: dict[str, TrainGroup] = field(default_factory=dict)
-    """Groups of the open step, by id. Rank 0 sets them; the other ranks have those that their micro-batches need."""
+    """Groups of the open step by id: all on rank 0, on other ranks those that their micro-batches need."""
     shared: set[str] = field(default_factory=set)
-    """The groups that all ranks of this data-parallel index have. It is the same on each of them."""
+    """Groups held by all ranks of this data-parallel index, the same on each of them."""
     prepared: PreparedColumns = field(default_factory=dict)
-    """Rank 0: columns of the open step that forward passes have computed, on whichever rank."""
+    """Rank 0: columns of the open step that forward passes on any rank have computed."""
 
     def load_missing(self, needed: set[str], deliveries: Collection[Delivery]) -> None:
         """Get those of the needed groups that aren't in `groups`, except those that were closed meanwhile.
@@ -69,7 +69,7 @@ class TrainingRank(CommandedRank):
                 self.shared.add(group_id)
 
     def _columns(self, deliveries: Sequence[Delivery], deadline: float) -> dict[str, Mapping[str, Any]]:
-        """Return the columns of groups by id, without those that were closed meanwhile."""
+        """Return the columns of groups by id, without groups that were closed."""
         found = {one.group_id: self.groups[one.group_id].columns for one in deliveries if one.group_id in self.groups}
         names, absent = self.board.needs(TRAIN), [one for one in deliveries if one.group_id not in found]
         for delivery, columns in zip(absent, self._load(absent, names, deadline), strict=True):
@@ -107,7 +107,7 @@ class Round:
     whitening: Whitening | None = None
     """`StepPlan.whitening`."""
     last: bool = False
-    """True if it is the last round of its update."""
+    """True for the last round of its update."""
 
     def execute(self, rank: TrainingRank) -> None:
         """Get this rank's missing groups and accumulate gradients."""
@@ -118,14 +118,14 @@ class Round:
 @message
 @dataclass(frozen=True)
 class Prepare:
-    """Compute columns of a round's groups with forward passes, before the step's first update."""
+    """Compute columns of a round's groups by forward passes, before the step's first update."""
 
     micro_batches: MicroBatchRound
     deliveries: tuple[Delivery, ...]
     """Deliveries of its groups."""
 
     def execute(self, rank: TrainingRank) -> None:
-        """Get this rank's missing groups, compute its part of the columns, and hand them to rank 0."""
+        """Get this rank's missing groups, compute its part of the columns, and pass them to rank 0."""
         rank.load_missing(rank.runner.own_groups(self.micro_batches), self.deliveries)
         own = rank.runner.prepare(self.micro_batches, rank.groups)
         world = rank.learner.world
@@ -152,7 +152,7 @@ class Assemble:
     """The data-parallel ranks that train on each group."""
 
     def execute(self, rank: TrainingRank) -> bool:
-        """Return whether all ranks have what they need; if not, groups were closed meanwhile."""
+        """Return whether all ranks have their groups; if not, some were closed."""
         world = rank.learner.world
         needed = {group_id for group_id, dp_ranks in self.dp_ranks.items() if world.dp_rank in dp_ranks}
         rank.load_missing(needed, self.deliveries)
@@ -168,7 +168,7 @@ class Assemble:
 @message
 @dataclass(frozen=True)
 class Update:
-    """Update the weights; `normalizer` divides the summed loss of what was accumulated."""
+    """Update the weights; `normalizer` divides the summed loss of the accumulated micro-batches."""
 
     normalizer: float
 
@@ -180,7 +180,7 @@ class Update:
 @message
 @dataclass(frozen=True)
 class EndStep:
-    """Count the step, whose updates are done, and forget its groups."""
+    """Count a step whose updates are done, and forget its groups."""
 
     refreshed: tuple[str, ...] = ()
     """`StepPlan.refreshed`."""
@@ -198,7 +198,7 @@ class Discard:
     """Drop the open step's gradients and groups."""
 
     def execute(self, rank: TrainingRank) -> None:
-        """Drop them."""
+        """Drop the gradients and groups."""
         rank.learner.discard()
         rank.forget_step()
 
@@ -252,13 +252,13 @@ class OffloadState:
 @message
 @dataclass(frozen=True)
 class BeginProfile:
-    """Begin to record a step."""
+    """Start recording a step."""
 
     step: int
     options: ProfileOptions
 
     def execute(self, rank: TrainingRank) -> None:
-        """Begin, if the options name this rank."""
+        """Start recording, if the options name this rank."""
         rank.profiler.begin(self.step, self.options)
 
 
@@ -268,6 +268,6 @@ class EndProfile:
     """End the recording of a step."""
 
     def execute(self, rank: TrainingRank) -> None:
-        """Write this rank's files. The other ranks wait meanwhile."""
+        """Write this rank's files while the other ranks wait."""
         with rank.channel.disk.all_ranks("writing profiles"):
             rank.profiler.end()

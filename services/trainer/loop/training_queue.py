@@ -184,7 +184,7 @@ class TrainingQueue:
         return self._redone.pop(role, 0)
 
     def lost(self, members: Collection[str]) -> list[str]:
-        """Ask the board which of a step's groups are no longer held; the step can't be committed with them."""
+        """Return the step's groups that are no longer held, by the board; with them the step can't be committed."""
         with self._lock:
             deliveries = [taken.delivery for group_id, taken in self._held.items() if group_id in members]
         held = self._board.renew(TRAIN, self._consumer, deliveries)
@@ -197,7 +197,7 @@ class TrainingQueue:
                 self._held.pop(group_id, None)
 
     def release_all(self) -> None:
-        """Hand all groups back to the board, so that another trainer can take them at once."""
+        """Return all groups to the board, so that another trainer can take them at once."""
         with self._lock:
             deliveries = [taken.delivery for taken in self._held.values()]
             self._held.clear()
@@ -210,7 +210,7 @@ class TrainingQueue:
         self._renewer.join(timeout=10.0)
 
     def _outdated(self, taken: DeliveredGroup, step: int, reference: str) -> str:
-        """Return the role whose numbers a group needs anew before a step trains on it; "" if it needs none."""
+        """Return the role whose columns a group needs anew before a step can train on it; "" if there is none."""
         limit = self._max_value_staleness
         if limit is not None and taken.critic_step < oldest_allowed(step, limit):
             return CRITIC
@@ -246,7 +246,7 @@ class TrainingQueue:
             self._forget_deliveries([delivery for delivery in deliveries if delivery.group_id not in still_held])
 
     def _forget_deliveries(self, deliveries: Collection[Delivery]) -> None:
-        """Forget the groups that are held by these deliveries, but not those that have come again meanwhile."""
+        """Forget the groups held by these deliveries, except those that have since been delivered again."""
         with self._lock:
             for delivery in deliveries:
                 held = self._held.get(delivery.group_id)

@@ -51,7 +51,7 @@ logger = logging.getLogger(__name__)
 
 
 class Rank(trainer_pb2_grpc.TrainerServicer, rank_pb2_grpc.RankServicer):
-    """The rank's handlers, and its training thread. The parent has validated what it passes on."""
+    """Handlers and training thread of a rank. The parent has validated the requests."""
 
     def __init__(self) -> None:
         self._thread = RankThread()
@@ -109,7 +109,7 @@ class Rank(trainer_pb2_grpc.TrainerServicer, rank_pb2_grpc.RankServicer):
     def BroadcastVersions(
         self, request: rank_pb.BroadcastVersionsRequest, context: Any
     ) -> rank_pb.BroadcastVersionsResponse:
-        """Take part in a broadcast. A rank that is alone holds its weights itself: two calls less."""
+        """Take part in a broadcast. A single rank holds its weights itself, which saves two calls."""
         asked = request.broadcast
         with _group_errors(), self._held(asked) if self._thread.alone else nullcontext():
             sent = self._loaded_broadcaster().broadcast(asked.group_name, asked.timeout_seconds, asked.checksum)
@@ -226,14 +226,14 @@ class Rank(trainer_pb2_grpc.TrainerServicer, rank_pb2_grpc.RankServicer):
         ).run()
 
     def serve(self) -> None:
-        """Answer until the service ends."""
+        """Answer calls until the service ends."""
         ChildServer(
             (trainer_pb2_grpc.add_TrainerServicer_to_server, self),
             (rank_pb2_grpc.add_RankServicer_to_server, self),
         ).serve()
 
     def _load(self, config: RunConfig) -> tuple[Learner, list[TensorBucket], WeightBroadcaster]:
-        """Load the model. Return learner, what a broadcast sends, and this rank's part in it."""
+        """Load the model. Return the learner, the broadcast's tensors, and this rank's part in it."""
         learner = Learner.of_run(config, self._report_loading if self._thread.number == 0 else None)
         weights = config.weights
         buckets = weight_buckets(learner, weights.bucket_bytes, first_alone=weights.transport == "nccl")

@@ -58,7 +58,7 @@ from services.trainer.megatron.disk_work import DiskRefused
 logger = logging.getLogger(__name__)
 
 IDLE_SECONDS = 0.02
-"""Interval at which the training thread checks for requests while it may not train."""
+"""Seconds between two checks for requests while the training thread may not train."""
 DISK_BACKOFF = Backoff(first_seconds=0.5, max_seconds=4.0)
 """Between two tries to write a step file, which may have gigabytes."""
 
@@ -97,7 +97,7 @@ class Training:
         self._refreshes = REFERENCE_WEIGHTS in rank.board.needs(TRAIN)
         """True if a reference service takes over weights."""
         self._reference = ""
-        """Name of the weights with which it must have scored the groups of the next step."""
+        """Name of the reference weights for scoring the groups of the next step."""
         self._skipped = SkippedUpdates(config.trainer.max_skipped_updates)
         self._controls = controls
         self._profiles = profiles
@@ -163,7 +163,7 @@ class Training:
             self.rank.run(EndProfile())
 
     def _fill(self, open_step: StepBuilder) -> StepBuilder | None:
-        """Take groups and work on them as they arrive, until the step may close. Return None if it was discarded."""
+        """Take groups and process them as they arrive, until the step may close. Return None if it was discarded."""
         unavailable = False
         while True:
             self._serve_requests(f"step {open_step.number}: {len(open_step.members)} groups")
@@ -201,7 +201,7 @@ class Training:
         return selection.may_close
 
     def _starts_over(self, open_step: StepBuilder) -> bool:
-        """Discard the step if groups of it were closed. Return whether it was. Raises BoardUnavailable."""
+        """Discard the step if some of its groups were closed. Return whether it was. Raises BoardUnavailable."""
         lost = self._intake.lost(open_step.members)
         if lost:
             logger.warning("step %d starts over: groups %s were closed", open_step.number, ", ".join(lost))
@@ -248,7 +248,7 @@ class Training:
                 yield problem
 
     def _problem_of_writing(self, plan: StepPlan, groups: Sequence[TrainGroup]) -> str:
-        """Try to write the step's file. Return '', or what the step then waits for, in words for people."""
+        """Try to write the step's file. Return "" or, in readable form, the wait of the step."""
         path, columns = step_file_path(self._run_folder, plan.step), {group.group_id: group.columns for group in groups}
         with self.rank.rank0_only(f"writing {path}"):
             try:
@@ -279,7 +279,7 @@ class Training:
         )
 
     def _problem_of_export(self, folder: Path) -> str:
-        """Try to write the weights. Return '', or what the step then waits for, in words for people."""
+        """Try to write the weights. Return "" or, in readable form, the wait of the step."""
         self._report(f"writing {folder}")
         refused: object = self.rank.run(Export(folder))
         if not isinstance(refused, DiskRefused):
@@ -292,7 +292,7 @@ class Training:
         return f"waiting for the disk of {folder.parent}, to write weights for the reference: {refused}"
 
     def _set_reference(self, plan: StepPlan) -> None:
-        """Have the groups of the next step scored with the weights that are in force after a committed step."""
+        """Have the groups of the next step scored with the weights in force after a committed step."""
         before, self._reference = self._reference, weights_after(plan.to_json()) if self._refreshes else ""
         if self._reference != before:
             # A replica may still be reading those before.
@@ -349,7 +349,8 @@ class Training:
                 time.sleep(IDLE_SECONDS)  # named: `_report` says it
 
     def _begin_change(self, step: int) -> float:
-        """Wait until no broadcast reads the weights; none may until the step's version is announced. Return seconds."""
+        """Wait until no broadcast reads the weights, and block broadcasts until the step's version is announced. Return
+        seconds."""
 
         def on_wait() -> None:
             self._report(f"step {step}: waiting for a weight broadcast to end")
@@ -474,7 +475,8 @@ class Training:
             logger.info("replayed step %d: the weights are not bitwise the same", entry.step)
 
     def _export_if_due(self, step: int) -> None:
-        """Export the model of a committed step, if that is due and not done. Training goes on if the disk refuses."""
+        """Export the model of a committed step, if an export is due and missing. Training continues if the disk
+        refuses."""
         every, folder = self._config.trainer.checkpoint.export_every, model_path(self._run_folder, step)
         if not every or step % every or folder.exists():
             return
@@ -486,7 +488,7 @@ class Training:
             logger.info("the model of step %d is exported to %s", step, folder)
 
     def _serve_requests(self, detail: str, wait: "ReplicaWait.ValueType" = REPLICA_WAIT_UNSPECIFIED) -> None:
-        """Serve other threads' requests; wait while paused, asleep or draining."""
+        """Serve other threads' requests, and wait while paused, asleep or draining."""
         while True:
             self._report(detail, wait)
             self.rank.channel.tick()

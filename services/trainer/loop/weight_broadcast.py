@@ -31,7 +31,7 @@ _POLL_SECONDS = 0.0005
 
 
 def weight_buckets(learner: Learner, bucket_bytes: int, *, first_alone: bool = False) -> list[TensorBucket]:
-    """Return all buckets of a broadcast, by pipeline stage; a stage's source rank is its number (see plan_buckets)."""
+    """Return all buckets of a broadcast by pipeline stage; a stage's source rank is its number (see plan_buckets)."""
     specs = learner.hf_tensor_specs()
     return [
         bucket
@@ -87,7 +87,7 @@ class WeightBroadcaster:
             raise
 
     def leave(self, name: str) -> None:
-        """Abort and forget a group, even during a broadcast. Do nothing if it isn't this rank's group."""
+        """Abort and forget a group, even during a broadcast. Do nothing if this rank isn't in it."""
         with self._lock:
             membership = self._membership
             if membership is None or membership.group.name != name:

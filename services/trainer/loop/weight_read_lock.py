@@ -1,4 +1,4 @@
-"""A lock with a time limit: broadcasts read the weights, the optimizer changes them."""
+"""A lock with a time limit, because broadcasts read the weights and the optimizer changes them."""
 
 import threading
 import time
@@ -32,7 +32,7 @@ class WeightReadLock:
 
     @property
     def version(self) -> int | None:
-        """The version that may be sent; None before the first version and while the weights change."""
+        """Version that may be sent; None before the first version and while the weights change."""
         return self._version
 
     @property

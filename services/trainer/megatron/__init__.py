@@ -4,6 +4,6 @@ Nothing here depends on a model.
 """
 
 TICK_SECONDS = 0.5
-"""Longest silence of one of them while it waits."""
+"""Maximum seconds between two ticks of a waiting rank."""
 ATTEMPT_VARIABLE = "RELAXD_ATTEMPT"
-"""Environment variable with the number of the ranks' start, where they are on several hosts."""
+"""Environment variable with the number of the ranks' start, if they are on several hosts."""

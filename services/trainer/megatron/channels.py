@@ -23,15 +23,15 @@ from services.trainer.megatron.disk_work import DiskWork
 from services.trainer.megatron.rank_messages import MessageError, decode, encode, message, parse
 
 TICK = None
-"""Sent instead of a command."""
+"""Sent in place of a command."""
 PIECE_BYTES = 64 * 2**20
-"""Maximum bytes of one broadcast. A value of gigabytes needs no second copy of itself, and no piece takes long."""
+"""Maximum bytes of one broadcast, so that a value of gigabytes needs no second copy, and no piece takes long."""
 
 
 @message
 @dataclass(frozen=True)
 class Failed:
-    """The reading rank's error, sent instead of a value."""
+    """Error of the reading rank, sent in place of a value."""
 
     error: str
 
@@ -231,7 +231,7 @@ def _tensor(part: memoryview) -> torch.Tensor:
 
 
 def _pieces(parts: Sequence[memoryview]) -> Iterator[tuple[memoryview, list[memoryview]]]:
-    """Cut parts, one after the other, into pieces. Yield room for each, the same every time, and what belongs there."""
+    """Cut concatenated parts into pieces. Yield a buffer, always the same, and the content of each piece."""
     room = memoryview(bytearray(min(PIECE_BYTES, sum(part.nbytes for part in parts))))
     slices: list[memoryview] = []
     free = room.nbytes

@@ -17,7 +17,7 @@ from relaxd.amounts import byte_amount
 from relaxd.waiting import Backoff
 
 PROGRESS_SECONDS = 1.0
-"""Interval at which a rank publishes its progress and checks that of the others."""
+"""Seconds between two publications of a rank's progress, with checks of the others'."""
 BACKOFF = Backoff(first_seconds=0.001, max_seconds=0.05)
 """Between two polls for completion."""
 
@@ -34,7 +34,7 @@ class DiskStalled(TimeoutError):
 
 
 class DiskRefused(RuntimeError):
-    """The disk, such as a full one, refused what all ranks write together. No rank fails because of it."""
+    """The disk refused a collective write, for instance because it is full. No rank fails because of it."""
 
 
 @dataclass
@@ -48,7 +48,7 @@ class _RankProgress:
 
 
 class DiskWork:
-    """Disk work of all ranks, as seen by this rank. Used by the training thread only, except `tell`."""
+    """Disk work of all ranks, seen from this rank. Used by the training thread only, except `tell`."""
 
     def __init__(
         self,
@@ -79,7 +79,7 @@ class DiskWork:
         self._sleep = sleep
         self._turn = 0
         self.report: Callable[[str], None] = lambda text: None
-        """Called about every PROGRESS_SECONDS during work, with its progress or the ranks it waits for."""
+        """Called about every PROGRESS_SECONDS during work, with its progress or the awaited ranks."""
 
     @contextmanager
     def all_ranks(self, work: str) -> Iterator[Progress]:
@@ -201,7 +201,8 @@ class DiskWork:
             self._store.set(self._end_key(self._rank), failure)
 
     def _delete_keys(self) -> None:
-        """Delete this rank's keys of the previous work: every rank has finished the current one, so none reads them."""
+        """Delete this rank's keys of the previous work. No rank reads them, because all have finished the current
+        one."""
         if self._others and self._turn > 1:
             self._store.delete_key(self._key(self._rank, self._turn - 1))
             self._store.delete_key(self._end_key(self._rank, self._turn - 1))

@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 _TYPES: dict[str, type] = {}
 KIND = "$"
-"""Key of a JSON object that stands for a value that JSON doesn't have."""
+"""Key of a JSON object that represents a value that JSON lacks."""
 
 
 class MessageError(ValueError):
@@ -24,7 +24,7 @@ class MessageError(ValueError):
 
 
 def message(cls: type[T]) -> type[T]:
-    """Register a dataclass, whose fields are then sent and given to its constructor. Decorator."""
+    """Register a dataclass by whose fields instances are sent and reconstructed. Decorator."""
     if not is_dataclass(cls):
         raise TypeError(f"{cls.__name__} is not a dataclass")
     _TYPES[_name(cls)] = cls
@@ -111,7 +111,7 @@ _KINDS: dict[str, Callable[[dict[str, Any], Iterator[memoryview]], Any]] = {
     "path": lambda node, arrays: Path(node["path"]),
     "message": _message,
 }
-"""Functions that make a value of a JSON object with `KIND`. Arrays come in the order in which they were sent."""
+"""Functions that convert a JSON object with `KIND` to a value. Arrays come in the order in which they were sent."""
 
 
 def _from_json(node: Any, arrays: Iterator[memoryview]) -> Any:

@@ -25,7 +25,7 @@ from torch.overrides import TorchFunctionMode
 
 
 class WithoutGradientMemory(TorchFunctionMode):
-    """Has Megatron make buffers whose gradients have the memory of one number, for `ShardedGradients`."""
+    """Has Megatron create buffers whose gradients take the memory of one number, for `ShardedGradients`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -71,7 +71,7 @@ class ShardedGradients:
         self.buckets = sorted(found, key=lambda one: -min(places[parameter] for parameter in one.parameters))
         self._bucket_of = {parameter: index for index, one in enumerate(self.buckets) for parameter in one.parameters}
         self._passes = 0
-        """Backward passes whose gradients are still to be reduced."""
+        """Number of backward passes whose gradients still have to be reduced."""
         self._counted: set[Parameter] = set()
         """Parameters that have their gradient of this pass."""
         self._lacking: list[int] = []
@@ -81,13 +81,13 @@ class ShardedGradients:
         self._under_way: GradientBucket | None = None
         self._reduced = False
         self.started_early = self.started_late = 0
-        """Buckets that were reduced as soon as they were complete, and those that a later pass or the end had to."""
+        """Number of buckets that were reduced once complete, and of those that a later pass or the end reduced."""
         self._begin_pass()
         self.reset()
 
     @property
     def tensors(self) -> list[Tensor]:
-        """This rank's shards, float32: all that it keeps of gradients between micro-batches."""
+        """Float32 shards of this rank, its only gradients between micro-batches."""
         return [bucket.shard for bucket in self.buckets]
 
     def begin(self, micro_batches: int) -> None:
@@ -123,13 +123,13 @@ class ShardedGradients:
             self._end_pass()
 
     def end(self) -> None:
-        """Reduce what the announced passes have left. Afterwards there are only shards."""
+        """Reduce the rest of the announced passes. Afterwards there are only shards."""
         while self._passes:
             self._end_pass()
         self._finish()
 
     def show(self) -> None:
-        """Make each parameter's `main_grad` the part of it that is in this rank's shard, [n], which may be empty."""
+        """Set each parameter's `main_grad` to its part in this rank's shard, [n], which may be empty."""
         self.end()
         self._reduced = True
         for bucket in self.buckets:
@@ -217,7 +217,7 @@ class GradientBucket:
         self._release()
 
     def provide(self) -> None:
-        """Give the gradients their memory, with zeros, unless they have it."""
+        """Allocate the gradients' memory, with zeros, unless they have it."""
         self.finish()
         storage = self.whole.untyped_storage()
         if not storage.nbytes():
@@ -244,7 +244,7 @@ class GradientBucket:
             parameter.main_grad = self.shard[part]
 
     def reset(self) -> None:
-        """Set the shard to zero and go back to whole gradients without memory."""
+        """Zero the shard, and return to whole gradients without memory."""
         self._release()
         self.shard.zero_()
         for parameter, view in self._views.items():

@@ -21,7 +21,7 @@ Shape = list[int]
 
 
 class StageExchange(P2PCommunicator):
-    """Megatron's exchange in one schedule, with shapes that are known before."""
+    """Megatron's exchange in one schedule, with shapes known in advance."""
 
     def __init__(self, config: ModelParallelConfig, shapes: Sequence[Shape]) -> None:
         """Prepare for a schedule.
@@ -45,12 +45,12 @@ class StageExchange(P2PCommunicator):
     def _communicate_shapes(
         self, tensor_send_next: Any, tensor_send_prev: Any, recv_prev: bool, recv_next: bool
     ) -> tuple[Shape, Shape]:
-        """Return the shapes of the tensors that come from the previous and the next stage now."""
+        """Return the shapes of the next tensors from the previous and the next stage."""
         return next(self._forward) if recv_prev else [], next(self._backward) if recv_next else []
 
 
 def pipeline_groups() -> ProcessGroupCollection:
-    """Return the process groups that Megatron's schedules ask for together with an exchange."""
+    """Return the process groups that Megatron's schedules require beside an exchange."""
     groups = ProcessGroupCollection()
     groups.tp = parallel_state.get_tensor_model_parallel_group()
     groups.pp = parallel_state.get_pipeline_model_parallel_group()

@@ -30,7 +30,7 @@ from services.trainer.megatron.disk_work import DiskWork
 _store: dist.Store | None = None
 """The rendezvous store of this world's processes."""
 _worlds = itertools.count()
-"""Numbers the worlds of this process; all ranks create them in the same order."""
+"""Counter of this process's worlds; all ranks create them in the same order."""
 
 
 @dataclass(frozen=True)
@@ -43,9 +43,9 @@ class GatherGroups:
     source: bool
     """True if this rank receives its stage's full tensors."""
     dense: dist.ProcessGroup | None
-    """The tensor-parallel ranks that gather dense tensors; None on other ranks."""
+    """Tensor-parallel ranks that gather dense tensors; None on other ranks."""
     experts: dist.ProcessGroup | None
-    """The tensor- and expert-parallel ranks that gather experts; None on other ranks."""
+    """Tensor- and expert-parallel ranks that gather experts; None on other ranks."""
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ class World:
     gather_in_training: GatherGroups
     """Groups of the same ranks, for gathering weights in the training thread."""
     disk: DiskWork
-    """Disk work shared with the other ranks."""
+    """Disk work that is shared with the other ranks."""
 
     def stage_layers(self, layers: int) -> list[list[int]]:
         """Return each stage's layers of a model with `layers` layers, chunk after chunk."""

@@ -1,4 +1,4 @@
-"""The trainer's view of a model: its sizes and switches, whatever Hugging Face calls them."""
+"""The trainer's view of a model: its sizes and switches, independent of Hugging Face's names for them."""
 
 from dataclasses import dataclass
 
@@ -8,7 +8,7 @@ from services.trainer.model.rope import Rope
 
 
 class ModelError(InvalidArgument):
-    """A model that the trainer can't use, whenever it starts."""
+    """The trainer can't use a model, at any start."""
 
 
 class ModelFileError(FailedPrecondition):
@@ -22,7 +22,7 @@ class ExpertArchitecture:
     count: int
     """Experts per layer."""
     per_token: int
-    """Experts that each token goes to."""
+    """Number of experts per token."""
     ffn_size: int
     """Inner width of one expert."""
     normalize: bool
@@ -36,13 +36,13 @@ class TowerArchitecture:
     """A tower, which turns media into rows as wide as the decoder: transformers' module."""
 
     name: str
-    """Its name in the first pipeline stage: "visual" or "audio_tower"."""
+    """Name of the tower in the first pipeline stage: "visual" or "audio_tower"."""
     prefix: str
     """Beginning of the names of its tensors in Hugging Face's files."""
     source: str
     """Name of its class in transformers."""
     config: str
-    """Its section of config.json, as JSON."""
+    """Section of the tower in config.json, as JSON."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,7 +82,7 @@ class Architecture:
     experts: ExpertArchitecture | None = None
     """Mixture of experts, or None for a dense model."""
     window: int | None = None
-    """Tokens that a token of a `windowed` layer attends to, itself included; None if no layer is windowed."""
+    """Number of tokens that a token of a `windowed` layer attends to, itself included; None without such layers."""
     windowed: tuple[bool, ...] = ()
     """True if each layer's attention is limited to `window`; empty if `window` is None."""
     output_gate: bool = False

@@ -19,7 +19,8 @@ class Family:
     read: Callable[[Config], Architecture]
     """Read a config.json, mostly by `decoder`. Raises ModelError, or KeyError for a field that is missing."""
     rules: Callable[[Architecture, int], tuple[Rule, ...]] = layer_rules
-    """Return the rules of a layer, numbered over the whole model from 0, without those of its routed experts."""
+    """Function that returns the rules of a layer, numbered over the whole model from 0, without its routed experts'
+    rules."""
     expert_rules: tuple[Rule, ...] = EXPERT
     """Rules of a routed expert."""
     prefix: str = "model."

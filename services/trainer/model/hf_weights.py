@@ -110,7 +110,7 @@ class HFFolder:
 
 
 ROUNDING = "rounding"
-"""Attribute of a bfloat16 parameter: what it lacks to the float32 weight that was read, bfloat16 of its shape."""
+"""Attribute of a bfloat16 parameter: its difference from the float32 weight that was read, bfloat16 of its shape."""
 
 
 @torch.no_grad()
@@ -186,7 +186,7 @@ class ExportedParameter:
         return self.entry.of(self._parameter.detach())
 
     def tensors(self, shards: Sequence[Tensor], number: int, shape: Architecture) -> list[tuple[HFTensor, Tensor]]:
-        """Return the tensors of an expert-parallel rank, by its number, from all shards of them."""
+        """Return the tensors of an expert-parallel rank, by its number, from all their shards."""
         parts = self.entry.parts[number]
         merged = self.entry.layout.merge(shards, [part.shape for part in parts], shape)
         return list(zip(parts, merged, strict=True))
@@ -239,7 +239,7 @@ def gather_hf_tensors(
 def _gathered(
     exported: Sequence[ExportedParameter], shape: Architecture, world: World, groups: GatherGroups
 ) -> Iterator[tuple[HFTensor, Tensor]]:
-    """Gather tensors as `gather_hf_tensors` does, those of stacks part by part."""
+    """Gather tensors like `gather_hf_tensors`, stacked ones part by part."""
     for parameter in exported:
         entry = parameter.entry
         group = groups.experts if entry.expert else groups.dense
@@ -371,7 +371,8 @@ def _write_index(folder: Path, weight_map: dict[str, str], total_bytes: int) -> 
 
 
 def copy_small_files(original: Path, folder: Path, dtype: torch.dtype, chat_template: str | None = None) -> None:
-    """Copy all files but weights; set the written element type in config.json, and the chat template if it changed."""
+    """Copy all files except weights; set the written element type in config.json, and the chat template if it
+    changed."""
     for path in sorted(original.iterdir()):
         if path.is_file() and not path.name.endswith(_NOT_COPIED):
             shutil.copyfile(path, folder / path.name)

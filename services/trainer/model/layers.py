@@ -108,7 +108,7 @@ class PackedLayer(TransformerLayer):
 
 
 def _index_in_stage(layer: int, config: TransformerConfig, chunk: int | None) -> int:
-    """Return a layer's number within this pipeline stage, all of whose chunks have equally many."""
+    """Return a layer's number within this pipeline stage, whose chunks have equally many layers."""
     before = 0 if not chunk else chunk * get_num_layers_to_build(config, chunk)
     return before + layer - get_transformer_layer_offset(config, chunk)
 
@@ -211,7 +211,7 @@ class PackedSelfAttention(SelfAttention):
 
 
 class OutputProjection(RowParallelLinear):
-    """Megatron's row-parallel layer for attention's output. Megatron would give the MLP a bias along with it."""
+    """Megatron's row-parallel layer for attention's output. Megatron's option would add a bias to the MLP as well."""
 
     def __init__(self, *arguments: Any, config: PolicyConfig, **named: Any) -> None:
         super().__init__(*arguments, config=config, **{**named, "bias": config.attention_output_bias})

@@ -1,4 +1,4 @@
-"""The parameters of a pipeline stage and the Hugging Face tensors in them, for loading and exporting alike."""
+"""The parameters of a pipeline stage and the Hugging Face tensors in them, for both loading and exporting."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -32,7 +32,7 @@ class HFTensor:
     index: int = 0
     """Index in the stack."""
     stack: int = 0
-    """Number of parts, of this shape each, in the tensor of this name, of which this is one; 0: it is the whole."""
+    """Number of parts, each of this shape, that the named tensor is stacked from; 0 for a whole tensor."""
 
     @property
     def whole_shape(self) -> tuple[int, ...]:
@@ -41,7 +41,7 @@ class HFTensor:
 
     @property
     def is_last(self) -> bool:
-        """True if its tensor has no part after this one, in the order of `entries`."""
+        """True if no part of its tensor follows, in the order of `entries`."""
         return self.index + 1 >= self.stack
 
 
@@ -52,9 +52,9 @@ class ParameterEntry:
     megatron: str
     """Name of the parameter on its rank."""
     layout: type[ParameterLayout]
-    """Its fusion and sharding."""
+    """Fusion and sharding of the parameter."""
     parts: tuple[tuple[HFTensor, ...], ...]
-    """Its tensors: one tuple, or for an expert one tuple per expert-parallel rank."""
+    """Tensors of the parameter: one tuple, or for an expert one tuple per expert-parallel rank."""
     index: int | None
     """Number of the expert on its rank, None for a whole parameter. On each expert-parallel rank the number is that of
     another expert."""
@@ -63,7 +63,7 @@ class ParameterEntry:
 
     @property
     def expert(self) -> bool:
-        """True if it belongs to an expert."""
+        """True if the parameter belongs to an expert."""
         return self.index is not None
 
     def of(self, parameter: Tensor) -> Tensor:

@@ -149,7 +149,7 @@ class PolicyModel(GPTModel):
         self.towers: torch.nn.ModuleDict | None = None
         """The towers, in the first part of a model that takes media."""
         self.tower_outputs = TowerOutputs()
-        """Of towers that aren't trained."""
+        """Cached outputs of frozen towers."""
 
     def forward(
         self, tokens: Tensor, rotary: Tensor, layout: SequenceLayout, media: DeviceMedia | None = None
@@ -179,7 +179,7 @@ class PolicyModel(GPTModel):
             )
 
     def offload_activations(self, offload: ActivationOffload | None) -> None:
-        """Let the layers keep their activations on the host; None: on the device."""
+        """Have the layers keep their activations on the host; None: on the device."""
         self._offload = offload
         for layer in self.decoder.layers:
             layer.offload = offload
@@ -219,7 +219,7 @@ class InterleavedModel(MegatronModule):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
     ) -> dict[str, Any]:
-        """Return Megatron's description of each chunk, whose parts have the names that they have in the whole model."""
+        """Return Megatron's description of each chunk, with the names of the parts in the whole model."""
         return {str(i): x.sharded_state_dict(prefix, sharded_offsets, metadata) for i, x in enumerate(self.parts)}
 
 
@@ -240,7 +240,7 @@ def build_model(shape: Architecture, config: PolicyConfig, world: World) -> Stag
 def build_policy(
     kind: type[PolicyModel], shape: Architecture, config: PolicyConfig, world: World, **settings: Any
 ) -> StageModel:
-    """Build this rank's stage of a kind of model, without loading weights. `settings` are those of its constructor."""
+    """Build this rank's stage of a kind of model, without loading weights. `settings`: arguments of its constructor."""
     last = world.pipeline_chunks - 1
     chunks = [
         kind(
@@ -305,7 +305,7 @@ VALUE_HEAD = "value_head.weight"
 
 
 class CriticModel(PolicyModel):
-    """One pipeline stage of the critic, or one chunk of it. On the last, a head of zeros replaces the output layer."""
+    """One pipeline stage, or chunk, of the critic. On the last one, a head of zeros replaces the output layer."""
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings, share_embeddings_and_output_weights=False)
@@ -321,7 +321,7 @@ class CriticModel(PolicyModel):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
     ) -> dict[str, Any]:
-        """Return the state as MegatronModule does: GPTModel's expects an output layer, which a critic lacks."""
+        """Return the state like MegatronModule: GPTModel's method expects an output layer, which a critic lacks."""
         state: dict[str, Any] = MegatronModule.sharded_state_dict(self, prefix, sharded_offsets, metadata)
         return state
 

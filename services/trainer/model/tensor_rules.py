@@ -1,6 +1,5 @@
-"""Rules of tensors: which Hugging Face tensors make up a Megatron parameter, and how they are fused and sharded into
-it, and back.
-"""
+"""Rules of tensors: which Hugging Face tensors make up a Megatron parameter, and how to fuse and shard them, and
+back."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -123,7 +122,8 @@ class QueryKeyValueBias:
 def views_of(
     layout: type[ParameterLayout], parameter: Tensor, shapes: Sequence[tuple[int, ...]], shape: Architecture
 ) -> Sequence[Tensor]:
-    """Return views of a whole parameter that, reshaped, are what `merge` returns; none if that isn't views."""
+    """Return views of a whole parameter that, reshaped, equal the result of `merge`; empty if there are no such
+    views."""
     if layout is QueryKeyValue:
         return QueryKeyValue.heads(parameter, shape)
     parts = layout.merge([parameter], shapes, shape)
@@ -138,15 +138,14 @@ class Rule:
     megatron: str
     """Name of the Megatron parameter; {layer} counts within the stage, or one of its chunks."""
     layout: type[ParameterLayout]
-    """Its fusion and sharding."""
+    """Fusion and sharding of the parameter."""
     parts: tuple[tuple[str, str], ...]
     """Hugging Face tensors: name ({layer} and {expert} count over the whole model) and shape, as names of
     sizes (`parameter_entries.py`) and their sums, such as "query+kv+kv hidden"."""
     exported: bool = True
-    """True if the tensor is exported by this rule; False if another rule does."""
+    """True if this rule exports the tensor; False if another rule does."""
     stacked: bool = False
-    """True of an expert whose tensors are parts, by its number, of tensors that have those of all experts of a layer.
-    """
+    """True of an expert whose tensors are parts, by its number, of a layer's stacked tensors of all experts."""
 
 
 LAYER, HF_LAYER = "decoder.layers.{layer}", "model.layers.{layer}"
@@ -295,7 +294,7 @@ SHARED_EXPERT = (
 
 
 def layer_rules(shape: Architecture, layer: int) -> tuple[Rule, ...]:
-    """Return the rules of a layer with Llama's names, without those of its routed experts."""
+    """Return the rules of a layer with Llama's names, without its routed experts' rules."""
     return (*NORMS, *attention_rules(shape), *mlp_rules(shape))
 
 
@@ -311,7 +310,7 @@ def attention_rules(shape: Architecture) -> tuple[Rule, ...]:
 
 
 def mlp_rules(shape: Architecture) -> tuple[Rule, ...]:
-    """Return the rules of a layer's MLP, without those of its routed experts."""
+    """Return the rules of a layer's MLP, without its routed experts' rules."""
     experts = shape.experts
     return (
         *((*GATE_UP, *DOWN) if experts is None else ROUTER),

@@ -15,7 +15,7 @@ from relaxd.media import AUDIO, IMAGE, VIDEO, Grid
 from relaxd.media.cache import RecentItems
 
 KEPT_BYTES = 1 << 31
-"""Default maximum size of the outputs that are kept of a model's towers, in bytes of the host's memory."""
+"""Default maximum of cached outputs of a model's towers, in bytes of the host's memory."""
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class DeviceMedia:
     hashes: tuple[str, ...]
     """The items, I."""
     towers: tuple[str, ...]
-    """Name of each item's tower."""
+    """Tower of each item, by name."""
     inputs: Callable[[int], Tensor]
     """Returns the input of an item's tower, by the item's index: patches, float32 [patches, values], or a spectrogram,
     float32 [bands, frames]."""
@@ -43,7 +43,7 @@ class DeviceMedia:
 
 
 class TowerOutputs:
-    """The outputs of a model's frozen towers, kept in the host's memory."""
+    """Outputs of a model's frozen towers, cached in the host's memory."""
 
     def __init__(self, max_bytes: int = KEPT_BYTES) -> None:
         """Make it empty.
@@ -60,7 +60,7 @@ class TowerOutputs:
 
     @torch.no_grad()
     def of(self, towers: torch.nn.ModuleDict, media: DeviceMedia, items: Sequence[int]) -> dict[int, list[Tensor]]:
-        """Return the rows of some items by their indices, as `run_towers` does."""
+        """Return the rows of items given by their indices, like `run_towers`."""
         # Loading and refreshing write into the parameters, which count that.
         weights = sum(parameter._version for parameter in towers.parameters())
         if weights != self._weights:

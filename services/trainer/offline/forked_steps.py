@@ -1,4 +1,4 @@
-"""Recorded steps under a fork's settings: what follows from rewards and weights is computed anew."""
+"""Recorded steps under a fork's settings, with recomputed values of everything that rewards and weights determine."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -19,7 +19,7 @@ from services.trainer.offline.program_parts import OfflineError
 
 
 class ForkedSteps:
-    """A run's recorded steps, with the columns that the fork's settings give them."""
+    """A run's recorded steps, with columns recomputed under the fork's settings."""
 
     def __init__(self, learner: Learner, config: RunConfig, rewards: Mapping[str, Mapping[str, Any]]) -> None:
         """`rewards` has the columns of new rewards, by group."""

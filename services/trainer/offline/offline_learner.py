@@ -1,4 +1,4 @@
-"""The learner without service and loop, which takes groups as the board has them; examples/one_page.py uses it."""
+"""The learner without service and loop, for groups in the board's form; examples/one_page.py uses it."""
 
 from collections.abc import Mapping
 from typing import Any

@@ -21,7 +21,7 @@ from services.trainer.checkpoints.checkpoint_folders import CheckpointBroken, ve
 logger = logging.getLogger(__name__)
 
 POLL_SECONDS, RANK0_ERROR_SECONDS = 0.1, 5.0
-"""Interval between checks of the ranks; longest wait for rank 0's own error after another rank has failed."""
+"""Seconds between two checks of the ranks; maximum seconds to wait for rank 0's own error after another rank failed."""
 
 
 class OfflineError(Exception):

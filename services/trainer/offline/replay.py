@@ -91,7 +91,7 @@ def learner_at(config: RunConfig, run_folder: Path, start: int) -> tuple["Learne
 
 
 def step_files(run_folder: Path, step: int, start: int) -> dict[int, Path]:
-    """Return the files of the steps after `start` up to `step`, by step. Raises OfflineError: one is missing."""
+    """Return the files of the steps after `start` up to `step`, by step. Raises OfflineError if one is missing."""
     files = {number: step_file_path(run_folder, number) for number in range(start + 1, step + 1)}
     for file in files.values():
         if not file.is_file():

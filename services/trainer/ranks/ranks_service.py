@@ -1,4 +1,4 @@
-"""The replica that has a trainer's ranks on its host: it leases their GPUs, and waits for the trainer to start them."""
+"""The replica with a trainer's ranks on its host: it leases their GPUs, and waits for the trainer to start them."""
 
 import asyncio
 import logging
@@ -123,21 +123,21 @@ class RanksService(ReplicaService):
             self._pool, self._detail = None, ""
 
     async def drain(self, seconds: float) -> int:
-        """Hold no groups: those of the ranks are the trainer's."""
+        """Return 0 groups: those of the ranks are the trainer's."""
         return 0
 
     async def pause_run(self) -> None:
         """Do nothing: the trainer pauses."""
 
     async def resume_run(self) -> None:
-        """Do nothing: the trainer goes on."""
+        """Do nothing: the trainer continues."""
 
     def status(self) -> ServiceStatus:
         ranks = self._attempt.ranks if self._attempt is not None else []
         return ServiceStatus(detail=self._detail, gauges=rank_gauges(ranks))
 
     async def begin(self, start: ranks_pb2.RanksStart) -> HostAttempt:
-        """Start the ranks of an attempt, after those of older ones have ended. Raises FailedPrecondition."""
+        """Start the ranks of an attempt, after older ones have ended. Raises FailedPrecondition."""
         async with self._changing:
             await self._check(start)
             self._newest = start.attempt

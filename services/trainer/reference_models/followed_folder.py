@@ -78,7 +78,7 @@ def await_file(path: Path, role: str, still_waiting: Callable[[Path], None]) -> 
 
 
 UNKNOWN = -1
-"""The step whose weights are served is not known: read the ledger."""
+"""The step of the loaded weights is unknown: read the ledger."""
 
 
 class LedgerWeights:
@@ -109,7 +109,7 @@ class LedgerWeights:
         self._step = UNKNOWN
         self._unavailable = False
         self.weights = ""
-        """Name of the weights that the model has; "": the initial ones."""
+        """Name of the model's weights; "": the initial ones."""
 
     def follow(self) -> None:
         """Take over other weights if the ledger names others. While the board is unavailable, keep these.

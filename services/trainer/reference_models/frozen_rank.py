@@ -139,7 +139,7 @@ class FrozenModelRank(ModelRank):
 
 
 def _media_tokens(models: Models) -> dict[str, MediaTokens]:
-    """Return the models' tokens for images. Raises ModelError: one of them sees none."""
+    """Return the models' media tokens. Raises ModelError if one of them accepts no media."""
     found = {}
     for name, model in models.items():
         if model.forward.vision is None:

@@ -1,6 +1,5 @@
-"""The service of a frozen model: starts the ranks of its model, ends when one of them does, and is the program of its
-roles.
-"""
+"""The service of a frozen model: starts the model's ranks, ends when one of them does, and is the program of its
+roles."""
 
 import asyncio
 import logging
@@ -25,9 +24,9 @@ from services.trainer.service.rank_pool import RankPool
 from services.trainer.service.rank_processes import Rank, RankProcesses, rank_gauges
 
 ANSWER_SECONDS = 10.0
-"""Time after the end of a drain in which rank 0 may still answer."""
+"""Seconds after the end of a drain in which rank 0 may still answer."""
 DRAIN_MARGIN_SECONDS = 2.0
-"""Part of a drain's time that is left for the answer."""
+"""Seconds of a drain reserved for the answer."""
 
 logger = logging.getLogger(__name__)
 

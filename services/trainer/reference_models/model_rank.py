@@ -30,7 +30,7 @@ class ModelRank(rank_pb2_grpc.RankServicer):
             yield event
 
     def SetPaused(self, request: pb.SetPausedRequest, context: Any) -> pb.SetPausedResponse:
-        """Take no more groups, or take them again."""
+        """Stop or resume taking groups."""
         if self._stage is not None:
             (self._stage.worker.pause if request.paused else self._stage.worker.resume)()
         return pb.SetPausedResponse()
@@ -44,7 +44,7 @@ class ModelRank(rank_pb2_grpc.RankServicer):
         return pb.HandBackGroupsResponse(done=self._stage is None or not self._stage.worker.held)
 
     def _clean_up(self) -> None:
-        """Do what is left to do before the parent kills the ranks."""
+        """Finish remaining work before the parent kills the ranks."""
 
     @abstractmethod
     def _compute(self, request: pb.WorkRequest, config: RunConfig) -> None:

@@ -29,8 +29,7 @@ from services.trainer.batch.micro_batch_division import Packer
 from services.trainer.batch.sequence_media import GroupMediaReader, SequenceMedia, check_media
 
 BATCHES_PER_STAGE = 20
-"""Micro-batches of one pass for each pipeline stage after the first: stages then wait for each other in a twentieth of
-the time."""
+"""Micro-batches of one pass per pipeline stage after the first: stages then wait for a twentieth of the time."""
 LEAST_GROUPS = 2
 """Groups to hold at least: while one is computed, another is loaded."""
 
@@ -54,7 +53,7 @@ class _Group:
     lengths: list[int]
     """Tokens of each sequence, without the shared prompt."""
     tokens: int
-    """Tokens of its sequences, with the shared prompt once."""
+    """Tokens of the sequences, with the shared prompt counted once."""
     columns: dict[str, NDArray[Any]] = field(default_factory=dict)
     """The result, filled sequence by sequence: [T] or [T, k] each."""
     answer: "Future[Result]" = field(default_factory=Future)
@@ -126,7 +125,7 @@ class ModelStage:
         self._group_tokens = 0.0
         """Moving average of the tokens of a group."""
         self.turns = 0
-        """Counts passes through the model, whose length is bounded whatever the size of a group, and idle waits."""
+        """Counter of passes through the model, whose length is bounded for any group size, and of idle waits."""
         self.worker = StageWorker(
             board, self._stage, consumer, self._process, concurrency=self._most_groups, on_failure=on_failure
         )
@@ -147,7 +146,7 @@ class ModelStage:
         return True
 
     def _run(self, model: str, groups: Mapping[str, _Group]) -> None:
-        """Fill the columns of groups, at least one, that are to be asked of one model."""
+        """Fill the columns of at least one group for one model."""
         packer = Packer(self._budget, dp_size=1)
         for group in groups.values():
             shares = [one.prompt_length for one in group.sequences]
@@ -168,7 +167,7 @@ class ModelStage:
             self.turns += 1
 
     def _result(self, group: _Group) -> Result:
-        """Return a group's columns, or drop it: numbers that aren't finite say nothing, not that the models agree."""
+        """Return a group's columns, or drop the group if they aren't finite: they don't show that the models agree."""
         for values in group.columns.values():
             finite = np.isfinite(values).reshape(len(values), -1).all(-1)
             if wrong := int(np.count_nonzero(~finite)):
@@ -184,7 +183,7 @@ class ModelStage:
         return Drop(reason, detail=detail)
 
     def _next(self, wait_seconds: float) -> dict[str, _Group]:
-        """Return the groups of one pass, at least one unless none came within `wait_seconds`."""
+        """Return the groups of one pass: at least one unless none came within `wait_seconds`."""
         groups: dict[str, _Group] = {}
         try:
             group = self._waiting.get(timeout=wait_seconds)
@@ -234,7 +233,7 @@ class ModelStage:
         return group.answer
 
     def _most_groups(self) -> int:
-        """Return the number of groups to hold: two passes' worth, so that other replicas get the rest."""
+        """Return the number of groups to hold: enough for two passes, so that other replicas get the rest."""
         if not self._group_tokens:
             return LEAST_GROUPS
         return max(LEAST_GROUPS, round(2 * self._batches * self._budget / self._group_tokens))

@@ -34,15 +34,15 @@ from services.trainer.service.remote_ranks import HostRefused, RemoteRanks
 
 POLL_SECONDS = 0.1
 CAUSE_SECONDS = 0.3
-"""Time after the first failure in which further ones are waited for, to name all of them, in seconds."""
+"""Seconds after the first failure to wait for further ones, in order to name all of them."""
 AVOIDED_SECONDS = 1.0
-"""Time for which a host that did not start its ranks isn't asked again."""
+"""Seconds for which a host that did not start its ranks isn't asked again."""
 
 logger = logging.getLogger(__name__)
 
 
 class TrainerHosts:
-    """The other hosts of a run's trainer, over all starts of its ranks."""
+    """The other hosts of a run's trainer, across all starts of its ranks."""
 
     def __init__(
         self, context: ReplicaContext, config: RunConfig, assignment: Assignment, *, advertised: str, listen: str
@@ -109,7 +109,7 @@ class TrainerHosts:
                 self._peers.avoid(peer, AVOIDED_SECONDS, why=str(refusal))
 
     async def new_attempt(self) -> int:
-        """Number the next start. Raises ChildError; if another trainer has taken over, this process ends, too."""
+        """Number the next start. Raises ChildError; if another trainer has taken over, this process ends as well."""
         try:
             self._attempt = await asyncio.to_thread(self._board.new_attempt, self._process, self._attempt)
         except Fenced as error:
@@ -146,7 +146,7 @@ class HostRanks:
         on_wait: Callable[[str], None],
         pool: RankPool,
     ) -> None:
-        """`on_wait` is called with what the start waits for; `pool` has the processes of this host's ranks."""
+        """`on_wait` is called with the start's wait; `pool` has the processes of this host's ranks."""
         self._hosts = hosts
         self._on_event = on_event
         self._on_wait = on_wait
@@ -178,7 +178,7 @@ class HostRanks:
         await self._own.start()
 
     def work(self, request: rank_pb2.WorkRequest) -> None:
-        """Have this host's ranks work; those of the others do already."""
+        """Start the work of this host's ranks; those of other hosts already work."""
         assert self._own is not None
         self._own.work(request)
 
@@ -211,7 +211,7 @@ class HostRanks:
             self._port.close()
 
     async def _start_others(self, peers: Sequence[Peer[RanksStub]]) -> MeetingPlace | None:
-        """Start the ranks of the other hosts. Return where all meet; None if a host refused, which is avoided then."""
+        """Start the other hosts' ranks. Return the meeting place; None if a host refused, which is then avoided."""
         attempt = await self._hosts.new_attempt()
         place = await asyncio.to_thread(self._meet, attempt, [peer.address for peer in peers])
         mark = self._hosts.run_folder / f".hosts-{uuid.uuid4().hex}"
@@ -238,7 +238,7 @@ class HostRanks:
         return None
 
     def _meet(self, attempt: int, addresses: Sequence[str]) -> MeetingPlace:
-        """Return where the ranks of this host meet those at other addresses. Raises ChildError."""
+        """Return the meeting place of this host's ranks with those at other addresses. Raises ChildError."""
         hosts = self._hosts
         host, _, port = addresses[0].rpartition(":")
         far = [address for address in addresses if not is_loopback(address.rpartition(":")[0])]
@@ -265,5 +265,5 @@ class HostRanks:
 
 
 def _order(replica_id: str) -> list[tuple[int, str]]:
-    """Return the sorting key of a name in which numbers count as numbers: ranks-2 is before ranks-10."""
+    """Return the sort key of a name by its numbers' values: ranks-2 is before ranks-10."""
     return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", replica_id)]

@@ -1,4 +1,4 @@
-"""The processes that become ranks on this machine, some of them before they are needed."""
+"""The processes that become ranks on this machine, some of them started in advance."""
 
 import asyncio
 import logging

@@ -30,11 +30,11 @@ HUGE_PAGES = {"THP_MEM_ALLOC_ENABLE": "1"}
 
 
 class Rank(Protocol):
-    """A rank, here or on another host: what its part in broadcasts needs."""
+    """Data of a rank, here or on another host, for its part in broadcasts."""
 
     number: int
     loaded: rank_pb2.RankLoaded | None
-    """Its part in broadcasts; None until it has its model."""
+    """The rank's part in broadcasts; None before it has loaded its model."""
 
     async def join(self, request: trainer_pb2.TrainerJoinWeightGroupRequest, *, timeout: float) -> None:
         """Connect to the engines. Raises RpcError."""
@@ -81,19 +81,19 @@ class RankSet(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class MeetingPlace:
-    """The place where the ranks of one start meet."""
+    """Meeting place of one start's ranks."""
 
     host: str
-    """Address of the store, as ranks reach it."""
+    """Address of the store, reachable by the ranks."""
     listen: str
-    """Address on which rank 0 has it; empty: on all."""
+    """Address on which rank 0 listens; empty: all addresses."""
     port: int
     size: int
     """Ranks of the world."""
     interface: str
     """Network interface of this machine's ranks; empty: any."""
     attempt: int = 0
-    """Number of the start, where ranks are on several hosts: those of another attempt never meet these."""
+    """Number of the start, for ranks on several hosts: ranks of different attempts never meet."""
 
     def environment(self, number: int, local: int) -> dict[str, str]:
         """Return the environment variables of a rank, which is the `local`-th of its machine."""
@@ -126,7 +126,7 @@ def rank_gauges(ranks: Sequence[Rank]) -> dict[str, float]:
 
 @dataclass
 class RankProcess:
-    """A rank that is a child: its process and the stubs of what it serves."""
+    """A rank in a child process, with the stubs of its services."""
 
     number: int
     child: Child
@@ -153,12 +153,12 @@ class RankProcess:
         await self.trainer.LeaveWeightGroup(request, timeout=timeout)
 
     async def set_paused(self, paused: bool) -> None:
-        """Pause or resume the taking of groups. Errors are ignored: whoever watches the ranks notices a dead one."""
+        """Pause or resume taking groups. Errors are ignored, because the supervisor of the ranks notices a dead one."""
         with contextlib.suppress(RpcError):
             await self.control.SetPaused(rank_pb2.SetPausedRequest(paused=paused), timeout=PAUSE_SECONDS)
 
     async def hand_back(self, seconds: float, *, timeout: float) -> bool:
-        """Finish held groups within `seconds` or hand them back. Return True if none is held; False also on errors."""
+        """Finish held groups within `seconds` or return them. Return True if none is held; False also on errors."""
         with contextlib.suppress(RpcError):
             request = rank_pb2.HandBackGroupsRequest(seconds=seconds)
             return bool((await self.control.HandBackGroups(request, timeout=timeout)).done)
@@ -193,7 +193,7 @@ class RankProcesses:
         self._place = place
         self.ranks: list[RankProcess] = []
         self._port: ReservedPort | None = None
-        """The port on which the ranks meet. Rank 0 listens on it once it has loaded its code."""
+        """Port on which the ranks meet. Rank 0 listens on it once it has loaded its code."""
         self._reading: list[asyncio.Task[None]] = []
         self._failure: asyncio.Future[RpcError] = asyncio.get_running_loop().create_future()
 

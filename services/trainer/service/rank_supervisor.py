@@ -19,19 +19,20 @@ from services.trainer.service.rank_processes import Rank, RankEvent, RankProcess
 logger = logging.getLogger(__name__)
 
 TakeTurn = Callable[[Callable[[str], None]], Awaitable[None]]
-"""Waits for the devices of a colocated run, and tells its argument what for (ReplicaContext.take_turn)."""
+"""Function that waits for the devices of a colocated run, and reports its wait to its argument
+(ReplicaContext.take_turn)."""
 MakeRanks = Callable[[RankEvent, Callable[[str], None]], RankSet]
-"""Makes the ranks of a start. The second argument is called with what the start waits for."""
+"""Function that creates the ranks of a start. The second argument is called with the start's wait."""
 BACKOFF = Backoff(first_seconds=0.5, max_seconds=30.0)
-"""Delay before a restart; doubled with each consecutive failure, until a version is trained."""
+"""Pauses before restarts, doubled with each consecutive failure until a version is trained."""
 FAILED_AFTER = 3
-"""Consecutive failures after which the replica counts as failed; restarts go on."""
+"""Number of consecutive failures after which the replica counts as failed; restarts continue."""
 ANSWER_SECONDS = 5.0
 """Extra time for the answer to a drain, in which rank 0 sends its last traces and metrics."""
 ANNOUNCE_SECONDS = 10.0
 """Deadline of one announcement."""
 ANNOUNCE_AGAIN_SECONDS = 0.5
-"""Delay before an announcement is repeated."""
+"""Seconds before an announcement is repeated."""
 
 
 class RankSupervisor:
@@ -67,10 +68,10 @@ class RankSupervisor:
         self.weights = replica_pb2.WeightVersion()
         """The newest committed weights; term 0 before the first ones of this term."""
         self.step_trace: dict[str, str] = {}
-        """Trace context of the step that produced it."""
+        """Trace context of the step that produced them."""
         self.detail = "starting the ranks"
         self.wait: replica_pb2.ReplicaWait.ValueType = replica_pb2.REPLICA_WAIT_UNSPECIFIED
-        """The wait that `detail` tells of."""
+        """The wait that `detail` describes."""
         self.start_refused = False
         """True if the last start of the ranks failed because the settings or the model are wrong."""
         self.held_groups = 0
@@ -115,7 +116,7 @@ class RankSupervisor:
 
     @property
     def senders(self) -> list[Rank]:
-        """Ranks that connect to the engines: one for each pipeline stage."""
+        """Ranks that connect to the engines: one per pipeline stage."""
         return [rank for rank in self.ranks if rank.loaded and rank.loaded.source]
 
     @property
@@ -145,13 +146,13 @@ class RankSupervisor:
                     await announcing
 
     async def set_paused(self, paused: bool) -> None:
-        """Pause or resume the ranks, also after restarts."""
+        """Pause or resume the ranks, including restarted ones."""
         self._request.paused = paused  # after a restart, Work says it
         if self.ranks:
             await self.rank0.set_paused(paused)
 
     async def drain(self, seconds: float) -> int:
-        """Stop taking groups and hand back the held ones. Returns the number of groups that are still held."""
+        """Stop taking groups and return the held ones. Returns the number of groups that are still held."""
         if not self.manifest.source_ranks:
             return 0
         if self.ranks and await self.rank0.hand_back(seconds, timeout=seconds + ANSWER_SECONDS):
@@ -213,7 +214,7 @@ class RankSupervisor:
                 self._announcement.set()
 
     def _await_others(self, detail: str) -> None:
-        """Note what a start waits for: it isn't stuck."""
+        """Record the start's wait for others, so that it doesn't count as stuck."""
         self._awaits_others = True
         self.iterations += 1
         self._set_detail(detail)

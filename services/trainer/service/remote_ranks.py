@@ -24,11 +24,11 @@ from relaxd.v1 import rank_pb2, ranks_pb2, ranks_pb2_grpc, trainer_pb2
 from services.trainer.service.rank_processes import RankEvent
 
 BEAT_SECONDS = 1.0
-"""Interval at which both sides say that they live."""
+"""Seconds between two signs of life of both sides."""
 SILENT_SECONDS = 5.0
-"""Silence after which a side takes the other one for dead."""
+"""Seconds of silence after which a side counts as dead."""
 LIFELINE_SECONDS = 10 * 365 * 86400.0
-"""Deadline of the lifeline, which ends with its sides. Without one it would get the default of streams, of minutes."""
+"""Deadline of the lifeline stream in seconds, beyond its sides' lives. By default it would be minutes."""
 
 
 SUPERSEDED = "ATTEMPT_SUPERSEDED"
@@ -79,7 +79,7 @@ class RemoteRank:
 
 
 class RemoteRanks:
-    """The ranks of one start on one other host, and the stream that is their lifeline."""
+    """The ranks of one start on one other host, and the stream that keeps them alive."""
 
     def __init__(self, peer: Peer[ranks_pb2_grpc.RanksStub], start: ranks_pb2.RanksStart, on_event: RankEvent) -> None:
         """`peer` is the host's replica."""
@@ -95,7 +95,7 @@ class RemoteRanks:
         self._failure: asyncio.Future[RpcError] = asyncio.get_running_loop().create_future()
 
     async def start(self) -> None:
-        """Start them. Return once the host takes part; its ranks then work at once. Raises HostRefused."""
+        """Start the ranks. Return once the host takes part; its ranks then work at once. Raises HostRefused."""
         stub = self._called.enter_context(self._peer.called())
         self._call = stub.StartRanks(self._requests(), timeout=LIFELINE_SECONDS)
         try:
@@ -108,11 +108,11 @@ class RemoteRanks:
         self._following = asyncio.create_task(self._follow(), name=f"ranks of {self.host}")
 
     async def failed(self) -> RpcError:
-        """Wait until a rank fails or dies, or the host is lost; return the error, as RankSet.failed."""
+        """Wait until a rank fails or dies, or the host is lost; return the error, like RankSet.failed."""
         return await asyncio.shield(self._failure)
 
     def kill(self) -> None:
-        """Have the host kill its ranks, by ending the stream. A host that is out of reach does it by itself."""
+        """Have the host kill its ranks, by ending the stream. An unreachable host does so by itself."""
         if self._following is not None:
             self._following.cancel()
         if self._call is not None:

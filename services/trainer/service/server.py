@@ -106,7 +106,7 @@ class TrainerService(ReplicaService):
         self.run_folder = Path()
 
     async def start_run(self, config: RunConfig, assignment: coordinator_pb2.Assignment) -> None:
-        """Start the run's ranks, which load, replay and train on their own; `status` reports their progress."""
+        """Start the run's ranks, which load, replay and train by themselves; `status` reports their progress."""
         self.run_folder = Path(assignment.folder)
         has_model = ENGINES[config.rollout.engine].has_model
         gpus = await self._context.gpus.lease(config.trainer.ranks_per_host if has_model else 0)
@@ -156,7 +156,7 @@ class TrainerService(ReplicaService):
         self._living = self.world = self._hosts = self._pool = None
 
     async def drain(self, seconds: float) -> int:
-        """Stop taking groups and hand back the held ones."""
+        """Stop taking groups and return the held ones."""
         return await self.world.drain(seconds) if self.world else 0
 
     async def pause_run(self) -> None:
@@ -189,7 +189,7 @@ class TrainerService(ReplicaService):
 
 
 class TrainerServicer(trainer_pb2_grpc.TrainerServicer):
-    """Handlers of relaxd.v1.Trainer: they validate a request and pass it on to the ranks that it concerns."""
+    """Handlers of relaxd.v1.Trainer: they validate a request and pass it to the ranks concerned."""
 
     def __init__(self, service: TrainerService, settings: ServiceSettings, sync_ids: SyncIds) -> None:
         self._service = service
@@ -363,7 +363,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServicer):
 
 @contextlib.asynccontextmanager
 async def _held(rank0: RankProcess, request: pb.BroadcastWeightsRequest) -> AsyncIterator[None]:
-    """Keep the optimizers of all ranks from changing the weights. Raises Aborted if they could before the end."""
+    """Keep the optimizers of all ranks from changing the weights. Raises Aborted if a hold expired before the end."""
     hold = rank_pb.HoldWeightsRequest(weights=request.weights, seconds=request.timeout_seconds + HOLD_MARGIN_SECONDS)
     held = await rank0.control.HoldWeights(hold, timeout=CONTROL_SECONDS)
     try:
@@ -376,7 +376,7 @@ async def _held(rank0: RankProcess, request: pb.BroadcastWeightsRequest) -> Asyn
 
 
 async def _first_error(calls: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
-    """Await several calls at once. The first error ends the wait for the others."""
+    """Await several calls concurrently. The first error ends the wait for the others."""
     tasks = [asyncio.create_task(call) for call in calls]
     try:
         return list(await asyncio.gather(*tasks))

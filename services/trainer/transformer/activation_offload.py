@@ -46,12 +46,12 @@ class ActivationOffload:
         self._saved: weakref.WeakValueDictionary[int, _Away] = weakref.WeakValueDictionary()
         """Tensors by the order in which they were saved."""
         self._by_storage: weakref.WeakValueDictionary[int, _Away] = weakref.WeakValueDictionary()
-        """Those whose storage is still on the GPU, by its address: several saved tensors may share it."""
+        """Storages that are still on the GPU, by address: several saved tensors may share one."""
         self._count = 0
         self._limit, self._full = limit, False
         self._staying: set[int] = set()
         self.moved_bytes = 0
-        """Bytes that were moved to the host since the beginning."""
+        """Bytes moved to the host since the beginning."""
 
     @property
     def held_bytes(self) -> int:
@@ -66,7 +66,7 @@ class ActivationOffload:
         return torch.autograd.graph.saved_tensors_hooks(self.pack, unpack)
 
     def pack(self, tensor: Tensor) -> "Tensor | Deferred":
-        """Begin to move a tensor to the host. Return the argument for `unpack`: the tensor itself if it stays."""
+        """Start moving a tensor to the host. Return the argument for `unpack`: the tensor itself if it stays."""
         storage = tensor.untyped_storage()
         size, address = storage.nbytes(), _address(tensor)
         if tensor.is_cuda != self._cuda or size < (LEAST_BYTES if self._cuda else 1) or address in self._staying:
@@ -91,7 +91,7 @@ class ActivationOffload:
         return _View(away, tensor)
 
     def reset(self) -> None:
-        """Wait for copies of passes that were broken off."""
+        """Wait for copies of aborted passes."""
         if self._cuda:
             torch.cuda.current_stream().wait_stream(self._stream)
         self._leaving.clear()
@@ -107,14 +107,14 @@ class ActivationOffload:
                 oldest.free_device()
 
     def fetch(self, order: int) -> None:
-        """Begin to fetch the tensors used at `order` and soon after."""
+        """Start fetching the tensors that are used at `order` and soon after."""
         for number in range(order, max(order - self._ahead, 0) - 1, -1):
             away = self._saved.get(number)
             if away is not None:
                 away.copy_in(self._stream)
 
     def give_back(self, blocks: list[Tensor]) -> None:
-        """Take back the blocks of a tensor. The next copy into them comes after those out of them, in the stream."""
+        """Take back a tensor's blocks. In the stream, the next copy into them follows those out of them."""
         self._pool.give(blocks)
 
 
@@ -147,7 +147,7 @@ class _Pool:
 
 
 class _Away:
-    """A storage that is on the host, on the GPU, or on its way. Whoever saved it refers to it."""
+    """A storage on the host, on the GPU, or on its way. The objects that saved it hold references to it."""
 
     def __init__(self, owner: ActivationOffload, order: int, content: Tensor, blocks: list[Tensor]) -> None:
         self._owner, self._order = owner, order
@@ -155,16 +155,16 @@ class _Away:
         self._size, self._device = content.numel(), content.device
         self._blocks = blocks
         self._copied: Any = None
-        """Event after the last copy, for which the GPU's stream hasn't waited yet."""
+        """Event after the last copy, if the GPU's stream hasn't waited for it yet."""
         self.address = content.data_ptr()
 
     def copy_out(self, stream: Any) -> None:
-        """Begin to copy to the host."""
+        """Start copying to the host."""
         assert self._content is not None
         self._copy([*zip(self._blocks, self._content.split(BLOCK_BYTES), strict=True)], stream)
 
     def copy_in(self, stream: Any) -> None:
-        """Begin to copy to the GPU, unless it is there."""
+        """Start copying to the GPU, unless it is there."""
         if self._content is None:
             self._content = torch.empty(self._size, dtype=torch.uint8, device=self._device)
             self._copy([*zip(self._content.split(BLOCK_BYTES), self._blocks, strict=True)], stream)
@@ -208,7 +208,7 @@ class _View(Deferred):
         self._dtype, self._geometry = tensor.dtype, (tensor.storage_offset(), tensor.shape, tensor.stride())
 
     def __call__(self) -> Tensor:
-        """Return it on the device."""
+        """Return the tensor on the device."""
         content = self._away.content()
         return torch.empty(0, dtype=self._dtype, device=content.device).set_(content.untyped_storage(), *self._geometry)
 

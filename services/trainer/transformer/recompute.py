@@ -1,4 +1,4 @@
-"""Selective recomputation: tensors that the backward pass computes again instead of keeping them."""
+"""Selective recomputation: the backward pass computes tensors again instead of keeping them."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -37,8 +37,8 @@ class Recompute:
         if active and torch.is_grad_enabled():
             self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, unpack)
         self._made: dict[int, tuple[Tensor, _Recipe, int]] = {}
-        """By storage: tensor, recipe, index among the recipe's outputs. Holding the tensor keeps its storage from being
-        reused."""
+        """By storage: tensor, recipe, index among the recipe's outputs. The reference to the tensor keeps its storage
+        from being reused."""
 
     @property
     def active(self) -> bool:
@@ -123,7 +123,7 @@ class _Recipe:
         return _View(self, index, like.shape, like.stride(), int(like.storage_offset()))
 
     def take(self, index: int) -> Tensor:
-        """Return one output, recomputing all if needed, and free them after the last use."""
+        """Return one output, recomputing all if necessary, and free them after the last use."""
         self._uses -= 1
         if self._outputs is None:
             with torch.no_grad():
@@ -144,7 +144,7 @@ class _View(Deferred):
         self._geometry = shape, stride, offset
 
     def __call__(self) -> Tensor:
-        """Return it, recomputed if needed."""
+        """Return the tensor, recomputed if necessary."""
         shape, stride, offset = self._geometry
         tensor = self._recipe.take(self._index)
         if (tensor.shape, tensor.stride(), tensor.storage_offset()) == (shape, stride, offset):

@@ -13,13 +13,13 @@ from torch import Tensor
 from services.trainer.learner.small_moments import Float8Values
 
 STAGING_BYTES = 32 << 20
-"""Size of each of two pinned buffers between GPU and host: the GPU fills one while the host empties the other."""
+"""Bytes of each of two pinned buffers between GPU and host: the GPU fills one while the host empties the other."""
 ALIGNMENT = 4096
-"""Of addresses, places in files and sizes, in bytes, so that the disk can take them straight from memory."""
+"""Alignment of addresses, file offsets and sizes, in bytes, so that the disk can read memory directly."""
 
 
 class HostMemory:
-    """Host memory that one snapshot after the other uses: memory from the system is slow while it is new."""
+    """Host memory that successive snapshots reuse, because new memory from the system is slow."""
 
     def __init__(self) -> None:
         self._tensors: list[Tensor] = []
@@ -42,7 +42,7 @@ class HostMemory:
         return self._tensors[index]
 
     def touch(self) -> None:
-        """Have the system provide what was taken, in a thread. Nothing may be copied there before `touched`."""
+        """Have the system provide the taken memory, in a thread. Copy nothing there before `touched`."""
         tensors = list(self._tensors)
         self._touching = threading.Thread(target=_touch, args=(tensors,), name="touch-checkpoint", daemon=True)
         self._touching.start()
@@ -64,7 +64,7 @@ class HostCopies:
     """Host memory that will be filled with the current values of tensors."""
 
     def __init__(self, device: torch.device, memory: HostMemory) -> None:
-        """Sources are on `device` or in the host's memory. Copies are in `memory`, which nothing else uses now."""
+        """Sources are on `device` or in the host's memory. Copies are in `memory`, which has no other user now."""
         memory.begin()
         self._memory = memory
         self._device = device
@@ -78,17 +78,17 @@ class HostCopies:
         return self._memory.take(size)
 
     def add(self, target: Tensor, source: Tensor | Float8Values) -> None:
-        """Let a part of the memory be filled with values of the same shape and type."""
+        """Have a part of the memory filled with values of the same shape and type."""
         self._work.append((target, source.detach() if isinstance(source, Tensor) else source))
 
     def start(self) -> None:
-        """Start to fill the tensors. All ranks call it in their training threads."""
+        """Start filling the tensors. All ranks call it in their training threads."""
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)  # the copies run on another stream
         threading.Thread(target=self._fill, name="copy-checkpoint", daemon=True).start()
 
     def wait(self, seconds: float) -> bool:
-        """Wait until the sources may change, also because copying failed. Returns False after `seconds`."""
+        """Wait until the sources may change, even if copying failed. Returns False after `seconds`."""
         return self._filled.wait(seconds)
 
     def wait_or_raise(self, seconds: float) -> None:

@@ -60,7 +60,7 @@ def _fill(optimizer: torch.optim.Optimizer) -> None:
 
 @torch.no_grad()
 def reset_moments(optimizer: MegatronOptimizer) -> None:
-    """Make an optimizer's state what it is before the first update: no moments, and no steps to correct bias for."""
+    """Reset an optimizer to its state before the first update: no moments, and no steps for bias correction."""
     for one in single_optimizers(optimizer):
         offloaded = isinstance(one.optimizer, HybridDeviceOptimizer)
         for part in one.optimizer.sub_optimizers if offloaded else [one.optimizer]:
@@ -85,7 +85,7 @@ def read_groups(optimizer: MegatronOptimizer) -> Groups:
 
 
 def write_groups(optimizer: MegatronOptimizer, groups: Groups) -> None:
-    """Set the settings and the step of a filled optimizer. Its tensors are loaded after this, before `use_loaded`."""
+    """Set the settings and the step of a filled optimizer. Load its tensors after this and before `use_loaded`."""
     for one, own in zip(single_optimizers(optimizer), groups, strict=True):
         classes = {name: value for name, value in one.optimizer.defaults.items() if isinstance(value, type)}
         settings = [
@@ -112,7 +112,7 @@ def _separate_steps(optimizer: MegatronOptimizer) -> None:
 
 @torch.no_grad()
 def use_loaded(optimizer: MegatronOptimizer) -> None:
-    """Make the model's weights those of main weights that were loaded. All ranks call it together."""
+    """Copy loaded main weights to the model's weights. All ranks call it together."""
     chunks = []
     for one in single_optimizers(optimizer):
         for parameter in one.model_param_group_index_map:

@@ -42,9 +42,9 @@ class Stored:
     """A piece in a rank's memory."""
 
     piece: Piece
-    """The piece that it stores."""
+    """The stored piece."""
     tensor: Elements
-    """Its elements."""
+    """Elements of the piece."""
 
 
 def part_name(rank: int, number: int) -> str:
@@ -53,7 +53,7 @@ def part_name(rank: int, number: int) -> str:
 
 
 def rank_of(name: str) -> int | None:
-    """Return the rank whose file a name is of; None: it is of another file."""
+    """Return the rank of a rank's file, by its name; None for other files."""
     kind, _, rest = name.partition("-")
     return int(rest.partition("-")[0]) if kind == "rank" and name.endswith(".safetensors") else None
 
@@ -113,7 +113,7 @@ def divided(stored: list[Stored], files: int) -> list[list[Stored]]:
 
 
 def _cut(stored: Stored, count: int) -> tuple[Stored, Stored | None]:
-    """Cut a piece after its first elements."""
+    """Cut a piece into its first elements and the rest."""
     if count == stored.tensor.numel():
         return stored, None
     middle = stored.piece.begin + count
@@ -195,7 +195,8 @@ def _write_all(file: FileIO, content: memoryview) -> None:
 
 
 def _write(file: FileIO, content: memoryview, direct: int) -> int:
-    """Write a part of it, with O_DIRECT or 0. Return the bytes written. Raises OSError: EINVAL if not direct."""
+    """Write a part of it, with O_DIRECT or 0. Return the bytes written. Raises OSError: EINVAL if direct writing is
+    unsupported."""
     flags = fcntl.fcntl(file, fcntl.F_GETFL)
     fcntl.fcntl(file, fcntl.F_SETFL, flags & ~os.O_DIRECT | direct)
     return file.write(content)

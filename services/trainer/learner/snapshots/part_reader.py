@@ -35,7 +35,7 @@ class Wanted:
     piece: Piece
     """The piece of the model that these elements are."""
     target: Tensor
-    """Their destination: a flat tensor of any element type on any device."""
+    """Destination of the elements: a flat tensor of any element type on any device."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class PartFile:
     """One file of a checkpoint."""
 
     def __init__(self, path: Path) -> None:
-        """Read the header of a file. Raises CheckpointError: it is of another format."""
+        """Read the header of a file. Raises CheckpointError if it has another format."""
         self.path = path
         with path.open("rb", buffering=0) as file:
             size = int.from_bytes(file.read(8), "little")
@@ -68,12 +68,12 @@ class PartFile:
 
     @property
     def generators(self) -> dict[str, Any]:
-        """The states of its rank's random generators. Only the first file of a rank has them."""
+        """States of the rank's random generators. Only the first file of a rank has them."""
         return dict(json.loads(self._metadata[GENERATORS]))
 
     @cached_property
     def pieces(self) -> list[tuple[Piece, int, torch.dtype]]:
-        """Its pieces: what they are, where they begin in the file, and their element type."""
+        """Pieces in the file, with their offsets and element types."""
         return [
             (piece_of(one), self._begin + self._header[name]["data_offsets"][0], TYPES[self._header[name]["dtype"]])
             for name, one in json.loads(self._metadata[PIECES]).items()
@@ -81,7 +81,7 @@ class PartFile:
 
 
 def part_files(folder: Path, rank: int) -> Iterator[PartFile]:
-    """Yield the files of a checkpoint's parts: first the rank's own, then those of its neighbours."""
+    """Yield the files of a checkpoint's parts: first the rank's own, then its neighbours'."""
     ranks = {path: of for path in folder.iterdir() if (of := rank_of(path.name)) is not None}
     for path in sorted(ranks, key=lambda path: (abs(ranks[path] - rank), path.name)):
         yield PartFile(path)
@@ -127,7 +127,7 @@ class Loading:
         in_parallel(work, progress, partial(torch.cuda.set_device, device) if device.type == "cuda" else _nothing)
 
     def _find(self, number: int, piece: Piece, path: Path, begin: int, dtype: torch.dtype) -> None:
-        """Plan to read what a piece of a file has of the wanted elements."""
+        """Plan the reads of wanted elements that a piece of a file has."""
         one = self._wanted[number]
         if not one.piece.box.fits(piece.box):
             self._refuse(f"{piece.box.tensor} has the shape {piece.box.whole} there, and {one.piece.box.whole} here")
@@ -159,7 +159,7 @@ class Loading:
 
 
 def _nothing() -> None:
-    """Do nothing when a thread begins, which needs no device."""
+    """Start a thread without a device."""
 
 
 def _within(piece: Piece, whole: tuple[int, ...]) -> Iterator[Rectangle]:
@@ -171,7 +171,7 @@ def _within(piece: Piece, whole: tuple[int, ...]) -> Iterator[Rectangle]:
 
 
 def _overlaps(source: Piece, target: Piece) -> Iterator[Rectangle]:
-    """Return the rectangles of the whole tensor that two of its pieces have in common, inside of it for both."""
+    """Return the rectangles of the whole tensor that two pieces have in common, with offsets in both."""
     if source.box.same_place(target.box):
         begin, end = max(source.begin, target.begin), min(source.end, target.end)
         found = target.box.rectangles(begin, end)

@@ -31,18 +31,18 @@ Rectangle = tuple[tuple[int, ...], tuple[int, ...]]
 
 @dataclass(frozen=True)
 class Box:
-    """A part of a whole tensor: what one rank's layers hold of it."""
+    """A part of a whole tensor in one rank's layers."""
 
     tensor: str
     """Name of the whole tensor."""
     whole: tuple[int, ...]
-    """Its shape."""
+    """Shape of the whole tensor."""
     offset: tuple[int, ...]
     """First index of the box in each dimension."""
     shape: tuple[int, ...]
-    """Its shape, with as many dimensions."""
+    """Shape of the part, with the same number of dimensions."""
     padded: bool = False
-    """True if other layouts pad the first dimension differently, as for the vocabulary."""
+    """True if layouts pad the first dimension differently, as for the vocabulary."""
 
     @property
     def numel(self) -> int:
@@ -101,7 +101,7 @@ def _in_row(row: int, shape: tuple[int, ...], begin: int, end: int) -> list[Rect
 
 
 def intersection(one: Rectangle, other: Rectangle) -> Rectangle | None:
-    """Return the rectangle of what two have in common, None if there is nothing."""
+    """Return the intersection of two rectangles, None if it is empty."""
     starts = tuple(max(a, b) for a, b in zip(one[0], other[0], strict=True))
     ends = (min(a + sizes, b + others) for a, sizes, b, others in zip(one[0], one[1], other[0], other[1], strict=True))
     sizes = tuple(end - start for start, end in zip(starts, ends, strict=True))
@@ -109,7 +109,7 @@ def intersection(one: Rectangle, other: Rectangle) -> Rectangle | None:
 
 
 def without(one: Rectangle, other: Rectangle) -> list[Rectangle]:
-    """Return rectangles of what the first one has and the other hasn't."""
+    """Return rectangles that cover the first one without the second."""
     both = intersection(one, other)
     if both is None:
         return [one]
@@ -129,14 +129,14 @@ def elements(rectangles: Iterable[Rectangle]) -> int:
 
 
 def shown(rectangle: Rectangle) -> str:
-    """Return a rectangle as Python would index it, such as [0:4, 8:16]."""
+    """Return a rectangle in Python's notation, such as [0:4, 8:16]."""
     return f"[{', '.join(f'{start}:{start + size}' for start, size in zip(*rectangle, strict=True))}]"
 
 
 WEIGHTS = "weights"
-"""The state of a parameter beside its moments: the float32 main weights; those of the model if it isn't trained."""
+"""State of a parameter beside its moments: the float32 main weights, or the model's weights if it isn't trained."""
 STATE = {WEIGHTS: "param"} | {name: name for name in MOMENTS}
-"""The state of a trained parameter, and Megatron's name for it."""
+"""State of a trained parameter, with Megatron's name for it."""
 
 
 @dataclass(frozen=True)
@@ -150,7 +150,7 @@ class Piece:
     begin: int
     """The first one's place in the box's row-major order."""
     end: int
-    """The place after the last one's."""
+    """Offset after the last element."""
 
 
 @dataclass(frozen=True)
@@ -158,7 +158,7 @@ class LocalBox:
     """A box of a rank's parameter. Some parameters are of two boxes, such as a gate and its projection."""
 
     box: Box
-    """Its place in the whole model."""
+    """Part of the whole model's tensor."""
     start: int
     """Place of its first element in the parameter's row-major order."""
     saved: bool
@@ -168,9 +168,9 @@ class LocalBox:
 Boxes = Mapping[Tensor, list[LocalBox]]
 """The boxes of each parameter."""
 Elements = Tensor | Float8Values
-"""Elements of a rank's state itself: a flat tensor, or numbers with scales."""
+"""Elements of a rank's state: a flat tensor, or numbers with scales."""
 Pieces = Iterator[tuple[Piece, Elements, bool]]
-"""Pieces, their elements, and whether this rank saves them."""
+"""Pieces with their elements, and whether this rank saves them."""
 
 
 def boxes_of(model: Any, name: str) -> Boxes:
@@ -251,7 +251,7 @@ def _pieces(boxes: list[LocalBox], state: str, flat: Elements, begin: int, end: 
 
 
 def _data_parallel(parameter: Tensor) -> tuple[int, int]:
-    """Return this rank's place among those that have the same part of a parameter, and their number."""
+    """Return this rank's index among the ranks with the same part of a parameter, and their number."""
     if not getattr(parameter, "allreduce", True):  # an expert's
         return parallel_state.get_expert_data_parallel_rank(), parallel_state.get_expert_data_parallel_world_size()
     return (

@@ -51,7 +51,7 @@ from services.trainer.megatron.world import World
 from services.trainer.model.policy_model import StageModel
 
 COMMON = "common.json"
-"""Name of the file of what isn't of one rank."""
+"""File name of the state that all ranks share."""
 POLICY = "policy"
 """Name of the policy's part; of the critic's, in checkpoints of a critic service."""
 CRITIC = "critic"
@@ -81,7 +81,7 @@ class Stateful:
     frozen: Mapping[str, FrozenModel]
     """The frozen models of the trainer's ranks, by role."""
     step: int
-    """Number of the step whose weights these are."""
+    """Number of the step after which these are the weights."""
     world: World
     """This rank's place in the world."""
     optimizer_steps: int
@@ -89,9 +89,9 @@ class Stateful:
     moments: bool = True
     """True if its checkpoints have the optimizers' moments."""
     metrics: Mapping[str, float] = field(default_factory=dict)
-    """The numbers of the last step, where nothing else keeps them."""
+    """Metrics of the last step, stored here if nowhere else."""
     skipped_in_a_row: int = 0
-    """Updates skipped in a row, where nothing else counts them."""
+    """Number of consecutive skipped updates, stored here if nowhere else."""
 
 
 @dataclass(frozen=True)
@@ -101,9 +101,9 @@ class Loaded:
     optimizer_steps: int
     """Number of updates that have changed the weights."""
     metrics: dict[str, float]
-    """The numbers of the last step, where nothing else keeps them."""
+    """Metrics of the last step, stored here if nowhere else."""
     skipped_in_a_row: int
-    """Updates skipped in a row, where nothing else counts them."""
+    """Number of consecutive skipped updates, stored here if nowhere else."""
 
 
 class Checkpointed(Protocol):
@@ -116,17 +116,18 @@ class Checkpointed(Protocol):
         """Return the `bit_sum` of this rank's weights."""
 
     def prepare_snapshots(self) -> None:
-        """Prepare what the first snapshot would wait for. All ranks call it together; no snapshot is in progress."""
+        """Prepare for the first snapshot, which would otherwise wait. All ranks call it together, without a snapshot in
+        progress."""
 
     def snapshot(self, folder: Path) -> "Snapshot":
         """Start a snapshot of the state, to be written to an empty folder. All ranks call it together."""
 
     def restore(self, folder: Path, step: int, *, same_layout: bool) -> None:
-        """Load the snapshot of a step. All ranks call it together. Raises CheckpointError: it doesn't fit."""
+        """Restore the snapshot of a step. All ranks call it together. Raises CheckpointError if it doesn't fit."""
 
 
 class Kept:
-    """State kept between a learner's snapshots: host memory, and the places of its parameters."""
+    """State kept between a learner's snapshots: host memory, and the boxes of its parameters."""
 
     def __init__(self) -> None:
         self.memory = HostMemory()
@@ -135,18 +136,19 @@ class Kept:
         """True if a snapshot isn't written yet."""
 
     def boxes(self, model: Any, name: str) -> Boxes:
-        """Return `boxes_of` a model, which stay where they are."""
+        """Return `boxes_of` a model, computed once."""
         if name not in self._boxes:
             self._boxes[name] = boxes_of(model, name)
         return self._boxes[name]
 
     def free_or_new(self) -> "Kept":
-        """Return this one unless it is in use, as after a snapshot that was abandoned because it took too long."""
+        """Return this object unless it is in use, as after a snapshot that was abandoned for taking too long; else a
+        new one."""
         return Kept() if self.in_use else self
 
 
 def prepare(state: Stateful, kept: Kept) -> None:
-    """Plan a snapshot without taking it, so that the first one finds its boxes, and its memory, there."""
+    """Plan a snapshot without taking it, so that the first one finds its boxes and memory ready."""
     _fill(state)
     _plan(state, HostCopies(state.world.device, kept.memory), kept)
     kept.memory.touch()
@@ -203,7 +205,8 @@ class Snapshot:
             self._kept.in_use = False
 
     def give_up(self) -> None:
-        """Leave it unwritten. Waits for the copies, as the next snapshot needs their memory. Raises as `write`."""
+        """Abandon the snapshot. Waits for the copies, because the next snapshot needs their memory. Raises like
+        `write`."""
         try:
             self.copies.check()
         finally:

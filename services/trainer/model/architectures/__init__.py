@@ -1,4 +1,4 @@
-"""The families of models that the trainer knows: one file each, named after its `model_type`. See docs/models.md."""
+"""The model families that the trainer supports: one file each, named after its `model_type`. See docs/models.md."""
 
 import json
 import pkgutil

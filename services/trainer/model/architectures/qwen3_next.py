@@ -51,7 +51,7 @@ def hybrid(config: Config, **switches: Any) -> Architecture:
 
 
 class KeyHeads:
-    """Ranks have whole key heads of a delta net, with each head's rows of all parts one after the other."""
+    """Sharding by whole key heads of a delta net, with each head's rows of all parts one after the other."""
 
     @staticmethod
     def shard(parts: Sequence[Tensor], rank: int, size: int, shape: Architecture) -> Tensor:

@@ -31,7 +31,7 @@ class PackedAttention(MegatronModule):
         super().__init__(config=config)
         self.scale = softmax_scale
         self.window: int | None = None
-        """Tokens that a token attends to, itself included; None for all before it."""
+        """Number of tokens that a token attends to, itself included; None for all before it."""
         if config.window_size and is_layer_window_attention(
             config.window_size, config.window_attn_skip_freq, layer_number
         ):

@@ -93,7 +93,7 @@ class CudnnBatch:
     lengths: Tensor
     """int32 [count]: tokens of each sequence."""
     begins: Tensor
-    """int64 [count + 1]: first slot of each sequence, and the number of slots."""
+    """int64 [count + 1]: first slot of each sequence, then the number of slots."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,7 +126,7 @@ class SequenceLayout:
     chunks: ChunkTree | None
     """The sequences' chunks, in a model with gated delta nets."""
     deepstack: DeepStack | None = None
-    """Rows of images that the first layers add, in a model that sees them."""
+    """Rows of media that the first layers add, in a model for them."""
 
 
 def sequence_layout(

@@ -11,7 +11,7 @@ from torch import Tensor
 from services.trainer.batch.micro_batch import PackedMicroBatch
 
 CHUNK = 64
-"""Tokens of a chunk, which are computed together. The state goes from chunk to chunk."""
+"""Number of tokens that are computed together. The state passes from chunk to chunk."""
 
 
 @dataclass(frozen=True)
@@ -29,9 +29,10 @@ class ChunkTree:
     levels: tuple[int, ...]
     """Number of chunks at each depth of the tree. Chunks are in this order, roots first."""
     parents: Tensor
-    """int64 [N]: index of each chunk's parent within the level before; 0 for roots."""
+    """int64 [N]: index of each chunk's parent within the previous level; 0 for roots."""
     ancestors: Tensor
-    """int64 [A, T]: the token before each token, the one before that, and so on; T where a sequence has no more."""
+    """int64 [A, T]: for each token its predecessor, that one's predecessor, and so on; T where a sequence has no
+    more."""
 
 
 def chunk_tree(batch: PackedMicroBatch, ancestors: int, device: torch.device) -> ChunkTree:

@@ -102,7 +102,7 @@ def gated_norm(x: Tensor, weight: Tensor, gate: Tensor, epsilon: float) -> Tenso
 
 
 def _in_chunks(x: Tensor, tree: ChunkTree) -> Tensor:
-    """Return tokens in their places, with zeros where there are none: [T, ...] -> [N, CHUNK, ...]."""
+    """Return tokens in chunks, with zeros in empty places: [T, ...] -> [N, CHUNK, ...]."""
     return _with_zeros(x).index_select(0, tree.token_of_place).unflatten(0, (-1, CHUNK))
 
 

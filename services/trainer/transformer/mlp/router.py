@@ -97,7 +97,7 @@ class Router(MegatronModule):
 
 
 def _with_given(given: Tensor, own: Tensor) -> Tensor:
-    """Return the given experts, and a router's own where those are negative."""
+    """Return the given experts, and the router's own choice where they are negative."""
     if given.shape != own.shape:
         raise ValueError(f"experts is {list(given.shape)}: it must be [tokens, top_k] = {list(own.shape)}")
     return torch.where(given < 0, own, given.long())

@@ -1,6 +1,4 @@
-"""The record of a step's routing: which experts its tokens went to, for replaying it in updates, and metrics of their
-load.
-"""
+"""The record of a step's routing: the experts of its tokens, for replay in updates, and metrics of the load."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -22,7 +20,7 @@ from services.trainer.transformer.mlp.router import Router
 
 @contextmanager
 def recording(routers: Sequence[Router]) -> Iterator[None]:
-    """Record what the routers choose in the block: passes without gradients, micro-batch after micro-batch."""
+    """Record the routers' choices in the block: passes without gradients, micro-batch after micro-batch."""
     for router in routers:
         router.recorded = []
     try:
