@@ -26,7 +26,7 @@ from benchmarks.reporting import report
 from benchmarks.weight_sync import write_model
 from relaxd.board import WEIGHT_RECEIPTS
 from relaxd.config.operation import WeightsConfig
-from relaxd.weights.manifest import TensorSpec, plan_buckets
+from relaxd.weights.buckets import TensorSpec, plan_buckets
 from relaxd.weights.receipts import digest_of
 from relaxd.weights.sent_buckets import checksums
 from services.trainer.batch.groups import TrainGroup

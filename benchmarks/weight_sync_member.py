@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 from relaxd.v1 import weights_pb2
-from relaxd.weights.manifest import TensorBucket, from_proto, to_proto
+from relaxd.weights.buckets import TensorBucket, from_proto, to_proto
 from relaxd.weights.weight_group import Rendezvous, host_store
 
 TIMEOUT = 60.0

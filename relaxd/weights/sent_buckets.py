@@ -7,7 +7,7 @@ from typing import Literal
 import torch
 
 from relaxd.engines import ENGINES
-from relaxd.weights.manifest import TensorBucket, tensors_of
+from relaxd.weights.buckets import TensorBucket, tensors_of
 from relaxd.weights.weight_group import Transport
 
 Layout = Literal["flat", "direct"]

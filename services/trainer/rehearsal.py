@@ -17,7 +17,7 @@ from relaxd.data.vision import read_vision
 from relaxd.models.folders import resolve_model
 from relaxd.models.shape import ModelShape
 from relaxd.v1.trainer_pb2 import BroadcastWeightsResponse
-from relaxd.weights.manifest import TensorBucket, TensorSpec, plan_buckets
+from relaxd.weights.buckets import TensorBucket, TensorSpec, plan_buckets
 from services.trainer.batch.groups import RoutingShape
 from services.trainer.batch.micro_batch import PackedMicroBatch
 from services.trainer.learner.learner import Learner

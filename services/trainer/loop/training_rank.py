@@ -28,7 +28,7 @@ from relaxd.rpc.errors import Aborted, FailedPrecondition, ResourceExhausted, Rp
 from relaxd.v1 import rank_pb2 as rank_pb
 from relaxd.v1 import rank_pb2_grpc, replica_pb2, trainer_pb2_grpc
 from relaxd.v1 import trainer_pb2 as pb
-from relaxd.weights.manifest import TensorBucket, to_proto
+from relaxd.weights.buckets import TensorBucket, to_proto
 from relaxd.weights.weight_group import Rendezvous, WeightGroupError, host_store
 from services.trainer.batch.step_membership import GroupRefusals
 from services.trainer.batch.weight_receipts import ReceiptCheck

@@ -349,7 +349,7 @@ class Receiver:
 
     def __init__(self, trainer: trainer_pb2_grpc.TrainerStub, name: str, sync_id: int = 1) -> None:
         """Connect with the trainer."""
-        from relaxd.weights.manifest import from_proto
+        from relaxd.weights.buckets import from_proto
         from relaxd.weights.weight_group import Rendezvous, WeightGroup
 
         self._trainer = trainer
@@ -367,7 +367,7 @@ class Receiver:
         """Take part in a broadcast. Returns the tensors, and what the trainer answered."""
         import torch
 
-        from relaxd.weights.manifest import unpack
+        from relaxd.weights.buckets import unpack
 
         answer = self._pool.submit(self._trainer.BroadcastWeights, self.request(checksum=True), PATIENCE)
         tensors = {}

@@ -10,7 +10,7 @@ from transformers import AutoModelForImageTextToText, PreTrainedModel
 
 from relaxd.data.vision import VisionModel, read_vision
 from relaxd.media.prompt_media import PromptMedia
-from relaxd.weights.manifest import ManifestMismatch, TensorBucket, TensorSpec
+from relaxd.weights.buckets import ManifestMismatch, TensorBucket, TensorSpec
 from services.rollout.engines.request_types import Version
 from services.rollout.engines.transformers.transformers_weights import check_manifest, named_parameters
 from tests.kit.vision import (

@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from transformers import PreTrainedModel, Qwen3OmniMoeThinkerForConditionalGeneration
 
 from relaxd.media.prompt_media import PromptMedia
-from relaxd.weights.manifest import ManifestMismatch, TensorBucket, TensorSpec
+from relaxd.weights.buckets import ManifestMismatch, TensorBucket, TensorSpec
 from services.rollout.engines.request_types import Version
 from services.rollout.engines.transformers.transformers_weights import check_manifest, named_parameters
 from tests.kit.sounds import make_omni_model, omni_logprobs, omni_prompt, sound, without_marks

@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from relaxd.weights.manifest import ManifestMismatch, TensorBucket, TensorSpec, pack, plan_buckets
+from relaxd.weights.buckets import ManifestMismatch, TensorBucket, TensorSpec, pack, plan_buckets
 from relaxd.weights.sent_buckets import checksum
 from relaxd.weights.weight_group import Rendezvous, WeightGroup, WeightGroupError, host_store
 from services.rollout.engines.request_types import EngineError, Version

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from relaxd.weights.manifest import (
+from relaxd.weights.buckets import (
     ManifestError,
     TensorBucket,
     TensorSpec,

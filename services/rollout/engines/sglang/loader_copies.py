@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from relaxd.weights.manifest import ManifestMismatch, TensorSpec
+from relaxd.weights.buckets import ManifestMismatch, TensorSpec
 
 logger = logging.getLogger(__name__)
 

@@ -29,7 +29,7 @@ from transformers import AutoTokenizer
 from relaxd.process.child_server import die_with_parent, serve_socket
 from relaxd.replica.gpus import gpu_share
 from relaxd.v1 import engine_pb2, engine_pb2_grpc, rollout_pb2, rollout_pb2_grpc
-from relaxd.weights.manifest import ManifestMismatch
+from relaxd.weights.buckets import ManifestMismatch
 from relaxd.weights.weight_group import Rendezvous
 from services.rollout.engines.request_types import BadManifest, EngineError
 from services.rollout.engines.seen_prompts import read_model_vision

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from relaxd.v1 import weights_pb2
-from relaxd.weights.manifest import ManifestError, ManifestMismatch, TensorBucket, from_proto, unpack
+from relaxd.weights.buckets import ManifestError, ManifestMismatch, TensorBucket, from_proto, unpack
 from relaxd.weights.sent_buckets import Layout, broadcast_layout, checksums, piece_bytes, pieces
 from relaxd.weights.weight_group import Rendezvous, Transfer, WeightGroup, WeightGroupError
 from services.rollout.engines.sglang.loader_copies import Destination, find_destinations

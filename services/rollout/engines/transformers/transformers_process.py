@@ -12,7 +12,7 @@ from transformers.utils import logging as transformers_logging
 
 from relaxd.config import RolloutConfig
 from relaxd.v1 import engine_pb2, rollout_pb2
-from relaxd.weights.manifest import ManifestError, ManifestMismatch, from_proto
+from relaxd.weights.buckets import ManifestError, ManifestMismatch, from_proto
 from relaxd.weights.weight_group import Rendezvous, WeightGroup, WeightGroupError
 from services.rollout.engines.engine_process import EngineProcess, read_arguments
 from services.rollout.engines.model_folder import read_model_folder

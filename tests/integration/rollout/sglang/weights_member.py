@@ -17,7 +17,7 @@ from sglang.srt.model_loader import get_model
 from sglang.srt.server_args import ServerArgs, set_global_server_args_for_scheduler
 
 from relaxd.v1.weights_pb2 import WeightManifest
-from relaxd.weights.manifest import ManifestMismatch
+from relaxd.weights.buckets import ManifestMismatch
 from relaxd.weights.weight_group import Rendezvous, WeightGroupError
 from services.rollout.engines.sglang import sglang_weights as sglang_weights
 from services.rollout.engines.sglang.sglang_weights import SGLangWeights, UnsupportedModel

@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModelForImageTextToText, PreTrainedMode
 from relaxd.data.vision import read_vision
 from relaxd.models.layouts import model_parameters
 from relaxd.models.shape import read_shape
-from relaxd.weights.manifest import TensorBucket, TensorSpec
+from relaxd.weights.buckets import TensorBucket, TensorSpec
 from services.rollout.engines.transformers.transformers_weights import check_manifest, named_parameters
 from services.trainer.batch.micro_batch import TrainSequence, pack
 from services.trainer.megatron.world import leave_layout

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForImageTextToText
 
 from relaxd.data.vision import read_vision
-from relaxd.weights.manifest import TensorBucket, TensorSpec
+from relaxd.weights.buckets import TensorBucket, TensorSpec
 from services.rollout.engines.transformers.transformers_weights import check_manifest, named_parameters
 from services.trainer.batch.micro_batch import PackedMicroBatch, pack
 from services.trainer.batch.sequence_media import DecodedItem

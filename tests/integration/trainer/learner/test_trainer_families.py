@@ -8,7 +8,7 @@ import pytest
 import torch
 import transformers
 
-from relaxd.weights.manifest import TensorBucket, TensorSpec
+from relaxd.weights.buckets import TensorBucket, TensorSpec
 from services.rollout.engines.transformers.transformers_weights import check_manifest, named_parameters
 from services.trainer.batch.micro_batch import TrainSequence, pack
 from services.trainer.learner.learner import Learner

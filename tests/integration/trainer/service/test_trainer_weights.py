@@ -12,7 +12,7 @@ import pytest
 from safetensors.numpy import load_file
 
 from relaxd.v1 import replica_pb2, trainer_pb2, weights_pb2
-from relaxd.weights.manifest import from_proto
+from relaxd.weights.buckets import from_proto
 from relaxd.weights.sent_buckets import checksum
 from tests.integration.trainer.service_kit import (
     Receiver,
