@@ -28,7 +28,7 @@ from relaxd.media import (
     VideoRule,
     patches,
 )
-from relaxd.media.layout import NONE, SECOND_FRAMES, SECOND_TOKENS
+from relaxd.media.media_tokens import NONE, SECOND_FRAMES, SECOND_TOKENS
 from relaxd.media.patches import SCALE, cut_patches
 from relaxd.media.videos import BlockRule
 from relaxd.models import DataError

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from relaxd.media.images import ImageRule
-from relaxd.media.layout import Grid
+from relaxd.media.media_tokens import Grid
 from relaxd.media.sources import MediaError
 
 SCALE = 1 / 255

@@ -14,7 +14,7 @@ import numpy as np
 
 from relaxd.media.images import NormalImage
 from relaxd.media.kinds import NormalMedia
-from relaxd.media.layout import Grid, Labels, MediaTokens, expand
+from relaxd.media.media_tokens import Grid, Labels, MediaTokens, expand
 from relaxd.media.placeholders import AUDIO, IMAGE, VIDEO, shown_text
 from relaxd.media.sounds import NormalSound
 from relaxd.media.sources import MediaError, data_uri

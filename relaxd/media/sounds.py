@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from relaxd.media.layout import sound_tokens
+from relaxd.media.media_tokens import sound_tokens
 from relaxd.media.placeholders import AUDIO
 from relaxd.media.sources import AAC_FRAMES, MP3_FRAMES, MP4_BOXES, MediaError, read_source
 

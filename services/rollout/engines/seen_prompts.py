@@ -11,7 +11,7 @@ from relaxd.data.special_tokens import read_object
 from relaxd.data.vision import VisionModel, read_vision
 from relaxd.engines import ENGINES
 from relaxd.media import MEDIA_KINDS, Grid, Layout, MediaError, lay_out
-from relaxd.media.layout import is_sound
+from relaxd.media.media_tokens import is_sound
 from relaxd.media.prompt_media import (
     begins_of,
     contents_of,

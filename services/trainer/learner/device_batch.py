@@ -9,7 +9,7 @@ from torch import Tensor
 
 from relaxd.data.tower_inputs import normalised, spectrogram
 from relaxd.data.vision import VisionModel
-from relaxd.media.layout import is_sound
+from relaxd.media.media_tokens import is_sound
 from services.trainer.batch.micro_batch import PackedMicroBatch, with_padding
 from services.trainer.batch.sequence_media import PackedMedia
 from services.trainer.megatron.world import World

@@ -28,7 +28,7 @@ from relaxd.data.examples import Example
 from relaxd.data.tokenizer import PromptTokenizer
 from relaxd.data.vision import normalise, read_vision
 from relaxd.media import MediaItem, SoundRule, encode_wav, lay_out, normalise_sound
-from relaxd.media.layout import sound_tokens
+from relaxd.media.media_tokens import sound_tokens
 from relaxd.media.prompt_media import PromptMedia
 from relaxd.media.shown import media_line, shown_media
 from relaxd.media.videos import BlockRule

@@ -12,7 +12,7 @@ import torch
 
 from relaxd.data.tower_inputs import spectrogram
 from relaxd.media import MediaError, SoundRule, decode_wav, expand, lay_out, normalise_sound
-from relaxd.media.layout import MediaTokens, sound_tokens
+from relaxd.media.media_tokens import MediaTokens, sound_tokens
 from relaxd.media.sounds import measure_sound
 from relaxd.rewards.interface import RewardInput
 from tests.kit.sounds import encoded_sound, sound
