@@ -147,7 +147,7 @@ class Run:
     def __init__(
         self, run_id: str, folder: Path, state: Path, coordinator: str | None = None, child: "_Child | None" = None
     ) -> None:
-        """For `run` and `open_run`."""
+        """Users create runs by `run` and `open_run`."""
         self.id = run_id
         self.folder = folder
         """The run's folder, on the coordinator's machine."""
@@ -332,7 +332,7 @@ class _Child:
             raise RunError(self._last_lines())
 
     def stop(self) -> None:
-        """Have it save a checkpoint and stop the services, unless the run has ended, and wait for that.
+        """Have the process save a checkpoint and stop the services, unless the run has ended, and wait for its end.
 
         Logs what it waits for, and a warning if the process has not ended after END_SECONDS: it then goes on.
         """

@@ -1,4 +1,4 @@
-"""Why groups are dropped, and warnings when too many are."""
+"""Reasons why groups are dropped, and warnings of large shares of drops."""
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
@@ -6,7 +6,7 @@ from enum import StrEnum
 
 
 class DropReason(StrEnum):
-    """Why a group was dropped; names and meanings are those of the DropReason enum in group.proto."""
+    """Reason why a group was dropped; names and meanings are those of the DropReason enum in group.proto."""
 
     ZERO_VARIANCE = "zero_variance"
     BAD_PROMPT = "bad_prompt"

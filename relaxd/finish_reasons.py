@@ -15,4 +15,4 @@ MEANINGS: Mapping[str, str] = {
 """Meaning of each reason; the names are those of the FinishReason enum in sample.proto, in lower case."""
 ENV_FAILED = "env_failed"
 TRUNCATED = frozenset({"length", "budget", "turns", "timeout"})
-"""Reasons of samples that a limit of the run cut off."""
+"""Finish reasons of samples that a limit of the run cut off."""

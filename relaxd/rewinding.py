@@ -110,7 +110,7 @@ def _move(path: Path, folder: Path, aside: Path) -> None:
 
 
 def _cut(path: Path, aside: Path, is_late: Callable[[dict[str, Any]], bool]) -> None:
-    """Cut a file's lines off from the first late one; the whole file is set aside."""
+    """Cut a file's lines off from the first late one, after setting the whole file aside."""
     if not path.is_file():
         return
     with path.open("rb") as file:

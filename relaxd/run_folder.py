@@ -51,7 +51,7 @@ STEPS = "steps"
 CHECKPOINTS = "checkpoints"
 """The trainer's checkpoints by step; services/trainer/checkpoints/checkpoint_folders.py describes their contents."""
 CHECKPOINT_STATE = "state.json"
-"""In a checkpoint: step, ledger, data cursor, configuration."""
+"""File in a checkpoint with step, ledger, data cursor and configuration."""
 KEPT = "kept"
 """Empty file in a checkpoint that is never removed."""
 CHECKPOINT_NAME = re.compile(r"step-(\d{6,})")

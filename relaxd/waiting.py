@@ -15,19 +15,19 @@ from dataclasses import dataclass, field
 
 TICK_SECONDS = 1.0
 FIRST_NOTICE_SECONDS = 30.0
-"""A wait that lasts this long is logged, and again each time its length has doubled."""
+"""Seconds after which a wait is logged, and again each time its length has doubled."""
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(eq=False)
 class Wait:
-    """A wait in progress. Who waits may update `reason` and `on` meanwhile."""
+    """A wait in progress. The waiting code may update `reason` and `on`."""
 
     reason: str
     """The awaited thing, such as "the last groups of step 12"."""
     on: str = ""
-    """The party that has to act for the wait to end, such as a replica's id; empty if nobody in particular."""
+    """The party whose action ends the wait, such as a replica's id; empty if there is no particular one."""
     since: float = field(default_factory=time.monotonic)
     """Monotonic time of its start."""
     disk: bool = False

@@ -1,4 +1,4 @@
-"""Alerts: rules on a run's numbers, which make alarms, and notifications, which tell people of alarms and ends.
+"""Alerts: rules on a run's metrics, which raise alarms, and notifications of alarms and ends.
 
 Only the standard library, and Apprise where something is sent: the trackers' process uses it, too.
 """

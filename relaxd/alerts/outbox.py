@@ -91,7 +91,7 @@ class Outbox:
         return self._state
 
     def observe(self, status: Mapping[str, Any], now: datetime) -> None:
-        """Take in the run's status: state, reason, step, steps, begin_time, pause_time, end_time, alarms."""
+        """Process the run's status: state, reason, step, steps, begin_time, pause_time, end_time, alarms."""
         state, step = status["state"], status["step"]
         self._ended = state in ("stopped", "failed")
         where = f"step {step} of {status['steps']}"
@@ -109,7 +109,7 @@ class Outbox:
             self._add(now, Message(title, body, "failure" if failed else "success"))
 
     def observe_step(self, step: int, metrics: Mapping[str, Any], now: datetime) -> None:
-        """Take in the numbers of a step. A report is made every `every` steps; one that waits is replaced."""
+        """Process the metrics of a step. A report is made every `every` steps; a waiting one is replaced."""
         numbers = {name: float(metrics[name]) for name in REPORTED if isinstance(metrics.get(name), int | float)}
         self._latest = (step, numbers)
         if not self._every or step // self._every <= (self._report_step or 0) // self._every:
@@ -119,7 +119,7 @@ class Outbox:
         self._reported, self._report_step = self._latest, step
 
     def due(self, now: datetime) -> Message | None:
-        """Return the message to send now, with everything that waits; None in quiet hours, and if nothing waits."""
+        """Return the message to send now, with all waiting parts; None in quiet hours, and if nothing waits."""
         waiting = sorted([*self._pending, *([self._report] if self._report else [])], key=lambda one: one[0])
         if not waiting or (self._quiet.include(now) and not self._ended):
             return None

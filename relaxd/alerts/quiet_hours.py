@@ -1,4 +1,4 @@
-"""Quiet hours of notifications: a daily time in which they wait."""
+"""Quiet hours of notifications: a daily time in which they are held back."""
 
 import re
 from dataclasses import dataclass

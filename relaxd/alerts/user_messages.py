@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterable
 
 MAX_CHARACTERS = 300
-"""Maximum length of a message; a longer one is cut off."""
+"""Maximum length of a message, in characters; a longer one is cut off."""
 MAX_WAITING = 20
 """Maximum number of messages that wait in a process for its next answer; further ones are dropped."""
 MAX_TOLD = 8
@@ -58,7 +58,7 @@ def ignore(messages: Iterable[str]) -> None:
 
 
 def one_line(text: str) -> str:
-    """Return a text as one line of at most MAX_CHARACTERS that any encoding takes."""
+    """Return a text as one line of at most MAX_CHARACTERS, without characters that some encoding lacks."""
     line = " ".join(text.encode(errors="replace").decode().split())
     return line if len(line) <= MAX_CHARACTERS else f"{line[: MAX_CHARACTERS - 1]}…"
 
@@ -84,5 +84,5 @@ class RecentMessages:
         return list(self._sent)
 
     def clear(self) -> None:
-        """Forget all: they were about a run that is over."""
+        """Forget all messages, because their run is over."""
         self._sent = {}

@@ -36,7 +36,7 @@ from relaxd.config import AlgorithmConfig
 from relaxd.config.algorithm import ALGORITHM, OwnConfig
 
 LENGTHS = (3, 1, 4, 2)
-"""Tokens of the samples of the made-up group, of one sequence each."""
+"""Lengths in tokens of the made-up group's samples, of one sequence each."""
 MASK = (1, 0, 1, 1, 1, 1, 0, 1, 1, 1)
 
 

@@ -140,7 +140,7 @@ class LossInputs:
 
 @dataclass(frozen=True)
 class LossOutput:
-    """The loss of one micro-batch. Those of a step's micro-batches add up."""
+    """The loss of one micro-batch. The losses of a step's micro-batches add up."""
 
     loss: Tensor
     """Scalar with gradient: a sum over tokens. The step's loss is the sum of these over all micro-batches of all

@@ -26,7 +26,8 @@ class PPO(Clipped):
 
     @property
     def needs(self) -> Needs:
-        """What the settings require, the mask, a critic, and normalised advantages if whiten_advantages is set."""
+        """Columns that the settings require, the mask, a critic, and normalised advantages if whiten_advantages is
+        set."""
         needs = super().needs
         return replace(
             needs,

@@ -27,7 +27,7 @@ class ReinforcePlusPlus(Clipped):
 
     @property
     def needs(self) -> Needs:
-        """What the settings require, and the mask."""
+        """Columns that the settings require, and the mask."""
         needs = super().needs
         return replace(needs, advantages=tuple(dict.fromkeys(("loss_mask", *needs.advantages))))
 

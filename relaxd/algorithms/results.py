@@ -1,4 +1,4 @@
-"""Check what an algorithm's methods return for real groups: a class of a user's own may return anything.
+"""Check the results of an algorithm's methods for real groups: a user's own class may return anything.
 
 Errors name class and method. `algorithm_trial` makes the same checks before a run, on a made-up group.
 """

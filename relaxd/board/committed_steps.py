@@ -1,4 +1,4 @@
-"""The committed steps of a run: the newest ones from the board, those that it has trimmed from ledger.jsonl."""
+"""The committed steps of a run: the newest ones from the board, trimmed ones from ledger.jsonl."""
 
 import json
 import re

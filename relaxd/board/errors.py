@@ -22,7 +22,8 @@ class StepConflict(BoardError):
 
 
 class LedgerTrimmed(BoardError):
-    """The board has trimmed these steps from its ledger: they are in the run's folder. Its first step is `first`."""
+    """The board has trimmed these steps from its ledger; they are in the run's folder. `first`: the ledger's first
+    step."""
 
     def __init__(self, first: int, message: str) -> None:
         super().__init__(message)
@@ -42,7 +43,7 @@ class BoardUnavailable(BoardError):
 
 
 class TooLate(BoardError):
-    """Large payloads took so long to write that they are given up: they must be written again."""
+    """Writing large payloads took so long that they were given up: they must be written again."""
 
 
 class GateClosed(BoardError):

@@ -19,7 +19,7 @@ class Board(BlockingFace, CoordinatorSide, StageSide, TrainerSide):
 
 
 class AsyncBoard(AsynchronousFace, CoordinatorSide, StageSide, TrainerSide):
-    """The same for one event loop: its operations are awaited, also `close`.
+    """The board for one event loop: its operations are awaited, `close` included.
 
     An operation that is cancelled may have taken effect or not, as after a lost reply. Columns are encoded and decoded
     in the event loop: whoever moves megabytes does it in a thread, with a Board.

@@ -45,8 +45,8 @@ class ColumnSpec:
 
 
 ROUTED_EXPERTS = "routed_experts"
-"""The column that a run has where rollout.return_routed_experts asks for it. The trainer takes it in, or writes it into
-its step files, as trainer.routing_replay says."""
+"""Column of runs with rollout.return_routed_experts. The trainer reads it, or writes it into its step files, depending
+on trainer.routing_replay."""
 CONTINUED = "continued"
 """Column of runs with rollout.partial.enabled."""
 OFF_POLICY_TOKENS = "off_policy_tokens"
@@ -54,7 +54,7 @@ OFF_POLICY_TOKENS = "off_policy_tokens"
 STUDENT_CANDIDATES = "student_candidates"
 """Column of the student's likeliest tokens, which a teacher service scores."""
 RESPONSE_MESSAGES = "response_messages"
-"""Column of the messages of conversations, which rewards get."""
+"""Column of the messages of conversations, for rewards."""
 ENVIRONMENT_REWARD = "environment_reward"
 """Column of the sums of the environment's rewards."""
 ENVIRONMENT_INFO = "environment_info"

@@ -7,9 +7,9 @@ from relaxd.board.stages import stages_for
 from relaxd.config import RunConfig
 
 NO_EVICTION = "noeviction"
-"""The maxmemory-policy with which Redis forgets nothing."""
+"""The maxmemory-policy under which Redis evicts nothing."""
 TEXT_BYTES = 11
-"""Upper bound of a token's text."""
+"""Maximum bytes of a token's text."""
 GROUP_BYTES = 4096
 """Bytes of a group in addition to its tokens."""
 MEDIA_TOKEN_BYTES = {"image": 3200, "video": 6400, "audio": 3200}

@@ -51,7 +51,7 @@ class Delivery:
 
     group_id: str
     entry_id: str
-    """Stream entry; a group that is handed back gets a new one."""
+    """Id of the stream entry; a group that is handed back gets a new one."""
     stage: str
     consumer: str
     attempt: int
@@ -73,7 +73,7 @@ class Saved:
     pointers: str = ""
     """Pointers to the parts; internal to the board."""
     parts: Sequence[Mapping[str, Column]] = ()
-    """The columns of each part, in the order in which they were saved."""
+    """Columns of each part, in the order of saving."""
 
 
 @dataclass(frozen=True)
@@ -129,7 +129,7 @@ class LedgerEntry:
 
 @dataclass(frozen=True, kw_only=True)
 class Counts:
-    """The terms of the conservation law, read in one transaction."""
+    """Group counts of the conservation law, read in one transaction."""
 
     published: int
     open: int

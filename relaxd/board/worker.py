@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 TAKE_SECONDS = 0.5
-"""Longest wait of one read, and so the longest delay of a pause or stop."""
+"""Maximum seconds of one read, and so of the delay of a pause or stop."""
 BATCH = 256
 """Maximum groups in one commit."""
 OUTAGE_PAUSE_SECONDS = 0.5

@@ -180,7 +180,7 @@ def without_secrets(text: str, secrets: Mapping[str, str]) -> str:
 
 
 def refuse_secrets(path: Path, secrets: Mapping[str, str]) -> None:
-    """Raise CliError if a file that can't be changed has a secret, such as a step's file in a prompt or an answer."""
+    """Raise CliError for a secret in a file that can't be changed, such as a prompt or an answer in a step's file."""
     with path.open("rb") as file:
         tail = b""
         while block := file.read(1 << 24):
@@ -206,7 +206,7 @@ def _leaves(value: Any, place: str = "") -> Iterator[tuple[str, str]]:
 
 
 def _secret_of(address: str) -> str:
-    """Return the password in an address, or the user, which may be a token; "" without one."""
+    """Return the password in an address, or the user, which may be a token; "" if it has neither."""
     try:
         parts = urlsplit(address)
         return parts.password or parts.username or ""

@@ -1,4 +1,4 @@
-"""Bundles that were packed by `relaxd bundle`: their facts, and their use as a run's folder."""
+"""Bundles of `relaxd bundle`: their description, and their use as a run's folder."""
 
 import json
 import tarfile

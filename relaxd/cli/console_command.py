@@ -48,7 +48,7 @@ def console(
 
 
 def _url_here(folder: StateFolder) -> str:
-    """Return the URL of the console that is up here; empty without one."""
+    """Return the URL of the running console here; empty if there is none."""
     up = folder.read()
     if up is None:
         containers = compose.read(folder)

@@ -40,7 +40,7 @@ class DemoTeacher:
     run_id: str
     model: Path
     accuracy: float
-    """Its accuracy on the demo's held-out prompts."""
+    """Accuracy of the model on the demo's held-out prompts."""
 
 
 def demo(
@@ -124,7 +124,7 @@ def _steps(steps: int | None) -> list[str]:
 
 
 def best_teacher(demo: RunConfig) -> DemoTeacher | None:
-    """Return the most accurate model that a demo of at least as many steps has trained on rewards, None without one."""
+    """Return the most accurate model of a demo with at least as many steps on rewards; None if there is none."""
     folders = sorted(demo.run.folder.iterdir()) if demo.run.folder.is_dir() else []
     found = [teacher for folder in folders if is_run(folder) and (teacher := _teacher_in(folder, demo)) is not None]
     return max(found, key=lambda one: one.accuracy, default=None)

@@ -85,7 +85,7 @@ SHOWN_STEPS = 5
 Begin = Callable[[CoordinatorClient], Run]
 """Starts or continues a run."""
 MAX_PAUSE_SECONDS = 600.0
-"""Longest pause during which services started for an unattended run stay up. The run can be resumed later."""
+"""Maximum seconds of a pause during which services of an unattended run stay up. The run can be resumed later."""
 
 
 @dataclass(frozen=True)
@@ -101,7 +101,7 @@ class Where:
     replicas: Mapping[str, int] = field(default_factory=dict)
     """Replicas of each role to start, in place of the run's placement."""
     engines: Mapping[str, str] = field(default_factory=dict)
-    """The engine of the replicas of each role that has a choice."""
+    """Engine of the replicas, for each role with a choice."""
     keep_up: bool = False
     """Keep the started services up."""
     shared_redis: bool = False
@@ -444,7 +444,7 @@ def _replicas(where: Where, config: RunConfig) -> dict[str, int]:
 
 
 def _engines(config: RunConfig) -> dict[str, str]:
-    """Return the holder of the model of each role that has a choice."""
+    """Return the model's holder for each role with a choice."""
     return {name: role.engine(config) for name, role in ROLES.items() if role.modules}
 
 

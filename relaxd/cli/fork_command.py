@@ -39,7 +39,7 @@ RECORDED = {
     "agent": "its conversations are recorded",
     "trainer": "its steps keep their groups and their division into micro-batches",
 }
-"""Why a fork can't change the settings of a section."""
+"""Reasons why a fork can't change the settings of a section."""
 RENEWED = ("algorithm", "reward")
 """Sections that restart from their defaults if a fork changes their name."""
 LOW_SHARE, FAR_DRIFT = 0.8, 1.0
@@ -185,7 +185,7 @@ def _print_result(out: Path, console: Console) -> None:
 
 
 def far_steps(lines: Sequence[Mapping[str, Any]]) -> str:
-    """Say at which steps the recorded answers are far from the fork's policy; "" if they are at none."""
+    """Return at which steps the recorded answers are far from the fork's policy; "" if there are none."""
     far = [
         line for line in lines if line.get(EFFECTIVE_SIZE, 1.0) < LOW_SHARE or line.get("policy_drift", 0.0) > FAR_DRIFT
     ]

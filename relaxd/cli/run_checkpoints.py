@@ -38,7 +38,7 @@ from relaxd.run_folder import (
 from relaxd.v1.coordinator_pb2 import RUN_STATE_PAUSED, RUN_STATE_RUNNING, Run
 
 REPLAY_SECONDS = 24 * 3600.0
-"""Deadline of a replay or export; loading a large model takes long."""
+"""Deadline of a replay or export, in seconds; loading a large model takes long."""
 
 
 def replay(

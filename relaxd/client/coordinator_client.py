@@ -26,7 +26,7 @@ ENDED = (pb.RUN_STATE_STOPPED, pb.RUN_STATE_FAILED)
 LONG_SECONDS = 7 * 86400.0
 """Deadline, in seconds, of calls whose duration depends on the size of the data or the model."""
 AWAY_SECONDS = 60.0
-"""Longest wait for a coordinator that doesn't answer; a restart takes far less."""
+"""Maximum seconds to wait for a coordinator that doesn't answer; a restart takes far less."""
 TRANSIENT = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED, grpc.StatusCode.DEADLINE_EXCEEDED)
 """Transient statuses: the coordinator may be back soon."""
 CALL_SECONDS = 30.0

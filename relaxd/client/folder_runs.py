@@ -57,7 +57,7 @@ class RunReader(Protocol):
 
 
 class FolderRuns:
-    """Reads the runs in some folders as they were when their services last wrote."""
+    """Reads the runs in some folders, in their last written state."""
 
     def __init__(self, folders: Sequence[Path]) -> None:
         self._folders = [folder for folder in folders if is_run(folder)]

@@ -36,7 +36,7 @@ class _EvenlyChosen:
         self._chosen: list[int] = []
 
     def add(self, place: int) -> None:
-        """Take a place into account; they ascend."""
+        """Count a place; places ascend."""
         if self._count % self._stride == 0:
             self._chosen.append(place)
             if len(self._chosen) > self._limit:

@@ -59,7 +59,7 @@ def log_paths(folder: Path, service: str = "") -> list[Path]:
 
 
 def by_time(tails: Sequence[LogTail], texts: Sequence[Sequence[str]]) -> list[LogLine]:
-    """Return lines that were read of several logs in the order of their times."""
+    """Return lines of several logs in the order of their times."""
     lines = [line for tail, text in zip(tails, texts, strict=True) for line in _stamped(tail.path.stem, text)]
     return sorted(lines, key=lambda line: line.time)
 

@@ -62,7 +62,7 @@ class AgentConfig(Section):
     """Kinds of media that messages may have, those of the environment, the program or the function and those of
     prompts, besides the kinds of data.media_keys (docs/media.md)."""
     max_turns: int = Field(default=8, ge=1)
-    """Maximum number of the model's messages in a conversation, in all of its histories."""
+    """Maximum number of the model's messages in a conversation, over all of its histories."""
     turn_tokens: int = Field(default=0, ge=0)
     """Maximum length of one of these messages, in tokens; a longer one ends its conversation. 0: what is left of
     rollout.max_new_tokens, which is for a whole conversation after its prompt (a program's: for each history),
@@ -79,7 +79,7 @@ class AgentConfig(Section):
     """Maximum number of histories of a program's or a function's sample: each request that doesn't continue one begins
     another, such as a compacted history or a sub-agent's."""
     call_seconds: float = Field(default=30.0, gt=0)
-    """Time for each call of the environment; a function has conversation_seconds."""
+    """Maximum seconds of a call of the environment; for a function conversation_seconds applies."""
     conversation_seconds: float = Field(default=1800.0, gt=0)
     """Maximum seconds of a conversation, without the time in which no engine is available."""
     on_failure: Literal["drop", "zero", "mask", "retry"] = "drop"

@@ -24,7 +24,7 @@ class AlertsConfig(Section):
     """Rules on metrics, each an alarm while it holds: "METRIC < NUMBER" or "METRIC > NUMBER", also "< 0.5 x highest",
     "> 2 x lowest" and "over N steps", whose median is compared (5 by default)."""
     wait_seconds: float = Field(default=900.0, ge=1)
-    """A run that is held up by one thing for longer, such as Redis or a missing replica, is an alarm."""
+    """Seconds after which a wait for one thing, such as Redis or a missing replica, is an alarm."""
     min_free_gb: float = Field(default=5.0, ge=0)
     """Free space on the disk of the run's folder below which an alarm is raised, in GB. 0: no alarm."""
     urls_file: str = ""

@@ -18,13 +18,13 @@ class AutoscaleConfig(Section):
     max_replicas: PositiveInt = 8
     """Maximum number of rollout replicas."""
     out_seconds: float = Field(default=30.0, ge=1, le=3600)
-    """A reason to add replicas must have lasted this long."""
+    """Seconds for which a reason to add replicas must have lasted."""
     in_seconds: float = Field(default=120.0, ge=1, le=3600)
-    """A reason to remove one must have lasted this long."""
+    """Seconds for which a reason to remove a replica must have lasted."""
     out_cooldown_seconds: float = Field(default=60.0, ge=0)
-    """After replicas were added, none are added for this long."""
+    """Seconds after an addition of replicas in which none are added."""
     in_cooldown_seconds: float = Field(default=300.0, ge=0)
-    """After replicas were added or removed, none are removed for this long."""
+    """Seconds after an addition or removal of replicas in which none are removed."""
 
     @model_validator(mode="after")
     def _range_is_one(self) -> Self:

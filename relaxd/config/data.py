@@ -119,7 +119,7 @@ class DataSource(Section):
     path: Path
     """Like data.path."""
     name: str = ""
-    """Becomes metadata.data_source of its prompts, unless they have one."""
+    """Name of the source, the default of its prompts' metadata.data_source."""
     weight: float = Field(default=1.0, gt=0)
     """Visits to each prompt in an epoch. With 0.5 an epoch visits half of the prompts, and the next epoch the other
     half."""

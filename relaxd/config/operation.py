@@ -79,7 +79,7 @@ class HealthConfig(Section):
     (reward.timeout_seconds and roles.judge.timeout_seconds, trainer.collective_timeout_seconds,
     weights.timeout_seconds)."""
     start_seconds: float = Field(default=900.0, gt=0)
-    """A replica that starts without progress for this long is stuck. Reading its model is progress."""
+    """Seconds without progress after which a starting replica is stuck. Reading its model is progress."""
     failed_seconds: float = Field(default=60.0, gt=0)
     """Seconds that a failed replica has to recover by itself before it is restarted."""
     max_sync_failures: int = Field(default=4, ge=1)
@@ -123,7 +123,7 @@ class WeightsConfig(Section):
     """Ports on which the trainer's ranks and the weight group meet, such as "29500-29599"; empty: any free ones. gloo
     and NCCL choose the ports of the connections between ranks themselves (docs/deploy.md)."""
     bucket_bytes: int = Field(default=256 << 20, ge=1 << 20)
-    """Size of the buckets in which tensors are sent: one is sent while the next is gathered."""
+    """Size of the buckets for sending tensors: one is sent while the next is gathered."""
     timeout_seconds: float = Field(default=30.0, gt=0)
     """Abort a broadcast that takes longer, in seconds, and repeat it without the late engines."""
     connect_timeout_seconds: float = Field(default=10.0, gt=0)
@@ -190,7 +190,7 @@ class RehearsalConfig(Section):
     tokens_per_second: float = Field(default=3000.0, gt=0)
     """Tokens per second that one rollout replica generates when it has many samples in progress."""
     sample_tokens_per_second: float = Field(default=60.0, gt=0)
-    """Tokens per second of one sample at most, however few are in progress."""
+    """Maximum tokens per second of one sample, however few are in progress."""
     train_tokens_per_second: float = Field(default=50_000.0, gt=0)
     """Tokens per second that the whole trainer trains, forward and backward. Forward passes alone are three times as
     fast."""
@@ -205,7 +205,7 @@ class RehearsalConfig(Section):
     experts_per_token: int = Field(default=0, ge=0)
     """Experts that a token is sent to in each of these layers."""
     reward_seconds: float = Field(default=0.0, ge=0)
-    """Seconds that the reward takes for a sample."""
+    """Seconds for the reward of a sample."""
     success: float = Field(default=0.5, ge=0, le=1)
     """Share of samples with reward 1; the others get 0."""
     redis_bytes: int = Field(default=64 << 30, ge=1 << 20)

@@ -20,7 +20,7 @@ _LONG_NUMBER = re.compile(r"(?<!\w)(0x)?[0-9a-fA-F_]{3500,}")
 
 
 class LimitError(ValueError):
-    """TOML that is valid, perhaps, but more than a configuration can be. Has the line, or 0."""
+    """TOML beyond the limits of a configuration, even if it is valid. Has the line, or 0."""
 
     def __init__(self, message: str, line: int = 0) -> None:
         super().__init__(message)

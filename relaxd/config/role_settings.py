@@ -148,7 +148,7 @@ class TeacherConfig(FrozenModelConfig):
         return next((one.model for one in self.models if source in one.sources), self.model)
 
     def without(self, source: object, what: str) -> str:
-        """Say that something of a source has no teacher."""
+        """Return the error for something of a source without a teacher."""
         listed = ", ".join(name for one in self.models for name in one.sources)
         of = "no source (metadata.data_source)" if source is None else f'the source "{source}"'
         return (

@@ -55,7 +55,7 @@ class RolloutConfig(Section):
     threads: int = Field(default=0, ge=0)
     """CPU threads of the engine; 0 means all cores."""
     tensor_parallel: int = Field(default=1, ge=1)
-    """GPUs that share each layer's matrices (sglang; for sglang_external, as the servers were started)."""
+    """Number of GPUs that share each layer's matrices (sglang; for sglang_external, as the servers were started)."""
     memory_fraction: float = Field(default=0.0, ge=0, lt=1)
     """Share of GPU memory for weights and key-value cache, or of what the gpu_share of judge and teacher leave of it; 0
     lets SGLang decide (sglang)."""

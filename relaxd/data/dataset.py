@@ -301,7 +301,7 @@ class RunData:
     train: PromptDataset
     """Training prompts."""
     evaluation: dict[str, PromptDataset]
-    """Prompts for evaluations, by the name of their set: held_out, if the source holds out some, and eval.sets."""
+    """Prompts of evaluations by their set's name: held_out, if the source holds out some, and eval.sets."""
     skipped: int
     """Number of prompts that are left out as too long."""
     tokenizer: PromptTokenizer

@@ -36,7 +36,7 @@ class Keys:
     exact: np.ndarray
     """Hash of the whole prompt, with its tools."""
     normalised: np.ndarray
-    """The same, regardless of case and white space."""
+    """Hash of the whole prompt, regardless of case and white space."""
     answers: np.ndarray
     """Hash of the answer."""
 
@@ -46,9 +46,9 @@ class Repeats:
     """Numbers of prompts of a source that occur again."""
 
     exact: int
-    """Prompts that are exactly like an earlier one."""
+    """Number of prompts that are exactly like an earlier one."""
     normalised: int
-    """Prompts that equal an earlier one, regardless of case and white space."""
+    """Number of prompts that equal an earlier one, regardless of case and white space."""
     other_answers: int
     """Number of these repeats whose answer differs from the first one's."""
 
@@ -186,7 +186,7 @@ _WRITTEN = 1024
 _SAMPLES = 8
 """Hashes of each part of the file that are compared with their prompts."""
 _WAIT = 4 * _HASHED
-"""Number of prompts from which the comparison is named as a wait."""
+"""Number of prompts above which the comparison is logged as a wait."""
 
 
 class FirstVisits:

@@ -20,7 +20,7 @@ from relaxd.models import DataError
 OVERRIDE = "model.chat_template"
 """The setting with a template that replaces the model's own."""
 JUDGE_OVERRIDE = "roles.judge.chat_template"
-"""The same of the judge."""
+"""The setting with a template that replaces the judge's own."""
 REASONING = ("reasoning_content", "thinking", "reasoning")
 """Names of a message's reasoning: templates read the first, gpt-oss's the second."""
 TEMPLATE_FILE = "chat_template.jinja"

@@ -36,7 +36,7 @@ from relaxd.models import DataError
 PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
 """Files with the settings of a model's image processor; in the second, which newer models have, under that name."""
 VIDEO_FILES = ("video_preprocessor_config.json", "processor_config.json")
-"""The same of the video processor."""
+"""Files with the settings of a model's video processor; newer models have them in the second."""
 EXTRACTOR = "WhisperFeatureExtractor"
 """transformers' class that makes the spectrogram of a sound."""
 CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
@@ -77,14 +77,14 @@ class VisionModel:
         return {IMAGE: self.rule, VIDEO: self.video, AUDIO: self.sound}
 
     def cut(self, pixels: np.ndarray, grid: Grid) -> np.ndarray:
-        """Return the pixels of an item by patch (`cut_patches`). Raises MediaError: they don't fit its grid."""
+        """Return the pixels of an item by patch (`cut_patches`). Raises MediaError if they don't fit its grid."""
         found = cut_patches(pixels, self.rule, grid)
         if found.shape[2] not in (1, self.times):
             raise MediaError(f"has {found.shape[2]} frames for each of its times: a video has {self.times}")
         return found
 
     def heard(self, samples: np.ndarray, grid: Grid) -> np.ndarray:
-        """Return the samples of a sound. Raises MediaError: they don't fit its size, or the model hears none."""
+        """Return the samples of a sound. Raises MediaError if they don't fit its size, or the model takes no sound."""
         if self.sound is None:
             raise MediaError("is a sound, which this model doesn't hear")
         if samples.ndim != 1 or len(samples) // self.sound.hop != grid[0]:

@@ -11,7 +11,7 @@ from typing import Any
 from relaxd.envs.environment import Environment, Reply, Sample, Step
 
 MAX_LENGTH = 200
-"""Longest expression, in characters."""
+"""Maximum length of an expression, in characters."""
 _OPERATORS: Mapping[type, Callable[[Fraction, Fraction], Fraction]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
@@ -111,6 +111,6 @@ def _compute(node: ast.expr) -> Fraction:
 
 
 def _plain(number: str) -> Fraction | str:
-    """Return a number's value; of one with thousands of digits, which Python doesn't read, the digits."""
+    """Return a number's value; if it has thousands of digits, which Python doesn't parse, the digits."""
     number = number.replace(",", "")
     return Fraction(number) if len(number) < MAX_LENGTH else number

@@ -27,7 +27,7 @@ GRACE_SECONDS = 2.0
 START_SECONDS = 180.0
 """Time for the start of a host, and for importing the environment."""
 _OURS = ("RELAXD_", "REDIS_URL")
-"""Beginnings of environment variables that an environment doesn't get: settings and secrets of relaxd."""
+"""Prefixes of environment variables that are kept from an environment: settings and secrets of relaxd."""
 
 
 class EnvironmentFailed(Exception):
@@ -190,7 +190,7 @@ async def hosted(name: str, settings: Mapping[str, Any], python: str = "") -> As
 
 
 def inherited_variables() -> dict[str, str]:
-    """Return the environment variables that an environment or a program gets: without relaxd's, which have secrets."""
+    """Return the environment variables for an environment or a program: all except relaxd's, which have secrets."""
     return {name: value for name, value in os.environ.items() if not name.startswith(_OURS)}
 
 

@@ -52,7 +52,7 @@ class Reply:
     tool_calls: Sequence[ToolCall] = ()
     """Tool calls of the message that could be parsed."""
     problem: str = ""
-    """Why something that is written as a call can't be read; "" if all can."""
+    """Reason why text in a call's place can't be parsed; "" if all calls can."""
     finish_reason: str = "stop"
     """"length" if the message was cut off; then it is the last one."""
 

@@ -26,7 +26,8 @@ def is_picture(value: object) -> bool:
 
 
 def is_sent(source: object) -> bool:
-    """Return True for the forms in which items are sent, a data URI or a video's frames: paths are of one machine."""
+    """Return True for forms in which items can be sent, a data URI or a video's frames: paths are valid on one machine
+    only."""
     if isinstance(source, list):
         return all(isinstance(one, str) and is_sent(one) for one in source)
     return isinstance(source, str) and source[:5].lower() == "data:"
@@ -70,7 +71,7 @@ def take_media(place: str, role: str, content: Sequence[Any], *, sent: bool) -> 
 
 
 def put_media(content: Content, sources: Sequence[Any]) -> Content:
-    """Return a message's content with an item in each of its parts for one."""
+    """Return a message's content with each part for an item filled with one."""
     rest = iter(sources)
     if not isinstance(content, list):
         return content

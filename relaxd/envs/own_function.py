@@ -24,7 +24,7 @@ OVER = ("max_turns", "context_length_exceeded", "conversation_over", "no_session
 """Error codes after which no further request is answered."""
 _log = logging.getLogger(__name__)
 _left: set[int] = set()
-"""Conversations that have ended while their functions still run."""
+"""Number of ended conversations whose functions still run."""
 
 
 class ConversationOver(Exception):

@@ -26,7 +26,7 @@ class ParsedReply:
     calls: tuple[ToolCall, ...] = ()
     """The calls that can be read, with ids."""
     problem: str = ""
-    """Why something that is written as a call can't be read as one; "" if all can."""
+    """Reason why text in a call's place can't be parsed as a call; "" if all calls can."""
 
     @property
     def message(self) -> Message:

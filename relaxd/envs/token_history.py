@@ -83,7 +83,7 @@ class _Segment:
 
     @classmethod
     def of(cls, tokens: Sequence[int], mask: int, logprobs: Sequence[float] | float, versions: Any) -> "_Segment":
-        """Make a segment; log-probs and versions may be one number for all tokens."""
+        """Create a segment; log-probs and versions may be one number for all tokens."""
         columns = [np.empty(len(tokens), dtype) for dtype in _DTYPES.values()]
         for column, values in zip(columns, (tokens, mask, logprobs, versions), strict=True):
             column[:] = values
@@ -155,7 +155,7 @@ class TokenHistory:
         """True if the template needs the arguments of calls as text."""
         self._segments: list[_Segment] = []
         self._to_reply: list[_Segment] = []
-        """Segments up to the end of the last reply, as they were then."""
+        """Segments up to the end of the last reply, in their state at that time."""
         self._media_to_reply: list[StoredMedia] = []
         self._reply_ends: list[int] = []
         self._replied = False

@@ -28,7 +28,7 @@ class BadToolResult(ValueError):
 
 
 class VerlTools:
-    """The tools of one conversation. The tools themselves, which are given, serve many at a time."""
+    """Tools of one conversation. The given tools themselves serve many at a time."""
 
     def __init__(
         self,

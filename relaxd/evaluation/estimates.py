@@ -63,7 +63,7 @@ def interval(values: Sequence[float], samples_per_prompt: int = 1) -> tuple[floa
 
 
 DRAWS = 200
-"""Draws of k of a prompt's n replies. For k = n there is only one."""
+"""Number of random draws of k of a prompt's n replies. For k = n there is only one."""
 LONGEST_VOTE = 200
 """Maximum length of a vote, in characters: two longer answers would hardly agree."""
 

@@ -19,7 +19,7 @@ TRAINING = "training"
 
 @dataclass(frozen=True, kw_only=True)
 class ResolvedSet:
-    """A set of prompts and how they are answered and scored."""
+    """A set of prompts, with the settings for answering and scoring them."""
 
     name: str
     prompts: int

@@ -47,7 +47,7 @@ class ComposeState(BaseModel):
 
     @property
     def console(self) -> str:
-        """URL of the console; empty without one."""
+        """URL of the console; empty if there is none."""
         port = self.settings.get("CONSOLE_PORT")
         return f"http://{LOOPBACK}:{port}/" if port else ""
 

@@ -21,7 +21,7 @@ from relaxd.v1 import launcher_pb2 as pb
 
 LOOK_SECONDS = 0.05
 LAUNCH_SECONDS = 10.0
-"""Deadline for the supervisor to carry out a request."""
+"""Maximum seconds for the supervisor to execute a request."""
 
 
 class LocalHost:

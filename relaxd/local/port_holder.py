@@ -58,7 +58,7 @@ def find_holder(port: int, *, seconds: float = 1.0) -> PortHolder | None:
 
 
 def taken_port(port: int) -> str:
-    """Say that a loopback port is taken, and by whom."""
+    """Return the error for a taken loopback port, naming its holder."""
     return f"port {port} on {LOOPBACK} is taken by {find_holder(port) or 'a process that has just ended'}"
 
 

@@ -27,7 +27,7 @@ COORDINATOR_PORT = 50050
 ENDING_SECONDS = 60.0
 """Deadline for the supervisor to stop services that did not come up."""
 DOWN_SECONDS = 120.0
-"""Longest time that services may take to end."""
+"""Maximum seconds for services to end."""
 SAY_SECONDS = 3.0
 """Seconds between two lines of `down` on the services that it waits for."""
 READY_SECONDS = 120.0
@@ -211,9 +211,9 @@ def raise_if_failed(folder: StateFolder, state: StackState | None, roles: Collec
 
 
 def raise_when_down(folder: StateFolder, address: str, run_id: str) -> Callable[[], None]:
-    """Return a function that raises CliError once the services of a run at `address` are down, if they are here.
+    """Return a function that raises CliError once the services of a run at `address`, if they are here, are down.
 
-    Without it, one would wait for a coordinator that has ended, or meet another one at its port.
+    Without it, a caller would wait for a coordinator that has ended, or reach another one at its port.
     """
     begun = folder.read()
 

@@ -35,7 +35,7 @@ class ServiceState(BaseModel):
     launched: bool = False
     """True if the launcher added the service."""
     restart_wish: int = 0
-    """Number of the last RestartWish that was carried out."""
+    """Number of the last executed RestartWish."""
 
 
 class StackState(RedisUrlModel):
@@ -50,7 +50,7 @@ class StackState(RedisUrlModel):
     stack: str = ""
     """Identity of the stack (relaxd.rpc.stack_identity); empty if an earlier release started it."""
     console: str = ""
-    """URL of the console; empty without one."""
+    """URL of the console; empty if there is none."""
     stopping: bool = False
     services: list[ServiceState] = Field(default_factory=list)
 
@@ -78,7 +78,7 @@ class RestartWish(BaseModel):
     number: int
     """Increases with each request for this service."""
     replica_id: str
-    """The process to restart, ignored if another one runs. Empty: any."""
+    """The process to restart; the wish is ignored if another one runs. Empty: any process."""
 
 
 class LaunchWishes(BaseModel):

@@ -52,9 +52,9 @@ class StackPlan(RedisUrlModel):
     stack: str = ""
     """Identity of the stack (relaxd.rpc.stack_identity)."""
     console: str = ""
-    """URL of the console; empty without one."""
+    """URL of the console; empty if there is none."""
     services: list[ServiceSpec]
-    """In the order of starting. The coordinator and then Redis are stopped last."""
+    """Services in the order of starting. The coordinator and then Redis are stopped last."""
     templates: dict[str, ServiceSpec] = Field(default_factory=dict)
     """Spec of additional replicas by role, for the launcher."""
     stop_with_parent: bool = False
@@ -206,7 +206,7 @@ class Supervisor:
             self.stopping = True
 
     def _follow_launcher(self, now: float) -> None:
-        """Carry out the launcher's requests."""
+        """Execute the launcher's requests."""
         launched = {child.spec.name: child for child in self.children if child.state.launched}
         for launch_id, wish in self.folder.read_launched().wishes.items():
             child = launched.get(launch_id)

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 FORM = "image/1"
-"""Name of the normal form, part of every hash: another one for the same pixels would be another payload."""
+"""Name of the normal form, part of every hash, because another form of the same pixels would be another payload."""
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
 """Formats to decode. Pillow supports more, some of which run other programs."""
 MAX_PIXELS = 1 << 25
@@ -42,7 +42,7 @@ class ImageRule:
     patch: int
     """Side of a patch, in pixels."""
     merge: int
-    """Number of patches, along each side, that become one token."""
+    """Number of patches, along each side, per token."""
     min_pixels: int
     max_pixels: int
 

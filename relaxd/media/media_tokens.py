@@ -18,7 +18,7 @@ from relaxd.media.sources import MediaError
 TEXT, IMAGE, VIDEO, AUDIO = 0, 1, 2, 3
 """Modalities of tokens."""
 NONE = -1
-"""In place of the id of a token that a model doesn't have."""
+"""Stands for the id of a token that a model lacks."""
 Grid = tuple[int, ...]
 """Size of an item as the model's towers get it. Of an image or a video its patches: time (1 of an image), rows and
 columns. Of a sound one number: the frames of its spectrogram, a hundred a second. A video with its own sound has the
@@ -61,7 +61,7 @@ class MediaTokens:
     token: int
     """Id of the image token."""
     merge: int
-    """Number of patches, along each side, that become one token."""
+    """Number of patches, along each side, per token."""
     video: int = NONE
     """Id of the video token."""
     start: int = NONE

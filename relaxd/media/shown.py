@@ -81,7 +81,7 @@ _FACTS: Mapping[str, Callable[[bytes, MediaRecord, bool], dict[str, Any]]] = {
 
 
 def _thumbnail(frames: "Sequence[Image]") -> str:
-    """Return some of the frames side by side, evenly spread, as a data URI."""
+    """Return some frames side by side, evenly spread, as a data URI."""
     from PIL import Image
 
     count = min(len(frames), SHOWN_FRAMES)
@@ -131,7 +131,7 @@ def shown_message(message: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def cut(text: str) -> str:
-    """Leave out the middle of a very long text."""
+    """Cut the middle out of a very long text."""
     left_out = len(text) - MAX_CHARACTERS
     if left_out <= 0:
         return text

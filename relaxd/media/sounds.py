@@ -51,7 +51,7 @@ class SoundRule:
     rate: int = 16_000
     """Samples a second."""
     mels: int = 128
-    """Bands of the spectrogram that the tower gets."""
+    """Number of bands in the tower's spectrogram."""
     window: int = 400
     """Samples of which a frame of the spectrogram is computed."""
     hop: int = 160

@@ -13,7 +13,7 @@ import numpy as np
 MP3_FRAMES = (b"\xff\xfb", b"\xff\xfa", b"\xff\xf3", b"\xff\xf2")
 """First bytes of MP3 frames, for files without another header."""
 AAC_FRAMES = (b"\xff\xf1", b"\xff\xf9")
-"""The same of AAC (ADTS)."""
+"""First bytes of AAC frames (ADTS)."""
 MAX_BYTES = 64 << 20
 """Maximum size of an item, in bytes."""
 FORMS = 'a path, file://, bytes, {"bytes": ...}, {"path": ...}, base64 or a data URI'

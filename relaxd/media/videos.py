@@ -37,7 +37,7 @@ FORM = "video/1"
 FORMATS = {"mp4": "MP4 or QuickTime", "matroska": "WebM or Matroska", "avi": "AVI", "gif": "GIF"}
 """Formats to decode, by FFmpeg's names. FFmpeg supports others that open further files or addresses."""
 MIN_FRAMES = 2
-"""Minimum number of frames: one is an image."""
+"""Minimum number of frames; a single frame is an image."""
 MAX_FRAMES = 1 << 17
 """Maximum number of frames before sampling: more than an hour at 30 frames a second."""
 
@@ -127,7 +127,7 @@ class VideoSize:
     times: tuple[float, ...]
     """Seconds from its begin at each of its times."""
     sampled: tuple[int, ...]
-    """Indices of the frames that are sampled. The last one is repeated to fill up the last time."""
+    """Indices of the sampled frames. The last one is repeated to fill the last time."""
 
     @property
     def shown(self) -> tuple[str, str, str]:

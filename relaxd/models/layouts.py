@@ -49,7 +49,7 @@ class ContextDivision:
     gathering: int
     """Number of groups that gather: each attends from its own tokens, with keys and values from all groups."""
     copies: int
-    """Exchanging ranks that have the same key-value head."""
+    """Number of exchanging ranks with the same key-value head."""
 
 
 def context_division(ranks: int, heads: int, kv_heads: int) -> ContextDivision:

@@ -33,7 +33,7 @@ class ExpertShape:
     ffn: int
     """Inner width of an expert."""
     shared_ffn: int
-    """Inner width of the gated expert that all tokens share; 0 without one."""
+    """Inner width of the gated expert that all tokens share; 0 if there is none."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,7 +49,7 @@ class VisionShape:
     positions: int
     """Rows of the table of positions."""
     merge: int
-    """Number of patches, along each side, that become one token."""
+    """Number of patches, along each side, per token."""
     deepstack: int
     """Number of the decoder's first layers that add rows of the tower."""
     output: int
@@ -91,7 +91,7 @@ class AudioShape:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelShape:
-    """Sizes and switches of a decoder, perhaps with towers."""
+    """Sizes and switches of a decoder, with its towers if it has any."""
 
     model_type: str
     vocabulary: int
@@ -159,7 +159,7 @@ class _Family:
     switches: Callable[[Config], dict[str, bool]] = lambda config: {}
     """Fields of ModelShape that are true."""
     kv_heads: int = 0
-    """Default of num_key_value_heads; 0: as many as query heads."""
+    """Default of num_key_value_heads; 0: equal to the query heads."""
     head_size: int = 0
     """Default of head_dim; 0: the hidden size divided among the heads."""
     experts: bool = False
@@ -172,7 +172,7 @@ class _Family:
     deepstack: bool = True
     """False if a vision tower has no rows for the decoder's first layers."""
     section: str = ""
-    """Section of config.json that has these; empty: none."""
+    """Section of config.json with these fields; empty: the top level."""
 
 
 FAMILIES = {
@@ -267,7 +267,7 @@ def decoder_config(config: Config) -> Config:
 
 
 def sees(config: Config) -> bool:
-    """Return True if the trainer takes media with models of this type: images at least."""
+    """Return True if the trainer takes media, at least images, with models of this type."""
     return config.get("model_type") in SEEING
 
 

@@ -20,7 +20,7 @@ from typing import Protocol
 LEASE_VARIABLE = "RELAXD_GPU_LEASE_FD"
 """Environment variable with the descriptor of the shared memory."""
 POLL_SECONDS = 0.25
-"""Interval at which a child reads the end of the lease."""
+"""Seconds between a child's reads of the end of the lease."""
 IDLE_SECONDS = 3600.0
 
 _SIZE = ctypes.sizeof(ctypes.c_double)
@@ -51,7 +51,7 @@ class GpuLease:
         """End of the lease; in shared memory once a lease has begun."""
         self._changed = threading.Condition()
         self._until: float | None = None
-        """End of the lease; None while nothing is leased."""
+        """End of the lease; None if nothing is leased."""
         self._children: set[Killable] = set()
         self._watcher: threading.Thread | None = None
 

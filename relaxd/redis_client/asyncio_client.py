@@ -77,7 +77,7 @@ class PackedConnection(_Packed, redis.asyncio.Connection):
 
 
 class PackedTlsConnection(_Packed, redis.asyncio.SSLConnection):
-    """The same with TLS."""
+    """PackedConnection with TLS."""
 
 
 class PackedUnixConnection(_Packed, redis.asyncio.UnixDomainSocketConnection):
@@ -128,7 +128,7 @@ class AsyncOwnerConnection(AsyncFoundConnection):
 
 
 class AsyncOwnerTlsConnection(AsyncOwnerConnection, redis.asyncio.SSLConnection):
-    """The same with TLS."""
+    """AsyncOwnerConnection with TLS."""
 
 
 class AsyncPrimaryConnection(AsyncFoundConnection):
@@ -150,7 +150,7 @@ class AsyncPrimaryConnection(AsyncFoundConnection):
 
 
 class AsyncPrimaryTlsConnection(AsyncPrimaryConnection, redis.asyncio.SSLConnection):
-    """The same with TLS."""
+    """AsyncPrimaryConnection with TLS."""
 
 
 def connect_async(url: str, *, tag: str, seconds: float, **settings: Any) -> redis.asyncio.Redis:

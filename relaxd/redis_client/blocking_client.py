@@ -51,7 +51,7 @@ class WriteFence:
 
     key: str
     last: int = 0
-    """The last acknowledged one."""
+    """The last acknowledged mark."""
 
     def asking(self, replicas: int, seconds: float) -> list[tuple[Any, ...]]:
         """Return the commands to append to others, to set the mark and wait until replicas have it."""
@@ -215,7 +215,7 @@ NO_ANSWER = "doesn't answer"
 
 
 def passing(error: redis.RedisError) -> str:
-    """Explain why Redis is unavailable, as the end of a sentence; "" if the error is not transient."""
+    """Return the explanation of an unavailable Redis, as the end of a sentence; "" if the error is not transient."""
     if isinstance(error, redis.AuthenticationError):
         return f"refuses the password: {error}"
     # redis-py cuts the first word off where it has a class for it.

@@ -134,7 +134,7 @@ class PrimaryConnection(FoundConnection):
 
 
 class PrimaryTlsConnection(PrimaryConnection, redis.SSLConnection):
-    """The same with TLS."""
+    """PrimaryConnection with TLS."""
 
 
 COORDINATOR = "coordinator"
@@ -224,7 +224,7 @@ class OwnerConnection(FoundConnection):
 
 
 class OwnerTlsConnection(OwnerConnection, redis.SSLConnection):
-    """The same with TLS."""
+    """OwnerConnection with TLS."""
 
 
 def _address(server: list[Any], asked: Node) -> Node:

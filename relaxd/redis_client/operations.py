@@ -14,7 +14,7 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 At = int | str | None
-"""A server: None is the board's Redis, a number one of board.data_urls, a text the URL of a data node."""
+"""A server: None for the board's Redis, a number for one of board.data_urls, a text for a data node's URL."""
 Command = tuple[Any, ...]
 
 
@@ -39,7 +39,7 @@ RedisOperation = Generator[Request, Any, T]
 
 
 def ask(*command: Any, at: At = None) -> RedisOperation[Any]:
-    """Send one command that changes nothing. Returns its reply."""
+    """Send one read-only command. Returns its reply."""
     (reply,) = yield Send((command,), at)
     return reply
 

@@ -17,7 +17,7 @@ from relaxd.waiting import waiting
 CALL_SECONDS = 5.0
 """Deadline of a registration or a heartbeat."""
 RETRY_SECONDS = 0.5
-"""Pause between two attempts while the coordinator is away."""
+"""Seconds between two attempts while the coordinator is away."""
 STARTING_SECONDS = 10.0
 """Seconds for which an unresponsive coordinator may still be starting, beside this process, so that there is no
 warning."""

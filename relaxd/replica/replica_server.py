@@ -8,7 +8,7 @@ from relaxd.rpc.leader_term import NewestTerm
 from relaxd.v1 import replica_pb2, replica_pb2_grpc
 
 MAX_LAUNCH_ID = 300
-"""Longest launch_id, in characters."""
+"""Maximum length of a launch_id, in characters."""
 REPLY_SECONDS = 0.5
 """Seconds before the caller's deadline at which Drain and Leave answer."""
 
@@ -95,7 +95,7 @@ class SyncIds:
     """
 
     def __init__(self, coordinator: NewestTerm | None = None) -> None:
-        """`coordinator` has the term of the coordinator that is obeyed; None: there is only one."""
+        """`coordinator` has the term of the obeyed coordinator; None: there is only one coordinator."""
         self._coordinator = coordinator
         self._term = 0
         self._last = 0

@@ -128,7 +128,7 @@ SECTIONS: dict[str, tuple[Chart, ...]] = {
 }
 NAMED = {name for charts in SECTIONS.values() for chart in charts for name in chart.metrics if "*" not in name}
 STACKS: tuple[Breakdown, ...] = (TRAINER, GROUP)
-"""Durations drawn as a stack of their parts, first in the section on time."""
+"""Durations drawn as a stack of their parts, at the beginning of the section on time."""
 UNDRAWN = frozenset(
     {"step", "commit_time", "weights_checksum", "eval_step", "eval_prompts", *(whole.name for whole in STACKS)}
 ) | {part.name for whole in STACKS for part in whole.parts}

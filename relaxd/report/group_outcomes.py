@@ -40,7 +40,7 @@ GROUP_ID = re.compile(r"(\d+)-(\d{1,18})(?:~(\d+))?", re.ASCII)
 
 
 class GroupSet:
-    """A set of groups' ids, a bit for each: groups of ten million prompts take about 1.3 MB."""
+    """A set of groups' ids, one bit each: groups of ten million prompts take about 1.3 MB."""
 
     def __init__(self) -> None:
         self._chunks: dict[tuple[int, int, int], bytearray] = {}
@@ -68,7 +68,7 @@ class ConditionError(ValueError):
 
 
 def read_fates(folder: Path) -> Iterator[dict[str, Any]]:
-    """Yield what became of each closed group, newest first, with `fate` and `retry` beside what the file has.
+    """Yield the outcome of each closed group, newest first: its line of the file, with `fate` and `retry` added.
 
     A group whose run was restored may have several lines; the newest counts.
     """
@@ -156,7 +156,7 @@ def _value(text: str) -> str | float:
 
 @dataclass
 class GroupTally:
-    """Groups that have something in common."""
+    """Counts of groups with a common property."""
 
     closed: int = 0
     trained: int = 0
@@ -198,7 +198,7 @@ class Summary:
     retried: int = 0
     """Groups that were retries."""
     continued: int = 0
-    """Groups with an answer that was cut off and continued."""
+    """Number of groups with an answer that was cut off and continued."""
     by: dict[str, dict[str, GroupTally]] = field(default_factory=lambda: {name: {} for name in DIMENSIONS})
     """Buckets by dimension, then by label."""
     means: dict[str, tuple[Mean, Mean]] = field(

@@ -64,7 +64,7 @@ class SetRow:
 
 
 def set_rows(lines: Iterable[Mapping[str, Any]]) -> list[SetRow]:
-    """Return the results in lines of metrics.jsonl: set by set, step by step, the held-out prompts first."""
+    """Return the results in lines of metrics.jsonl, by set and then by step, the held-out prompts first."""
     rows = []
     for line in lines:
         sets: dict[str, dict[str, float]] = {}
@@ -121,7 +121,7 @@ class RunResult:
     config: RunConfig | None
     """The configuration; None if config.json is missing or from another version of relaxd."""
     code: dict[str, Any]
-    """The version of the code, as in code.json; empty if unknown."""
+    """Version of the code, from code.json; empty if unknown."""
     samples: list[dict[str, Any]]
 
     @property

@@ -152,7 +152,7 @@ async def _await(value: Any) -> Any:
 
 
 def _of_group(values: Any, count: int) -> list[Any]:
-    """Return a group's values one by one, or for each the error of all."""
+    """Return a group's values one by one, or the common error for each."""
     if isinstance(values, BaseException):
         return [values] * count
     if not isinstance(values, Sequence) and hasattr(values, "tolist"):

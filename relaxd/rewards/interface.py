@@ -38,11 +38,11 @@ class RewardInput:
     finish_reason: str = ""
     """End of the answer: "stop", "length" or "abort", or another of relaxd/finish_reasons.py; "" if unknown."""
     prompt_messages: Sequence[Message] = ()
-    """The prompt's messages, unless they are one of the user with the text `prompt`."""
+    """Messages of the prompt, unless there is only one, of the user, with the text `prompt`."""
     response_messages: Sequence[Message] = ()
     """Messages after the prompt, unless there is only one, of the model, with the text `response`."""
     answer_messages: Sequence[Message] = ()
-    """The reference answer's messages, unless they are one with the text `answer`."""
+    """Messages of the reference answer, unless there is only one, with the text `answer`."""
 
     tokens: int = 0
     """Number of tokens that the model wrote, end tokens included; 0 if unknown."""

@@ -20,10 +20,10 @@ AGGREGATES: dict[str, Callable[[Sequence[float]], float]] = {
     "max": max,
     "last": lambda values: values[-1],
 }
-"""Functions that make one number of several, of a sample and then of a step."""
+"""Functions that reduce several numbers to one, for a sample and then for a step."""
 NAME = re.compile(r"[A-Za-z][A-Za-z0-9_.\-/]{0,63}")
 MAX_NAMES = 64
-"""Maximum number of names that one call of a reward logs."""
+"""Maximum number of names that one call of a reward may log."""
 MAX_STEP_NAMES = 256
 """Maximum number of names in the record of a step."""
 PART = re.compile(r"log/([a-z]+)/(.+)")

@@ -98,7 +98,7 @@ def _extra_info(sample: RewardInput) -> dict[str, Any]:
 
 
 def _accepted(parameters: dict[str, inspect.Parameter], arguments: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments that a function takes."""
+    """Return the arguments that a function accepts."""
     if any(one.kind is one.VAR_KEYWORD for one in parameters.values()):
         return arguments
     return {name: value for name, value in arguments.items() if name in parameters}

@@ -1,4 +1,4 @@
-"""The stack of a slow reward, out of the stacks of all threads that faulthandler writes."""
+"""The stack of a slow reward, extracted from all threads' stacks written by faulthandler."""
 
 import asyncio
 import re

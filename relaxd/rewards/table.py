@@ -124,5 +124,5 @@ _REWARDS = {
 
 
 def reward_of_data_source(name: str) -> str | None:
-    """Return the name of the bundled reward for one of verl's data sources, or None if there is none."""
+    """Return the name of the bundled reward for one of verl's data sources; None if there is none."""
     return "dapo" if name.startswith("aime") else _REWARDS.get(name)

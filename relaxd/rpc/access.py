@@ -16,7 +16,7 @@ from relaxd.rpc.methods import SERVICES as REFLECTION_SERVICES
 from relaxd.rpc.methods import callers, methods, path
 
 READ = "read"
-"""Looks, and changes nothing."""
+"""The call only reads."""
 ADMIN = "admin"
 """May make every call, on behalf of everyone."""
 REPLICA = "replica"
@@ -108,7 +108,7 @@ class AccessTokens:
     """The tokens that a server accepts."""
 
     RELOAD_SECONDS = 1.0
-    """Interval of checks whether the file changed."""
+    """Seconds between two checks for a changed file."""
 
     def __init__(self, file: Path | None = None, token: str | None = None) -> None:
         """Accept the tokens of `file`, else `token` for admins.

@@ -24,9 +24,9 @@ from relaxd.telemetry.call_spans import RpcMethod, end_client_span, open_client_
 MAX_MESSAGE_BYTES = 64 << 20
 """Maximum size of a message; larger columns go through the board."""
 DEFAULT_DEADLINE_SECONDS = 30.0
-"""Deadline of unary calls without one."""
+"""Default deadline of unary calls, in seconds."""
 DEFAULT_STREAM_DEADLINE_SECONDS = 330.0
-"""Deadline of streaming calls without one."""
+"""Default deadline of streaming calls, in seconds."""
 
 
 def channel(
@@ -166,7 +166,7 @@ class MultiCallable:
 
 
 def _status(call: Any) -> str:
-    """Return the name of the status of a call that has ended."""
+    """Return the status name of an ended call."""
     asking = call.code()
     try:
         asking.send(None)  # a coroutine that need not wait

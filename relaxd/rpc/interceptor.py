@@ -21,12 +21,12 @@ from relaxd.rpc.stack_identity import STACK_METADATA, check_stack
 from relaxd.telemetry.call_spans import RpcMethod, ServedCall
 
 DEFAULT_DEADLINE_SECONDS = 120.0
-"""Deadline of unary calls without one, such as from grpcurl."""
+"""Default deadline of unary calls, in seconds, for callers such as grpcurl."""
 DEFAULT_STREAM_DEADLINE_SECONDS = 330.0
-"""Deadline of streaming calls without one; the longest WatchRun takes 300 s."""
+"""Default deadline of streaming calls, in seconds; the longest WatchRun takes 300."""
 
 HEALTH = "/grpc.health.v1.Health/"
-"""Not wrapped: probes have no token, and Health/Watch has no deadline by design."""
+"""Service without the wrapper: probes have no token, and Health/Watch has no deadline by design."""
 
 ALMOST_SECONDS = 0.1
 """Seconds before its deadline within which a cancelled call counts as having exceeded it, by the caller's clock."""

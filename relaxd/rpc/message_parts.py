@@ -23,7 +23,7 @@ class ListRequest(Protocol):
 
 
 class Page(Generic[Item]):
-    """One page of a list whose items have unique keys; the list goes on after the last key."""
+    """One page of a list whose items have unique keys; the next page starts after the last key."""
 
     def __init__(
         self,
@@ -118,7 +118,7 @@ GPU_UUID_RULE = "must be GPU-... or MIG-..."
 SGLANG_URL = re.compile(r"https?://[A-Za-z0-9.\[\]:_-]{1,80}:[0-9]{1,5}")
 SGLANG_URL_RULE = "must be http://host:port"
 MAX_GPUS = 1024
-"""Limit of one request."""
+"""Maximum number of GPUs in one request."""
 
 
 def check_gpu_uuids(field: str, uuids: Sequence[str], violations: Violations) -> None:

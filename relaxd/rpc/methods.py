@@ -47,7 +47,7 @@ _FILES = (
     rank_pb2,
 )
 _WORK = ("/relaxd.v1.Agent/Converse", "/relaxd.v1.Reward/Score", "/relaxd.v1.Rollout/Generate")
-"""Calls of the coordinator that change nothing but a replica's load."""
+"""Calls of the coordinator that change only a replica's load."""
 
 
 def methods() -> Iterator[MethodDescriptor]:

@@ -102,9 +102,9 @@ class ServiceSettings:
     log_level: str = "info"
     """debug, info, warning or error."""
     deadline_seconds: float = 120.0
-    """Deadline of unary calls without one, such as from grpcurl."""
+    """Default deadline of unary calls, in seconds, for callers such as grpcurl."""
     stream_deadline_seconds: float = 330.0
-    """Deadline of streaming calls without one; the longest WatchRun takes 300 s."""
+    """Default deadline of streaming calls, in seconds; the longest WatchRun takes 300."""
     max_message_bytes: int = 64 << 20
     """Maximum size of a message; larger columns go through the board."""
     engine_python: str = ""

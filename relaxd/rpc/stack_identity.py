@@ -33,7 +33,7 @@ def make_stack_identity(folder: Path) -> str:
 
 
 def read_stack_identity(environment: Mapping[str, str] | None = None) -> str:
-    """Return the identity in RELAXD_STACK; empty without one."""
+    """Return the identity in RELAXD_STACK; empty if it isn't set."""
     return (os.environ if environment is None else environment).get(STACK_VARIABLE, "")
 
 

@@ -18,7 +18,7 @@ READ = _EXECUTE | _READ_FILE | _READ_DIR
 USE = READ | _WRITE_FILE | _TRUNCATE | _DEVICES
 """The rights to use devices."""
 _FILE_RIGHTS = {1: 13, 2: 14, 3: 15, 5: 16}
-"""Number of rights by the first version that has this number."""
+"""Number of rights by the first version with that number."""
 _TCP_VERSION, _SCOPE_VERSION = 4, 6
 
 

@@ -16,7 +16,7 @@ class Limits:
     """Limits of each confined process."""
 
     seconds: float = 3.0
-    """Processor time for one question."""
+    """Processor seconds for one question."""
     memory_bytes: int = 512 << 20
     """Address space."""
     output_bytes: int = 1 << 20

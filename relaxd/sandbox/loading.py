@@ -1,4 +1,4 @@
-"""Loading of a program as a module, with the names that a program for a contest finds imported."""
+"""Loading of a program as a module, with the predefined names of programs for contests."""
 
 import sys
 from collections.abc import Mapping

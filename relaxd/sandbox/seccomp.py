@@ -294,7 +294,7 @@ def _deny(number: int) -> bytes:
 
 
 def _load(argument: int, half: int = 0) -> bytes:
-    """Return the step that loads an argument: its lower half, or its upper one (`half` = 4)."""
+    """Return the step that loads half of an argument: the lower one, or the upper one (`half` = 4)."""
     return _step(_LOAD, _FIRST_ARGUMENT + 8 * argument + half)
 
 

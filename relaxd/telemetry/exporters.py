@@ -31,7 +31,7 @@ class TraceFiles(SpanExporter):
     """Appends this process's spans to its file in a run's folder; drops them without a run."""
 
     def __init__(self, process: str) -> None:
-        """`process`: the beginning of the file's name, such as a replica id, or "ID/PART" of a child process."""
+        """`process`: prefix of the file's name, such as a replica id, or "ID/PART" for a child process."""
         self._name = f"{process.replace('/', '-')}-{os.getpid()}.jsonl"
         self._path: Path | None = None
         self._dropped = 0

@@ -22,13 +22,13 @@ _open_quick: "Callable[..., QuickSpan] | None" = None
 
 
 def set_exporting(exporting: bool) -> None:
-    """Say whether this process exports anything by OTLP."""
+    """Set whether this process exports anything by OTLP."""
     global _exporting
     _exporting = exporting
 
 
 def set_writing(writing: bool) -> None:
-    """Say whether this process writes spans into a run's folder."""
+    """Set whether this process writes spans into a run's folder."""
     global _writing
     _writing = writing
 

@@ -28,7 +28,7 @@ class _Formatter(logging.Formatter):
         return time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created)) + f".{int(record.msecs):03d}Z"
 
     def _ids(self) -> dict[str, str]:
-        """Return the ids of the current trace and span; none outside of one."""
+        """Return the ids of the current trace and span; empty outside of a span."""
         context = trace.get_current_span().get_span_context()
         if not context.is_valid:
             return {}

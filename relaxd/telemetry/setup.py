@@ -109,7 +109,7 @@ def write_traces(run_folder: Path | None) -> None:
 
 
 class _SaidOnce(logging.Filter):
-    """Passes the exporters' first error, as a warning: they try again with every batch."""
+    """Passes only the exporters' first error, as a warning, because they retry with every batch."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -54,7 +54,7 @@ def inject(span: Span | None = None) -> dict[str, str]:
 
 
 def remote_context(carrier: Mapping[str, str]) -> SpanContext:
-    """Return the context of a carrier's span; an invalid one for a carrier that has none."""
+    """Return the context of a carrier's span; an invalid one if the carrier has none."""
     parent, state = carrier.get("traceparent"), carrier.get("tracestate", "")
     if not parent or len(parent) > MOST_LETTERS:
         return INVALID_SPAN_CONTEXT
@@ -62,7 +62,7 @@ def remote_context(carrier: Mapping[str, str]) -> SpanContext:
 
 
 def trace_id(carrier: Mapping[str, str]) -> str:
-    """Return the id of a carrier's trace, in 32 hexadecimal digits; "" for a carrier that has none."""
+    """Return the id of a carrier's trace, in 32 hexadecimal digits; "" if the carrier has none."""
     context = remote_context(carrier)
     return format_trace_id(context.trace_id) if context.is_valid else ""
 

@@ -1,4 +1,4 @@
-"""Source of prompts of examples/zoom.toml: wide pictures with a digit in one half, which prompts show small."""
+"""Source of prompts of examples/zoom.toml: wide pictures with a digit in one half, shown small in prompts."""
 
 from random import Random
 from typing import Any

@@ -27,7 +27,7 @@ class Logged:
             else:
                 self._digests[line["step"], line["part"]] = line["digest"]
         self.last_step = max((step for step, _ in self._digests), default=-1)
-        """The last step of which something is logged; -1 if nothing is."""
+        """The last step with a logged part; -1 if there is none."""
 
     def begin_edition(self) -> None:
         """Begin the next, empty edition. Raises OSError."""

@@ -1,4 +1,4 @@
-"""The interface of trackers, and the facts of a run that they get."""
+"""The interface of trackers, and the description of a run for them."""
 
 import re
 from collections.abc import Mapping, Sequence

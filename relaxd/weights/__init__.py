@@ -11,6 +11,6 @@ NCCL_ENVIRONMENT = {
     # NVLink multicast needs CUMEM, and is not available on hosts whose switch is shared among tenants.
     "NCCL_NVLS_ENABLE": "0",
 }
-"""Variables and their values, the same in all members."""
+"""Environment variables of NCCL and their values, the same in all members."""
 WEIGHTS_CHANGED = "WEIGHTS_CHANGED"
 """Reason of FAILED_PRECONDITION: the trainer has, or is making, newer weights than the requested ones."""

@@ -91,7 +91,7 @@ class _Area:
     """Memory of a source: SLOTS slots of `slot_bytes` each."""
 
     generation: int
-    """Number of the source's area; one that is too small is replaced."""
+    """Number of the source's area. An area that is too small is replaced."""
     address: int
     slot_bytes: int
 
@@ -222,7 +222,7 @@ class IpcConnection:
 _SUCCESS = 0
 _LAZY_PEER_ACCESS = 1
 _COPY_DEFAULT = 4
-"""cudaMemcpyDefault: the direction follows from the addresses, of which one may be another GPU's."""
+"""cudaMemcpyDefault: the direction follows from the addresses, one of which may be another GPU's."""
 
 
 class CudaError(RuntimeError):

@@ -22,7 +22,7 @@ class GlooBroadcast:
         return all(work.is_completed() for work in self._works)
 
     def finish(self) -> None:
-        """Raise RuntimeError if one failed."""
+        """Raise RuntimeError if a broadcast failed."""
         for work in self._works:
             work.wait()  # brief: the process group's timeout
 

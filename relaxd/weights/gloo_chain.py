@@ -52,7 +52,7 @@ class GlooChain:
         self._rank, self._size = rank, world_size
         self._lock = threading.Lock()
         self._tag = 0
-        """Number of the last broadcast: the same in all members, because they make the same calls."""
+        """Number of the last broadcast, equal in all members because they make the same calls."""
         self._batches: SimpleQueue[_Batch | None] = SimpleQueue()
         self._worker = threading.Thread(target=self._work, name=f"weight chain {rank}", daemon=True)
         self._worker.start()

@@ -71,4 +71,4 @@ class _StockNcclConnection(NcclConnection):
         return unique_id
 
     def _warm_up(self, deadline: float) -> None:
-        """Do nothing: the servers take part in announced broadcasts only."""
+        """Do nothing: the servers take part only in announced broadcasts."""

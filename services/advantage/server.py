@@ -14,7 +14,7 @@ from relaxd.v1 import advantage_pb2, advantage_pb2_grpc
 from relaxd.v1.group_pb2 import DropReason
 
 MAX_TOKENS = 10_000_000
-"""Maximum response tokens of one Compute call: the answer has a value for each and must fit into a message."""
+"""Maximum response tokens of one Compute call: its answer, with a value for each, must fit into a message."""
 
 
 class AdvantageServicer(advantage_pb2_grpc.AdvantageServicer):

@@ -52,7 +52,7 @@ class AgentService(StageReplica):
         """The conversations of each environment, program or function."""
         self._groups: GroupConversations | None = None
         self.evaluations: EvaluationConversations | None = None
-        """Conversations of evaluations; None without a run that has some."""
+        """Conversations of evaluations; None in runs without any."""
 
     async def start_run(self, config: RunConfig, assignment: Assignment) -> None:
         self._run_id = assignment.run_id

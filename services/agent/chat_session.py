@@ -38,7 +38,7 @@ class ChatSession:
     """Answers a program's requests in order. Lives in one event loop."""
 
     def __init__(self, model: PolicyModel, start: ConversationStart, result: Conversation) -> None:
-        """`result` gets the model's messages and the program's."""
+        """`result` receives the model's and the program's messages."""
         self.id = secrets.token_urlsafe(12)
         """Name in the endpoint's address."""
         self.key = secrets.token_urlsafe(32)
@@ -46,7 +46,7 @@ class ChatSession:
         self.limit = ""
         """Limit of the run for which a request was refused, by relaxd.finish_reasons; "": none was."""
         self.cut_by = ""
-        """The same for the last message, if one cut it off."""
+        """Limit that cut off the last message, by relaxd.finish_reasons; "" if none did."""
         self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         """Raises the reason why the conversation can't continue, as soon as there is one."""
         self.media = SessionMedia(model.tokenizer.vision, start.media)
@@ -61,13 +61,13 @@ class ChatSession:
         self._start = start
         self._result = result
         self._branches: list[_Branch] = []
-        """Histories in which the model has written, in the order in which they began."""
+        """Histories with messages of the model, in the order of their beginning."""
         self._one_by_one = asyncio.Lock()
         self._answers: dict[bytes, asyncio.Task[ChatAnswer]] = {}
         """Answers, finished or not, by their requests' digests."""
 
     async def answer(self, request: ChatRequest) -> ChatAnswer:
-        """Answer a request. One that is repeated gets the same answer. Raises BadRequest."""
+        """Answer a request. A repeated request gets the same answer. Raises BadRequest."""
         task = self._answers.get(request.digest)
         if task is None:
             task = self._answers[request.digest] = asyncio.create_task(self._answer(request), name="answer a program")
@@ -150,7 +150,7 @@ class ChatSession:
         return branch, new
 
     async def _with_tokens(self, request: ChatRequest) -> tuple[_Branch, list[Message]]:
-        """The same for a request's token ids. The new part counts as one message of the user."""
+        """`_with_messages` for a request's token ids. The new part counts as one message of the user."""
         tokens, tokenizer, example = request.tokens, self._model.tokenizer, self._start.example
         kept, branch = 0, None
         for one in self._branches:

@@ -242,7 +242,7 @@ class ContainerPrograms(Programs):
 
 
 def _owner_of(pid: int) -> str:
-    """Return the label of a process, which no later one of the same id has."""
+    """Return the label of a process, which differs from that of a later one with the same id."""
     try:
         return f"{pid}:{psutil.Process(pid).create_time():.2f}"
     except psutil.NoSuchProcess:

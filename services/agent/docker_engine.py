@@ -13,7 +13,7 @@ from relaxd.rpc.errors import InvalidArgument
 CALL_SECONDS = 60.0
 """Timeout of a call, except waiting for a container's end."""
 MAX_ANSWER = 8 << 20
-"""Maximum number of bytes of an answer; of a longer one the beginning is returned."""
+"""Maximum bytes of an answer; a longer one is truncated."""
 
 
 class EngineError(OSError):

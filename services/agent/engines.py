@@ -64,7 +64,7 @@ class WantedWeights:
     """The weights that an evaluation is of."""
 
     term: int
-    """Oldest term of the trainer: a version's weights are the same in every later one."""
+    """Oldest acceptable term of the trainer: a version's weights are the same in all later terms."""
     version: int
     or_later: bool
     """True if a later version will do."""
@@ -78,7 +78,7 @@ class WantedWeights:
 
 @dataclass
 class EngineSession:
-    """The requests of one conversation, which stay with an engine that has its tokens."""
+    """Requests of one conversation, which stay with an engine that has cached its tokens."""
 
     name: str
     """Name in traces."""

@@ -36,7 +36,7 @@ _log = logging.getLogger(__name__)
 
 
 class Environments:
-    """Calls an environment. A host that has exited, or hangs, is started again. Lives in one event loop."""
+    """Calls an environment. A host that has exited, or hangs, is restarted. Lives in one event loop."""
 
     def __init__(self, config: AgentConfig, setting: str = "agent.environment", told: Told = ignore) -> None:
         """`setting`: name of the environment in errors; `told`: receives its messages to people."""
@@ -49,7 +49,7 @@ class Environments:
         self._closing: set[asyncio.Task[None]] = set()
         """Tasks that end sessions, and a host that hangs."""
         self._probe: asyncio.Task[None] | None = None
-        """Finds out whether the host hangs."""
+        """Task that checks whether the host hangs."""
         self._service: grpc.aio.Channel | None = None
 
     async def start(self) -> None:

@@ -33,7 +33,8 @@ class EvaluationConversations:
         places: asyncio.Semaphore,
         opened: Collection[str] = (),
     ) -> None:
-        """`by_set` holds conversations with the environment of each evaluation set; `places` limits those at once.
+        """`by_set`: conversations with the environment of each evaluation set; `places`: limit of concurrent
+        conversations.
 
         `opened` are the sets whose rewards may open media.
         """
@@ -129,5 +130,5 @@ class EvaluationConversations:
 
 
 def _plain(value: Any) -> Any:
-    """Return a field's value; a repeated one as a list."""
+    """Return a field's value, as a list if the field is repeated."""
     return value if isinstance(value, int | float) else list(value)

@@ -56,7 +56,7 @@ class ModelMessage:
     text: str
     """The whole text without the end token."""
     parsed: ParsedReply
-    """The same, divided."""
+    """The text, divided into thinking, text and tool calls."""
     cut_by: str
     """Limit that cut it off: "budget" (rollout.max_new_tokens), "length" (agent.turn_tokens) or "asked" (the caller's);
     "": the model ended it."""

@@ -33,7 +33,7 @@ class ProgramConversations(Conversations):
         self._programs = programs
 
     def _end(self, name: str) -> None:
-        """Do nothing: the program has been killed."""
+        """Do nothing: the program is already killed."""
 
     async def _converse(self, result: Conversation, start: ConversationStart) -> None:
         session = ChatSession(self._model, start, result)

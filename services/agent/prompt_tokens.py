@@ -16,7 +16,7 @@ from services.agent.session_media import SessionMedia, joined
 
 
 class PromptTokens:
-    """Tells the tokens of one session's requests."""
+    """Counts the tokens of one session's requests."""
 
     def __init__(self, model: PolicyModel, start: ConversationStart, media: SessionMedia) -> None:
         """`start` has the sample's prompt."""

@@ -22,8 +22,7 @@ class SessionMedia:
         self.vision = vision
         self._by_hash = {item.sha256: item for item in prompt}
         self._by_source = {_digest(item.kind, item.uri): item for item in prompt}
-        """Media by kind and data URI. Those of the prompt, which programs get in the normal form, are taken as they
-        are."""
+        """Media by kind and data URI. The prompt's, which programs get in normal form, are used unchanged."""
 
     def read(self, place: str, kind: str, source: Any) -> dict[str, Any]:
         """Return the part that refers to an item. Raises BadRequest if the item is no data URI, or can't be read."""

@@ -10,7 +10,7 @@ from services.agent.chat_requests import BadRequest
 
 @dataclass(frozen=True)
 class Stored:
-    """A conversation up to one answer, which is its last message."""
+    """A conversation up to an answer, its last message."""
 
     messages: Sequence[Message] = ()
     tools: Sequence[dict[str, Any]] = ()

@@ -37,14 +37,14 @@ FLEET_SECONDS = 2.0
 CALL_SECONDS = 10.0
 """Deadline of the calls of one read, in seconds."""
 EVENT_SECONDS = 0.25
-"""Shortest time between two events of one topic to a page."""
+"""Minimum seconds between two events of one topic to a page."""
 SILENT_SECONDS = 3.0
 """Seconds without a heartbeat after which the page shows the silence."""
 KEEPALIVE_SECONDS = 15.0
 LINGER_SECONDS = 30.0
 """Seconds for which a run is followed after its last page was closed."""
 SHOWN_EVENTS = 50
-"""Maximum number of health events that a new page gets."""
+"""Maximum number of health events for a new page."""
 MAX_REPLICAS = 5000
 
 _log = logging.getLogger(__name__)
@@ -78,7 +78,7 @@ class FollowedRun:
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     async def events(self) -> AsyncIterator[Event]:
-        """Yield all topics as they are, then each one that changes."""
+        """Yield all topics in their current state, then each one that changes."""
         seen: dict[str, int] = {}
         while True:
             for topic, number in list(self._numbers.items()):

@@ -31,7 +31,7 @@ SHOWN_SCALE_REQUESTS = 50
 MAX_DRAWN = 8
 """Maximum number of runs whose charts are cached."""
 LARGE = ("config_json", "health", "metrics", "wait", "alarms")
-"""Fields of a run that ListRuns leaves out."""
+"""Fields of a run that ListRuns omits."""
 
 
 class Pages:

@@ -63,7 +63,7 @@ class Viewers:
         return self._everybody is None
 
     def find(self, request: web.Request) -> Viewer | None:
-        """Return the viewer of a request; None: they have to log in."""
+        """Return the viewer of a request; None if a login is required."""
         if self._everybody is not None:
             return self._everybody
         viewer = self._sessions.get(request.cookies.get(COOKIE, ""))

@@ -50,7 +50,7 @@ HOUSEKEEPING_SECONDS = 1.0
 THREADS = 16
 """Threads for files, tokenisation and long ledgers. Calls to Redis are awaited in the event loop."""
 RETENTION_SECONDS = 60.0
-"""Interval at which expired runs are deleted."""
+"""Seconds between two deletions of expired runs."""
 
 
 class CoordinatorProcess:

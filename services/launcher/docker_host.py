@@ -32,7 +32,7 @@ removes it."""
 MAX_RESTARTS = 5
 """Maximum restarts of a container that fails."""
 NOT_COPIED = ("Hostname", "Image", "Labels", "Env")
-"""Keys of a container's configuration that are not copied as they are."""
+"""Keys of a container's configuration that aren't copied unchanged."""
 
 
 def container_config(template: Mapping[str, Any], request: pb.LaunchRequest, number: int) -> dict[str, Any]:

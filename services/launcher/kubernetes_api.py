@@ -32,7 +32,7 @@ class KubernetesApi:
 
     @classmethod
     def of_pod(cls, environment: Mapping[str, str] = os.environ, folder: Path = SERVICE_ACCOUNT) -> "KubernetesApi":
-        """Use the server and the service account of this pod. Raises FailedPrecondition outside of one."""
+        """Use this pod's server and service account. Raises FailedPrecondition outside of a pod."""
         host, port = environment.get("KUBERNETES_SERVICE_HOST"), environment.get("KUBERNETES_SERVICE_PORT")
         if not host or not port:
             raise FailedPrecondition(

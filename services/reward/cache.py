@@ -11,14 +11,14 @@ from services.reward.worker_pool import Failure
 
 Scored = list[RewardOutput | Failure]
 Score = Callable[[Sequence[RewardInput]], Awaitable[Scored]]
-"""Scores samples of one prompt, in their order."""
+"""Function that scores samples of one prompt, in order."""
 
 
 class ScoreCache:
     """Scores of the most recently scored samples. Failures aren't stored."""
 
     def __init__(self, size: int) -> None:
-        """`size` is the number of scores; 0 remembers nothing."""
+        """`size`: number of scores to remember; 0: none."""
         self._size = size
         self._scores: OrderedDict[bytes, RewardOutput] = OrderedDict()
         self.hits = 0
@@ -52,6 +52,6 @@ class ScoreCache:
 
 
 def _key(sample: RewardInput) -> bytes:
-    """Return the digest of all that a reward gets. Of images, the messages have hashes."""
+    """Return the digest of a reward's whole input. Messages contain hashes of images."""
     described = astuple(replace(sample, media={}))
     return hashlib.sha256(json.dumps(described, sort_keys=True).encode()).digest()

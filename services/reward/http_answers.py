@@ -21,7 +21,7 @@ async def read_at_most(answer: aiohttp.ClientResponse, most: int) -> bytes:
 
 
 def shortened(text: str) -> str:
-    """Return a text in one line that fits into a message."""
+    """Return a text in one line, short enough for a message."""
     line = " ".join(text.split())
     return line if len(line) <= SHOWN else line[: SHOWN - 1] + "…"
 

@@ -25,7 +25,8 @@ async def no_judge(question: AskRequest) -> AskResponse:
 
 
 class Questions:
-    """Carries the questions of one worker to the judge, and its replies back, while the clock of the call stands still.
+    """Forwards the questions of one worker to the judge, and the replies back, while the clock of the call stands
+    still.
 
     Only questions within a call are put to the judge; they are dropped with it.
     """

@@ -46,7 +46,7 @@ async def try_reward(
     secret_files: Sequence[str] = (),
     max_late: int = 0,
 ) -> dict[str, Any]:
-    """Score samples, as many at once as there are workers. Returns the program's output.
+    """Score samples, as many concurrently as there are workers. Returns the program's output.
 
     Once `max_late` samples took longer than their deadline, those that have not begun are left out; 0: none are.
     """

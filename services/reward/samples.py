@@ -65,7 +65,7 @@ def request_of_samples(reward: str, samples: Sequence[RewardInput]) -> ScoreRequ
 
 
 def samples_of_columns(columns: dict[str, Column]) -> list[RewardInput]:
-    """Return the samples of a group, from the columns that the stage needs.
+    """Return the samples of a group from the columns of the stage.
 
     The response of a sample with several sequences is the text of the last one; its messages have all of them. Those of
     a conversation have what the environment said, too.

@@ -185,7 +185,7 @@ class RewardService(StageReplica):
         return self.pool.scored + sum(client.pieces for client in self._clients)
 
     def status(self) -> ServiceStatus:
-        """Return the state, with the name of a sample that takes long."""
+        """Return the state, with the name of a slow sample."""
         status = super().status()
         for client in self._clients:
             if detail := client.detail:
@@ -242,7 +242,7 @@ class RewardService(StageReplica):
             self._last_frames = frames
 
     async def _score_samples(self, config: RewardConfig, samples: list[RewardInput]) -> list[RewardOutput | Failure]:
-        """Score the samples of a group, and those that fail again if reward.on_failure says so.
+        """Score the samples of a group, and repeat failed ones if reward.on_failure says so.
 
         Conversations whose environment failed get 0.
         """

@@ -60,7 +60,7 @@ class WorkerStartError(Exception):
 
 @dataclass
 class Running:
-    """Samples of one prompt that are being scored."""
+    """Samples of one prompt whose scores are being computed."""
 
     prompt: str
     """The text of their prompt, shortened."""
@@ -163,7 +163,7 @@ class WorkerPool:
         self._configs = {name: one.model_dump_json() for name, one in configs.items()}
         self._plan = plan_of(self._config, self._environment, secret_files, list(configs.values()))
         self._forms: dict[str, LoadRewardResponse] = {}
-        """Descriptions by the workers of the rewards that they have loaded."""
+        """Workers' descriptions of the rewards that they have loaded."""
         self._workers = [_Worker() for _ in range(workers)]
         self._closed = False
         self.scored = 0

@@ -57,7 +57,7 @@ class ScriptedLearner:
         """Report nothing: a pass sleeps."""
 
     def accumulate(self, micro_batches: Sequence[PackedMicroBatch], *, last: bool = False) -> None:
-        """Wait as long as forward and backward would take."""
+        """Wait for the simulated time of forward and backward."""
         tokens = sum(len(batch.tokens) for batch in micro_batches)
         self._tokens += tokens
         time.sleep(tokens / self._tokens_per_second)
@@ -77,7 +77,7 @@ class ScriptedLearner:
     def log_probs_and_experts(
         self, micro_batches: Sequence[PackedMicroBatch]
     ) -> tuple[list[NDArray[np.float32]], list[NDArray[np.unsignedinteger]]]:
-        """Return `log_probs`, and as many experts as a model would have."""
+        """Return `log_probs`, and as many experts as a model would report."""
         experts = [np.zeros((len(batch.tokens), *self._rehearsal.experts), np.uint8) for batch in micro_batches]
         return self.log_probs(micro_batches), experts
 
@@ -117,13 +117,13 @@ class ScriptedBroadcaster:
         self._seconds = rehearsal.sync_seconds
 
     def join(self, *group: Any) -> None:
-        """Connect to no one."""
+        """Do nothing: there is no group to join."""
 
     def leave(self, name: str) -> None:
-        """Leave nothing."""
+        """Do nothing: there is no group to leave."""
 
     def broadcast(self, name: str, timeout: float, with_checksums: bool) -> BroadcastWeightsResponse:
-        """Wait as long as the weights would travel."""
+        """Wait for the simulated time of a broadcast."""
         time.sleep(self._seconds)
         return BroadcastWeightsResponse(seconds=self._seconds, checksums=CHECKSUM if with_checksums else {})
 

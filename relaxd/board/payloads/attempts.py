@@ -34,7 +34,7 @@ from relaxd.redis_client.operations import RedisOperation, ask, is_cluster_node
 HIGH_WATER = 0.8
 """Share of a data node's maxmemory that open groups may take."""
 UNLIMITED_SHARE = 0.25
-"""Share of its machine's memory that a data node without a maxmemory is taken to have."""
+"""Assumed limit of a data node without a maxmemory, as a share of its machine's memory."""
 
 
 def node_of(payload: str, nodes: int) -> int:
@@ -62,7 +62,7 @@ def memory(nodes: int) -> RedisOperation[RedisMemory | None]:
 
 
 def problems(board: str, nodes: Sequence[str]) -> RedisOperation[list[str]]:
-    """Say which data nodes can't be used: nodes of a cluster, servers under two names. Raises BoardUnavailable.
+    """Return the faults of data nodes: nodes of a cluster, servers under two names. Raises BoardUnavailable.
 
     `board`: the URL of the board's Redis; `nodes`: those of the data nodes.
     """

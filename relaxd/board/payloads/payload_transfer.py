@@ -15,11 +15,11 @@ others."""
 KEYS_TOGETHER = 64
 """Maximum keys in one UNLINK: Redis frees strings before it serves others."""
 SLOWEST_BYTES_PER_SECOND = 1 << 20
-"""A writer that is slower than this may be taken for dead."""
+"""Minimum bytes per second of a writer; a slower one may be taken for dead."""
 
 
 def patience(nbytes: int, orphan_seconds: float) -> int:
-    """Return the milliseconds that attempts of `nbytes` may take from registration to commit."""
+    """Return the milliseconds from registration to commit that attempts of `nbytes` may take."""
     return max(1, int(1000 * (orphan_seconds + nbytes / SLOWEST_BYTES_PER_SECOND)))
 
 

@@ -35,7 +35,7 @@ SWEPT_TOGETHER = 256
 LEDGER_STEPS = 256
 """Newest steps that stay in the board's ledger: a plan may have hundreds of kilobytes."""
 DROPPED_TOGETHER = 64
-"""Groups that one script drops."""
+"""Maximum number of groups that one script drops."""
 
 
 class CoordinatorSide(BoardCore):
@@ -115,7 +115,7 @@ class CoordinatorSide(BoardCore):
 
     @operation
     def record_weights(self, *, term: int, version: int, digest: str) -> RedisOperation[None]:
-        """Note that the trainer sends weights with this digest as this version. Raises Fenced, RunMissing."""
+        """Record that the trainer sends weights with this digest as this version. Raises Fenced, RunMissing."""
         yield from run_script("record_weights", self.prefix, term, version, digest)
 
     @operation
@@ -152,7 +152,7 @@ class CoordinatorSide(BoardCore):
 
     @operation
     def data_node_problems(self) -> RedisOperation[list[str]]:
-        """Say which data nodes can't be used. Raises BoardUnavailable for one that doesn't answer."""
+        """Return the faults of data nodes. Raises BoardUnavailable for one that doesn't answer."""
         return (yield from data_nodes.problems(self._connection.url, [one.url for one in self._nodes.data]))
 
     @operation
@@ -333,7 +333,7 @@ class CoordinatorSide(BoardCore):
 
     @operation
     def measure(self) -> RedisOperation[int]:
-        """Return the bytes that the run takes in Redis, data nodes included."""
+        """Return the bytes of the run in Redis, data nodes included."""
 
         total = 0
         for server in (None, *range(len(self._nodes.data))):
@@ -345,10 +345,10 @@ class CoordinatorSide(BoardCore):
 
     @operation
     def delete(self) -> RedisOperation[None]:
-        """Delete everything under the run's prefix. Workers of the run get RunMissing from then on.
+        """Delete everything under the run's prefix. From then on workers of the run get RunMissing.
 
-        The run's data nodes are those that it was created with. Raises BoardUnavailable for one that is away, after the
-        rest is deleted: repeat it when that is back.
+        The run's data nodes are those that it was created with. Raises BoardUnavailable if one is away, after
+        deleting the rest: repeat the call once it is back.
         """
         record = f"{self.prefix}data_nodes"
         text = yield from ask("GET", record)
@@ -364,7 +364,7 @@ class CoordinatorSide(BoardCore):
         yield from payload_transfer.unlink_keys([record])
 
     def _unlink_all(self, server: At, spared: str) -> RedisOperation[None]:
-        """Remove all keys of the run from one server, but one."""
+        """Remove all keys of the run except one from one server."""
         found = yield FindKeys(self.prefix, server)
         yield from payload_transfer.unlink_keys((key for key in found if key != spared), server)
 
@@ -375,5 +375,5 @@ class CoordinatorSide(BoardCore):
 
 
 def _flat(fields: Mapping[str, Any]) -> list[Any]:
-    """Return names and values, which take turns."""
+    """Return alternating names and values."""
     return [part for item in fields.items() for part in item]

@@ -368,7 +368,7 @@ def _pick(payloads: Mapping[str, dict[str, Column] | None], placed: Mapping[str,
 
 
 def _join(payloads: Mapping[str, bytes | None], places: Sequence[Place]) -> dict[str, Column]:
-    """Return the columns of payloads together. Raises ColumnError for one that is missing or corrupt."""
+    """Return the columns of all payloads together. Raises ColumnError for a missing or corrupt one."""
     columns: dict[str, Column] = {}
     for place in places:
         payload = payloads[place.keys[0]]

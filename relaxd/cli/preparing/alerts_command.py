@@ -48,7 +48,7 @@ def alerts_test(
 
 
 def _try(url: AlertUrl) -> str:
-    """Send the test message. Returns the problem, "" without one."""
+    """Send the test message. Returns the problem; "" if there is none."""
     try:
         return Sender(url).send(MESSAGE)
     except UrlProblem as error:

@@ -256,7 +256,7 @@ def _check_teacher_engine(config: RunConfig, model: Mapping[str, Any]) -> list[P
 
 
 def _check_candidates(config: RunConfig, teacher: Mapping[str, Any]) -> list[Problem]:
-    """Check that the teacher has as many tokens as are to be compared."""
+    """Check that the teacher's vocabulary has as many tokens as the loss compares."""
     top_k, size = getattr(config.algorithm, "distill_top_k", 0), teacher.get("vocab_size")
     if not isinstance(size, int) or top_k <= size:
         return []

@@ -67,7 +67,7 @@ def load_words_or_prompts(words: list[str], further: Callable[[Path], str]) -> R
 
 
 def set_of(path: Path) -> str:
-    """Return the lines of an evaluation set that has all prompts of a file, and the file's name."""
+    """Return the lines of an evaluation set with all prompts of a file, and the file's name."""
     name = re.sub(r"[^a-z0-9_.-]+", "-", path.stem.lower()).lstrip("_.-")[:64]
     name = "prompts" if name in ("", HELD_OUT) else name
     return f"[[eval.sets]]\nname = {json.dumps(name)}\npath = {json.dumps(str(path))}"
@@ -76,7 +76,7 @@ def set_of(path: Path) -> str:
 MOST_READ = 2000
 """Maximum number of prompts to read from a source, evenly spread."""
 MOST_READ_WITH_MEDIA = 200
-"""The same with data.media_keys: all that are read are held in memory, and files with media are opened."""
+"""Maximum number of prompts to read with data.media_keys: they are held in memory, and their files are opened."""
 
 MOST_COMPARED_WITH_MEDIA = 20_000
 """Maximum number of prompts with media among which to count repeats, because all of their files must be read."""

@@ -33,7 +33,7 @@ from relaxd.report.run_result import set_rows
 from relaxd.rewards import RewardInput
 
 SCORED_TOGETHER = 2048
-"""Answers that are scored by one start of the reward's program. Their texts are in memory meanwhile."""
+"""Number of answers that one start of the reward's program scores. Their texts are in memory at the same time."""
 PROGRESS_SECONDS = 5.0
 RESULTS = "results.json"
 

@@ -18,7 +18,7 @@ from relaxd.tools.migrate.verl import VerlConfigError, migrate, read_verl
 from relaxd.tools.model_fetch import MODELS, fetch, is_fetched
 
 OWN_TASK = {"run.toml": "jsonl.toml", "prompts.jsonl": "prompts.jsonl", "reward.py": "reward.py"}
-"""Files that `relaxd init` writes, and the examples that they are copies of."""
+"""Files of `relaxd init`, and the examples that they are copied from."""
 
 DEMO_SETTINGS: dict[str, tuple[str, ...]] = {
     # Answers have up to 12 tokens, not 1,024.
@@ -78,7 +78,7 @@ def model_fetch(
 
 @model_app.command("list")
 def model_list() -> None:
-    """List the models that can be fetched and those that were."""
+    """List the models that can be fetched, and the fetched ones."""
     for name, model in MODELS.items():
         show(f"{name:<16} {'fetched    ' if is_fetched(name) else 'not fetched'}  {model.description}")
     folder = models_folder()

@@ -126,7 +126,7 @@ def _print(path: Path, found: Fit, gpu_gib: float, console: Console) -> None:
 
 
 def _shown(held: list[Held]) -> list[Held]:
-    """Leave out the inner stages of a long pipeline, which hold less than the first."""
+    """Omit the inner stages of a long pipeline, which hold less than the first."""
     stages = [one for one in held if one.place.startswith("stage")]
     hidden = {id(one) for one in stages[SHOWN_STAGES - 1 : -1]} if len(stages) > SHOWN_STAGES else set()
     return [one for one in held if id(one) not in hidden]

@@ -191,13 +191,13 @@ class Follower:
 
 
 class Quiet:
-    """Makes a line when nothing has been printed for QUIET_SECONDS. Times are monotonic."""
+    """Creates a line when nothing has been printed for QUIET_SECONDS. Times are monotonic."""
 
     def __init__(self, now: float) -> None:
         self._spoke = self._heard = now
 
     def spoke(self, now: float) -> None:
-        """Note that a line was printed."""
+        """Record that a line was printed."""
         self._spoke = now
 
     def observe(self, run: pb.Run, now: float) -> str:
@@ -325,5 +325,5 @@ class _Lines:
 
 
 def _printer(console: Console) -> Callable[[str], None]:
-    """Return a function that prints a line as it is."""
+    """Return a function that prints a line unchanged."""
     return lambda line: console.print(line, markup=False, highlight=False, soft_wrap=True)

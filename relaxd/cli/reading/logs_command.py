@@ -189,7 +189,7 @@ def _seconds(nanoseconds: int) -> str:
 
 @dataclass(frozen=True)
 class _Bar:
-    """The part of a trace's time that a span took, as a bar; a span of another trace may be partly outside."""
+    """A span's part of a trace's time, as a bar; a span of another trace may be partly outside."""
 
     span: TracedSpan
     begin: int

@@ -153,7 +153,7 @@ def metrics(
 
 
 def runs(state: StateOption = DEFAULT_STATE, coordinator: CoordinatorOption = None) -> None:
-    """List the runs with their results: those in runs/, and those that the services know."""
+    """List the runs with their results: those in runs/, and those known to the services."""
     print_runs(state, coordinator, new_console())
 
 

@@ -25,7 +25,7 @@ REFUSED = {
     ("data", "frequency_penalty"): _PENALTY,
     ("data", "temperature"): "all sources have rollout.temperature, at which the trainer computes log-probs",
 }
-"""Why there are no such settings, by their first section and name."""
+"""Reasons why there are no such settings, by their first section and name."""
 
 
 def suggest(place: Place, algorithm: str = "") -> str:

@@ -19,7 +19,7 @@ class ScoredSample:
     prompt: str
     """The text of the prompt's last message."""
     response: str
-    """The model's answer; of a conversation the last one."""
+    """The model's answer; in a conversation, the last one."""
     answer: str
     """The reference answer."""
     metadata: Mapping[str, Any]

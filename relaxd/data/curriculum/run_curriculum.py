@@ -25,7 +25,7 @@ from relaxd.run_folder import CURRICULUM, GROUPS, closed_groups, replace_file
 logger = logging.getLogger(__name__)
 
 SNAPSHOT_GROUPS = 50_000
-"""Closed groups between two snapshots: as many are read within a second."""
+"""Closed groups between two snapshots; that many are read within a second."""
 
 
 def load(record: PromptRecord, folder: Path) -> str:
@@ -47,7 +47,7 @@ def load(record: PromptRecord, folder: Path) -> str:
 
 
 def save(record: PromptRecord, folder: Path, end: int, last: str) -> None:
-    """Write a snapshot of a record that has `end` bytes of groups.jsonl, up to the entry `last`."""
+    """Write a snapshot of a record that includes groups.jsonl up to byte `end`, and the entry `last`."""
     with record.lock:
         head = {"prompts": len(record), "end": end, "last": last, "visits": record.visits}
         tries, pass_rate = record.tries.tobytes(), record.pass_rate.tobytes()

@@ -9,7 +9,7 @@ from relaxd.data.curriculum.prompt_record import PromptRecord, Visit
 from relaxd.data.dataset import Cursor, Prompt, PromptDataset
 
 FIRST_LOOK = 64
-"""Places that are first searched for the next visit; four times as many each time that none is found."""
+"""Number of positions of the first search for the next visit; each further search covers four times as many."""
 OWN_CHOICES = 1000
 """Maximum consecutive choices of a user's sampler to skip because the prompts are left out."""
 
@@ -34,7 +34,7 @@ class _Epoch:
     order: np.ndarray
     """Indices of the prompts, int32."""
     skip: np.ndarray
-    """A visit takes place if this is below its prompt's chance, float32."""
+    """Random number, float32; a visit takes place if it is below its prompt's chance."""
     replay: np.ndarray
     """Random number, float32, that chooses a hard prompt if it is below curriculum.replay, and also which prompt."""
 

@@ -183,11 +183,11 @@ class _Reader:
         return self._base + self._at
 
     def skip(self, count: int) -> None:
-        """Move on."""
+        """Move the position forward."""
         self._at += count
 
     def peek(self) -> bytes:
-        """Move past white space and return the next byte; nothing at the end of the file."""
+        """Move past white space and return the next byte; empty at the end of the file."""
         while True:
             while self._at < len(self._text) and self._text[self._at] in " \t\r\n":
                 self._at += 1

@@ -64,7 +64,7 @@ class OnDemand(Sequence[Item], ABC):
 
     @abstractmethod
     def _item(self, index: int) -> Item:
-        """Make one."""
+        """Create one item."""
 
     @overload
     def __getitem__(self, index: int) -> Item: ...

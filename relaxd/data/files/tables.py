@@ -33,7 +33,7 @@ class Table:
         self._starts: list[int] = []
         self._rows = 0
         self._last: tuple[int, Any] | None = None
-        """The batch that was read last, and its number: a check of evenly spread rows reads several of each."""
+        """The last batch that was read, and its number: a check of evenly spread rows reads several of each."""
         number, copy = tempfile.mkstemp(prefix="relaxd-data-")
         os.close(number)
         try:

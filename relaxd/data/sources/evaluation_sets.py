@@ -46,7 +46,7 @@ class Benchmark:
     """Top-level module of the package."""
     requirement: str
     file: str
-    """Its file with a JSON object a line, in the module's folder."""
+    """Name of the file with a JSON object per line, in the module's folder."""
     reward: str
     example: Callable[[Mapping[str, Any]], Example]
 

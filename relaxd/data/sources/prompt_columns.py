@@ -105,7 +105,7 @@ class Examples(OnDemand[Example]):
         return len(self._rows)
 
     def _item(self, index: int) -> Example:
-        """Return one. Raises ValueError, which names the row and the column."""
+        """Return one example. Raises ValueError naming the row and the column."""
         place = self._rows.place(index)
         try:
             return self._columns.example(self._rows[index], place)

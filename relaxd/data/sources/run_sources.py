@@ -88,7 +88,7 @@ def columns_of(data: DataConfig, own: DataSource | EvalSet | None = None, place:
 
 
 def tools_of(data: DataConfig, own: DataSource | EvalSet | None = None, place: str = "data") -> ToolsColumn:
-    """Return the column with the tools of the data, or of one of its sources or evaluation sets."""
+    """Return the column of tools, of the data or one of its sources or evaluation sets."""
     if own is None or own.tools_key is None:
         return ToolsColumn(data.tools_key, "data.tools_key")
     return ToolsColumn(own.tools_key, f"{place}.tools_key")
@@ -147,7 +147,7 @@ class Share:
 
     @property
     def visits(self) -> int:
-        """Visits of an epoch to the source, at least one."""
+        """Number of visits of an epoch to the source, at least one."""
         return max(1, round(self.count * self.weight))
 
 

@@ -78,7 +78,7 @@ async def _run(settings: Any, taskset: Any, task: Any) -> Any:
 _serving: dict[Any, tuple[AsyncExitStack, Mapping[str, Any]]] = {}
 """Servers of the tools that a taskset's tasks share, kept until this process ends."""
 _starting = asyncio.Lock()
-"""Held while they start; of the event loop of all tasks."""
+"""Lock held while the servers start; it belongs to the event loop of all tasks."""
 
 
 async def _shared_tools(taskset: Any, is_local: bool) -> Mapping[str, Any]:

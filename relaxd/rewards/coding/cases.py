@@ -110,7 +110,7 @@ def _read(text: str) -> tuple[str, list[_Block]]:
 
 
 def _closable(lines: Sequence[str]) -> set[int]:
-    """Return the numbers of lines that begin with ~~~ and have a closing fence of as many below."""
+    """Return the numbers of lines that begin with ~~~ and have a closing fence below."""
     longest, found = 0, set()
     for number in reversed(range(len(lines))):
         said = lines[number].strip(" \t\r\n>")
@@ -164,7 +164,7 @@ class Call:
 
 @dataclass(frozen=True)
 class Asserts:
-    """Tests in Python, which raise if they fail."""
+    """Tests in Python, which raise on failure."""
 
     setup: str
     """Code to run before the tests."""

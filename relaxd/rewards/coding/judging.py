@@ -65,7 +65,7 @@ def _same_word(ours: str, theirs: str) -> bool:
 
 
 def _is_whole_value(ours: str, theirs: str) -> bool:
-    """Return whether a number is the same whole number, digit by digit, perhaps written as "4.0" or "+4"."""
+    """Return whether a number is the same whole number, digit by digit, also if written as "4.0" or "+4"."""
     whole, _, rest = ours.partition(".")
     return not rest.strip("0") and _unsigned_zero(whole) == _unsigned_zero(theirs)
 

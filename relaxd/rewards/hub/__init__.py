@@ -1,1 +1,1 @@
-"""Bundled rewards, one file each, listed in `relaxd.rewards.table`. Those of mathematics are in another folder."""
+"""Bundled rewards, one file each, listed in `relaxd.rewards.table`. Mathematical ones are in another folder."""

@@ -27,7 +27,7 @@ def ifbench_checkers() -> dict[str, Any]:
 
 
 def _words_position(self: Any, value: str) -> bool:
-    """Return True if the second word and the last but one are the keyword, in any case. A last sign is no word."""
+    """Return True if the second word and the last but one are the keyword, in any case. A final sign is no word."""
     words = [word.lower() for word in _tokens(value)]
     last = -3 if words and words[-1] in string.punctuation else -2
     return len(words) >= -last and words[1] == words[last] == self._keyword.lower()

@@ -17,7 +17,7 @@ _FORMULAS = frozenset({"countdown", "puzzle24", "simple_integration", "intermedi
 _LISTS = frozenset({"binary_matrix", "n_queens", "spiral_matrix", "string_insertion"})
 """Tasks that call eval for an answer that may be a list."""
 _FRACTIONS = frozenset({"coin_flip"})
-"""Tasks that read a fraction, of which 1e999999999 would take all memory."""
+"""Tasks that read fractions, where 1e999999999 would take all memory."""
 _WORD = re.compile(r"[^\W\d_]+")
 _FUNCTIONS = frozenset(
     "sqrt sin cos tan sec csc cot asin acos atan sinh cosh tanh exp log ln pi abs Abs".split()  # noqa: SIM905

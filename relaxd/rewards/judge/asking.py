@@ -42,7 +42,7 @@ _line: Line | None = None
 
 
 def connect(line: Line | None) -> None:
-    """Set the way to the judge of this process."""
+    """Set this process's connection to the judge."""
     global _line
     _line = line
 

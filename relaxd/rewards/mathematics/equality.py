@@ -11,7 +11,7 @@ from relaxd.rewards.mathematics.formulas import Unreadable, parse
 from relaxd.rewards.mathematics.normal_forms import normalize, numeral, plain, rational
 
 MAX_LETTERS = 2000
-"""Longest answer that is compared as more than a text."""
+"""Maximum length of an answer that is compared as more than text, in characters."""
 MAX_UNKNOWNS = 2
 """Maximum number of unknown letters in expressions that sympy compares."""
 SYMPY_SECONDS = 2.0
@@ -150,7 +150,7 @@ def _is_zero_difference(answer: str, expected: str) -> bool:
 
 
 def _whole(text: str) -> int | None:
-    """Return a whole number, also one written as "5.0"."""
+    """Return a whole number, also if written as "5.0"."""
     if not _NUMBER.fullmatch(text):
         return None
     before, _, after = text.partition(".")

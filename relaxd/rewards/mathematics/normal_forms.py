@@ -91,7 +91,7 @@ def _inside_brackets(text: str) -> bool:
 
 
 def _without_outer(text: str) -> str:
-    """Remove brackets around the whole, unless they enclose a list."""
+    """Remove outer brackets, unless they enclose a list."""
     while len(text) > 1 and text[0] + text[-1] in ("()", "{}") and "," not in text and _closes_at_end(text):
         text = text[1:-1]
     return text
@@ -159,7 +159,7 @@ def _frac(match: re.Match[str]) -> str:
 
 
 MAX_LETTERS = 60
-"""Longest number. The parser reads no longer numbers either."""
+"""Maximum length of a number, the same as the parser's."""
 _DECIMAL = r"(?:[0-9]+(?:\.[0-9]+)?|\.[0-9]+)"
 _WRITTEN = r"(?:[0-9]{1,3}(?:,[0-9]{3})+(?:\.[0-9]+)?|" + _DECIMAL + ")(?:/[0-9]+)?"
 _SUFFIX = rf" *\\?%|\^\\circ|\^\{{\\circ\}}|°|(?:\\,)? *(?:{UNIT}|\\(?:text|mathrm)\{{ *{UNIT} *\}})"

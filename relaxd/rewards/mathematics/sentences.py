@@ -44,7 +44,7 @@ _SIGNS = {
     "π": r"\pi ", "∞": r"\infty ", "−": "-", "×": r"\times ", "·": r"\cdot ", "÷": "/", "≤": r"\le ", "≥": r"\ge ",
     "<=": r"\le ", ">=": r"\ge ", "**": "^", r"\infinity": r"\infty", "*": r"\cdot ",
 }  # fmt: skip
-"""Signs that LaTeX writes as commands, in the order in which they are replaced."""
+"""Signs that LaTeX writes as commands, in the order of replacement."""
 _SUPERSCRIPTS = re.compile(r"[⁰¹²³⁴⁵⁶⁷⁸⁹]+")
 
 
@@ -105,7 +105,7 @@ def _trimmed(piece: str) -> str:
 
 
 def _latex(formula: str) -> str:
-    """Return a formula, which may be written as in Python or with unicode's signs, in LaTeX."""
+    """Return a formula, also one in Python's syntax or with Unicode's signs, as LaTeX."""
     text = _SUPERSCRIPTS.sub(lambda digits: f"^{{{unicodedata.normalize('NFKC', digits[0])}}}", formula)
     text = re.sub("[¼-¾⅐-⅞]", lambda found: f" {unicodedata.normalize('NFKC', found[0]).replace('⁄', '/')}", text)
     text = written_out(with_improper_fractions(text.strip()))

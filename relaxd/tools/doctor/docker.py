@@ -61,7 +61,7 @@ def _missing(needed: bool, about: str, found: str, right: str, how: str = "") ->
 
 
 def image_findings(images: Sequence[str]) -> Iterator[Finding]:
-    """Say which of the services' images are there. Those that are missing are built when they are needed."""
+    """Return which of the services' images exist. Missing ones are built when needed."""
     try:
         text = (compose.compose_folder() / "compose.yaml").read_text()
     except CliError:  # outside a source tree there is nothing to build

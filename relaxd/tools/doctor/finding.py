@@ -45,7 +45,7 @@ class Scope:
     port: int = COORDINATOR_PORT
     """The coordinator's default port."""
     patience_seconds: float = 2.0
-    """Longest wait for the answer of another process."""
+    """Maximum seconds to wait for another process's answer."""
 
     @property
     def runs(self) -> Path:

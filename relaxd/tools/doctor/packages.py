@@ -66,7 +66,7 @@ def check_packages(scope: Scope) -> Iterator[Finding]:
 
 
 def check_optional_packages(scope: Scope) -> Iterator[Finding]:
-    """Say which packages are missing that only some runs and commands need."""
+    """Report missing packages that only some runs and commands need."""
     if scope.elsewhere:
         return
     required, needed, missing = requirements(), _needed(scope), {}

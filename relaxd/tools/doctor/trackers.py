@@ -11,7 +11,7 @@ from relaxd.tools.doctor.packages import Requirement, requirements
 PACKAGES = ("tensorboard", "wandb", "clearml", "trackio")
 """Bundled trackers that need a package of the same name."""
 START_SECONDS = 10.0
-"""Longest time for an interpreter to answer."""
+"""Maximum seconds for an interpreter to answer."""
 MIN_PYTHON = (3, 11)
 _LOOK = """
 import importlib.util, sys
@@ -28,7 +28,7 @@ def check_trackers(scope: Scope) -> Iterator[Finding]:
 
 
 def trackers_finding(tracking: TrackingConfig) -> Finding:
-    """Judge the interpreter that a run's trackers get."""
+    """Judge the interpreter of a run's trackers."""
     about, python = "trackers", tracking.python or sys.executable
     wanted = [name for name in tracking.trackers if name in PACKAGES]
     right = f"an interpreter with {', '.join(wanted)}" if wanted else "an interpreter"

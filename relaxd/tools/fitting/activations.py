@@ -149,7 +149,7 @@ def saved_by_part(shape: ModelShape, layout: Layout, batch: MicroBatch, stage: i
 
 
 def backward_work(shape: ModelShape, layout: Layout, batch: MicroBatch) -> int:
-    """Return the bytes of the gradients within one layer's backward pass, at most."""
+    """Return the maximum bytes of the gradients within one layer's backward pass."""
     hidden, experts = shape.hidden, shape.experts
     attention = 2 * hidden + 2 * (shape.query + 2 * shape.kv)
     if experts is None:

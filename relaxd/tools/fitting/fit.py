@@ -191,7 +191,7 @@ def written(config: RunConfig) -> Bytes:
 
 
 def budget_problem(config: RunConfig) -> str:
-    """Return why checkpoints can't stay within trainer.checkpoint.max_bytes, '' if they can. Raises as `written`."""
+    """Return why checkpoints can't stay within trainer.checkpoint.max_bytes; "" if they can. Raises like `written`."""
     limit, models = config.trainer.checkpoint.max_bytes, read_models(config)
     # A critic service's checkpoints have the same limit for themselves.
     largest = max(checkpoint_bytes(config, models), critic_checkpoint_bytes(config, models))

@@ -15,7 +15,7 @@ from relaxd.tools.rehearsal.assumptions import mean_tokens, mean_turns
 RANK_BYTES = 4 << 30
 """Resident memory of a rank's process without tensors: torch, CUDA's libraries, Megatron. Assumed."""
 SPARE_RANK_BYTES = 1 << 30
-"""The same of a spare rank's process, which has loaded its code and uses no device. Assumed."""
+"""Assumed bytes of a spare rank's process, which has loaded its code and uses no device."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ def step_bytes(config: RunConfig, expert_bytes: int) -> int:
 
 
 def state_bytes(config: RunConfig, models: Models, fixed: int, *, saved: bool = False) -> int:
-    """Return the bytes of all trained parameters: their moments, perhaps as saved, and `fixed` bytes of each."""
+    """Return the bytes of all trained parameters: `fixed` bytes each, and their moments, in saved form if requested."""
     optimizers = (config.trainer.optimizer, config.roles.critic.optimizer)
     moments = [one.saved_moment_bytes if saved else one.moment_bytes for one in optimizers]
     if saved and not config.trainer.checkpoint.moments:

@@ -11,7 +11,7 @@ from relaxd.models.layouts import Layout, stage_parameters, used_parameters
 from relaxd.models.shape import ModelShape
 
 EFFICIENCY = 0.52
-"""Share of an H200's peak that one rank reaches alone."""
+"""Share of an H200's peak that a single rank reaches."""
 EXTRA_WORK = {"none": 1.0, "selective": 1.06, "full": 4 / 3}
 """StepWork with recomputation over work without."""
 TENSOR_BYTES_PER_SECOND = 2.2e11

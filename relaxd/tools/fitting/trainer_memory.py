@@ -241,7 +241,7 @@ class Hardware:
     """The GPUs of a run."""
 
     gpu_bytes: int
-    """Memory of one."""
+    """Memory of one GPU in bytes."""
     gpus_per_node: int
 
     @property

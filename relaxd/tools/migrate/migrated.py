@@ -40,7 +40,7 @@ class Migrated:
     fates: dict[str, KeyFate] = field(default_factory=dict)
     """Outcome of every key."""
     problems: list[str] = field(default_factory=list)
-    """Why relaxd would refuse the settings."""
+    """Reasons why relaxd would refuse the settings."""
 
     def to_toml(self) -> str:
         """Return everything as TOML: settings, then notes, lost and idle keys as comments."""
@@ -91,7 +91,7 @@ class Reader:
         return default if value is None else value
 
     def first(self, *names: str) -> Any:
-        """Return the value of the first of these keys that has one; verl renames keys now and then."""
+        """Return the value of the first of these keys with a value, because verl renames keys at times."""
         return next((value for name in names if (value := self.get(name)) not in (None, "", "???")), None)
 
     def begin(self, key: str) -> None:

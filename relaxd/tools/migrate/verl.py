@@ -24,7 +24,7 @@ _TABLES = {
     "rollout.engine_kwargs.sglang": "rollout.sglang",
     "data.apply_chat_template_kwargs": "model.chat_template_arguments",
 }
-"""verl's tables that are tables here, too: a script sets their keys one by one."""
+"""verl's tables that are tables here as well: a script sets their keys one by one."""
 
 
 def migrate(given: Mapping[str, Any]) -> Migrated:
@@ -96,7 +96,7 @@ OVERRIDE = re.compile(r"\+{0,2}([A-Za-z_][\w-]*(?:[.@/][\w@/-]+)+|model_engine)=
 _OTHERS = re.compile(r"(~[A-Za-z_][\w.@/-]*|--config-(?:name|path|dir))(?:=(.*))?", re.DOTALL)
 """Other words that hydra accepts: deletions, and the names of files."""
 _REFERENCE = re.compile(r"\$\{(?:oc\.select:)?([A-Za-z_][\w.]*)(?:,\s*([^{}]*?)\s*)?\}")
-"""An interpolation, perhaps with a default."""
+"""An interpolation, with an optional default."""
 
 
 class VerlConfigError(ValueError):
@@ -182,7 +182,7 @@ def _resolved(value: Any, found: Mapping[str, Any], parse: Any, depth: int = 0) 
 
 
 def _number(value: Any) -> Any:
-    """YAML 1.1, which PyYAML reads, has 1e-6 as a text."""
+    """Return a text such as 1e-6 as a number: PyYAML's YAML 1.1 reads it as text."""
     if isinstance(value, str) and re.fullmatch(r"[+-]?\d+(\.\d*)?[eE][+-]?\d+", value):
         return float(value)
     return value

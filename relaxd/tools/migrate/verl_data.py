@@ -13,7 +13,7 @@ _PLAIN = ("test", "val", "valid", "validation", "dev", "eval", "train")
 
 
 def complete_data(reader: Reader) -> None:
-    """Add nothing but notes."""
+    """Add only notes."""
     paths = [*listed(reader.get("data.train_files")), *listed(reader.get("data.val_files"))]
     for mark, why in (("$", "has variables, which are not resolved"), ("~", "begins with ~, which is not resolved")):
         if found := next((path for path in paths if (mark in path if mark == "$" else path.startswith(mark))), None):
@@ -56,7 +56,7 @@ def _sets(reader: Reader, value: Any) -> None:
 
 
 def _sampling(reader: Reader) -> dict[str, Any]:
-    """Return the sampling of a set; empty for one greedy answer."""
+    """Return the sampling of a set; empty for a single greedy answer."""
     n = int(reader.get("rollout.val_kwargs.n", 1))
     temperature = float(reader.get("rollout.val_kwargs.temperature", 0))
     if temperature <= 0:

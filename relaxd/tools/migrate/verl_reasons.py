@@ -63,7 +63,7 @@ _REASONS: Mapping[str, str] = {
     r"model_engine|.*@.*": "files that hydra adds aren't read",
     r"~.*": "nothing is deleted: leave the key out of what is migrated",
 }
-"""Why keys have no equivalent, by patterns of their names without actor_rollout_ref; the first one holds."""
+"""Reasons why keys have no equivalent, by patterns of their names without actor_rollout_ref; the first match counts."""
 
 
 def reason(name: str) -> str:

@@ -141,7 +141,7 @@ def _tool_seconds(config: RunConfig) -> float:
 
 
 def obstacle(config: RunConfig) -> str:
-    """Say which part of a run can't be rehearsed; "" if all can."""
+    """Return the part of a run that can't be rehearsed; "" if there is none."""
     if config.run.colocate:
         return "run.colocate is true: trainer and engines that take turns can't be rehearsed"
     if "reference" in config.frozen_roles("service"):
@@ -239,7 +239,7 @@ def rehearsed(config: RunConfig, scale: Scale, *, model: Path, folder: Path) -> 
 
 
 def _with_stand_in(agent: AgentConfig, rehearsal: RehearsalConfig, shorter: int, *, is_byte: bool) -> dict[str, Any]:
-    """Return conversations of the same limits with an environment that only takes time."""
+    """Return conversations with the same limits, and an environment that only takes time."""
     settings = {
         "turns": rehearsal.turns,
         "seconds": rehearsal.tool_seconds,

@@ -62,7 +62,7 @@ def refusal(load: HostLoad) -> str:
 
 
 def doubt(load: HostLoad, own_share: float) -> str:
-    """Say why the steps' seconds are upper bounds only; "" if nothing had to wait for a processor."""
+    """Return the reason why the steps' seconds are only upper bounds; "" if nothing waited for a processor."""
     if load.machine_share <= BUSY_MACHINE:
         return ""
     return (

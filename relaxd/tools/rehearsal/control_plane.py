@@ -36,14 +36,14 @@ def read_calls(folder: Path) -> list[AnsweredCall]:
 
 
 def p99(seconds: Sequence[float]) -> float | None:
-    """Return the 99th percentile; None of nothing."""
+    """Return the 99th percentile; None without values."""
     return sorted(seconds)[int(0.99 * (len(seconds) - 1))] if seconds else None
 
 
 CORES = 1.0
 """Maximum processors that the coordinator should use."""
 HEARTBEAT_SECONDS = 0.1
-"""Longest p99 of Heartbeat."""
+"""Maximum p99 of Heartbeat, in seconds."""
 LEASE_SECONDS = 5.0
 """Maximum p99 seconds of LeaseGpus while all replicas lease at once: the call's deadline."""
 
@@ -53,11 +53,11 @@ class CallTimes:
     """p99 of the replicas' calls to the coordinator, in seconds; None: there were none."""
 
     heartbeat_at_rest: float | None
-    """While the run was paused."""
+    """p99 of heartbeats while the run was paused."""
     heartbeat_working: float | None
     """p99 of heartbeats during steps at `time_scale` times their speed."""
     lease: float | None
-    """While all replicas started."""
+    """p99 of LeaseGpus while all replicas started."""
 
 
 def call_times(calls: Sequence[AnsweredCall], working: tuple[float, float], rest: tuple[float, float]) -> CallTimes:

@@ -30,7 +30,7 @@ class Sample:
     cpu: Mapping[str, float]
     """Processor seconds by role, children included, and of `MACHINE`."""
     operations: int
-    """Commands that Redis has carried out."""
+    """Number of commands that Redis has executed."""
     written: int
     """Bytes that Redis has received."""
     read: int
@@ -109,7 +109,7 @@ def processor_seconds(pid: int) -> float:
 
 
 def busy_share(before: Sample, after: Sample) -> float:
-    """Return the share of this machine's processors that was busy between two samples; 0 if they are of one moment."""
+    """Return the busy share of this machine's processors between two samples; 0 if they are from the same moment."""
     core_seconds = (psutil.cpu_count() or 1) * (after.time - before.time)
     return (after.cpu[MACHINE] - before.cpu[MACHINE]) / core_seconds if core_seconds > 0 else 0.0
 

@@ -30,9 +30,9 @@ class Measured:
 
     scale: Scale
     first: Sample
-    """At the end of a step."""
+    """Sample at the end of a step."""
     last: Sample
-    """At the end of a later step."""
+    """Sample at the end of a later step."""
     idle_first: Sample
     idle_last: Sample
     """Samples at both ends of a window in which the run was paused."""
@@ -55,7 +55,7 @@ class Measured:
     max_group_bytes: int
     """board.max_group_bytes."""
     worst_group_bytes: int
-    """Bytes of a group's answers if all are as long as they may be, unscaled."""
+    """Bytes of a group with answers of maximal length, unscaled."""
     redis_bytes: int
     """Memory of the Redis that the run will have."""
     call_times: CallTimes
@@ -273,7 +273,7 @@ def limits(found: Measured) -> list[ResourceLimit]:
 
 
 def verdict(found: Measured) -> str:
-    """Say whether the run would fill its steps."""
+    """Return whether the run would fill its steps, in words."""
     dropped = sum(found.dropped.values())
     trained = found.last.step * found.groups_per_step
     share = dropped / max(1, dropped + trained)

@@ -40,14 +40,14 @@ RUN_ID = "rehearsal"
 REPLICAS_IN_PROCESS = 64
 """Scripted rollout replicas that share a process."""
 SAMPLE_SECONDS = 0.25
-"""Interval between two samples."""
+"""Seconds between two samples."""
 SAY_SECONDS = 5.0
 START_SECONDS = 180.0
 """Maximum seconds until all replicas have registered."""
 FIRST_STEP_FACTOR = 3.0
-"""The first step may take this many times as long as the window ..."""
+"""Maximum time of the first step, as a multiple of the window ..."""
 FIRST_STEP_SECONDS = 30.0
-"""... and at least this long."""
+"""... or in seconds, if that is longer."""
 SETTLE_SECONDS = 15.0
 """Maximum seconds until a paused run is idle."""
 IDLE_SECONDS = 5.0

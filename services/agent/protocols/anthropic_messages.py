@@ -171,7 +171,7 @@ def _blocks(answer: ChatAnswer, asked: Mapping[str, Any]) -> list[dict[str, Any]
 
 
 def message(answer: ChatAnswer, asked: Mapping[str, Any]) -> dict[str, Any]:
-    """Return an answer as a whole."""
+    """Return a complete answer."""
     return {
         "id": f"msg_{answer.id}",
         "type": "message",

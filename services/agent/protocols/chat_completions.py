@@ -129,7 +129,7 @@ def _calls(place: str, calls: Any) -> list[dict[str, Any]]:
 
 
 def completion(answer: ChatAnswer, asked: Mapping[str, Any]) -> dict[str, Any]:
-    """Return an answer as a whole."""
+    """Return a complete answer."""
     choice = {"index": 0, "message": _wire(answer), "finish_reason": answer.finish_reason, **_ids(answer, asked)}
     whole = {**_head("chat.completion", answer, asked), "choices": [choice], "usage": _usage(answer)}
     return whole | _prompt_ids(answer, asked)

@@ -134,7 +134,7 @@ def _result(place: str, item: Mapping[str, Any], media: SessionMedia) -> Message
 
 
 def response(answer: ChatAnswer, asked: Mapping[str, Any]) -> dict[str, Any]:
-    """Return an answer as a whole."""
+    """Return a complete answer."""
     cut = answer.finish_reason == "length"
     return {
         "id": f"resp_{answer.id}",

@@ -59,7 +59,7 @@ class Protocol:
 
 
 def named_events(events: Iterable[dict[str, Any]]) -> Iterator[str]:
-    """Yield server-sent events that have their types as names."""
+    """Yield server-sent events named by their types."""
     for event in events:
         yield f"event: {event['type']}\ndata: {json.dumps(event)}\n\n"
 
@@ -70,7 +70,7 @@ def model_of(asked: Mapping[str, Any]) -> str:
 
 
 def read_object(body: bytes) -> dict[str, Any]:
-    """Read a request's body; null is the same as nothing. Raises BadRequest."""
+    """Read a request's body; null counts as empty. Raises BadRequest."""
     try:
         asked = parse_json(body)
     except ValueError as error:

@@ -63,7 +63,7 @@ def _token_ids(name: str, value: Any) -> list[int]:
 
 
 def whole(answer: ChatAnswer, asked: Mapping[str, Any]) -> dict[str, Any]:
-    """Return an answer as a whole."""
+    """Return a complete answer."""
     assert answer.ids is not None  # requests ask for them
     pairs = zip(answer.ids.tokens, answer.ids.logprobs, strict=True)
     content: list[dict[str, Any]] = [
@@ -85,7 +85,7 @@ def whole(answer: ChatAnswer, asked: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def events(answer: ChatAnswer, asked: Mapping[str, Any]) -> Iterator[str]:
-    """Yield an answer in one piece, as a stream."""
+    """Yield a complete answer as a stream."""
     yield f"data: {json.dumps(whole(answer, asked))}\n\n"
     yield "data: [DONE]\n\n"
 

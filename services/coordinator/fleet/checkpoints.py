@@ -81,7 +81,7 @@ class CriticPatience:
 
 
 async def await_critic(context: RunContext, run_folder: Path, step: int, *, kept: bool = False) -> None:
-    """Wait until the critic has the trainer's requested checkpoint of a step.
+    """Wait until the critic has saved the checkpoint of a step that the trainer requested.
 
     Return at once in a run without a critic service. A later checkpoint will do, too: a critic that still writes
     an earlier one takes the next one once that is done. A critic that restarts is waited for.
@@ -125,7 +125,7 @@ def _has_checkpoint(run_folder: Path, step: int, kept: bool) -> bool:
 
 
 async def save_checkpoint(context: RunContext, *, rotate: bool) -> TrainerSaveCheckpointResponse:
-    """Let the run's trainer save a checkpoint, however long that takes. Unless `rotate`, it is never removed.
+    """Have the run's trainer save a checkpoint, however long that takes. Unless `rotate`, it is kept for ever.
 
     Raises Unavailable: no trainer is ready, or it is lost meanwhile; FailedPrecondition: the trainer refuses;
     ResourceExhausted: its disk does.

@@ -33,8 +33,8 @@ logger = logging.getLogger(__name__)
 Version = tuple[int, int]
 """(term, version)."""
 GAP_SECONDS_PER_REPLICA = 4e-4
-"""Pause between two wake-ups of those who wait for changes: each of them looks at the whole fleet, so a pause that
-doesn't grow with it would leave no time for anything else."""
+"""Seconds between two wake-ups of waiters, for each replica. Each waiter reads the whole fleet, so a fixed pause would
+leave no time for anything else in a large fleet."""
 
 
 @dataclass
@@ -151,14 +151,14 @@ class Registry:
         self._by_role: dict[str, dict[str, Replica]] = {}
         """The replicas of each role by id, oldest first."""
         self._by_launch: dict[str, dict[str, Replica]] = {}
-        """The same for each launch id."""
+        """The replicas of each launch id, by id, oldest first."""
         self._gpu_holders = GpuHolders({})
         self._gone: set[str] = set()
         """Removed replicas that are still in Redis."""
         self._free_gpus_at: dict[str, float] = {}
         """Clock time at which the GPUs of each removed replica become free, by replica id."""
         self._writing = asyncio.Lock()
-        """Held during writes, so that Redis gets changes in their order."""
+        """Lock held during writes, so that Redis gets changes in order."""
         self.lease_seconds = lease_seconds
         self.heartbeat_seconds = heartbeat_seconds
         self.gpu_lease_seconds = max(gpu_lease_seconds, lease_seconds)
@@ -184,7 +184,7 @@ class Registry:
             self._replicas[registration.replica_id].drain_until = record.drain_until
 
     async def register(self, registration: Registration) -> None:
-        """Register a replica, in place of an earlier one with the same id."""
+        """Register a replica, replacing an earlier one with the same id."""
         now = steady_time()
         record = ReplicaRecord(registration_json=json_format.MessageToJson(registration), registered_at=now)
         async with self._writing:
@@ -198,7 +198,7 @@ class Registry:
         await self.remove([replica for replica in replaced if replica.replica_id != registration.replica_id])
 
     def replaced_by(self, registration: Registration) -> list[Replica]:
-        """Return the replicas whose place a registration takes: of its id, and of its instance.
+        """Return the replicas that a registration replaces: those with its id, and those of its instance.
 
         An instance has one process at a time: when it registers anew, the earlier one is gone.
         """

@@ -27,9 +27,9 @@ class RoleChanges:
         """Number of the last change. It starts at the time in microseconds, so an earlier coordinator's are lower."""
         self._replicas: dict[str, tuple[int, CallableReplica]] = {}
         self._gone: dict[str, int] = {}
-        """Number of the change with which each replica went, in order."""
+        """Number of the change that removed each replica, in order."""
         self._messages: dict[int, WatchReplicasResponse] = {}
-        """Messages with the changes up to `number`, by the number that they follow."""
+        """Messages with the changes up to `number`, by the number after which they start."""
 
     def look(self, replicas: Iterable[Replica]) -> None:
         """Compare the replicas with those of the last check."""

@@ -1,6 +1,4 @@
-"""The fleet of one run: its replicas, the versions that its engines serve, and the shared parts that all of its rooms
-are given.
-"""
+"""The fleet of one run: its replicas, the versions on its engines, and the parts that its modules share."""
 
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -93,7 +91,8 @@ class Fleet:
         self.given_up = frozenset(instances)
 
     def idle_reason(self, replica_id: str) -> str:
-        """Return why a replica stands by: its role has as many replicas as the run takes. "" if it takes part.
+        """Return the reason why a replica stands by: its role has as many replicas as the run takes. "" if it takes
+        part.
 
         Replicas take part in the order in which they registered, without those that drain or were given up. So the next
         one takes over when one is lost.
@@ -160,7 +159,7 @@ class Fleet:
 
 @dataclass(frozen=True)
 class RunContext:
-    """The parts of one run that publishing, evaluation, weight synchronisation and health share."""
+    """Parts of one run shared by publishing, evaluation, weight synchronisation and health."""
 
     run_id: str
     config: RunConfig

@@ -18,7 +18,7 @@ HandoffFailureOf = Callable[[Replica], tuple[HandoffFailure, bool] | None]
 
 
 def no_handoff(replica: Replica) -> None:
-    """Return that a replica fails nothing: its run changes no turns."""
+    """Return that a replica has no failed handoff, for runs without turns."""
 
 
 @dataclass(frozen=True)

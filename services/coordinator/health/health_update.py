@@ -44,7 +44,7 @@ class RestartOrder:
 
 
 class HealthUpdate:
-    """A health record with pending changes, all of one moment."""
+    """A health record with pending changes, all from one moment."""
 
     def __init__(self, record: HealthRecord, now: float) -> None:
         """`now`: Unix time of the changes and of all decisions about them."""

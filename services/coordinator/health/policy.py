@@ -209,7 +209,7 @@ class ReplicaReconciler:
 
 
 def _without_digits(reason: str) -> str:
-    """Strip the numbers from a reason: they change with every tick."""
+    """Remove the numbers from a reason, because they change with every tick."""
     return "".join(character for character in reason if not character.isdigit())
 
 
@@ -321,8 +321,8 @@ class HealthPolicy:
         idle_reason: Callable[[str], str],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`roles` are those that the run needs; `restart_failures` is the error of each instance's last restart;
-        `idle_reason` is the fleet's; `clock` is that of `signs`."""
+        """`roles`: those that the run needs; `restart_failures`: error of each instance's last restart; `idle_reason`:
+        the fleet's; `clock`: that of `signs`."""
         self._needed = roles
         self._signs = signs
         self._replicas = ReplicaReconciler(run_id, config.health, self._signs, restart_failures, idle_reason)

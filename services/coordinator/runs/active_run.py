@@ -42,7 +42,7 @@ from services.coordinator.weights.weight_sync import WeightSync
 
 logger = logging.getLogger(__name__)
 WATCH_SECONDS = 0.3
-"""Interval at which the board is polled for progress."""
+"""Seconds between two reads of the board's progress."""
 RELEASE_SECONDS = 30.0
 """Time for the trainer to finish its step when a run is stopped early."""
 
@@ -371,7 +371,7 @@ class ActiveRun:
         return going and self._recorder.knows_groups and not self._disk.waiting
 
     def _uses_engines(self) -> bool:
-        """Start an evaluation that is due; returns whether one uses the engines."""
+        """Start a due evaluation. Returns whether an evaluation uses the engines."""
         if self.record.phase == Phase.RUNNING:
             self._start_evaluation()
         return self._evaluator.in_progress > 0 or (self._evaluation is not None and not self._evaluation.done())

@@ -129,10 +129,9 @@ class RunAlarms:
         step: Callable[[], int],
         clock: Callable[[], float],
     ) -> None:
-        """`held_up` returns what holds the run up, `wrong_weights` what is wrong with engines' weights (see
-        `weight_problems`), `user_messages` what its users' code tells people, `record`, `health` and `step` the run's
-        record, its health and its last step, `clock` the Unix time.
-        """
+        """`held_up` returns the run's wait, `wrong_weights` the faults of engines' weights (see `weight_problems`),
+        `user_messages` the messages of users' code, `record`, `health` and `step` the run's record, its health and its
+        last step, `clock` the Unix time."""
         self._config = config
         self._folder = folder
         self._record = record
@@ -152,12 +151,12 @@ class RunAlarms:
         """The alarm of the disk."""
 
     def observe(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Take in the metrics of a step."""
+        """Process the metrics of a step."""
         self._observe(step, metrics)
         self._log()
 
     def observe_all(self, lines: Iterable[Mapping[str, Any]]) -> None:
-        """Take in lines of metrics.jsonl."""
+        """Process lines of metrics.jsonl."""
         for line in lines:
             self._observe(line.get("step", 0), line)
 

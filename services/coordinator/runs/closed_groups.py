@@ -34,7 +34,7 @@ class ClosedGroups:
         self.observe(reversed(newer))
 
     def observe(self, lines: Iterable[Mapping[str, Any]]) -> None:
-        """Take in new lines, oldest first."""
+        """Process new lines, oldest first."""
         for line in lines:
             if "samples" in line:  # else it was not scored
                 self._since[line["samples"], line["right"], "equal_rewards" in line] += 1

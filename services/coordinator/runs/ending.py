@@ -23,7 +23,7 @@ from services.coordinator.state.records import Evaluation, RunRecord
 
 POLL_SECONDS = 1.0
 DISK_SECONDS = 5.0
-"""Between two tries to write to a disk that has no room."""
+"""Seconds between two attempts to write to a full disk."""
 PASSING = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
 """Statuses of a lost trainer, which may return."""
 EXPORT_FOLDER = "model"
@@ -77,7 +77,7 @@ async def save_last_checkpoint(fleet: Fleet, peers: Peers, *, away_seconds: floa
 async def _ask_trainer(
     ask: Callable[[TrainerStub], Awaitable[Result]], fleet: Fleet, peers: Peers, away_seconds: float
 ) -> Result:
-    """Call the trainer, however long that takes, and wait for one that restarts.
+    """Call the trainer, however long that takes, and wait for it if it restarts.
 
     While its disk has no room, wait for room and call again: a run's last files have no next time.
 

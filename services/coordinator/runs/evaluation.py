@@ -44,7 +44,7 @@ POLL_SECONDS = 0.5
 TURN = 16
 """Number of prompts to give to engines before other tasks, such as heartbeats, get a turn."""
 MESSAGE_BYTES = 32 << 20
-"""About the most bytes of answers in one call to a reward replica."""
+"""Approximate maximum bytes of answers in one call to a reward replica."""
 
 
 class EvaluationFailed(Exception):
@@ -393,7 +393,7 @@ def _said(final: ConverseResponse) -> dict[str, Any]:
 
 
 def _in_messages(finals: Sequence[ConverseResponse]) -> Iterator[list[ConverseResponse]]:
-    """Divide answers among requests that have about MESSAGE_BYTES at most."""
+    """Divide answers among requests of about MESSAGE_BYTES at most."""
     some: list[ConverseResponse] = []
     size = 0
     for final in finals:

@@ -9,8 +9,8 @@ from services.coordinator.fleet.registry import Replica
 BUSY, PAUSED = 1.0, 2.0
 """Values of the gauge engine_state."""
 MOST_IN_LINE = 32
-"""Replicas that a step's line has apart. With more of them nobody reads these any more, and with hundreds they would be
-tens of kilobytes of each line."""
+"""Maximum number of replicas with separate values in a step's line. More would hardly be read, and hundreds would add
+tens of kilobytes to each line."""
 
 
 @dataclass(frozen=True)
@@ -132,7 +132,7 @@ class Usage:
 
 
 def speed_per_gpu(metrics: Mapping[str, float], replicas: Sequence[Replica]) -> dict[str, float]:
-    """Return a step's tokens per second for each GPU of these replicas; nothing without GPUs."""
+    """Return a step's tokens per second for each GPU of these replicas; empty without GPUs."""
     gpus = {uuid for replica in replicas for uuid in replica.status.gpu_uuids}  # colocated replicas share some
     if not gpus or "tokens_per_second" not in metrics:
         return {}

@@ -1,4 +1,4 @@
-"""Files of a run with one line per step, ledger.jsonl and metrics.jsonl, which one coordinator at a time appends to."""
+"""Files of a run with one line per step, ledger.jsonl and metrics.jsonl, appended to by one coordinator at a time."""
 
 import contextlib
 import io
@@ -29,7 +29,7 @@ Check = Callable[[], None]
 
 
 class AppendedFile:
-    """Appends to a file that stays open.
+    """Appends to a file that stays open. A coordinator that takes the file over puts a copy in its place.
 
     Whoever takes the file over puts a copy in its place. A coordinator that was replaced, but doesn't know it yet, goes
     on to append to the file that it has open, which nobody reads any more: no lock is needed, and one that is stopped
@@ -41,7 +41,7 @@ class AppendedFile:
         self._file: io.FileIO | None = None
 
     def replace(self, parts: Iterable[bytes], check: Check) -> None:
-        """Replace the file by one with this content, and append to that one from now on. Raises what `check` raises.
+        """Replace the file by one with this content, and append to the new one. Raises what `check` raises.
 
         After an error the old file is still there and still appended to, so that this can be repeated or left.
         """
@@ -93,7 +93,7 @@ Identity = tuple[int, int, float]
 
 
 class LedgerFile(AppendedFile):
-    """Keeps ledger.jsonl as the board's ledger is.
+    """Keeps ledger.jsonl equal to the board's ledger.
 
     Redis may lose its newest writes, and a step be committed again with other groups. So each look at the ledger begins
     with the last step that the file has, and lines that the ledger doesn't have are replaced.
@@ -152,7 +152,7 @@ class LedgerFile(AppendedFile):
         return entries
 
     def _rewind(self, read: ReadLedger) -> None:
-        """Replace the file by its lines up to the last one that the ledger has, too."""
+        """Replace the file by its lines up to the last one that is also in the ledger."""
         end, last = 0, (0, 0, 0.0)
         for found_end, line in newest_lines_with_ends(self._path):
             found = (line.get("step", 0), line.get("term", 0), line.get("time", 0.0))
@@ -242,7 +242,7 @@ class MetricsFile:
             self.last_step = last_step
 
     def _lines_with(self, step: int) -> Iterator[bytes]:
-        """Yield all lines as they are but that of a step, which gets its evaluation: encoding all takes seconds."""
+        """Yield all lines unchanged except a step's, which gets its evaluation: encoding all would take seconds."""
         beginning = json_line({"step": step})[:-2]
         with self._path.open("rb") as file:
             lines = iter(file)

@@ -35,7 +35,7 @@ from services.coordinator.fleet.run_fleet import RunContext
 logger = logging.getLogger(__name__)
 
 BATCH = 16
-"""Limit of groups in one publish."""
+"""Maximum number of groups in one publish."""
 IDLE_SECONDS = 0.1
 SOURCE_LETTERS = 100
 RELIEVE_SECONDS = 2.0
@@ -79,9 +79,8 @@ class Publisher:
         oldest_version: Callable[[], int | None],
         wanted: Callable[[], bool],
     ) -> None:
-        """`visits` finds the prompts; `oldest_version`: that of the engines that take prompts; `wanted`: whether the
-        run takes groups.
-        """
+        """`visits` finds the prompts; `oldest_version`: of the engines that take prompts; `wanted`: whether the run
+        takes groups."""
         self._context = context
         self._prompts = data.train
         self._visits = visits

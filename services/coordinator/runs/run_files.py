@@ -179,7 +179,8 @@ class RunFiles:
             self._sent.update(new)
 
     def rewind_samples(self, last_step: int) -> int:
-        """Remove the samples of later steps from samples.jsonl: Redis has lost them, or they are committed again.
+        """Remove the samples of later steps from samples.jsonl, because Redis lost them or the steps are committed
+        again.
 
         Returns the last step in the file. Raises OSError, and what the `check` of `take_over_steps` raises: a
         coordinator that was replaced removes nothing.
@@ -262,7 +263,7 @@ def summarise(
 
 
 def _changes(before: Mapping[str, float], after: Mapping[str, float]) -> dict[str, float | None]:
-    """Return reward_before, reward_after and the same of each part of the reward, of held-out prompts.
+    """Return reward_before, reward_after and the same values of each part of the reward, for held-out prompts.
 
     A value that there isn't is None. Empty if the run was never evaluated.
     """

@@ -27,7 +27,7 @@ DEFAULT_LOG_LINES = 500
 MAX_LINE_LETTERS = 4000
 """Maximum characters of a line of a log in an answer."""
 MAX_LOG_BYTES, MIN_LOG_BYTES = 16 << 20, 64 << 10
-"""Maximum bytes of all logs that one call reads, and the minimum for each of many."""
+"""Maximum bytes of all logs that one call reads, and the minimum for each of several."""
 MAX_READ_LINES = 50_000
 """Maximum number of lines that one call reads of a log."""
 LATE_LINES = timedelta(seconds=10)

@@ -83,7 +83,7 @@ class RunManager:
         settings: ServiceSettings,
         on_error: Callable[[BaseException], None],
     ) -> None:
-        """`on_error` gets errors that end the coordinator, such as Superseded."""
+        """`on_error` receives errors that end the coordinator, such as Superseded."""
         self._store = store
         self._registry = registry
         self._peers = peers
@@ -108,7 +108,7 @@ class RunManager:
     # --- start and end --------------------------------------------------------------------------------------------
 
     async def start(self, run_id: str, config_toml: str, request_id: str = "") -> RunRecord:
-        """Check the configuration and start a run, also if the caller is gone meanwhile.
+        """Check the configuration and start a run, even if the caller is gone by then.
 
         A request id that is known returns the run that it started. Raises InvalidArgument, AlreadyExists,
         FailedPrecondition.

@@ -74,7 +74,7 @@ class StepRecorder:
         self._last_fate = last_fate
 
     def begin(self) -> None:
-        """Leave the synchronisations so far out of the first step's metrics."""
+        """Exclude the synchronisations so far from the first step's metrics."""
         self._reported_sync = dict(self._sync_totals)
 
     def sample_usage(self) -> None:
@@ -117,7 +117,7 @@ class StepRecorder:
             await self._redis.call(self._board.forget_fates, self._last_fate, term=self._context.term)
 
     async def append_weights(self) -> None:
-        """Move the digests of versions that were sent since the last call from the board to the folder.
+        """Move the digests of versions sent since the last call from the board to the folder.
 
         The board keeps those of versions that a step may still train on, and the one that was sent before them, by
         which the trainer tells an engine that has kept old weights from one with weights that nobody sent.
@@ -177,5 +177,5 @@ class StepRecorder:
 
 
 def _without_tokens(sample: dict[str, Any]) -> dict[str, Any]:
-    """Return a sample without its tokens, which only the newest samples on the board have: they are long."""
+    """Return a sample without its tokens, which only the newest samples on the board keep because they are long."""
     return {name: value for name, value in sample.items() if name != "tokens"}

@@ -29,14 +29,14 @@ MODULE = "relaxd.trackers"
 FINISH_SECONDS = 30.0
 """Seconds after a run's end for trackers to send the rest."""
 STOP_SECONDS = 10.0
-"""The same time for a coordinator that is stopped."""
+"""Seconds for trackers to send the rest when the coordinator is stopped."""
 RESTARTS = Backoff(first_seconds=1.0, max_seconds=60.0)
 """Pause before the process is restarted. A process that outlived the maximum ends the series of failures."""
 LINE_BYTES = 1 << 20
 KILL_SECONDS = 5.0
 """Seconds for the kernel to end a killed process."""
 SECRETS = ("RELAXD_", "REDIS_URL")
-"""Beginnings of environment variables that trackers don't get: they configure services."""
+"""Prefixes of environment variables that are kept from trackers, because they configure services."""
 PROCESS = (pb.ALARM_KIND_TRACKER, "their process")
 """Kind and name of a problem of the process itself, beside those of trackers."""
 MAX_UNREAD_BYTES = 1 << 20

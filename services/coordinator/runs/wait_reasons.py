@@ -17,7 +17,7 @@ from relaxd.waiting import duration
 LATE_FACTOR = 2.0
 """Factor on the recent steps' usual duration from which a step is late ..."""
 LATE_SECONDS = 10.0
-"""... and at least this long."""
+"""... and minimum seconds of a late step."""
 FIRST_STEP_SECONDS = 30.0
 """Seconds after which the first step is late: its usual duration is unknown."""
 DISK = "the disk"
@@ -100,7 +100,7 @@ class RunSnapshot:
     """Reason for the shut gate, as a word (Admission.limit or "sampler") and a sentence; empty while it is
     open."""
     stage_roles: Mapping[str, str] = field(default_factory=dict)
-    """Roles of the stages that have another name."""
+    """Roles of the stages with another name."""
     missing: Sequence[str] = ()
     """Roles without a working replica."""
     peers: Sequence[Peer] = ()
@@ -109,9 +109,9 @@ class RunSnapshot:
     sync_since: float | None = None
     """Time at which the current weight synchronisation began; None if there is none."""
     sync_failure: str = ""
-    """Why the last one failed."""
+    """Reason why the last synchronisation failed."""
     sync_delay: str = ""
-    """Why engines wait for weights that can't be sent now."""
+    """Reason why engines wait for weights that can't be sent now."""
     handoff: str = ""
     """Phase of a colocated run's GPU handoff, or its failure."""
     curriculum: Sequence[str] = ()
@@ -138,7 +138,7 @@ class Reason:
     text: str
     """A sentence that names the awaited thing and the cause, without the time."""
     on: str = ""
-    """The replica that has to act, or another name."""
+    """Replica that has to act, or another name."""
     since: float | None = None
     """Unix time of the wait's beginning; None if unknown. Then the time counts from the first snapshot that shows
     it."""

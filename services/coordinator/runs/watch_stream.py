@@ -46,7 +46,7 @@ class _Read:
 
 
 class RunFeed:
-    """Messages of runs for WatchRun: all watchers of a run share one reading of Redis."""
+    """Messages of runs for WatchRun; all watchers of a run share one read of Redis."""
 
     def __init__(self, manager: RunManager) -> None:
         self._manager = manager

@@ -50,7 +50,7 @@ class Sample:
     tokens_per_second: float
     """Tokens per second of all engines together."""
     hold: str = ""
-    """Why nothing may be decided now, such as a pause; empty if something may."""
+    """Reason why no decision is possible now, such as a pause; empty if one is."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class Condition:
     """One condition of a rule."""
 
     rule: str
-    """ "out" or "in"."""
+    """Rule of the condition: "out" or "in"."""
     name: str
     value: float
     threshold: float
@@ -78,7 +78,7 @@ class Verdict:
     wanted: int
     """Replicas that there should be."""
     reason: str
-    """Why there should be more or fewer, or why nothing changes; for people."""
+    """Reason for more or fewer replicas, or for no change, for people."""
     conditions: tuple[Condition, ...] = ()
     """Conditions of both rules with a full window."""
 
@@ -142,7 +142,7 @@ class AutoscalePolicy:
         self._samples.clear()
 
     def _out(self, sample: Sample) -> Verdict:
-        """Say how many replicas to add."""
+        """Return the verdict of the rule that adds replicas."""
         window, now, replicas = self._window(self.settings.out_seconds), sample.at, sample.replicas
         if not window:
             return Verdict(replicas, f"watched for less than {self.settings.out_seconds:g} s")
@@ -168,7 +168,7 @@ class AutoscalePolicy:
         return Verdict(wanted, f"the trainer waits for busy engines {idle:.0%} of the time", conditions)
 
     def _in(self, sample: Sample) -> Verdict:
-        """Say whether to remove a replica."""
+        """Return the verdict of the rule that removes a replica."""
         window, now, replicas = self._window(self.settings.in_seconds), sample.at, sample.replicas
         if not window:
             return Verdict(replicas, f"watched for less than {self.settings.in_seconds:g} s")

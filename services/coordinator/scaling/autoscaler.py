@@ -88,7 +88,7 @@ class Autoscaler:
             await self._act(run, self._policy, sample.replicas)
 
     def target(self) -> int:
-        """Return the number of rollout replicas that KEDA should see to, which is that of the last decision.
+        """Return the number of rollout replicas for KEDA: that of the last decision.
 
         Those that there are would be no answer: one that starts, or starts again, must not be taken for surplus. Raises
         FailedPrecondition while nothing is decided.
@@ -154,7 +154,7 @@ class Autoscaler:
         )
 
     def _hold(self, run: ActiveRun, live: list[Replica]) -> str:
-        """Return why nothing may be decided now; "" if something may."""
+        """Return the reason why no decision is possible now; "" if one is."""
         if run.record.phase != Phase.RUNNING or run.waiting.snapshot is None:
             return "the run isn't training"
         if run.record.paused is not None:

@@ -31,8 +31,8 @@ DRAIN_MARGIN_SECONDS = 2.0
 ENDING_SECONDS = 5.0
 """Time to remove a replica, beyond its grace period."""
 LISTED_SECONDS = 0.9
-"""Time for which a listing of the launcher's instances is used. Less than the time between a launch and the first look
-at it: the listing began after the launch."""
+"""Seconds for which a listing of the launcher's instances is used. They are fewer than those between a launch and its
+first check, so that a listing always begins after the launch."""
 LISTED_TOGETHER = 1000
 """Instances of a page."""
 CALLS_AT_ONCE = 16
@@ -158,10 +158,10 @@ class Launchers:
 
 
 def external_address(replica: ScaledReplica) -> str:
-    """Return the address of a replica that was given by address; "" for one that a launcher started."""
+    """Return the address of a replica that was given by address; "" for a launched one."""
     return replica.launch_id.removeprefix(EXTERNAL) if replica.launch_id.startswith(EXTERNAL) else ""
 
 
 def sglang_launch_id(url: str) -> str:
-    """Return the launch id of the replica of an SGLang server: a server is given to one replica only."""
+    """Return the launch id of an SGLang server's replica, because each server has only one replica."""
     return SGLANG + re.sub(r"[^A-Za-z0-9.]+", "-", urlsplit(url).netloc.strip("[]").lower())

@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 TICK_SECONDS = 0.2
 POLL_SECONDS = 1.0
-"""Interval of queries to the launcher for a replica that has not registered, in seconds."""
+"""Seconds between two queries to the launcher about a replica that has not registered."""
 RETRY_SECONDS = 0.5
 REMOVE_GRACE_SECONDS = 15.0
 """Grace period of a removed replica, in seconds: it is already drained, or was never active."""

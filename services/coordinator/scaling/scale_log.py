@@ -67,7 +67,7 @@ class ScaleLog:
             self._keep(record)
 
     def in_progress(self) -> list[ScaleRecord]:
-        """Return the requests that have not ended, oldest first; there is at most one for each role."""
+        """Return the requests in progress, oldest first; at most one per role."""
         return [record for record in self._records.values() if not record.state.ended]
 
     def all(self) -> list[ScaleRecord]:

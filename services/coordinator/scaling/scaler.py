@@ -1,4 +1,4 @@
-"""Scale requests: accepted one at a time for each role, carried out replica by replica."""
+"""Scale requests: accepted one at a time per role, executed replica by replica."""
 
 import asyncio
 import logging
@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 
 class Scaler:
-    """Accepts and carries out scale requests. Lives in the event loop."""
+    """Accepts and executes scale requests. Lives in the event loop."""
 
     def __init__(
         self,
@@ -31,7 +31,7 @@ class Scaler:
         launchers: Launchers,
         on_error: Callable[[BaseException], None],
     ) -> None:
-        """`on_error` gets errors that end the coordinator, such as Superseded."""
+        """`on_error` receives errors that end the coordinator, such as Superseded."""
         self._registry = registry
         self._runs = runs
         self._launchers = launchers

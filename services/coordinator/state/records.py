@@ -241,7 +241,7 @@ class Event(Record):
     time: datetime
     role: str
     instance: str
-    """Empty for the role as a whole."""
+    """Name of the replica; empty for the role as a whole."""
     state: Health
     text: str
 
@@ -262,7 +262,7 @@ class HealthRecord(Record):
         return (instance for instance, one in self.replicas.items() if one.state == Health.FAILED)
 
     def with_reset_timers(self, now: float) -> "HealthRecord":
-        """Return a copy in which all waits start at `now`, after a time without a coordinator or without Redis.
+        """Return a copy with all timers restarted at `now`, after a time without a coordinator or without Redis.
 
         Tries begin anew, too: a process may have ended because of that time. Times after `now` are an earlier
         coordinator's, before the clock was set back: restarts there no longer count, and waits from there begin now.

@@ -19,7 +19,8 @@ RETRY_SECONDS = 0.5
 WARN_EVERY = 20
 """Failed attempts between two warnings."""
 HUNG_SECONDS = 20.0
-"""An operation on a folder that takes this long waits for its disk, such as a network file system that is away."""
+"""Seconds after which an operation on a folder counts as waiting for its disk, such as an unreachable network file
+system."""
 
 
 class Retry:

@@ -87,7 +87,7 @@ class StoreUnavailable(Unavailable):
 
 
 class StoreFull(Unavailable):
-    """Redis is full and takes no new run."""
+    """Redis is full and accepts no new run."""
 
 
 class Superseded(Unavailable):
@@ -99,7 +99,7 @@ class RunIdTaken(Exception):
 
 
 class AnotherRunActive(Exception):
-    """One run is active at a time; the message is the active run's id."""
+    """Only one run can be active; the message is the active run's id."""
 
 
 def run_key(run_id: str) -> str:
@@ -330,7 +330,7 @@ class Store(StoreMoves, Blocking):
 
 
 class AsyncStore(StoreMoves, Asynchronous):
-    """The same for one event loop, under the term that a store has taken over; `in_threads` is that store."""
+    """Store for one event loop, under the term of a store that has taken over, which is `in_threads`."""
 
     def __init__(self, store: Store) -> None:
         self.in_threads = store
@@ -371,7 +371,7 @@ def _typed_errors() -> Iterator[None]:
 
 
 class RunBoard(AsyncBoard):
-    """A run's board for the event loop, and `in_threads` the same for work in threads, such as on a run's files.
+    """A run's board for the event loop, and `in_threads`, its board for threads, for instance for a run's files.
 
     What may have megabytes to parse, such as the plans of many steps, is read in threads.
     """

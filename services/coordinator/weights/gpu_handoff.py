@@ -50,7 +50,7 @@ from services.coordinator.weights.weight_sync import WeightSync
 logger = logging.getLogger(__name__)
 
 TICK_SECONDS = 0.05
-"""Interval at which the board is polled for the next step's groups."""
+"""Seconds between two checks of the board for the next step's groups."""
 MARGIN_SECONDS = 5.0
 """Seconds added to the deadline that the callee enforces itself."""
 WAITING_SECONDS = 2.0
@@ -93,7 +93,7 @@ class GpuHandoff:
 
     @property
     def waiting_for(self) -> str:
-        """The handoff in progress, why the last one failed, and which judges sleep on; empty without any."""
+        """The handoff in progress, the reason of the last failure, and the sleeping judges; empty if there are none."""
         moving = f"{self._moving}" if self._moving is not None else ""
         failed = f"the last attempt failed: {self.last_failure}" if self.last_failure else ""
         return "; ".join(filter(None, (moving, failed, *map(self._lost, self._judges()))))
@@ -104,7 +104,7 @@ class GpuHandoff:
         return None if found is None else (found, self._failures.given_up(replica.replica_id))
 
     def _lost(self, judge: Replica) -> str:
-        """Return why turns don't wait for a judge; empty if they do."""
+        """Return the reason why turns don't wait for a judge; empty if they do."""
         failure = self.failure(judge)
         return f"{judge.replica_id} is not waited for: {failure[0]}" if failure is not None and failure[1] else ""
 
@@ -135,7 +135,7 @@ class GpuHandoff:
             self._trainer_users -= 1
 
     async def rest(self) -> None:
-        """Stop moving GPUs between replicas; return once the current move has ended.
+        """Stop moving GPUs between replicas, and return once the current move has ended.
 
         Replicas leave the run when they learn of its end, and one that leaves fails a move.
         """

@@ -76,12 +76,12 @@ def next_move(now: Situation) -> HandoffMove:
 
 
 PATIENCE = 3
-"""Factor on run.switch_timeout_seconds: a process that has failed for longer is given up."""
+"""Factor on run.switch_timeout_seconds after which a failing process is given up."""
 
 
 @dataclass(frozen=True)
 class HandoffFailure:
-    """The calls in a row that one process failed."""
+    """The consecutive failed calls of one process."""
 
     action: str
     """The failed action, such as "wake up"."""

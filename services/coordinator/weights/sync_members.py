@@ -18,7 +18,7 @@ MOST_SHARE = 4.0
 
 
 class JoinBatcher:
-    """Lets engines that come one after the other join the weight group together.
+    """Lets engines that arrive one after the other join the weight group together.
 
     Each change of the membership connects every member anew: five hundred engines that come within a minute would
     connect hundreds of groups of hundreds of members. They wait in proportion to what connecting takes, so that an
@@ -90,7 +90,7 @@ class ExcludedEngines:
 
 
 def is_due(announced: Version, served: Sequence[Version | None], *, interval: int, last: int) -> bool:
-    """Return whether the engines are to get the announced weights now.
+    """Return whether the engines should get the announced weights now.
 
     They are after every `interval` versions, counted from the oldest one that an engine serves, as the gate counts.
     They are at once when an engine serves none of this term: it has joined, was quarantined, or the trainer is another.

@@ -83,7 +83,7 @@ class TransferTimes:
     """The parts of a transfer, in seconds; of the slowest engine. The broadcast and the engines' parts overlap."""
 
     pause: float
-    """Until generation rested."""
+    """Seconds until generation stopped."""
     receive: float
     """Seconds from the beginning of the reception until the version is committed."""
     send: float
@@ -104,7 +104,7 @@ class WeightGroupClient:
         self._config = config
 
     def _pause(self, sync_id: int) -> tuple[rollout_pb2.PauseGenerationRequest, float]:
-        """Return a pause request, with a lease as long as a synchronisation can take, and its deadline."""
+        """Return a pause request with the maximum time of a synchronisation as its lease, and its deadline."""
         config = self._config
         wait = config.timeout_seconds if config.pause == "drain" else config.connect_timeout_seconds
         request = rollout_pb2.PauseGenerationRequest(

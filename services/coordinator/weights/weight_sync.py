@@ -67,8 +67,8 @@ class WeightSync:
         self.waiting_for = ""
         """Reason why engines wait for weights that can't be sent now; empty while none does."""
         self.began: float | None = None
-        """Unix time at which the synchronisation in progress began, or the first of those that failed since the last
-        success; None: no synchronisation is needed."""
+        """Unix time at which the current synchronisation began, or the first of those that failed since the last
+        success; None if no synchronisation is needed."""
         self._failures_in_a_row = 0
         """Failed attempts in a row for which no engine was to blame."""
         self.totals: dict[str, float] = {}
@@ -93,7 +93,7 @@ class WeightSync:
         asyncio.get_running_loop().call_later(OTHERS_SECONDS, self._registry.changed.fire)
 
     def up_to_date(self) -> bool:
-        """Return whether all engines that are not excluded, and at least one, serve the announced version."""
+        """Return whether all engines that aren't excluded, and at least one, have the announced version."""
         announced = self.announced
         engines = self._fleet.candidates()
         if announced is None or not engines:
@@ -111,7 +111,7 @@ class WeightSync:
             self._waiting_for_newest -= 1
 
     def _is_due(self, announced: Announcement, engines: Sequence[Replica]) -> bool:
-        """Return whether these engines are to get the announced version now."""
+        """Return whether these engines should get the announced version now."""
         config, served = self._context.config, [engine.version for engine in engines]
         interval = 1 if self._waiting_for_newest else config.weights.interval
         return is_due((announced.term, announced.version), served, interval=interval, last=config.run.steps)
@@ -148,7 +148,7 @@ class WeightSync:
         return self.record.running and (group is None or any(e.replica_id == replica_id for e in group.engines))
 
     async def run_forever(self) -> None:
-        """Synchronise whenever engines are to get the announced version."""
+        """Synchronise whenever engines should get the announced version."""
         while True:
             engines = self.candidates()
             trainer, announced = self._fleet.trainer(), self.announced
@@ -360,7 +360,7 @@ class WeightSync:
             await self._save(group=None)
 
     def _record_attempt(self, sync_id: int) -> "asyncio.Future[None]":
-        """Record that a synchronisation is in progress, which is done at once if it was with the announcement.
+        """Record that a synchronisation is in progress, unless the announcement has already recorded it.
 
         Its id needn't be in Redis then: a successor's have a later term.
         """

@@ -39,7 +39,7 @@ busy."""
 
 
 class GrpcClient:
-    """Asks a service for the scores of a group's answers, in one call. It gets none of relaxd's tokens."""
+    """Requests the scores of a group's answers in one call. The service gets none of relaxd's tokens."""
 
     calls_per_sample = False
 

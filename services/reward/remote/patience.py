@@ -45,7 +45,7 @@ PROBE_PAUSE = Backoff(first_seconds=0.5, max_seconds=10.0)
 """Pauses before probes. They are shorter than any health limit, because each probe counts as progress of the
 replica."""
 START_NOTICE_SECONDS = 300.0
-"""A service that has been starting for this long is late: its wait is logged as a warning."""
+"""Seconds after which a starting service is late and its wait is logged as a warning."""
 
 _log = logging.getLogger(__name__)
 
@@ -69,7 +69,7 @@ class Breaker:
         self._began = 0.0
         """Start of the time in which calls are held back."""
         self._since: float | None = None
-        """The same without the time in which the service was starting; None while calls go through."""
+        """`_began`, moved on by the time in which the service was starting; None while calls go through."""
         self._closed = asyncio.Event()
         self._closed.set()
         self._probing: asyncio.Task[None] | None = None
@@ -184,8 +184,8 @@ PAUSE = Backoff(first_seconds=0.5, max_seconds=30.0)
 """Pauses between attempts."""
 
 LOOK_SECONDS = 5.0
-"""Interval at which a call that waits for its turn looks again. Shorter than any health limit: each look counts as
-progress of the replica."""
+"""Seconds between two checks of a call that waits for its turn. They are fewer than any health limit, because each
+check counts as progress of the replica."""
 
 
 class PatientCaller:
@@ -286,7 +286,7 @@ class PatientCaller:
                 del self._open_calls[number]
 
     async def _begin(self) -> None:
-        """Wait for a turn: when the rate allows one more call, and the service's Retry-After is over."""
+        """Wait until the rate allows one more call, and the service's Retry-After is over."""
         if not self._turn.locked() and not self._pace.pause():
             self._pace.begin()
             return

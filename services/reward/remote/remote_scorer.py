@@ -18,7 +18,7 @@ class Client(Protocol):
     """Speaks to a service."""
 
     calls_per_sample: bool
-    """True if `score` takes one sample, not several of one prompt."""
+    """True if `score` takes one sample instead of several of one prompt."""
 
     async def probe(self) -> None:
         """Ask whether the service works. Raises UnreachableError, MismatchError."""
@@ -154,7 +154,7 @@ class RemoteTerms:
 
 
 def _alone(config: RewardConfig, term: RewardTerm) -> RewardConfig:
-    """Return a term at an address as a whole reward."""
+    """Return a term at an address as a separate reward."""
     own = {name: getattr(term, name) for name in ("address", "address_token", "settings", "key")}
     limits = {name: getattr(config, name) for name in ("timeout_seconds", "max_in_flight", "outage_seconds")}
     return RewardConfig(**own, **limits)

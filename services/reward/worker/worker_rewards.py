@@ -149,7 +149,7 @@ class JudgeLine:
 
 
 MAX_REASON = 2000
-"""Longest reason of a failure, in characters."""
+"""Maximum length of a failure's reason, in characters."""
 
 
 Answer = pb.LoadRewardResponse | pb.ScoreSamplesResponse

@@ -31,12 +31,12 @@ DIGESTS_KEPT = 4096
 
 @dataclass(frozen=True, kw_only=True)
 class EngineStart:
-    """A rollout replica's request for an engine, which the function `start_engine` of the engine's module takes."""
+    """A rollout replica's request for an engine, the argument of `start_engine` in the engine's module."""
 
     config: RunConfig
     """The run's configuration."""
     folder: Path
-    """The model; of no meaning for an engine without one."""
+    """Folder of the model; meaningless for an engine without one."""
     settings: ServiceSettings
     """Settings of the replica's process."""
     environment: Mapping[str, str]

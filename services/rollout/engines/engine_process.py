@@ -110,7 +110,7 @@ class LoadedEngine(Protocol):
         """True if the engine has freed memory."""
 
     def serve_loaded(self) -> None:
-        """Generate with the weights that were loaded, which nobody will update."""
+        """Generate with the loaded weights, which nobody will update."""
 
     def submit(self, request: Request) -> None:
         """Queue a request."""

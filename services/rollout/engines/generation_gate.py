@@ -33,7 +33,7 @@ class GenerationGate:
         self.lock = threading.RLock()
         """Lock for all state of the gate."""
         self.changed = threading.Condition(self.lock)
-        """The same lock; notified at every change."""
+        """Condition on the lock, notified at every change."""
         self.mode: PauseMode | None = None
         """Mode of the pause; None while there is none."""
         self.weights: Version | None = None
@@ -93,7 +93,7 @@ class GenerationGate:
 
     @contextmanager
     def pause_and_update(self, pause: UpdatePause, weights: Version) -> Iterator[None]:
-        """`pause` and `update` at once: the generating thread may come to rest only inside the block.
+        """`pause` and `update` together: the generating thread may stop only inside the block.
 
         The gate stays closed until the end of the block, however long that takes. If the block raises before the
         thread rests, the pause ends, too.

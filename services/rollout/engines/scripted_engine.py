@@ -40,7 +40,7 @@ class Decoder:
         sample_tokens_per_second: float,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`tokens_per_second` of all samples together, `sample_tokens_per_second` of one at most."""
+        """`tokens_per_second`: of all samples together; `sample_tokens_per_second`: maximum of one sample."""
         self._all, self._one = tokens_per_second, sample_tokens_per_second
         self._clock = clock
         self._last = clock()
@@ -182,7 +182,7 @@ async def start_engine(start: EngineStart) -> "ScriptedEngine":
 
 
 class ScriptedEngine(RolloutEngine):
-    """An engine that has no model and needs no time but that which `[rehearsal]` states."""
+    """An engine without a model that takes exactly the time in `[rehearsal]`."""
 
     vocabulary = VOCABULARY
     context = 0

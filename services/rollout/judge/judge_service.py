@@ -1,4 +1,4 @@
-"""The judge as a replica: one engine with a model that nobody trains."""
+"""The judge as a replica: one engine with a frozen model."""
 
 import asyncio
 import logging
@@ -120,7 +120,7 @@ class JudgeService(ReplicaService):
         """Keep answering: rewards in progress still ask."""
 
     async def resume_run(self) -> None:
-        """Do nothing: a paused judge went on answering."""
+        """Do nothing: a paused judge keeps answering."""
 
     async def drain(self, seconds: float) -> int:
         """Refuse new questions, which then go elsewhere, and answer the open ones."""

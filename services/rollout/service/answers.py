@@ -127,7 +127,7 @@ class Answers:
         self._answers[output.sample].take(output)
 
     def go_on(self, version: int, *, mask_off_policy: bool) -> None:
-        """Note that the unfinished answers are continued under this version of the weights, or a newer one.
+        """Record that the unfinished answers are continued under this version of the weights, or a newer one.
 
         With `mask_off_policy` the tokens that they have, up to the last one of older weights, will not be trained on.
         """
@@ -232,7 +232,7 @@ class Answers:
 
 
 def _merged(outputs: Sequence[Output]) -> list[Output]:
-    """Join the outputs of one sample, in order, to one output."""
+    """Join the consecutive outputs of one sample into one."""
     if len(outputs) < 2:
         return list(outputs)
     merged = replace(
@@ -265,7 +265,7 @@ def _trained(lengths: Any, masked: Any) -> Any:
 
 
 class KeptAnswers:
-    """The answers of one delivery of a group, and what the board has of them.
+    """The answers of one delivery of a group, and their parts on the board.
 
     Without rollout.partial.enabled nothing is kept, and answers that are cut off begin anew.
     """

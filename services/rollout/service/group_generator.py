@@ -96,7 +96,7 @@ class Occupancy:
 CUT_SECONDS = 2.0
 """Seconds for an engine to end requests that are cut off; then the reported tokens are kept."""
 KEEP_SECONDS = 15.0
-"""Time for cut-off groups to get onto the board, which may take an attempt as long as Board.retry_seconds."""
+"""Seconds for cut-off groups to reach the board, which may take an attempt as long as Board.retry_seconds."""
 PAUSE_POLL_SECONDS = 0.02
 """Seconds between two checks of answers to be continued for the end of a pause."""
 REPORTS_PER_SAVE = 8

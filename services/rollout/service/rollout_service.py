@@ -33,8 +33,8 @@ from services.rollout.service.replica_engine import ReplicaEngine
 
 DRAIN_POLL_SECONDS = 0.05
 QUEUE_FACTOR = 2
-"""Samples of callers' requests that an engine takes, as a multiple of those that it runs at once: the rest waits, so
-that it never idles."""
+"""Maximum samples of callers' requests that an engine accepts, as a multiple of its concurrent ones: the rest waits, so
+that the engine never idles."""
 RESTART_BACKOFF = Backoff(first_seconds=0.5, max_seconds=30.0)
 
 logger = logging.getLogger(__name__)
@@ -211,7 +211,7 @@ class RolloutService(ReplicaService):
         )
 
     def update_intake(self) -> None:
-        """Take groups, or take none, depending on whether the engine has weights that serve."""
+        """Start or stop taking groups, depending on whether the engine has usable weights."""
         worker, engine = self._worker, self.engine
         if worker is None:
             return

@@ -42,7 +42,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServicer):
         self._sync_ids = sync_ids
         self._numbers = itertools.count()
         self._running: dict[str, tuple[RolloutEngine, str]] = {}
-        """Engine and its id of the running requests that have an id."""
+        """The engine, and its request id, of each running request with an id."""
         self._samples = 0
         """Samples of running and waiting requests."""
 

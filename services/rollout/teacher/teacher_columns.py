@@ -31,7 +31,7 @@ class TokenBudget:
     """Admits requests in order of arrival, as long as their tokens fit; a larger one goes alone."""
 
     def __init__(self, most: int) -> None:
-        """`most`: tokens at a time."""
+        """`most`: maximum number of tokens at a time."""
         self._most = most
         self._turn = asyncio.Lock()
         self._freed = asyncio.Condition()

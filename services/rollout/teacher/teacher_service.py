@@ -1,4 +1,4 @@
-"""The teacher as a replica: one SGLang engine with a model that nobody trains, which works on the stage `teacher`."""
+"""The teacher as a replica: one SGLang engine with a frozen model, which works on the stage `teacher`."""
 
 import asyncio
 from collections.abc import Callable

@@ -26,7 +26,7 @@ def sync(path: Path) -> None:
 
 @contextmanager
 def errors_of_the_system(path: Path) -> Iterator[None]:
-    """Write a file with safetensors in the block, with the permissions and errors that other files have.
+    """Write a file with safetensors in the block, with the permissions and errors of other files.
 
     safetensors lets only the owner read its files, and raises errors of its own.
     """
@@ -50,7 +50,7 @@ Progress = Callable[[int], None]
 THREADS = 8
 """Files at the same time."""
 REPORT_SECONDS = 0.2
-"""Interval at which progress is reported."""
+"""Seconds between two reports of progress."""
 
 
 def in_parallel(

@@ -12,7 +12,7 @@ from services.trainer.batch.sequence_media import PackedMedia, SequenceMedia, pa
 from services.trainer.megatron.rank_messages import message
 
 UNROUTED = -1
-"""In place of the experts of tokens for which none are given."""
+"""Stands for the experts of tokens without given ones."""
 
 
 class PackingError(ValueError):
@@ -119,7 +119,7 @@ class PackedMicroBatch:
     cu_seqlens: NDArray[np.int32]
     """int32 [sequences + 1]: begin of each sequence's tokens, and T."""
     prefixes: NDArray[np.int32]
-    """int32 [sequences, 2]: begin and length of the shared prompt stored with an earlier one (length 0: none)."""
+    """int32 [sequences, 2]: beginning and length of the shared prompt stored with an earlier one (length 0: none)."""
     previous: NDArray[np.int64]
     """int64 [T]: index of the previous token in the sequence, which predicts this one; -1 for the first."""
     loss_mask: NDArray[np.uint8]

@@ -10,8 +10,8 @@ from services.trainer.batch.groups import TrainGroup
 from services.trainer.batch.step_plan import MicroBatchRound, MicroBatchSlices, MiniBatch, SequenceSlice
 
 LOOKAHEAD = 1
-"""Micro-batches on each rank that are packed in addition to a round's, which then gets the fullest of them: with the
-round's alone the last ones would stay half empty."""
+"""Micro-batches per rank that are packed in addition to a round's. The round gets the fullest of all: without them its
+last ones would stay half empty."""
 MAX_REPEAT = 2
 """Tokens that attention sees, over those of the budget. It repeats a prompt for each sequence that shares it, and its
 memory grows with that."""
@@ -131,7 +131,7 @@ class Packer:
         return self._round(even if even is not None else bins, per_rank)
 
     def _round(self, bins: Sequence[_Bin], per_rank: int) -> MicroBatchRound:
-        """Deal micro-batches out to ranks, the most work first, each to the rank that has the least so far."""
+        """Distribute micro-batches to ranks, the most work first, each to the rank with the least so far."""
         shares: list[list[_Bin]] = [[] for _ in range(self._dp_size)]
         loads = [0.0] * self._dp_size
         for each in sorted(bins, key=lambda each: -each.work):
@@ -240,7 +240,7 @@ def pack_rounds(groups: Sequence[TrainGroup], packer: Packer) -> list[MicroBatch
 
 
 def bundles(groups: Sequence[TrainGroup], max_bytes: int) -> Iterator[list[TrainGroup]]:
-    """Divide groups, in order, into bundles of at most `max_bytes`, or of one group that is larger."""
+    """Divide groups, in order, into bundles of at most `max_bytes`. A larger group gets a bundle to itself."""
     bundle: list[TrainGroup] = []
     size = 0
     for group in groups:

@@ -60,7 +60,7 @@ class SequenceMedia:
     """Media in the first P tokens of a sequence, such as its prompt, with their positions."""
 
     items: tuple[DecodedItem, ...]
-    """In the order of the tokens."""
+    """Items in the order of the tokens."""
     places: NDArray[np.int64]
     """int64 [M]: positions of the tokens that stand for media."""
     rows: NDArray[np.int64]

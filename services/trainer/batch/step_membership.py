@@ -50,7 +50,7 @@ class Selection:
     """Groups chosen for a step."""
 
     chosen: list[DeliveredGroup]
-    """Groups that the step takes now."""
+    """Groups for the step now."""
     may_close: bool
     """True if the step is then complete and need not wait for more."""
 

@@ -117,7 +117,7 @@ class StepPlan:
     seed: int
     """Seed of torch's generators."""
     groups: tuple[str, ...]
-    """The groups, in the order in which they were taken."""
+    """The groups, in the order of their arrival in the step."""
     mini_batches: tuple[MiniBatch, ...]
     """The step's mini-batches, in the order of their updates. Each group is in exactly one."""
     epochs: int = 1
@@ -129,8 +129,8 @@ class StepPlan:
     reference: str = ""
     """Weights of the reference service that scored its groups (`reference_weights`); "": the initial ones."""
     skipped_updates: tuple[int, ...] | None = None
-    """Indices in `updates` of those that were skipped because their loss or gradient wasn't finite. None if unknown, as
-    in a step file, which is written before the updates."""
+    """Indices in `updates` of the updates skipped because their loss or gradient wasn't finite. None if unknown, as in
+    a step file, which is written before the updates."""
 
     @property
     def updates(self) -> tuple[MiniBatch, ...]:

@@ -10,7 +10,7 @@ from services.trainer.batch.groups import TrainGroup
 
 
 class ReceiptCheck:
-    """Compares the receipts of groups with the digests of what was sent.
+    """Compares the receipts of groups with the digests of sent weights.
 
     The board keeps those of versions that a step may still train on.
     """
@@ -23,7 +23,7 @@ class ReceiptCheck:
         """The last answer of `sent_weights`, without newer versions."""
 
     def problem(self, group: TrainGroup, oldest: int) -> str:
-        """Say which engine wrote samples with weights that were never sent; "" if none did.
+        """Return which engine wrote samples with weights that were never sent; "" if none did.
 
         Versions before `oldest` are too old to be trained on, and the board has forgotten their digests: their receipts
         are not compared. Raises BoardError.

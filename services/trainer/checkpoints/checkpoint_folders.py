@@ -290,13 +290,13 @@ def remove_rotated(run_folder: Path) -> threading.Thread:
 
 
 def keep(path: Path) -> None:
-    """Mark a checkpoint as one that is never removed. Raises OSError."""
+    """Mark a checkpoint as kept for ever. Raises OSError."""
     (path / KEPT).touch()
     sync(path)
 
 
 def oldest_kept(run_folder: Path, keep: int, max_bytes: int = 0, protected: Collection[int] = ()) -> int | None:
-    """Return the step of the oldest checkpoint that may be needed, None if there are too few yet.
+    """Return the step of the oldest checkpoint that may be needed; None if there are too few yet.
 
     That is the oldest of the newest `keep`; or of those that have room, if another one would have none within
     `max_bytes`. Earlier steps are no longer needed to restore the weights, even if newer checkpoints are broken.

@@ -132,7 +132,7 @@ class Follower:
         return True
 
     def _problem_of_ledger(self) -> str:
-        """Return "" if the ledger still has the step on which the critic was trained last; else what is wrong.
+        """Return "" if the ledger still has the step that the critic trained on last, else the difference.
 
         A critic that was out of touch may find it there again with other groups, and even later steps.
         """

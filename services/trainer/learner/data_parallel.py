@@ -45,7 +45,7 @@ class DataParallel(DistributedDataParallel):
         with WithoutGradientMemory() if self._shard else nullcontext():
             super().__init__(config=model.config, ddp_config=settings, module=model)
         self.sharded = ShardedGradients(self, overlap=overlap) if self._shard else None
-        """The gradients, if they are sharded."""
+        """Sharded gradients, if they are sharded."""
         self.overlapped = OverlappedReduction(self) if overlap and self.sharded is None else None
         """Reduction during the backward pass of the last micro-batch, if enabled."""
 
@@ -166,7 +166,7 @@ class OverlappedReduction:
         self._left: dict[Parameter, int] = {}
         """Number of gradients that each parameter still expects. Empty before the last micro-batches begin."""
         self._lacking: list[int] = []
-        """Parameters of each bucket that are still to get some."""
+        """Number of each bucket's parameters that still expect gradients."""
         self._started = self._waited = 0
         """Buckets whose reduction has started, and the reduced ones among them."""
         self.started_early = 0
@@ -181,7 +181,7 @@ class OverlappedReduction:
             self.started_early = 0
 
     def count(self, parameter: Parameter) -> None:
-        """Note that a parameter has got its gradient of a micro-batch; start what is complete.
+        """Count a parameter's gradient of a micro-batch, and start complete buckets.
 
         Raises:
             RuntimeError: it got more of them than there are micro-batches.

@@ -1,4 +1,4 @@
-"""A model that isn't trained, and the columns of tokens that it makes: a reference or a teacher.
+"""A frozen model, and the columns of tokens that it computes: a reference or a teacher.
 
 It runs in its own replica or in the trainer's ranks. There it asks the student for its likeliest tokens; in a
 separate replica a column of the groups has them, from the engine that wrote the answers.

@@ -81,7 +81,7 @@ class _UpdateTotals:
     loss: float
     """Summed loss divided by the normalizer."""
     value_loss: float
-    """The critic's; 0 without one."""
+    """Loss of the critic; 0 if there is none."""
     tokens: int
     """Trained tokens."""
     cause: str

@@ -18,7 +18,7 @@ CHUNK_BYTES = 1 << 30
 CPU_KEPT_BYTES = 256 << 20
 """Bytes of logits that a micro-batch keeps for its backward pass on CPU; the rest is recomputed."""
 KEPT_SHARE = 1 / 24
-"""The same limit on a GPU, as a share of its memory."""
+"""Share of a GPU's memory for logits that a micro-batch keeps for its backward pass."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class TokenLogprobs(NamedTuple):
     tokens: Tensor
     """[N]: their log-probs."""
     entropies: Tensor
-    """[N]: the entropies, in nats, of the distributions that they were sampled from."""
+    """[N]: entropies, in nats, of the distributions in the tokens' places."""
     candidates: Tensor
     """[N, k]: log-probs of the candidates in each token's place; 0 where there is none."""
 

@@ -84,7 +84,7 @@ def metrics(measured: Tensor) -> dict[str, float]:
 
 
 def _quantile(counts: Tensor, share: float) -> float:
-    """Return the middle of the quantile's bin, at most 2.2 % off."""
+    """Return the middle of the quantile's bin, with an error of at most 2.2 %."""
     reached = counts.cumsum(0)
     place = int(torch.searchsorted(reached, share * float(reached[-1])))
     return SMALLEST * math.exp2((place - 0.5) / PER_OCTAVE) if place else 0.0

@@ -80,7 +80,7 @@ def build_optimizer(
 
 @torch.no_grad()
 def _make_exact(optimizer: MegatronOptimizer, model: DataParallel) -> None:
-    """Add to main weights what their bfloat16 parameters lack to the model folder's float32 weights.
+    """Add to main weights the differences between the model folder's float32 weights and their bfloat16 parameters.
 
     Main weights that begin on bfloat16's grid would change no parameter before the updates add up to half of its step:
     with a learning rate of 1e-5 that takes a dozen steps for a weight of 0.05.

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 CHUNK = 1 << 22
-"""Elements that are updated at a time. Float32 values and random numbers exist of these alone: about 50 bytes each."""
+"""Number of elements to update at a time. Only these have float32 values and random numbers: about 50 bytes each."""
 MOMENTS = ("exp_avg", "exp_avg_sq")
 """Names of the first and the second moment in the state of a parameter."""
 
@@ -59,7 +59,7 @@ class Bfloat16MomentsAdamW(torch.optim.AdamW):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Update the parameters that have a gradient. There must be no `closure`."""
+        """Update the parameters with a gradient. `closure` must be None."""
         assert closure is None
         for group in self.param_groups:
             for parameter in group["params"]:
@@ -211,7 +211,7 @@ class Float8Values:
 
     @property
     def is_cuda(self) -> bool:
-        """True if they are on a GPU."""
+        """True if the numbers are on a GPU."""
         return self.codes.is_cuda
 
     def __getitem__(self, part: slice) -> "Float8Values":
@@ -284,8 +284,7 @@ class Float8MomentAdamW(Bfloat16MomentsAdamW):
 
     @torch.no_grad()
     def pack(self) -> None:
-        """Keep the first moments that were loaded in float8. What is of the same blocks in float8 stays what it is;
-        other numbers are rounded to the nearest."""
+        """Convert the loaded first moments to float8."""
         for parameter in self.state:
             self._pack(parameter)
 

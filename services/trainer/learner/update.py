@@ -190,7 +190,7 @@ class TooManySkippedUpdates(ArithmeticError):
 
 
 class SkippedUpdates:
-    """Consecutive updates that were skipped. After a restart they are read from the ledger."""
+    """Consecutive skipped updates. After a restart they are read from the ledger."""
 
     def __init__(self, max_skipped: int) -> None:
         """`max_skipped` is trainer.max_skipped_updates."""

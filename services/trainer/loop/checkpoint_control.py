@@ -158,7 +158,7 @@ class Checkpoints:
         )
 
     def _mark(self, path: Path) -> str:
-        """Mark a checkpoint as one that is never removed. Return '' or the error."""
+        """Mark a checkpoint as kept for ever. Return "" or the error."""
         with self._rank.rank0_only(f"marking {path}"):
             try:
                 folders.keep(path)
@@ -307,7 +307,7 @@ class _Saving:
 
 
 def _make_empty_folder(folder: Path) -> str:
-    """Create an empty folder, replacing an existing one. Return '' or the error."""
+    """Create an empty folder, replacing an existing one. Return "" or the error."""
     try:
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)

@@ -48,7 +48,7 @@ class Command(Protocol[R_contra, T_co]):
 
 @dataclass
 class CommandedRank:
-    """State on which one rank's commands work. Used by its training thread only."""
+    """State of one rank for its commands. Used by its training thread only."""
 
     channel: RankChannel
     """Channel from rank 0 to the other ranks."""

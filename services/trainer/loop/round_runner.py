@@ -76,7 +76,7 @@ class RoundRunner:
         self._temperature = config.rollout.temperature
         self._media = None if learner.media_tokens is None else GroupMediaReader(learner.media_tokens)
         self.columns = stages_for(config)[-1].needs
-        """Columns that the trainer takes in."""
+        """Columns that the trainer reads."""
         needs = self._algorithm.needs
         needed = dict.fromkeys((ROLLOUT_LOGPROBS, *needs.loss, ROUTED_EXPERTS))
         self._packed_columns = [name for name in needed if name in self.columns]
@@ -84,7 +84,7 @@ class RoundRunner:
         """Forward passes before a step's updates."""
         several = config.trainer.updates_per_step > 1
         self.makes_advantages = ADVANTAGES not in self.columns
-        """True if no stage makes the advantages: they need columns that forward passes compute."""
+        """True if no stage computes the advantages, because they need columns from forward passes."""
         of_advantages = needs.advantages if self.makes_advantages else ()
         if config.trainer.routing_replay == "trainer":
             self._forward.append(ColumnPass((OLD_LOGPROBS, ROUTED_EXPERTS), partial(_routed, learner)))
@@ -270,7 +270,7 @@ class RoundRunner:
         return found.values, False
 
     def _valued(self, group: TrainGroup, *, filtered: bool) -> AdvantagesAndReturns:
-        """Return advantages and returns of a group with values; from a filtered one the critic learns nothing."""
+        """Return advantages and returns of a group with values; the critic learns nothing from a filtered group."""
         advantages, values = group.columns[ADVANTAGES], group.columns[VALUES]
         if filtered:
             return AdvantagesAndReturns(advantages, values)
@@ -314,7 +314,7 @@ class RoundRunner:
                 )
 
     def _missing(self, name: str, tokens: int) -> NDArray[Any]:
-        """Return a column of tokens for which nothing was computed."""
+        """Return a column for tokens without computed values."""
         if name == ROUTED_EXPERTS and (routing := self._learner.routing) is not None:
             return np.zeros((0, routing.layers, routing.top_k), np.uint8)
         spec = COLUMNS[name]

@@ -19,7 +19,7 @@ LEVEL = 1
 PATIENCE_SECONDS = 10.0
 """Seconds for which a step waits for the files of the step before."""
 LINES_TOGETHER = 64
-"""Lines that are compressed by one call."""
+"""Number of lines to compress in one call."""
 
 
 class SampleFiles:

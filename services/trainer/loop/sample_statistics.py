@@ -30,7 +30,7 @@ REPEATED_CHARACTERS = 10_000
 REPEATED_RATIO = 10.0
 """Compression ratio of an answer's end above which the answer repeats itself."""
 MAX_COMPRESSED = 512
-"""Maximum number of answers of a step that are compressed, spread evenly: each takes 0.2 ms."""
+"""Maximum number of a step's answers to compress, evenly spread: each takes 0.2 ms."""
 MAX_SOURCES = 32
 """Maximum number of sources with statistics; the samples of all further sources are counted as `other`."""
 NO_NAME = re.compile(r"[^A-Za-z0-9_.\-]+")
@@ -51,7 +51,7 @@ class StepSamples:
     texts: NDArray[np.object_]
     """Text of the last sequence."""
     sources: NDArray[np.str_]
-    """`metadata.data_source` of the prompt as part of a metric's name; "" without one."""
+    """`metadata.data_source` of the prompt in the form for metric names; "" if there is none."""
 
     @classmethod
     def of(cls, groups: Sequence[TrainGroup]) -> "StepSamples":

@@ -284,7 +284,7 @@ TOKEN_COLUMNS = {
     "advantages": ADVANTAGES,
     "versions": VERSIONS,
 }
-"""Fields of SampleTokens in coordinator.proto, and the columns that they show."""
+"""Fields of SampleTokens in coordinator.proto, with the columns that they contain."""
 DIGITS = 4
 """Significant digits of their numbers."""
 

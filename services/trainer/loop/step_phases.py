@@ -131,8 +131,8 @@ class StepBuilder:
 
 
 BUNDLE_BYTES = 64 * 2**20
-"""Bytes of the groups that one command assembles. Neither its memory nor the time in which the ranks wait for each
-other in it grows with the step."""
+"""Maximum bytes of groups that one command assembles, so that neither its memory nor the time in which the ranks wait
+for each other grows with the step."""
 
 
 class StepPhases(Protocol):
@@ -151,7 +151,7 @@ class StepPhases(Protocol):
         """
 
     def close(self, open_step: StepBuilder) -> bool:
-        """Set the mini-batches of the step, which is full. Return whether all ranks have their groups.
+        """Set the mini-batches of the full step. Return whether all ranks have their groups.
 
         If not, groups were closed meanwhile, or here, because they can't be trained on. May be repeated.
         """
@@ -265,7 +265,7 @@ class PreparedThenTrained(_Phases):
         groups: Sequence[TrainGroup],
         columns: Mapping[str, Mapping[str, NDArray[Any]]],
     ) -> bool:
-        """Hand out the groups, which have their prepared columns. Return whether all ranks have theirs."""
+        """Hand the groups out with their prepared columns. Return whether all ranks have theirs."""
         dp_ranks, done = dp_ranks_of_groups(open_step.mini_batches), 0
         for bundle in bundles(groups, BUNDLE_BYTES):
             ids = [group.group_id for group in bundle]

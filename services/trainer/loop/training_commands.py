@@ -228,7 +228,7 @@ class Export:
     folder: Path
 
     def execute(self, rank: TrainingRank) -> int | DiskRefused:
-        """Return the version of the weights, or why they can't be written."""
+        """Return the version of the weights, or the reason why they can't be written."""
         try:
             rank.learner.save_hf(self.folder)
         except DiskRefused as error:

@@ -32,7 +32,7 @@ from services.trainer.batch.weight_receipts import ReceiptCheck
 logger = logging.getLogger(__name__)
 
 MAX_GROUPS_PER_READ = 64
-"""Largest number of groups in one read."""
+"""Maximum number of groups in one read."""
 
 
 class TrainingQueue:

@@ -211,7 +211,7 @@ class Training:
         return bool(lost)
 
     def _write(self, open_step: StepBuilder, plan: StepPlan, groups: Sequence[TrainGroup]) -> bool:
-        """Write the step's file; while its disk refuses it, as a full one does, wait and try again.
+        """Write the step's file; while the disk refuses it, because it is full for instance, wait and repeat.
 
         The other ranks wait for commands meanwhile, and requests are served: the weights are still those before the
         step. Returns False if the step was discarded during the wait, because groups of it were closed.
@@ -228,7 +228,8 @@ class Training:
         return True
 
     def _refusals(self, attempt: Callable[[], str], meanwhile: Callable[[str], None]) -> Iterator[str]:
-        """Try to write until the disk takes it. Yield what is wrong after the pause before each further try.
+        """Repeat an attempt to write until the disk accepts it. Yield the problem after the pause before each
+        repetition.
 
         Args:
             attempt: tries. Returns '', or what is wrong.
@@ -258,7 +259,7 @@ class Training:
         return ""
 
     def _write_reference(self, plan: StepPlan) -> None:
-        """Write the weights that the reference service takes over after the step, if it does.
+        """Write the weights that the reference service takes over after the step, if there are any.
 
         This is before the commit, so that the ledger names nothing that isn't there.
         """
@@ -303,7 +304,7 @@ class Training:
                     logger.warning("old weights of the reference could not be removed, and take room: %s", error)
 
     def _take(self, open_step: StepBuilder, entry: MicroBatchRound, *, last: bool) -> None:
-        """Work on one round on all ranks, while the step fills."""
+        """Process one round on all ranks, while the step fills."""
         self._report(f"step {open_step.number}: {len(open_step.members)} groups")
         began = time.monotonic()
         self._phases.take(open_step, entry, last=last)
@@ -429,7 +430,7 @@ class Training:
         )
 
     def _bubble(self, plan: StepPlan) -> dict[str, float]:
-        """Return the pipeline's bubble over the step's updates; nothing without a pipeline."""
+        """Return the pipeline's bubble over the step's updates; empty without a pipeline."""
         stages, chunks = self._config.trainer.pipeline_parallel, self._config.trainer.pipeline_chunks
         rounds = [entry for mini_batch in plan.mini_batches for entry in mini_batch.rounds]
         return {"pipeline_bubble_share": bubble_share(rounds, stages, chunks)} if stages > 1 else {}
@@ -441,7 +442,7 @@ class Training:
         self._emit(WorkResponse(version=VersionCommitted(weights=weights, trace=trace)))
 
     def _ask_critic(self, step: int, keep: bool) -> None:
-        """Ask a critic service for the checkpoint of a step that is requested here, so that both are of one step."""
+        """Request from a critic service the checkpoint of the same step as one requested here."""
         if self._config.roles.critic.placement == "service":
             self._board.ask_critic(term=self._term, step=step, keep=keep)
 

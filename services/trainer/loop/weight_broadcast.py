@@ -26,7 +26,7 @@ from services.trainer.learner.learner import Learner
 logger = logging.getLogger(__name__)
 
 IN_FLIGHT = 2
-"""Buckets in flight: one is sent while the next is filled."""
+"""Number of buckets in flight: one is sent while the next is filled."""
 _POLL_SECONDS = 0.0005
 
 
@@ -59,7 +59,7 @@ class WeightBroadcaster:
         self._engine = engine
         self._lock = threading.Lock()
         self._gathering = threading.Lock()
-        """Serialises gathering: a failed broadcast may still be gathering when the next one starts."""
+        """Lock on gathering, because a failed broadcast may still be gathering when the next one starts."""
         self._membership: _Membership | None = None
         device = learner.world.device
         self._stream = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
@@ -140,7 +140,7 @@ class WeightBroadcaster:
         group, stage = membership.group, self._learner.world.pp_rank
         transfers: list[Transfer] = []
         kept: deque[list[torch.Tensor]] = deque()
-        """Keeps tensors alive while they are sent: at most IN_FLIGHT buckets."""
+        """References to tensors that are being sent: at most IN_FLIGHT buckets."""
         sent = 0
         found: dict[str, int] = {}
         for index, bucket in enumerate(self._buckets):

@@ -9,7 +9,7 @@ from relaxd.rpc.errors import Aborted, FailedPrecondition
 from relaxd.weights import WEIGHTS_CHANGED
 
 HOLD_MARGIN_SECONDS = 1.0
-"""A hold outlasts the broadcast's deadline by this much, so that the weights never change during one."""
+"""Seconds by which a hold outlasts the broadcast's deadline, so that the weights never change during one."""
 
 
 class HoldRefused(FailedPrecondition):
@@ -64,7 +64,7 @@ class WeightReadLock:
             return self._hold
 
     def _is_past(self, version: int) -> bool:
-        """Return whether the trainer had this version, and has a newer one or makes one."""
+        """Return whether the trainer had this version, and has or makes a newer one."""
         return self.changing if self._version is None else self._version > version
 
     def release(self, hold: int) -> bool:

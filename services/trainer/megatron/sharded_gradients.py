@@ -32,7 +32,7 @@ class WithoutGradientMemory(TorchFunctionMode):
         self._calls = 0
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run a function of torch. A buffer makes zeros for its parameters and then as many for their gradients."""
+        """Run a function of torch. A buffer creates zeros for its parameters, then as many for their gradients."""
         if func is torch.zeros:
             self._calls += 1
             if self._calls % 2 == 0:
@@ -73,9 +73,9 @@ class ShardedGradients:
         self._passes = 0
         """Number of backward passes whose gradients still have to be reduced."""
         self._counted: set[Parameter] = set()
-        """Parameters that have their gradient of this pass."""
+        """Parameters that have received their gradient of this pass."""
         self._lacking: list[int] = []
-        """Parameters of each bucket that have not."""
+        """Number of each bucket's parameters that haven't."""
         self._next = 0
         """The next bucket to be reduced."""
         self._under_way: GradientBucket | None = None
@@ -102,7 +102,7 @@ class ShardedGradients:
         self.started_early = self.started_late = 0
 
     def count(self, parameter: Parameter) -> None:
-        """Note that a parameter has got its gradient of a micro-batch; reduce the buckets that are complete.
+        """Count a parameter's gradient of a micro-batch, and reduce complete buckets.
 
         Raises:
             RuntimeError: it got more of them than there are micro-batches.
@@ -232,7 +232,7 @@ class GradientBucket:
             self._finished = False
 
     def finish(self) -> None:
-        """Wait for the sum that has been started, if any, and add this rank's part to its shard."""
+        """Wait for the started sum, if any, and add this rank's part to its shard."""
         if not self._finished:
             self._finished = True
             self._group.finish_grad_sync()

@@ -12,7 +12,7 @@ class ModelError(InvalidArgument):
 
 
 class ModelFileError(FailedPrecondition):
-    """A file of a model folder is missing or can't be read now, such as on a file system that is away."""
+    """A file of a model folder is missing or unreadable at the moment, for instance on an unreachable file system."""
 
 
 @dataclass(frozen=True)
@@ -28,12 +28,12 @@ class ExpertArchitecture:
     normalize: bool
     """True if the chosen experts' weights are normalised to add up to 1."""
     shared_ffn_size: int | None
-    """Inner width of the gated expert shared by all tokens; None without one."""
+    """Inner width of the gated expert shared by all tokens; None if there is none."""
 
 
 @dataclass(frozen=True)
 class TowerArchitecture:
-    """A tower, which turns media into rows as wide as the decoder: transformers' module."""
+    """A tower, which converts media to rows as wide as the decoder's: transformers' module."""
 
     name: str
     """Name of the tower in the first pipeline stage: "visual" or "audio_tower"."""
@@ -47,7 +47,7 @@ class TowerArchitecture:
 
 @dataclass(frozen=True, kw_only=True)
 class Architecture:
-    """Sizes and switches of a decoder-only model, perhaps with towers."""
+    """Sizes and switches of a decoder-only model, with its towers if it has any."""
 
     model_type: str
     """Hugging Face's name of the family."""
@@ -68,7 +68,7 @@ class Architecture:
     norm_epsilon: float
     """RMSNorm's epsilon."""
     max_positions: int
-    """Longest supported sequence."""
+    """Maximum sequence length that the model supports."""
     tied_embeddings: bool
     """True if the output layer is the embedding."""
     rope: Rope

@@ -177,8 +177,8 @@ class ExportedParameter:
         self.entry = entry
         self._parameter = parameter
         self._views: list[tuple[HFTensor, Tensor]] = []
-        """Views of the parameter that are its tensors, of another shape perhaps. Made once: on each broadcast, the host
-        would make them for longer than the GPU sends them."""
+        """Views of the parameter as its tensors, possibly reshaped. Created once, because for each broadcast the host
+        would need longer than the GPU for sending them."""
 
     @property
     def part(self) -> Tensor:

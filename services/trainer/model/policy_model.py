@@ -147,7 +147,7 @@ class PolicyModel(GPTModel):
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings)
         self.towers: torch.nn.ModuleDict | None = None
-        """The towers, in the first part of a model that takes media."""
+        """Towers in the first part of a model for media."""
         self.tower_outputs = TowerOutputs()
         """Cached outputs of frozen towers."""
 

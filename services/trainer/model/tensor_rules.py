@@ -188,7 +188,7 @@ QKV = _qkv("query")
 """Queries, keys and values."""
 
 GATED_QKV = _qkv("query+query")
-"""The same, each query head followed by its output gate."""
+"""Queries, keys and values, each query head followed by its output gate."""
 
 OUTPUT = (
     Rule(

@@ -41,7 +41,7 @@ def read_config(run_folder: Path) -> RunConfig:
 
 
 def newest_intact(run_folder: Path, up_to: int) -> int | None:
-    """Return the step of the newest intact checkpoint up to step `up_to`, None without one."""
+    """Return the step of the newest intact checkpoint up to step `up_to`; None if there is none."""
     for step in checkpoint_steps(run_folder):
         if step <= up_to:
             try:

@@ -103,7 +103,7 @@ def step_files(run_folder: Path, step: int, start: int) -> dict[int, Path]:
 
 
 def recorded_metrics(run_folder: Path, step: int) -> dict[str, Any]:
-    """Return a step's line of metrics.jsonl, {} without one."""
+    """Return a step's line of metrics.jsonl; {} if there is none."""
     return next((line for line in read_lines(run_folder / METRICS) if line.get("step") == step), {})
 
 

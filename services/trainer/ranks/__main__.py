@@ -1,4 +1,4 @@
-"""python -m services.trainer.ranks: the service that has a trainer's ranks on this host."""
+"""python -m services.trainer.ranks: the service for a trainer's ranks on this host."""
 
 import asyncio
 

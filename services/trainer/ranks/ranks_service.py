@@ -29,7 +29,7 @@ from services.trainer.service.rank_processes import (
 from services.trainer.service.remote_ranks import SUPERSEDED
 
 MARK_SECONDS = 3.0
-"""Seconds that the trainer's mark in the run's folder may take to appear: a network file system shows files late."""
+"""Maximum seconds until the trainer's mark appears in the run's folder: a network file system shows files late."""
 POLL_SECONDS = 0.1
 
 logger = logging.getLogger(__name__)
@@ -53,7 +53,7 @@ class HostAttempt:
         return self._processes.ranks
 
     def begin(self, work: rank_pb2.WorkRequest) -> None:
-        """Start the ranks, which work as soon as they have loaded their code."""
+        """Start the ranks, which work once they have loaded their code."""
         self._living = asyncio.create_task(self._live(work), name=f"attempt {self.number}")
 
     def fail(self, error: RpcError) -> None:

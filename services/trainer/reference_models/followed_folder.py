@@ -23,9 +23,9 @@ from services.trainer.megatron import TICK_SECONDS
 logger = logging.getLogger(__name__)
 
 FOLDER_SECONDS = 10.0
-"""Seconds that a run's folder may take to appear: a network file system shows new files late."""
+"""Maximum seconds until a run's folder appears: a network file system shows new files late."""
 FILE_SECONDS = 60.0
-"""Seconds that a committed step's files may take to appear."""
+"""Maximum seconds until a committed step's files appear."""
 POLL_SECONDS = 0.2
 
 
@@ -59,7 +59,7 @@ def await_run_folder(folder: Path, role: str, begun: datetime) -> None:
 
 
 def await_file(path: Path, role: str, still_waiting: Callable[[Path], None]) -> None:
-    """Wait until what a committed step has written is there; call `still_waiting` with it every TICK_SECONDS.
+    """Wait until the files of a committed step exist; call `still_waiting` with them every TICK_SECONDS.
 
     Raises:
         StepFileError: it isn't there after FILE_SECONDS.
@@ -82,7 +82,7 @@ UNKNOWN = -1
 
 
 class LedgerWeights:
-    """Takes over the weights that the ledger names. Used between two passes, so that a group has one version."""
+    """Loads the weights that the ledger names. Used between two passes, so that a group has one version."""
 
     def __init__(
         self,

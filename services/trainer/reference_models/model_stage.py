@@ -31,7 +31,7 @@ from services.trainer.batch.sequence_media import GroupMediaReader, SequenceMedi
 BATCHES_PER_STAGE = 20
 """Micro-batches of one pass per pipeline stage after the first: stages then wait for a twentieth of the time."""
 LEAST_GROUPS = 2
-"""Groups to hold at least: while one is computed, another is loaded."""
+"""Minimum number of groups to hold: while one is computed, another is loaded."""
 
 logger = logging.getLogger(__name__)
 
@@ -249,7 +249,7 @@ def _group(
     of_student: int,
     media: GroupMediaReader | None,
 ) -> _Group:
-    """Make a group of columns; `prompt` names the prompt's column. Raises ValueError: they are malformed."""
+    """Create a group from columns; `prompt`: name of the prompt's column. Raises ValueError for malformed columns."""
     read = read_sequences(columns, prompt)
     lengths = [len(one.tokens) for one in read]
     seen: Sequence[SequenceMedia | None] = [None] * len(read)

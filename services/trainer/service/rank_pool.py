@@ -48,7 +48,7 @@ class RankPool:
         return await self._start(name, place)
 
     def prepare(self) -> None:
-        """Start as many spare processes as are missing, in the background."""
+        """Start the missing spare processes in the background."""
         if self._count and (self._preparing is None or self._preparing.done()):
             self._preparing = asyncio.create_task(self._prepare(), name="spare ranks")
 

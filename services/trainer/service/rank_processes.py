@@ -19,7 +19,7 @@ from services.trainer.megatron import ATTEMPT_VARIABLE
 from services.trainer.service.rank_pool import RankPool
 
 LOOPBACK = "127.0.0.1"
-"""Ranks of one machine meet here."""
+"""Address at which ranks of one machine meet."""
 START_SECONDS = 600.0
 """Deadline for a child to serve. Importing torch and Megatron takes seconds, but minutes for eight ranks that read them
 from a cold or busy disk. One that ends meanwhile is noticed at once."""

@@ -30,7 +30,7 @@ FAILED_AFTER = 3
 ANSWER_SECONDS = 5.0
 """Extra time for the answer to a drain, in which rank 0 sends its last traces and metrics."""
 ANNOUNCE_SECONDS = 10.0
-"""Deadline of one announcement."""
+"""Deadline of one announcement, in seconds."""
 ANNOUNCE_AGAIN_SECONDS = 0.5
 """Seconds before an announcement is repeated."""
 

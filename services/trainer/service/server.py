@@ -44,7 +44,7 @@ from services.trainer.service.rank_processes import (
 from services.trainer.service.rank_supervisor import RankSupervisor
 
 MAX_NAME_BYTES = 200
-"""Longest folder name. File systems allow 255 bytes, and an unfinished export has a suffix."""
+"""Maximum bytes of a folder name. File systems allow 255, and an unfinished export has a suffix."""
 RESERVED = ("checkpoints", "reference", "steps")
 """Subfolders of the run's folder that exports can't use."""
 
@@ -84,7 +84,7 @@ LEAVE_SECONDS = 5.0
 CONTROL_SECONDS = 10.0
 """Deadline for a hold or the plan of a profile, which only change a number."""
 MAX_PROFILED = 100
-"""Maximum number of steps in one call of Profile: a file for each may have hundreds of megabytes."""
+"""Maximum number of steps in one call of Profile: each has a file of up to hundreds of megabytes."""
 SCRIPTED_RANK = "services.trainer.rehearsal"
 """The program of a rank in a rehearsal."""
 
@@ -101,7 +101,7 @@ class TrainerService(ReplicaService):
         self._hosts: TrainerHosts | None = None
         """The other hosts, if the ranks are on several."""
         self._pool: RankPool | None = None
-        """The processes of this host's ranks, if they are on several."""
+        """Processes of this host's ranks, for ranks on several hosts."""
         self.world: RankSupervisor | None = None
         self.run_folder = Path()
 

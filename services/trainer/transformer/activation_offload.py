@@ -44,7 +44,7 @@ class ActivationOffload:
         self._leaving: deque[weakref.ref[_Away]] = deque()
         """Tensors whose memory on the GPU isn't free yet, in order."""
         self._saved: weakref.WeakValueDictionary[int, _Away] = weakref.WeakValueDictionary()
-        """Tensors by the order in which they were saved."""
+        """Tensors in the order of saving."""
         self._by_storage: weakref.WeakValueDictionary[int, _Away] = weakref.WeakValueDictionary()
         """Storages that are still on the GPU, by address: several saved tensors may share one."""
         self._count = 0
@@ -119,7 +119,7 @@ class ActivationOffload:
 
 
 class _Pool:
-    """Blocks of the host's memory, allocated in chunks when they are needed first."""
+    """Blocks of the host's memory, allocated in chunks on first use."""
 
     def __init__(self, limit: int, *, pinned: bool) -> None:
         self._left = limit // BLOCK_BYTES

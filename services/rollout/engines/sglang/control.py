@@ -35,7 +35,7 @@ from services.rollout.engines.sglang.schedulers import (
 
 
 class SchedulerUpdate:
-    """Has every scheduler process take up new weights, in one pause. Needs a lock of its owner."""
+    """Has every scheduler process install new weights in one pause. Needs a lock of its owner."""
 
     def __init__(
         self, number: int, ranks: int, receive: rollout_pb2.ReceiveWeightsRequest, key: str, pause_deadline: float
@@ -55,7 +55,7 @@ class SchedulerUpdate:
         self.asked = False
         """True once the update was sent to the scheduler processes."""
         self.change = 0
-        """Number of the pause that the message began; 0: none, they were paused already."""
+        """Number of the pause that the message began; 0: they were already paused."""
         self.group_name = receive.group_name
         """Name of the group that sends the weights."""
 
@@ -86,7 +86,7 @@ class SchedulerUpdate:
 
     @property
     def ended(self) -> bool:
-        """True if all scheduler processes have taken up the weights or failed to."""
+        """True if every scheduler process has installed the weights or failed."""
         return len(self._results) == self._ranks
 
     @property
@@ -167,7 +167,7 @@ class SchedulerControl:
         return f"{weights.term}:{weights.version}:{self._commits}"  # two commits of one version are two
 
     def supervise(self) -> None:
-        """Pause and resume the schedulers for ever. Raises EngineError if they don't obey."""
+        """Pause and resume the schedulers for ever. Raises EngineError if they don't follow."""
         gate = self._gate
         while True:
             with gate.changed:
@@ -217,7 +217,7 @@ class SchedulerControl:
     def update(
         self, weights: Version, receive: rollout_pb2.ReceiveWeightsRequest, pause: UpdatePause | None
     ) -> Iterator[None]:
-        """Allow changes of the model inside the block, in which every scheduler process takes up `weights`.
+        """Allow changes of the model inside the block, in which every scheduler process installs `weights`.
 
         They are asked to as soon as the engine rests. With `pause`, in mode in_place or retract, it pauses for the
         update; if the schedulers run, the message that pauses them asks them, too.

@@ -114,7 +114,7 @@ def _answer(message: BatchTokenIDOutput, row: int, top_k: int) -> Answer:
 
 
 def _after_first(values: Sequence[Any], dtype: type) -> bytes:
-    """Return the values of all places but the first, which SGLang has for the token that nothing predicts: None."""
+    """Return the values of all places except the first, which is None in SGLang because nothing predicts that token."""
     return np.array(values[1:], dtype=dtype).tobytes()
 
 

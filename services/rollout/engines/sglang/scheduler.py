@@ -217,7 +217,7 @@ class ControlHandlers(engine_pb2_grpc.SchedulerServicer, rollout_pb2_grpc.Rollou
         self._scheduler = scheduler
 
     def serve(self) -> None:
-        """Serve in a thread, for the life of the process. Returns when calls are taken."""
+        """Serve in a thread for the life of the process. Returns once calls are accepted."""
         path = socket_path(os.environ[FOLDER_VARIABLE], self._scheduler.ps.tp_rank)
         add_all = engine_pb2_grpc.add_SchedulerServicer_to_server, rollout_pb2_grpc.add_RolloutServicer_to_server
         services = tuple((add, self) for add in add_all)

@@ -33,7 +33,7 @@ class MessageChannel:
         self._incoming = get_zmq_socket(context, zmq.PULL, ports.tokenizer_ipc_name, True)
         self._sending = threading.Lock()
         self.max_req_input_len = 0
-        """Longest prompt. Set by SGLang."""
+        """Maximum length of a prompt; set by SGLang."""
 
     def send(self, message: Any) -> None:
         """Send one of SGLang's messages, in order. Any thread may call this."""

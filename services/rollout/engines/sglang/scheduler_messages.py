@@ -12,7 +12,7 @@ from relaxd.rpc.errors import RpcError
 
 
 class PauseForUpdate(PauseGenerationReqInput, kw_only=True):  # type: ignore[call-arg]
-    """Pauses every scheduler, and has each take up new weights in this pause."""
+    """Pauses every scheduler, and has each install new weights in this pause."""
 
     number: int
     """Number of the update."""
@@ -64,7 +64,7 @@ class ChangeMade:
 
 @dataclass(frozen=True)
 class UpdateEnded:
-    """A scheduler has taken up new weights, or has failed to."""
+    """A scheduler has installed new weights, or has failed."""
 
     number: int
     rank: int

@@ -126,7 +126,7 @@ class Schedulers:
 
 
 def news_address(folder: str) -> str:
-    """Return the address at which the engine's process takes the schedulers' news."""
+    """Return the address of the engine's process for the schedulers' reports."""
     return f"ipc://{folder}/news"
 
 

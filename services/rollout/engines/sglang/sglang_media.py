@@ -1,4 +1,4 @@
-"""Images, videos and sounds of prompts as SGLang takes them, and the change in its model that takes them.
+"""Images, videos and sounds of prompts in SGLang's form, and the change of its model that accepts them.
 
 Each time of a video is an image of its own, as the tower sees it. Items carry an image's pixels as bytes, cut into
 patches, which are normalised on the device: a float32 for each pixel of each frame would be eight times as much, in
@@ -45,7 +45,7 @@ def _content(item: SeenFrame | HeardSound) -> dict[str, Any]:
 
 
 def take_media(model: Any, vision: VisionModel, device: torch.device) -> None:
-    """Have a model's towers take the items of `to_sglang`."""
+    """Have a model's towers accept the items of `to_sglang`."""
     model = getattr(model, "thinker", model)  # Qwen3-Omni is a model within a model
     look = model.get_image_feature
 

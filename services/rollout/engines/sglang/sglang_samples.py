@@ -86,7 +86,7 @@ class SGLangRequest:
 
     @classmethod
     def of(cls, request: Request, end_ids: frozenset[int]) -> "SGLangRequest":
-        """Make one that has not started; `end_ids` are the model's end tokens."""
+        """Create a request that has not started; `end_ids`: the model's end tokens."""
         samples = [SGLangSample.of(request, index) for index in request.samples]
         shares = len(samples) > 1 and len(request.prompt_tokens) >= SHARED_PREFIX_TOKENS
         stop_ids = frozenset(request.sampling.stop_token_ids) or end_ids

@@ -36,7 +36,7 @@ class ReceiveResult:
     touched: bool
     """True if the model was written to; always the case if it has any of the tensors."""
     checksums: dict[str, int] = field(default_factory=dict)
-    """Checksums by tensor, if asked for. They cover the model's memory where the tensor was received there, else the
+    """Checksums by tensor, if requested. They cover the model's memory if the tensor was received there, else the
     staged tensor, after comparing the model's memory with it."""
 
 
@@ -140,7 +140,7 @@ class SGLangWeights:
 
     @property
     def unusable(self) -> bool:
-        """True if a failed broadcast has touched the model, or one under way has."""
+        """True if a broadcast, failed or still running, has touched the model."""
         return self._dirty
 
     def _committing(self, commit: Callable[[], None]) -> Callable[[], None]:
@@ -258,7 +258,7 @@ class _Receiver:
         return [next(staging) if whole is None else whole for whole in self._wholes[number]]
 
     def _copy(self, number: int, transfer: Transfer, with_checksums: bool) -> dict[str, int]:
-        """Copy the staged tensors when they are received. On a GPU this only enqueues, except for checksums."""
+        """Copy the staged tensors once received. On a GPU this only enqueues, except for checksums."""
         staged, buffer = self._staged[number], self._buffers[number % IN_FLIGHT]
         if not staged:
             return {}

@@ -47,7 +47,7 @@ class WeightUpdates:
     def __init__(
         self, weights: SGLangWeights, rank: int, news: NewsSender, commit: Callable[[str], dict[str, HeldRequest]]
     ) -> None:
-        """`commit` takes up received weights by their key."""
+        """`commit` switches to received weights by their key."""
         self._weights = weights
         self._rank = rank
         self._news = news
@@ -79,7 +79,7 @@ class WeightUpdates:
         return bool(self._receiving)
 
     def leave(self, name: str) -> bool:
-        """Leave a weight group, also while weights are received, and tell when nothing is received in it any more.
+        """Leave a weight group, even during a reception, and report once nothing is received in it any more.
 
         Returns whether the model is unusable, because a failed broadcast had touched it.
         """

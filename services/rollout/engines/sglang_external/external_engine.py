@@ -39,11 +39,11 @@ from services.rollout.engines.sglang_external.server_client import (
 )
 
 CONTROL_SECONDS = 10.0
-"""For calls that only change a flag."""
+"""Deadline of calls that only change a flag, in seconds."""
 STOP_SECONDS = 5.0
 """Deadline for leaving the server in order."""
 PROBE_SECONDS = 2.0
-"""Interval of probes."""
+"""Seconds between two probes."""
 SCHEDULER_SECONDS = 60.0
 """Seconds without an answer to a probe, outside of an update, after which a server's scheduler counts as dead."""
 STATS_SECONDS = 1.0

@@ -31,7 +31,7 @@ class HostMemory:
         self._taken = 0
 
     def take(self, size: int) -> Tensor:
-        """Return memory: uint8 [size], aligned. It is new unless the last snapshot took as much here."""
+        """Return memory: uint8 [size], aligned. It is reused if the last snapshot took as much here, else new."""
         index, self._taken = self._taken, self._taken + 1
         if index < len(self._tensors) and len(self._tensors[index]) == size:
             return self._tensors[index]

@@ -26,11 +26,11 @@ from services.trainer.learner.snapshots.checkpoint_copies import ALIGNMENT, Host
 from services.trainer.learner.snapshots.pieces import Box, Elements, Piece
 
 FILE_BYTES = 64 << 20
-"""A rank divides its part into one file for each of these bytes, which are written and hashed at the same time."""
+"""Approximate bytes per file of a rank's part; its files are written and hashed concurrently."""
 MAX_FILES = 8
 """Files of a rank."""
 CHUNK_BYTES = 64 << 20
-"""Bytes that are hashed and written at a time. After each, the thread waits for its turn among Python's threads."""
+"""Bytes to hash and write at a time. After each chunk the thread waits for its turn among Python's threads."""
 PIECES, GENERATORS = "pieces", "generators"
 """Names in a file's metadata, of JSON: the pieces by tensor; the states of the rank's random generators."""
 DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16"}
@@ -76,7 +76,7 @@ class PartFiles:
                 begin = end
             self._files[part_name(rank, number)] = _header(content, metadata), memory
         self.nbytes = sum(len(header) + memory.nbytes for header, memory in self._files.values())
-        """Bytes that they take."""
+        """Total bytes of the files."""
 
     def write(self, folder: Path) -> dict[str, dict[str, Any]]:
         """Write the files and wait until they are on disk.

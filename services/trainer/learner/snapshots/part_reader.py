@@ -1,4 +1,4 @@
-"""Reading of what a rank needs from the parts of a checkpoint, which another parallel layout may have written.
+"""Reading of a rank's state from the parts of a checkpoint, which another parallel layout may have written.
 
 A rank looks into its own part first, then into its neighbours', until it has found all. Of their files it reads the
 headers, and the ranges that it needs. No rank reads or holds more.
@@ -20,7 +20,7 @@ from services.trainer.learner.snapshots.part_files import DTYPES, GENERATORS, PI
 from services.trainer.learner.snapshots.pieces import Box, Piece, Rectangle, elements, intersection, shown, without
 
 STAGING_BYTES = 32 << 20
-"""Bytes of a file that are in the host's memory at a time, for each file that is being read."""
+"""Bytes in the host's memory at a time, for each file that is being read."""
 TYPES = {name: dtype for dtype, name in DTYPES.items()}
 
 

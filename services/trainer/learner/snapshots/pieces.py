@@ -1,5 +1,4 @@
-"""Pieces of a rank's state in a checkpoint: which elements of which whole tensor each one is, under any parallel
-layout.
+"""Pieces of a rank's state in a checkpoint: for each piece its whole tensor and its elements in it, under any layout.
 
 Megatron's distributed optimizer divides main weights and moments among the data-parallel (and context-parallel) ranks.
 A rank saves what it holds of them. The weights of a trained model aren't saved besides, because they are the main
@@ -146,16 +145,16 @@ class Piece:
     state: str
     """One of STATE."""
     box: Box
-    """The box that they are in."""
+    """Box that contains the elements."""
     begin: int
-    """The first one's place in the box's row-major order."""
+    """Offset of the first element in the box's row-major order."""
     end: int
     """Offset after the last element."""
 
 
 @dataclass(frozen=True)
 class LocalBox:
-    """A box of a rank's parameter. Some parameters are of two boxes, such as a gate and its projection."""
+    """A box of a rank's parameter. Some parameters have two boxes, such as a gate and its projection."""
 
     box: Box
     """Part of the whole model's tensor."""

@@ -313,7 +313,7 @@ def _wanted(pieces: Pieces) -> list[Wanted]:
 
 
 def _read(wanted: list[Wanted], folder: Path, world: World, *, generators: bool) -> dict[str, Any] | None:
-    """Read this rank's part. Returns the states of its generators, if they are wanted."""
+    """Read this rank's part. Returns the states of its generators, if requested."""
     with world.disk.all_ranks(f"reading {folder}") as progress:
         Loading(folder, world.rank, wanted).read(progress, world.device)
         return PartFile(folder / part_name(world.rank, 0)).generators if generators else None

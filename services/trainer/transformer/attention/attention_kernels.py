@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 LENGTHS = (300, 1, 77, 128)
 """Sequence lengths on which kernels are tried."""
 WINDOW = 100
-"""Window with which they are tried."""
+"""Window of attention for trying the kernels."""
 
 
 class AttentionUnavailable(RuntimeError):

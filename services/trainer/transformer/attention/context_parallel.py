@@ -24,10 +24,10 @@ class ContextRanks:
     exchanging: dist.ProcessGroup | None = None
     """Neighbours that exchange tokens for heads; None: this rank keeps its heads."""
     gathering: dist.ProcessGroup | None = None
-    """Ranks of all groups of neighbours that have this rank's heads, in the order of their tokens; None: this rank has
-    all tokens."""
+    """Ranks with the same heads in all groups of neighbours, in the order of their tokens; None: this rank has all
+    tokens."""
     copies: int = 1
-    """Exchanging ranks that have the same key-value head."""
+    """Number of exchanging ranks with the same key-value head."""
 
 
 def context_ranks(context: dist.ProcessGroup, division: ContextDivision, timeout: timedelta) -> ContextRanks:

@@ -17,7 +17,8 @@ class Rotary(NamedTuple):
     scale: float = 1.0
     """Factor of cosine and sine (YaRN)."""
     axes: Tensor | None = None
-    """int64, as many: axis of the positions [3, T] for each frequency (M-RoPE); None: they have one."""
+    """int64 of the same length: axis of the positions [3, T] for each frequency (M-RoPE); None: positions have one
+    axis."""
 
     def to(self, device: torch.device) -> "Rotary":
         """Return the embedding on a device."""

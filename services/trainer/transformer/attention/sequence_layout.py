@@ -69,11 +69,11 @@ kernel, or cuDNN's kernel for packed sequences."""
 MAX_PADDING = 0.25
 """Largest share of padding tokens in a padded attention call."""
 MAX_LENGTH_RATIO = 16
-"""Largest ratio of the longest to the shortest sequence in one cuDNN call."""
+"""Maximum ratio of the longest to the shortest sequence in one cuDNN call."""
 MIN_SEQUENCES = 8
 """Minimum number of shorter sequences for a separate cuDNN call."""
 MIN_LENGTH = 128
-"""cuDNN takes the same time for all sequences up to this many tokens."""
+"""Number of tokens up to which cuDNN takes the same time for all sequences."""
 MIN_SAVING: dict[AttentionKernel, float] = {"cudnn": 3.0, "varlen": 1.25, "blocks": 1.25}
 """Attention takes the queries of shared prompts once if copies for each sample would be this many times as much work.
 On GPUs torch's kernel does it, which in a probe reached 247 to 330 TFLOP/s, and cuDNN's 577 to 597."""
@@ -111,7 +111,7 @@ class SequenceLayout:
     cudnn_batches: tuple[CudnnBatch, ...]
     """The cuDNN calls."""
     as_packed: bool
-    """True if packed and scattered tokens are the same, so that nothing has to be moved."""
+    """True if packed and scattered tokens are the same, so that none has to be moved."""
     slots: Slots
     """The slots. A sequence is padded to its block with its own tokens."""
     shared: bool
@@ -182,7 +182,7 @@ def sequence_layout(
 
 
 def _saving(lengths: Sequence[int], own_lengths: Sequence[int]) -> float:
-    """Divide the pairs of queries and keys of whole sequences by those in which each token's query is once.
+    """Return the pairs of queries and keys of whole sequences over the pairs with each token's query once.
 
     Args:
         lengths: tokens of each sequence.

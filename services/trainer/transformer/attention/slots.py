@@ -22,7 +22,7 @@ class Slots:
     token_of_slot: Tensor
     """int64 [P]: the token in each slot."""
     slot_of_token: Tensor
-    """int64 [T]: the first slot of each token that has one."""
+    """int64 [T]: first slot of each token with a slot."""
     order: Tensor
     """int64 [P]: all slots of the first token, then of the second ..."""
     order_begin: Tensor

@@ -102,7 +102,7 @@ def _grouped(rows: Tensor, width: int) -> bool:
 
 
 def _parts(ends: Tensor) -> list[tuple[int, slice]]:
-    """Return the experts that have rows, with their slices. Synchronizes with the GPU."""
+    """Return the experts with rows, and their slices. Synchronizes with the GPU."""
     bounds = [0, *ends.tolist()]
     return [(e, slice(bounds[e], bounds[e + 1])) for e in range(len(ends)) if bounds[e] < bounds[e + 1]]
 
