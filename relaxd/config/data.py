@@ -241,7 +241,7 @@ class DataConfig(Section):
     max_prompt_tokens: int = Field(default=1024, ge=1)
     """Maximum length of a prompt."""
     overlong: Literal["error", "skip"] = "error"
-    """What to do with longer prompts: error refuses to start and names the prompt; skip leaves them out and counts
+    """Treatment of longer prompts: error refuses to start and names the prompt; skip leaves them out and counts
     them."""
     deduplicate: bool = False
     """Leave out prompts that occur twice, and those of evaluation sets. Case and white space don't
@@ -249,7 +249,7 @@ class DataConfig(Section):
     shuffle: bool = True
     """Shuffle prompts in each epoch, seeded by run.seed."""
     curriculum: CurriculumConfig = CurriculumConfig()
-    """How often each prompt is given."""
+    """Frequency of each prompt."""
 
     @property
     def is_own(self) -> bool:

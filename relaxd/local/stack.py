@@ -274,7 +274,7 @@ def address_here(state: Path, coordinator: str | None) -> str | None:
 
 
 def use_stack(state: StackState | None) -> StackState | None:
-    """Add the identity of the local services' stack to this process's calls, if there is one."""
+    """Add the identity of the local services' stack, if any, to this process's calls."""
     if state is not None and state.stack:
         os.environ[STACK_VARIABLE] = state.stack
     return state

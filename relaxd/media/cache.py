@@ -13,7 +13,7 @@ Item = TypeVar("Item")
 
 
 class RecentItems(Generic[Item]):
-    """Most recently used items, by name. For one thread."""
+    """Recently used items, by name. For one thread."""
 
     def __init__(self, max_bytes: int) -> None:
         """Make it empty.
@@ -46,7 +46,7 @@ class RecentItems(Generic[Item]):
 
 
 class MediaCache:
-    """Most recently used pixels and samples of media. For one thread."""
+    """Recently used pixels and samples of media. For one thread."""
 
     def __init__(self, max_bytes: int) -> None:
         """Make an empty cache.

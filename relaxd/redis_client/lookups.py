@@ -26,7 +26,7 @@ from redis.retry import Retry
 from relaxd.redis_client.redis_url import RedisAddress
 
 ASK_SECONDS = 1.0
-"""Deadline of each lookup, in seconds, after which the next server is asked."""
+"""Deadline of each lookup, in seconds, after which it goes to the next server."""
 
 
 class Lookup(Protocol):

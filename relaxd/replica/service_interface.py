@@ -30,7 +30,7 @@ class ServiceStatus:
     gauges: Mapping[str, float] = field(default_factory=dict)
     """Further measurements by name."""
     wait: "replica_pb2.ReplicaWait.ValueType" = replica_pb2.REPLICA_WAIT_UNSPECIFIED
-    """Kind of the wait in `detail`, if there is one."""
+    """Kind of the wait in `detail`, if any."""
     start_refused: bool = False
     """With the state FAILED: the settings or the model are wrong, so that another start would fail as well."""
     awake: bool = False

@@ -48,7 +48,7 @@ class ChatSession:
         self.cut_by = ""
         """Limit that cut off the last message, by relaxd.finish_reasons; "" if none did."""
         self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        """Raises the reason why the conversation can't continue, as soon as there is one."""
+        """Raises the reason why the conversation can't continue, once it is known."""
         self.media = SessionMedia(model.tokenizer.vision, start.media)
         """Media of its prompt and of its requests."""
         self.prompts = PromptTokens(model, start, self.media)

@@ -133,7 +133,7 @@ class ContainerProgram:
         return escape(bytes(text[-TAIL_BYTES:]).decode(errors="replace").strip(), keep="\t\n")
 
     async def _fetch_result(self) -> None:
-        """Copy the program's result, if there is one."""
+        """Copy the program's result, if any."""
         try:
             where = {"path": f"{FOLDER}/result.json"}
             archive = await self._engine.bytes("GET", f"/containers/{self._id}/archive", query=where)

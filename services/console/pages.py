@@ -64,7 +64,7 @@ class Pages:
         ]
 
     async def session(self, request: web.Request) -> web.Response:
-        """Return who the viewer is, and the permitted actions."""
+        """Return whether a login is needed, and whether the viewer may act."""
         viewer = self._viewers.find(request)
         answer: dict[str, Any] = {"log_in": viewer is None, "may_log_out": self._viewers.log_in}
         answer |= {"version": __version__, "coordinator": self._coordinator, "trace_url": self._trace_url}

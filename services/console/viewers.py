@@ -50,7 +50,7 @@ class Viewer:
 
 
 class Viewers:
-    """The viewers by their session cookies. If the console has no token of its own, everybody is the same viewer."""
+    """The viewers by their session cookies. If the console has no token, everybody is the same viewer."""
 
     def __init__(self, settings: ServiceSettings) -> None:
         self._settings = settings

@@ -71,7 +71,7 @@ def open_run(run_id: str, folder: Path | None, state: Path, coordinator: str | N
 
 
 def left_note(run: pb.Run, state: Path) -> str:
-    """Return how to continue a run that no coordinator here works on; "" if it has ended."""
+    """Return advice to continue a run that no coordinator here works on; "" if it has ended."""
     if run.state in ENDED:
         return ""
     if holder := holder_of(Path(run.folder)):

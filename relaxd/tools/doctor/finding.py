@@ -24,7 +24,7 @@ class Finding:
     right: str = ""
     """The right state, with the reason; empty if all is well."""
     how: str = ""
-    """How to reach the right state, by a command if possible; empty if `right` says it."""
+    """Way to the right state, by a command if possible; empty if `right` says it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,7 +34,7 @@ class Scope:
     folder: StateFolder
     """State folder of the services that are up, or would be started."""
     config: RunConfig | None = None
-    """The run to check for, if there is one."""
+    """The run to check for, if any."""
     coordinator: str | None = None
     """Address of the coordinator that commands call here; None: no services are up."""
     containers: bool = False

@@ -168,7 +168,7 @@ def clock_finding(ahead: float, newest: Path, synchronised: bool | None, others:
 
 
 def _free_processes() -> tuple[float, str]:
-    """Return how many further processes and threads can start, and the name of their limit, "" if there is none."""
+    """Return the number of processes and threads that can still start, and their limit's name, "" without one."""
     free, by = float("inf"), ""
     soft, _ = resource.getrlimit(resource.RLIMIT_NPROC)
     if os.getuid() != 0 and soft != resource.RLIM_INFINITY:  # Linux doesn't limit root's

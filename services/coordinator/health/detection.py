@@ -86,7 +86,7 @@ class HealthSignals:
         return self._config.health.stuck_seconds + ROLES[role].timeout_seconds(self._config)
 
     def issue(self, replica: Replica) -> HealthIssue | None:
-        """Return a replica's problem, if there is one. Call it at every tick."""
+        """Return a replica's problem, if any. Call it at every tick."""
         if replica.unheard or not replica.status.state or replica.draining:
             return None
         now = self._clock()

@@ -46,7 +46,7 @@ def wait_problem(reason: Reason | None, now: float, limit: float) -> dict[Key, s
 
 
 def disk_problem(free: int, min_free_gb: float, folder: Path) -> dict[Key, str]:
-    """Return the alarm of a disk with `free` bytes, if there is one."""
+    """Return the alarm of a disk with `free` bytes, if any."""
     if free >= min_free_gb * 1e9:
         return {}
     text = f"the disk of {folder} has {free / 1e9:.1f} GB left (alerts.min_free_gb is {min_free_gb:g}): make room"

@@ -187,8 +187,7 @@ class _Evaluation:
                 task.cancel()
 
     async def _dispatch(self, waiting: deque[_Question]) -> None:
-        """Give prompts to the engines, or agents, up to their capacity; a failed prompt goes to another one, if there
-        is one."""
+        """Give prompts to the engines, or agents, up to their capacity; a failed prompt goes to another one, if any."""
         answering = self._context.fleet.agents if self._converses else self._engines
         replicas = answering()
         given = 0

@@ -13,7 +13,7 @@ from services.reward.remote.foreign_calls import MismatchError, UnreachableError
 
 
 class Pace:
-    """Starts calls at even intervals, and none while the service has asked for a pause."""
+    """Starts calls at even intervals, and none during a pause that the service requested."""
 
     def __init__(self, per_second: float, clock: Callable[[], float] = time.monotonic) -> None:
         """`per_second` is the most calls that begin in a second; 0: any number. `clock` returns seconds."""
@@ -23,7 +23,7 @@ class Pace:
 
     @property
     def held(self) -> bool:
-        """True if the service has asked for a pause."""
+        """True during a pause that the service requested."""
         return self._clock() < self._held_until
 
     def pause(self) -> float:

@@ -78,7 +78,7 @@ def _is_refused_file(error: BaseException) -> bool:
 
 
 def _text(error: BaseException) -> str:
-    """Return an error's text, with the stored output of a failed program if there is one."""
+    """Return an error's text, with the stored output of a failed program, if any."""
     if not isinstance(error, subprocess.CalledProcessError):
         return str(error)
     said = error.stderr or error.output or ""
