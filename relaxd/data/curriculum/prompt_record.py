@@ -12,7 +12,7 @@ from relaxd.config.data import CurriculumConfig
 
 
 class Pool:
-    """Some of the numbers below `most`. 8 bytes for each of these."""
+    """A set of numbers below `most`, which takes 8 bytes for each possible number."""
 
     def __init__(self, most: int) -> None:
         self._members = np.zeros(most, np.int32)

@@ -104,7 +104,7 @@ def main_weights(one: Any, parameter: Tensor) -> Tensor:
 
 
 def _places(one: Any, model: DataParallel) -> dict[Tensor, ShardPlace]:
-    """Return where the shards of one of Megatron's distributed optimizers are in the model.
+    """Return the places in the model of one distributed optimizer's shards.
 
     With tied embeddings the first and the last pipeline stage have a copy of one parameter each.
     """
