@@ -51,7 +51,7 @@ class RunSection(Section):
     """The run as a whole."""
 
     steps: int = Field(ge=1)
-    """Number of steps. Each step makes one version of the weights."""
+    """Number of steps, each of which makes one version of the weights."""
     seed: int = Field(default=0, ge=0)
     """Seed of the prompts' order, of sampling and of the trainer."""
     folder: Path = Path("runs")
