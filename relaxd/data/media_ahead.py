@@ -4,6 +4,7 @@ import os
 from collections import OrderedDict
 from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
+from threading import RLock
 
 from relaxd.data.examples import Example
 from relaxd.data.vision import VisionModel, normalise
@@ -19,31 +20,36 @@ DEADLINE_SECONDS = 300
 
 
 class MediaAhead:
-    """The media of prompts in their normal form, by index. For one caller at a time."""
+    """The media of prompts in their normal form, by index. Thread-safe."""
 
     def __init__(self, vision: VisionModel) -> None:
         self._vision = vision
         self._pool = ThreadPoolExecutor(min(THREADS, os.cpu_count() or 1), "media")
         self._found: OrderedDict[int, Future[list[NormalMedia]]] = OrderedDict()
+        self._lock = RLock()
 
     def expect(self, examples: Iterable[tuple[int, Example]]) -> None:
-        """Start normalising the media of prompts that aren't in progress yet."""
-        for index, example in examples:
-            if example.media and index not in self._found:
-                self._found[index] = self._pool.submit(normalise, example, self._vision)
+        """Begin to normalise the media of prompts that aren't on the way yet."""
+        with self._lock:
+            for index, example in examples:
+                if example.media and index not in self._found:
+                    self._found[index] = self._pool.submit(normalise, example, self._vision)
 
     def take(self, index: int, example: Example) -> list[NormalMedia]:
-        """Return a prompt's media, and drop the oldest kept ones. Raises DataError."""
-        self.expect([(index, example)])
-        if index not in self._found:
+        """Return a prompt's media, and drop the oldest ones that are kept. Raises DataError."""
+        if not example.media:
             return []
-        self._found.move_to_end(index)
-        while len(self._found) > KEPT:
-            self._found.popitem(last=False)[1].cancel()
+        with self._lock:
+            self.expect([(index, example)])
+            self._found.move_to_end(index)
+            found = self._found[index]
+            while len(self._found) > KEPT:
+                self._found.popitem(last=False)[1].cancel()
         try:
-            return self._found[index].result(DEADLINE_SECONDS)
+            return found.result(DEADLINE_SECONDS)
         except TimeoutError as error:
             raise DataError("data", f"{example.place}: its media weren't read in {DEADLINE_SECONDS} s") from error
         except Exception:
-            del self._found[index]  # the file may be repaired
+            with self._lock:  # the file may be repaired
+                self._found.pop(index, None)
             raise

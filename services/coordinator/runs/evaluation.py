@@ -154,6 +154,8 @@ class _Evaluation:
         """Answers in progress on an engine or agent, prompts in progress on a reward replica, by replica id."""
         self._tasks: dict[asyncio.Task[list[ScoredAnswer]], _Question] = {}
         self._reported: set[str] = set()
+        self._reading = asyncio.Lock()
+        """Held while a prompt with media is read, so that it takes one of the coordinator's threads."""
 
     async def run(self, questions: Iterable[_Question], on_progress: Callable[[int], None]) -> Evaluated:
         """Evaluate all prompts; returns their answers in any order. Raises EvaluationFailed.
@@ -222,12 +224,20 @@ class _Evaluation:
             and (engine.version[1] == version or (self._or_later and engine.version[1] > version))
         ]
 
+    async def _prompt(self, question: _Question) -> Prompt:
+        """Read a prompt. Raises DataError."""
+        data = self._data[question.asked.name]
+        if not self._context.config.has_media:
+            return data.prompt(question.index)
+        async with self._reading:
+            return await asyncio.to_thread(data.prompt, question.index)
+
     async def _judge(self, question: _Question, replica: Replica) -> list[ScoredAnswer]:
         asked = question.asked
         try:
             try:
                 try:
-                    prompt = self._data[asked.name].prompt(question.index)
+                    prompt = await self._prompt(question)
                 except DataError as error:  # a row of a large file that nobody looked at before
                     raise EvaluationFailed(f"{asked.name}: {error.field}: {error.message}") from error
                 finals = await (self._converse if self._converses else self._generate)(asked, prompt, replica)

@@ -1,7 +1,8 @@
-"""Loops over hundreds of engines leave the coordinator's event loop free for others."""
+"""Evaluations leave the coordinator's event loop free for others."""
 
 import asyncio
 from collections import deque
+from threading import Event
 from types import SimpleNamespace
 from typing import Any
 
@@ -37,3 +38,16 @@ async def test_others_get_turns_while_an_evaluation_is_given_to_the_engines() ->
     running.cancel()
     assert len(begun_in) == PROMPTS
     assert max(begun_in.count(turn) for turn in begun_in) <= 2 * TURN
+
+
+async def test_others_get_turns_while_media_of_a_prompt_are_read() -> None:
+    values = {"run": {"steps": 1}, "model": {"path": "/model"}, "reward": {"name": "addition"}, "eval": {"prompts": 1}}
+    config = RunConfig.model_validate(values | {"data": {"source": "addition", "media_keys": {"image": "images"}}})
+    context: Any = SimpleNamespace(config=config)
+    (one,) = sets_of(config)
+    fetched = Event()
+    data: Any = {one.name: SimpleNamespace(prompt=lambda index: (fetched.wait(30), index))}
+    evaluation = _Evaluation(context, data, (1, 3), lambda name, lines: None, False)
+    reading = asyncio.create_task(evaluation._prompt(_Question(one, 7)))
+    asyncio.get_running_loop().call_soon(fetched.set)
+    assert await reading == (True, 7)
