@@ -1,5 +1,6 @@
 """[data]: the sources of a run's prompts, their curriculum and their tables."""
 
+import re
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -8,6 +9,8 @@ from pydantic import Field, field_validator, model_validator
 from relaxd.config.section import Section
 from relaxd.importing import check_known_or_own, check_own
 
+HOST = re.compile(r"([a-z0-9_.-]+|\[[0-9a-f:.]+\])(:[0-9]+)?")
+"""A host as URLs have it, perhaps with a port."""
 SAMPLERS = ("uniform", "hard", "learnable")
 """Names of relaxd's bundled samplers."""
 
@@ -210,6 +213,9 @@ class DataConfig(Section):
     media_keys: dict[str, str] = Field(default_factory=dict)
     """Columns with the media of prompts by kind, as { image = "images", audio = "sounds" }, which rows may lack: a list
     of items, or one. Each <image>, <video> or <audio> in a prompt's text stands for the next one (docs/media.md)."""
+    media_hosts: tuple[str, ...] = ()
+    """Hosts from which items at http(s) addresses are fetched, such as ["images.example.org", "store:9000"], redirects
+    included: names as URLs have them, with the port unless it is the scheme's own. Empty: addresses are refused."""
     min_image_tokens: int = Field(default=0, ge=0)
     """Enlarge images to at least about this many tokens; 0 means the model's minimum."""
     max_image_tokens: int = Field(default=0, ge=0)
@@ -279,6 +285,17 @@ class DataConfig(Section):
             if not column:
                 raise ValueError(f"data.media_keys.{kind} is empty: it must name a column, or be left out")
         return keys
+
+    @field_validator("media_hosts")
+    @classmethod
+    def _are_hosts(cls, hosts: tuple[str, ...]) -> tuple[str, ...]:
+        for host in hosts:
+            if not HOST.fullmatch(host):
+                raise ValueError(
+                    f"data.media_hosts has {host!r}: it must be the name of a host in lower case, such as "
+                    '"images.example.org", with its port if URLs name one, such as "store:9000"; no scheme, path or *'
+                )
+        return hosts
 
     @field_validator("prompt_function")
     @classmethod

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime
 from functools import cached_property, lru_cache
 from pathlib import Path
@@ -18,6 +19,8 @@ from relaxd.data.vision import VisionModel, measure, read_vision, unseen
 from relaxd.media import MediaError, MediaSize, NormalMedia, expand
 from relaxd.models import DataError
 
+MEASURING_THREADS = 8
+"""Maximum number of threads that read prompts' media: most of the time of one that is fetched is waiting."""
 LONG_TEXT = 20_000
 """Length of a text, in characters, from which its tokenisation is slow enough to release Python's lock to other
 threads."""
@@ -186,13 +189,16 @@ class PromptTokenizer:
         return [np.asarray(encoding.ids, dtype=np.int32) for encoding in encodings]
 
     def _with_media(self, examples: Sequence[Example], encoded: Sequence[np.ndarray]) -> list[np.ndarray]:
-        """Return the tokens of prompts including media, from the tokens of their texts."""
-        return [
-            self._expanded(example, tokens, vision := self._vision_of(example), measure(example, vision))
-            if example.media
-            else tokens
-            for example, tokens in zip(examples, encoded, strict=True)
-        ]
+        """Return the tokens of prompts with those of their media, from what is tokenised of their texts."""
+        seen = [example for example in examples if example.media]
+        if not seen:
+            return list(encoded)
+        with ThreadPoolExecutor(min(len(seen), MEASURING_THREADS), "media") as pool:
+            found = pool.map(lambda example: measure(example, self._vision_of(example)), seen)
+            return [
+                self._expanded(example, tokens, self._vision_of(example), next(found)) if example.media else tokens
+                for example, tokens in zip(examples, encoded, strict=True)
+            ]
 
     def _vision_of(self, example: Example) -> VisionModel:
         if self.vision is None:

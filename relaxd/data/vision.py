@@ -30,6 +30,7 @@ from relaxd.media import (
 )
 from relaxd.media.media_tokens import NONE, SECOND_FRAMES, SECOND_TOKENS
 from relaxd.media.patches import SCALE, cut_patches
+from relaxd.media.sources import with_hosts
 from relaxd.media.videos import BlockRule
 from relaxd.models import DataError
 
@@ -70,6 +71,8 @@ class VisionModel:
     """The rule for video; None: prompts of the run have none."""
     sound: SoundRule | None = None
     """The rule for sound; None: the model hears none, or prompts of the run have none."""
+    hosts: tuple[str, ...] = ()
+    """Hosts from which prompts' items may be fetched (data.media_hosts)."""
 
     @property
     def rules(self) -> Mapping[str, Any]:
@@ -174,7 +177,8 @@ def read_vision(folder: Path, data: DataConfig | None = None, run_kinds: Collect
             f"is {most / area:g} and data.min_image_tokens {least / area:g} (0 means the model's): the minimum must be "
             "at most the maximum",
         )
-    vision = VisionModel(ImageRule(patch, merge, least, most), tokens, mean, std, times)
+    hosts = () if data is None else data.media_hosts
+    vision = VisionModel(ImageRule(patch, merge, least, most), tokens, mean, std, times, hosts=hosts)
     if AUDIO in kinds and (data is None or AUDIO in wanted):
         vision = replace(vision, sound=_sound_rule(folder, config, data))
     if data is not None and VIDEO in wanted:
@@ -312,7 +316,7 @@ def _read_each(
         if (rule := vision.rules[item.kind]) is None:
             raise unseen(example, item.kind)
         try:
-            found.append(function(MEDIA_KINDS[item.kind])(item.source, rule))
+            found.append(function(MEDIA_KINDS[item.kind])(with_hosts(item.source, vision.hosts), rule))
         except MediaError as error:
             raise DataError("data", f"{example.place}: {item.place} {error}") from error
     return found

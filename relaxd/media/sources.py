@@ -1,9 +1,10 @@
-"""Media items in data: paths, bytes, base64 and data URIs, read into bytes."""
+"""Media items as data have them: paths, bytes, base64, data URIs and allowed addresses, read into bytes."""
 
 import base64
 import binascii
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
@@ -32,15 +33,42 @@ class MediaError(ValueError):
     """A media item that can't be used. The message continues a sentence that names the item."""
 
 
+@dataclass(frozen=True)
+class RemoteItem:
+    """An item at an http(s) address, which `read_source` fetches."""
+
+    address: str = field(repr=False)
+    """The URL, which may have secrets."""
+    hosts: Collection[str]
+    """Hosts that it may be fetched from, redirects included: names, with a port unless it is the scheme's own."""
+
+
+def with_hosts(source: Any, hosts: Collection[str]) -> Any:
+    """Return an item, or a video's frames, that `read_source` may fetch from these hosts if it is at an address."""
+    if isinstance(source, list | tuple):
+        return [with_hosts(one, hosts) for one in source]
+    if isinstance(source, Mapping) and source.keys() <= {"bytes", "path"} and source.get("bytes") is None:
+        source = source.get("path", source)
+    if isinstance(source, str) and source[:8].lower().startswith(("http://", "https://")):
+        return RemoteItem(source, hosts)
+    return source
+
+
 def read_source(source: Any) -> bytes:
-    """Return the content of an item in one of the forms of FORMS.
+    """Return the content of an item in one of the forms of FORMS, or of a RemoteItem.
 
     An object with both, as the package datasets writes them, is its bytes. A relative path starts from the folder in
-    which the command is called, as all paths of data do. Nothing is fetched from the network.
+    which the command is called, as all paths of data do. Only a RemoteItem is fetched from the network.
 
     Raises:
-        MediaError: it has no such form, can't be read, or is larger than MAX_BYTES.
+        MediaError: it has no such form, can't be read or fetched, or is larger than MAX_BYTES.
     """
+    if isinstance(source, RemoteItem):
+        try:
+            from relaxd.media.fetching import fetch
+        except ImportError as error:
+            raise MediaError("can't be fetched without aiohttp: pip install 'relaxd[coordinator]'") from error
+        return _checked(fetch(source))
     if isinstance(source, Mapping):
         known = {name: source.get(name) for name in ("bytes", "path")}
         source = known["path"] if known["bytes"] is None else known["bytes"]
@@ -57,7 +85,7 @@ def read_source(source: Any) -> bytes:
     if mark and kind != "file" and rest.startswith("//"):
         # The host alone: what is before and behind it may hold a secret.
         host = urlsplit(source).hostname or "?"
-        raise MediaError(f"is a URL of {host}: relaxd fetches no media, so download it and give its path")
+        raise MediaError(f"is a URL of {host}: relaxd fetches no media here, so download it and give its path")
     if mark and kind == "file" and rest.startswith("//"):
         return _from_file(_path_of(source))
     return _from_text(source)
@@ -129,7 +157,7 @@ def _from_data_uri(uri: str) -> bytes:
 
 def _from_base64(text: str) -> bytes | None:
     if len(text) > MAX_BYTES * 4 // 3 + 4:
-        raise MediaError(_too_large())
+        raise MediaError(too_large())
     try:
         return base64.b64decode(text, validate=True)
     except (binascii.Error, ValueError):
@@ -144,9 +172,10 @@ def _checked(content: bytes) -> bytes:
     if not content:
         raise MediaError("is empty")
     if len(content) > MAX_BYTES:
-        raise MediaError(_too_large())
+        raise MediaError(too_large())
     return content
 
 
-def _too_large() -> str:
+def too_large() -> str:
+    """Return what is wrong with an item of more than MAX_BYTES, as the rest of a sentence."""
     return f"is larger than {MAX_BYTES >> 20} MiB, the maximum: make it smaller"

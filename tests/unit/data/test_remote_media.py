@@ -1,0 +1,97 @@
+"""Prompts whose media are at http(s) addresses: `relaxd data`, what runs publish of them, and what they refuse."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from relaxd.cli.main import app
+from relaxd.config.load_toml import load_file
+from relaxd.data.dataset import RunData, load_data
+from relaxd.data.vision import read_vision
+from relaxd.media import normalise_image, normalise_video
+from relaxd.media.prompt_media import PromptMedia
+from relaxd.models import DataError
+from tests.kit.media_server import MediaServer, media_server
+from tests.kit.vision import encoded, picture, write_vision_model
+
+RUN = """
+run.steps = 1
+model.path = "model"
+reward.name = "dummy"
+[data]
+source = "files"
+path = "rows.jsonl"
+max_prompt_tokens = 100
+media_keys = { image = "images", video = "videos" }
+"""
+PNG, OTHER = encoded(picture(100, 60)), encoded(picture(60, 100, seed=1))
+
+
+@pytest.fixture(autouse=True)
+def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[MediaServer]:
+    monkeypatch.chdir(tmp_path)
+    write_vision_model(Path("model"))
+    Path("run.toml").write_text(RUN)
+    with media_server() as one:
+        one.files = {"a.png": PNG, "b.png": OTHER}
+        yield one
+
+
+def rows(*found: dict[str, Any]) -> None:
+    Path("rows.jsonl").write_text("\n".join(map(json.dumps, found)))
+
+
+def loaded(*settings: str) -> RunData:
+    return load_data(load_file(Path("run.toml"), [f"--data.{one}" for one in settings]))
+
+
+def test_items_at_addresses_are_those_of_files(server: MediaServer) -> None:
+    url = f"http://me:secret@{server.host}"
+    rows(
+        {"prompt": "<image>or <image>?", "images": [f"{url}/a.png?key=secret", {"path": f"{url}/b.png"}]},
+        {"prompt": "<video>Who?", "videos": [[f"{url}/a.png", f"{url}/a.png"]]},
+        {"prompt": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": f"{url}/b.png"}}]}]},
+    )
+    allowed = f'media_hosts=["{server.host}"]'
+    config = load_file(Path("run.toml"), [f"--data.{allowed}"])
+    vision, train = read_vision(Path("model"), config.data), load_data(config).train
+    first, other = (normalise_image(one, vision.rule) for one in (PNG, OTHER))
+    assert vision.video is not None
+    expected = [[first, other], [normalise_video([PNG, PNG], vision.video)], [other]]
+    assert [train.prompt(index).media for index in range(3)] == list(map(PromptMedia.of, expected))
+    done = CliRunner().invoke(app, ["data", "run.toml", f"--data.{allowed}"], catch_exceptions=False)
+    assert done.exit_code == 0, done.output
+    assert '"images"[1]' in done.output
+    assert "secret" not in done.output
+
+
+@pytest.mark.parametrize("command", [["data", "run.toml"], ["config", "check", "run.toml"]], ids=lambda one: one[0])
+def test_addresses_are_refused_unless_their_host_is_allowed(command: list[str], server: MediaServer) -> None:
+    rows({"prompt": "Hi"}, {"prompt": "<image>?", "images": [f"http://me:secret@{server.host}/a.png?key=secret"]})
+    done = CliRunner().invoke(app, command)
+    told = " ".join((done.output + str(done.exception)).split())
+    assert done.exit_code != 0
+    assert f'rows.jsonl line 2: "images"[0] is a URL of {server.host}: items are only fetched from hosts that' in told
+    assert f'data.media_hosts names, so add "{server.host}" to it' in told
+    assert "secret" not in told
+    assert not server.asked
+
+
+def test_items_that_cannot_be_fetched_are_named_with_row_and_host(server: MediaServer) -> None:
+    rows({"prompt": "<image><image>", "images": [f"{server.url}/a.png", f"{server.url}/no.png?key=secret"]})
+    with pytest.raises(DataError) as caught:
+        loaded(f'media_hosts=["{server.host}"]')
+    problem = f'"images"[1] is a URL of {server.host}, which can\'t be fetched: HTTP 404'
+    assert caught.value.message.endswith(f"rows.jsonl line 1: {problem}")
+
+
+def test_prompts_with_one_address_are_repeats_without_being_fetched_for_it(server: MediaServer) -> None:
+    same = {"prompt": "<image>?", "images": [f"{server.url}/a.png"]}
+    rows(same, same, {"prompt": "<image>?", "images": [f"{server.url}/b.png"]})
+    data = loaded(f'media_hosts=["{server.host}"]', "deduplicate=true")
+    assert data.train.prompts == 2
+    assert server.asked == {"a.png": 1, "b.png": 1}  # for their sizes
