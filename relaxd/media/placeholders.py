@@ -65,7 +65,19 @@ class MediaColumn:
                 f"({len(self.items)}; rows without that column have 0)"
             )
         self.taken += 1
-        return MediaItem(self.kind, self.items[self.taken - 1], f'"{self.column}"[{self.taken - 1}]')
+        place = f'"{self.column}"[{self.taken - 1}]'
+        return MediaItem(self.kind, self._unpacked(place, self.items[self.taken - 1]), place)
+
+    def _unpacked(self, place: str, item: Any) -> Any:
+        """Return an item, also of an object like a content part, as verl's sets have them."""
+        if not isinstance(item, Mapping):
+            return item
+        fields = {name: one for name, one in item.items() if one is not None}
+        kind = str(fields.pop("type", self.kind))
+        if kind not in PARTS or PARTS[kind][0] != self.kind:
+            raise MediaError(f"{place} is of type {kind}, but its column has items of type {self.kind}")
+        name = next((name for name, (kind, _) in PARTS.items() if kind == self.kind and name in fields), "")
+        return _item_of_part(place, name, fields) if name else item
 
 
 class MediaReader:
@@ -117,13 +129,7 @@ class MediaReader:
         return [{"type": PARTS[kind][0]}]
 
     def _take(self, place: str, name: str, fields: dict[str, Any]) -> None:
-        kind, inside = PARTS[name]
-        source = fields.pop(name, None)
-        if fields and fields != {"detail": "auto"}:
-            what = f"parts of type {name} don't have"
-            raise MediaError(f"{place} has {', '.join(map(repr, fields))}, which {what}: leave it out")
-        if inside and isinstance(source, dict):
-            source = source.get(inside)
+        kind, source = PARTS[name][0], _item_of_part(place, name, fields)
         if source is not None:
             self.found.append(MediaItem(kind, source, place))
         elif kind in self.columns:
@@ -143,6 +149,17 @@ class MediaReader:
             elif piece:
                 parts.append({"type": "text", "text": piece})
         return parts
+
+
+def _item_of_part(place: str, name: str, fields: dict[str, Any]) -> Any:
+    """Return the item of a part of type `name` from its fields; None if it has none. Raises MediaError."""
+    kind, inside = PARTS[name]
+    source = fields.pop(name, None)
+    if fields and fields != {"detail": "auto"}:
+        hint = " (data.video_fps and data.max_video_frames are for all videos)" if kind == VIDEO else ""
+        what = f"parts of type {name} don't have: leave it out{hint}"
+        raise MediaError(f"{place} has {', '.join(map(repr, fields))}, which {what}")
+    return source.get(inside) if inside and isinstance(source, dict) else source
 
 
 def shown_text(content: Content) -> str:

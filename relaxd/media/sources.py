@@ -17,8 +17,8 @@ AAC_FRAMES = (b"\xff\xf1", b"\xff\xf9")
 """First bytes of AAC frames (ADTS)."""
 MAX_BYTES = 64 << 20
 """Maximum size of an item, in bytes."""
-FORMS = 'a path, file://, bytes, {"bytes": ...}, {"path": ...}, base64 or a data URI'
-"""Names of the supported forms of an item, for error messages."""
+FORMS = 'a path, file://, bytes, {"bytes": ...}, {"base64": ...}, {"path": ...}, base64 or a data URI'
+"""The forms of an item, for people."""
 BEGINNINGS = (
     *(b"\x89PNG", b"\xff\xd8\xff", b"RIFF", b"GIF8", b"BM", b"II*\0", b"MM\0*"),
     *(b"\x1aE\xdf\xa3", b"fLaC", b"OggS", b"ID3", *MP3_FRAMES, *AAC_FRAMES),
@@ -47,8 +47,8 @@ def with_hosts(source: Any, hosts: Collection[str]) -> Any:
     """Return an item, or a video's frames, that `read_source` may fetch from these hosts if it is at an address."""
     if isinstance(source, list | tuple):
         return [with_hosts(one, hosts) for one in source]
-    if isinstance(source, Mapping) and source.keys() <= {"bytes", "path"} and source.get("bytes") is None:
-        source = source.get("path", source)
+    if isinstance(source, Mapping) and [name for name, one in source.items() if one is not None] == ["path"]:
+        source = source["path"]
     if isinstance(source, str) and source[:8].lower().startswith(("http://", "https://")):
         return RemoteItem(source, hosts)
     return source
@@ -57,8 +57,8 @@ def with_hosts(source: Any, hosts: Collection[str]) -> Any:
 def read_source(source: Any) -> bytes:
     """Return the content of an item in one of the forms of FORMS, or of a RemoteItem.
 
-    An object with both, as the package datasets writes them, is its bytes. A relative path starts from the folder in
-    which the command is called, as all paths of data do. Only a RemoteItem is fetched from the network.
+    An object with bytes and a path, as the package datasets writes them, is its bytes. A relative path starts from the
+    folder in which the command is called, as all paths of data do. Only a RemoteItem is fetched from the network.
 
     Raises:
         MediaError: it has no such form, can't be read or fetched, or is larger than MAX_BYTES.
@@ -70,10 +70,11 @@ def read_source(source: Any) -> bytes:
             raise MediaError("can't be fetched without aiohttp: pip install 'relaxd[coordinator]'") from error
         return _checked(fetch(source))
     if isinstance(source, Mapping):
-        known = {name: source.get(name) for name in ("bytes", "path")}
-        source = known["path"] if known["bytes"] is None else known["bytes"]
+        if isinstance(text := source.get("base64"), str) and source.get("bytes") is None:
+            return _checked(_decoded(text, 'is an object whose "base64" is damaged'))
+        source = source.get("path") if source.get("bytes") is None else source["bytes"]
         if source is None:
-            raise MediaError(f"is an object without bytes and path: it must be {FORMS}")
+            raise MediaError(f"is an object without bytes, base64 and path: it must be {FORMS}")
     if isinstance(source, bytes | bytearray | memoryview):
         return _checked(bytes(source))
     if not isinstance(source, str):
@@ -149,10 +150,13 @@ def _from_data_uri(uri: str) -> bytes:
     head, comma, body = uri.partition(",")
     if not comma or not head.lower().endswith(";base64"):
         raise MediaError('is a data URI without base64: it must look like "data:image/png;base64,..."')
-    content = _from_base64(unquote(body))
-    if content is None:
-        raise MediaError("is a data URI whose base64 is damaged")
-    return _checked(content)
+    return _checked(_decoded(unquote(body), "is a data URI whose base64 is damaged"))
+
+
+def _decoded(text: str, problem: str) -> bytes:
+    if (content := _from_base64(text)) is None:
+        raise MediaError(problem)
+    return content
 
 
 def _from_base64(text: str) -> bytes | None:

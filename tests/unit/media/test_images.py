@@ -174,7 +174,7 @@ def bomb(width: int, height: int) -> bytes:
         (encoded(Image.new("I", (64, 64), 1 << 20), "TIFF"), "has pixels of more than 16 bits"),
         (b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n", "is no image in a format that is read"),
         (7, "is a value of type int: it must be a path"),
-        ({"bytes": None}, "is an object without bytes and path"),
+        ({"bytes": None}, "is an object without bytes, base64 and path"),
         ("nowhere.png", "is 'nowhere.png', which is no file here"),
         ("x" * 5000, "which can't be read: File name too long"),
         ("a\0b", "which is no file here"),
