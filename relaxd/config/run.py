@@ -295,11 +295,19 @@ class RunConfig(Section):
         return self
 
     @model_validator(mode="after")
-    def _videos_are_there(self) -> Self:
-        if "video" not in self.media_kinds:
-            names = ("video_fps", "video_sound", "max_video_frames", "max_video_tokens")
-            reason = "the run has no video: name its column in data.media_keys, set agent.media, or leave it out"
-            refuse_unused(self.data, "data", names, reason)
+    def _limits_have_their_media(self) -> Self:
+        kinds = {*self.media_kinds, *(("audio",) if self.data.video_sound else ())}
+        for kind, name, names in (
+            ("video", "video", ("video_fps", "video_sound", "max_video_frames", "max_video_tokens")),
+            ("image", "images", ("min_image_tokens", "max_image_tokens")),
+            ("audio", "sound", ("max_audio_seconds",)),
+        ):
+            if kind not in kinds:
+                reason = f"the run has no {name}: name its column in data.media_keys, set agent.media, or leave it out"
+                refuse_unused(self.data, "data", names, reason)
+        if not self.data.media_keys:
+            reason = "no column has media that could be fetched: name one in data.media_keys, or leave it out"
+            refuse_unused(self.data, "data", ("media_hosts",), reason)
         return self
 
     @model_validator(mode="after")

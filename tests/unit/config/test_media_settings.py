@@ -18,6 +18,7 @@ VISION, PROJECTION, LANGUAGE = (
     "model.language_model.layers.0.mlp.up_proj.weight",
 )
 IMAGES = 'data.media_keys={image = "images"}'
+SOUNDS = 'data.media_keys={audio = "sounds"}'
 IMAGES_SHOWN = 'agent.media=["image"]'
 OPD = ("algorithm.name=opd", "roles.teacher.model=big", "roles.teacher.placement=service")
 
@@ -67,6 +68,16 @@ def test_parts_of_a_model_that_hears(option: str, trained: set[str]) -> None:
     [
         (["reward.media=true"], "reward.media is true, but the run has none"),
         (["data.video_fps=2", IMAGES], "data.video_fps is 2.0, but the run has no video: name its column"),
+        (["data.max_image_tokens=64"], "data.max_image_tokens is 64, but the run has no images: name its column"),
+        (["data.min_image_tokens=4", SOUNDS], "data.min_image_tokens is 4, but the run has no images: name its column"),
+        (
+            ["data.max_audio_seconds=9", IMAGES],
+            "data.max_audio_seconds is 9.0, but the run has no sound: name its column",
+        ),
+        (
+            ['data.media_hosts=["a.org"]'],
+            'data.media_hosts is ["a.org"], but no column has media that could be fetched',
+        ),
         (["data.video_sound=true", IMAGES], "data.video_sound is true, but the run has no video: name its column"),
         (
             ["reward.media=true", "reward.name=", "reward.address=localhost:1", IMAGES],
@@ -97,6 +108,15 @@ def test_wrong_settings_are_refused(options: list[str], problem: str) -> None:
     with pytest.raises(ConfigError) as caught:
         load(*options)
     assert problem in str(caught.value)
+
+
+def test_limits_are_for_media_of_any_place() -> None:
+    both = 'data.media_keys={video = "videos"}', "data.video_sound=true"
+    for options in (
+        ["data.max_image_tokens=64", "agent.environment=zoom", IMAGES_SHOWN],
+        [*both, "data.max_audio_seconds=9"],
+    ):
+        load("rollout.engine=transformers", *options)
 
 
 @pytest.mark.parametrize("leads", ['agent.command=["a"]', "agent.function=a.b:c"])
