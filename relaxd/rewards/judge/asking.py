@@ -6,12 +6,19 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, TypeVar, overload
 
 from relaxd.media.messages import to_proto
+from relaxd.media.placeholders import KINDS
 from relaxd.v1.judge_pb2 import AskRequest, AskResponse
 
 T = TypeVar("T")
 Messages = str | Sequence[Mapping[str, Any]]
 """The user's message, or chat messages: {"role": ..., "content": text}, or with a list of parts as content, where the
-judge is at an address: {"type": "text", "text": ...} and {"type": "image", "uri": data URI}."""
+judge is at an address: {"type": "text", "text": ...} and {"type": "image", "uri": data URI}, or OpenAI's form
+{"type": "image_url", "image_url": {"url": data URI}}."""
+FORMS = (
+    '{"type": "text", "text": ...}, {"type": "image", "uri": a data URI} or '
+    '{"type": "image_url", "image_url": {"url": ...}}'
+)
+"""The forms of parts, for errors."""
 SHOWN = 200
 """Characters of an unreadable reply in errors."""
 
@@ -62,11 +69,11 @@ async def ask(messages: Messages, *, read: Callable[[str], Any] | None = None, r
         seed: a number for each of several votes on the same question.
 
     Returns what `read` returns. Raises NoJudgeError, UnreadableReplyError, or another JudgeError: the judge refuses the
-    question, takes too long, or was away for too long.
+    question, takes too long, or was away for too long; or a message has a wrong form.
     """
     if _line is None:
         raise NoJudgeError("there is no judge here: the reward service asks it, in a run with roles.judge.model")
-    chat = [{"role": "user", "content": messages}] if isinstance(messages, str) else list(messages)
+    chat = [{"role": "user", "content": messages}] if isinstance(messages, str) else _with_uris(messages)
     problem = ""
     for attempt in range(retries + 1):
         question = AskRequest(messages=to_proto(chat), seed=_seed(chat, seed, attempt))
@@ -80,6 +87,36 @@ async def ask(messages: Messages, *, read: Callable[[str], Any] | None = None, r
             problem = f"{error}; the reply: {_shortened(text)!r}"
     times = f"{retries + 1} replies" if retries else "the reply"
     raise UnreadableReplyError(f"{times} of the judge could not be read: {problem}")
+
+
+def _with_uris(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Return messages with images by their URIs, also those of OpenAI's form. Raises JudgeError: a form is wrong."""
+    chat: list[Mapping[str, Any]] = []
+    for number, message in enumerate(messages):
+        content = message.get("content")
+        if not isinstance(message.get("role"), str) or not isinstance(content, str | list | tuple | None):
+            form = '{"role": "user", "content": a text or a list of parts}'
+            raise JudgeError(f"messages[{number}] of the question to the judge must look like {form}")
+        if isinstance(content, list | tuple):
+            content = [_with_uri(part, f"messages[{number}].content[{place}]") for place, part in enumerate(content)]
+        chat.append({**message, "content": content})
+    return chat
+
+
+def _with_uri(part: Any, place: str) -> Mapping[str, Any]:
+    kind = part.get("type") if isinstance(part, Mapping) else None
+    if kind == "text" and isinstance(part.get("text"), str):
+        return part
+    uri = part.get("uri") if kind in KINDS else None
+    if kind == "image_url":
+        found = part.get("image_url")
+        uri = found.get("url") if isinstance(found, Mapping) else found
+    if not isinstance(uri, str):
+        what = f"has the type {kind!r}" if isinstance(kind, str) else "is no part"
+        raise JudgeError(
+            f"{place} of the question to the judge {what}, or lacks what belongs to it: it must be {FORMS}"
+        )
+    return {"type": "image", "uri": uri} if kind == "image_url" else part
 
 
 def _seed(chat: Sequence[Mapping[str, Any]], seed: int, attempt: int) -> int:

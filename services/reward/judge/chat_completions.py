@@ -106,7 +106,8 @@ class ChatCompletions:
             elif kind == "image" and part.image.uri.startswith("data:image/"):
                 parts.append({"type": "image_url", "image_url": {"url": part.image.uri}})
             else:
-                found = f"an image at {shortened(part.image.uri)!r}" if kind == "image" else kind or "empty"
+                scheme = part.image.uri.partition(":")[0][:8]  # what is behind it may be secret
+                found = f"an image at '{scheme}:...'" if kind == "image" else kind or "empty"
                 raise self._failure(
                     f"{name}.content[{place}] is {found}: a judge at an address reads text, and images as data URIs"
                 )

@@ -203,6 +203,54 @@ def test_a_reply_that_makes_no_sense_is_asked_for_again_and_then_fails():
         run(None, "judge", SAMPLE)
 
 
+def ask_about(line: Scripted, *parts: Any) -> str:
+    asking.connect(line)
+    try:
+        return asyncio.run(ask([{"role": "user", "content": parts}]))
+    finally:
+        asking.connect(None)
+
+
+def test_images_may_have_the_form_of_openai():
+    uri = "data:image/png;base64,iVBORw0KGgo="
+    line = Scripted(lambda text, number: "fine")
+    text = {"type": "text", "text": "What is it?"}
+    for image in ({"url": uri, "detail": "auto"}, uri):
+        assert ask_about(line, text, {"type": "image_url", "image_url": image}, {"type": "image", "uri": uri}) == "fine"
+        content = line.questions[-1].messages[0].content
+        assert [part.image.uri for part in content] == ["", uri, uri]
+
+
+@each(
+    "part",
+    [
+        {"type": "image_url"},
+        {"type": "image_url", "image_url": {"uri": "data:image/png;base64,"}},
+        {"type": "image"},
+        {"type": "image", "image": "data:image/png;base64,"},
+        {"type": "text"},
+        {"text": "What?"},
+        {"type": "input_image", "image_url": "data:image/png;base64,"},
+        "What?",
+    ],
+)
+def test_parts_of_other_forms_are_refused_by_their_place(part):
+    line = Scripted(lambda text, number: "fine")
+    with pytest.raises(JudgeError) as caught:
+        ask_about(line, {"type": "text", "text": "Well?"}, part)
+    assert str(caught.value).startswith("messages[0].content[1] of the question to the judge ")
+    assert '{"type": "image_url", "image_url": {"url": ...}}' in str(caught.value)
+    assert not line.questions
+
+
+def test_messages_of_other_forms_are_refused_by_their_place():
+    for message in ({"content": "Well?"}, {"role": "user", "content": 7}):
+        asking.connect(Scripted(lambda text, number: "fine"))
+        with pytest.raises(JudgeError, match=r"messages\[0\] of the question to the judge must look like"):
+            asyncio.run(ask([message]))
+        asking.connect(None)
+
+
 @each(
     ("name", "settings", "message"),
     [
@@ -423,8 +471,8 @@ async def test_a_server_gets_the_images_of_a_question_as_data_uris(place):
 @pytest.mark.parametrize(
     ("kind", "uri", "found"),
     [
-        ("image", "sha256:0f", "an image at 'sha256:0f'"),
-        ("image", "http://example.com/a.png", "an image at 'http://example.com/a.png'"),
+        ("image", "sha256:0f", "an image at 'sha256:...'"),
+        ("image", "http://me:secret@example.com/a.png", "an image at 'http:...'"),
         ("audio", "data:audio/wav;base64,", "audio"),
         ("video", "sha256:0f", "video"),
     ],
