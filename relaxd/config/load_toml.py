@@ -18,6 +18,7 @@ from relaxd.config.names.settings_table import Place, sections, settings
 from relaxd.config.names.suggestions import REFUSED, elsewhere, homes, is_elsewhere, suggest
 from relaxd.config.parse import MAX_CHARACTERS, MAX_DEPTH, LimitError, parse_toml
 from relaxd.config.run import RunConfig
+from relaxd.config.section import with_setting
 from relaxd.config.write_toml import toml
 
 MAX_PROBLEMS = 50
@@ -38,7 +39,7 @@ class Problem:
 
     def __str__(self) -> str:
         head = f"{self.source}: " if self.source else ""
-        return f"{head}{self.setting} {self.message}" if self.setting else f"{head}{self.message}"
+        return head + with_setting(self.setting, self.message)
 
 
 class ConfigError(ValueError):

@@ -7,6 +7,9 @@ from pydantic import BaseModel, ConfigDict
 
 from relaxd.engines import ENGINES, engines_of, list_engines
 
+CONTINUING = ("= ", "+ ", "is ", "has ", "can't be ", "on ")
+"""Beginnings of messages that go on with the sentence that the name of a setting begins."""
+
 
 class Section(BaseModel):
     """A section of the configuration: immutable, with documented fields; unknown keys are errors."""
@@ -18,6 +21,13 @@ class Section(BaseModel):
         """Return which of these settings differ from their defaults."""
         fields = type(self).model_fields
         return [name for name in names if getattr(self, name) != fields[name].get_default(call_default_factory=True)]
+
+
+def with_setting(setting: str, message: str) -> str:
+    """Return a message about a setting, behind its name: "run.steps = 0: ..." or "data.path: can't read ..."."""
+    if not setting:
+        return message
+    return f"{setting}{' ' if message.startswith(CONTINUING) else ': '}{message}"
 
 
 def refuse_unused(section: Section, place: str, names: Iterable[str], reason: str) -> None:

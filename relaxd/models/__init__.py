@@ -1,5 +1,7 @@
 """Models' folders, read without torch: places, shapes, vocabularies, and divisions among ranks."""
 
+from relaxd.config.section import with_setting
+
 
 class DataError(ValueError):
     """Invalid data, tokenizer or model folder.
@@ -8,6 +10,6 @@ class DataError(ValueError):
     """
 
     def __init__(self, field: str, message: str) -> None:
-        super().__init__(f"{field}: {message}")
+        super().__init__(with_setting(field, message))
         self.field = field
         self.message = message

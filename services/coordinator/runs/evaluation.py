@@ -239,7 +239,7 @@ class _Evaluation:
                 try:
                     prompt = await self._prompt(question)
                 except DataError as error:  # a row of a large file that nobody looked at before
-                    raise EvaluationFailed(f"{asked.name}: {error.field}: {error.message}") from error
+                    raise EvaluationFailed(f"{asked.name}: {error}") from error
                 finals = await (self._converse if self._converses else self._generate)(asked, prompt, replica)
                 # The replica gets no other prompt before: slow rewards must not pile up answers here.
                 whole = [final for final in finals if not final.failure]

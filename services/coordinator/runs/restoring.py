@@ -103,7 +103,7 @@ def read_run(folder_name: str, steps: int = 0, *, new_data: bool = False) -> Res
             check_same_prompts(record, config, data.train)
         prompts_digest = data.train.digest
     except DataError as error:
-        raise FailedPrecondition(f"run {record.run_id!r} can't be restored: {error.field}: {error.message}") from error
+        raise FailedPrecondition(f"run {record.run_id!r} can't be restored: {error}") from error
     ledger = read_ledger(folder)
     checkpoint = _newest_checkpoint(folder, len(ledger))
     config = _extended(config, steps, len(ledger), folder) if steps else config

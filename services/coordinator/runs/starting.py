@@ -12,6 +12,7 @@ from relaxd.board import Board, BoardUnavailable, size_problems, stages_for
 from relaxd.board.sides.side_base import RESERVED_RUN_ID, RUN_ID, RUN_ID_RULE
 from relaxd.config import RunConfig
 from relaxd.config.load_toml import ConfigError, load
+from relaxd.config.section import with_setting
 from relaxd.data.curriculum.run_curriculum import own_problems
 from relaxd.data.dataset import PromptDataset, RunData, load_data
 from relaxd.data.templating import with_template_texts
@@ -156,7 +157,7 @@ def _check_sizes(run_id: str, config: RunConfig, data: RunData, redis_url: str) 
         if problem.fatal:
             violations.add(_field(problem.setting), problem.message)
     violations.raise_if_any()
-    return tuple(f"{problem.setting} {problem.message}" for problem in problems)
+    return tuple(with_setting(problem.setting, problem.message) for problem in problems)
 
 
 def _field(setting: str) -> str:

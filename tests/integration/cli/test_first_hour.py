@@ -92,7 +92,7 @@ def test_a_reward_is_tried_on_answers_of_the_model(task: Path) -> None:
     given = ("--model.chat_template_arguments", "{ enable_thinking = false }")
     assert relaxd("reward", "test", *words, *given).exit_code == 0
     missing = refusal("reward", "test", "run.toml", "--generate", "1", "--model.path", "no-such")
-    assert "model.path 'no-such' is neither a folder, nor a fetched model" in missing
+    assert "model.path: 'no-such' is neither a folder, nor a fetched model" in missing
 
 
 def test_config_show_explains_and_diff_shows_changes(task: Path) -> None:
@@ -121,7 +121,7 @@ def test_a_reward_is_tried_with_its_traceback_and_without_secrets(task: Path, mo
     assert "the reference answer gets no higher reward than a made-up one" not in careless.output
 
     missing = relaxd("reward", "test", "run.toml", "--data.path", "none.jsonl").exception
-    assert "data.path can't read none.jsonl" in str(missing)
+    assert "data.path: can't read none.jsonl" in str(missing)
 
 
 def test_a_reward_that_hangs_is_killed_and_its_end_is_no_error_of_ours(

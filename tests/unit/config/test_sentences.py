@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from relaxd.config.load_toml import ConfigError, load
+from relaxd.config.load_toml import ConfigError, Problem, load
 from relaxd.config.write_toml import dump, dump_explained
 from relaxd.data.files.opening import open_rows
 from relaxd.models import DataError
@@ -15,6 +15,21 @@ model.path = "model"
 data.source = "addition"
 reward.name = "addition"
 """
+
+
+def test_names_of_settings_have_a_colon_unless_the_message_goes_on() -> None:
+    for message, shown in (
+        (
+            "can't read a.jsonl: it is neither a file nor a folder",
+            "data.path: can't read a.jsonl: it is neither a file",
+        ),
+        ("rows.jsonl line 1 has no tokens", "data.path: rows.jsonl line 1 has no tokens"),
+        ("= 7: it must be text", "data.path = 7: it must be text"),
+        ("is missing: the file", "data.path is missing: the file"),
+    ):
+        assert str(DataError("data.path", message)) == str(Problem("data.path", message))
+        assert str(Problem("data.path", message)).startswith(shown)
+    assert str(Problem("", "is wrong", "--a")) == "--a: is wrong"
 
 
 def test_a_micro_batch_takes_one_sample_unless_it_is_set() -> None:

@@ -367,7 +367,7 @@ def test_a_sampler_of_ones_own_chooses_within_the_limits(tmp_path: Path) -> None
 )
 def test_a_sampler_that_fails_is_named_and_read_again_once_repaired(tmp_path: Path, body: str, message: str) -> None:
     visits = own(tmp_path, body)
-    with pytest.raises(DataError, match=rf"data\.curriculum\.sampler: = \".*mine\.py:Hardest\" {message}"):
+    with pytest.raises(DataError, match=rf"data\.curriculum\.sampler = \".*mine\.py:Hardest\" {message}"):
         visits.next(Cursor())
     (tmp_path / "mine.py").write_text(OWN.replace("{body}", "return 5"))
     assert visits.next(Cursor()).prompt.index == 5

@@ -91,7 +91,7 @@ def test_a_folder_with_prompts_needs_no_configuration():
 
 def test_wrong_data_are_named():
     with pytest.raises(
-        ConfigError, match=r"data\.sources\.0\.path .*\"q\" is missing \(found: prompt, answer, level\)"
+        ConfigError, match=r"data\.sources\.0\.path: .*\"q\" is missing \(found: prompt, answer, level\)"
     ):
         CliRunner().invoke(app, ["data", "run.toml", "--data.prompt_key", "q"], catch_exceptions=False)
 

@@ -72,7 +72,7 @@ def test_tools_are_never_left_out_silently(tmp_path: Path, model_folder: Path) -
     with pytest.raises(DataError, match=r"line 1: there are tools .* the chat template has no place for tools"):
         load_data(config(model_folder, CHATML, path=path, tools_key="tools"))
     with pytest.raises(
-        DataError, match=r'data.tools_key: = "tolls": no prompt .* has tools in such a column; did you mean "tools"\?'
+        DataError, match=r'data.tools_key = "tolls": no prompt .* has tools in such a column; did you mean "tools"\?'
     ):
         load_data(config(model_folder, WITH_TOOLS, path=path, tools_key="tolls"))
     for wrong in ("[", [1], {"name": "add"}):
@@ -161,7 +161,7 @@ def test_a_prompt_function_makes_prompts_from_rows(tmp_path: Path, model_folder:
     path = write(tmp_path / "d.jsonl", *rows)
     with pytest.raises(DataError, match=r"line 2: data.prompt_function failed: KeyError: 'name' \(own.py:6, in ask\)"):
         load_data(config(model_folder, path=path, prompt_function=f"{own}:ask"))
-    with pytest.raises(DataError, match=r"data.prompt_function: = .*own.py has no aks; did you mean ask\?"):
+    with pytest.raises(DataError, match=r"data.prompt_function = .*own.py has no aks; did you mean ask\?"):
         load_data(config(model_folder, path=path, prompt_function=f"{own}:aks"))
 
 

@@ -139,10 +139,10 @@ def test_every_other_task_makes_the_same_items_in_each_process() -> None:
 @each(
     ("settings", "message"),
     [
-        ({"task": "spell_backwards"}, r"data\.reasoning_gym\.task: = 'spell_backwards' is not a task.*spell_backward"),
+        ({"task": "spell_backwards"}, r"data\.reasoning_gym\.task = 'spell_backwards' is not a task.*spell_backward"),
         (
             {"task": "ransom_note"},
-            r"data\.reasoning_gym\.task: .*is not supported: reasoning-gym generates different items",
+            r"data\.reasoning_gym\.task = .*is not supported: reasoning-gym generates different items",
         ),
         (SPELL | {"settings": {"max_length": 3}}, r"refuses them: .*max_length.*its settings are .*max_word_len"),
         (SPELL | {"settings": {"max_word_len": 1}}, r"data\.reasoning_gym\.settings: .*max_word_len must be >="),
@@ -150,7 +150,7 @@ def test_every_other_task_makes_the_same_items_in_each_process() -> None:
         (SPELL | {"settings": {"min_word_len": 90, "max_word_len": 99}}, r"can't generate an item: IndexError"),
         (
             {"task": "coin_flip", "settings": {"min_trials": 1, "max_trials": 1}, "size": 1, "held_out": 400},
-            r"data\.reasoning_gym\.held_out: = 400 holds out every question",
+            r"data\.reasoning_gym\.held_out = 400 holds out every question",
         ),
     ],
 )

@@ -80,12 +80,12 @@ def test_a_system_prompt_is_also_put_before_generated_prompts(model_folder: Path
 @pytest.mark.parametrize(
     ("own", "message"),
     [
-        ({"prompt_function": "own_prompts.py:aks"}, r"{place}.prompt_function: = .* has no aks; did you mean ask"),
+        ({"prompt_function": "own_prompts.py:aks"}, r"{place}.prompt_function = .* has no aks; did you mean ask"),
         (
             {"prompt_function": "own_prompts.py:fail"},
             r"{place}.path: .*line 1: {place}.prompt_function failed: KeyError",
         ),
-        ({"tools_key": "tolls"}, r'{place}.tools_key: = "tolls": no prompt that was looked at has tools'),
+        ({"tools_key": "tolls"}, r'{place}.tools_key = "tolls": no prompt that was looked at has tools'),
     ],
 )
 def test_errors_name_the_setting_of_the_source_or_set(file: Path, model_folder: Path, own: dict, message: str) -> None:
@@ -98,7 +98,7 @@ def test_errors_name_the_setting_of_the_source_or_set(file: Path, model_folder: 
 
 def test_a_column_with_tools_must_be_in_one_of_the_sources_that_share_it(file: Path, model_folder: Path) -> None:
     one = {"path": str(file)}
-    with pytest.raises(DataError, match=r'data\.tools_key: = "tolls": no prompt'):
+    with pytest.raises(DataError, match=r'data\.tools_key = "tolls": no prompt'):
         load_data(config(model_folder, sources=[one, one | {"tools_key": "schemas"}], tools_key="tolls"))
     (file.parent / "b.jsonl").write_text('{"prompt": "b"}\n')
     data = load_data(config(model_folder, sources=[one, {"path": str(file.parent / "b.jsonl")}], tools_key="schemas"))

@@ -159,7 +159,7 @@ def test_the_digest_of_data_changes_with_an_image_file() -> None:
     [
         (
             ['--rollout.engine="sglang_external"'],
-            'rollout.engine: = "sglang_external", which takes no image (data.media_keys): "transformers" or "sglang" d',
+            'rollout.engine = "sglang_external", which takes no image (data.media_keys): "transformers" or "sglang" d',
         ),
         (["--data.max_prompt_tokens=80"], "rows.jsonl line 1 has 87 tokens, more than data.max_prompt_tokens = 80"),
         (["--data.media_keys={}"], "rows.jsonl line 1 has media of type image, but data.media_keys"),
@@ -223,7 +223,7 @@ def test_models_that_see_here_are_those_that_are_trained() -> None:
 
 
 def test_limits_that_exclude_each_other_are_refused() -> None:
-    with pytest.raises(DataError, match=r"data.max_image_tokens: is 2 and data.min_image_tokens 4"):
+    with pytest.raises(DataError, match=r"data.max_image_tokens is 2 and data.min_image_tokens 4"):
         read_vision(Path("model"), limits(0, 2))
     (Path("model") / "preprocessor_config.json").unlink()
     with pytest.raises(DataError, match=r"preprocessor_config.json is missing"):

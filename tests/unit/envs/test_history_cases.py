@@ -343,7 +343,7 @@ def test_no_space_comes_before_messages(tmp_path: Path) -> None:
 def test_a_model_without_a_template_is_refused(tmp_path: Path) -> None:
     folder = write_tokenizer(tmp_path)
     (folder / "tokenizer_config.json").write_text("{}")
-    with pytest.raises(DataError, match=r"model\.chat_template: is not set, and the model has none"):
+    with pytest.raises(DataError, match=r"model\.chat_template is not set, and the model has none"):
         TokenHistory(PromptTokenizer(folder), ASKED)
 
 
