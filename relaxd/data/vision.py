@@ -34,10 +34,12 @@ from relaxd.media.sources import with_hosts
 from relaxd.media.videos import BlockRule
 from relaxd.models import DataError
 
-PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
-"""Files with the settings of a model's image processor; in the second, which newer models have, under that name."""
-VIDEO_FILES = ("video_preprocessor_config.json", "processor_config.json")
-"""Files with the settings of a model's video processor; newer models have them in the second."""
+SHARED_FILE = "processor_config.json"
+"""File of newer models with the settings of each processor under its name."""
+PROCESSOR_FILES = ("preprocessor_config.json", SHARED_FILE)
+"""Files with the settings of a model's image processor."""
+VIDEO_FILES = ("video_preprocessor_config.json", SHARED_FILE)
+"""The same of the video processor."""
 EXTRACTOR = "WhisperFeatureExtractor"
 """transformers' class that makes the spectrogram of a sound."""
 CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
@@ -218,10 +220,10 @@ def _sound_rule(folder: Path, config: Mapping[str, Any], data: DataConfig | None
 
 def _video_rule(folder: Path, vision: VisionModel, data: DataConfig) -> VideoRule:
     """Return a model's rule for video. Raises DataError: its files are damaged or disagree."""
-    is_block, usual = vision.tokens.second > 0, folder / PROCESSOR_FILES[0]
-    # Qwen3-Omni's folder has no file for video.
-    lacks = is_block and not any((folder / name).is_file() for name in VIDEO_FILES)
-    processor, file = ({}, usual) if lacks else _processor(folder, VIDEO_FILES, "video_processor")
+    is_block = vision.tokens.second > 0
+    # Qwen3-Omni's folder has no settings of video, for which transformers, too, reads those of images.
+    names = (*VIDEO_FILES, PROCESSOR_FILES[0]) if is_block else VIDEO_FILES
+    processor, file = _processor(folder, names, "video_processor")
     images = {
         "patch_size": vision.rule.patch,
         "merge_size": vision.rule.merge,
@@ -275,10 +277,14 @@ def _processor(folder: Path, names: tuple[str, ...], kind: str) -> tuple[dict[st
     for name in names:
         if (file := folder / name).is_file():
             found = read_object(file)
-            if (own := found.get(kind)) or name == names[0]:
+            if (own := found.get(kind)) or name != SHARED_FILE:
                 return own or found, file
-    what = kind.replace("_", " ")
-    raise DataError("model.path", f"{folder} has no settings of its {what}: {names[0]} is missing")
+    raise DataError(
+        "model.path",
+        f"{folder} has no settings of its {kind.replace('_', ' ')}: {names[0]} is missing, and so is {kind} in "
+        f"{SHARED_FILE}. Copy the files of the published model there, or write them with the save_pretrained of its "
+        "processor in transformers",
+    )
 
 
 def unseen(example: Example, kind: str) -> DataError:

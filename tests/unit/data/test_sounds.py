@@ -18,6 +18,7 @@ from transformers import (
     Qwen3OmniMoeThinkerConfig,
     Qwen3OmniMoeThinkerForConditionalGeneration,
 )
+from transformers.video_processing_utils import BaseVideoProcessor
 from typer.testing import CliRunner
 
 from relaxd.cli.main import app
@@ -318,6 +319,28 @@ def test_videos_have_the_sizes_of_the_processor_and_no_folders() -> None:
     assert read_vision(Path("model"), wanted).video == expected
     file.unlink()
     assert read_vision(Path("model"), wanted).video == expected
+
+
+def test_videos_have_the_settings_of_images_where_the_folder_has_none_of_theirs() -> None:
+    usual = read_vision(Path("model"), WITH_ALL)
+    Path("model/video_preprocessor_config.json").unlink()
+    path = Path("model/preprocessor_config.json")
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"video_processor_type": "Qwen2VLVideoProcessor"}))
+    shared = Path("model/processor_config.json")
+    shared.write_text(json.dumps({"processor_class": "Qwen3OmniMoeProcessor"}))
+    assert BaseVideoProcessor.get_video_processor_dict("model")[0] == json.loads(path.read_text())
+    assert read_vision(Path("model"), WITH_ALL) == usual
+    settings = json.loads(path.read_text())
+    shared.write_text(json.dumps({"image_processor": settings, "feature_extractor": settings}))
+    path.unlink()
+    with pytest.raises(OSError, match="Can't load video processor"):
+        BaseVideoProcessor.get_video_processor_dict("model")
+    with pytest.raises(DataError) as caught:
+        read_vision(Path("model"), WITH_ALL)
+    missing = "video_preprocessor_config.json is missing, and so is video_processor in processor_config.json"
+    assert str(caught.value).startswith(
+        f"model.path: model has no settings of its video processor: {missing}. Copy the"
+    )
 
 
 def test_a_folder_that_leaves_out_how_positions_grow_has_the_default_of_transformers() -> None:
