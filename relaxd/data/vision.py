@@ -253,7 +253,7 @@ def _video_rule(folder: Path, vision: VisionModel, data: DataConfig) -> VideoRul
     if is_block:
         return BlockRule(rule.patch, rule.merge, least, most, times, fps, min(fewest, frames), frames, total)
     most = total or most
-    return VideoRule(rule.patch, rule.merge, min(least, most), most, times, fps, min(fewest, frames), frames)
+    return VideoRule(rule.patch, rule.merge, min(least, most), most, times, fps, min(fewest, frames), frames, total)
 
 
 def _check_block(vision: VisionModel, config: Mapping[str, Any]) -> None:

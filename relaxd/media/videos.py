@@ -52,13 +52,31 @@ class VideoRule(ImageRule):
     """Frames a second that are sampled."""
     min_frames: int
     max_frames: int
+    total_pixels: int = 0
+    """Maximum pixels of all sampled frames together, set by data.max_video_tokens; 0: the model's limits alone."""
+
+    def frame_limit(self, frames: int) -> int:
+        """Return the maximum number of a video's frames that are sampled."""
+        affordable = self.total_pixels // self.factor**2 or frames  # a token is the least that a frame has
+        return min(self.max_frames, frames, affordable)
+
+    def within_total(self, frames: int, width: int, height: int) -> tuple[int, int]:
+        """Return a size of sampled frames, made smaller if it exceeds their share of `total_pixels`.
+
+        The rules of models round up what they enlarge, count an odd last frame as none, and leave a narrow frame a
+        token wide.
+        """
+        share = self.total_pixels // (-(-frames // self.times) * self.times)
+        while self.total_pixels and width * height > share and max(width, height) > self.factor:
+            width, height = (width - self.factor, height) if width > height else (width, height - self.factor)
+        return width, height
 
     def sampled(self, frames: int, rate: float) -> list[int]:
         """Return which of a video's frames are sampled, as Qwen3-VL's processor in transformers does.
 
         They are evenly spread from the first to the last one: `fps` for each second, between the limits.
         """
-        wanted = min(max(int(frames / rate * self.fps), self.min_frames), self.max_frames, frames)
+        wanted = min(max(int(frames / rate * self.fps), self.min_frames), self.frame_limit(frames))
         indices: list[int] = np.linspace(0, frames - 1, wanted).round().astype(int).tolist()
         return indices
 
@@ -67,7 +85,8 @@ class VideoRule(ImageRule):
         if min(width, height) < self.factor:
             scale = max(self.factor / height, self.factor / width)
             width, height = int(width * scale), int(height * scale)
-        return self.resized(width, height, frames, round(frames / self.times) * self.times)
+        resized = self.resized(width, height, frames, round(frames / self.times) * self.times)
+        return self.within_total(frames, *resized)
 
     def seconds(self, sampled: Sequence[int], rate: float) -> tuple[float, ...]:
         """Return the times of sampled frames, in seconds: the mean of each time's first and last frame."""
@@ -80,15 +99,12 @@ class VideoRule(ImageRule):
 class BlockRule(VideoRule):
     """Qwen3-Omni's rule, which is Qwen2VLVideoProcessor's in transformers. The limits of pixels are for each frame."""
 
-    total_pixels: int = 0
-    """Maximum pixels of all sampled frames together; 0: none."""
     sound: SoundRule | None = None
     """Rule for a video's own sound; None: the sound is dropped."""
 
     def sampled(self, frames: int, rate: float) -> list[int]:
-        """Return the indices of the sampled frames, in whole times. The last frame is never sampled."""
-        frame_limit = self.total_pixels // self.factor**2 or frames  # a token is the least that a frame has
-        most = min(self.max_frames, frames, frame_limit) // self.times * self.times
+        """Return which of a video's frames are sampled, whole times of them. The last frame isn't among them."""
+        most = self.frame_limit(frames) // self.times * self.times
         wanted = int(min(max(frames / rate * self.fps, self.min_frames), most) // self.times) * self.times or 1
         # transformers has them in float32.
         indices: list[int] = (np.arange(wanted) * (frames / wanted)).astype(np.float32).astype(int).tolist()
@@ -100,11 +116,8 @@ class BlockRule(VideoRule):
             return self.resized(width, height)
         share = self.total_pixels // (-(-frames // self.times) * self.times)
         most = min(self.max_pixels, share)
-        wide, high = replace(self, min_pixels=min(self.min_pixels, most), max_pixels=most).resized(width, height)
-        # It rounds up what it enlarges, and a narrow frame is a token wide.
-        while wide * high > share and max(wide, high) > self.factor:
-            wide, high = (wide - self.factor, high) if wide > high else (wide, high - self.factor)
-        return wide, high
+        resized = replace(self, min_pixels=min(self.min_pixels, most), max_pixels=most).resized(width, height)
+        return self.within_total(frames, *resized)
 
     def seconds(self, sampled: Sequence[int], rate: float) -> tuple[float, ...]:
         """Return the times of sampled frames by transformers' rule: `fps` a second, even if limits changed the rate."""

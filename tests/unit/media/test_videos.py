@@ -93,6 +93,25 @@ def test_a_block_has_at_most_the_tokens_of_its_limit(limit: int) -> None:
     assert videos.VideoSize.of(640, 480, 30, 30.0, one_frame).tokens <= limit
 
 
+@pytest.mark.parametrize("limit", [1, 3, 20, 64, 256, 2048])
+def test_a_video_has_at_most_the_tokens_of_its_limit(limit: int) -> None:
+    token = 32 * 32  # pixels
+    total = 2 * limit * token
+    rule = VideoRule(16, 2, min(4096, total), total, times=2, fps=2.0, min_frames=4, max_frames=768, total_pixels=total)
+    model_rule = replace(rule, total_pixels=0)
+    exceeding = 0
+    for frames in (2, 5, 7, 30, 900, 9000):
+        for wide in (9, 48, 64, 224, 640, 1600):
+            for high in (9, 48, 64, 224, 640, 1600):
+                size = videos.VideoSize.of(wide, high, frames, 30.0, rule)
+                usual = videos.VideoSize.of(wide, high, frames, 30.0, model_rule)
+                assert 0 < size.tokens <= limit
+                if usual.tokens <= limit:  # what fits is as the model's rule has it
+                    assert size == usual
+                exceeding += usual.tokens > limit
+    assert exceeding
+
+
 def test_a_file_and_its_frames_are_the_same_video(tmp_path: Path) -> None:
     file = tmp_path / "clip.mkv"
     file.write_bytes(encoded_clip(CLIP, rate=2))
