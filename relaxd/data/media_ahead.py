@@ -29,14 +29,14 @@ class MediaAhead:
         self._lock = RLock()
 
     def expect(self, examples: Iterable[tuple[int, Example]]) -> None:
-        """Begin to normalise the media of prompts that aren't on the way yet."""
+        """Start normalising the media of prompts that aren't in progress yet."""
         with self._lock:
             for index, example in examples:
                 if example.media and index not in self._found:
                     self._found[index] = self._pool.submit(normalise, example, self._vision)
 
     def take(self, index: int, example: Example) -> list[NormalMedia]:
-        """Return a prompt's media, and drop the oldest ones that are kept. Raises DataError."""
+        """Return a prompt's media, and drop the oldest kept ones. Raises DataError."""
         if not example.media:
             return []
         with self._lock:

@@ -189,7 +189,7 @@ class PromptTokenizer:
         return [np.asarray(encoding.ids, dtype=np.int32) for encoding in encodings]
 
     def _with_media(self, examples: Sequence[Example], encoded: Sequence[np.ndarray]) -> list[np.ndarray]:
-        """Return the tokens of prompts with those of their media, from what is tokenised of their texts."""
+        """Return the tokens of prompts including media, from the tokens of their texts."""
         seen = [example for example in examples if example.media]
         if not seen:
             return list(encoded)

@@ -39,7 +39,7 @@ SHARED_FILE = "processor_config.json"
 PROCESSOR_FILES = ("preprocessor_config.json", SHARED_FILE)
 """Files with the settings of a model's image processor."""
 VIDEO_FILES = ("video_preprocessor_config.json", SHARED_FILE)
-"""The same of the video processor."""
+"""Files with the settings of a model's video processor."""
 EXTRACTOR = "WhisperFeatureExtractor"
 """transformers' class that makes the spectrogram of a sound."""
 CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)

@@ -20,13 +20,13 @@ BACKOFF = Backoff(first_seconds=1.0)
 MAX_REDIRECTS = 5
 _REDIRECTS = (301, 302, 303, 307, 308)
 _PASSING = (408, 425, 429)
-"""Status codes that may be other ones soon, besides those of a server's own faults (5xx)."""
+"""Status codes after which another attempt may succeed, besides 5xx."""
 _HEADERS = {"Accept-Encoding": "identity"}
 """A compressed answer may be larger than its length says."""
 
 
 class _PassingFault(Exception):
-    """A status code that may be another one soon."""
+    """A status code after which another attempt may succeed."""
 
 
 def fetch(item: RemoteItem) -> bytes:

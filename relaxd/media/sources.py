@@ -18,7 +18,7 @@ AAC_FRAMES = (b"\xff\xf1", b"\xff\xf9")
 MAX_BYTES = 64 << 20
 """Maximum size of an item, in bytes."""
 FORMS = 'a path, file://, bytes, {"bytes": ...}, {"base64": ...}, {"path": ...}, base64 or a data URI'
-"""The forms of an item, for people."""
+"""Names of the supported forms of an item, for error messages."""
 BEGINNINGS = (
     *(b"\x89PNG", b"\xff\xd8\xff", b"RIFF", b"GIF8", b"BM", b"II*\0", b"MM\0*"),
     *(b"\x1aE\xdf\xa3", b"fLaC", b"OggS", b"ID3", *MP3_FRAMES, *AAC_FRAMES),

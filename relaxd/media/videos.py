@@ -103,7 +103,7 @@ class BlockRule(VideoRule):
     """Rule for a video's own sound; None: the sound is dropped."""
 
     def sampled(self, frames: int, rate: float) -> list[int]:
-        """Return which of a video's frames are sampled, whole times of them. The last frame isn't among them."""
+        """Return the indices of the sampled frames, in whole times. The last frame is never sampled."""
         most = self.frame_limit(frames) // self.times * self.times
         wanted = int(min(max(frames / rate * self.fps, self.min_frames), most) // self.times) * self.times or 1
         # transformers has them in float32.
