@@ -6,13 +6,26 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from tokenizers import Tokenizer
 
 from relaxd.data.vision import VisionModel, read_vision
 from relaxd.media import MEDIA_KINDS, NormalVideo, decode_wav
+from tests.integration.trainer.trainer_worlds import HYBRID, copied, make_learner
 from tests.integration.trainer.trainer_worlds import Job as LearnerJob
-from tests.integration.trainer.trainer_worlds import copied, make_learner
 from tests.kit.sounds import sound
-from tests.kit.vision import Item, SoundClip, clip, expand_media, mark_of, normal_media, picture
+from tests.kit.vision import (
+    EXPERTS,
+    TOKENS,
+    TOWER,
+    Item,
+    SoundClip,
+    clip,
+    expand_media,
+    mark_of,
+    normal_media,
+    picture,
+    write_vision_model,
+)
 
 PROMPTS: tuple[tuple[tuple[float, ...], ...], ...] = (
     ((64, 64),),
@@ -34,6 +47,42 @@ HEARD: tuple[tuple[tuple[float, ...], ...], ...] = (
 """The same for a model that hears, too: one number is the length of a sound in seconds, a fourth one that of a video's
 own sound."""
 ANSWERS = 2
+
+
+def make_hybrid_model(folder: Path, model_type: str) -> Path:
+    """Write a tiny random Qwen3.5, dense or with experts, whose tower is that of Qwen3-VL without DeepStack."""
+    import torch
+    from transformers import AutoConfig, AutoModelForImageTextToText
+
+    tokenizer = Tokenizer.from_file(str(write_vision_model(folder, model_type) / "tokenizer.json"))
+    torch.manual_seed(1)
+    rope = {"rope_type": "default", "rope_theta": 1000.0, "partial_rotary_factor": 0.5, "mrope_section": [4, 2, 2]}
+    # With square tensors of experts, which a reader could take for transposed ones.
+    experts = {**EXPERTS, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 80}
+    own = experts if model_type == "qwen3_5_moe" else {}
+    text = {
+        **HYBRID,
+        **own,
+        "vocab_size": tokenizer.get_vocab_size(),
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 4096,
+        "rope_parameters": rope,
+    }
+    tower = {name: value for name, value in TOWER.items() if name != "deepstack_visual_indexes"}
+    ids = {name: tokenizer.token_to_id(token) for name, token in TOKENS.items()}
+    sections = {"text_config": text, "vision_config": tower}
+    model = AutoModelForImageTextToText.from_config(
+        AutoConfig.for_model(model_type, **sections, tie_word_embeddings=True, **ids)
+    )
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.1)
+    model.save_pretrained(folder, save_original_format=False)  # with stacked experts, as they are published
+    return folder
 
 
 def make_samples(

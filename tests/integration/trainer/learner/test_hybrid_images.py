@@ -7,25 +7,18 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
-from tokenizers import Tokenizer
-from transformers import AutoConfig, AutoModelForImageTextToText, PreTrainedModel
+from transformers import AutoModelForImageTextToText, PreTrainedModel
 
 from relaxd.data.vision import read_vision
 from relaxd.models.layouts import model_parameters
 from relaxd.models.shape import read_shape
-from relaxd.weights.buckets import TensorBucket, TensorSpec
-from services.rollout.engines.transformers.transformers_weights import check_manifest, named_parameters
 from services.trainer.batch.micro_batch import TrainSequence, pack
 from services.trainer.megatron.world import leave_layout
 from tests.integration.trainer.learner.image_worlds import Job as ImageJob
-from tests.integration.trainer.learner.image_worlds import make_samples, run_job
-from tests.integration.trainer.trainer_worlds import HYBRID, Job, make_learner, run_world
+from tests.integration.trainer.learner.image_worlds import make_hybrid_model, make_samples, run_job
+from tests.integration.trainer.trainer_worlds import Job, make_learner, run_world
 from tests.kit.ports import free_port
 from tests.kit.vision import (
-    EXPERTS,
-    TOKENS,
-    TOWER,
     Item,
     clip,
     image_logprobs,
@@ -33,7 +26,6 @@ from tests.kit.vision import (
     prompt_with_media,
     seen_by_transformers,
     without_media,
-    write_vision_model,
 )
 from tests.unit.rollout.engine_harness import Harness
 
@@ -43,37 +35,7 @@ PROMPTS: tuple[tuple[tuple[int, ...], ...], ...] = (((64, 64),), (), ((100, 60),
 
 @pytest.fixture(scope="module", params=["qwen3_5", "qwen3_5_moe"])
 def folder(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Path:
-    model_type: str = request.param
-    folder = write_vision_model(tmp_path_factory.mktemp("seeing"), model_type)
-    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
-    torch.manual_seed(1)
-    rope = {"rope_type": "default", "rope_theta": 1000.0, "partial_rotary_factor": 0.5, "mrope_section": [4, 2, 2]}
-    # With square tensors of experts, which a reader could take for transposed ones.
-    experts = {**EXPERTS, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 80}
-    own = experts if model_type == "qwen3_5_moe" else {}
-    text = {
-        **HYBRID,
-        **own,
-        "vocab_size": tokenizer.get_vocab_size(),
-        "hidden_size": 64,
-        "intermediate_size": 128,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 4096,
-        "rope_parameters": rope,
-    }
-    tower = {name: value for name, value in TOWER.items() if name != "deepstack_visual_indexes"}
-    ids = {name: tokenizer.token_to_id(token) for name, token in TOKENS.items()}
-    sections = {"text_config": text, "vision_config": tower}
-    model = AutoModelForImageTextToText.from_config(
-        AutoConfig.for_model(model_type, **sections, tie_word_embeddings=True, **ids)
-    )
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn_like(parameter) * 0.1)
-    model.save_pretrained(folder, save_original_format=False)  # with stacked experts, as they are published
-    return folder
+    return make_hybrid_model(tmp_path_factory.mktemp("seeing"), request.param)
 
 
 @pytest.fixture(scope="module")
@@ -128,21 +90,6 @@ def test_log_probs_and_gradients_equal_those_of_transformers(
         rounding = 1e-3 if name.endswith(("A_log", "dt_bias")) else 1e-4
         assert (gradient - theirs.pop(name)).norm() <= rounding * gradient.norm(), name
     assert theirs == {}
-    leave_layout()
-
-
-def test_a_round_trip_changes_no_bit_and_the_engine_has_its_tensors(
-    folder: Path, reference: PreTrainedModel, alone: None, tmp_path: Path
-) -> None:
-    learner = make_learner(Job(folder, {"freeze": []}, {"old_logprobs": "current"}))
-    learner.save_hf(tmp_path / "saved")
-    expected, saved = load_file(folder / "model.safetensors"), load_file(tmp_path / "saved" / "model.safetensors")
-    assert saved.keys() == expected.keys()
-    assert all(torch.equal(tensor, expected[name]) for name, tensor in saved.items())
-    specs = [TensorSpec(spec.name, spec.dtype, spec.shape) for spec in learner.hf_tensor_specs()]
-    check_manifest(reference, [TensorBucket(tuple(specs), source_rank=0)])
-    served = named_parameters(reference)
-    assert all(torch.equal(tensor, served[name]) for name, tensor in learner.iter_hf_tensors())
     leave_layout()
 
 

@@ -14,8 +14,6 @@ from safetensors.torch import load_file
 from transformers import AutoModelForImageTextToText
 
 from relaxd.data.vision import read_vision
-from relaxd.weights.buckets import TensorBucket, TensorSpec
-from services.rollout.engines.transformers.transformers_weights import check_manifest, named_parameters
 from services.trainer.batch.micro_batch import PackedMicroBatch, pack
 from services.trainer.batch.sequence_media import DecodedItem
 from services.trainer.learner.learner import Learner
@@ -311,31 +309,6 @@ def published(models: Callable[..., Path]) -> Path:
     folder = models(**MIXTURE).with_name("published")
     shutil.copytree(models(**MIXTURE), folder)
     return with_published_experts(folder)
-
-
-def test_a_round_trip_of_stacked_experts_changes_no_bit(
-    models: Callable[..., Path], published: Path, alone: None, tmp_path: Path
-) -> None:
-    """From both forms to that of published models, which engines get as well, and which transformers reads."""
-    expected, module = (
-        load_file(published / "model.safetensors"),
-        AutoModelForImageTextToText.from_pretrained(published),
-    )
-    for folder in (published, models(**MIXTURE)):
-        learner = make_learner(LearnerJob(folder, ALL, {"old_logprobs": "current"}))
-        learner.save_hf(tmp_path / "saved")
-        saved = load_file(tmp_path / "saved" / "model.safetensors")
-        assert saved.keys() == expected.keys()
-        assert all(torch.equal(tensor, expected[name]) for name, tensor in saved.items())
-        specs = [TensorSpec(spec.name, spec.dtype, spec.shape) for spec in learner.hf_tensor_specs()]
-        check_manifest(module, [TensorBucket(tuple(specs), source_rank=0)])
-        served = named_parameters(module)
-        assert [spec.name for spec in specs] == [name for name, _ in learner.iter_hf_tensors()]
-        assert all(torch.equal(tensor, served[name]) for name, tensor in learner.iter_hf_tensors())
-        leave_layout()
-    again = AutoModelForImageTextToText.from_pretrained(tmp_path / "saved", dtype=torch.float32)
-    for (name, one), (_, other) in zip(module.named_parameters(), again.named_parameters(), strict=True):
-        assert torch.equal(one, other), name
 
 
 @pytest.mark.night  # every layout
