@@ -270,6 +270,7 @@ EXPERT_WAYS: dict[str, dict[str, Any]] = {
     "TP2": {"tensor_parallel": 2},
     "CP2": {"context_parallel": 2},
     "PP2": {"pipeline_parallel": 2, "pipeline_layers": [3, 1]},
+    "DP2": {},
     "EP2": {"expert_parallel": 2},
     "TP2 EP2": {"tensor_parallel": 2, "expert_parallel": 2},
 }
