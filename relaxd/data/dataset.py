@@ -14,6 +14,7 @@ from relaxd.data.duplicates import Chosen, FirstVisits, Seen, keys_of
 from relaxd.data.examples import Example, Message
 from relaxd.data.files.rows import Joined
 from relaxd.data.media_ahead import MediaAhead
+from relaxd.data.media_changes import MediaChanges
 from relaxd.data.prompt_checks import (
     CHECKED,
     FIRST_LOOK,
@@ -31,7 +32,7 @@ from relaxd.data.tokenizer import PromptTokenizer
 from relaxd.media.prompt_media import NO_MEDIA, PromptMedia, with_references
 from relaxd.models import DataError
 from relaxd.models.folders import resolve_model, routed_expert_bytes
-from relaxd.run_folder import COMPARED, HELD_OUT
+from relaxd.run_folder import COMPARED, HELD_OUT, VISITED_MEDIA
 
 Place = tuple[int, int]
 """A place in the infinite sequence of prompts: epoch and position."""
@@ -144,6 +145,8 @@ class PromptDataset:
         self._order: tuple[int, np.ndarray] | None = None
         self._last: tuple[int, Example] | None = None
         """The last example that was read, with its index, for the comparison with earlier ones that follows."""
+        self._media_changes: MediaChanges | None = None
+        """Finds media that have changed; None before `keep`, and of prompts without media."""
         self._first_visits = None if seen is None else FirstVisits(len(examples), seen, self._example)
 
     def __len__(self) -> int:
@@ -170,6 +173,8 @@ class PromptDataset:
         """Return the prompt at an index. Raises DataError if its row, in a large file that wasn't checked, is wrong."""
         example = self._example(index)
         media = self._media.take(index, example) if self._media is not None else []
+        if media and self._media_changes is not None:
+            self._media_changes.look(index, example, media)
         tokens = self._tokenizer.encode_seen(example, media) if media else self._tokenizer.encode([example])[0]
         messages = [] if isinstance(example.prompt, str) else with_references(example.prompt, media)
         (teachers,) = [None] if self._teacher is None else self._teacher.encode(self._tokenizer, [example])
@@ -232,9 +237,14 @@ class PromptDataset:
         return False
 
     def keep(self, folder: Path) -> None:
-        """Store known repeats in a run's folder, and load the stored ones; call it before the first visit."""
+        """Store known repeats and hashes of media in a run's folder, and load the stored ones.
+
+        Call it before the first visit. Raises DataError: a file of the data can't be read any more.
+        """
         if self._first_visits is not None:
             self._first_visits.keep(folder / COMPARED)
+        if self._media is not None:
+            self._media_changes = MediaChanges(len(self._examples), self.digest, folder / VISITED_MEDIA)
 
     def is_repeat(self, cursor: Cursor) -> bool:
         """Return whether the next prompt is left out because it, or a similar one, came before. Raises DataError."""

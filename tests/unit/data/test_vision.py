@@ -15,9 +15,10 @@ from relaxd.config.load_toml import ConfigError, load_file
 from relaxd.data import media_ahead
 from relaxd.data.dataset import Cursor, load_data
 from relaxd.data.examples import Example
+from relaxd.data.media_changes import NAMED_PROMPTS, MediaChanges
 from relaxd.data.vision import VisionModel, normalise, read_vision
 from relaxd.engines import MODEL_KINDS
-from relaxd.media import NormalImage, normalise_image
+from relaxd.media import MediaItem, NormalImage, normalise_image
 from relaxd.media.prompt_media import PromptMedia
 from relaxd.models import DataError
 from relaxd.models.shape import SEEING
@@ -152,6 +153,53 @@ def test_the_digest_of_data_changes_with_an_image_file() -> None:
     before = load_data(config).train.digest
     Path("a.png").write_bytes(encoded(picture(100, 60), compress_level=0))
     assert load_data(config).train.digest != before
+
+
+def test_a_file_that_changes_between_visits_is_another_image_and_is_warned_of(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """In a later epoch and after a restart, also if it has the same size, which the digest doesn't tell."""
+    Path("a.bmp").write_bytes(encoded(picture(100, 60), "BMP"))
+    write_rows({"prompt": "Hi"}, {"prompt": "<image>and <image>?", "images": ["b.jpg", "a.bmp"]})
+
+    def visited() -> tuple[str, list[str]]:
+        train = load_data(load_file(Path("run.toml"), ["--data.shuffle=false"])).train
+        train.keep(tmp_path)
+        train.prompt(0)
+        return train.digest, list(train.prompt(1).media.by_hash())
+
+    digest, before = visited()
+    assert visited() == (digest, before)
+    assert not caplog.records
+    Path("a.bmp").write_bytes(encoded(picture(100, 60, 1), "BMP"))
+    same, after = visited()
+    assert same == digest
+    assert [one == other for one, other in zip(before, after, strict=True)] == [True, False]
+    assert [one.getMessage().split(" aren't")[0] for one in caplog.records] == [
+        'rows.jsonl line 2: its media ("images"[0], "images"[1])'
+    ]
+    visited()
+    assert len(caplog.records) == 1
+    # Other data, as after `relaxd resume RUN --new-data`, are compared with nothing.
+    write_rows({"prompt": "Hi"}, {"prompt": "<image>?", "images": ["b.jpg"]})
+    visited()
+    assert len(caplog.records) == 1
+
+
+def test_changed_media_are_found_without_a_file_of_hashes_and_few_are_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    example = Example("?", media=tuple(MediaItem("image", "a.png", f'"images"[{place}]') for place in range(6)))
+    images = [normalise_image(name, read_vision(Path("model")).rule) for name in ("a.png", "b.jpg")]
+    changes = MediaChanges(30, "00" * 16, tmp_path / "missing" / "media.bin")
+    assert "media.bin can't be used, so media that change while" in caplog.messages.pop()
+    caplog.clear()
+    for one in images:
+        for index in range(30):
+            changes.look(index, example, [one] * 6)
+    assert len(caplog.messages) == NAMED_PROMPTS
+    assert '"images"[3], ...)' in caplog.messages[0]
+    assert ["aren't named" in said for said in caplog.messages] == [False] * (NAMED_PROMPTS - 1) + [True]
 
 
 @pytest.mark.parametrize(

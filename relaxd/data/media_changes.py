@@ -1,0 +1,92 @@
+"""Media that have changed since an earlier visit to their prompt, in this coordinator's time or before it."""
+
+import hashlib
+import logging
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from relaxd.data.examples import Example
+from relaxd.media import NormalMedia
+
+logger = logging.getLogger(__name__)
+
+HASH_BYTES = 8
+"""Length of the hash of a prompt's media in the file."""
+NAMED_ITEMS = 4
+"""Maximum number of items that a warning names."""
+NAMED_PROMPTS = 20
+"""Number of prompts with a warning of their own; it is said that there are more."""
+
+
+class MediaChanges:
+    """Compares the media of each prompt with those of its visit before.
+
+    The digest of the data has the paths and sizes of media files, because all their contents would take too long to
+    read. So a file that another one of its size replaces is found here, where it is read anyway. The hashes are in a
+    file, from which a restarted coordinator takes them: the digest, then one for each prompt, 0 for one that wasn't
+    visited.
+    """
+
+    def __init__(self, prompts: int, digest: str, path: Path) -> None:
+        """Take the hashes of a file, unless it is of data with another digest."""
+        self._path: Path | None = path
+        self._hashes = np.zeros(prompts, np.uint64)
+        self._header = bytes.fromhex(digest)
+        self._warned = 0
+        try:
+            content = path.read_bytes() if path.is_file() else b""
+            if content.startswith(self._header):
+                stored = content[len(self._header) :][: prompts * HASH_BYTES]
+                found = np.frombuffer(stored[: len(stored) // HASH_BYTES * HASH_BYTES], np.uint64)
+                self._hashes[: len(found)] = found
+            else:
+                path.write_bytes(self._header)
+        except OSError as error:
+            self._give_up(error)
+
+    def look(self, index: int, example: Example, media: Sequence[NormalMedia]) -> None:
+        """Warn if a prompt's media aren't those of the visit before; from now on they are the ones to compare with."""
+        names = "".join(one.sha256 for one in media).encode()
+        found = np.uint64(int.from_bytes(hashlib.blake2b(names, digest_size=HASH_BYTES).digest(), "little") | 1)
+        before, self._hashes[index] = self._hashes[index], found
+        if before == found:
+            return
+        if before:
+            self._warn(example)
+        self._write(index)
+
+    def _warn(self, example: Example) -> None:
+        self._warned += 1
+        if self._warned > NAMED_PROMPTS:
+            return
+        places = ", ".join(item.place for item in example.media[:NAMED_ITEMS])
+        more = ", ..." if len(example.media) > NAMED_ITEMS else ""
+        last = "; further prompts with changed media aren't named" if self._warned == NAMED_PROMPTS else ""
+        logger.warning(
+            "%s: its media (%s%s) aren't those of its visit before: new samples see the new ones, so files must stay "
+            "as they are while a run needs them%s",
+            *(example.place, places, more, last),
+        )
+
+    def _write(self, index: int) -> None:
+        """Write a hash to where it belongs: another coordinator that still lives writes the same there."""
+        if self._path is None:
+            return
+        try:
+            file = os.open(self._path, os.O_WRONLY)
+            try:
+                os.pwrite(file, self._hashes[index].tobytes(), len(self._header) + index * HASH_BYTES)
+            finally:
+                os.close(file)
+        except OSError as error:
+            self._give_up(error)
+
+    def _give_up(self, error: OSError) -> None:
+        """Go on without the file."""
+        logger.warning(
+            "%s can't be used, so media that change while the coordinator is down aren't found: %s", self._path, error
+        )
+        self._path = None
