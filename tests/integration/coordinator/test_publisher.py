@@ -20,6 +20,7 @@ from relaxd.data.curriculum.run_curriculum import Curriculum
 from relaxd.data.dataset import PromptDataset, RunData, load_data
 from relaxd.data.examples import Example
 from relaxd.data.files.rows import OnDemand
+from relaxd.drop_reasons import DropReason
 from relaxd.media.sources import data_uri
 from relaxd.report.traces import read_group_trace
 from relaxd.telemetry import spans
@@ -231,3 +232,49 @@ async def test_the_gate_counts_the_media_of_prompts(redis_url: str, tmp_path: Pa
         assert int(reserved) == sum(worst_bytes(config, len(one.tokens)) + len(one.media.contents) for one in prompts)
     finally:
         await kit.close()
+
+
+async def test_a_prompt_that_is_tried_again_has_the_picture_of_its_first_try(redis_url: str, tmp_path: Path) -> None:
+    """Although its file has changed, so that a later visit would publish another one."""
+    write_vision_model(tmp_path / "model")
+    file = tmp_path / "a.png"
+    file.write_bytes(encoded(picture(64, 64)))
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"prompt": "<image>What is it?", "images": [str(file)]}))
+    data = {"source": "files", "path": str(tmp_path / "rows.jsonl"), "media_keys": {"image": "images"}}
+    config = RunConfig.model_validate(
+        {
+            "run": {"steps": 9},
+            "model": {"path": str(tmp_path / "model")},
+            "data": data,
+            "reward": {"name": "dummy"},
+            "board": {"max_staleness": 0},
+        }
+    )
+    kit = FleetKit(redis_url)
+    try:
+        context, loaded = kit.context(config), load_data(config)
+        board = context.board
+        await board.create(term=context.term, groups_per_step=1, steps=9)
+
+        async def published(name: str, train: PromptDataset) -> dict[str, Any]:
+            visits = Curriculum(config, train).visits
+            run_data = RunData(train, {}, 0, loaded.tokenizer)
+            publisher = Publisher(context, run_data, visits, oldest_version=lambda: 0, wanted=lambda: True)
+            task = asyncio.create_task(publisher.run_forever())
+            (delivery,) = await board.take("rollout", name, count=1, block_seconds=10)
+            task.cancel()
+            (columns,) = await board.load([delivery], ("prompt_media", "media_contents"))
+            assert columns is not None
+            return {**columns, "id": delivery.group_id}
+
+        first = await published("one", loaded.train)
+        file.write_bytes(encoded(picture(64, 64, 1)))
+        await board.drop_groups([first["id"]], term=context.term, reason=DropReason.MEMORY, retry=True)
+        changed = load_data(config).train
+        again = await published("two", changed)
+    finally:
+        await kit.close()
+    assert again["id"] == f"{first['id']}~1"
+    assert again["prompt_media"] == first["prompt_media"]
+    assert bytes(again["media_contents"]) == bytes(first["media_contents"])
+    assert changed.prompt(0).media.records[0]["sha256"] != first["prompt_media"][0]["sha256"]
