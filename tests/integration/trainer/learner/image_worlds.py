@@ -202,6 +202,8 @@ def run_job(job: Job, ranks: int = 1) -> dict[str, Any]:
     for _ in range(job.steps):
         learner.accumulate(mine)
         result["trajectory"].append(learner.finish(float(sum(int(sample.loss_mask.sum()) for sample in samples))))
+    outputs = learner._policy.tower_outputs
+    result["tower_runs"], result["tower_asked"] = outputs.runs, outputs.asked
     result["tensors"] = copied(learner)
     if job.save:
         learner.save_hf(job.save)

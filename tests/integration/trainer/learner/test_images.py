@@ -189,6 +189,22 @@ def test_a_frozen_tower_sees_an_image_once_until_its_weights_change(models: Call
     leave_layout()
 
 
+def test_a_frozen_tower_sees_an_image_once_in_all_steps(models: Callable[..., Path], alone: None) -> None:
+    """Although updates and sleep write into the parameters that are trained."""
+    learner = make_learner(LearnerJob(models(), {}, {"old_logprobs": "current"}))
+    samples = make_samples(read_vision(models()))
+    module = learner._policy
+    assert isinstance(module, PolicyModel)
+    for step in range(3):
+        learner.accumulate([pack(samples[step:])])
+        learner.finish(20.0)
+        assert module.tower_outputs.runs == 7  # different items
+        learner.offload()
+        learner.onload()
+    assert module.tower_outputs.asked == 20  # the third step has not the first one
+    leave_layout()
+
+
 def test_a_checkpoint_has_the_tower(models: Callable[..., Path], alone: None, tmp_path: Path) -> None:
     """Trained in part: what is trained has main weights and moments, the rest weights."""
     job = LearnerJob(models(), {"train_only": ["projection", "language"]}, {"old_logprobs": "current"})
@@ -295,6 +311,15 @@ def test_two_ranks_train_as_one_does(models: Callable[..., Path], alone: None, t
                 assert ours.grad_norm == pytest.approx(theirs.grad_norm, rel=1e-4), way
             tensors |= rank["tensors"]
         assert tensors.keys() == one["tensors"].keys(), way
+
+
+@pytest.mark.night  # two ranks
+def test_a_frozen_tower_sees_an_image_once_on_each_rank(models: Callable[..., Path], tmp_path: Path) -> None:
+    jobs = [Job(models(), own, steps=3) for own in ({}, {"tensor_parallel": 2}, {"context_parallel": 2})]
+    for ranks in run_world(jobs, 2, tmp_path / "world", free_port(), program=PROGRAM):
+        for rank in ranks:
+            assert rank["tower_runs"] == 7
+            assert rank["tower_asked"] > 3 * rank["tower_runs"] / 2
 
 
 def test_pipelines_that_divide_deepstack_are_refused(models: Callable[..., Path]) -> None:
