@@ -135,3 +135,33 @@ def test_a_rehearsal_of_a_run_with_images_counts_their_bytes(workplace: Workplac
     (size,) = re.findall(r"disk, a step *│ ([0-9.,]+) kB", output)
     media, answers = 4 * 64 * 3072, 4 * 4 * 256 * 41
     assert media < 1000 * float(size.replace(",", "")) < media + answers, output
+
+
+SEEING = """
+[agent]
+command = ["not-here"]
+media = ["image"]
+max_sessions = 16
+
+[rehearsal]
+median_tokens = 32
+turns = 3
+spread = 0.0
+tool_seconds = 0.1
+observation_tokens = 64
+"""
+
+
+@pytest.mark.night
+@pytest.mark.timeout(600)
+def test_a_rehearsal_of_conversations_with_images_counts_the_bytes_of_what_is_shown(workplace: Workplace) -> None:
+    write_vision_model(workplace.folder / "seeing")
+    (workplace.folder / "mine.toml").write_text(CONFIG + SEEING)
+    words = ("rehearse", "mine.toml", "--rollout", "1", "--agent", "1", "--seconds", "10", "--time-scale", "1")
+    changed = ("--model.path", str(workplace.folder / "seeing"), "--rollout.max_new_tokens", "512")
+    _, output = workplace.relaxd(*words, *changed, timeout=400)  # a busy machine gives no verdict
+    assert "malformed" not in output
+    # Four groups, whose four samples see two pictures each, of 64 tokens of 3 KiB.
+    ((size, unit),) = re.findall(r"disk, a step *│ ([0-9.,]+) ([kM])B", output)
+    media, rest = 4 * 4 * 2 * 64 * 3072, 4 * 4 * 512 * 41
+    assert media < {"k": 1e3, "M": 1e6}[unit] * float(size.replace(",", "")) < media + rest, output

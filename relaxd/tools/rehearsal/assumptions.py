@@ -7,6 +7,7 @@ long as before and store a `payload_scale`-th of the bytes.
 
 import math
 import statistics
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import NormalDist
@@ -60,7 +61,8 @@ def expert_bytes(config: RunConfig) -> int:
 def held_bytes(config: RunConfig) -> float:
     """Return the bytes of the groups that are held at the same time, at most, with true payloads.
 
-    Prompts' media are counted with the share that is expected of them.
+    Prompts' media are counted with the share that is expected of them, those of conversations as what the environment
+    in the place of the run's shows.
     """
     most = config.rollout.max_new_tokens
     tokens = LONG_TAIL * median_tokens(config)
@@ -69,6 +71,9 @@ def held_bytes(config: RunConfig) -> float:
     share = min(1.0, tokens / most)
     group = worst_bytes(config, 0, expert_bytes=expert_bytes(config)) * share
     media = EXPECTED_SHARE * media_bytes(config, config.data.max_prompt_tokens)
+    if config.agent.is_there:
+        answers = config.rollout.samples_per_prompt * (mean_turns(config) - 1)
+        media += media_bytes(config, round(answers * config.rehearsal.observation_tokens))
     return STEPS_IN_REDIS * config.trainer.groups_per_step * (group + media)
 
 
@@ -196,7 +201,9 @@ def rehearsed(config: RunConfig, scale: Scale, *, model: Path, folder: Path) -> 
     alone = {"tensor_parallel": 1, "pipeline_parallel": 1, "context_parallel": 1, "expert_parallel": 1}
     conversations = {}
     if config.agent.is_there:
-        conversations["agent"] = _with_stand_in(config.agent, rehearsal, shorter, is_byte=model.name == "stand-in")
+        conversations["agent"] = _with_stand_in(
+            config.agent, config.data.media_keys, rehearsal, shorter, is_byte=model.name == "stand-in"
+        )
     return _updated(
         config,
         **conversations,
@@ -238,14 +245,20 @@ def rehearsed(config: RunConfig, scale: Scale, *, model: Path, folder: Path) -> 
     )
 
 
-def _with_stand_in(agent: AgentConfig, rehearsal: RehearsalConfig, shorter: int, *, is_byte: bool) -> dict[str, Any]:
-    """Return conversations with the same limits, and an environment that only takes time."""
+def _with_stand_in(
+    agent: AgentConfig, prompt_media: Iterable[str], rehearsal: RehearsalConfig, shorter: int, *, is_byte: bool
+) -> dict[str, Any]:
+    """Return conversations with the same limits, and an environment that only takes time.
+
+    It shows media if the run's own may: agent.media, or the kinds of its prompts' media.
+    """
     settings = {
         "turns": rehearsal.turns,
         "seconds": rehearsal.tool_seconds,
         "spread": rehearsal.spread,
         "words": rehearsal.observation_tokens,
         "word": "a" if is_byte else " a",
+        "shows": next(iter((*agent.media, *prompt_media)), ""),
     }
     alike = ("media", "max_turns", "call_seconds", "conversation_seconds", "on_failure", "max_retries", "max_sessions")
     kept = {name: getattr(agent, name) for name in alike}

@@ -7,16 +7,26 @@ import math
 import random
 import time
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from relaxd.envs.environment import Environment, Reply, Step
+from relaxd.media import AUDIO, VIDEO
 from relaxd.rewards.interface import RewardInput
 
 CHATML = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
+
+TOKEN_SIDE = 32
+"""Width and height of the pixels of a token of media."""
+FRAMES = 4
+"""Frames of a video: those of two times, the fewest that models sample."""
+SOUND_RATE, SOUND_TOKENS = 16_000, 13
+"""Samples and tokens of a second of sound."""
 
 
 def write_stand_in(folder: Path, experts: tuple[int, int] = (0, 0)) -> Path:
@@ -51,7 +61,9 @@ def scripted(sample: RewardInput, success: float = 0.5, seconds: float = 0.0) ->
 class StandInEnvironment(Environment):
     """Environment, also of programs and functions: a drawn number of turns of a drawn time each, both log-normal."""
 
-    def __init__(self, turns: int, seconds: float, spread: float, words: int, word: str = " a") -> None:
+    def __init__(
+        self, turns: int, seconds: float, spread: float, words: int, word: str = " a", shows: str = ""
+    ) -> None:
         """State the conversation.
 
         Args:
@@ -60,16 +72,39 @@ class StandInEnvironment(Environment):
             spread: standard deviation of the logarithm of both.
             words: words of an answer.
             word: what each of them is.
+            shows: the kind of media that each answer is, of about as many tokens as it would have words; "": text.
         """
         self._random = random.Random()
         self._left = max(1, round(turns * self._factor(spread)))
-        self._seconds, self._spread, self._observation = seconds, spread, words * word
+        self._seconds, self._spread, self._words, self._text, self._shows = seconds, spread, words, words * word, shows
 
     async def step(self, reply: Reply) -> Step:
         """Answer a message after a delay."""
         await asyncio.sleep(self._seconds * self._factor(self._spread))
         self._left -= 1
-        return Step(self._observation, done=self._left == 0)
+        done = self._left == 0
+        if not self._shows or done:
+            return Step(self._text, done=done)
+        return Step({"role": "user", "content": [noise(self._shows, self._words)]})
 
     def _factor(self, spread: float) -> float:
         return math.exp(spread * self._random.gauss(0.0, 1.0))
+
+
+def noise(kind: str, tokens: int) -> dict[str, Any]:
+    """Return a part of a message with an image, a video or a sound of noise, which takes more bytes than any other.
+
+    Args:
+        kind: the kind of media.
+        tokens: about how many tokens it shall have.
+    """
+    from PIL import Image
+
+    drawn = np.random.default_rng()
+    if kind == AUDIO:
+        samples = drawn.uniform(-1, 1, tokens * SOUND_RATE // SOUND_TOKENS).astype(np.float32)
+        return {"type": kind, kind: {"array": samples, "sampling_rate": SOUND_RATE}}
+    frames = FRAMES if kind == VIDEO else 1
+    side = TOKEN_SIDE * max(1, round(math.sqrt(tokens / math.ceil(frames / 2))))
+    pictures = [Image.fromarray(pixels) for pixels in drawn.integers(0, 256, (frames, side, side, 3), np.uint8)]
+    return {"type": kind, kind: pictures if kind == VIDEO else pictures[0]}

@@ -13,6 +13,7 @@ from relaxd.tools.rehearsal.assumptions import (
     admitted_groups,
     held_bytes,
     least_step_seconds,
+    mean_turns,
     obstacle,
     payload_scale,
     rehearsed,
@@ -120,13 +121,19 @@ def test_conversations_keep_their_limits_and_take_the_assumed_time(agent: str, t
     assert found.media_kinds == config.media_kinds == ("image",)
     assert found.media_problem is None
     assert (found.agent.max_turns, found.agent.turn_tokens, found.agent.on_failure) == (6, 128, "mask")
-    assert found.agent.settings == {"turns": 4, "seconds": 0.3, "spread": 1.0, "words": 100, "word": "a"}
+    shown = {"words": 100, "word": "a", "shows": "image"}
+    assert found.agent.settings == {"turns": 4, "seconds": 0.3, "spread": 1.0, **shown}
     load_environment(found.agent.environment, found.agent.settings)()
     assert found.rehearsal.median_tokens == 4096 // 8 // 4 // 4
     # A conversation waits for its environment, which costs time and no tokens.
     quick = load(dump(config.model_copy(update={"rehearsal": config.rehearsal.model_copy(update={"tool_seconds": 0})})))
     assert least_step_seconds(config, 1000) > least_step_seconds(quick, 1000) > 0
     assert held_bytes(config) == held_bytes(quick)
+    # Each answer but the last is a picture.
+    blind = config.model_copy(update={"agent": config.agent.model_copy(update={"media": ()})})
+    seen = config.data.max_prompt_tokens / 4 + config.rollout.samples_per_prompt * (mean_turns(config) - 1) * 400
+    expected = 3 * config.trainer.groups_per_step * 3200 * seen
+    assert held_bytes(config) - held_bytes(blind) == pytest.approx(expected, rel=1e-3)
     # An agent replica holds the conversations of two groups, an eighth of those that the gate lets through.
     assert admitted_groups(config) == 16
     assert least_step_seconds(config, 1000, 1) == pytest.approx(8 * least_step_seconds(config, 1000))
