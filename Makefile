@@ -71,6 +71,7 @@ test-night: $(STAMP) ## what takes an hour or two: every layout, longer faults, 
 	$(MAKE) chaos FAULTS=30 ALGORITHM=agent ROLES=agent
 	$(MAKE) chaos FAULTS=30 ALGORITHM=program ROLES=agent
 	$(MAKE) chaos FAULTS=10 ALGORITHM=hosts ROLES=ranks
+	$(MAKE) chaos FAULTS=20 ALGORITHM=media COLUMNS=on-nodes
 
 .PHONY: test-gpu
 test-gpu: $(if $(VENV),$(STAMP)) ## what needs GPUs, in minutes (VENV= PYTHON=: with an environment of your own)
@@ -85,7 +86,7 @@ test-compose: $(STAMP) ## the images and the compose files, on Docker (arranges 
 	RELAXD_TEST_COMPOSE=1 deploy/ci/docker.sh $(BIN)/python -m pytest tests/compose -m "not night" --durations=8
 
 .PHONY: chaos
-chaos: $(STAMP) ## break a running job FAULTS= times, or for MINUTES=, and audit its books after each (SEED=, ALGORITHM=critic, agent, program or hosts, ROLES=critic,reference, COLUMNS=large or on-nodes, REDIS=sentinel)
+chaos: $(STAMP) ## break a running job FAULTS= times, or for MINUTES=, and audit its books after each (SEED=, ALGORITHM=critic, agent, program, hosts or media, ROLES=critic,reference, COLUMNS=large or on-nodes, REDIS=sentinel)
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.chaos $(if $(MINUTES),--minutes $(MINUTES),--faults $(or $(FAULTS),200)) --seed $(SEED) --algorithm $(or $(ALGORITHM),grpo) $(if $(ROLES),--roles $(ROLES)) --columns $(or $(COLUMNS),small) --redis $(or $(REDIS),single)
 
 .PHONY: images

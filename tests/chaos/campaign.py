@@ -17,9 +17,10 @@ from tests.chaos.books import Books
 from tests.chaos.environment import BUSY, MOODS
 from tests.chaos.faults import PASSING, Fault, MomentMissed
 from tests.chaos.models import audit_models
+from tests.chaos.pictures import audit_pictures
 from tests.chaos.planes.payloads import Payloads
 from tests.chaos.program import MOODS as PROGRAM_MOODS
-from tests.chaos.stack import MAX_STALENESS, RUN, ChaosStack
+from tests.chaos.stack import MAX_STALENESS, RUN, SEEING, ChaosStack
 from tests.chaos.teacher_engine import WRONG_ANSWERS
 
 GROUPS_PER_STEP = 4
@@ -125,6 +126,8 @@ class Campaign:
         if self.payloads:
             wrong += self.payloads.end()
         wrong += audit_models(self.stack.run_folder)
+        if self.stack.algorithm == "media":
+            wrong += audit_pictures(self.stack.run_folder, self.stack.folder / SEEING)
         log = self.stack.state.log("trainer").read_text(errors="replace")
         wrong += [f"the trainer says: {line}" for line in re.findall(r"replayed step \d+: .*", log)]
         supervisor = self.stack.state.log("supervisor").read_text(errors="replace")

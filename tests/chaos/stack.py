@@ -36,6 +36,7 @@ from tests.chaos.teacher_engine import FAILING_VARIABLE, interpreter
 from tests.kit.models import make_tiny_model
 from tests.kit.ports import free_port
 from tests.kit.processes import is_alive
+from tests.kit.vision import make_vision_model
 
 PROGRAM = Path(__file__).parent / "program.py"
 """The program that leads conversations with the algorithm "program"."""
@@ -46,6 +47,8 @@ LEASE_SECONDS = 2.0
 REPLICA_LEASE_SECONDS = 6.0
 """Of replicas: one that is silent for longer is restarted."""
 MAX_STALENESS = 1
+SEEING = "seeing"
+"""Folder of the model that sees pictures."""
 RANKS = 2
 """Of the trainer, on all hosts."""
 REPLICAS = {"rollout": 2, "reward": 2, "advantage": 2, "trainer": 1}
@@ -64,11 +67,10 @@ seed = {seed}
 folder = "{folder}/runs"
 
 [model]
-path = "{folder}/tiny"
+path = "{folder}/{model}"
 
 [data]
-source = "addition"
-digits = 1
+{data}
 max_prompt_tokens = 128
 
 [reward]
@@ -204,10 +206,16 @@ ALGORITHMS["critic"] = {
 COLUMNS = {"small": "", "large": "large_column_bytes = 1", "on-nodes": "large_column_bytes = 1\ndata_urls = {nodes}"}
 """Sizes of columns: with "large" every column is one, and takes the way of payloads (docs/architecture.md); with
 "on-nodes" these are on data nodes."""
-ALGORITHMS = {
-    name: {"answers": PARTIAL, "most": "24", "teacher": "", "roles": ROLES_CONFIG, "reward": "arbitrary", **settings}
-    for name, settings in ALGORITHMS.items()
+COMMON = {
+    "model": "tiny",
+    "data": 'source = "addition"\ndigits = 1',
+    "answers": PARTIAL,
+    "most": "24",
+    "teacher": "",
+    "roles": ROLES_CONFIG,
+    "reward": "arbitrary",
 }
+ALGORITHMS = {name: COMMON | settings for name, settings in ALGORITHMS.items()}
 ALGORITHMS["teacher-engine"] = ALGORITHMS["grpo"] | {"teacher": 'engine = "sglang"', "step_files": "always"}
 ALGORITHMS["plain"] = ALGORITHMS["grpo"] | {
     "algorithm": "[algorithm]\ndrop_zero_variance = false\nnormalize_std = false\n",
@@ -217,10 +225,16 @@ ALGORITHMS["plain"] = ALGORITHMS["grpo"] | {
 ALGORITHMS["hosts"] = ALGORITHMS["plain"] | {"updates": "hosts = 2"}
 ALGORITHMS["agent"] = ALGORITHMS["plain"] | {"answers": CONVERSATIONS + WITH_ENVIRONMENT, "most": "128"}
 ALGORITHMS["program"] = ALGORITHMS["plain"] | {"answers": CONVERSATIONS + WITH_PROGRAM, "most": "128"}
+ALGORITHMS["media"] = ALGORITHMS["plain"] | {
+    "model": SEEING,
+    "data": 'source = "tests.chaos.pictures:Pictures"\nmedia_keys = {image = "images"}',
+    "step_files": "always",
+}
 """What the run trains with: one update a step, while the step fills; or a critic, too, and four updates of both; or the
 same with the critic as a service, which is trained again at the end from all step files (tests.chaos.models); or as the
 first, with a teacher in an engine; or as the first, without reference, teacher and judge, for short suites; or as the
-last, with a trainer over two hosts, or with conversations as samples, which an environment holds or a program leads."""
+last, with a trainer over two hosts, or with conversations as samples, which an environment holds or a program leads,
+or with prompts that have pictures, which are audited at the end (tests.chaos.pictures)."""
 
 
 class ChaosStack:
@@ -274,6 +288,8 @@ class ChaosStack:
     def _start(self) -> None:
         make_tiny_model(self.folder / "tiny")
         make_tiny_model(self.folder / "teacher", seed=1)
+        if ALGORITHMS[self.algorithm]["model"] == SEEING:
+            make_vision_model(self.folder / SEEING)
         os.environ.pop("REDIS_URL", None)
         if self.primaries:
             self.primaries.start()

@@ -6,16 +6,25 @@ from tests.chaos.planes.payload_faults import payload_faults
 from tests.chaos.planes.primary_faults import primary_faults
 from tests.chaos.stack import ALGORITHMS, FROZEN_REPLICAS
 
+MEDIA_FAULTS = tuple(
+    f"{what} {whom}"
+    for what in ("kill", "restart", "stall", "freeze")
+    for whom in ("coordinator", "rollout", "both rollouts", "engine", "trainer", "redis")
+)
+"""How the names of faults begin that befall who reads media, keeps them, and looks at them."""
+
 
 def kinds_of(algorithm: str = "grpo", columns: str = "small", redis: str = "single") -> list[Fault]:
     """Every kind of fault for a job.
 
     Primaries have faults of their own, and so have large columns on a single Redis or on data nodes: the ordinary ones
-    have other runs.
+    have other runs, except a run with media, which also has the deaths and stops of those that handle them.
     """
     if redis != "single":
         return primary_faults(redis)
     by_columns = {"large": payload_faults, "on-nodes": data_node_faults}
     kinds = by_columns[columns]() if columns in by_columns else all_faults(algorithm)
+    if algorithm == "media" and columns in by_columns:
+        kinds += [fault for fault in all_faults(algorithm) if fault.name.startswith(MEDIA_FAULTS)]
     absent = set() if ALGORITHMS[algorithm]["roles"] else set(FROZEN_REPLICAS)
     return [fault for fault in kinds if absent.isdisjoint(fault.name.split())]

@@ -17,7 +17,7 @@ from tests.chaos.faults import (
     worsen,
 )
 from tests.chaos.planes.data_nodes import DataNodes
-from tests.chaos.planes.payload_faults import strike_first
+from tests.chaos.planes.payload_faults import deaths_at_scripts, strike_first
 from tests.chaos.proxy import Moment
 from tests.chaos.stack import ChaosStack
 
@@ -31,7 +31,10 @@ STEPS = {
 
 
 def data_node_faults() -> list[Fault]:
-    """List the faults of nodes, and a broken connection before and after each command that they get."""
+    """List the faults of nodes, and a broken connection before and after each command that they get.
+
+    Those who write there also die before and after each script on the board's Redis.
+    """
     moments: tuple[Moment, Moment] = ("before", "after")
     return [
         Fault("data node killed", kill),
@@ -43,6 +46,7 @@ def data_node_faults() -> list[Fault]:
             for step, pattern in STEPS.items()
             for moment in moments
         ),
+        *deaths_at_scripts(),
     ]
 
 

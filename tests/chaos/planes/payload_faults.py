@@ -28,13 +28,22 @@ STEPS: dict[str, tuple[tuple[str, str], ...]] = {
 
 def payload_faults() -> list[Fault]:
     """A broken connection and a death, each before and after each command of each role."""
+    return [fault for how in ("cut", "dies") for fault in _faults(how)]
+
+
+def deaths_at_scripts() -> list[Fault]:
+    """A death before and after each script, which is the board's Redis's wherever the columns are."""
+    return _faults("dies", scripts_only=True)
+
+
+def _faults(how: str, *, scripts_only: bool = False) -> list[Fault]:
     moments: tuple[Moment, Moment] = ("before", "after")
     return [
         Fault(f"payload: {role} {how} {moment} {step}", partial(strike, role, pattern, moment, how == "dies"))
         for role, steps in STEPS.items()
         for step, pattern in steps
-        for how in ("cut", "dies")
         for moment in moments
+        if not (scripts_only and "*" in pattern)
     ]
 
 

@@ -73,6 +73,11 @@ def test_each_job_has_its_own_faults() -> None:
     on_nodes = [fault.name for fault in kinds_of(columns="on-nodes")]
     assert set(data_node_faults.SHORT_SUITE) < set(on_nodes)
     assert len(set(on_nodes)) == len(on_nodes)
+    media = [fault.name for fault in kinds_of("media", "on-nodes")]
+    assert {*on_nodes, "kill coordinator", "restart redis", "stall rollout long", "freeze engine"} - set(media) == {
+        name for name in on_nodes if "teacher" in name
+    }
+    assert len(set(media)) == len(media)
     sentinel, cluster = ([fault.name for fault in kinds_of(redis=servers)] for servers in ("sentinel", "cluster"))
     assert set(sentinel) < set(cluster)
     assert len(set(cluster)) == len(cluster)
