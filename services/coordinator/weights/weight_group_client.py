@@ -55,7 +55,8 @@ class SyncFailed(Exception):
     differs.
     `refused`: members that answered with an error, possibly caused by another member. `unfit`: the error of each member
     that answered with INVALID_ARGUMENT, as its next process would. `silent`: members without an answer in time.
-    `changed`: the trainer has newer weights, or is making them.
+    `changed`: the trainer has newer weights, or is making them. `answered`: members that have done their part.
+    `uncompared`: engines that have received the weights, which could not be compared with the trainer's.
     """
 
     def __init__(
@@ -68,8 +69,11 @@ class SyncFailed(Exception):
         silent: Iterable[Member] = (),
         unfit: Mapping[Member, str] | None = None,
         changed: bool = False,
+        answered: Iterable[Member] = (),
     ) -> None:
         super().__init__(reason)
+        self.answered = frozenset(answered)
+        self.uncompared: frozenset[Member] = frozenset()
         self.unfit = dict(unfit or {})
         self.changed = changed
         self.silent = frozenset(silent)
@@ -205,8 +209,15 @@ class WeightGroupClient:
             return self._rollout(member).ReceiveWeights(receive, timeout=limit)
 
         # Engines first: a call has a longer way to an engine's scheduler than to a trainer's ranks.
-        answers = await self._broadcast("transfer weights", [*group.engines, group.trainer], transfer)
+        try:
+            answers = await self._broadcast("transfer weights", [*group.engines, group.trainer], transfer)
+        except SyncFailed as error:
+            error.uncompared = error.answered.intersection(unverified)
+            raise
         checksums = answers[group.trainer].checksums
+        received = time.monotonic()
+        if unverified:
+            await sent(digest_of(checksums))
         wrong = {
             engine: names for engine in unverified if (names := _differences(checksums, answers[engine].checksums))
         }
@@ -215,15 +226,13 @@ class WeightGroupClient:
             raise SyncFailed(
                 f"engines hold other weights than the trainer sent as version {version[1]} ({detail})", wrong=wrong
             )
-        compared = time.monotonic()
         if unverified:
-            await sent(digest_of(checksums))
             await self._broadcast("resume", group.engines, lambda e: self._resume(sync_id, e))
         return TransferTimes(
             pause=drained + max(float(answers[engine].pause_seconds) for engine in group.engines),
             receive=max(float(answers[engine].seconds) for engine in group.engines),
             send=float(answers[group.trainer].seconds),
-            resume=time.monotonic() - compared,
+            resume=time.monotonic() - received,
             bytes_sent=float(answers[group.trainer].bytes),
         )
 
@@ -343,7 +352,10 @@ class WeightGroupClient:
                 changed |= bool(failed_precondition(error, WEIGHTS_CHANGED))
         if problems or pending:
             reason = f"could not {action} ({'; '.join(problems)})"
-            raise SyncFailed(reason, blamed, refused=refused, silent=silent, unfit=unfit, changed=changed)
+            answered = [member for member, task in tasks.items() if task not in pending and task.exception() is None]
+            raise SyncFailed(
+                reason, blamed, refused=refused, silent=silent, unfit=unfit, changed=changed, answered=answered
+            )
         return {member: task.result() for member, task in tasks.items()}
 
     def _trainer(self, member: Member) -> TrainerStub:

@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
+import grpc
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
@@ -25,7 +26,7 @@ from relaxd.weights.weight_group import Rendezvous, WeightGroup, host_store
 from services.coordinator.runs.alarms import weight_problems
 from services.coordinator.runs.run_files import RunFiles
 from services.coordinator.runs.step_recorder import StepRecorder
-from services.coordinator.state.records import Announcement, WeightsRecord
+from services.coordinator.state.records import Announcement, GroupRecord, WeightsRecord
 from services.coordinator.state.retries import FolderRetry, RedisRetry
 from services.coordinator.weights.weight_sync import WeightSync
 from services.rollout.engines.request_types import Version
@@ -62,6 +63,8 @@ class Trainer(trainer_pb2_grpc.TrainerServicer):
         specs = [TensorSpec(name, torch.float32, tuple(shape)) for name, shape in self._shapes.items()]
         self._buckets = plan_buckets(specs, 20_000, source_rank=0)
         self._group: WeightGroup | None = None
+        self.dies = False
+        """Whether it is gone once it has sent everything."""
 
     def tensors(self, version: int) -> dict[str, torch.Tensor]:
         generator = torch.Generator().manual_seed(version)
@@ -89,6 +92,9 @@ class Trainer(trainer_pb2_grpc.TrainerServicer):
                 group.broadcast(pack(bucket, tensors, torch.empty(bucket.nbytes, dtype=torch.uint8)), 0, 20)
 
         await asyncio.to_thread(send)
+        if self.dies:
+            await asyncio.sleep(0.1)  # brief: the engine answers, which has everything
+            await context.abort(grpc.StatusCode.UNAVAILABLE, "gone")
         return trainer_pb2.BroadcastWeightsResponse(checksums=self.checksums(version) if request.checksum else {})
 
     async def LeaveWeightGroup(self, request: Any, context: Any) -> trainer_pb2.TrainerLeaveWeightGroupResponse:
@@ -237,7 +243,9 @@ async def test_an_engine_with_other_weights_is_named_and_serves_nothing(world: W
     ((key, text),) = weight_problems(world.sync.wrong_engines()).items()
     assert key == (pb.ALARM_KIND_WEIGHTS, "rollout-0")
     assert text.startswith("rollout-0: it held other weights than the trainer sent as version 2: model.")
-    assert await world.board.sent_weights() == {1: [digest_of(world.trainer.checksums(1))]}
+    # Others that have the same as the trainer may write with it.
+    sent = {version: [digest_of(world.trainer.checksums(version))] for version in (1, 2)}
+    assert await world.board.sent_weights() == sent
     world.engine.fault = ""
     assert await world.synchronise(2) == ""
     assert not world.engine.engine.quarantined
@@ -258,6 +266,41 @@ async def test_samples_of_an_engine_that_nobody_compared_are_refused(world: Worl
     was = "was sent as version 1" if fault == "old" else "no trainer of this run has sent since version 1"
     assert world.problem(1) == ""
     assert world.problem(2) == f"rollout-0 wrote tokens of version 2 with weights of digest {digest}, which {was}"
+
+
+async def test_an_engine_serves_no_weights_that_are_not_on_record_after_a_failure(world: World) -> None:
+    assert await world.synchronise(1) == ""
+    world.trainer.dies = True
+    assert await world.synchronise(2) == "could not transfer weights (trainer-0: UNAVAILABLE: gone)"
+    assert world.engine.served[2] == digest_of(world.trainer.checksums(2))
+    assert world.engine.engine.quarantined
+    assert sorted(await world.board.sent_weights()) == [1]
+    world.trainer.dies = False
+    assert await world.synchronise(2) == ""
+    assert not world.engine.engine.quarantined
+    assert world.problem(2) == ""
+
+
+@pytest.mark.parametrize("recorded", [False, True])
+async def test_an_engine_serves_no_weights_that_a_coordinator_died_before_recording(
+    world: World, recorded: bool
+) -> None:
+    assert await world.synchronise(1) == ""
+    term, digest = world.kit.store.term, digest_of(world.trainer.checksums(2))
+    if recorded:
+        await world.board.record_weights(term=term, version=2, digest=digest)
+    await world.begin()
+    engine = world.kit.registry.get("rollout-0")
+    trainer = world.kit.registry.get("trainer-0")
+    assert engine is not None
+    assert trainer is not None
+    world.sync.record = WeightsRecord(
+        running=True,
+        group=GroupRecord(name="left", trainer=trainer.member, engines=(engine.member,)),
+        announced=Announcement(run_id=RUN, term=1, version=2, replica_id="trainer-0"),
+    )
+    await world.sync._abort_recorded()
+    assert world.engine.engine.quarantined == (not recorded)
 
 
 async def test_a_coordinator_knows_what_those_before_it_sent(world: World) -> None:
