@@ -2,8 +2,8 @@
 --
 --   published - dropped < (oldest version + 1 + max_staleness) x groups_per_step x oversample
 --
--- and Redis has room. An open group counts with the bytes it has stored or, until its first stage commits, with the room
--- reserved for it: the worst case until a quarter of a step's groups have closed, then the 90th percentile of closed groups.
+-- and Redis has room. An open group counts with the bytes it has stored and, until its first stage commits, the room reserved for
+-- the rest: up to the worst case until a quarter of a step's groups have closed, then to the 90th percentile of closed groups.
 -- What closed groups have stored counts until the sweep has freed it.
 -- Groups that the open step still lacks pass as long as Redis accepts writes: without them no step would close and make room.
 -- With data nodes, groups take their room there, and must leave some on this Redis.

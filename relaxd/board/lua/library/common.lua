@@ -8,7 +8,7 @@
 --                      trace, retries (where there are any)
 --                      stored             bytes of its payloads
 --                      facts:<writer>     what its fate is told with (JSON; relaxd.board.group_contents)
---                      room               bytes reserved for it; 0 once a stage has committed
+--                      room               bytes reserved for what it will store; 0 once a stage has committed
 --                      published          when it was published (microseconds of Unix time)
 --                      time:<stage>       "<enqueued_at> <started_at> <ended>" of a stage (the same unit)
 --                      @<writer>          pointer to the columns that a stage (or "publish") wrote
