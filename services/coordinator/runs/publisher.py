@@ -88,6 +88,8 @@ class Publisher:
         self._oldest_version = oldest_version
         self._wanted = wanted
         self._full_since: float | None = None
+        self._largest_media: int | None = None
+        """Bytes of the largest media of a prompt that was read so far; None before the first."""
         self.gate = ("", "")
         """Reason for the shut gate, as a word (Admission.limit or "sampler") and a sentence; empty while it is
         open or the run has all its groups."""
@@ -129,7 +131,8 @@ class Publisher:
         if not wanted or oldest_version is None:
             self.gate = ("", "")
             return 0
-        admission = await board.admission(self._most_bytes())
+        most = self._most_bytes()
+        admission = await board.admission(most)
         await self._report_gate(admission.room, admission.limit, admission.detail)
         room = min(BATCH, admission.room)
         if room <= 0:
@@ -143,6 +146,8 @@ class Publisher:
                 # In a thread: prompts may be on the disk, and are tokenised.
                 visits = await asyncio.to_thread(self._next_visits, start, room - len(retries))
                 groups += [self._new_group(spans, visit) for visit in visits]
+                if self._most_bytes() > most:  # media larger than all before: the gate is asked again
+                    return 0
                 cursor = self._prompts.after(visits[-1].cursor) if visits else start
                 await board.publish(term=self._context.term, groups=groups, cursor=cursor.to_json())
             except GateClosed as error:  # another writer used the room since `admission`
@@ -190,7 +195,8 @@ class Publisher:
         """Make a group of a visited prompt."""
         prompt, group_id = visit.prompt, group_id_at(visit.cursor.place)
         columns: dict[str, Column] = {"prompt_tokens": prompt.tokens, "prompt": prompt.to_json()}
-        tokens = len(prompt.tokens)
+        tokens, media = len(prompt.tokens), len(prompt.media.contents)
+        self._largest_media = max(self._largest_media or 0, media)
         if prompt.teacher_tokens is not None:
             columns[TEACHER_PROMPT_TOKENS] = prompt.teacher_tokens
             tokens += len(prompt.teacher_tokens)
@@ -201,7 +207,7 @@ class Publisher:
             group_id=group_id,
             columns=columns,
             trace=self._trace(spans, group_id, prompt.media.records),
-            worst_bytes=self._worst_bytes(tokens) + len(prompt.media.contents),
+            worst_bytes=self._worst_bytes(tokens) + media,
             facts=_facts(visit),
         )
 
@@ -225,10 +231,13 @@ class Publisher:
         )
 
     def _most_bytes(self) -> int:
-        """Return the maximum bytes of any group. A larger one could be refused by the board after `admission` allowed
-        it."""
-        config = self._context.config
-        media = media_bytes(config, config.data.max_prompt_tokens)
+        """Return the maximum bytes of any group, with media as large as the largest so far, or before as tokens allow.
+
+        A larger one could be refused by the board after `admission` allowed it.
+        """
+        config, media = self._context.config, self._largest_media
+        if media is None:
+            media = media_bytes(config, config.data.max_prompt_tokens)
         return self._worst_bytes(config.published_prompt_tokens) + media
 
     def _worst_bytes(self, prompt_tokens: int) -> int:

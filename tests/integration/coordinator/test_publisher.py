@@ -188,48 +188,64 @@ async def test_a_board_that_refuses_prompts_fails_the_run(
     assert re.match(told, await failure(redis_url, tmp_path, rows, first))
 
 
-async def test_the_gate_counts_the_media_of_prompts(redis_url: str, tmp_path: Path) -> None:
-    """Pictures of 192 KiB: what the open step lacks is published, and nothing more, as they exceed the mark alone."""
-    lacking = 4
-    write_vision_model(tmp_path / "model")
+LACKING = 4
+"""Groups of a step, which the gate always lets in."""
+SMALL, LARGE = 64, 256
+"""Widths of pictures of 12 and 192 KiB."""
+
+
+async def published_at_the_gate(
+    redis_url: str, folder: Path, widths: Sequence[int], *, high_water: int, most_tokens: int, until: tuple[str, int]
+) -> tuple[int, int]:
+    """Publish prompts with pictures of noise, `until` this shuts the gate and so many groups, or more, are published.
+
+    Returns the number of groups and the bytes that they count with.
+    """
+    write_vision_model(folder / "model")
     rows = []
-    for number in range(16):
-        file = tmp_path / f"{number}.png"
-        noise = np.random.default_rng(number).integers(0, 256, (256, 256, 3), np.uint8)
+    for number, width in enumerate(widths):
+        file = folder / f"{number}.png"
+        noise = np.random.default_rng(number).integers(0, 256, (width, width, 3), np.uint8)
         file.write_bytes(encoded(Image.fromarray(noise)))
         rows.append(json.dumps({"prompt": "<image>What is here?", "images": [str(file)]}))
-    (tmp_path / "rows.jsonl").write_text("\n".join(rows))
+    (folder / "rows.jsonl").write_text("\n".join(rows))
     config = RunConfig.model_validate(
         {
             "run": {"steps": 9},
-            "model": {"path": str(tmp_path / "model")},
+            "model": {"path": str(folder / "model")},
             "data": {
                 "source": "files",
-                "path": str(tmp_path / "rows.jsonl"),
+                "path": str(folder / "rows.jsonl"),
+                "shuffle": False,
                 "media_keys": {"image": "images"},
-                "max_prompt_tokens": 128,
+                "max_prompt_tokens": most_tokens,
             },
             "reward": {"name": "dummy"},
             "rollout": {"samples_per_prompt": 2, "max_new_tokens": 8},
-            "board": {"high_water_bytes": lacking * 128 * 1024, "max_staleness": 3},
+            "board": {"high_water_bytes": high_water, "max_staleness": 3},
         }
     )
     kit = FleetKit(redis_url)
     try:
         context, data = kit.context(config), load_data(config)
-        await context.board.create(term=context.term, groups_per_step=lacking, steps=9)
+        await context.board.create(term=context.term, groups_per_step=LACKING, steps=9)
         visits = Curriculum(config, data.train).visits
         publisher = Publisher(context, data, visits, oldest_version=lambda: 0, wanted=lambda: True)
+        state = f"{context.board.prefix}state"
         task = asyncio.create_task(publisher.run_forever())
-        await eventually(lambda: publisher.gate[0] == "memory" or task.done(), "the gate")
-        task.cancel()
-        assert publisher.failure == ""
         with redis.Redis.from_url(redis_url) as client:
-            published, reserved = client.hmget(f"{context.board.prefix}state", "published", "reserved_bytes")
-        assert int(published) == lacking
-        prompts = [data.train.prompt(int(index)) for index in data.train.order(0)[:lacking]]
-        assert all(len(one.media.contents) > 256 * 256 * 3 for one in prompts)
-        assert int(reserved) == sum(worst_bytes(config, len(one.tokens)) + len(one.media.contents) for one in prompts)
+            counted = lambda: map(int, client.hmget(state, "published", "stored_bytes", "reserved_bytes"))  # noqa: E731
+            limit, least = until
+            shut = lambda: publisher.gate[0] == limit and next(counted()) >= least  # noqa: E731
+            await eventually(lambda: shut() or task.done(), "the gate")
+            task.cancel()
+            published, stored, reserved = counted()
+        assert publisher.failure == ""
+        prompts = [data.train.prompt(index) for index in range(published)]
+        assert all(len(one.media.contents) > 3 * width**2 for one, width in zip(prompts, widths, strict=False))
+        worst = sum(worst_bytes(config, len(one.tokens)) + len(one.media.contents) for one in prompts)
+        assert stored + reserved == worst
+        return published, stored + reserved
     finally:
         await kit.close()
 
@@ -278,3 +294,27 @@ async def test_a_prompt_that_is_tried_again_has_the_picture_of_its_first_try(red
     assert again["prompt_media"] == first["prompt_media"]
     assert bytes(again["media_contents"]) == bytes(first["media_contents"])
     assert changed.prompt(0).media.records[0]["sha256"] != first["prompt_media"][0]["sha256"]
+
+
+async def test_the_gate_counts_the_media_of_prompts(redis_url: str, tmp_path: Path) -> None:
+    """What the open step lacks is published, and nothing more, as its pictures exceed the mark alone."""
+    sizes = {"high_water": LACKING * 128 * 1024, "most_tokens": 128}
+    found = await published_at_the_gate(redis_url, tmp_path, [LARGE] * 16, **sizes, until=("memory", LACKING))
+    assert found[0] == LACKING
+
+
+async def test_the_gate_expects_pictures_as_large_as_those_before(redis_url: str, tmp_path: Path) -> None:
+    """Prompts of up to 4096 tokens could have 13 MB each: with these only a step's groups would come in."""
+    sizes = {"high_water": 8 << 20, "most_tokens": 4096}
+    found = await published_at_the_gate(redis_url, tmp_path, [SMALL] * 16, **sizes, until=("staleness", 16))
+    assert found[0] == 16
+
+
+async def test_the_gate_lets_no_larger_pictures_in_than_there_is_room_for(redis_url: str, tmp_path: Path) -> None:
+    """Those after the first step's are larger: all together are refused, and as many come in as fit."""
+    widths, sizes = [SMALL] * LACKING + [LARGE] * 12, {"high_water": 2 << 20, "most_tokens": 4096}
+    published, counted = await published_at_the_gate(
+        redis_url, tmp_path, widths, **sizes, until=("memory", LACKING + 1)
+    )
+    assert published < 16
+    assert counted <= sizes["high_water"]
