@@ -186,7 +186,7 @@ class RehearsalConfig(Section):
     tool_seconds: float = Field(default=1.0, ge=0)
     """Median seconds in which the environment, or a program's tool, answers a message."""
     observation_tokens: int = Field(default=200, ge=1)
-    """Tokens of such an answer, about."""
+    """Tokens of such an answer, about; in a run whose conversations may have media, of an image, a video or a sound."""
     tokens_per_second: float = Field(default=3000.0, gt=0)
     """Tokens per second that one rollout replica generates when it has many samples in progress."""
     sample_tokens_per_second: float = Field(default=60.0, gt=0)
