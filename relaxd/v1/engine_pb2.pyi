@@ -223,7 +223,7 @@ class EngineOutput(_message.Message):
     text: _builtins.str
     """The whole sample's text, with its last output."""
     spans_weight_update: _builtins.bool
-    """Whether the sample continued in place across a weight update; with its last output."""
+    """Whether the sample has continued in place across a weight update, with the keys and values that it had."""
     routed_experts: _builtins.bytes
     """Experts that each token was routed to: uint8, or uint16 for a model of more than 256 experts, [prompt and answer
     tokens but the last, layers, top_k], with the last output if the run returns them.

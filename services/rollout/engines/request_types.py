@@ -147,7 +147,7 @@ class Output:
     text: str = ""
     """The whole text, of earlier requests' tokens as well; set with the last output."""
     spans_weight_update: bool = False
-    """True if the sample continued in place across a weight update; set with the last output."""
+    """True if the sample has continued in place across a weight update, with the keys and values that it had."""
     routed_experts: "np.ndarray[Any, Any] | None" = None
     """Experts of each token, uint8 or uint16 [prompt and answer tokens but the last, layers, top_k]; set with the last
     output if the run returns them."""

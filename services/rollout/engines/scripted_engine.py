@@ -264,12 +264,12 @@ class ScriptedEngine(RolloutEngine):
             self._pool.array("tokens", end)[start:],
             self._pool.array("logprobs", end)[start:],
             versions,
+            spans_weight_update=bool(newer),
         )
         limit = sample.request.sampling.max_new_tokens
         if end == sample.length or aborted:
             output.finish_reason = "abort" if end < sample.length else "length" if end == limit else "stop"
             output.text = (self._pool.text * (1 + TEXT_BYTES * end // _POOL))[: TEXT_BYTES * end]
-            output.spans_weight_update = bool(newer)
             output.routed_experts = self._experts(len(sample.request.prompt_tokens) + end - 1)
         return output
 

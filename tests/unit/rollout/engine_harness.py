@@ -22,6 +22,8 @@ class Answer:
         self.logprobs: list[float] = []
         self.versions: list[int] = []
         self.likeliest: list[list[int]] = []
+        self.spans_weight_update: list[bool] = []
+        """For each token, whether it was reported as of a sample that had continued in place across an update."""
         self.last: Output | None = None
         self.outputs = 0
 
@@ -30,6 +32,7 @@ class Answer:
         self.logprobs += output.logprobs
         self.versions += output.versions
         self.likeliest += map(list, output.likeliest)
+        self.spans_weight_update += [output.spans_weight_update] * len(output.tokens)
         self.outputs += 1
         if output.finish_reason is not None:
             assert self.last is None, "reported as finished twice"

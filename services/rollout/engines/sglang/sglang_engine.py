@@ -387,9 +387,9 @@ class SGLangEngine(GatedEngine):
         start, sample.reported = sample.reported, len(sample.tokens)
         new = start - sample.begun
         output = Output(sample.index, sample.tokens[start:], sample.logprobs[new:], sample.versions(start))
-        output.likeliest = sample.likeliest[new:]
+        output.likeliest, output.spans_weight_update = sample.likeliest[new:], sample.spans_weight_update
         if sample.finish_reason is not None:
-            output.finish_reason, output.spans_weight_update = sample.finish_reason, sample.spans_weight_update
+            output.finish_reason = sample.finish_reason
             output.routed_experts = sample.routed_experts
             del self._sent[rid]
             group.unfinished -= 1

@@ -163,5 +163,5 @@ class ExternalSample:
             output.versions[start:],
             output.finish_reason,
             output.text if self.ended else "",
-            output.spans_weight_update if self.ended else False,
+            output.spans_weight_update,
         )

@@ -345,11 +345,11 @@ class TransformersEngine(GatedEngine):
             sample.logprobs[start:],
             sample.versions[start:],
             likeliest=sample.likeliest[start:],
+            spans_weight_update=sample.spans_weight_update,
         )
         if sample.finish_reason is not None:
             output.finish_reason = sample.finish_reason
             output.text = self._text(sample)
-            output.spans_weight_update = sample.spans_weight_update
         return output
 
     def _has_stop_string(self, sample: RunningSample) -> bool:
