@@ -90,6 +90,9 @@ class ScriptedLearner:
             step=self.step + 1, loss=0.0, grad_norm=1.0, skipped=False, lr=0.0, tokens=tokens, metrics={}
         )
 
+    def keep_weights(self) -> None:
+        """Copy nothing: there is no model."""
+
     def end_step(self, refreshed: Collection[str] = ()) -> None:
         """Count the step."""
         self.step += 1

@@ -17,6 +17,9 @@ RANK_BYTES = 4 << 30
 SPARE_RANK_BYTES = 1 << 30
 """Assumed bytes of a spare rank's process, which has loaded its code and uses no device."""
 
+PINNED_SHARE = 4 / 3
+"""Memory that pinned tensors take, as a multiple of their bytes: each is rounded up to a power of two. Assumed."""
+
 
 @dataclass(frozen=True)
 class Models:
@@ -112,6 +115,8 @@ def host_bytes(config: RunConfig, models: Models, element: int, expert_bytes: in
         state = state_bytes(config, models, element + (4 if element < 4 else 0))
         weights = element * sum(stage_parameters(shape, Layout(1), 0).all for shape in models.frozen)
         found["the sleeping trainer"] = state + weights
+    if config.trainer.mini_batches * config.trainer.epochs > 1 and not config.run.colocate:
+        found["weights for engines that join"] = int(PINNED_SHARE * element * model_parameters(models.policy))
     if judge_weights:
         found["sleeping judges' weights"] = judge_weights
     return found

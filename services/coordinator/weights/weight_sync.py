@@ -399,8 +399,8 @@ class WeightSync:
 def waits_for_updates(trainer: Replica, announced: Announcement, engines: Sequence[Replica]) -> str:
     """Say which engines wait because the trainer is already changing the announced weights; "" if it isn't.
 
-    A step of several updates can take minutes. Attempts before its end would only be refused, and would pause the
-    engines each time.
+    Attempts before the step's end would only be refused, and would pause the engines each time. In a step of several
+    updates the trainer has a copy of the announced weights, and sends that.
     """
     weights = trainer.status.weights
     newest = (weights.term, weights.version) == (announced.term, announced.version)

@@ -53,6 +53,7 @@ from services.trainer.learner.critic import VALUE_LOSS, Critic
 from services.trainer.learner.data_parallel import DataParallel
 from services.trainer.learner.forward import Forward
 from services.trainer.learner.frozen_model import COLUMNS_OF, FrozenModel, Student
+from services.trainer.learner.kept_weights import KeptWeights
 from services.trainer.learner.measures import bit_sum, merge_reported, reduce_over_ranks
 from services.trainer.learner.offload import TRIM_EVERY_STEPS, Offload, memory_in_use, state_tensors, trim_heap
 from services.trainer.learner.optimizer import build_optimizer, build_schedule
@@ -188,6 +189,9 @@ class Learner:
         self._model.zero_grad_buffer()
         self._offload = Offload(self.world.device)
         self._exported = exported_parameters(self._policy, self._architecture, self.world)
+        self._sent = self._exported
+        """What broadcasts send: the parameters, or their copies."""
+        self._kept_weights: KeptWeights | None = None
         self._changed = torch.cuda.Event() if self.world.device.type == "cuda" else None
         """Event on the GPU after the last change of the weights."""
         self._record_weights_changed()
@@ -285,6 +289,7 @@ class Learner:
                 model.refresh(self._policy)
         self._step += 1
         self._changed_in_step = False
+        self._sent = self._exported
         self._reset_moments_if_due()
         if self._step % TRIM_EVERY_STEPS == 0:
             trim_heap()
@@ -401,14 +406,24 @@ class Learner:
         division = world.pipeline_layers, world.pipeline_chunks
         return hf_tensor_specs(self._architecture, dtype, world.pp_size, world.ep_size, *division)
 
+    def keep_weights(self) -> None:
+        """Copy the weights, which `iter_hf_tensors` then gathers until `end_step`, whatever updates there are.
+
+        Until it returns, and before `end_step`, no thread may be in `iter_hf_tensors`.
+        """
+        if self._kept_weights is None:
+            self._kept_weights = KeptWeights(self._exported, self.world)
+        self._kept_weights.copy()
+        self._sent = self._kept_weights.exported
+
     def iter_hf_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Gather this stage's full tensors under their Hugging Face names; see `gather_hf_tensors`.
 
         May run in any thread. The current stream waits for the last optimizer step, but not for later work.
         """
-        if self._changed is not None:
+        if self._changed is not None and self._sent is self._exported:
             torch.cuda.current_stream(self.world.device).wait_event(self._changed)
-        return gather_hf_tensors(self._exported, self._architecture, self.world, self.world.gather)
+        return gather_hf_tensors(self._sent, self._architecture, self.world, self.world.gather)
 
     def save_hf(self, folder: Path) -> None:
         """Write the current weights as a Hugging Face folder. All ranks call it together."""

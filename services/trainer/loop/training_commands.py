@@ -179,6 +179,16 @@ class Update:
 
 @message
 @dataclass(frozen=True)
+class KeepWeights:
+    """Have broadcasts send the weights as they are now until the step ends."""
+
+    def execute(self, rank: TrainingRank) -> None:
+        """Copy them."""
+        rank.learner.keep_weights()
+
+
+@message
+@dataclass(frozen=True)
 class EndStep:
     """Count a step whose updates are done, and forget its groups."""
 

@@ -45,6 +45,7 @@ from services.trainer.loop.training_commands import (
     EndProfile,
     EndStep,
     Export,
+    KeepWeights,
     Replay,
     Round,
     TrainingRank,
@@ -311,8 +312,12 @@ class Training:
         open_step.worked += time.monotonic() - began
 
     def _update(self, open_step: StepBuilder, plan: StepPlan) -> list[UpdateStats]:
-        """Make the step's updates on all ranks, once no broadcast reads the weights. Return their statistics."""
+        """Make the step's updates on all ranks, once no broadcast reads the weights. Return their statistics.
+
+        Several updates may take minutes, so an engine that joins meanwhile gets a copy of the weights before them.
+        """
         updates: list[UpdateStats] = []
+        keeps = len(plan.updates) > 1 and not self._config.run.colocate
         for mini_batch in plan.updates:
             place = f"step {plan.step}: update {len(updates) + 1} of {len(plan.updates)}"
             rounds = self._phases.rounds(mini_batch)
@@ -322,6 +327,9 @@ class Training:
                 self.rank.run(Round(entry, (), plan.whitening, last=number == len(rounds)))
             if not updates:
                 open_step.held_back = self._begin_change(plan.step)
+                if keeps:
+                    self.rank.run(KeepWeights())
+                    self._weights.publish(plan.step - 1)
             self._report(place)
             stats = self.rank.run(Update(mini_batch.normalizer))
             updates.append(stats)
@@ -333,6 +341,8 @@ class Training:
                 )
                 self._check_skipped_updates(open_step, plan, groups, stats.cause)
             self._skipped.record(plan.step, groups, skipped=stats.skipped)
+        if keeps:
+            open_step.held_back += self._begin_change(plan.step)
         self._weights_checksum = self.rank.run(EndStep(plan.refreshed))
         return updates
 
@@ -350,8 +360,7 @@ class Training:
                 time.sleep(IDLE_SECONDS)  # named: `_report` says it
 
     def _begin_change(self, step: int) -> float:
-        """Wait until no broadcast reads the weights, and block broadcasts until the step's version is announced. Return
-        seconds."""
+        """Wait until no broadcast reads the weights, and block them until weights are published. Return seconds."""
 
         def on_wait() -> None:
             self._report(f"step {step}: waiting for a weight broadcast to end")

@@ -173,9 +173,9 @@ def _stage_entries(shape: Architecture, stage: int, world: World) -> Iterator[Pa
 class ExportedParameter:
     """A parameter of this rank, or an expert's part of it, and the Hugging Face tensors in it."""
 
-    def __init__(self, entry: ParameterEntry, parameter: torch.nn.Parameter) -> None:
+    def __init__(self, entry: ParameterEntry, parameter: Tensor) -> None:
         self.entry = entry
-        self._parameter = parameter
+        self.parameter = parameter
         self._views: list[tuple[HFTensor, Tensor]] = []
         """Views of the parameter as its tensors, possibly reshaped. Created once, because for each broadcast the host
         would need longer than the GPU for sending them."""
@@ -183,7 +183,7 @@ class ExportedParameter:
     @property
     def part(self) -> Tensor:
         """The entry's part of the parameter, a view."""
-        return self.entry.of(self._parameter.detach())
+        return self.entry.of(self.parameter.detach())
 
     def tensors(self, shards: Sequence[Tensor], number: int, shape: Architecture) -> list[tuple[HFTensor, Tensor]]:
         """Return the tensors of an expert-parallel rank, by its number, from all their shards."""
@@ -193,7 +193,7 @@ class ExportedParameter:
 
     def own_tensors(self, shape: Architecture) -> list[tuple[HFTensor, Tensor]]:
         """Return the tensors of a parameter that this rank has whole."""
-        memory = self._parameter.untyped_storage().data_ptr()
+        memory = self.parameter.untyped_storage().data_ptr()
         if not self._views or self._views[0][1].untyped_storage().data_ptr() != memory:
             parts = self.entry.parts[0]
             views = views_of(self.entry.layout, self.part, [part.shape for part in parts], shape)

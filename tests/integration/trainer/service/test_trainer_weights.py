@@ -9,6 +9,7 @@ from pathlib import Path
 import grpc
 import numpy as np
 import pytest
+import torch
 from safetensors.numpy import load_file
 
 from relaxd.v1 import replica_pb2, trainer_pb2, weights_pb2
@@ -21,6 +22,7 @@ from tests.integration.trainer.service_kit import (
     export,
     join_request,
     make_config,
+    several_updates,
     trainer_service,
 )
 from tests.kit.models import make_tiny_model
@@ -162,6 +164,31 @@ def test_weights_of_two_ranks_arrive(arrangement: str, model: Path, redis_url: s
         receiver = Receiver(process.trainer, "group-2", sync_id=2)
         assert_received(receiver, process, "model")
         receiver.leave()
+
+
+@pytest.mark.parametrize(
+    "layout", [{}, pytest.param({"ranks": 2, "tensor_parallel": 2}, marks=pytest.mark.slow)], ids=["one", "tensor"]
+)
+def test_an_engine_that_joins_between_updates_gets_the_weights_before_them(
+    layout: dict[str, int], tiny_qwen3: Path, redis_url: str, tmp_path: Path
+) -> None:
+    config = several_updates(tiny_qwen3, {}, epochs=200, **layout)
+    with trainer_service(config, redis_url, tmp_path) as (coordinator, feeder, process):
+        coordinator.wait_for_version(1, 0)
+        receiver = Receiver(process.trainer, "group-1")
+        before, _ = receiver.receive()
+        feeder.feed(4, 0)
+        coordinator.wait_for_detail(" of 400")
+        between, _ = receiver.receive()
+        assert coordinator.announced == [(1, 0)]  # the updates go on
+        assert coordinator.status.gauges["changing_weights"] == 0
+        assert all(torch.equal(between[name], tensor) for name, tensor in before.items())
+        coordinator.wait_for_version(1, 1)
+        assert feeder.board.ledger()[0].metrics["optimizer_steps"] == 400
+        receiver.manifest.weights.version = 1
+        assert_received(receiver, process, "model")
+        after, _ = receiver.receive()
+        assert not any(torch.equal(after[name], tensor) for name, tensor in before.items())
 
 
 @pytest.mark.slow

@@ -319,6 +319,8 @@ def test_logits_in_float32_need_twice_as_much(small: Path) -> None:
 def test_offload_and_colocation_need_the_hosts_memory(small: Path) -> None:
     state = {"ranks": 1, "optimizer": {"cpu_offload": True}}
     assert "offloaded optimizer" in fit(make(small, trainer=state), H200).host
+    several = fit(make(small, trainer={"ranks": 1, "epochs": 2}), H200).host
+    assert several["weights for engines that join"] == pytest.approx(4 / 3 * 2 * 1.72e9, rel=0.01)
     shared = make(
         small, run={"steps": 100, "colocate": True}, board={"max_staleness": 0}, weights={"transport": "cuda_ipc"}
     )
