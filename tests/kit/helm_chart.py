@@ -1,4 +1,4 @@
-"""Render deploy/helm with Helm and check it against Kubernetes' schemas, in a process with separate packages.
+"""Render deploy/helm with Helm and check it against schemas, in a process with separate packages.
 
 The packages are only for this: ~/.cache/relaxd/helm-VERSIONS has them, and is made when it is missing.
 """
@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tests.kit.crd_schemas import SCHEMAS
+
 CHART = Path(__file__).parents[2] / "deploy" / "helm"
 PACKAGES = ("helm-python-sdk==0.2.2", "kubernetes-validate==1.37.0", "PyYAML==6.0.4")
 KUBERNETES = "1.37"
@@ -20,11 +22,11 @@ FOLDER = Path.home() / ".cache" / "relaxd" / "-".join(["helm", *(one.split("==")
 INSTALL_SECONDS = 300
 PROGRAM = """
 import json, sys
-import kubernetes_validate, yaml
+import jsonschema, kubernetes_validate, yaml
 from helm_python import chart as helm
 from helm_python.errors import HelmError
 
-folder, version, cases = json.load(sys.stdin)
+folder, version, schemas, cases = json.load(sys.stdin)
 answers = []
 for values in cases:
     documents, problems, refusal = [], [], ""
@@ -37,11 +39,14 @@ for values in cases:
     for text in rendered.values():
         documents += [one for one in yaml.safe_load_all(text) if one]
     for one in documents:
-        if "." not in one["apiVersion"].split("/")[0] or one["apiVersion"].split("/")[0].endswith(".k8s.io"):
-            try:
+        schema = schemas.get(f"{one['apiVersion']} {one['kind']}")
+        try:
+            if schema is not None:
+                jsonschema.validate(one, schema)
+            else:
                 kubernetes_validate.validate(one, version, strict=True)
-            except kubernetes_validate.ValidationError as error:
-                problems.append(f"{one['kind']} {one['metadata']['name']}: {error}")
+        except (jsonschema.ValidationError, kubernetes_validate.ValidationError) as error:
+            problems.append(f"{one['kind']} {one['metadata']['name']}: {error}")
     answers.append({"documents": documents, "problems": problems, "refusal": refusal})
 json.dump({"lint": helm.lint(folder)["errors"], "answers": answers}, sys.stdout)
 """
@@ -58,14 +63,14 @@ class Rendered:
     documents: dict[tuple[str, str], dict[str, Any]]
     """By kind and name."""
     problems: list[str]
-    """Differences from Kubernetes' schemas, unknown fields included. Kinds that others define aren't checked."""
+    """Differences from Kubernetes' schemas and `SCHEMAS`, unknown fields included."""
     refusal: str
     """Helm's error; empty if it rendered the chart."""
 
 
 def render_chart(*cases: dict[str, Any] | str, chart: Path = CHART) -> tuple[list[str], list[Rendered]]:
     """Lint the chart, and render it as release `r` with each of these values, also as YAML. Raises HelmUnavailable."""
-    given = json.dumps([str(chart), KUBERNETES, cases])
+    given = json.dumps([str(chart), KUBERNETES, SCHEMAS, cases])
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM],
         env={**os.environ, "PYTHONPATH": str(_packages())},

@@ -67,12 +67,21 @@ def test_the_chart_is_what_kubernetes_knows(charts: Charts) -> None:
         assert expected in rendered.refusal
 
 
-def test_a_field_that_kubernetes_does_not_know_is_found(charts: Charts, tmp_path: Path) -> None:
+def test_a_field_that_a_kind_does_not_have_is_found(charts: Charts, tmp_path: Path) -> None:
     shutil.copytree(CHART, tmp_path / "chart")
-    roles = tmp_path / "chart" / "templates" / "roles.yaml"
-    roles.write_text(roles.read_text().replace("maxUnavailable: 1\n", "maxUnavailble: 1\n"))
-    _, (rendered,) = render_chart({}, chart=tmp_path / "chart")
-    assert any("maxUnavailble" in problem for problem in rendered.problems)
+    wrong = {
+        "roles.yaml": ("maxUnavailable: 1\n", "maxUnavailble: 1\n"),
+        "keda.yaml": ("minReplicaCount: ", "minReplicas: "),
+        "monitoring.yaml": ("interval: 15s", "interval: 15"),
+    }
+    for name, change in wrong.items():
+        template = tmp_path / "chart" / "templates" / name
+        text = template.read_text()
+        assert change[0] in text
+        template.write_text(text.replace(*change))
+    _, (rendered,) = render_chart(ALL, chart=tmp_path / "chart")
+    for part in ("'maxUnavailble'", "ScaledObject r-rollout: ", "'minReplicas'", "ServiceMonitor r: 15 is not"):
+        assert any(part in problem for problem in rendered.problems), rendered.problems
 
 
 def test_the_default_brings_a_whole_stack_up(charts: Charts, tmp_path: Path) -> None:
