@@ -75,6 +75,7 @@ def test_engines_come_while_the_trainer_waits_for_them_and_go_while_they_wait(wo
         code, output = workplace.relaxd("autoscale", "on")
         assert code == 0, output
         assert "the autoscaler is on (1 to 2 rollout replicas)" in output
+        following = workplace.start("autoscale", "--follow")
         wait_until(lambda: engines(coordinator) == 2, "a second engine", 240)
         asked = coordinator.scale_requests()[0]
         assert (asked.direction, asked.replicas) == (pb.SCALE_DIRECTION_OUT, 2)
@@ -95,6 +96,10 @@ def test_engines_come_while_the_trainer_waits_for_them_and_go_while_they_wait(wo
         coordinator.stop_run("elastic", "seen enough")
         rest, _ = run.communicate(timeout=180)
         assert run.returncode == 0, rest
+        followed, _ = following.communicate(timeout=60)
+        assert following.returncode == 0, followed
+        for said in ("there are 1, 2 are wanted: ", "there are 2: ", "engines would be", "the autoscaler is off"):
+            assert said in " ".join(followed.split()), followed
 
 
 @pytest.mark.night
