@@ -20,7 +20,7 @@ below BUSY_AHEAD where engines are so far ahead that the gate is shut."""
 MOST_AT_ONCE = 4
 """Maximum number of replicas to add at once."""
 WORTH = 0.5
-"""Minimum share of the expected gain in tokens per second for which added replicas are worth it."""
+"""Minimum share of the expected gain in tokens per second for which added replicas, if they stay busy, are worth it."""
 NOT_WORTH_SECONDS = 600.0
 """Seconds without further additions after replicas that were not worth it."""
 GAP_SECONDS = 10.0
@@ -202,11 +202,16 @@ class AutoscalePolicy:
         return [one for one in self._samples if now - one.at <= seconds]
 
     def _judge_last_out(self) -> None:
-        """Compare the speed with that before the last addition; a small gain blocks additions for some time."""
+        """Compare the speed with that before the last addition; a small gain blocks additions for some time.
+
+        Engines that have become idle don't count: their speed says nothing about a load that grows again.
+        """
         trial, window = self._trial, self._window(self.settings.out_seconds)
         if trial is None or not window or window[-1].replicas <= trial.replicas:
             return
         self._trial = None
+        if _busy(window) <= BUSY_OUT:
+            return
         promised = window[-1].replicas / trial.replicas - 1
         speed = _mean([one.tokens_per_second for one in window])
         if trial.tokens_per_second and speed < trial.tokens_per_second * (1 + WORTH * promised):

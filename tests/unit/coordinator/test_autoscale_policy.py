@@ -86,6 +86,13 @@ def test_replicas_that_bring_nothing_are_followed_by_no_others_for_ten_minutes()
         assert ("brought too little" in verdict.reason) == (wanted == 8)
 
 
+def test_replicas_whose_load_goes_away_are_followed_by_others_when_it_is_back() -> None:
+    policy = AutoscalePolicy(AutoscaleConfig(mode="on", max_replicas=32))
+    policy.acted(observe(policy, range(31), **STARVED))
+    observe(policy, range(40, 80), busy=0.7, lacking=False, waiting=0, gate="", replicas=8, tokens_per_second=104.0)
+    assert observe(policy, range(80, 140), **STARVED, replicas=8, tokens_per_second=150.0).wanted == 12
+
+
 @pytest.mark.parametrize(
     ("start", "load", "ends", "decisions"),
     [
