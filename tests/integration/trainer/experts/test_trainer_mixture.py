@@ -172,3 +172,24 @@ def test_recomputing_changes_no_bit(learner: MakeLearner, models: dict[str, Path
     ):
         found = gradients(learner(models[kind], **recompute), samples)
         assert all(torch.equal(found[name], tensor) for name, tensor in expected.items()), recompute
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_kept_weights_are_sent_until_the_step_ends(learner: MakeLearner, models: dict[str, Path], kind: str) -> None:
+    made = learner(models[kind])
+
+    def sent() -> dict[str, Tensor]:
+        return {name: tensor.clone() for name, tensor in made.iter_hf_tensors()}
+
+    for _ in range(2):
+        before = sent()
+        made.keep_weights()
+        for _ in range(2):
+            made.accumulate([pack(make_samples(6))])
+            made.update(5.0)
+            between = sent()
+            assert between.keys() == before.keys()
+            assert all(torch.equal(between[name], tensor) for name, tensor in before.items())
+        made.end_step()
+        after = sent()
+        assert not any(torch.equal(after[name], tensor) for name, tensor in before.items() if "experts" in name)
