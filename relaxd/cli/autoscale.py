@@ -60,7 +60,7 @@ def follow_autoscaler(client: CoordinatorClient, now: pb.Autoscaler, console: Co
                 shown = said
             time.sleep(FOLLOW_SECONDS)  # idle: shows it again
             try:
-                now = client.autoscaler()
+                now = client.autoscaler(now.run_id)
             except CliError:
                 if client.run(now.run_id).state not in ENDED:
                     raise

@@ -188,9 +188,9 @@ class CoordinatorClient:
         """Cancel the scale requests in progress that a filter selects."""
         return list(self._call(self._stub.CancelScaleRequests, request).requests)
 
-    def autoscaler(self) -> scaling_pb2.Autoscaler:
-        """Return the autoscaler of the active run."""
-        return self._call(self._stub.GetAutoscaler, scaling_pb2.GetAutoscalerRequest()).autoscaler
+    def autoscaler(self, run_id: str = "") -> scaling_pb2.Autoscaler:
+        """Return the autoscaler of the active run, or of a run that must be the active one."""
+        return self._call(self._stub.GetAutoscaler, scaling_pb2.GetAutoscalerRequest(run_id=run_id)).autoscaler
 
     def set_autoscaler(self, mode: "scaling_pb2.AutoscaleMode.ValueType") -> scaling_pb2.Autoscaler:
         """Change the mode of the autoscaler for the rest of the active run."""

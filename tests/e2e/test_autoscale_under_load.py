@@ -82,6 +82,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Coordinator
         with CoordinatorClient(plan.coordinator, plan.stack) as coordinator:
             coordinator.start_run(dump(config.model_copy(update={"reward": reward})), "elastic")
             wait_until(lambda: coordinator.run().step >= 1, "a step", 120)
+            wait_until(lambda: serving(coordinator) == PROMISED, "all promised engines", 120)
             yield coordinator
             print(coordinator.autoscaler())  # shown if the test fails
     finally:

@@ -349,7 +349,7 @@ class Training:
     def _abandon_if_draining(self) -> None:
         """Hand the groups back and wait for this process's end, if requested: updates may take minutes.
 
-        The weights are of no version by then, so no other request is served.
+        The weights are of no version by then, so only broadcasts of those before them are served.
         """
         if self._controls.draining.is_set():
             self._intake.release_all()

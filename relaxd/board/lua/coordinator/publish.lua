@@ -81,7 +81,8 @@ for i, id in ipairs(ids) do
     bytes = bytes_of(pointer)
     add_field('retries', retries + 1)
   end
-  local room = math.max(1, gate.room_for(groups.worst_bytes[i]) - bytes) -- for what it doesn't store yet
+  local room = gate.room_for(groups.worst_bytes[i])
+  if not waiting[i] then room = math.max(1, room - bytes) end -- a retry's worst case may be that of a smaller prompt
   stored_bytes, reserved_bytes = stored_bytes + bytes, reserved_bytes + room
   fields[2], fields[6], fields[8] = pointer, bytes, room
   if trace ~= '' then add_field('trace', trace) end

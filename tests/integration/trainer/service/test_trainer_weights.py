@@ -1,6 +1,7 @@
 """The trainer service sends its weights: what arrives, what is refused, what happens when the receiver dies."""
 
 import os
+import re
 import signal
 import subprocess
 import time
@@ -178,7 +179,8 @@ def test_an_engine_that_joins_between_updates_gets_the_weights_before_them(
         receiver = Receiver(process.trainer, "group-1")
         before, _ = receiver.receive()
         feeder.feed(4, 0)
-        coordinator.wait_for_detail(" of 400")
+        later = re.compile(r"update ([2-9]|\d\d+) of 400")
+        coordinator.wait(lambda: any(later.search(detail) for detail in coordinator.details))
         between, _ = receiver.receive()
         assert coordinator.announced == [(1, 0)]  # the updates go on
         assert coordinator.status.gauges["changing_weights"] == 0
