@@ -1,6 +1,7 @@
-"""Write the table of failures in docs/reliability.md from the last long run: `python -m tests.chaos.failure_table`."""
+"""Write the table of failures in docs/reliability.md from the last campaigns: `python -m tests.chaos.failure_table`."""
 
 import json
+from collections.abc import Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
 from statistics import median
@@ -9,6 +10,16 @@ from benchmarks.reporting import RESULTS
 
 PAGE = Path(__file__).parents[2] / "docs" / "reliability.md"
 BEGIN, END = "<!-- failures: written by python -m tests.chaos.failure_table -->", "<!-- failures: end -->"
+
+# Results files: the long run, then campaigns whose jobs have what its job lacks.
+CAMPAIGNS = (
+    "chaos",
+    "chaos-critic-roles-critic-reference-teacher",
+    "chaos-teacher-engine-only",
+    "chaos-agent-roles-agent",
+    "chaos-program-roles-agent",
+    "chaos-hosts-roles-ranks",
+)
 
 # The failure, the faults that cause it, the response. Nothing may be lost in any of them.
 FAILURES: list[tuple[str, tuple[str, ...], str]] = [
@@ -213,43 +224,63 @@ FAILURES: list[tuple[str, tuple[str, ...], str]] = [
 ]
 
 
-def table(document: dict) -> str:
-    """Return the table as Markdown. Raises ValueError if a kind of fault is in no row."""
-    outcomes = document["outcomes"]
-    rest = {outcome["fault"] for outcome in outcomes}
+def table(campaigns: Sequence[dict]) -> str:
+    """Return the table as Markdown. A row has the faults of the first campaign that has any of its kinds.
+
+    Raises ValueError if a kind of fault is in no row.
+    """
+    rest = {outcome["fault"] for campaign in campaigns for outcome in campaign["outcomes"]}
     lines = [
         "| failure | response | lost | times | trains again after (p50 / max) | deliveries repeated |",
         "| --- | --- | --- | --- | --- | --- |",
     ]
     for failure, patterns, response in FAILURES:
-        found = [o for o in outcomes if any(fnmatchcase(o["fault"], pattern) for pattern in patterns)]
-        rest -= {outcome["fault"] for outcome in found}
+        rest = {fault for fault in rest if not any(fnmatchcase(fault, pattern) for pattern in patterns)}
+        found, where = [], ""
+        for campaign in campaigns:
+            found = [o for o in campaign["outcomes"] if any(fnmatchcase(o["fault"], pattern) for pattern in patterns)]
+            if found:
+                where = "" if campaign is campaigns[0] else f" ({campaign['algorithm']})"
+                break
         seconds = [outcome["recovery"] for outcome in found if outcome["recovery"] is not None]
         figures = f"{median(seconds):.1f} s / {max(seconds):.1f} s" if seconds else "not measured"
         violations = sum(outcome["violations"] for outcome in found)
         lost = "not measured" if not found else "nothing" if not violations else f"{violations} violations"
         recomputed = sum(outcome["recomputed"] for outcome in found)
-        lines.append(f"| {failure} | {response} | {lost} | {len(found)} | {figures} | {recomputed} |")
+        lines.append(f"| {failure} | {response} | {lost} | {len(found)}{where} | {figures} | {recomputed} |")
     if rest:
         raise ValueError(f"no row of FAILURES has these faults: {', '.join(sorted(rest))}")
-    machine, groups = document["machine"], document["groups"]["trained"]
     lines += [
         "",
-        f"{document['faults']} faults (`make chaos`, seed {document['seed']}) on {document['date']}, "
-        f"{machine['cores']} cores ({machine['processor']}, load {machine['load_before']} before): "
-        f"{document['violations']} violations in {document['steps']} steps with {groups} groups.",
+        "Rows with a word after their count are of the campaign with that `ALGORITHM`, all others of the first:",
+        "",
     ]
-    return "\n".join(lines)
+    return "\n".join(lines + [f"- {summary(campaign)}" for campaign in campaigns])
+
+
+def summary(campaign: dict) -> str:
+    """Return a campaign's command, machine and totals in one line."""
+    algorithm, machine = campaign["algorithm"], campaign["machine"]
+    command = "make chaos" if algorithm == "grpo" else f"make chaos ALGORITHM={algorithm}"
+    return (
+        f"{campaign['faults']} faults (`{command}`, seed {campaign['seed']}) on {campaign['date']}, {machine['cores']} "
+        f"cores ({machine['processor']}, load {machine['load_before']} before): {campaign['violations']} violations in "
+        f"{campaign['steps']} steps with {campaign['groups']['trained']} groups."
+    )
+
+
+def load_campaigns() -> list[dict]:
+    """Return the recorded results of CAMPAIGNS."""
+    return [json.loads((RESULTS / f"{name}.json").read_text()) for name in CAMPAIGNS]
 
 
 def main() -> None:
     """Rewrite the table."""
-    document = json.loads((RESULTS / "chaos.json").read_text())
     before, begin, rest = PAGE.read_text().partition(BEGIN)
     _, end, after = rest.partition(END)
     if not begin or not end:
         raise SystemExit(f"{PAGE} has no lines {BEGIN} and {END}")
-    PAGE.write_text(f"{before}{BEGIN}\n{table(document)}\n{END}{after}")
+    PAGE.write_text(f"{before}{BEGIN}\n{table(load_campaigns())}\n{END}{after}")
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.chaos.campaign import Campaign
-from tests.chaos.failure_table import FAILURES
+from tests.chaos.failure_table import BEGIN, END, FAILURES, PAGE, load_campaigns, table
 from tests.chaos.faults import SHORT_SUITE, all_faults, deck, faults_of
 from tests.chaos.proxy import Loop
 from tests.chaos.stack import ChaosStack
@@ -40,6 +40,12 @@ def test_every_fault_is_in_one_row_of_the_failure_table() -> None:
     rows = [[name for name in names if any(fnmatchcase(name, p) for p in patterns)] for _, patterns, _ in FAILURES]
     assert sorted(name for row in rows for name in row) == sorted(names)
     assert all(rows)
+
+
+def test_failure_table_is_that_of_the_recorded_campaigns() -> None:
+    written = table(load_campaigns())
+    assert f"{BEGIN}\n{written}\n{END}" in PAGE.read_text()
+    assert "not measured" not in written
 
 
 def test_faults_are_chosen_by_role() -> None:
