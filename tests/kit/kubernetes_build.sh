@@ -4,6 +4,9 @@
 #
 #   tests/kit/kubernetes_build.sh [FOLDER]      default: ~/.cache/relaxd/kubernetes-1.20.2
 set -euo pipefail
+for tool in jq make rsync; do
+  command -v "$tool" > /dev/null || { echo "$tool is missing: apt-get install jq make rsync" >&2; exit 1; }
+done
 target=$(realpath -m "${1:-$HOME/.cache/relaxd/kubernetes-1.20.2}")
 work=$(mktemp -d "${TMPDIR:-/tmp}/kubernetes-XXXXXX")
 trap 'chmod -R u+w "$work" && rm -rf "$work"' EXIT
