@@ -193,12 +193,15 @@ class PromptTokenizer:
         seen = [example for example in examples if example.media]
         if not seen:
             return list(encoded)
-        with ThreadPoolExecutor(min(len(seen), MEASURING_THREADS), "media") as pool:
+        pool = ThreadPoolExecutor(min(len(seen), MEASURING_THREADS), "measuring")
+        try:
             found = pool.map(lambda example: measure(example, self._vision_of(example)), seen)
             return [
                 self._expanded(example, tokens, self._vision_of(example), next(found)) if example.media else tokens
                 for example, tokens in zip(examples, encoded, strict=True)
             ]
+        finally:  # an error is told at once: those behind it may take minutes
+            pool.shutdown(wait=False, cancel_futures=True)
 
     def _vision_of(self, example: Example) -> VisionModel:
         if self.vision is None:

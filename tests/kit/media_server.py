@@ -11,7 +11,8 @@ from typing import Any
 class MediaServer(ThreadingHTTPServer):
     """Answers a path with the file of that name, with a redirect, or with a status code.
 
-    `hangs` sends a part of its body, `endless` one without a length, `brief` less than its length.
+    `hangs` sends a part of its body, `endless` one without a length, `brief` less than its length, and `late` is
+    answered, with its file, once `released` is set.
     """
 
     daemon_threads = True
@@ -26,6 +27,7 @@ class MediaServer(ThreadingHTTPServer):
         """Requests by path."""
         self.headers: list[dict[str, str]] = []
         """Headers of all requests."""
+        self.released = Event()
         self.stopping = Event()
         self._lock = Lock()
 
@@ -53,6 +55,8 @@ class _Handler(BaseHTTPRequestHandler):
         server = self.server
         server.asked[name] += 1
         server.headers.append(dict(self.headers))
+        if name == "late":
+            server.released.wait(60)
         if name in server.redirects:
             self._begin(302, Location=server.redirects[name], Content_Length="0")
         elif status := server.next_status(name):
@@ -97,6 +101,7 @@ def media_server() -> Iterator[MediaServer]:
         try:
             yield server
         finally:
+            server.released.set()
             server.stopping.set()
             server.shutdown()
             thread.join(10)

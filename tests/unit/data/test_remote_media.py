@@ -1,6 +1,7 @@
 """Prompts whose media are at http(s) addresses: `relaxd data`, what runs publish of them, and what they refuse."""
 
 import json
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from typer.testing import CliRunner
 from relaxd.cli.main import app
 from relaxd.config.load_toml import load_file
 from relaxd.data.dataset import RunData, load_data
+from relaxd.data.tokenizer import MEASURING_THREADS
 from relaxd.data.vision import read_vision
 from relaxd.media import normalise_image, normalise_video
 from relaxd.media.prompt_media import PromptMedia
@@ -95,3 +97,18 @@ def test_prompts_with_one_address_are_repeats_without_being_fetched_for_it(serve
     data = loaded(f'media_hosts=["{server.host}"]', "deduplicate=true")
     assert data.train.prompts == 2
     assert server.asked == {"a.png": 1, "b.png": 1}  # for their sizes
+
+
+def test_a_wrong_prompt_is_told_without_waiting_for_those_behind_it(server: MediaServer) -> None:
+    Path("a.png").write_bytes(PNG)
+    server.files["late"] = PNG
+    behind = [{"prompt": "<image>?", "images": [f"{server.url}/late"]}] * 100
+    rows({"prompt": "<image> <|image_pad|>?", "images": ["a.png"]}, *behind)
+    with pytest.raises(DataError) as caught:  # keeps the frames of the call
+        loaded(f'media_hosts=["{server.host}"]')
+    server.released.set()
+    for thread in threading.enumerate():
+        if thread.name.startswith("measuring"):
+            thread.join(30)
+    assert server.asked["late"] <= MEASURING_THREADS
+    assert "line 1 has 2 image tokens" in str(caught.value)
