@@ -26,6 +26,8 @@ class MediaAhead:
         self._vision = vision
         self._pool = ThreadPoolExecutor(min(THREADS, os.cpu_count() or 1), "media")
         self._found: OrderedDict[int, Future[list[NormalMedia]]] = OrderedDict()
+        self._awaited: list[int] = []
+        """Indices that takers wait for, one for each taker."""
         self._lock = RLock()
 
     def expect(self, examples: Iterable[tuple[int, Example]]) -> None:
@@ -43,8 +45,11 @@ class MediaAhead:
             self.expect([(index, example)])
             self._found.move_to_end(index)
             found = self._found[index]
+            self._awaited.append(index)
             while len(self._found) > KEPT:
-                self._found.popitem(last=False)[1].cancel()
+                oldest, dropped = self._found.popitem(last=False)
+                if oldest not in self._awaited:
+                    dropped.cancel()
         try:
             return found.result(DEADLINE_SECONDS)
         except TimeoutError as error:
@@ -53,3 +58,6 @@ class MediaAhead:
             with self._lock:  # the file may be repaired
                 self._found.pop(index, None)
             raise
+        finally:
+            with self._lock:
+                self._awaited.remove(index)

@@ -3,6 +3,8 @@
 import json
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,14 +13,18 @@ from typer.testing import CliRunner
 
 from relaxd.cli.main import app
 from relaxd.config.load_toml import load_file
+from relaxd.data import media_ahead
 from relaxd.data.dataset import RunData, load_data
+from relaxd.data.examples import Example
+from relaxd.data.media_ahead import MediaAhead
 from relaxd.data.tokenizer import MEASURING_THREADS
 from relaxd.data.vision import read_vision
-from relaxd.media import normalise_image, normalise_video
+from relaxd.media import MediaItem, normalise_image, normalise_video
 from relaxd.media.prompt_media import PromptMedia
 from relaxd.models import DataError
 from tests.kit.media_server import MediaServer, media_server
 from tests.kit.vision import encoded, picture, write_vision_model
+from tests.kit.waiting import wait_until
 
 RUN = """
 run.steps = 1
@@ -112,3 +118,24 @@ def test_a_wrong_prompt_is_told_without_waiting_for_those_behind_it(server: Medi
             thread.join(30)
     assert server.asked["late"] <= MEASURING_THREADS
     assert "line 1 has 2 image tokens" in str(caught.value)
+
+
+def test_media_that_a_taker_waits_for_are_not_dropped_for_another(
+    server: MediaServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(media_ahead, "THREADS", 1)
+    monkeypatch.setattr(media_ahead, "KEPT", 1)
+    server.files["late"] = PNG
+    vision = replace(read_vision(Path("model")), hosts=(server.host,))
+    items = [MediaItem("image", f"{server.url}/{name}", name) for name in ("late", "a.png", "b.png")]
+    examples = [Example("<image>", media=(item,)) for item in items]
+    ahead = MediaAhead(vision)
+    ahead.expect([(0, examples[0])])
+    with ThreadPoolExecutor(2) as takers:
+        taken = []
+        for index in (1, 2):
+            taken.append(takers.submit(ahead.take, index, examples[index]))
+            wait_until(lambda: len(ahead._awaited) == len(taken), "all takers wait")
+        server.released.set()
+        found = [one.result(30)[0].sha256 for one in taken]
+    assert found == [normalise_image(one, vision.rule).sha256 for one in (PNG, OTHER)]
