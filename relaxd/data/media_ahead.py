@@ -9,6 +9,7 @@ from threading import RLock
 from relaxd.data.examples import Example
 from relaxd.data.vision import VisionModel, normalise
 from relaxd.media import NormalMedia
+from relaxd.media.sources import RemoteItem, with_hosts
 from relaxd.models import DataError
 
 KEPT = 48
@@ -16,7 +17,7 @@ KEPT = 48
 THREADS = 4
 """Maximum number of threads. Decoding, resizing and PNG release Python's lock."""
 DEADLINE_SECONDS = 300
-"""Time in which a prompt's media must be there; a disk may hang."""
+"""Time in which a prompt's media must be there: a disk may hang, and slow items be fetched one after the other."""
 
 
 class MediaAhead:
@@ -53,7 +54,9 @@ class MediaAhead:
         try:
             return found.result(DEADLINE_SECONDS)
         except TimeoutError as error:
-            raise DataError("data", f"{example.place}: its media weren't read in {DEADLINE_SECONDS} s") from error
+            hosts = _hosts(example)
+            told = f" from {', '.join(hosts)}" if hosts else ""
+            raise DataError("data", f"{example.place}: its media{told} weren't read in {DEADLINE_SECONDS} s") from error
         except Exception:
             with self._lock:  # the file may be repaired
                 self._found.pop(index, None)
@@ -61,3 +64,10 @@ class MediaAhead:
         finally:
             with self._lock:
                 self._awaited.remove(index)
+
+
+def _hosts(example: Example) -> list[str]:
+    """Return the hosts of a prompt's items, and of frames of its videos, that are at addresses."""
+    sources = [with_hosts(item.source, ()) for item in example.media]
+    items = [item for source in sources for item in (source if isinstance(source, list) else [source])]
+    return sorted({item.host for item in items if isinstance(item, RemoteItem)})

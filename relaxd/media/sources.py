@@ -42,6 +42,14 @@ class RemoteItem:
     hosts: Collection[str]
     """Hosts that it may be fetched from, redirects included: names, with a port unless it is the scheme's own."""
 
+    @property
+    def host(self) -> str:
+        """Name of the host, the only part of the address that messages may have; "?" if there is none."""
+        try:
+            return urlsplit(self.address).hostname or "?"
+        except ValueError:
+            return "?"
+
 
 def with_hosts(source: Any, hosts: Collection[str]) -> Any:
     """Return an item, or a video's frames, that `read_source` may fetch from these hosts if it is at an address."""

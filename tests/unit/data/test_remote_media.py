@@ -139,3 +139,19 @@ def test_media_that_a_taker_waits_for_are_not_dropped_for_another(
         server.released.set()
         found = [one.result(30)[0].sha256 for one in taken]
     assert found == [normalise_image(one, vision.rule).sha256 for one in (PNG, OTHER)]
+
+
+def test_media_that_are_not_there_in_time_are_named_with_row_and_hosts(
+    server: MediaServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server.files["late"] = PNG
+    frames = [f"http://me:secret@localhost:{server.server_port}/a.png?key=secret", f"{server.url}/late?key=secret"]
+    rows({"prompt": "<video>?", "videos": [frames]})
+    server.released.set()
+    train = loaded(f'media_hosts=["{server.host}", "localhost:{server.server_port}"]').train
+    server.released.clear()
+    monkeypatch.setattr(media_ahead, "DEADLINE_SECONDS", 0.1)
+    with pytest.raises(DataError) as caught:
+        train.prompt(0)
+    server.released.set()
+    assert caught.value.message == "rows.jsonl line 1: its media from 127.0.0.1, localhost weren't read in 0.1 s"
