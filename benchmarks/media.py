@@ -56,7 +56,6 @@ SIZE = (640, 480)
 CLIP = (320, 240)
 RATE, SECONDS = 24, 4
 SOUND_SECONDS = 5
-THREADS_USED = min(THREADS, os.cpu_count() or 1)
 LIMITS = DataConfig(
     source="addition",
     media_keys={"image": "images", "video": "videos", "audio": "sounds"},
@@ -134,7 +133,7 @@ def write_items(folder: Path) -> dict[str, list[Path]]:
 def measure_pool(rounds: int) -> None:
     """Measure items/s of each kind beside the decoder alone."""
     rows = []
-    with TemporaryDirectory() as folder, ThreadPoolExecutor(THREADS_USED) as threads:
+    with TemporaryDirectory() as folder, ThreadPoolExecutor(THREADS) as threads:
         vision = read_vision(write_omni_model(Path(folder)), LIMITS)
         for kind, paths in write_items(Path(folder)).items():
             examples = [Example("", media=(MediaItem(kind, str(path), path.name),)) for path in paths]
@@ -162,7 +161,7 @@ def measure_pool(rounds: int) -> None:
                     "relaxd, CPU ms": ours[1] / len(paths) * 1e3,
                 }
             )
-    report("media_pool", rows, threads=THREADS_USED, rounds=rounds)
+    report("media_pool", rows, threads=THREADS, rounds=rounds)
 
 
 # --- bytes --------------------------------------------------------------------------------------------------------

@@ -14,8 +14,8 @@ from relaxd.models import DataError
 
 KEPT = 48
 """Number of prompts whose media are kept or in progress: those of the current batch and of two after it."""
-THREADS = 4
-"""Maximum number of threads. Decoding, resizing and PNG release Python's lock."""
+THREADS = min(4, os.cpu_count() or 1)
+"""Number of threads. Decoding, resizing and PNG release Python's lock."""
 DEADLINE_SECONDS = 300
 """Time in which a prompt's media must be there: a disk may hang, and slow items be fetched one after the other."""
 
@@ -25,7 +25,7 @@ class MediaAhead:
 
     def __init__(self, vision: VisionModel) -> None:
         self._vision = vision
-        self._pool = ThreadPoolExecutor(min(THREADS, os.cpu_count() or 1), "media")
+        self._pool = ThreadPoolExecutor(THREADS, "media")
         self._found: OrderedDict[int, Future[list[NormalMedia]]] = OrderedDict()
         self._awaited: list[int] = []
         """Indices that takers wait for, one for each taker."""

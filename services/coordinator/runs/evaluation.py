@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 import grpc
 
 from relaxd.data.dataset import Prompt, PromptDataset, RunData
+from relaxd.data.media_ahead import THREADS
 from relaxd.evaluation.estimates import vote_of
 from relaxd.evaluation.scored_answers import ScoredAnswer, summarise_set
 from relaxd.evaluation.sets import ResolvedSet, sets_of
@@ -154,8 +155,9 @@ class _Evaluation:
         """Answers in progress on an engine or agent, prompts in progress on a reward replica, by replica id."""
         self._tasks: dict[asyncio.Task[list[ScoredAnswer]], _Question] = {}
         self._reported: set[str] = set()
-        self._reading = asyncio.Lock()
-        """Held while a prompt with media is read, so that it takes one of the coordinator's threads."""
+        self._reading = asyncio.Semaphore(THREADS)
+        """Held while a prompt with media is read: as many at once as a data set reads, each in a thread of the
+        coordinator."""
 
     async def run(self, questions: Iterable[_Question], on_progress: Callable[[int], None]) -> Evaluated:
         """Evaluate all prompts; returns their answers in any order. Raises EvaluationFailed.

@@ -2,11 +2,13 @@
 
 import asyncio
 from collections import deque
-from threading import Event
+from collections.abc import Callable, Coroutine
+from threading import Barrier, BoundedSemaphore, Event
 from types import SimpleNamespace
 from typing import Any
 
 from relaxd.config import RunConfig
+from relaxd.data.media_ahead import THREADS
 from relaxd.evaluation.sets import sets_of
 from services.coordinator.runs.evaluation import TURN, _Evaluation, _Question
 
@@ -41,13 +43,32 @@ async def test_others_get_turns_while_an_evaluation_is_given_to_the_engines() ->
 
 
 async def test_others_get_turns_while_media_of_a_prompt_are_read() -> None:
+    fetched = Event()
+    read = reading_with(lambda index: (fetched.wait(30), index))
+    reading = asyncio.create_task(read(7))
+    asyncio.get_running_loop().call_soon(fetched.set)
+    assert await reading == (True, 7)
+
+
+async def test_media_of_as_many_prompts_are_read_at_once_as_their_data_have_threads() -> None:
+    all_read, free = Barrier(THREADS), BoundedSemaphore(THREADS)
+
+    def prompt(index: int) -> int:
+        assert free.acquire(blocking=False)
+        all_read.wait(10)
+        free.release()
+        return index
+
+    read = reading_with(prompt)
+    assert await asyncio.gather(*map(read, range(2 * THREADS))) == list(range(2 * THREADS))
+
+
+def reading_with(prompt: Callable[[int], Any]) -> Callable[[int], Coroutine[Any, Any, Any]]:
+    """Return an evaluation's reading of a prompt with media, by index, from data that do it with `prompt`."""
     values = {"run": {"steps": 1}, "model": {"path": "/model"}, "reward": {"name": "addition"}, "eval": {"prompts": 1}}
     config = RunConfig.model_validate(values | {"data": {"source": "addition", "media_keys": {"image": "images"}}})
     context: Any = SimpleNamespace(config=config)
     (one,) = sets_of(config)
-    fetched = Event()
-    data: Any = {one.name: SimpleNamespace(prompt=lambda index: (fetched.wait(30), index))}
+    data: Any = {one.name: SimpleNamespace(prompt=prompt)}
     evaluation = _Evaluation(context, data, (1, 3), lambda name, lines: None, False)
-    reading = asyncio.create_task(evaluation._prompt(_Question(one, 7)))
-    asyncio.get_running_loop().call_soon(fetched.set)
-    assert await reading == (True, 7)
+    return lambda index: evaluation._prompt(_Question(one, index))
