@@ -4,6 +4,7 @@ A handler rejects a request by raising an RpcError. Any other exception is a bug
 relaxd.rpc.interceptor).
 """
 
+import re
 from collections.abc import Sequence
 from datetime import timedelta
 
@@ -25,6 +26,9 @@ MAX_DESCRIPTION, MAX_FIELD = 400, 100
 MAX_MESSAGE, MAX_DETAILS = 2500, 2500
 """Limits of an error on the wire, in bytes (messages: as gRPC escapes them). It is sent in HTTP/2 trailers, which gRPC
 clients reject above 8 KiB."""
+_TOO_LARGE = re.compile(r"(message|frame)\b.*\b(larger than|exceeds|too large)", re.IGNORECASE)
+"""Details by which gRPC libraries report a message above a limit with RESOURCE_EXHAUSTED: the status alone may mean
+busy."""
 
 
 class ServerError(Exception):
@@ -255,6 +259,11 @@ def retry_seconds(error: grpc.RpcError) -> float | None:
         if detail.Unpack(info):
             return info.retry_delay.ToTimedelta().total_seconds()
     return None
+
+
+def is_too_large(error: grpc.RpcError) -> bool:
+    """Return True if a call failed because a message is above the limit of its sender or its receiver."""
+    return error.code() == grpc.StatusCode.RESOURCE_EXHAUSTED and bool(_TOO_LARGE.search(error.details() or ""))
 
 
 def has_status(error: grpc.RpcError) -> bool:

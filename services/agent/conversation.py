@@ -25,7 +25,7 @@ from relaxd.media.prompt_media import NO_MEDIA, PromptMedia, StoredMedia, hashes
 from relaxd.models import DataError
 from relaxd.seeds import seed_of
 from relaxd.weights.receipts import Receipt
-from services.agent.engines import EngineSession, OutOfTime, WantedWeights
+from services.agent.engines import EngineSession, OutOfTime, RequestTooLarge, WantedWeights
 from services.agent.environments import Environments
 from services.agent.model_turns import BadPrompt, ModelMessage, ModelTurns, PolicyModel, span_attributes, tool_names
 
@@ -255,7 +255,7 @@ class Conversations(ABC):
             await self._converse(result, ConversationStart(engine, example, group_seed, sample_seed, seconds, own))
         except OutOfTime:
             result.finish = "timeout"
-        except EnvironmentFailed as error:
+        except (EnvironmentFailed, RequestTooLarge) as error:
             result.finish, result.failure = "env_failed", str(error)
         except (CannotContinue, DataError, MediaError) as error:
             raise BadPrompt(str(error)) from error

@@ -11,7 +11,7 @@ from relaxd.media.prompt_media import NO_MEDIA, PromptMedia
 from relaxd.replica.peer_replicas import AVOIDED_SECONDS, NoReplicaError, Peer, PeerReplicas
 from relaxd.replica.replica_context import ReplicaContext
 from relaxd.roles import ROLLOUT
-from relaxd.rpc.errors import explain, retry_seconds
+from relaxd.rpc.errors import explain, is_too_large, retry_seconds
 from relaxd.v1.rollout_pb2 import GenerateRequest
 from relaxd.v1.rollout_pb2_grpc import RolloutStub
 from relaxd.v1.sample_pb2 import FINISH_REASON_ABORT, FINISH_REASON_LENGTH, FINISH_REASON_UNSPECIFIED, SamplingParams
@@ -33,6 +33,10 @@ class RefusedPrompt(Exception):
     def is_too_long(self) -> bool:
         """True if the prompt leaves no room in the model's context."""
         return "sampling.max_new_tokens" in str(self)
+
+
+class RequestTooLarge(Exception):
+    """A request with its media is larger than a message may be. The message has the sizes."""
 
 
 class OutOfTime(Exception):
@@ -135,6 +139,7 @@ class RunEngines:
 
         Raises:
             RefusedPrompt: the engine can't answer it.
+            RequestTooLarge: its media are too large for a message.
             OutOfTime: the time is over.
             grpc.aio.AioRpcError: the engine failed otherwise.
         """
@@ -180,6 +185,12 @@ class RunEngines:
                     self._peers.avoid(peer, pause, "are full")
                 elif error.code() in _AWAY:  # one that sleeps says when to ask again
                     self._peers.avoid(peer, retry_seconds(error) or AVOIDED_SECONDS)
+                elif is_too_large(error):
+                    raise RequestTooLarge(
+                        f"the request for the model's next message has {request.ByteSize()} bytes, "
+                        f"{len(media.contents)} of them in {len(media.records)} images, videos and sounds: show fewer "
+                        f"or smaller ones, because each request has all ({explain(error)})"
+                    ) from error
                 else:
                     raise
                 continue

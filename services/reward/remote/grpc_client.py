@@ -1,7 +1,6 @@
 """Calls of a service that speaks relaxd.v1.RemoteReward."""
 
 import json
-import re
 from collections.abc import Sequence
 
 import grpc
@@ -10,6 +9,7 @@ from relaxd.config import RewardConfig
 from relaxd.rewards import RewardInput, RewardOutput
 from relaxd.rewards.interface import BadRewardError, check_output, text_message
 from relaxd.rpc.client import MAX_MESSAGE_BYTES
+from relaxd.rpc.errors import is_too_large
 from relaxd.sandbox.running_time import LOOK_SECONDS
 from relaxd.v1 import remote_reward_pb2 as pb
 from relaxd.v1.remote_reward_pb2_grpc import RemoteRewardStub
@@ -33,9 +33,6 @@ _OPTIONS = [
 _AGAIN = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.RESOURCE_EXHAUSTED)
 _NO_GRPC = "Failed parsing HTTP/2"
 """Part of the details of UNAVAILABLE from a server that speaks another protocol."""
-_TOO_LARGE = re.compile(r"(message|frame)\b.*\b(larger than|exceeds|too large)", re.IGNORECASE)
-"""Details by which gRPC libraries report a message above a limit with RESOURCE_EXHAUSTED: the status alone may mean
-busy."""
 
 
 class GrpcClient:
@@ -77,12 +74,11 @@ class GrpcClient:
         except grpc.aio.AioRpcError as error:
             if error.code() == grpc.StatusCode.UNIMPLEMENTED:
                 raise self._mismatch("it has no call relaxd.v1.RemoteReward/ScoreAnswers") from error
-            too_large = error.code() == grpc.StatusCode.RESOURCE_EXHAUSTED and _TOO_LARGE.search(error.details() or "")
-            if error.code() in _AGAIN and not too_large:
+            if error.code() in _AGAIN and not is_too_large(error):
                 raise UnreachableError(_describe(error)) from error
             if error.code() == grpc.StatusCode.DEADLINE_EXCEEDED and clock.seconds < seconds - LOOK_SECONDS:
                 raise UnreachableError("this process stood still during the call") from error
-            if too_large:
+            if is_too_large(error):
                 what = (
                     f"the request with {len(samples)} answers has {request.ByteSize()} bytes; a message was above a "
                     f"limit, so raise the service's limit for what it receives: {_describe(error)}"

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any, Literal, cast
 
-from relaxd.rpc.client import channel
+from relaxd.rpc.client import MAX_MESSAGE_BYTES, channel
 from relaxd.rpc.errors import InvalidArgument, ResourceExhausted, Unavailable
 from relaxd.rpc.server import RunningServer, start_server
 from relaxd.rpc.service_settings import ServiceSettings
@@ -140,11 +140,13 @@ class Fleet(coordinator_pb2_grpc.CoordinatorServicer):
         self.engines.append(engine)
 
     @asynccontextmanager
-    async def serving(self) -> AsyncIterator[RunEngines]:
-        """Serve the coordinator and the engines, and yield a client of them."""
+    async def serving(self, max_message_bytes: int = MAX_MESSAGE_BYTES) -> AsyncIterator[RunEngines]:
+        """Serve the coordinator and the engines, whose messages have a limit, and yield a client of them."""
         add = rollout_pb2_grpc.add_RolloutServicer_to_server
         for engine in self.engines:
-            self._servers[engine.name] = server = await start_server([(add, engine, "relaxd.v1.Rollout")])
+            self._servers[engine.name] = server = await start_server(
+                [(add, engine, "relaxd.v1.Rollout")], max_message_bytes=max_message_bytes
+            )
             engine.port = server.port
         add_coordinator = coordinator_pb2_grpc.add_CoordinatorServicer_to_server
         self._servers["coordinator"] = server = await start_server([(add_coordinator, self, "relaxd.v1.Coordinator")])

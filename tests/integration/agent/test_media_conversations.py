@@ -366,6 +366,24 @@ async def test_what_cannot_be_shown_fails_the_conversation_by_name(folder: Path,
     )
 
 
+async def test_media_larger_than_a_message_fail_the_conversation_by_name(
+    folder: Path, harness: Harness, tmp_path: Path
+) -> None:
+    """Requests of 23, 43 and 51 kB: each has all media so far."""
+    config = config_of(GALLERY, media=["image"], settings={"folder": str(tmp_path), "opens": True}, turn_tokens=6)
+    tokenizer = PromptTokenizer.of_run(config, folder)
+    fleet = SeeingFleet(harness)
+    example, tokens, media = asked([ASKED], tokenizer)
+    async with fleet.serving(max_message_bytes=46_000) as engines, talks(config, tokenizer, engines) as conversations:
+        held = await conversations.hold("s", example, tokens.tolist(), 7, 8, media=media)
+    first, second = fleet.requests
+    assert second.media_contents.startswith(first.media_contents)
+    assert (held.finish, held.turns) == ("env_failed", 2)
+    assert len(held.sequences[0].media) == 4  # without those that the model didn't come to see
+    assert "of them in 6 images, videos and sounds: show fewer or smaller ones" in held.failure
+    assert "larger than max" in held.failure
+
+
 @pytest.mark.parametrize(("tokens", "seen", "finish"), [(90, 2, "turns"), (20, 0, "budget")])
 async def test_images_that_the_model_does_not_come_to_see_are_not_stored(
     folder: Path, harness: Harness, tmp_path: Path, tokens: int, seen: int, finish: str

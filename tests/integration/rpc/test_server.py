@@ -17,7 +17,15 @@ from grpc_reflection.v1alpha import reflection_pb2
 from relaxd.rpc.access import AccessTokens
 from relaxd.rpc.client import channel, sync_channel
 from relaxd.rpc.credentials import ServerSecurity
-from relaxd.rpc.errors import InvalidArgument, NotFound, ServerError, Violations, explain, field_violations
+from relaxd.rpc.errors import (
+    InvalidArgument,
+    NotFound,
+    ServerError,
+    Violations,
+    explain,
+    field_violations,
+    is_too_large,
+)
 from relaxd.rpc.leader_term import NewestTerm
 from relaxd.rpc.server import LIVENESS, RunningServer, Service, start_server
 from relaxd.v1 import reward_pb2, reward_pb2_grpc, rollout_pb2, rollout_pb2_grpc
@@ -323,8 +331,12 @@ async def test_a_message_over_the_cap_is_refused_and_one_below_is_not():
         async with channel(f"127.0.0.1:{server.port}") as to:
             await score(to, "x" * ((1 << 20) - 100))
             error = await failure(score(to, "x" * (1 << 20)))
-        assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
-        assert "larger than max" in error.details()
+            assert is_too_large(error)
+            assert "SERVER: Received message larger than max" in error.details()
+        async with channel(f"127.0.0.1:{server.port}", max_message_bytes=1000) as to:
+            error = await failure(score(to, "x" * 1000))
+            assert is_too_large(error)
+            assert "CLIENT: Sent message larger than max" in error.details()
 
 
 async def test_connections_are_renewed_without_failing_calls():
