@@ -53,7 +53,7 @@ from relaxd.board.schema import (
     ColumnSpec,
     trained_columns,
 )
-from relaxd.board.sizes import RedisMemory, SizeProblem, size_problems, worst_bytes
+from relaxd.board.sizes import RedisMemory, SizeProblem, message_problem, size_problems, worst_bytes
 from relaxd.board.stages import STAGES, TRAIN, Stage, roles_for, stages_for
 from relaxd.board.types import (
     JSON,
@@ -150,6 +150,7 @@ __all__ = [
     "StepConflict",
     "decode_columns",
     "encode_columns",
+    "message_problem",
     "microseconds",
     "read_sequences",
     "roles_for",

@@ -133,6 +133,29 @@ def size_problems(config: RunConfig, *, expert_bytes: int = 0, memory: RedisMemo
     return problems
 
 
+def message_problem(config: RunConfig, max_bytes: int) -> SizeProblem | None:
+    """Return a problem if the media of a request may take more than `max_bytes`, the maximum size of a message.
+
+    A request to an engine has all media of the prompt, and of the conversation so far.
+    """
+    prompt, of_token = config.data.max_prompt_tokens, media_bytes(config, 1)
+    setting, most, what = "data.max_prompt_tokens", 0, "a prompt"
+    if config.agent.is_there:
+        answers = {"rollout": config.rollout.max_new_tokens, "eval": config.eval.max_new_tokens}
+        answers |= {f"eval.sets.{number}": one.max_new_tokens for number, one in enumerate(config.eval.sets)}
+        section = max(answers, key=lambda name: answers[name])
+        setting, most, what = f"{section}.max_new_tokens", answers[section], "a conversation"
+    if (media := (prompt + most) * of_token) <= max_bytes:
+        return None
+    both = ("data.max_prompt_tokens + " if most else "") + setting
+    return SizeProblem(
+        setting,
+        f"= {most or prompt}, but the media of {what} take up to {media} bytes ({both} = {prompt + most} tokens x "
+        f"{of_token} bytes), and a request has all of them: a message has at most {max_bytes} bytes. Lower {both} to "
+        f"at most {max_bytes // of_token}",
+    )
+
+
 def _stored_bytes(config: RunConfig) -> int:
     """Return the upper bound of the bytes per token in the columns of all stages."""
     return TEXT_BYTES + sum(stage.token_bytes for stage in stages_for(config))

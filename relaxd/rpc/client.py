@@ -21,8 +21,8 @@ from relaxd.rpc.tls import TlsFiles, open_channel
 from relaxd.telemetry import inject
 from relaxd.telemetry.call_spans import RpcMethod, end_client_span, open_client_span
 
-MAX_MESSAGE_BYTES = 64 << 20
-"""Maximum size of a message; larger columns go through the board."""
+MAX_MESSAGE_BYTES = 1 << 30
+"""Maximum size of a message. The largest are requests with all media of a conversation."""
 DEFAULT_DEADLINE_SECONDS = 30.0
 """Default deadline of unary calls, in seconds."""
 DEFAULT_STREAM_DEADLINE_SECONDS = 330.0

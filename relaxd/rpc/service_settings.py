@@ -16,6 +16,7 @@ from relaxd import __version__
 from relaxd.redis_client import parse as parse_redis_url
 from relaxd.roles import ROLES
 from relaxd.rpc.access import AccessTokens
+from relaxd.rpc.client import MAX_MESSAGE_BYTES
 from relaxd.rpc.container_id import container_id
 from relaxd.rpc.credentials import (
     REDIS_FILES,
@@ -105,8 +106,8 @@ class ServiceSettings:
     """Default deadline of unary calls, in seconds, for callers such as grpcurl."""
     stream_deadline_seconds: float = 330.0
     """Default deadline of streaming calls, in seconds; the longest WatchRun takes 300."""
-    max_message_bytes: int = 64 << 20
-    """Maximum size of a message; larger columns go through the board."""
+    max_message_bytes: int = MAX_MESSAGE_BYTES
+    """Maximum size of a message that it takes. The largest are requests with all media of a conversation."""
     engine_python: str = ""
     """Rollout, judge, teacher: Python interpreter of the engine's process, with relaxd and the engine installed; empty:
     the interpreter of this process."""

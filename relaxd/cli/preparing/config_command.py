@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from relaxd.amounts import byte_amount
-from relaxd.board import size_problems, stages_for
+from relaxd.board import message_problem, size_problems, stages_for
 from relaxd.cli.options import DEFAULT_STATE, PASS_ON, WordsArgument, load_words, new_console
 from relaxd.cli.output import show
 from relaxd.cli.preparing.doctor_command import PREFLIGHT_SECONDS, print_finding, scope_of
@@ -36,6 +36,7 @@ from relaxd.models.shape import SEEING, decoder_config, read_shape, sees
 from relaxd.models.vocabulary import check_vocabularies
 from relaxd.replica.gpus import visible_gpus
 from relaxd.roles import TEACHER
+from relaxd.rpc.client import MAX_MESSAGE_BYTES
 from relaxd.tools.doctor.checks import examine
 from relaxd.tools.fitting.fit import budget_problem, written
 
@@ -72,6 +73,8 @@ def check(config: RunConfig, *, call_reward: bool = True, first_look: bool = Fal
     problems += [Problem(setting, message) for setting, message in context_problems(config, folder)]
     expert_bytes = routed_expert_bytes(folder) if config.rollout.return_routed_experts else 0
     problems += [Problem(one.setting, one.message) for one in size_problems(config, expert_bytes=expert_bytes)]
+    if of_message := message_problem(config, MAX_MESSAGE_BYTES):
+        problems.append(Problem(of_message.setting, of_message.message))
     try:
         data = load_data(config, first_look=first_look)
     except DataError as error:

@@ -8,7 +8,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from relaxd.algorithms.algorithm_trial import create_tried
-from relaxd.board import Board, BoardUnavailable, size_problems, stages_for
+from relaxd.board import Board, BoardUnavailable, message_problem, size_problems, stages_for
 from relaxd.board.sides.side_base import RESERVED_RUN_ID, RUN_ID, RUN_ID_RULE
 from relaxd.config import RunConfig
 from relaxd.config.load_toml import ConfigError, load
@@ -18,6 +18,7 @@ from relaxd.data.dataset import PromptDataset, RunData, load_data
 from relaxd.data.templating import with_template_texts
 from relaxd.evaluation.set_checks import environment_problems, set_problems
 from relaxd.models import DataError
+from relaxd.rpc.client import MAX_MESSAGE_BYTES
 from relaxd.rpc.errors import FailedPrecondition, Unavailable, Violations
 from relaxd.run_folder import earlier_use_of, held_use_of
 from services.coordinator.runs.run_files import FolderHeld, RunFiles, held_folder
@@ -140,7 +141,7 @@ def request_digest(run_id: str, config_toml: str) -> str:
 
 
 def _check_sizes(run_id: str, config: RunConfig, data: RunData, redis_url: str) -> tuple[str, ...]:
-    """Check that the run's steps fit into Redis; returns warnings."""
+    """Check that the run's steps fit into Redis, and its media into messages; returns warnings."""
     with contextlib.closing(Board(redis_url, run_id, (), config.board)) as board:
         try:
             nodes = board.data_node_problems()
@@ -148,6 +149,8 @@ def _check_sizes(run_id: str, config: RunConfig, data: RunData, redis_url: str) 
         except BoardUnavailable as error:
             raise Unavailable(str(error)) from error
     problems = size_problems(config, expert_bytes=data.expert_bytes, memory=memory)
+    if of_message := message_problem(config, MAX_MESSAGE_BYTES):
+        problems.append(of_message)
     violations = Violations()
     for node in nodes:
         violations.add(_field("board.data_urls"), node)

@@ -26,7 +26,7 @@ from relaxd.media.sources import data_uri
 from relaxd.v1.reward_pb2 import ScoreRequest
 from relaxd.v1.sample_pb2 import SamplingParams
 from services.agent.conversation import Conversation
-from services.agent.engines import WantedWeights
+from services.agent.engines import EngineSession, WantedWeights
 from services.agent.evaluation_conversations import EvaluationConversations
 from services.agent.group_conversations import columns_of, media_columns_of
 from services.reward.samples import samples_of_columns, samples_of_request
@@ -382,6 +382,16 @@ async def test_media_larger_than_a_message_fail_the_conversation_by_name(
     assert len(held.sequences[0].media) == 4  # without those that the model didn't come to see
     assert "of them in 6 images, videos and sounds: show fewer or smaller ones" in held.failure
     assert "larger than max" in held.failure
+
+
+async def test_media_of_more_than_64_mib_reach_the_engine() -> None:
+    fleet = Fleet(["seen"], versions=[3])
+    contents = bytes(65 << 20)
+    media = PromptMedia(({"kind": "image", "sha256": "0" * 64, "grid": [1, 2, 2], "bytes": len(contents)},), contents)
+    async with fleet.serving() as engines:
+        reply = await engines.generate(EngineSession("s"), [1], SamplingParams(max_new_tokens=9), lambda: 60.0, media)
+    assert reply.text == "seen"
+    assert len(fleet.requests[0].media_contents) == len(contents)
 
 
 @pytest.mark.parametrize(("tokens", "seen", "finish"), [(90, 2, "turns"), (20, 0, "budget")])

@@ -117,6 +117,9 @@ def test_config_check_finds_what_does_not_fit(
     assert unwritable.exit_code == 1
     assert "this machine isn't ready for it:\nproblem run folder" in unwritable.stdout
     assert "2 checkpoints, and one being written: " in folder
+    seeing = problems("--data.media_keys.image", "pictures", "--data.max_prompt_tokens", "400000")
+    assert "data.max_prompt_tokens = 400000, but the media of a prompt take up to 1280000000 bytes" in seeing
+    assert "a message has at most 1073741824 bytes. Lower data.max_prompt_tokens to at most 335544" in seeing
     assert "trainer.checkpoint.max_bytes = 1000 is less than two checkpoints take" in problems(
         "--trainer.checkpoint.max_bytes=1000"
     )

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from relaxd.amounts import byte_amount
-from relaxd.board import RedisMemory, size_problems, worst_bytes
+from relaxd.board import RedisMemory, message_problem, size_problems, worst_bytes
 from relaxd.board.sizes import media_bytes, sample_tokens
 from relaxd.config import AgentConfig, RunConfig
 
@@ -129,3 +129,31 @@ def test_media_count_for_each_token_of_a_prompt(kind: str, of_token: int) -> Non
     (problem,) = size_problems(seeing.model_copy(update={"board": board}))
     assert problem.setting == "board.max_group_bytes"
     assert f"up to {of_token * 8192} bytes (8192 tokens x {of_token} bytes)" in problem.message
+
+
+def test_media_of_a_conversation_must_fit_into_a_message() -> None:
+    values: dict[str, Any] = {
+        "run": {"steps": 1},
+        "model": {"path": "none"},
+        "data": {"source": "addition", "max_prompt_tokens": 1000, "media_keys": {"image": "column"}},
+        "reward": {"name": "addition"},
+        "rollout": {"max_new_tokens": 3000},
+        "eval": {"max_new_tokens": 4000},
+    }
+    plain = RunConfig.model_validate(values)
+    talking = RunConfig.model_validate(values | {"agent": {"environment": "calculator", "media": ["video"]}})
+    assert message_problem(plain, 3200 * 1000) is None
+    assert message_problem(talking, 6400 * 5000) is None
+    alone, together = message_problem(plain, 3_199_999), message_problem(talking, 31_999_999)
+    assert alone is not None
+    assert together is not None
+    assert (alone.setting, together.setting) == ("data.max_prompt_tokens", "eval.max_new_tokens")
+    assert alone.message == (
+        "= 1000, but the media of a prompt take up to 3200000 bytes (data.max_prompt_tokens = 1000 tokens x 3200 "
+        "bytes), and a request has all of them: a message has at most 3199999 bytes. Lower data.max_prompt_tokens to "
+        "at most 999"
+    )
+    both = "data.max_prompt_tokens + eval.max_new_tokens"
+    assert together.message.startswith("= 4000, but the media of a conversation take up to 32000000 bytes")
+    assert f"({both} = 5000 tokens x 6400 bytes)" in together.message
+    assert together.message.endswith(f"Lower {both} to at most 4999")
