@@ -6,6 +6,7 @@ from typing import Any
 from relaxd.board import stages_for
 from relaxd.config import RunConfig
 from relaxd.roles import REPLICA_ROLES
+from relaxd.rpc.client import MAX_MESSAGE_BYTES
 from relaxd.rpc.server import start_server
 from relaxd.rpc.tls import TlsFiles
 from relaxd.v1 import coordinator_pb2 as pb
@@ -37,9 +38,9 @@ class FleetKit:
         self._life.push_async_callback(board.close)
         return RunContext(RUN, config, board, self.store, self.fleet, self.peers)
 
-    async def serve(self, name: str, role: str, *service: Any) -> None:
+    async def serve(self, name: str, role: str, *service: Any, max_message_bytes: int = MAX_MESSAGE_BYTES) -> None:
         """Start a server with one service: add function, servicer, full name. Its replica is ready."""
-        server = await start_server([service])  # type: ignore[list-item]
+        server = await start_server([service], max_message_bytes=max_message_bytes)  # type: ignore[list-item]
         self._life.push_async_callback(server.stop)
         await self.registry.register(
             Registration(replica_id=name, role=role, address=f"127.0.0.1:{server.port}", protocol_version=1)

@@ -287,6 +287,17 @@ async def test_conversations_are_held_by_agents_and_scored_with_what_their_envir
     assert line["messages"][0] == {"role": "user", "content": "user 2"}
 
 
+async def test_a_prompt_larger_than_a_message_fails_the_evaluation_by_name(kit: Kit) -> None:
+    await kit.engine("engine")
+    add, agent = agent_pb2_grpc.add_AgentServicer_to_server, Agent(hangs=False)
+    await kit.serve("agent", AGENT, add, agent, "relaxd.v1.Agent", max_message_bytes=1024)
+    row = {"prompt": "1 + 1?", "answer": "2", "metadata": {"long": "x" * 1024}}
+    (kit.model / "set.jsonl").write_text(json.dumps({"prompt": "1 + 1?"}) + "\n" + json.dumps(row) + "\n")
+    own = {"name": "talks", "path": str(kit.model / "set.jsonl")}
+    with pytest.raises(EvaluationFailed, match=r"^talks, prompt 1: with its media .* and agent: .*larger than max"):
+        await kit.evaluate(agent={"environment": "calculator"}, sets=[own], prompts=1)
+
+
 async def test_conversations_of_a_lost_agent_begin_anew_at_the_next(kit: Kit) -> None:
     await kit.engine("engine")
     lost = await kit.agent("lost", hangs=True)
