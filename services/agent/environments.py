@@ -21,6 +21,7 @@ from relaxd.envs.client import (
 )
 from relaxd.envs.environment import BadEnvironmentError, Reply, Sample
 from relaxd.process.child import Child
+from relaxd.rpc.client import MAX_MESSAGE_BYTES
 from relaxd.rpc.errors import InvalidArgument
 from relaxd.waiting import waiting
 
@@ -57,7 +58,8 @@ class Environments:
         settings."""
         if self._config.is_service:
             # A plain channel: a user's service gets none of relaxd's tokens.
-            self._service = grpc.aio.insecure_channel(self._config.environment.removeprefix(SERVICE))
+            limit = [("grpc.max_receive_message_length", MAX_MESSAGE_BYTES)]  # observations may have media
+            self._service = grpc.aio.insecure_channel(self._config.environment.removeprefix(SERVICE), limit)
             self._client = self._client_of(self._service)
         else:
             await self._present_client()

@@ -82,6 +82,15 @@ class Theatre:
         return {"type": kind, kind: item(self._kind, seed)}
 
 
+class Large:
+    """Shows a picture of 6 MB."""
+
+    def step(self, reply: Reply) -> Step:
+        """Show it, and end."""
+        part = {"type": "image", "image": encoded(picture(1400, 1400), "BMP")}
+        return Step({"role": "user", "content": [part]}, 1.0, done=True)
+
+
 class Wrong:
     """Shows what can't be shown, as the model's message says."""
 

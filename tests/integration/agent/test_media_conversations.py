@@ -34,7 +34,7 @@ from services.trainer.batch.groups import check_group
 from services.trainer.batch.micro_batch import pack
 from services.trainer.batch.sequence_media import GroupMediaReader
 from services.trainer.megatron.world import leave_layout
-from tests.integration.agent.conversation_kit import config_of, talks
+from tests.integration.agent.conversation_kit import config_of, service_of, talks
 from tests.integration.agent.function_kit import holding as function_holding
 from tests.integration.agent.galleries import OTHER, SHOWN
 from tests.integration.agent.program_kit import config_of as program_config
@@ -382,6 +382,19 @@ async def test_media_larger_than_a_message_fail_the_conversation_by_name(
     assert len(held.sequences[0].media) == 4  # without those that the model didn't come to see
     assert "of them in 6 images, videos and sounds: show fewer or smaller ones" in held.failure
     assert "larger than max" in held.failure
+
+
+async def test_a_service_may_show_more_than_grpcs_default_of_4_mib(folder: Path, tmp_path: Path) -> None:
+    byte_tokenizer().save_pretrained(tmp_path)  # the scripted engine's
+    tokenizer = PromptTokenizer(tmp_path, vision=read_vision(folder))
+    fleet = Fleet(["look"], versions=[3])
+    async with (
+        service_of("tests.integration.agent.galleries:Large") as address,
+        fleet.serving() as engines,
+        talks(config_of(address, media=["image"]), tokenizer, engines) as conversations,
+    ):
+        held = await conversations.hold("s", Example("Show!"), [1], 7, 8)
+    assert (held.finish, held.failure) == ("env_done", "")
 
 
 async def test_media_of_more_than_64_mib_reach_the_engine() -> None:
