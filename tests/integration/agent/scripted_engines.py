@@ -98,6 +98,8 @@ class Fleet(coordinator_pb2_grpc.CoordinatorServicer):
         """Names of the engines that were asked, in order."""
         self.requests: list[rollout_pb2.GenerateRequest] = []
         """Their requests."""
+        self.max_message_bytes = MAX_MESSAGE_BYTES
+        """Maximum size of a message that the engines take."""
         self._servers: dict[str, RunningServer] = {}
         self._dying: list[asyncio.Task[None]] = []
 
@@ -140,12 +142,12 @@ class Fleet(coordinator_pb2_grpc.CoordinatorServicer):
         self.engines.append(engine)
 
     @asynccontextmanager
-    async def serving(self, max_message_bytes: int = MAX_MESSAGE_BYTES) -> AsyncIterator[RunEngines]:
-        """Serve the coordinator and the engines, whose messages have a limit, and yield a client of them."""
+    async def serving(self) -> AsyncIterator[RunEngines]:
+        """Serve the coordinator and the engines, and yield a client of them."""
         add = rollout_pb2_grpc.add_RolloutServicer_to_server
         for engine in self.engines:
             self._servers[engine.name] = server = await start_server(
-                [(add, engine, "relaxd.v1.Rollout")], max_message_bytes=max_message_bytes
+                [(add, engine, "relaxd.v1.Rollout")], max_message_bytes=self.max_message_bytes
             )
             engine.port = server.port
         add_coordinator = coordinator_pb2_grpc.add_CoordinatorServicer_to_server

@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractAsyncContextManager
+from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -366,22 +366,36 @@ async def test_what_cannot_be_shown_fails_the_conversation_by_name(folder: Path,
     )
 
 
+@pytest.mark.parametrize(
+    ("who", "limit", "count"), [("environment", 46_000, 6), ("function", 27_000, 3), ("program", 30_000, 3)]
+)
 async def test_media_larger_than_a_message_fail_the_conversation_by_name(
-    folder: Path, harness: Harness, tmp_path: Path
+    folder: Path, harness: Harness, tmp_path: Path, who: str, limit: int, count: int
 ) -> None:
-    """Requests of 23, 43 and 51 kB: each has all media so far."""
+    """Each of the three requests has all media so far; only the third is above the limit."""
     config = config_of(GALLERY, media=["image"], settings={"folder": str(tmp_path), "opens": True}, turn_tokens=6)
     tokenizer = PromptTokenizer.of_run(config, folder)
     fleet = SeeingFleet(harness)
+    fleet.max_message_bytes = limit
     example, tokens, media = asked([ASKED], tokenizer)
-    async with fleet.serving(max_message_bytes=46_000) as engines, talks(config, tokenizer, engines) as conversations:
+    parts = [{"type": "image_url", "image_url": {"url": data_uri(encoded(SHOWN[place]))}} for place in (1, 2)]
+    example = replace(example, metadata={"kind": "image", "parts": parts})
+    async with AsyncExitStack() as stack:
+        if who == "environment":
+            engines = await stack.enter_async_context(fleet.serving())
+            conversations: Any = await stack.enter_async_context(talks(config, tokenizer, engines))
+        else:
+            leads, name = (function_holding, "items") if who == "function" else (program_holding, "items_openai")
+            holding: AbstractAsyncContextManager[Any] = leads(tokenizer, fleet, name, media=["image"], turn_tokens=6)
+            conversations = (await stack.enter_async_context(holding)).conversations
         held = await conversations.hold("s", example, tokens.tolist(), 7, 8, media=media)
     first, second = fleet.requests
     assert second.media_contents.startswith(first.media_contents)
     assert (held.finish, held.turns) == ("env_failed", 2)
-    assert len(held.sequences[0].media) == 4  # without those that the model didn't come to see
-    assert "of them in 6 images, videos and sounds: show fewer or smaller ones" in held.failure
+    assert f"of them in {count} images, videos and sounds: show fewer or smaller ones" in held.failure
     assert "larger than max" in held.failure
+    seen = len(held.sequences[0].media) + len(media.records) * held.sequences[0].shares_prompt
+    assert seen == len(second.media), "those that the model didn't come to see aren't kept"
 
 
 async def test_a_service_may_show_more_than_grpcs_default_of_4_mib(folder: Path, tmp_path: Path) -> None:
