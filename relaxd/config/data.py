@@ -213,6 +213,10 @@ class DataConfig(Section):
     media_keys: dict[str, str] = Field(default_factory=dict)
     """Columns with the media of prompts by kind, as { image = "images", audio = "sounds" }, which rows may lack: a list
     of items, or one. Each <image>, <video> or <audio> in a prompt's text stands for the next one (docs/media.md)."""
+    original_key: str = ""
+    """Column with a prompt's whole picture, which prompts without media may lack: an item, or a list whose first one
+    counts, such as "images". Tools such as zoom and rewards get it as metadata.original (docs/media.md). Empty means
+    none."""
     media_hosts: tuple[str, ...] = ()
     """Hosts from which items at http(s) addresses are fetched, such as ["images.example.org", "store:9000"], redirects
     included: names as URLs have them, with the port unless it is the scheme's own. Empty: addresses are refused."""

@@ -22,8 +22,9 @@ class Zoom(ToolsEnvironment):
         """Make the tool.
 
         Args:
-            column: the data's column with the whole picture: a path, bytes in base64 or a data URI. Prompts that lack
-                it are shown the parts of their first image, which has the size that the model sees.
+            column: the key of the whole picture in the prompt's metadata: a path, bytes in base64 or a data URI. The
+                default is where data.original_key puts it. Prompts that lack it are shown the parts of their first
+                image, which has the size that the model sees.
             min_side: minimum length of the longer side of what is shown, in pixels: smaller parts are enlarged.
 
         Raises ValueError: min_side is negative.

@@ -106,6 +106,12 @@ def data_uri(content: bytes, media_type: str = "") -> str:
     return f"data:{media_type or known};base64,{base64.b64encode(content).decode()}"
 
 
+def without_bytes(source: Any) -> Any:
+    """Return an item with a data URI in place of bytes; `read_source` reads the same content from it."""
+    content = source.get("bytes") if isinstance(source, Mapping) else source
+    return data_uri(bytes(content)) if isinstance(content, bytes | bytearray | memoryview) else source
+
+
 def content_hash(source: Any) -> str:
     """Return a hash of an item's content in any form; of an unreadable item, a hash of its description."""
     if isinstance(source, list | tuple):  # a video's frames

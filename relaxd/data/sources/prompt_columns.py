@@ -13,12 +13,17 @@ from relaxd.data.examples import Example, Message
 from relaxd.data.files.rows import OnDemand, Rows, kind_of, plain, stranger
 from relaxd.importing import describe_error
 from relaxd.json_text import parse_json
-from relaxd.media import MediaColumn, MediaReader
+from relaxd.media import IMAGE, MediaColumn, MediaReader
+from relaxd.media.sources import without_bytes
 
 ALL = "*"
 """Means all columns except prompt and answer."""
 ANSWER = "answer"
 """Default column of the answer; rows may lack it."""
+ORIGINAL = "original"
+"""Key of the whole picture in a prompt's metadata."""
+MAX_ORIGINAL = 16 << 20
+"""Maximum length of a whole picture as text, in bytes: it is in every message that has the prompt."""
 MESSAGE_FORM = '{"role": "user", "content": "..."}'
 
 
@@ -42,6 +47,8 @@ class Columns:
     """Tools of rows that name none."""
     media: Mapping[str, str] = field(default_factory=dict)
     """Columns of media items by kind, which rows may lack."""
+    original: str = ""
+    """Column with the picture of metadata.original, which rows without media may lack; empty means none."""
     make_prompt: Callable[[dict[str, Any]], Any] | None = None
     """A user's own function that builds the prompt from a row, instead of the column `prompt`."""
     made_by: str = "data.prompt_function"
@@ -62,6 +69,8 @@ class Columns:
         metadata = self._metadata(record)
         if self.source:
             metadata.setdefault("data_source", self.source)
+        if self.original:
+            metadata |= self._original(record, is_needed=bool(media.found))
         tools = _tools(self.tools, plain(_find_optional(record, self.tools))) if self.tools else []
         tools = tools or list(self.other_tools)
         example = Example(prompt, answer, metadata, dict(self.sampling), tools, place, tuple(media.found))
@@ -78,9 +87,24 @@ class Columns:
         found = ((kind, column, plain(_find_optional(record, column))) for kind, column in self.media.items())
         return {kind: MediaColumn.of(kind, column, value) for kind, column, value in found}
 
+    def _original(self, record: Mapping[str, Any], *, is_needed: bool) -> dict[str, Any]:
+        """Return the whole picture as metadata: as the data have it, but text instead of bytes, which JSON lacks."""
+        if is_needed:
+            _find(record, self.original, "data.original_key")
+        column = MediaColumn.of(IMAGE, self.original, plain(_find_optional(record, self.original)))
+        if not column.items:
+            return {}
+        source = without_bytes(column.take("data.original_key").source)
+        if isinstance(source, str) and len(source) > MAX_ORIGINAL:
+            raise ValueError(
+                f'"{self.original}" has a picture of {len(source)} bytes as base64: at most {MAX_ORIGINAL} go with a '
+                "prompt, for data.original_key; write it to a file and give its path"
+            )
+        return _for_json({ORIGINAL: source})
+
     def _metadata(self, record: Mapping[str, Any]) -> dict[str, Any]:
         if self.metadata in ("", ALL):
-            others = (self.prompt, self.answer, *self.media.values())
+            others = (self.prompt, self.answer, *self.media.values(), self.original)
             chosen = {name: plain(value) for name, value in record.items() if name not in others}
             return _for_json(chosen)
         found = plain(_find(record, self.metadata, "data.metadata_key"))
@@ -139,7 +163,7 @@ def _for_json(metadata: dict[str, Any], prefix: str = "") -> dict[str, Any]:
             column, what = found
             raise ValueError(
                 f'column "{column}" has {kind_of(what)}, which metadata can\'t have: choose others with '
-                "data.metadata_key"
+                "data.metadata_key, or name a picture for tools with data.original_key"
             )
     return metadata
 

@@ -67,6 +67,7 @@ def columns_of(data: DataConfig, own: DataSource | EvalSet | None = None, place:
         tools=data.tools_key,
         other_tools=schemas_of_tools(data),
         media=data.media_keys,
+        original=data.original_key,
     )
     function, setting = data.prompt_function, "data.prompt_function"
     if own is not None:

@@ -2,6 +2,7 @@
 
 import json
 from collections import Counter
+from dataclasses import replace
 from datetime import date, timedelta
 from decimal import Decimal
 from pathlib import Path
@@ -90,7 +91,7 @@ def test_csv_columns_are_text(tmp_path):
 def test_values_that_json_lacks(tmp_path):
     table = pa.Table.from_pylist([{"prompt": "p", "answer": Decimal("1.50"), "day": date(2024, 2, 3), "raw": b"x"}])
     pa.parquet.write_table(table, tmp_path / "a.parquet")
-    with pytest.raises(ValueError, match=r'a.parquet row 1: column "raw" has bytes'):
+    with pytest.raises(ValueError, match=r'a.parquet row 1: column "raw" has bytes, .* with data.original_key'):
         Examples(open_rows(tmp_path / "a.parquet", "data.path"), Columns())[0]
     pa.parquet.write_table(table.drop_columns("raw"), tmp_path / "b.parquet")
     example = Examples(open_rows(tmp_path / "b.parquet", "data.path"), Columns())[0]
@@ -105,6 +106,20 @@ def test_columns_with_bytes_may_be_left_out(tmp_path):
     assert [one and one.metadata for one in examples.scan()] == [examples[0].metadata]
     with pytest.raises(ValueError, match=r'"raw" must be text or a list of chat messages, not bytes'):
         Examples(open_rows(tmp_path / "a.parquet", "data.path"), Columns(prompt="raw", metadata="m"))[0]
+
+
+def test_whole_pictures_that_no_prompt_can_have_are_refused(tmp_path):
+    rows = [{"prompt": "<image>p", "images": [b"x" * (12 << 20)]}, {"prompt": "p", "images": None}]
+    pa.parquet.write_table(pa.Table.from_pylist(rows), tmp_path / "a.parquet")
+    columns = Columns(media={"image": "images"}, original="images")
+    examples = Examples(open_rows(tmp_path / "a.parquet", "data.path"), columns)
+    with pytest.raises(ValueError, match=r'row 1: "images" has a picture of 16777\d+ bytes as base64: at most'):
+        examples[0]
+    assert examples[1].metadata == {}
+    near = Examples(open_rows(tmp_path / "a.parquet", "data.path"), replace(columns, original="image"))
+    with pytest.raises(ValueError, match=r'"image" is missing .*; did you mean data.original_key = "images"'):
+        near[0]
+    assert near[1].metadata == {}
 
 
 @pytest.mark.parametrize("kind", ["parquet", "arrow"])

@@ -1,24 +1,50 @@
 """The tool that shows parts of pictures."""
 
 import base64
+import json
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet
 import pytest
 from PIL import Image
 
+from relaxd.config.load_toml import load_file
+from relaxd.data.dataset import load_data
 from relaxd.envs.environment import BadEnvironmentError, Reply, Sample, Step
+from relaxd.envs.observation_media import with_media
 from relaxd.envs.tool_calls import ToolCall
 from relaxd.envs.zoom import Zoom
 from relaxd.media.images import ORIENTATION
 from relaxd.media.sources import data_uri
-from tests.kit.vision import encoded, picture
+from tests.kit.vision import encoded, picture, write_vision_model
 
 WHOLE = picture(200, 100)
 SHOWN = {"type": "image", "image": data_uri(encoded(WHOLE.resize((50, 25))))}
 ASKED = [{"role": "user", "content": [SHOWN, {"type": "text", "text": "What?"}]}]
-ORIGINAL = {"original": base64.b64encode(encoded(WHOLE)).decode()}
+BYTES = encoded(WHOLE)
+ORIGINAL = {"original": base64.b64encode(BYTES).decode()}
+RUN = """
+run.steps = 1
+model.path = "model"
+reward.name = "dummy"
+[data]
+source = "files"
+path = "rows.parquet"
+media_keys = { image = "images" }
+max_image_tokens = 8
+"""
+ROWS: dict[str, tuple[dict[str, Any], str]] = {
+    "bytes": ({"images": [encoded(WHOLE.resize((50, 25)))], "large": BYTES}, "large"),
+    "objects with bytes": ({"images": [{"bytes": BYTES, "path": "a.png"}]}, "images"),
+    "one item": ({"images": {"bytes": BYTES}}, "images"),
+    "a part": ({"images": [{"type": "image", "image": BYTES}]}, "images"),
+    "a path": ({"images": [{"bytes": None, "path": "whole.png"}]}, "images"),
+    "base64": ({"images": [ORIGINAL["original"]]}, "images"),
+}
+"""Columns of a row with a picture, and the column with the whole one."""
 
 
 def zoomed(tool: Zoom, box: Any) -> Any:
@@ -52,6 +78,26 @@ def test_a_picture_is_turned_upright_first(tmp_path: Path) -> None:
     tool = Zoom()
     tool.open(Sample(ASKED, metadata={"original": str(tmp_path / "a.png")}))
     np.testing.assert_array_equal(np.asarray(zoomed(tool, [500, 0, 1000, 1000])), np.asarray(WHOLE)[:, 100:])
+
+
+@pytest.mark.parametrize(("columns", "key"), ROWS.values(), ids=ROWS)
+def test_a_part_is_cut_out_of_the_picture_in_a_parquet_file(
+    columns: dict[str, Any], key: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The prompt comes as the agent service gets it, in JSON."""
+    monkeypatch.chdir(tmp_path)
+    write_vision_model(Path("model"))
+    Path("whole.png").write_bytes(BYTES)
+    pa.parquet.write_table(pa.Table.from_pylist([{"prompt": "<image>What?", **columns}]), "rows.parquet")
+    Path("run.toml").write_text(RUN)
+    prompt = load_data(load_file(Path("run.toml"), [f"--data.original_key={key}"])).train.prompt(0)
+    sent = json.loads(json.dumps(prompt.to_json()))
+    messages = with_media(sent["messages"], [item.uri for item in prompt.media.items()])
+    tool = Zoom()
+    tool.open(Sample(messages, metadata=sent["metadata"]))
+    np.testing.assert_array_equal(np.asarray(zoomed(tool, [500, 0, 1000, 400])), np.asarray(WHOLE)[:40, 100:])
+    tool.open(Sample(messages))
+    assert zoomed(tool, [0, 0, 1000, 1000]).width < WHOLE.width
 
 
 def test_without_a_whole_picture_parts_are_those_of_the_prompts() -> None:
