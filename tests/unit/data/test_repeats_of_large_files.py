@@ -27,7 +27,9 @@ from tests.kit.tokenizer import write_tokenizer
 
 
 class Prompts(PromptDataset):
-    """Prompts that need no tokenizer."""
+    """Prompts without media that need no tokenizer."""
+
+    _media = None  # type: ignore[assignment]
 
     def prompt(self, index: int) -> Prompt:
         return Prompt(np.zeros(1, np.int32), self._examples[index].text, "", {}, index)
