@@ -165,3 +165,48 @@ def test_a_rehearsal_of_conversations_with_images_counts_the_bytes_of_what_is_sh
     ((size, unit),) = re.findall(r"disk, a step *│ ([0-9.,]+) ([kM])B", output)
     media, rest = 4 * 4 * 2 * 64 * 3072, 4 * 4 * 512 * 41
     assert media < {"k": 1e3, "M": 1e6}[unit] * float(size.replace(",", "")) < media + rest, output
+
+
+AUTOSCALED = """
+[rehearsal]
+median_tokens = 64
+spread = 0.0
+tokens_per_second = 400.0
+sample_tokens_per_second = 100.0
+train_tokens_per_second = 2000.0
+update_seconds = 0.1
+sync_seconds = 0.05
+
+[autoscale]
+mode = "MODE"
+max_replicas = 4
+out_seconds = 20
+"""
+
+
+@pytest.mark.night
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("mode", ["on", "dry_run"])
+def test_a_rehearsal_has_the_autoscaler_of_the_run(workplace: Workplace, mode: str) -> None:
+    (workplace.folder / "mine.toml").write_text(CONFIG + AUTOSCALED.replace("MODE", mode))
+    # A step's 2,048 tokens take one engine 5 s and four 1.3 s, like the trainer.
+    changed = ("--rollout.max_new_tokens", "64", "--trainer.groups_per_step", "8", "--rollout.max_running_samples", "8")
+    words = ("rehearse", "mine.toml", "--rollout", "1", "--seconds", "60", "--time-scale", "2", "--payload-scale", "1")
+    code, output = workplace.relaxd(*words, *changed, timeout=400)
+    assert code == 0, output
+    rows = "".join(re.findall(r"│([^│]*)│\n", output))
+    rows = " ".join(rows.split())
+    shown = re.search(
+        r"([\d fors,]+)\. Decisions: at \d+ s 1 to ([234])( \(not done\))?: the trainer waits for busy", rows
+    )
+    assert shown is not None, output
+    numbers, wanted, undone = shown.groups()
+    counts = [int(number) for number in re.findall(r"(\d+) for \d+ s", numbers)]
+    if mode == "on":
+        assert undone is None
+        assert counts[0] == 1
+        assert int(wanted) in counts
+    else:
+        assert undone is not None
+        assert counts == [1]
+    assert f"with {counts[-1]} rollout replicas" in rows or "not judged" in rows, output

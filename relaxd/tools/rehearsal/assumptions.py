@@ -15,6 +15,7 @@ from typing import Any
 
 from relaxd.board.sizes import EXPECTED_SHARE, media_bytes, worst_bytes
 from relaxd.config import AgentConfig, RehearsalConfig, RunConfig
+from relaxd.config.autoscale import AutoscaleConfig
 from relaxd.config.data import DataSource
 from relaxd.config.operation import EXPERTS
 from relaxd.engines import SCRIPTED
@@ -31,6 +32,8 @@ LONG_TAIL = 1.5
 """Approximate ratio of the mean length to the median: that of a spread of 0.9."""
 MIN_TOKENS = 64
 """Minimum of the maximal tokens to which answers are scaled down. With fewer, prompts and headers would dominate."""
+LEAST_WINDOW_SECONDS = 5.0
+"""Minimum to which the autoscaler's windows are scaled down: it looks once a second, at any time scale."""
 
 
 @dataclass(frozen=True)
@@ -242,7 +245,18 @@ def rehearsed(config: RunConfig, scale: Scale, *, model: Path, folder: Path) -> 
         roles={"reference": config.roles.reference.model_copy(update={"model": ""})},
         board={"high_water_bytes": config.board.high_water_bytes // shorter, "data_urls": ()},
         rehearsal=rehearsal.model_dump(),
+        autoscale=_faster(config.autoscale, faster),
     )
+
+
+def _faster(autoscale: AutoscaleConfig, faster: float) -> dict[str, float]:
+    """Return the autoscaler's windows and cooldowns, which belong to steps that are `faster` times as fast."""
+    windows = {"out_seconds": autoscale.out_seconds, "in_seconds": autoscale.in_seconds}
+    return {
+        **{name: min(value, max(LEAST_WINDOW_SECONDS, value / faster)) for name, value in windows.items()},
+        "out_cooldown_seconds": autoscale.out_cooldown_seconds / faster,
+        "in_cooldown_seconds": autoscale.in_cooldown_seconds / faster,
+    }
 
 
 def _with_stand_in(

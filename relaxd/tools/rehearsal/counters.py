@@ -3,16 +3,18 @@
 import time
 from collections import Counter
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import psutil
 import redis
 
-from relaxd.client.coordinator_client import CoordinatorClient
+from relaxd.client.coordinator_client import ENDED, CoordinatorClient
 from relaxd.local.state_folder import StateFolder
 from relaxd.rpc.message_parts import words
 from relaxd.run_folder import step_files
+from relaxd.tools.rehearsal.engine_numbers import EngineNumbers
 from relaxd.v1.coordinator_pb2 import WAIT_KIND_STAGE, Run, WaitKind
 
 MACHINE = "machine"
@@ -48,6 +50,8 @@ class Counters:
     coordinator: CoordinatorClient
     run_folder: Path
     run_id: str
+    engines: EngineNumbers
+    """Number of rollout replicas, and the autoscaler's decisions."""
     waits: Counter[str] = field(default_factory=Counter)
     """Number of samples by the open step's wait."""
     call_seconds: list[float] = field(default_factory=list)
@@ -58,6 +62,8 @@ class Counters:
     """Bytes of each step's file."""
     run: Run = field(default_factory=Run)
     """The run in its last known state."""
+    _spent: dict[tuple[str, int], float] = field(default_factory=dict)
+    """Processor seconds by role and process, also of processes that have ended."""
 
     def sample(self) -> Sample:
         """Read all counters. Counted step files are removed, because nothing will replay them."""
@@ -66,6 +72,8 @@ class Counters:
         self.call_seconds.append(time.monotonic() - began)
         if wait := current_wait(self.run):
             self.waits[wait] += 1
+        if self.engines.mode != "off" and self.run.state not in ENDED:
+            self.engines.observe(time.monotonic(), self.coordinator.autoscaler(self.run_id))
         info = self.redis.info()
         assert isinstance(info, dict)
         self.peak_bytes = max(self.peak_bytes, int(info["used_memory"]))
@@ -73,7 +81,7 @@ class Counters:
         return Sample(
             time.monotonic(),
             self.run.step,
-            self._cpu(),
+            self.processor_times(),
             int(info["total_commands_processed"]),
             int(info["total_net_input_bytes"]),
             int(info["total_net_output_bytes"]),
@@ -85,17 +93,18 @@ class Counters:
             if step <= self.run.step:
                 path.unlink()
 
-    def _cpu(self) -> dict[str, float]:
+    def processor_times(self) -> dict[str, float]:
+        """Return the processor seconds by role, and of `MACHINE`. Those of a service that was removed stay."""
         state = self.folder.read()
         times = psutil.cpu_times()
         used = {MACHINE: sum(times) - times.idle - getattr(times, "iowait", 0.0) - getattr(times, "guest", 0.0)}
         for service in state.services if state else ():
             if service.pid is None:
                 continue
-            try:
-                used[service.role] = used.get(service.role, 0.0) + processor_seconds(service.pid)
-            except psutil.Error:  # it has just ended
-                continue
+            with suppress(psutil.Error):  # it has just ended
+                self._spent[service.role, service.pid] = processor_seconds(service.pid)
+        for (role, _), seconds in self._spent.items():
+            used[role] = used.get(role, 0.0) + seconds
         return used
 
 

@@ -32,6 +32,7 @@ from relaxd.tools.rehearsal.assumptions import Scale, admitted_groups, expert_by
 from relaxd.tools.rehearsal.carrying import advice
 from relaxd.tools.rehearsal.control_plane import call_times, read_calls
 from relaxd.tools.rehearsal.counters import Counters, Sample, busy_share, current_wait
+from relaxd.tools.rehearsal.engine_numbers import EngineNumbers
 from relaxd.tools.rehearsal.rehearsal_report import Measured
 from relaxd.tools.rehearsal.stand_ins import write_stand_in
 from relaxd.v1.coordinator_pb2 import RUN_STATE_PAUSED, RUN_STATE_PENDING
@@ -92,7 +93,7 @@ def rehearsed_run(config: RunConfig, scale: Scale, say: Say, logs: Path) -> Iter
         folder = StateFolder(work / "state")
         model = _model(config, work)
         changed = rehearsed(config, scale, model=model, folder=work / "runs")
-        plan = _plan(folder, config, scale)
+        plan = rehearsal_plan(folder, config, scale)
         try:
             say("starting Redis, the coordinator, one trainer, reward and advantage")
             stack.up(folder, plan, say)
@@ -102,7 +103,8 @@ def rehearsed_run(config: RunConfig, scale: Scale, say: Say, logs: Path) -> Iter
                 client = redis.Redis.from_url(
                     plan.redis, socket_timeout=REDIS_SECONDS, socket_connect_timeout=REDIS_SECONDS
                 )
-                yield Counters(folder, client, coordinator, work / "runs" / RUN_ID, RUN_ID)
+                engines = EngineNumbers([(time.monotonic(), scale.rollout)], config.autoscale.mode)
+                yield Counters(folder, client, coordinator, work / "runs" / RUN_ID, RUN_ID, engines)
         except BaseException:
             shutil.copytree(folder.logs, logs, dirs_exist_ok=True)
             say(f"the services' logs are in {logs}")
@@ -127,22 +129,32 @@ def _model(config: RunConfig, work: Path) -> Path:
         raise CliError(str(error)) from error
 
 
-def _plan(folder: StateFolder, config: RunConfig, scale: Scale) -> StackPlan:
-    """Plan the services: all as usual, but the rollout replicas in few processes."""
+def rehearsal_plan(folder: StateFolder, config: RunConfig, scale: Scale) -> StackPlan:
+    """Plan the services: all as usual, except the rollout replicas.
+
+    Those of the start share few processes. Each that the autoscaler adds has its own.
+    """
     wanted = max(config.rehearsal.redis_bytes // scale.payload, 16 << 20)
     os.environ["RELAXD_REDIS_MAXMEMORY"] = str(min(wanted, psutil.virtual_memory().total // 3))
     replicas = {ROLLOUT: 0, REFERENCE: 0, AGENT: scale.agents}
     plan = stack.make_plan(folder, port=0, replicas=replicas, stop_with_parent=True, grace_seconds=GRACE_SECONDS)
     template = plan.templates[ROLLOUT]
+    template.environment["CUDA_VISIBLE_DEVICES"] = ""
+    calls = folder.path / CALLS
+    calls.mkdir(parents=True)
+
+    def command(count: int, name: str) -> list[str]:
+        gpus = str(max(GPUS, config.rollout.tensor_parallel))
+        return [sys.executable, "-m", MANY_ROLLOUTS, str(count), gpus, str(calls / f"{name}.txt")]
+
+    template.command = command(1, "added")
     left, number = scale.rollout, 0
     while left:
         count, number = min(left, REPLICAS_IN_PROCESS), number + 1
-        calls = folder.path / CALLS
-        calls.mkdir(parents=True, exist_ok=True)
-        gpus = str(max(GPUS, config.rollout.tensor_parallel))
-        command = [sys.executable, "-m", MANY_ROLLOUTS, str(count), gpus, str(calls / f"{number}.txt")]
-        name, environment = f"rollout-{number}", {**template.environment, "CUDA_VISIBLE_DEVICES": ""}
-        plan.services.append(ServiceSpec(name=name, role=ROLLOUT, command=command, environment=environment))
+        name, environment = f"rollout-{number}", dict(template.environment)
+        plan.services.append(
+            ServiceSpec(name=name, role=ROLLOUT, command=command(count, name), environment=environment)
+        )
         left -= count
     for spec in plan.services:
         if spec.role == TRAINER and visible_gpus():
@@ -197,7 +209,8 @@ def _measure(config: RunConfig, scale: Scale, seconds: float, counters: Counters
         worst_group_bytes=per_token * config.rollout.samples_per_prompt * config.rollout.max_new_tokens,
         redis_bytes=config.rehearsal.redis_bytes,
         call_times=times,
-        least_step_seconds=least_step_seconds(config, scale.rollout, scale.agents),
+        least_step_seconds=least_step_seconds(config, counters.engines.most, scale.agents),
+        engines=counters.engines,
     )
 
 
@@ -244,7 +257,8 @@ def _window(counters: Counters, seconds: float, say: Say, interrupted: Callable[
             said = now
             groups = run.groups
             counts = f"{groups.published} groups published, {groups.trained} trained, {groups.dropped} dropped"
-            say(f"{now - begun:4.0f} s: step {run.step}, {counts}; waits for {current_wait(run) or 'nothing'}")
+            number = f"; {counters.engines.last} rollout replicas" if counters.engines.mode != "off" else ""
+            say(f"{now - begun:4.0f} s: step {run.step}, {counts}; waits for {current_wait(run) or 'nothing'}{number}")
         if first is None and now - trains_since > max(FIRST_STEP_SECONDS, FIRST_STEP_FACTOR * seconds):
             raise CliError(
                 f"no step ended in {now - trains_since:.0f} s: {run.waiting_for or current_wait(run)}",

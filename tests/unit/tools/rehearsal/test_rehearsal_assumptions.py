@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from relaxd.board import worst_bytes
+from relaxd.config.autoscale import AutoscaleConfig
 from relaxd.config.load_toml import load, load_file
 from relaxd.config.write_toml import dump
 from relaxd.envs.loading import load_environment
@@ -43,6 +44,16 @@ def test_a_trainer_over_hosts_is_rehearsed_on_one(tmp_path: Path) -> None:
     config = config.model_copy(update={"trainer": config.trainer.model_copy(update={"ranks": 8, "hosts": 2})})
     changed = rehearsed(config, Scale(rollout=64, time=10.0, payload=8), model=tmp_path / "stand-in", folder=tmp_path)
     assert load(dump(changed)) == changed
+
+
+def test_the_autoscaler_is_as_much_faster_as_steps(tmp_path: Path) -> None:
+    config = load_file(SHAPES[0])
+    autoscale = AutoscaleConfig(mode="on", out_seconds=30, in_seconds=120, in_cooldown_seconds=300)
+    config = config.model_copy(update={"autoscale": autoscale})
+    changed = rehearsed(config, Scale(rollout=64, time=10.0, payload=8), model=tmp_path / "stand-in", folder=tmp_path)
+    found = changed.autoscale
+    assert (found.mode, found.out_cooldown_seconds, found.in_cooldown_seconds) == ("on", 6.0, 30.0)
+    assert (found.out_seconds, found.in_seconds) == (5.0, 12.0)  # not 3 s: it looks once a second
 
 
 def test_payloads_are_scaled_to_the_memory_that_there_is() -> None:

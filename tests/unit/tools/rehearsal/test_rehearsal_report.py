@@ -8,6 +8,7 @@ from relaxd.tools.rehearsal import rehearsal_report
 from relaxd.tools.rehearsal.assumptions import Scale
 from relaxd.tools.rehearsal.control_plane import CallTimes
 from relaxd.tools.rehearsal.counters import Sample
+from relaxd.tools.rehearsal.engine_numbers import EngineNumbers
 from relaxd.tools.rehearsal.rehearsal_report import Measured
 
 
@@ -39,6 +40,7 @@ FOUND = Measured(
     redis_bytes=1 << 30,
     call_times=CallTimes(heartbeat_at_rest=0.01, heartbeat_working=0.2, lease=0.5),
     least_step_seconds=50.0,
+    engines=EngineNumbers([(90.0, 4)]),
 )
 
 
@@ -72,6 +74,17 @@ LIMITS = [
     ),
     ({"step_file_seconds": 5.0}, "met when sizes double (at 1.5 x): writing the step file", 60 / 40),
 ]
+
+
+def test_the_host_of_a_rollout_replica_has_the_mean_number() -> None:
+    """Two replicas for 5 s and six for 15 s are five."""
+    rest = replace(FOUND, engines=EngineNumbers([(90.0, 5)]))
+    scaled = replace(FOUND, engines=EngineNumbers([(90.0, 2), (105.0, 6)], "on"))
+    name = "the host of a rollout replica"
+    (alike,) = (one.used for one in rehearsal_report.limits(rest) if one.name == name)
+    (used,) = (one.used for one in rehearsal_report.limits(scaled) if one.name == name)
+    assert used == pytest.approx(alike)
+    assert used == pytest.approx(FOUND.cpu("rollout") / 5)
 
 
 @pytest.mark.parametrize(("changes", "said", "factor"), LIMITS)
@@ -119,10 +132,14 @@ def test_rows() -> None:
         "Heartbeat p99 10 ms at rest, 200 ms with steps 30 times as fast; LeaseGpus p99 500 ms while all started"
     )
     assert "idle replicas" not in rows
-    few = replace(FOUND, scale=replace(FOUND.scale, rollout=40))
+    assert "autoscaler" not in str(rows)
+    few = replace(FOUND, engines=EngineNumbers([(90.0, 40)]))
     assert dict(rehearsal_report.rows(few))["idle replicas"].startswith(
         "8 of 40 rollout replicas never have work: the gate admits"
     )
+    scaled = dict(rehearsal_report.rows(replace(FOUND, engines=EngineNumbers([(90.0, 2), (105.0, 8)], "on"))))
+    assert scaled["the autoscaler (on)"] == "2 for 5 s, 8 for 15 s. Decisions: none"
+    assert scaled["the control plane"].startswith("meets its goals with 8 rollout replicas")  # of the window at rest
     many = replace(FOUND, dropped={"stale": 60, "too_long": 20})
     assert (
         rehearsal_report.verdict(many)
