@@ -39,6 +39,13 @@ class Node:
         """Put the cable back."""
         _ip("-n", self.name, "link", "set", INTERFACE, "up")
 
+    def add_interface(self, name: str, address: str) -> None:
+        """Add an interface that leads nowhere, with an address such as 10.0.0.1/24."""
+        _ip("-n", self.name, "link", "add", name, "type", "veth", "peer", "name", f"{name}-end")
+        _ip("-n", self.name, "link", "set", f"{name}-end", "up")
+        _ip("-n", self.name, "addr", "add", address, "dev", name)
+        _ip("-n", self.name, "link", "set", name, "up")
+
     def pids(self) -> list[int]:
         """Return the process ids of the node's programs."""
         return [int(pid) for pid in _ip("netns", "pids", self.name).split()]

@@ -9,7 +9,7 @@ from relaxd import __version__
 from relaxd.board import roles_for
 from relaxd.config import RunConfig
 from relaxd.process.child import ChildError
-from relaxd.process.interfaces import interface_towards
+from relaxd.process.interfaces import check_reaches, interface_towards
 from relaxd.replica.replica_context import ReplicaContext
 from relaxd.replica.service_interface import ReplicaService, ServiceStatus
 from relaxd.roles import RANKS, TRAINER
@@ -149,16 +149,21 @@ class RanksService(ReplicaService):
             assert pool is not None
             try:
                 interface = await asyncio.to_thread(interface_towards, start.store_host, start.store_port)
+                place = MeetingPlace(
+                    host=start.store_host,
+                    listen=start.store_host,
+                    port=start.store_port,
+                    size=config.trainer.ranks,
+                    interface=interface,
+                    attempt=start.attempt,
+                )
+                await asyncio.to_thread(check_reaches, place.gloo_interfaces, place.host, place.port)
             except OSError as error:
-                raise FailedPrecondition(f"{settings.replica_id} finds no way to {start.store_host}: {error}") from None
-            place = MeetingPlace(
-                host=start.store_host,
-                listen=start.store_host,
-                port=start.store_port,
-                size=config.trainer.ranks,
-                interface=interface,
-                attempt=start.attempt,
-            )
+                raise FailedPrecondition(
+                    f"{settings.replica_id} finds no way to {start.store_host}: {error}. Correct "
+                    f"GLOO_SOCKET_IFNAME of {settings.replica_id}, or --host or --advertise (RELAXD_HOST, "
+                    f"RELAXD_ADVERTISE) of {start.trainer_id}"
+                ) from None
             attempt = HostAttempt(start, pool, place)
             work = rank_pb2.WorkRequest(
                 run_id=self._assignment.run_id,
@@ -172,7 +177,7 @@ class RanksService(ReplicaService):
             attempt.begin(work)
             self._attempt = attempt
             self._detail = f"ranks {start.first_rank} to {start.first_rank + start.ranks - 1} of {start.trainer_id}"
-            logger.info("attempt %d: %s, over %s", start.attempt, self._detail, interface)
+            logger.info("attempt %d: %s, over %s", start.attempt, self._detail, place.gloo_interfaces)
             return attempt
 
     async def end(self, attempt: HostAttempt) -> None:

@@ -18,7 +18,7 @@ from relaxd import __version__
 from relaxd.board import Board, BoardError, Fenced, stages_for
 from relaxd.config import RunConfig
 from relaxd.process.child import ChildError
-from relaxd.process.interfaces import interface_towards
+from relaxd.process.interfaces import check_reaches, interface_towards
 from relaxd.process.ports import NoFreePort, ReservedPort, reserve_port
 from relaxd.replica.peer_replicas import Peer, PeerReplicas
 from relaxd.replica.replica_context import ReplicaContext
@@ -171,7 +171,9 @@ class HostRanks:
         while place is None:
             place = await self._start_others(await self._hosts.wait_ready(self._on_wait))
         names = ", ".join(host.host for host in self._others)
-        logger.info("attempt %d: ranks are on this host and on %s, over %s", place.attempt, names, place.interface)
+        logger.info(
+            "attempt %d: ranks are on this host and on %s, over %s", place.attempt, names, place.gloo_interfaces
+        )
         self._on_wait("starting the ranks")
         numbers = range(self._hosts.config.trainer.ranks_per_host)
         self._own = RankProcesses(numbers, self._on_event, self._pool, place=place)
@@ -228,7 +230,15 @@ class HostRanks:
             with contextlib.suppress(OSError):
                 await asyncio.to_thread(mark.unlink)
         refused = {host.host: result for host, result in zip(self._others, results, strict=True) if result is not None}
-        if not refused:
+        if not refused:  # all hosts have answered, so what fails now is this host's interface
+            try:
+                for peer in peers:
+                    host, port = _host_and_port(peer.address)
+                    await asyncio.to_thread(check_reaches, place.gloo_interfaces, host, port)
+            except OSError as error:
+                raise ChildError(
+                    f"the trainer's host finds no way to {peer.replica_id}: {error}. Correct its GLOO_SOCKET_IFNAME"
+                ) from error
             return place
         self._end_others()
         for host, refusal in refused.items():
@@ -240,7 +250,6 @@ class HostRanks:
     def _meet(self, attempt: int, addresses: Sequence[str]) -> MeetingPlace:
         """Return the meeting place of this host's ranks with those at other addresses. Raises ChildError."""
         hosts = self._hosts
-        host, _, port = addresses[0].rpartition(":")
         far = [address for address in addresses if not is_loopback(address.rpartition(":")[0])]
         if far and is_loopback(hosts.advertised):
             raise ChildError(
@@ -249,7 +258,7 @@ class HostRanks:
             )
         try:
             self._port = reserve_port(hosts.listen, hosts.config.weights.port_range)
-            interface = interface_towards(host.strip("[]"), int(port))
+            interface = interface_towards(*_host_and_port(addresses[0]))
         except NoFreePort as error:
             raise ChildError(str(error)) from error
         except OSError as error:
@@ -262,6 +271,11 @@ class HostRanks:
             interface=interface,
             attempt=attempt,
         )
+
+
+def _host_and_port(address: str) -> tuple[str, int]:
+    host, _, port = address.rpartition(":")
+    return host.strip("[]"), int(port)
 
 
 def _order(replica_id: str) -> list[tuple[int, str]]:

@@ -91,9 +91,14 @@ class MeetingPlace:
     size: int
     """Ranks of the world."""
     interface: str
-    """Network interface of this machine's ranks; empty: any."""
+    """Network interface of this machine's ranks unless variables name others; empty: any."""
     attempt: int = 0
     """Number of the start, for ranks on several hosts: ranks of different attempts never meet."""
+
+    @property
+    def gloo_interfaces(self) -> str:
+        """Interfaces of gloo, separated by commas."""
+        return os.environ.get("GLOO_SOCKET_IFNAME", self.interface)
 
     def environment(self, number: int, local: int) -> dict[str, str]:
         """Return the environment variables of a rank, which is the `local`-th of its machine."""
@@ -106,7 +111,7 @@ class MeetingPlace:
         }
         if self.interface:
             # gloo has no authentication: bind it to one interface.
-            found["GLOO_SOCKET_IFNAME"] = os.environ.get("GLOO_SOCKET_IFNAME", self.interface)
+            found["GLOO_SOCKET_IFNAME"] = self.gloo_interfaces
         if self.attempt:
             found[ATTEMPT_VARIABLE] = str(self.attempt)
             found["NCCL_SOCKET_IFNAME"] = os.environ.get("NCCL_SOCKET_IFNAME", f"={self.interface}")

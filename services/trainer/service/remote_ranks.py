@@ -102,9 +102,9 @@ class RemoteRanks:
             await self._next()
         except grpc.aio.AioRpcError as error:
             newest = failed_precondition(error, SUPERSEDED)
-            raise HostRefused(str(_of_host(self.host, error)), int(newest or 0)) from None
+            raise HostRefused(self._with_address(_of_host(self.host, error)), int(newest or 0)) from None
         except RpcError as error:
-            raise HostRefused(str(error)) from None
+            raise HostRefused(self._with_address(error)) from None
         self._following = asyncio.create_task(self._follow(), name=f"ranks of {self.host}")
 
     async def failed(self) -> RpcError:
@@ -136,6 +136,11 @@ class RemoteRanks:
             raise Unavailable(f"{self.host} has ended its ranks")
         answer: ranks_pb2.StartRanksResponse = response
         return answer
+
+    def _with_address(self, error: RpcError) -> str:
+        """Return the words of a start's error; if nothing answered, with the address, which may be wrong."""
+        address = f" (its address is {self._peer.address}, by --host or --advertise: RELAXD_HOST, RELAXD_ADVERTISE)"
+        return f"{error}{address if isinstance(error, Unavailable) else ''}"
 
     async def _follow(self) -> None:
         """Read the responses until the ranks fail."""

@@ -1,6 +1,7 @@
 """The address and the interface on which a trainer's ranks meet those of other hosts."""
 
 import re
+import socket
 from types import SimpleNamespace
 from typing import Any
 
@@ -8,7 +9,7 @@ import psutil
 import pytest
 
 from relaxd.process.child import ChildError
-from relaxd.process.interfaces import address_towards, interface_towards
+from relaxd.process.interfaces import address_towards, check_reaches, interface_towards
 from services.trainer.service.host_ranks import HostRanks
 from services.trainer.service.rank_pool import RankPool
 from services.trainer.service.rank_processes import MeetingPlace
@@ -53,6 +54,22 @@ def test_an_address_of_no_interface_is_named(monkeypatch: pytest.MonkeyPatch) ->
     message = "no network interface has the address 127.0.0.1, which is on the route to 127.0.0.1"
     with pytest.raises(OSError, match=re.escape(message)):
         interface_towards("127.0.0.1", 1)
+
+
+def test_a_connection_that_is_refused_has_reached_its_machine() -> None:
+    with socket.socket() as unheard:
+        unheard.bind(("127.0.0.1", 0))
+        for name, address in own_addresses():
+            check_reaches(name, address, unheard.getsockname()[1])
+
+
+def test_an_interface_that_does_not_reach_a_machine_is_named() -> None:
+    (loopback,) = (name for name, address in own_addresses() if address == "127.0.0.1")
+    with pytest.raises(OSError, match="no interface 'eth77' with an AF_INET address is on this machine, which has "):
+        check_reaches(f"{loopback},eth77", "127.0.0.1", 1)
+    message = f"192.0.2.1:50051 is not reached from interface {loopback} (127.0.0.1): "
+    with pytest.raises(OSError, match=re.escape(message)):
+        check_reaches(loopback, "192.0.2.1", 50051)
 
 
 def test_ranks_meet_on_the_interface_towards_the_other_host() -> None:

@@ -92,6 +92,11 @@ class Host:
     def start(self) -> None:
         self.process = start_python(*self._words, environment=self._environment, within=self.node)
 
+    def correct(self, environment: Mapping[str, str]) -> None:
+        """Start it again with other variables."""
+        self._environment = environment
+        self.start()
+
     def rank_pids(self) -> list[int]:
         """Return the process ids of its ranks by its last heartbeat, without those of spare ones."""
         gauges = self._coordinator.gauges.get(self.name, {})
