@@ -7,6 +7,7 @@ thread.
 
 import contextlib
 import logging
+import os
 import socket
 import threading
 import time
@@ -201,6 +202,7 @@ class WeightGroup:
             )
             store = dist.PrefixStore(f"weights/{self.name}", client)
             self._meet(store, deadline, timeout)
+            logger.info("weight group %s: rank %d of %d, %s", self.name, self.rank, self.world_size, self._route())
             connection = self._build(store, max(deadline - time.monotonic(), 0.5))
         except RuntimeError as error:  # dist.DistError and its kin are RuntimeErrors
             reason = str(error).splitlines()[0]
@@ -250,6 +252,14 @@ class WeightGroup:
         """
         self.aborted.set()
         self._close()
+
+    def _route(self) -> str:
+        """Return the words for the transport and what it binds: gloo an address, NCCL the interfaces that it may."""
+        if self._on_cpu:
+            return f"{self.transport} from {address_towards(*self._store_address)}"
+        if self.transport == "nccl" and (interfaces := os.environ.get("NCCL_SOCKET_IFNAME")):
+            return f"nccl with NCCL_SOCKET_IFNAME={interfaces}"
+        return self.transport
 
     def _meet(self, store: dist.PrefixStore, deadline: float, timeout: float) -> None:
         if store.add(f"rank{self.rank}", 1) != 1:

@@ -1,5 +1,6 @@
 """The chain of a weight group, whose members are threads of this process."""
 
+import logging
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -38,6 +39,37 @@ def everywhere(group: list[WeightGroup], call: Callable[[WeightGroup], Any]) -> 
 
     with ThreadPoolExecutor(SIZE) as threads:
         return list(threads.map(attempt, group))
+
+
+@pytest.mark.parametrize("transport", ["gloo", "gloo_chain"])
+def test_each_member_logs_the_address_that_it_sends_from(
+    transport: Transport, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "relaxd.weights.weight_group")
+    for member in members(f"logged-{transport}", transport):
+        member.abort()
+    told = {
+        f"weight group logged-{transport}: rank {rank} of {SIZE}, {transport} from 127.0.0.1" for rank in range(SIZE)
+    }
+    assert {record.getMessage() for record in caplog.records} == told
+
+
+@pytest.mark.parametrize(
+    ("variables", "told"),
+    [({}, ", nccl"), ({"NCCL_SOCKET_IFNAME": "=eth7"}, ", nccl with NCCL_SOCKET_IFNAME==eth7")],
+)
+def test_a_member_on_a_gpu_logs_the_interfaces_that_nccl_may_take(
+    variables: dict[str, str], told: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    caplog.set_level(logging.INFO, "relaxd.weights.weight_group")
+    monkeypatch.delenv("NCCL_SOCKET_IFNAME", raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    place = Rendezvous(transport="nccl", store_port=STORE.port, name=f"logged{told}", world_size=1)
+    with pytest.raises(WeightGroupError, match="nccl needs a GPU, none was given"):  # after it has met the others
+        WeightGroup(place, 0).connect(PROMPT)
+    (record,) = caplog.records
+    assert record.getMessage().endswith(f": rank 0 of 1{told}")
 
 
 @pytest.mark.parametrize("source", range(SIZE))
