@@ -1,4 +1,4 @@
-"""What media cost on a CPU: their normal form, their way over the board, and a run's steps.
+"""Cost of media on a CPU: of their normal form, their way over the board, and a run's steps.
 
     python -m benchmarks.media pool     # items/s of the coordinator's threads beside the decoder alone
     python -m benchmarks.media bytes    # bytes into and out of the board's Redis for each prompt

@@ -21,7 +21,7 @@ from relaxd.v1 import scaling_pb2 as pb
 
 SHOWN_DECISIONS = 10
 FOLLOW_SECONDS = 1.0
-"""Interval at which it is shown again: the autoscaler looks as often."""
+"""Interval between two views, in seconds: that of the autoscaler's own looks."""
 
 
 def autoscale(

@@ -265,8 +265,7 @@ class RunConfig(Section):
 
     @property
     def published_prompt_tokens(self) -> int:
-        """Maximum published tokens of a prompt: the student's, or the teacher's if it has its own prompt and that is
-        longer."""
+        """Maximum published tokens of a prompt: the student's, and also the teacher's if it has its own prompt."""
         return self.data.max_prompt_tokens + (self.teacher_prompt_tokens if self.has_privileged_teacher else 0)
 
     @model_validator(mode="after")

@@ -195,5 +195,5 @@ def _checked(content: bytes) -> bytes:
 
 
 def too_large() -> str:
-    """Return what is wrong with an item of more than MAX_BYTES, as the rest of a sentence."""
+    """Return the end of the sentence that refuses an item of more than MAX_BYTES."""
     return f"is larger than {MAX_BYTES >> 20} MiB, the maximum: make it smaller"

@@ -190,7 +190,7 @@ class Learner:
         self._offload = Offload(self.world.device)
         self._exported = exported_parameters(self._policy, self._architecture, self.world)
         self._sent = self._exported
-        """What broadcasts send: the parameters, or their copies."""
+        """Parameters that broadcasts send, or their copies."""
         self._kept_weights: KeptWeights | None = None
         self._changed = torch.cuda.Event() if self.world.device.type == "cuda" else None
         """Event on the GPU after the last change of the weights."""

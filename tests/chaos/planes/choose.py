@@ -11,7 +11,7 @@ MEDIA_FAULTS = tuple(
     for what in ("kill", "restart", "stall", "freeze")
     for whom in ("coordinator", "rollout", "both rollouts", "engine", "trainer", "redis")
 )
-"""How the names of faults begin that befall who reads media, keeps them, and looks at them."""
+"""First words of the faults of services that read, keep or look at media."""
 
 
 def kinds_of(algorithm: str = "grpo", columns: str = "small", redis: str = "single") -> list[Fault]:

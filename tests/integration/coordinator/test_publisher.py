@@ -197,7 +197,7 @@ SMALL, LARGE = 64, 256
 async def published_at_the_gate(
     redis_url: str, folder: Path, widths: Sequence[int], *, high_water: int, most_tokens: int, until: tuple[str, int]
 ) -> tuple[int, int]:
-    """Publish prompts with pictures of noise, `until` this shuts the gate and so many groups, or more, are published.
+    """Publish prompts with pictures of noise until the gate is shut, for the reason and after the groups in `until`.
 
     Returns the number of groups and the bytes that they count with.
     """
@@ -297,7 +297,7 @@ async def test_a_prompt_that_is_tried_again_has_the_picture_of_its_first_try(red
 
 
 async def test_the_gate_counts_the_media_of_prompts(redis_url: str, tmp_path: Path) -> None:
-    """What the open step lacks is published, and nothing more, as its pictures exceed the mark alone."""
+    """The gate lets only the groups that the open step lacks pass: their pictures alone exceed the mark."""
     sizes = {"high_water": LACKING * 128 * 1024, "most_tokens": 128}
     found = await published_at_the_gate(redis_url, tmp_path, [LARGE] * 16, **sizes, until=("memory", LACKING))
     assert found[0] == LACKING

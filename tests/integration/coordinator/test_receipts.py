@@ -64,7 +64,7 @@ class Trainer(trainer_pb2_grpc.TrainerServicer):
         self._buckets = plan_buckets(specs, 20_000, source_rank=0)
         self._group: WeightGroup | None = None
         self.dies = False
-        """Whether it is gone once it has sent everything."""
+        """True if the trainer dies once it has sent everything."""
 
     def tensors(self, version: int) -> dict[str, torch.Tensor]:
         generator = torch.Generator().manual_seed(version)

@@ -35,7 +35,7 @@ from services.rollout.engines.sglang.schedulers import (
 
 
 class SchedulerUpdate:
-    """Has every scheduler process install new weights in one pause. Needs a lock of its owner."""
+    """Installs new weights in all scheduler processes in one pause. The caller holds a lock."""
 
     def __init__(
         self, number: int, ranks: int, receive: rollout_pb2.ReceiveWeightsRequest, key: str, pause_deadline: float
