@@ -56,6 +56,10 @@ class _Retry(Exception):
     """A prompt was not answered or scored for a reason that may pass."""
 
 
+class _TooLarge(Exception):
+    """A message with a prompt's media was refused. The text says between whom, and by what error."""
+
+
 @dataclass
 class _Question:
     """A prompt of a set and its attempts."""
@@ -246,6 +250,9 @@ class _Evaluation:
                 # The replica gets no other prompt before: slow rewards must not pile up answers here.
                 whole = [final for final in finals if not final.failure]
                 scores = [one for some in _in_messages(whole) for one in await self._score(asked, prompt, some)]
+            except _TooLarge as error:
+                what = f"{asked.name}, prompt {question.index}: with its media it is too large for a message"
+                raise EvaluationFailed(f"{what} {error}") from error
             finally:
                 self._busy[replica.replica_id] -= asked.samples_per_prompt
         except _Retry:
@@ -287,7 +294,7 @@ class _Evaluation:
             media_contents=prompt.media.contents,
         )
         call = self._context.peers.rollout(engine.registration.address).Generate(request, timeout=LONG_CALL_SECONDS)
-        finals = await self._read_all(asked, prompt, call, engine, self._context.config.eval.stall_seconds)
+        finals = await self._read_all(asked, call, engine, self._context.config.eval.stall_seconds)
         if any(final.finish_reason == FINISH_REASON_ABORT for final in finals):  # weights.pause = "abort"
             raise _Retry("a weight synchronisation aborted an answer")
         return [
@@ -318,22 +325,17 @@ class _Evaluation:
         config = self._context.config
         # Progress may stall as long as one call of the environment takes.
         stall_seconds = config.eval.stall_seconds + ROLES[AGENT].timeout_seconds(config)
-        return await self._read_all(asked, prompt, call, agent, stall_seconds)
+        return await self._read_all(asked, call, agent, stall_seconds)
 
     async def _read_all(
-        self,
-        asked: ResolvedSet,
-        prompt: Prompt,
-        call: AsyncIterable[Final],
-        replica: Replica,
-        stall_seconds: float,
+        self, asked: ResolvedSet, call: AsyncIterable[Final], replica: Replica, stall_seconds: float
     ) -> list[Final]:
         """Return the answers that a call streams, in order."""
 
         async def read() -> list[Final]:
             return sorted([final async for final in call], key=lambda final: final.sample)
 
-        finals = await self._await_answer(asked, prompt, read(), replica, stall_seconds)
+        finals = await self._await_answer(read(), replica, stall_seconds)
         count = asked.samples_per_prompt
         if [final.sample for final in finals] != list(range(count)):
             raise _Retry(f"{replica.replica_id} ended the call with {len(finals)} of {count} answers")
@@ -364,13 +366,11 @@ class _Evaluation:
             # Progress may stall as long as one sample takes, twice if the reward's process dies.
             config = self._context.config
             stall_seconds = config.eval.stall_seconds + 2 * ROLES[REWARD].timeout_seconds(config)
-            return list((await self._await_answer(asked, prompt, call, reward, stall_seconds)).scores)
+            return list((await self._await_answer(call, reward, stall_seconds)).scores)
         finally:
             self._busy[reward.replica_id] -= 1
 
-    async def _await_answer(
-        self, asked: ResolvedSet, prompt: Prompt, call: Awaitable[Result], replica: Replica, stall_seconds: float
-    ) -> Result:
+    async def _await_answer(self, call: Awaitable[Result], replica: Replica, stall_seconds: float) -> Result:
         try:
             return await answer(call, replica, self._context.fleet.registry, stall_seconds)
         except NoAnswer as problem:
@@ -379,10 +379,8 @@ class _Evaluation:
             if error.code() in (grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.NOT_FOUND):
                 raise EvaluationFailed(explain(error)) from error
             if is_too_large(error):
-                raise EvaluationFailed(
-                    f"{asked.name}, prompt {prompt.index}: with its media it is too large for a message between the "
-                    f"coordinator and {replica.replica_id}: make them smaller ({explain(error)})"
-                ) from error
+                between = f"between the coordinator and {replica.replica_id}"
+                raise _TooLarge(f"{between}: make them smaller ({explain(error)})") from error
             raise _Retry(f"{replica.replica_id}: {explain(error)}") from error
 
     async def _await_any(self, find: Callable[[], list[Replica]], condition: str) -> list[Replica]:
