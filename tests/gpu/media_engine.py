@@ -9,20 +9,7 @@ from relaxd.config import RolloutConfig
 from tests.integration.rollout.rollout_kit import Source
 from tests.integration.rollout.sglang.syncs import sync
 from tests.kit.engines import EngineRunner
-from tests.kit.vision import TOWER
 
-TEXT = {
-    "hidden_size": 256,
-    "intermediate_size": 512,
-    "head_dim": 64,
-    "rope_parameters": {
-        "rope_type": "default",
-        "rope_theta": 1000.0,
-        "mrope_section": [12, 10, 10],
-        "mrope_interleaved": True,
-    },
-}
-EYES = TOWER | {"hidden_size": 128, "intermediate_size": 256, "out_hidden_size": 256}
 MEAN, LARGEST = 0.05, 0.2
 """Tolerances of log-probs: bfloat16 alone gives 0.013 and 0.041 in transformers itself, another picture 0.55."""
 TOKENS = 24

@@ -18,11 +18,12 @@ from PIL import Image
 from transformers import PreTrainedModel, Qwen3VLForConditionalGeneration
 
 from relaxd.data.vision import VisionModel, read_vision
-from tests.gpu.media_engine import BUCKET_BYTES, EYES, LARGEST, MEAN, TEXT, TOKENS, media_engine
+from tests.gpu.media_engine import BUCKET_BYTES, LARGEST, MEAN, TOKENS, media_engine
 from tests.integration.rollout.rollout_kit import Source
 from tests.integration.rollout.sglang.syncs import sync
 from tests.integration.rollout.weight_source import weights_of
 from tests.kit.engines import EngineRunner, reference_logprobs
+from tests.kit.media_run import EYES, TEXT
 from tests.kit.vision import (
     Item,
     clip,

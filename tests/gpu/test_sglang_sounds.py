@@ -20,15 +20,15 @@ if not torch.cuda.is_available():
 from safetensors.torch import save_file
 from transformers import PreTrainedModel, Qwen3OmniMoeThinkerForConditionalGeneration
 
-from tests.gpu.media_engine import BUCKET_BYTES, EYES, LARGEST, MEAN, TEXT, TOKENS, media_engine
+from tests.gpu.media_engine import BUCKET_BYTES, LARGEST, MEAN, TOKENS, media_engine
 from tests.integration.rollout.rollout_kit import Source
 from tests.integration.rollout.sglang.syncs import sync
 from tests.integration.rollout.weight_source import weights_of
 from tests.kit.engines import EngineRunner
-from tests.kit.sounds import EARS, make_omni_model, omni_logprobs, omni_prompt, sound, without_marks
+from tests.kit.media_run import EYES, HEARS, TEXT
+from tests.kit.sounds import make_omni_model, omni_logprobs, omni_prompt, sound, without_marks
 from tests.kit.vision import Item, picture
 
-HEARS = EARS | {"d_model": 128, "encoder_ffn_dim": 256, "output_dim": 256}
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 4, "moe_intermediate_size": 128}
 CASES: dict[str, tuple[list[Item], list[Item]]] = {
     "text": ([], []),
