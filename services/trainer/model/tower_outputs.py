@@ -111,8 +111,11 @@ def _hear(tower: torch.nn.Module, spectrograms: Sequence[Tensor], grids: Sequenc
 
     Each runs alone: beside a longer one the tower would hear a sound of less than a second otherwise.
     """
+    dtype = next(tower.parameters()).dtype  # to which transformers 5.12 doesn't convert
     lengths = [torch.tensor(grid, device=one.device) for one, grid in zip(spectrograms, grids, strict=True)]
-    heard = [tower(one, feature_lens=own, return_dict=True) for one, own in zip(spectrograms, lengths, strict=True)]
+    heard = [
+        tower(one.to(dtype), feature_lens=own, return_dict=True) for one, own in zip(spectrograms, lengths, strict=True)
+    ]
     return [torch.cat([one.pooler_output for one in heard])]
 
 
