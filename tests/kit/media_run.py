@@ -59,7 +59,7 @@ STALE = 4.0
 CONFIG = """
 [run]
 steps = {steps}
-colocate = true
+colocate = {colocate}
 
 [model]
 path = "model"
@@ -115,8 +115,12 @@ sampling_backend = "pytorch"
 mm_attention_backend = "sdpa"
 disable_cuda_graph = true
 max_total_tokens = 32768"""
-ENGINES = {"sglang": (SGLANG, "cuda_ipc"), "transformers": ('engine = "transformers"\nthreads = 1', "gloo")}
-"""Settings of an engine, and the transport of its weights on the trainer's device."""
+ENGINES = {
+    "sglang": (SGLANG, "cuda_ipc", "true"),
+    "sglang-apart": (SGLANG, "nccl", "false"),
+    "transformers": ('engine = "transformers"\nthreads = 1', "gloo", "true"),
+}
+"""Settings of an engine, the transport of its weights, and whether it shares the trainer's device."""
 
 
 def _make_mixture(folder: Path) -> Path:
@@ -207,7 +211,7 @@ def make_place(folder: Path, case: MediaCase, engine: str) -> Workplace:
     """Write a case's model and its configuration."""
     case.make(folder / "model")
     (folder / "tiny_reward.py").write_text(REWARD)
-    settings, transport = ENGINES[engine]
+    settings, transport, colocate = ENGINES[engine]
     text = CONFIG.format(
         steps=STEPS,
         samples=SAMPLES,
@@ -216,6 +220,7 @@ def make_place(folder: Path, case: MediaCase, engine: str) -> Workplace:
         engine=settings,
         lr=case.rate,
         transport=transport,
+        colocate=colocate,
         more=OWN_SOUND if "video" in case.keys else "",
     )
     (folder / "run.toml").write_text(text)
