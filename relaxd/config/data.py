@@ -220,6 +220,8 @@ class DataConfig(Section):
     media_hosts: tuple[str, ...] = ()
     """Hosts from which items at http(s) addresses are fetched, such as ["images.example.org", "store:9000"], redirects
     included: names as URLs have them, with the port unless it is the scheme's own. Empty: addresses are refused."""
+    media_wait_seconds: float = Field(default=600.0, ge=0)
+    """Time for which a run that has begun waits for hosts of media_hosts that don't answer, before it ends."""
     min_image_tokens: int = Field(default=0, ge=0)
     """Enlarge images to at least about this many tokens; 0 means the model's minimum."""
     max_image_tokens: int = Field(default=0, ge=0)

@@ -7,7 +7,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from threading import RLock
 
 from relaxd.data.examples import Example
-from relaxd.data.vision import VisionModel, normalise
+from relaxd.data.vision import PromptHostAway, VisionModel, normalise
 from relaxd.media import NormalMedia
 from relaxd.media.sources import RemoteItem, with_hosts
 from relaxd.models import DataError
@@ -32,14 +32,18 @@ class MediaAhead:
         self._lock = RLock()
 
     def expect(self, examples: Iterable[tuple[int, Example]]) -> None:
-        """Start normalising the media of prompts that aren't in progress yet."""
+        """Start normalising the media of prompts that aren't in progress yet, or failed: files and hosts come back."""
         with self._lock:
             for index, example in examples:
-                if example.media and index not in self._found:
+                found = self._found.get(index)
+                if example.media and (found is None or (found.done() and found.exception() is not None)):
                     self._found[index] = self._pool.submit(normalise, example, self._vision)
 
     def take(self, index: int, example: Example) -> list[NormalMedia]:
-        """Return a prompt's media, and drop the oldest kept ones. Raises DataError."""
+        """Return a prompt's media, and drop the oldest kept ones.
+
+        Raises PromptHostAway: a host of them doesn't answer now; DataError: they are wrong.
+        """
         if not example.media:
             return []
         with self._lock:
@@ -56,11 +60,8 @@ class MediaAhead:
         except TimeoutError as error:
             hosts = _hosts(example)
             told = f" from {', '.join(hosts)}" if hosts else ""
-            raise DataError("data", f"{example.place}: its media{told} weren't read in {DEADLINE_SECONDS} s") from error
-        except Exception:
-            with self._lock:  # the file may be repaired
-                self._found.pop(index, None)
-            raise
+            problem = PromptHostAway if hosts else DataError
+            raise problem("data", f"{example.place}: its media{told} weren't read in {DEADLINE_SECONDS} s") from error
         finally:
             with self._lock:
                 self._awaited.remove(index)

@@ -30,7 +30,7 @@ from relaxd.media import (
 )
 from relaxd.media.media_tokens import NONE, SECOND_FRAMES, SECOND_TOKENS
 from relaxd.media.patches import SCALE, cut_patches
-from relaxd.media.sources import with_hosts
+from relaxd.media.sources import MediaHostAway, with_hosts
 from relaxd.media.videos import BlockRule
 from relaxd.models import DataError
 
@@ -56,6 +56,10 @@ VIDEO_DEFAULTS: dict[str, Any] = {
 """Default settings of Qwen3VLVideoProcessor and Qwen3OmniMoeProcessor."""
 POSITIONS_DEFAULT = 25
 """Default of `position_id_per_seconds` of Qwen3OmniMoeThinkerConfig."""
+
+
+class PromptHostAway(DataError):
+    """A prompt has media whose host doesn't answer now, but may later."""
 
 
 @dataclass(frozen=True)
@@ -324,5 +328,6 @@ def _read_each(
         try:
             found.append(function(MEDIA_KINDS[item.kind])(with_hosts(item.source, vision.hosts), rule))
         except MediaError as error:
-            raise DataError("data", f"{example.place}: {item.place} {error}") from error
+            problem = PromptHostAway if isinstance(error, MediaHostAway) else DataError
+            raise problem("data", f"{example.place}: {item.place} {error}") from error
     return found

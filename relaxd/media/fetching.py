@@ -9,7 +9,7 @@ import asyncio
 import aiohttp
 from yarl import URL
 
-from relaxd.media.sources import MAX_BYTES, MediaError, RemoteItem, too_large
+from relaxd.media.sources import MAX_BYTES, MediaError, MediaHostAway, RemoteItem, too_large
 from relaxd.waiting import Backoff, waiting
 
 ATTEMPT_SECONDS = 60.0
@@ -34,7 +34,9 @@ def fetch(item: RemoteItem) -> bytes:
 
     Passing faults (no answer in time, no connection, HTTP 408, 425, 429 and 5xx) are tried again.
 
-    Raises MediaError: it can't be fetched, or its host or that of a redirect isn't allowed.
+    Raises:
+        MediaHostAway: passing faults ATTEMPTS times in a row.
+        MediaError: it can't be fetched, or its host or that of a redirect isn't allowed.
     """
     return asyncio.run(_fetch(item))
 
@@ -59,7 +61,7 @@ async def _fetch(item: RemoteItem) -> bytes:
                 raise MediaError(f"{failed}: {type(error).__name__}") from None
             if attempt < ATTEMPTS:
                 await asyncio.sleep(BACKOFF.spread_pause(attempt))
-    raise MediaError(f"{failed}, {ATTEMPTS} times in a row: {fault}")
+    raise MediaHostAway(f"{failed}, {ATTEMPTS} times in a row: {fault}")
 
 
 async def _follow(address: URL, item: RemoteItem) -> bytes:

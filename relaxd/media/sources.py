@@ -33,6 +33,10 @@ class MediaError(ValueError):
     """A media item that can't be used. The message continues a sentence that names the item."""
 
 
+class MediaHostAway(MediaError):
+    """An item whose host doesn't answer now, but may later."""
+
+
 @dataclass(frozen=True)
 class RemoteItem:
     """An item at an http(s) address, which `read_source` fetches."""

@@ -205,6 +205,8 @@ class _WaitKindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_WaitKind.Val
     """Groups queue before one stage."""
     WAIT_KIND_GATE: _WaitKind.ValueType  # 17
     """The gate admits no groups."""
+    WAIT_KIND_MEDIA: _WaitKind.ValueType  # 18
+    """A host of data.media_hosts doesn't answer."""
 
 class WaitKind(_WaitKind, metaclass=_WaitKindEnumTypeWrapper):
     """What a run waits for. docs/waiting.md says what ends each wait."""
@@ -245,6 +247,8 @@ WAIT_KIND_STAGE: WaitKind.ValueType  # 16
 """Groups queue before one stage."""
 WAIT_KIND_GATE: WaitKind.ValueType  # 17
 """The gate admits no groups."""
+WAIT_KIND_MEDIA: WaitKind.ValueType  # 18
+"""A host of data.media_hosts doesn't answer."""
 Global___WaitKind: _TypeAlias = WaitKind  # noqa: Y015
 
 @_typing.final

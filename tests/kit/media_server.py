@@ -17,8 +17,8 @@ class MediaServer(ThreadingHTTPServer):
 
     daemon_threads = True
 
-    def __init__(self) -> None:
-        super().__init__(("127.0.0.1", 0), _Handler)
+    def __init__(self, port: int = 0) -> None:
+        super().__init__(("127.0.0.1", port), _Handler)
         self.files: dict[str, bytes] = {}
         self.redirects: dict[str, str] = {}
         self.statuses: dict[str, list[int]] = {}
@@ -94,8 +94,8 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 @contextmanager
-def media_server() -> Iterator[MediaServer]:
-    with MediaServer() as server:
+def media_server(port: int = 0) -> Iterator[MediaServer]:
+    with MediaServer(port) as server:
         thread = Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True)
         thread.start()
         try:

@@ -14,6 +14,7 @@ from relaxd.board import Counts, DropReason
 from relaxd.config import RunConfig
 from relaxd.data.curriculum.run_curriculum import Curriculum
 from relaxd.data.dataset import RunData
+from relaxd.data.vision import PromptHostAway
 from relaxd.drop_reasons import DropWatch, most_frequent
 from relaxd.models import DataError
 from relaxd.roles import ROLLOUT, TRAINER
@@ -255,7 +256,10 @@ class ActiveRun:
             await self._fail(Outcome.DATA_FAILED if wrong_row else Outcome.EVALUATION_FAILED, str(error))
         except PromptsFailed as error:
             again = f"once the data are repaired: relaxd resume {self.record.run_id} --new-data"
-            if self.config.data.curriculum.chooses:
+            if isinstance(error.__cause__, PromptHostAway):
+                waited = f"no answer for data.media_wait_seconds = {self.config.data.media_wait_seconds:g}"
+                again = f"{waited}; once the host answers: relaxd resume {self.record.run_id}"
+            elif self.config.data.curriculum.chooses:
                 again = f"repair the data, and {NEW_DATA_AND_CURRICULUM}"
             await self._fail(Outcome.DATA_FAILED, f"{error}; {again}")
 
@@ -297,8 +301,8 @@ class ActiveRun:
                 break
             if (failed := self.health.failure or self.sync.failure()) is not None:
                 raise RunFailed(failed)
-            if self._publisher.failure:
-                raise PromptsFailed(self._publisher.failure)
+            if self._publisher.failure is not None:
+                raise self._publisher.failure
             await self._check_drops(counts)
             if reason := self.curriculum.ended or self._reason_to_stop_early():
                 await self.stop(reason)

@@ -33,6 +33,7 @@ from services.coordinator.fleet.peers import LONG_CALL_SECONDS, NoAnswer, answer
 from services.coordinator.fleet.registry import Replica, Version
 from services.coordinator.fleet.run_fleet import RunContext
 from services.coordinator.runs.run_files import KeepLines
+from services.coordinator.state.retries import MediaHostRetry
 
 logger = logging.getLogger(__name__)
 Result = TypeVar("Result")
@@ -159,6 +160,7 @@ class _Evaluation:
         """Answers in progress on an engine or agent, prompts in progress on a reward replica, by replica id."""
         self._tasks: dict[asyncio.Task[list[ScoredAnswer]], _Question] = {}
         self._reported: set[str] = set()
+        self._media_hosts = MediaHostRetry(f"the evaluation of version {version[1]}", config.data)
         self._reading = asyncio.Semaphore(THREADS)
         """Held while a prompt with media is read: as many at once as a data set reads, each in a thread of the
         coordinator."""
@@ -236,7 +238,7 @@ class _Evaluation:
         if not self._context.config.has_media:
             return data.prompt(question.index)
         async with self._reading:
-            return await asyncio.to_thread(data.prompt, question.index)
+            return await self._media_hosts.in_thread(data.prompt, question.index)
 
     async def _judge(self, question: _Question, replica: Replica) -> list[ScoredAnswer]:
         asked = question.asked

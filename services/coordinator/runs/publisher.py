@@ -31,6 +31,7 @@ from relaxd.data.dataset import Cursor, Place, RunData
 from relaxd.media.prompt_media import MediaRecord, names_of
 from relaxd.models import DataError
 from services.coordinator.fleet.run_fleet import RunContext
+from services.coordinator.state.retries import MediaHostRetry
 
 logger = logging.getLogger(__name__)
 
@@ -88,6 +89,7 @@ class Publisher:
         self._oldest_version = oldest_version
         self._wanted = wanted
         self._full_since: float | None = None
+        self._media_hosts = MediaHostRetry(f"run {context.run_id}", context.config.data)
         self._largest_media: int | None = None
         """Bytes of the largest media of a prompt that was read so far; None before the first."""
         self.gate = ("", "")
@@ -95,8 +97,8 @@ class Publisher:
         open or the run has all its groups."""
         self.redis = ""
         """Reason why Redis doesn't answer; empty while it does."""
-        self.failure = ""
-        """Reason why the run can't continue; empty while it can."""
+        self.failure: PromptsFailed | None = None
+        """Reason why the run can't continue; None while it can."""
 
     async def run_forever(self) -> None:
         """Update the gate and publish groups while it is open."""
@@ -117,7 +119,7 @@ class Publisher:
                 reachable = False
                 self.gate = ("sampler", str(error))
             except PromptsFailed as error:
-                self.failure = str(error)
+                self.failure = error
                 self._context.registry.changed.fire()
                 await asyncio.Event().wait()  # idle: the run fails with `failure`
             if not published:
@@ -144,7 +146,9 @@ class Publisher:
                 start = Cursor.from_json(await board.cursor())
                 groups = [self._retry_group(spans, retry) for retry in retries]
                 # In a thread: prompts may be on the disk, and are tokenised.
-                visits = await asyncio.to_thread(self._next_visits, start, room - len(retries))
+                visits = await self._media_hosts.in_thread(self._next_visits, start, room - len(retries))
+                if not self._wanted():  # a pause, or the run's end, while media were awaited
+                    return 0
                 groups += [self._new_group(spans, visit) for visit in visits]
                 if self._most_bytes() > most:  # media larger than all before: the gate is asked again
                     return 0

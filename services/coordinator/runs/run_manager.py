@@ -32,7 +32,7 @@ from services.coordinator.runs.restoring import Restored, read_run
 from services.coordinator.runs.run_files import FolderHeld, RunFiles, held_folder
 from services.coordinator.runs.starting import check_same_prompts, prepare, request_digest
 from services.coordinator.state.records import Event, Outcome, Phase, RunRecord
-from services.coordinator.state.retries import RedisRetry, finish
+from services.coordinator.state.retries import MediaHostRetry, RedisRetry, finish
 from services.coordinator.state.store import AnotherRunActive, AsyncStore, RunBoard, RunIdTaken
 
 logger = logging.getLogger(__name__)
@@ -224,7 +224,7 @@ class RunManager:
         try:
             own = self._settings.stack
             await asyncio.to_thread(held.enter_context, held_folder(Path(record.folder), own, beside=(own,)))
-            data = await asyncio.to_thread(load_data, config)
+            data = await MediaHostRetry(f"run {run_id}", config.data).in_thread(load_data, config)
             await asyncio.to_thread(check_same_prompts, record, config, data.train)
             digest = await asyncio.to_thread(lambda: data.train.digest)
         except FolderHeld as error:

@@ -13,6 +13,7 @@ from relaxd.rpc.message_parts import words
 from relaxd.v1 import coordinator_pb2 as pb
 from relaxd.v1 import replica_pb2
 from relaxd.waiting import duration
+from services.coordinator.state.retries import MEDIA_HOST
 
 LATE_FACTOR = 2.0
 """Factor on the recent steps' usual duration from which a step is late ..."""
@@ -194,6 +195,20 @@ def _disk(run: RunSnapshot) -> Reason | None:
         told = (advice.format(peer.replica_id), limits, files)
         return Reason(pb.WAIT_KIND_DISK, f"{peer.replica_id} is {peer.detail}", on=DISK, advice=told, always=True)
     return None
+
+
+def _media(run: RunSnapshot) -> Reason | None:
+    """A host of prompts' media doesn't answer."""
+    wait = next((wait for wait in run.waits if wait.on == MEDIA_HOST), None)
+    if wait is None:
+        return None
+    advice = (
+        "make the host answer again: the run goes on by itself",
+        "data.media_wait_seconds limits the wait: after the run has ended, relaxd resume continues it",
+    )
+    return Reason(
+        pb.WAIT_KIND_MEDIA, f"it waits for {wait.reason}", on=MEDIA_HOST, since=wait.since, advice=advice, always=True
+    )
 
 
 def _stopping(run: RunSnapshot) -> Reason | None:
@@ -384,6 +399,7 @@ REASONS: tuple[Callable[[RunSnapshot], Reason | None], ...] = (
     _stopping,
     _paused,
     _role,
+    _media,
     _first_weights,
     _data,
     _full,

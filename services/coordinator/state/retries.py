@@ -1,13 +1,17 @@
-"""Retries of operations while Redis or the disk of a run's folder is unavailable, and work that outlives its caller."""
+"""Retries while Redis, a run's folder or a media host is unavailable, and work that outlives its caller."""
 
 import asyncio
 import logging
+import math
+import time
 from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, ClassVar, TypeVar
+from typing import Any, TypeVar
 
 from relaxd.board import BoardUnavailable
+from relaxd.config import DataConfig
+from relaxd.data.vision import PromptHostAway
 from relaxd.rpc.errors import RpcError
 from relaxd.waiting import Wait
 from services.coordinator.state.store import StoreUnavailable
@@ -15,6 +19,8 @@ from services.coordinator.state.store import StoreUnavailable
 logger = logging.getLogger(__name__)
 Result = TypeVar("Result")
 
+MEDIA_HOST = "a media host"
+"""Name of whom a wait for media is on."""
 RETRY_SECONDS = 0.5
 WARN_EVERY = 20
 """Failed attempts between two warnings."""
@@ -26,21 +32,29 @@ system."""
 class Retry:
     """Repeats an operation until its requirements are available, and logs the waits."""
 
-    hung_seconds: ClassVar[float | None] = None
+    hung_seconds: float | None = None
     """Seconds after which a slow attempt counts as waiting; None: attempts have their own deadline."""
 
     def __init__(
-        self, owner: str, needs: str, errors: tuple[type[Exception], ...], *, on: str = "", disk: bool = False
+        self,
+        owner: str,
+        needs: str,
+        errors: tuple[type[Exception], ...],
+        *,
+        on: str = "",
+        disk: bool = False,
+        max_seconds: float = math.inf,
     ) -> None:
         """`owner` appears in the log, such as "run demo"; `errors` say that what it `needs` isn't there.
 
-        `on` and `disk` are those of its Wait.
+        `on` and `disk` are those of its Wait. An error later than `max_seconds` after a call's first one is raised.
         """
         self._owner = owner
         self._needs = needs
         self._errors = errors
         self._on = on
         self._disk = disk
+        self._max_seconds = max_seconds
         self._waits: set[Wait] = set()
 
     @property
@@ -49,8 +63,8 @@ class Retry:
         return bool(self._waits)
 
     async def call(self, operation: Callable[..., Awaitable[Result]], *arguments: Any, **named: Any) -> Result:
-        """Await the operation until it raises none of the errors. Raises any other error."""
-        attempt = 0
+        """Await the operation until it raises none of the errors. Raises any other error, and these in the end."""
+        attempt, failed = 0, math.inf
         with ExitStack() as ends:
             wait = Wait(f"{self._needs}, for {self._owner}: no answer", self._on, disk=self._disk)
             if self.hung_seconds is not None:
@@ -60,6 +74,9 @@ class Retry:
                 try:
                     return await operation(*arguments, **named)
                 except self._errors as error:
+                    failed = min(failed, time.monotonic())
+                    if time.monotonic() - failed >= self._max_seconds:
+                        raise
                     wait.reason = f"{self._needs}, for {self._owner}: {error}"
                     self._begin(wait, ends)
                     if attempt % WARN_EVERY == 0:
@@ -98,6 +115,15 @@ class FolderRetry(Retry):
     def __init__(self, owner: str, folder: Path) -> None:
         """`owner` appears in the log."""
         super().__init__(owner, f"the disk of {folder}", (OSError,), disk=True)
+
+
+class MediaHostRetry(Retry):
+    """Repeats the reading of prompts while a host of their media is away, for data.media_wait_seconds at most."""
+
+    def __init__(self, owner: str, data: DataConfig) -> None:
+        """`owner` appears in the log."""
+        super().__init__(owner, MEDIA_HOST, (PromptHostAway,), on=MEDIA_HOST, max_seconds=data.media_wait_seconds)
+        self.hung_seconds = HUNG_SECONDS if data.media_hosts else None
 
 
 async def finish(work: Coroutine[Any, Any, Result], what: str) -> Result:

@@ -3,7 +3,8 @@
 import asyncio
 import json
 import re
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,21 +15,28 @@ from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from PIL import Image
 
-from relaxd.board import NewGroup, worst_bytes
+from relaxd.board import AsyncBoard, NewGroup, worst_bytes
 from relaxd.config import RunConfig
 from relaxd.data.curriculum.run_curriculum import Curriculum
 from relaxd.data.dataset import PromptDataset, RunData, load_data
 from relaxd.data.examples import Example
 from relaxd.data.files.rows import OnDemand
+from relaxd.data.vision import PromptHostAway
 from relaxd.drop_reasons import DropReason
+from relaxd.media import fetching
 from relaxd.media.sources import data_uri
 from relaxd.report.traces import read_group_trace
 from relaxd.telemetry import spans
 from relaxd.telemetry.exporters import TraceFiles
+from relaxd.waiting import Backoff, waits
 from services.coordinator.fleet.run_fleet import RunContext
 from services.coordinator.runs.publisher import Publisher
+from services.coordinator.state import retries
+from services.coordinator.state.retries import MEDIA_HOST
 from tests.integration.coordinator.fleet_kit import FleetKit
+from tests.kit.media_server import media_server
 from tests.kit.models import make_tiny_model
+from tests.kit.ports import free_port
 from tests.kit.vision import encoded, picture, write_vision_model
 from tests.kit.waiting import eventually
 
@@ -64,7 +72,7 @@ async def failure(
     folder: Path,
     rows: Sequence[Example],
     first: Callable[[RunContext], Awaitable[object]] | None = None,
-    told: Callable[[Publisher], str] = lambda publisher: publisher.failure,
+    told: Callable[[Publisher], str] = lambda publisher: str(publisher.failure or ""),
     sampler: str = "uniform",
 ) -> str:
     """Publish prompts until that fails, after `first`. Returns the run's failure, or where else it must be `told`."""
@@ -240,7 +248,7 @@ async def published_at_the_gate(
             await eventually(lambda: shut() or task.done(), "the gate")
             task.cancel()
             published, stored, reserved = counted()
-        assert publisher.failure == ""
+        assert publisher.failure is None
         prompts = [data.train.prompt(index) for index in range(published)]
         assert all(len(one.media.contents) > 3 * width**2 for one, width in zip(prompts, widths, strict=False))
         worst = sum(worst_bytes(config, len(one.tokens)) + len(one.media.contents) for one in prompts)
@@ -294,6 +302,92 @@ async def test_a_prompt_that_is_tried_again_has_the_picture_of_its_first_try(red
     assert again["prompt_media"] == first["prompt_media"]
     assert bytes(again["media_contents"]) == bytes(first["media_contents"])
     assert changed.prompt(0).media.records[0]["sha256"] != first["prompt_media"][0]["sha256"]
+
+
+@asynccontextmanager
+async def publishing_of_a_host(
+    redis_url: str, folder: Path, port: int, **settings: Any
+) -> AsyncIterator[tuple[Publisher, AsyncBoard, RunData]]:
+    """Publish three prompts with pictures of a host, which answered while they were checked."""
+    write_vision_model(folder / "model")
+    urls = [f"http://127.0.0.1:{port}/{number}.png" for number in range(3)]
+    rows = [json.dumps({"prompt": "<image>What is here?", "images": [url]}) for url in urls]
+    (folder / "rows.jsonl").write_text("\n".join(rows))
+    data = {"source": "files", "path": str(folder / "rows.jsonl"), "shuffle": False, "media_keys": {"image": "images"}}
+    config = RunConfig.model_validate(
+        {
+            "run": {"steps": 9},
+            "model": {"path": str(folder / "model")},
+            "data": data | {"media_hosts": [f"127.0.0.1:{port}"], **settings},
+            "reward": {"name": "dummy"},
+            "board": {"max_staleness": 0},
+        }
+    )
+    kit = FleetKit(redis_url)
+    try:
+        with pictures_at(port):
+            context, loaded = kit.context(config), load_data(config)
+        await context.board.create(term=context.term, groups_per_step=3, steps=9)
+        visits = Curriculum(config, loaded.train).visits
+        publisher = Publisher(context, loaded, visits, oldest_version=lambda: 0, wanted=lambda: True)
+        task = asyncio.create_task(publisher.run_forever())
+        yield publisher, context.board, loaded
+        assert not task.done(), "an error here would end the coordinator"
+        task.cancel()
+    finally:
+        await kit.close()
+
+
+@contextmanager
+def pictures_at(port: int, count: int = 3) -> Iterator[None]:
+    with media_server(port) as server:
+        server.files = {f"{number}.png": encoded(picture(64, 64, number)) for number in range(count)}
+        yield
+
+
+def waits_for_hosts() -> list[str]:
+    return [wait.reason for wait in waits() if wait.on == MEDIA_HOST]
+
+
+@pytest.fixture
+def soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fetching, "BACKOFF", Backoff(0.01))
+    monkeypatch.setattr(retries, "RETRY_SECONDS", 0.01)
+
+
+async def test_publishing_waits_for_a_media_host_that_is_away(redis_url: str, tmp_path: Path, soon: None) -> None:
+    port = free_port()
+    async with publishing_of_a_host(redis_url, tmp_path, port) as (publisher, board, data):
+        await eventually(waits_for_hosts, "the wait")
+        (reason,) = waits_for_hosts()
+        assert f'line 1: "images"[0] is a URL of 127.0.0.1:{port}, which can\'t be fetched, 3 times' in reason
+        assert (await board.counts()).published == 0
+        with pictures_at(port):
+            deliveries = await board.take("rollout", "one", count=3, block_seconds=20)
+            found = await board.load(deliveries, ("prompt_media",))
+        assert waits_for_hosts() == []
+        assert publisher.failure is None
+        shown = [columns["prompt_media"] for columns in found if columns is not None]
+        assert shown == [list(data.train.prompt(index).media.records) for index in range(3)]
+
+
+async def test_a_media_host_without_an_item_fails_the_run(redis_url: str, tmp_path: Path, soon: None) -> None:
+    port = free_port()
+    async with publishing_of_a_host(redis_url, tmp_path, port) as (publisher, _, _):
+        await eventually(waits_for_hosts, "the wait")
+        with pictures_at(port, count=1):
+            await eventually(lambda: publisher.failure, "the failure")
+    assert str(publisher.failure).endswith("which can't be fetched: HTTP 404")
+    assert "line 2" in str(publisher.failure)
+    assert waits_for_hosts() == []
+
+
+async def test_a_media_host_that_stays_away_fails_the_run(redis_url: str, tmp_path: Path, soon: None) -> None:
+    async with publishing_of_a_host(redis_url, tmp_path, free_port(), media_wait_seconds=0.5) as (publisher, _, _):
+        await eventually(waits_for_hosts, "the wait")
+        await eventually(lambda: publisher.failure, "the failure")
+    assert publisher.failure is not None
+    assert isinstance(publisher.failure.__cause__, PromptHostAway)
 
 
 async def test_the_gate_counts_the_media_of_prompts(redis_url: str, tmp_path: Path) -> None:

@@ -9,9 +9,12 @@ from pathlib import Path
 import pytest
 
 from relaxd.board import BoardUnavailable
+from relaxd.config import DataConfig
+from relaxd.data.vision import PromptHostAway
+from relaxd.models import DataError
 from relaxd.waiting import waits
 from services.coordinator.state import retries
-from services.coordinator.state.retries import WARN_EVERY, FolderRetry, RedisRetry
+from services.coordinator.state.retries import MEDIA_HOST, WARN_EVERY, FolderRetry, MediaHostRetry, RedisRetry
 from services.coordinator.state.store import StoreUnavailable, Superseded
 from tests.kit.waiting import eventually
 
@@ -88,3 +91,32 @@ async def test_a_folder_that_does_not_answer_is_waited_for_too(monkeypatch: pyte
     answer.set()
     assert await writing
     assert (folder.waiting, disk_waits()) == (False, [])
+
+
+def media_retry(**settings: float) -> MediaHostRetry:
+    return MediaHostRetry("run r", DataConfig(source="addition", **settings))
+
+
+async def test_a_media_host_is_waited_for_until_it_answers() -> None:
+    seen: list[list[tuple[str, str]]] = []
+    away = [PromptHostAway("data", "line 1: HTTP 503"), PromptHostAway("data", "line 1: HTTP 502")]
+
+    def read() -> None:
+        seen.append([(wait.reason, wait.on) for wait in waits()])
+        if away:
+            raise away.pop(0)
+
+    await media_retry().in_thread(read)
+    of = "a media host, for run r: data: line 1: HTTP"
+    assert seen == [[], [(f"{of} 503", MEDIA_HOST)], [(f"{of} 502", MEDIA_HOST)]]
+    assert waits() == []
+
+
+async def test_a_media_host_that_stays_away_or_answers_wrong_is_not_waited_for() -> None:
+    outage = Outage(*[PromptHostAway("data", "HTTP 503")] * 2)
+    with pytest.raises(PromptHostAway):
+        await media_retry(media_wait_seconds=0.0).in_thread(outage, 7)
+    assert len(outage.errors) == 1
+    outage = Outage(PromptHostAway("data", "HTTP 503"), DataError("data", "HTTP 404"))
+    with pytest.raises(DataError, match="HTTP 404"):
+        await media_retry().in_thread(outage, 7)

@@ -18,10 +18,11 @@ from relaxd.data.dataset import RunData, load_data
 from relaxd.data.examples import Example
 from relaxd.data.media_ahead import MediaAhead
 from relaxd.data.tokenizer import MEASURING_THREADS
-from relaxd.data.vision import read_vision
-from relaxd.media import MediaItem, normalise_image, normalise_video
+from relaxd.data.vision import PromptHostAway, read_vision
+from relaxd.media import MediaItem, fetching, normalise_image, normalise_video
 from relaxd.media.prompt_media import PromptMedia
 from relaxd.models import DataError
+from relaxd.waiting import Backoff
 from tests.kit.media_server import MediaServer, media_server
 from tests.kit.vision import encoded, picture, write_vision_model
 from tests.kit.waiting import wait_until
@@ -141,6 +142,22 @@ def test_media_that_a_taker_waits_for_are_not_dropped_for_another(
     assert found == [normalise_image(one, vision.rule).sha256 for one in (PNG, OTHER)]
 
 
+def test_items_that_could_not_be_fetched_ahead_are_fetched_again_when_their_turn_comes(
+    server: MediaServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fetching, "BACKOFF", Backoff(0.01))
+    vision = replace(read_vision(Path("model")), hosts=(server.host,))
+    example = Example("<image>", media=(MediaItem("image", f"{server.url}/a.png", "images[0]"),))
+    server.statuses = {"a.png": [503] * 2 * fetching.ATTEMPTS}
+    ahead = MediaAhead(vision)
+    ahead.expect([(0, example)])
+    wait_until(lambda: ahead._found[0].done(), "the failure")
+    with pytest.raises(PromptHostAway):
+        ahead.take(0, example)
+    assert ahead.take(0, example)[0].sha256 == normalise_image(PNG, vision.rule).sha256
+    assert server.asked == {"a.png": 2 * fetching.ATTEMPTS + 1}
+
+
 def test_media_that_are_not_there_in_time_are_named_with_row_and_hosts(
     server: MediaServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -151,7 +168,7 @@ def test_media_that_are_not_there_in_time_are_named_with_row_and_hosts(
     train = loaded(f'media_hosts=["{server.host}", "localhost:{server.server_port}"]').train
     server.released.clear()
     monkeypatch.setattr(media_ahead, "DEADLINE_SECONDS", 0.1)
-    with pytest.raises(DataError) as caught:
+    with pytest.raises(PromptHostAway) as caught:
         train.prompt(0)
     server.released.set()
     assert caught.value.message == "rows.jsonl line 1: its media from 127.0.0.1, localhost weren't read in 0.1 s"

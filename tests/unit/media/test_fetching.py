@@ -8,7 +8,7 @@ from pydantic import ValidationError
 
 from relaxd.config import DataConfig
 from relaxd.media import MediaError, fetching
-from relaxd.media.sources import RemoteItem, content_hash, read_source, with_hosts
+from relaxd.media.sources import MediaHostAway, RemoteItem, content_hash, read_source, with_hosts
 from relaxd.waiting import Backoff
 from tests.kit.media_server import MediaServer, media_server
 from tests.kit.ports import free_port
@@ -37,6 +37,7 @@ def refusal(url: str, *hosts: str) -> str:
         fetched(url, *hosts)
     told = "".join(traceback.format_exception(caught.value))
     assert "secret" not in told
+    assert isinstance(caught.value, MediaHostAway) == ("times in a row" in str(caught.value))  # runs wait for these
     return str(caught.value)
 
 

@@ -62,6 +62,12 @@ CASES = [
         "make room on the disk, or let trainer-0 write to it",
     ),
     (
+        "media",
+        {"waits": [Named('a media host, for run demo: "images"[0] is a URL of h', "a media host", NOW - 12)]},
+        'it waits for a media host, for run demo: "images"[0] is a URL of h, for 12 s',
+        "make the host answer again: the run goes on by itself",
+    ),
+    (
         "stopping",
         {"stopping": "by hand", "waits": [Named("trainer-0 to hand back 4 groups", "trainer-0", NOW - 12)]},
         "it is stopping (by hand): waiting for trainer-0 to hand back 4 groups, for 12 s",
