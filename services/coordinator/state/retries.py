@@ -122,7 +122,8 @@ class MediaHostRetry(Retry):
 
     def __init__(self, owner: str, data: DataConfig) -> None:
         """`owner` appears in the log."""
-        super().__init__(owner, MEDIA_HOST, (PromptHostAway,), on=MEDIA_HOST, max_seconds=data.media_wait_seconds)
+        needs = f"{MEDIA_HOST} ({', '.join(data.media_hosts)})"
+        super().__init__(owner, needs, (PromptHostAway,), on=MEDIA_HOST, max_seconds=data.media_wait_seconds)
         self.hung_seconds = HUNG_SECONDS if data.media_hosts else None
 
 

@@ -94,7 +94,7 @@ async def test_a_folder_that_does_not_answer_is_waited_for_too(monkeypatch: pyte
 
 
 def media_retry(**settings: float) -> MediaHostRetry:
-    return MediaHostRetry("run r", DataConfig(source="addition", **settings))
+    return MediaHostRetry("run r", DataConfig(source="addition", media_hosts=("a.org", "b.org"), **settings))
 
 
 async def test_a_media_host_is_waited_for_until_it_answers() -> None:
@@ -107,7 +107,7 @@ async def test_a_media_host_is_waited_for_until_it_answers() -> None:
             raise away.pop(0)
 
     await media_retry().in_thread(read)
-    of = "a media host, for run r: data: line 1: HTTP"
+    of = "a media host (a.org, b.org), for run r: data: line 1: HTTP"
     assert seen == [[], [(f"{of} 503", MEDIA_HOST)], [(f"{of} 502", MEDIA_HOST)]]
     assert waits() == []
 

@@ -63,8 +63,8 @@ CASES = [
     ),
     (
         "media",
-        {"waits": [Named('a media host, for run demo: "images"[0] is a URL of h', "a media host", NOW - 12)]},
-        'it waits for a media host, for run demo: "images"[0] is a URL of h, for 12 s',
+        {"waits": [Named('a media host (h), for run demo: "images"[0] is a URL of h', "a media host", NOW - 12)]},
+        'it waits for a media host (h), for run demo: "images"[0] is a URL of h, for 12 s',
         "make the host answer again: the run goes on by itself",
     ),
     (
