@@ -1,6 +1,7 @@
 """Runs that are started, deleted and restored while Redis or a caller is gone at the wrong moment."""
 
 import asyncio
+import json
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 
@@ -8,11 +9,12 @@ import psutil
 import pytest
 import redis
 
+from relaxd.media import fetching
 from relaxd.redis_client import key_prefix
 from relaxd.rpc.errors import FailedPrecondition, ResourceExhausted
 from relaxd.rpc.service_settings import ServiceSettings
 from relaxd.rpc.tls import TlsFiles
-from relaxd.waiting import waiting
+from relaxd.waiting import Backoff, waiting, waits
 from services.coordinator.fleet.peers import Peers
 from services.coordinator.fleet.registry import Registry
 from services.coordinator.runs.run_manager import RunManager
@@ -20,8 +22,11 @@ from services.coordinator.state import retries
 from services.coordinator.state.records import Phase, RunRecord
 from services.coordinator.state.store import AsyncStore, Store, StoreUnavailable, run_key
 from tests.kit.disks import full_disk
+from tests.kit.media_server import media_server
+from tests.kit.ports import free_port
 from tests.kit.redis.redis_server import RedisServer
 from tests.kit.tokenizer import write_tokenizer
+from tests.kit.vision import encoded, picture, write_vision_model
 from tests.kit.waiting import eventually
 
 
@@ -42,16 +47,16 @@ class Desk:
         self.manager = RunManager(self.its_store, registry, self.peers, settings, self.errors.append)
         self.redis = redis.Redis.from_url(redis_url)
 
-    def config(self, folder: str) -> str:
+    def config(self, folder: str, data: str = 'source = "addition"') -> str:
         """Return a configuration as TOML; the run's folder is below `folder`."""
         return (
             f'[run]\nsteps = 1\nfolder = "{self.folder / folder}"\n[model]\npath = "{self.model}"\n'
-            '[data]\nsource = "addition"\n[reward]\nname = "addition"\n'
+            f'[data]\n{data}\n[reward]\nname = "addition"\n'
         )
 
-    async def start(self, folder: str) -> None:
+    async def start(self, folder: str, **data: str) -> None:
         """Start the run "again" and wait until its board is there."""
-        await self.manager.start("again", self.config(folder))
+        await self.manager.start("again", self.config(folder, **data))
         await eventually(lambda: self.manager.active is not None and self.manager.active.assignable, "it begins", 20.0)
 
     async def stop(self) -> None:
@@ -205,6 +210,40 @@ async def test_a_run_that_has_ended_waits_for_nothing_but_its_disk(desk: Desk) -
         assert (await desk.manager.message(ended)).waiting_for == ""
     with waiting("the disk", disk=True):
         assert (await desk.manager.message(ended)).waiting_for
+
+
+async def test_a_coordinator_that_restarts_waits_for_a_media_host(
+    redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fetching, "BACKOFF", Backoff(0.01))
+    port, desks = free_port(), [Desk(redis_url, tmp_path)]
+    desks[0].model = write_vision_model(tmp_path / "seeing")
+    url = f"http://127.0.0.1:{port}/a.png"
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"prompt": "<image>?", "answer": "1", "images": [url]}))
+    data = (
+        f'source = "files"\npath = "{tmp_path / "rows.jsonl"}"\nmedia_keys = {{image = "images"}}\n'
+        f'media_hosts = ["127.0.0.1:{port}"]'
+    )
+    try:
+        with media_server(port) as server:
+            server.files["a.png"] = encoded(picture(64, 64))
+            await desks[0].start("first", data=data)
+        await desks[0].manager.close()
+        desks.append(Desk(redis_url, tmp_path))
+        resuming = asyncio.create_task(desks[1].manager.resume())
+        waits_for_it = lambda: any(f"(127.0.0.1:{port}), for run again: " in wait.reason for wait in waits())  # noqa: E731
+        await eventually(lambda: waits_for_it() or resuming.done(), "the wait")
+        assert not resuming.done()
+        with media_server(port) as server:
+            server.files["a.png"] = encoded(picture(64, 64))
+            await asyncio.wait_for(resuming, 20.0)
+        assert not waits_for_it()
+        active = desks[1].manager.active
+        assert active is not None
+        assert active.record.phase == Phase.PENDING
+    finally:
+        for desk in desks:
+            await desk.close()
 
 
 async def test_one_of_two_stacks_gets_a_folder_that_both_open(
