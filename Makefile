@@ -88,8 +88,8 @@ test-compose: $(STAMP) ## the images and the compose files, on Docker (arranges 
 	RELAXD_TEST_COMPOSE=1 deploy/ci/docker.sh $(BIN)/python -m pytest tests/compose -m "not night" --durations=8
 
 .PHONY: chaos
-chaos: $(STAMP) ## break a running job FAULTS= times, or for MINUTES=, and audit its books after each (SEED=, ALGORITHM=critic, agent, program, hosts or media, ROLES=critic,reference, COLUMNS=large or on-nodes, REDIS=sentinel)
-	OMP_NUM_THREADS=1 $(BIN)/python -m tests.chaos $(if $(MINUTES),--minutes $(MINUTES),--faults $(or $(FAULTS),200)) --seed $(SEED) --algorithm $(or $(ALGORITHM),grpo) $(if $(ROLES),--roles $(ROLES)) --columns $(or $(COLUMNS),small) --redis $(or $(REDIS),single)
+chaos: $(STAMP) ## break a running job FAULTS= times, or for MINUTES=, and audit its books after each (SEED=, ALGORITHM=critic, agent, program, hosts, media or shown-media, ROLES=critic,reference, COLUMNS=large or on-nodes, REDIS=sentinel, RECORD=1: results to benchmarks/results)
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.chaos $(if $(MINUTES),--minutes $(MINUTES),--faults $(or $(FAULTS),200)) --seed $(SEED) --algorithm $(or $(ALGORITHM),grpo) $(if $(ROLES),--roles $(ROLES)) --columns $(or $(COLUMNS),small) --redis $(or $(REDIS),single) $(if $(RECORD),--record)
 
 .PHONY: images
 images: ## build the image of every service

@@ -64,10 +64,13 @@ def main() -> None:
     parser.add_argument(
         "--warm-up", type=float, default=None, help="seconds of a process's life that don't count (60; gentle: 600)"
     )
-    parser.add_argument("--logs", type=Path, default=Path("chaos-logs"), help="where logs of violations go")
+    parser.add_argument("--logs", type=Path, default=Path("chaos-logs"), help="where results and logs of violations go")
     parser.add_argument("--folder", type=Path, default=None, help="for all files, which stay; else a temporary one")
     parser.add_argument("--list", action="store_true", help="list the kinds of faults")
     parser.add_argument("--result", default="", help="name of the results file; default: by algorithm and faults")
+    parser.add_argument(
+        "--record", action="store_true", help="write the results to benchmarks/results, not to the folder of logs"
+    )
     options = parser.parse_args()
     kinds = kinds_of(options.algorithm, options.columns, options.redis)
     if options.list:
@@ -156,12 +159,13 @@ def main() -> None:
         else {},
         "last": last,
     }
-    RESULTS.mkdir(exist_ok=True)
-    (RESULTS / f"{name}.json").write_text(json.dumps(document, indent=1, allow_nan=False) + "\n")
+    results = RESULTS if options.record else options.logs
+    results.mkdir(parents=True, exist_ok=True)
+    (results / f"{name}.json").write_text(json.dumps(document, indent=1, allow_nan=False) + "\n")
     if campaign.outcomes:
-        plot_recovery(campaign.outcomes, RESULTS / f"{name}.png")
+        plot_recovery(campaign.outcomes, results / f"{name}.png")
     if soak and memory.samples:
-        plot_memory(memory.samples, RESULTS / f"{name}-memory.png")
+        plot_memory(memory.samples, results / f"{name}-memory.png")
     console.print(
         f"{len(campaign.outcomes)} faults, {violations} violations, {len(campaign.books.steps)} steps, "
         f"{len(campaign.books.trained)} groups trained, {drops}, seed {seed}"
