@@ -74,6 +74,7 @@ test-night: $(STAMP) ## what takes an hour or two: every layout, longer faults, 
 	$(MAKE) chaos FAULTS=30 ALGORITHM=program ROLES=agent
 	$(MAKE) chaos FAULTS=14 ALGORITHM=hosts ROLES=ranks
 	$(MAKE) chaos FAULTS=20 ALGORITHM=media COLUMNS=on-nodes
+	$(MAKE) chaos FAULTS=30 ALGORITHM=shown-media COLUMNS=on-nodes
 
 .PHONY: test-gpu
 test-gpu: $(if $(VENV),$(STAMP)) ## what needs GPUs, in minutes (VENV= PYTHON=: with an environment of your own)

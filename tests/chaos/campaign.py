@@ -12,15 +12,16 @@ from pathlib import Path
 from statistics import median
 
 from relaxd.client.coordinator_client import ENDED
+from relaxd.config import RunConfig
 from relaxd.redis_client import key_prefix
 from tests.chaos.books import Books
 from tests.chaos.environment import BUSY, MOODS
 from tests.chaos.faults import PASSING, Fault, MomentMissed
+from tests.chaos.media import audit_media
 from tests.chaos.models import audit_models
-from tests.chaos.pictures import audit_pictures
 from tests.chaos.planes.payloads import Payloads
 from tests.chaos.program import MOODS as PROGRAM_MOODS
-from tests.chaos.stack import MAX_STALENESS, RUN, SEEING, ChaosStack
+from tests.chaos.stack import MAX_STALENESS, RUN, ChaosStack
 from tests.chaos.teacher_engine import WRONG_ANSWERS
 
 GROUPS_PER_STEP = 4
@@ -72,9 +73,11 @@ class Campaign:
     """Tokens that the engines have generated in conversations, at the end."""
 
     def __post_init__(self) -> None:
+        moods = (*MOODS.values(), BUSY)
         deliberate = {
             "teacher-engine": WRONG_ANSWERS,
-            "agent": (*MOODS.values(), BUSY),
+            "agent": moods,
+            "shown-media": moods,
             "program": tuple(PROGRAM_MOODS.values()),
         }.get(self.stack.algorithm, ())
         nodes = self.stack.data_nodes.clients if self.stack.data_nodes else ()
@@ -126,8 +129,9 @@ class Campaign:
         if self.payloads:
             wrong += self.payloads.end()
         wrong += audit_models(self.stack.run_folder)
-        if self.stack.algorithm == "media":
-            wrong += audit_pictures(self.stack.run_folder, self.stack.folder / SEEING)
+        config = RunConfig.model_validate_json((self.stack.run_folder / "config.json").read_text())
+        if config.has_media:
+            wrong += audit_media(self.stack.run_folder, Path(config.model.path), config.data)
         log = self.stack.state.log("trainer").read_text(errors="replace")
         wrong += [f"the trainer says: {line}" for line in re.findall(r"replayed step \d+: .*", log)]
         supervisor = self.stack.state.log("supervisor").read_text(errors="replace")

@@ -663,6 +663,7 @@ def all_faults(algorithm: str = "grpo") -> list[Fault]:
         "critic": critic_faults,
         "teacher-engine": teacher_engine_faults,
         "agent": agent_faults,
+        "shown-media": agent_faults,
         "program": program_faults,
         "hosts": host_faults,
     }

@@ -1,44 +1,93 @@
-"""Prompts with pictures, which many groups share, and an auditor of what the run's step files have of them."""
+"""Prompts and conversations with media, which many groups share, and an auditor of those in a run's step files."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from relaxd.data.vision import read_vision
-from relaxd.media import ImageRule, MediaError, normalise_image
-from relaxd.media.prompt_media import PromptMedia
+from relaxd.config import DataConfig
+from relaxd.data.vision import VisionModel, normalise_shown, read_vision
+from relaxd.envs.environment import Reply, Sample
+from relaxd.media import MediaError
+from relaxd.media.placeholders import AUDIO, IMAGE, VIDEO
+from relaxd.media.prompt_media import MediaRecord, StoredMedia, contents_of_group
 from services.trainer.batch.step_file import read_step_file
-from tests.kit.vision import encoded, picture
+from tests.chaos.environment import Moody
+from tests.kit.sounds import encoded_sound, sound
+from tests.kit.vision import clip, encoded, encoded_clip, picture
 
-PICTURES = 6
+ITEMS = 6
+"""Number of items of each kind, all of one size: log-probs alone tell one from another."""
 MOST_DIFFERENCE = 1e-3
 """Of log-probs of engine and trainer, in float32, of tokens of the same weights. With another picture it is 1 or so."""
+Item = tuple[str, int]
+"""Kind and number."""
+
+
+def item(kind: str, number: int) -> bytes:
+    """Return the file of an item."""
+    if kind == IMAGE:
+        return encoded(picture(64, 64, number))
+    if kind == VIDEO:
+        return encoded_clip(clip(4, 64, 64, number), 2.0, "avi")  # the same bytes in each process, unlike Matroska
+    return encoded_sound(sound(0.5, number))
+
+
+def shown_in(number: int) -> list[list[Item]]:
+    """Return what a conversation shows after each message of the model, if its prompt's first item has this number."""
+    other = (number + 1) % ITEMS
+    return [[(IMAGE, number), (AUDIO, other)], [(VIDEO, number), (IMAGE, other), (IMAGE, number)]]
 
 
 class Pictures:
-    """A source of prompts, each with one or two of the pictures, whose numbers are its answer."""
+    """A source of prompts, each with one or two items, whose kinds and numbers are its answer."""
+
+    kinds: Sequence[str] = (IMAGE,)
 
     def __len__(self) -> int:
-        return 10 * PICTURES
+        return 10 * ITEMS
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        """Return a row."""
-        numbers = [index % PICTURES] if index % 3 else [index % PICTURES, 1]
-        shown = [encoded(picture(64, 64, number)) for number in numbers]
-        return {"prompt": "<image>" * len(numbers) + "What is here?", "answer": str(numbers), "images": shown}
+        """Return a row, with a column for each kind."""
+        kinds, number = self.kinds, index % ITEMS
+        items = [(kinds[index % len(kinds)], number)]
+        if index % 4 == 0:
+            items.append((kinds[(index + 1) % len(kinds)], 1))
+        row: dict[str, Any] = {kind: [item(*one) for one in items if one[0] == kind] for kind in kinds}
+        text = "".join(f"<{kind}>" for kind, _ in items)
+        return {"prompt": f"{text}What is here?", "answer": json.dumps(items), **row}
 
 
-def audit_pictures(run_folder: Path, model: Path) -> list[str]:
-    """Say which groups were trained with other pictures than their prompts', and where engine and trainer differ."""
-    rule = read_vision(model).rule
-    hashes = [normalise_image(encoded(picture(64, 64, number)), rule).sha256 for number in range(PICTURES)]
+class AllKinds(Pictures):
+    """The same with images, videos and sounds."""
+
+    kinds = (IMAGE, VIDEO, AUDIO)
+
+
+class Theatre(Moody):
+    """An environment that shows and plays items after the first two messages of the model."""
+
+    def open(self, sample: Sample) -> None:
+        """Choose what will be shown by the prompt."""
+        self._shown = shown_in(json.loads(sample.answer)[0][1])
+
+    def step(self, reply: Reply) -> tuple[Any, float, bool]:
+        """Answer as Moody, and show something."""
+        text, reward, done = super().step(reply)
+        if done or not text.startswith("turn "):
+            return text, reward, done
+        parts = [{"type": kind, kind: item(kind, number)} for kind, number in self._shown[self._turn - 1]]
+        return {"role": "user", "content": [text, *parts]}, reward, done
+
+
+def audit_media(run_folder: Path, model: Path, data: DataConfig) -> list[str]:
+    """Say which groups were trained with other media than were shown, and where engine and trainer differ."""
+    normal = NormalItems(read_vision(model, data))
     wrong, steps = [], sorted((run_folder / "steps").glob("step-*.safetensors"))
+    names = ("prompt", "prompt_media", "media_contents", "sequence_media", "sequence_contents", "shares_prompt")
     for path in steps:
-        names = ("prompt", "prompt_media", "media_contents")
         for group_id, columns in read_step_file(path, names=names).groups.items():
-            due = [hashes[number] for number in json.loads(columns["prompt"]["answer"])]
-            wrong += [f"{path.name}: group {group_id} {problem}" for problem in _otherwise(columns, due, rule)]
+            wrong += [f"{path.name}: group {group_id} {problem}" for problem in _otherwise(columns, normal)]
     lines = map(json.loads, (run_folder / "metrics.jsonl").read_text().splitlines())
     gaps = {line["step"]: line["logprob_difference_max"] for line in lines if "logprob_difference_max" in line}
     wrong += [f"step {step}: log-probs differ by {gap:.2g}" for step, gap in gaps.items() if gap > MOST_DIFFERENCE]
@@ -47,15 +96,48 @@ def audit_pictures(run_folder: Path, model: Path) -> list[str]:
     return wrong
 
 
-def _otherwise(columns: dict[str, Any], due: list[str], rule: ImageRule) -> Iterator[str]:
+class NormalItems:
+    """Items in their normal form for a model."""
+
+    def __init__(self, vision: VisionModel) -> None:
+        self._vision = vision
+        self._known: dict[Item, StoredMedia] = {}
+
+    def of(self, items: Sequence[Sequence[Any]]) -> list[StoredMedia]:
+        """Return items in their order."""
+        keys = [(kind, number) for kind, number in items]
+        for key in set(keys) - set(self._known):
+            self._known[key] = StoredMedia.of(normalise_shown(key[0], item(*key), self._vision))
+        return [self._known[key] for key in keys]
+
+
+def _otherwise(columns: dict[str, Any], normal: NormalItems) -> Iterator[str]:
     """Say what is otherwise with a group's media."""
+    prompt = json.loads(columns["prompt"]["answer"])
     try:
-        items = PromptMedia.of_columns(columns).items()
+        contents = contents_of_group(columns)
     except MediaError as error:
         yield str(error)
         return
-    if [item.sha256 for item in items] != due:
-        yield f"has {[item.sha256[:12] for item in items]}, not {[one[:12] for one in due]}"
-    for item in items:
-        if (found := normalise_image(item.content, rule).sha256) != item.sha256:
-            yield f"has {found[:12]} under the name of {item.sha256[:12]}"
+    yield from _differ("its prompt", columns["prompt_media"], contents, [normal.of(prompt)])
+    if "sequence_media" not in columns:  # no conversations
+        return
+    first, second = shown_in(prompt[0][1])
+    for number, (own, shares) in enumerate(zip(columns["sequence_media"], columns["shares_prompt"], strict=True)):
+        before = [] if shares else prompt
+        shown = [normal.of([*before, *rest]) for rest in ([], first, [*first, *second])]  # by the number of turns
+        yield from _differ(f"sequence {number}", own, contents, shown)
+
+
+def _differ(
+    what: str, records: Sequence[MediaRecord], contents: Mapping[str, bytes], due: Sequence[Sequence[StoredMedia]]
+) -> Iterator[str]:
+    """Say whether records are those of none of the lists in `due`, or their bytes others than theirs."""
+    found = [record["sha256"] for record in records]
+    names = [[one.sha256 for one in items] for items in due]
+    if found not in names:
+        yield f"has {[one[:12] for one in found]} in {what}, not {[one[:12] for one in names[-1]]}"
+        return
+    for one in due[names.index(found)]:
+        if contents.get(one.sha256) != one.content:
+            yield f"has other bytes under the name of {one.sha256[:12]} in {what}"

@@ -36,6 +36,7 @@ from tests.chaos.teacher_engine import FAILING_VARIABLE, interpreter
 from tests.kit.models import make_tiny_model
 from tests.kit.ports import free_port
 from tests.kit.processes import is_alive
+from tests.kit.sounds import make_omni_model
 from tests.kit.vision import make_vision_model
 
 PROGRAM = Path(__file__).parent / "program.py"
@@ -47,14 +48,18 @@ LEASE_SECONDS = 2.0
 REPLICA_LEASE_SECONDS = 6.0
 """Of replicas: one that is silent for longer is restarted."""
 MAX_STALENESS = 1
-SEEING = "seeing"
-"""Folder of the model that sees pictures."""
+MEDIA_MODELS = {"seeing": make_vision_model, "hearing": make_omni_model}
+"""Models that take media, by the names of their folders: Qwen3-VL, and Qwen3-Omni with images, video and sound."""
 RANKS = 2
 """Of the trainer, on all hosts."""
 REPLICAS = {"rollout": 2, "reward": 2, "advantage": 2, "trainer": 1}
 FROZEN_REPLICAS = {"reference": 1, "teacher": 1, "judge": 1}
 """Besides, where the configuration has these roles."""
-OWN_REPLICAS = {"critic": {"critic": 1}, "agent": {"agent": 2}, "program": {"agent": 2}, "hosts": {"ranks": 1}}
+OWN_REPLICAS = {
+    "critic": {"critic": 1},
+    **{name: {"agent": 2} for name in ("agent", "program", "shown-media")},
+    "hosts": {"ranks": 1},
+}
 """Besides, by algorithm."""
 MARGIN_SECONDS = 0.5
 """A heartbeat that came so soon after a fault may have been written before it."""
@@ -226,15 +231,26 @@ ALGORITHMS["hosts"] = ALGORITHMS["plain"] | {"updates": "hosts = 2"}
 ALGORITHMS["agent"] = ALGORITHMS["plain"] | {"answers": CONVERSATIONS + WITH_ENVIRONMENT, "most": "128"}
 ALGORITHMS["program"] = ALGORITHMS["plain"] | {"answers": CONVERSATIONS + WITH_PROGRAM, "most": "128"}
 ALGORITHMS["media"] = ALGORITHMS["plain"] | {
-    "model": SEEING,
-    "data": 'source = "tests.chaos.pictures:Pictures"\nmedia_keys = {image = "images"}',
+    "model": "seeing",
+    "data": 'source = "tests.chaos.media:Pictures"\nmedia_keys = {image = "image"}',
     "step_files": "always",
+}
+ALGORITHMS["shown-media"] = ALGORITHMS["media"] | {
+    "model": "hearing",
+    "data": """source = "tests.chaos.media:AllKinds"
+media_keys = {image = "image", video = "video", audio = "audio"}
+max_video_tokens = 8""",
+    "answers": CONVERSATIONS
+    + 'media = ["image", "video", "audio"]'
+    + WITH_ENVIRONMENT.replace("tests.chaos.environment:Moody", "tests.chaos.media:Theatre"),
+    "most": "160",
 }
 """What the run trains with: one update a step, while the step fills; or a critic, too, and four updates of both; or the
 same with the critic as a service, which is trained again at the end from all step files (tests.chaos.models); or as the
 first, with a teacher in an engine; or as the first, without reference, teacher and judge, for short suites; or as the
 last, with a trainer over two hosts, or with conversations as samples, which an environment holds or a program leads,
-or with prompts that have pictures, which are audited at the end (tests.chaos.pictures)."""
+or with prompts that have pictures, or images, videos and sounds, of which an environment shows more; such media are
+audited at the end (tests.chaos.media)."""
 
 
 class ChaosStack:
@@ -288,8 +304,8 @@ class ChaosStack:
     def _start(self) -> None:
         make_tiny_model(self.folder / "tiny")
         make_tiny_model(self.folder / "teacher", seed=1)
-        if ALGORITHMS[self.algorithm]["model"] == SEEING:
-            make_vision_model(self.folder / SEEING)
+        if make_model := MEDIA_MODELS.get(model := ALGORITHMS[self.algorithm]["model"]):
+            make_model(self.folder / model)
         os.environ.pop("REDIS_URL", None)
         if self.primaries:
             self.primaries.start()

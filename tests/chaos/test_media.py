@@ -1,4 +1,4 @@
-"""The auditor of pictures finds what is wrong with them."""
+"""The auditor of media finds what is wrong with them."""
 
 import json
 from collections.abc import Callable
@@ -8,75 +8,98 @@ from typing import Any
 import numpy as np
 import pytest
 
-from relaxd.data.vision import read_vision
-from relaxd.media import normalise_image
-from relaxd.media.prompt_media import to_columns
+from relaxd.data.vision import normalise_shown, read_vision
+from relaxd.media import NormalMedia
+from relaxd.media.prompt_media import StoredMedia, to_columns, to_sequence_columns
 from services.trainer.batch.step_file import step_file_path, write_step_file
 from services.trainer.batch.step_plan import StepPlan
-from tests.chaos.pictures import Pictures, audit_pictures
-from tests.kit.vision import encoded, picture, write_vision_model
+from tests.chaos.media import AllKinds, Item, audit_media, item, shown_in
+from tests.kit.sounds import WITH_ALL, write_omni_model
 
+DATA = WITH_ALL.model_copy(update={"max_video_tokens": 8})
+PROMPT: list[Item] = [("image", 0), ("video", 1)]
 Columns = dict[str, Any]
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_vision_model(tmp_path_factory.mktemp("model"))
+    return write_omni_model(tmp_path_factory.mktemp("model"))
 
 
-def write_step(folder: Path, model: Path, change: Callable[[Columns], object] = lambda columns: None) -> None:
-    """Write a step of two groups, of which one has other columns than it should."""
-    rule, rows = read_vision(model).rule, Pictures()
-    groups: dict[str, Columns] = {}
-    for index in (1, 3):  # with one picture, with two
-        row = rows[index]
-        records, contents = to_columns([normalise_image(image, rule) for image in row.pop("images")])
-        groups[str(index)] = {"prompt": row, "prompt_media": records, "media_contents": contents}
-    change(groups["1"])
-    write_step_file(step_file_path(folder, 1), StepPlan(1, 1, 0, tuple(groups), ()), groups)
+def normal(model: Path, items: list[Item]) -> list[NormalMedia]:
+    return [normalise_shown(kind, item(kind, number), read_vision(model, DATA)) for kind, number in items]
 
 
-def audit(folder: Path, model: Path, difference: float = 1e-6) -> list[str]:
+def group(
+    model: Path, prompt: list[Item], shown: list[list[Item]], change: Callable[[Columns], object] = lambda columns: None
+) -> Columns:
+    """Return the columns of a group whose sequences have shown these items, after a change."""
+    records, contents = to_columns(normal(model, prompt))
+    own = [list(map(StoredMedia.of, normal(model, items))) for items in shown]
+    of_sequences = to_sequence_columns(own, [record["sha256"] for record in records])
+    columns: Columns = {
+        "prompt": {"answer": json.dumps(PROMPT)},
+        "prompt_media": records,
+        "media_contents": contents,
+        "sequence_media": of_sequences[0],
+        "sequence_contents": of_sequences[1],
+        "shares_prompt": np.ones(len(shown), np.int32),
+    }
+    change(columns)
+    return columns
+
+
+def audit(folder: Path, model: Path, columns: Columns, difference: float = 1e-6) -> list[str]:
+    write_step_file(step_file_path(folder, 1), StepPlan(1, 1, 0, ("g",), ()), {"g": columns})
     line = {"step": 1, "logprob_difference_max": difference}
     (folder / "metrics.jsonl").write_text(json.dumps({"step": 2}) + "\n" + json.dumps(line) + "\n")
-    return audit_pictures(folder, model)
+    return audit_media(folder, model, DATA)
 
 
-def another(model: Path) -> Columns:
-    """Return the columns of a group with another picture."""
-    records, contents = to_columns([normalise_image(encoded(picture(64, 64, 2)), read_vision(model).rule)])
-    return {"prompt_media": records, "media_contents": contents}
+def test_nothing_is_said_of_the_right_media_after_any_number_of_turns(tmp_path: Path, model: Path) -> None:
+    first, second = shown_in(0)
+    columns = group(model, PROMPT, [[], first, [*first, *second], [*PROMPT, *first]])
+    columns["shares_prompt"][3] = 0
+    assert audit(tmp_path, model, columns) == []
+    without = {name: one for name, one in columns.items() if not name.startswith("sequence")}
+    assert audit(tmp_path, model, without) == []
 
 
-def test_nothing_is_said_of_the_right_pictures(tmp_path: Path, model: Path) -> None:
-    write_step(tmp_path, model)
-    assert audit(tmp_path, model) == []
+def test_other_media_are_found_in_prompts_and_conversations(tmp_path: Path, model: Path) -> None:
+    first, second = shown_in(0)
+    (wrong,) = audit(tmp_path, model, group(model, [PROMPT[0], ("video", 2)], [first]))
+    assert wrong.startswith("step-000001.safetensors: group g has ['")
+    assert "in its prompt, not ['" in wrong
+    for shown in ([*second, *first], first[:1], [first[0], ("audio", 2)], [*first, *second[:1]]):
+        (wrong,) = audit(tmp_path, model, group(model, PROMPT, [first, shown]))
+        assert "in sequence 1, not ['" in wrong, shown
 
 
-def test_another_picture_is_found(tmp_path: Path, model: Path) -> None:
-    write_step(tmp_path, model, lambda columns: columns.update(another(model)))
-    (wrong,) = audit(tmp_path, model)
-    assert wrong.startswith("step-000001.safetensors: group 1 has ['")
-
-
-def test_another_picture_under_the_right_name_is_found(tmp_path: Path, model: Path) -> None:
+def test_other_media_under_the_right_name_are_found(tmp_path: Path, model: Path) -> None:
     def swap(columns: Columns) -> None:
-        contents = another(model)["media_contents"]
-        columns["media_contents"] = contents
-        columns["prompt_media"][0]["bytes"] = len(contents)
+        contents = to_columns(normal(model, [("audio", 5)]))[1]
+        sizes = [one["bytes"] for one in columns["sequence_media"][0]]
+        assert len(contents) == sizes[1], "an equally long sound"
+        columns["sequence_contents"] = np.concatenate([columns["sequence_contents"][: sizes[0]], contents])
 
-    write_step(tmp_path, model, swap)
-    (wrong,) = audit(tmp_path, model)
-    assert "under the name of" in wrong
+    (wrong,) = audit(tmp_path, model, group(model, PROMPT, [shown_in(0)[0]], swap))
+    assert "other bytes under the name of" in wrong
 
 
 def test_missing_bytes_and_weights_that_saw_something_else_are_found(tmp_path: Path, model: Path) -> None:
-    write_step(tmp_path, model, lambda columns: columns.update(media_contents=np.zeros(5, np.uint8)))
-    lacks, differs = audit(tmp_path, model, 0.2)
+    columns = group(model, PROMPT, [], lambda columns: columns.update(media_contents=np.zeros(5, np.uint8)))
+    lacks, differs = audit(tmp_path, model, columns, 0.2)
     assert "has 5 bytes of media, but prompt_media says" in lacks
     assert differs == "step 1: log-probs differ by 0.2"
 
 
 def test_an_audit_without_anything_to_look_at_says_so(tmp_path: Path, model: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text("")
-    assert audit_pictures(tmp_path, model) == ["0 step files, 0 differences of log-probs: there is nothing to audit"]
+    expected = ["0 step files, 0 differences of log-probs: there is nothing to audit"]
+    assert audit_media(tmp_path, model, DATA) == expected
+
+
+def test_prompts_have_every_kind() -> None:
+    rows = AllKinds()
+    kinds = {kind for index in range(len(rows)) for kind, _ in json.loads(rows[index]["answer"])}
+    assert kinds == {"image", "video", "audio"}

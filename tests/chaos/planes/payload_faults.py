@@ -15,6 +15,7 @@ from tests.chaos.stack import ChaosStack
 REGISTER, WRITE, READ = ("register", "register"), ("write", "SET *:columns:*"), ("read", "MGET *:columns:*")
 STEPS: dict[str, tuple[tuple[str, str], ...]] = {
     "rollout": (READ, REGISTER, WRITE, ("save", "save"), ("commit", "commit")),
+    "agent": (READ, REGISTER, WRITE, ("commit", "commit")),
     "reward": (READ, REGISTER, WRITE, ("commit", "commit")),
     "teacher": (REGISTER, WRITE, ("commit", "commit")),
     "trainer": (READ, REGISTER, WRITE, ("commit", "commit_step")),

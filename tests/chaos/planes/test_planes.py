@@ -69,7 +69,8 @@ def test_nothing_is_lost_when_a_primary_dies_or_hands_over(tmp_path: Path, serve
 def test_each_job_has_its_own_faults() -> None:
     names = {fault.name for fault in kinds_of(columns="large")}
     assert set(payload_faults.SHORT_SUITE) < names
-    assert len(names) == len(kinds_of(columns="large")) == 4 * sum(map(len, payload_faults.STEPS.values()))
+    steps = [step for role, own in payload_faults.STEPS.items() if role != "agent" for step in own]
+    assert len(names) == len(kinds_of(columns="large")) == 4 * len(steps)
     on_nodes = [fault.name for fault in kinds_of(columns="on-nodes")]
     assert set(data_node_faults.SHORT_SUITE) < set(on_nodes)
     assert len(set(on_nodes)) == len(on_nodes)
@@ -78,6 +79,12 @@ def test_each_job_has_its_own_faults() -> None:
         name for name in on_nodes if "teacher" in name
     }
     assert len(set(media)) == len(media)
+    shown = {fault.name for fault in kinds_of("shown-media", "on-nodes")}
+    assert {name.replace("agent", "rollout") for name in shown if name.startswith("payload: agent")} == {
+        name for name in media if name.startswith("payload: rollout") and "save" not in name
+    }
+    assert {"kill agent", "freeze agent environment"} < shown - set(media)
+    assert not any(name.startswith("payload: rollout") for name in shown)
     sentinel, cluster = ([fault.name for fault in kinds_of(redis=servers)] for servers in ("sentinel", "cluster"))
     assert set(sentinel) < set(cluster)
     assert len(set(cluster)) == len(cluster)
