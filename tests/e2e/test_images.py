@@ -89,15 +89,13 @@ def test_a_run_waits_for_the_host_of_its_images(workplace: Workplace) -> None:
     hosts = f'media_hosts = ["127.0.0.1:{port}"]\n'
     settings = SETTINGS.replace(', video = "videos"', "").replace("[data]\n", f"[data]\n{hosts}")
     file = write_settings(workplace.folder, settings)
-    with media_server(port) as server:
-        server.files = files
+    with media_server(port, files):
         run = workplace.start("run", str(file), "--run-id", "remote", f"--run.steps={STEPS}", "--board.max_staleness=0")
         assert run.stdout is not None
         output = list(lines_until(run.stdout, r"step +1/"))
     output += lines_until(run.stdout, re.escape(f"it waits for a media host (127.0.0.1:{port}), for run remote: "))
     assert run.poll() is None
-    with media_server(port) as server:
-        server.files = files
+    with media_server(port, files):
         output += run.stdout
         assert run.wait(timeout=60) == 0, "".join(output)
     folder = workplace.folder / "runs" / "remote"

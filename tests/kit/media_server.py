@@ -1,7 +1,7 @@
 """An HTTP server with files, redirects and faults, for media that are fetched."""
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from threading import Event, Lock, Thread
@@ -17,9 +17,9 @@ class MediaServer(ThreadingHTTPServer):
 
     daemon_threads = True
 
-    def __init__(self, port: int = 0) -> None:
+    def __init__(self, port: int = 0, files: Mapping[str, bytes] | None = None) -> None:
         super().__init__(("127.0.0.1", port), _Handler)
-        self.files: dict[str, bytes] = {}
+        self.files = dict(files or {})
         self.redirects: dict[str, str] = {}
         self.statuses: dict[str, list[int]] = {}
         """Status codes of the next answers to a path, after which its file is."""
@@ -94,8 +94,8 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 @contextmanager
-def media_server(port: int = 0) -> Iterator[MediaServer]:
-    with MediaServer(port) as server:
+def media_server(port: int = 0, files: Mapping[str, bytes] | None = None) -> Iterator[MediaServer]:
+    with MediaServer(port, files) as server:
         thread = Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True)
         thread.start()
         try:

@@ -147,7 +147,7 @@ class Publisher:
                 groups = [self._retry_group(spans, retry) for retry in retries]
                 # In a thread: prompts may be on the disk, and are tokenised.
                 visits = await self._media_hosts.in_thread(self._next_visits, start, room - len(retries))
-                if not self._wanted():  # a pause, or the run's end, while media were awaited
+                if not self._wanted():
                     return 0
                 groups += [self._new_group(spans, visit) for visit in visits]
                 if self._most_bytes() > most:  # media larger than all before: the gate is asked again
@@ -171,7 +171,9 @@ class Publisher:
         return len(groups)
 
     def _next_visits(self, cursor: Cursor, number: int) -> list[Visited]:
-        """Return the next prompts from a place in their sequence on."""
+        """Return the next prompts from a place in their sequence on; none if the run takes no groups now."""
+        if not self._wanted():  # a pause, or the run's end, while media are awaited
+            return []
         visits = []
         self._prompts.look_ahead(cursor, number + BATCH)
         for _ in range(number):

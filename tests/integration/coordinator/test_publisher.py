@@ -306,7 +306,7 @@ async def test_a_prompt_that_is_tried_again_has_the_picture_of_its_first_try(red
 
 @asynccontextmanager
 async def publishing_of_a_host(
-    redis_url: str, folder: Path, port: int, **settings: Any
+    redis_url: str, folder: Path, port: int, wanted: Callable[[], bool] = lambda: True, **settings: Any
 ) -> AsyncIterator[tuple[Publisher, AsyncBoard, RunData]]:
     """Publish three prompts with pictures of a host, which answered while they were checked."""
     write_vision_model(folder / "model")
@@ -329,7 +329,7 @@ async def publishing_of_a_host(
             context, loaded = kit.context(config), load_data(config)
         await context.board.create(term=context.term, groups_per_step=3, steps=9)
         visits = Curriculum(config, loaded.train).visits
-        publisher = Publisher(context, loaded, visits, oldest_version=lambda: 0, wanted=lambda: True)
+        publisher = Publisher(context, loaded, visits, oldest_version=lambda: 0, wanted=wanted)
         task = asyncio.create_task(publisher.run_forever())
         yield publisher, context.board, loaded
         assert not task.done(), "an error here would end the coordinator"
@@ -340,8 +340,7 @@ async def publishing_of_a_host(
 
 @contextmanager
 def pictures_at(port: int, count: int = 3) -> Iterator[None]:
-    with media_server(port) as server:
-        server.files = {f"{number}.png": encoded(picture(64, 64, number)) for number in range(count)}
+    with media_server(port, {f"{number}.png": encoded(picture(64, 64, number)) for number in range(count)}):
         yield
 
 
@@ -369,6 +368,19 @@ async def test_publishing_waits_for_a_media_host_that_is_away(redis_url: str, tm
         assert publisher.failure is None
         shown = [columns["prompt_media"] for columns in found if columns is not None]
         assert shown == [list(data.train.prompt(index).media.records) for index in range(3)]
+
+
+async def test_a_pause_ends_the_wait_for_a_media_host(redis_url: str, tmp_path: Path, soon: None) -> None:
+    port, wanted = free_port(), [True]
+    async with publishing_of_a_host(redis_url, tmp_path, port, wanted=lambda: bool(wanted)) as (publisher, board, _):
+        await eventually(waits_for_hosts, "the wait")
+        wanted.clear()
+        await eventually(lambda: not waits_for_hosts(), "its end")
+        assert publisher.failure is None
+        assert (await board.counts()).published == 0
+        wanted.append(True)
+        with pictures_at(port):
+            assert len(await board.take("rollout", "one", count=3, block_seconds=20)) == 3
 
 
 async def test_a_media_host_without_an_item_fails_the_run(redis_url: str, tmp_path: Path, soon: None) -> None:

@@ -218,6 +218,7 @@ async def test_a_coordinator_that_restarts_waits_for_a_media_host(
     monkeypatch.setattr(fetching, "BACKOFF", Backoff(0.01))
     port, desks = free_port(), [Desk(redis_url, tmp_path)]
     desks[0].model = write_vision_model(tmp_path / "seeing")
+    files = {"a.png": encoded(picture(64, 64))}
     url = f"http://127.0.0.1:{port}/a.png"
     (tmp_path / "rows.jsonl").write_text(json.dumps({"prompt": "<image>?", "answer": "1", "images": [url]}))
     data = (
@@ -225,8 +226,7 @@ async def test_a_coordinator_that_restarts_waits_for_a_media_host(
         f'media_hosts = ["127.0.0.1:{port}"]'
     )
     try:
-        with media_server(port) as server:
-            server.files["a.png"] = encoded(picture(64, 64))
+        with media_server(port, files):
             await desks[0].start("first", data=data)
         await desks[0].manager.close()
         desks.append(Desk(redis_url, tmp_path))
@@ -234,8 +234,7 @@ async def test_a_coordinator_that_restarts_waits_for_a_media_host(
         waits_for_it = lambda: any(f"(127.0.0.1:{port}), for run again: " in wait.reason for wait in waits())  # noqa: E731
         await eventually(lambda: waits_for_it() or resuming.done(), "the wait")
         assert not resuming.done()
-        with media_server(port) as server:
-            server.files["a.png"] = encoded(picture(64, 64))
+        with media_server(port, files):
             await asyncio.wait_for(resuming, 20.0)
         assert not waits_for_it()
         active = desks[1].manager.active
