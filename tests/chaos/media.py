@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,8 @@ from relaxd.media.placeholders import AUDIO, IMAGE, VIDEO
 from relaxd.media.prompt_media import MediaRecord, StoredMedia, contents_of_group
 from services.trainer.batch.step_file import read_step_file
 from tests.chaos.environment import Moody
+from tests.kit.media_server import media_server
+from tests.kit.ports import free_port
 from tests.kit.sounds import encoded_sound, sound
 from tests.kit.vision import clip, encoded, encoded_clip, picture
 
@@ -39,13 +42,40 @@ def shown_in(number: int) -> list[list[Item]]:
     return [[(IMAGE, number), (AUDIO, other)], [(VIDEO, number), (IMAGE, other), (IMAGE, number)]]
 
 
+class MediaHost:
+    """An HTTP server with the pictures, which can be away."""
+
+    def __init__(self) -> None:
+        self.name = f"127.0.0.1:{free_port()}"
+        self._serving = ExitStack()
+
+    def start(self) -> None:
+        """Serve them."""
+        files = {path_of(IMAGE, number): item(IMAGE, number) for number in range(ITEMS)}
+        self._serving.enter_context(media_server(int(self.name.partition(":")[2]), files))
+
+    def stop(self) -> None:
+        """Refuse connections."""
+        self._serving.close()
+
+
+def path_of(kind: str, number: int) -> str:
+    """Return the path of an item at its host."""
+    return f"{kind}-{number}"
+
+
 class Pictures:
     """A source of prompts, each with one or two items, whose kinds and numbers are its answer."""
 
     kinds: Sequence[str] = (IMAGE,)
 
+    def __init__(self, host: str = "") -> None:
+        """`host`: of the items; without one a row has their bytes."""
+        self._host = host
+
     def __len__(self) -> int:
-        return 10 * ITEMS
+        """Return a number of rows that is larger than that of prompts whose media the coordinator keeps."""
+        return 20 * ITEMS
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         """Return a row, with a column for each kind."""
@@ -53,9 +83,12 @@ class Pictures:
         items = [(kinds[index % len(kinds)], number)]
         if index % 4 == 0:
             items.append((kinds[(index + 1) % len(kinds)], 1))
-        row: dict[str, Any] = {kind: [item(*one) for one in items if one[0] == kind] for kind in kinds}
+        row: dict[str, Any] = {kind: [self._source(*one) for one in items if one[0] == kind] for kind in kinds}
         text = "".join(f"<{kind}>" for kind, _ in items)
         return {"prompt": f"{text}What is here?", "answer": json.dumps(items), **row}
+
+    def _source(self, kind: str, number: int) -> str | bytes:
+        return f"http://{self._host}/{path_of(kind, number)}" if self._host else item(kind, number)
 
 
 class AllKinds(Pictures):

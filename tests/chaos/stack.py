@@ -26,6 +26,7 @@ from relaxd.rpc.client import sync_channel
 from relaxd.v1 import coordinator_pb2 as pb
 from relaxd.v1.coordinator_pb2_grpc import CoordinatorStub
 from relaxd.v1.replica_pb2 import REPLICA_STATE_READY
+from tests.chaos.media import MediaHost
 from tests.chaos.planes.data_nodes import DataNodes
 from tests.chaos.planes.primaries import RUN, primaries_of
 from tests.chaos.program import HARMED
@@ -232,13 +233,16 @@ ALGORITHMS["agent"] = ALGORITHMS["plain"] | {"answers": CONVERSATIONS + WITH_ENV
 ALGORITHMS["program"] = ALGORITHMS["plain"] | {"answers": CONVERSATIONS + WITH_PROGRAM, "most": "128"}
 ALGORITHMS["media"] = ALGORITHMS["plain"] | {
     "model": "seeing",
-    "data": 'source = "tests.chaos.media:Pictures"\nmedia_keys = {image = "image"}',
+    "data": """source = "tests.chaos.media:Pictures"
+media_keys = {{image = "image"}}
+settings = {{host = "{host}"}}
+media_hosts = ["{host}"]""",
     "step_files": "always",
 }
 ALGORITHMS["shown-media"] = ALGORITHMS["media"] | {
     "model": "hearing",
     "data": """source = "tests.chaos.media:AllKinds"
-media_keys = {image = "image", video = "video", audio = "audio"}
+media_keys = {{image = "image", video = "video", audio = "audio"}}
 max_video_tokens = 8""",
     "answers": CONVERSATIONS
     + 'media = ["image", "video", "audio"]'
@@ -249,8 +253,8 @@ max_video_tokens = 8""",
 same with the critic as a service, which is trained again at the end from all step files (tests.chaos.models); or as the
 first, with a teacher in an engine; or as the first, without reference, teacher and judge, for short suites; or as the
 last, with a trainer over two hosts, or with conversations as samples, which an environment holds or a program leads,
-or with prompts that have pictures, or images, videos and sounds, of which an environment shows more; such media are
-audited at the end (tests.chaos.media)."""
+or with prompts that have pictures of an HTTP server, or images, videos and sounds, of which an environment shows more;
+such media are audited at the end (tests.chaos.media)."""
 
 
 class ChaosStack:
@@ -276,6 +280,7 @@ class ChaosStack:
         self.primaries = primaries_of(servers, folder)
         """Servers of which one takes over from another; None: one Redis, which the supervisor starts."""
         self.data_nodes: DataNodes | None = None
+        self.media_host = MediaHost() if algorithm == "media" else None
         self.replicas = (
             REPLICAS | (FROZEN_REPLICAS if ALGORITHMS[algorithm]["roles"] else {}) | OWN_REPLICAS.get(algorithm, {})
         )
@@ -348,6 +353,8 @@ class ChaosStack:
                     "RELAXD_PORT": str(port),
                     "RELAXD_ADVERTISE": f"127.0.0.1:{self._link('coordinator', spec.name, behind)}",
                 }
+        if self.media_host:
+            self.media_host.start()
         state = stack.up(self.state, plan, lambda text: None)
         self.coordinator = CoordinatorClient(state.coordinator)
         self._channel = sync_channel(state.coordinator)
@@ -356,6 +363,7 @@ class ChaosStack:
         self.redis_url = state.redis
         chosen = ALGORITHMS[self.algorithm]
         roles = chosen["roles"].format(folder=self.folder, teacher=chosen["teacher"])
+        data = chosen["data"].format(host=self.media_host.name if self.media_host else "")
         answers = chosen["answers"].format(mood=self.mood, stops=", ".join(map(str, range(40, 140))))
         config = CONFIG.format(
             ranks=RANKS,
@@ -364,7 +372,7 @@ class ChaosStack:
             lease=LEASE_SECONDS,
             staleness=MAX_STALENESS,
             columns=COLUMNS[self.columns].format(nodes=self.data_nodes.urls if self.data_nodes else []),
-            **chosen | {"roles": roles, "answers": answers},
+            **chosen | {"roles": roles, "data": data, "answers": answers},
         )
         self.coordinator.start_run(config, RUN)
 
@@ -394,6 +402,8 @@ class ChaosStack:
             self.primaries.stop()
         if self.data_nodes:
             self.data_nodes.stop()
+        if self.media_host:
+            self.media_host.stop()
         for relay in self.relays.values():
             self.loop.do(relay.stop())
 

@@ -2,6 +2,7 @@
 
 from tests.chaos.faults import Fault, all_faults
 from tests.chaos.planes.data_node_faults import data_node_faults
+from tests.chaos.planes.media_host_faults import media_host_faults
 from tests.chaos.planes.payload_faults import payload_faults
 from tests.chaos.planes.primary_faults import primary_faults
 from tests.chaos.stack import ALGORITHMS, FROZEN_REPLICAS, OWN_REPLICAS
@@ -26,6 +27,8 @@ def kinds_of(algorithm: str = "grpo", columns: str = "small", redis: str = "sing
     kinds = by_columns[columns]() if columns in by_columns else all_faults(algorithm)
     if algorithm in ("media", "shown-media") and columns in by_columns:
         kinds += [fault for fault in all_faults(algorithm) if fault.name.startswith(MEDIA_FAULTS)]
+    if algorithm == "media":
+        kinds += media_host_faults()
     absent = set() if ALGORITHMS[algorithm]["roles"] else set(FROZEN_REPLICAS)
     if "agent" in OWN_REPLICAS.get(algorithm, {}):  # agents have the payloads that rollout replicas have otherwise
         kinds = [fault for fault in kinds if not fault.name.startswith("payload: rollout")]

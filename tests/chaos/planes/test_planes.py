@@ -79,6 +79,7 @@ def test_each_job_has_its_own_faults() -> None:
         name for name in on_nodes if "teacher" in name
     }
     assert len(set(media)) == len(media)
+    assert "media host away" in media
     shown = {fault.name for fault in kinds_of("shown-media", "on-nodes")}
     assert {name.replace("agent", "rollout") for name in shown if name.startswith("payload: agent")} == {
         name for name in media if name.startswith("payload: rollout") and "save" not in name
