@@ -307,6 +307,9 @@ class RunConfig(Section):
         if not self.data.media_keys:
             reason = "no column has media that could be fetched: name one in data.media_keys, or leave it out"
             refuse_unused(self.data, "data", ("media_hosts",), reason)
+        if not self.data.media_hosts:
+            reason = "no host has media that could be awaited: name it in data.media_hosts, or leave it out"
+            refuse_unused(self.data, "data", ("media_wait_seconds",), reason)
         return self
 
     @model_validator(mode="after")

@@ -78,6 +78,10 @@ def test_parts_of_a_model_that_hears(option: str, trained: set[str]) -> None:
             ['data.media_hosts=["a.org"]'],
             'data.media_hosts is ["a.org"], but no column has media that could be fetched',
         ),
+        (
+            ["data.media_wait_seconds=60", IMAGES],
+            "data.media_wait_seconds is 60.0, but no host has media that could be awaited",
+        ),
         (["data.video_sound=true", IMAGES], "data.video_sound is true, but the run has no video: name its column"),
         (
             ["reward.media=true", "reward.name=", "reward.address=localhost:1", IMAGES],
