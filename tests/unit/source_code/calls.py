@@ -1,7 +1,7 @@
 """The project's source as syntax trees, for tests of what must not be in it."""
 
 import ast
-from collections.abc import Iterator
+import gc
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple
@@ -23,8 +23,16 @@ class Place(NamedTuple):
     """Inside a loop of its function."""
     named: bool
     """Inside `with waiting(...)`."""
-    text: str
-    """The call as source."""
+
+    @property
+    def text(self) -> str:
+        """The call as source."""
+        return ast.unparse(self.call)
+
+    @property
+    def called(self) -> str:
+        """What is called as source, up to the first bracket."""
+        return ast.unparse(self.call.func).split("(")[0]
 
     @property
     def name(self) -> str:
@@ -45,16 +53,34 @@ def files() -> list[Path]:
 
 
 @cache
+def trees() -> dict[str, ast.Module]:
+    """The tree of each module, by its path relative to the repository's root."""
+    gc.disable()  # searching a million nodes for garbage takes longer than parsing
+    found = {path.relative_to(ROOT).as_posix(): ast.parse(path.read_text()) for path in files()}
+    gc.freeze()
+    gc.enable()
+    return found
+
+
+@cache
 def calls() -> list[Place]:
     """Every call in the source."""
-    return [
-        place for path in files() for place in _calls_in(ast.parse(path.read_text()), str(path.relative_to(ROOT)), "")
-    ]
+    found: list[Place] = []
+    for file, tree in trees().items():
+        _add_calls(found, tree, file, "")
+    return found
 
 
-def _calls_in(
-    node: ast.AST, file: str, function: str, limited: bool = False, looped: bool = False, named: bool = False
-) -> Iterator[Place]:
+def _add_calls(
+    found: list[Place],
+    node: ast.AST,
+    file: str,
+    function: str,
+    *,
+    limited: bool = False,
+    looped: bool = False,
+    named: bool = False,
+) -> None:
     if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
         function = f"{function}.{node.name}".lstrip(".")
         limited = looped = named = False
@@ -65,6 +91,6 @@ def _calls_in(
     if isinstance(node, ast.While | ast.For | ast.AsyncFor):
         looped = True
     if isinstance(node, ast.Call):
-        yield Place(file, function, node, limited, looped, named, ast.unparse(node))
+        found.append(Place(file, function, node, limited, looped, named))
     for child in ast.iter_child_nodes(node):
-        yield from _calls_in(child, file, function, limited, looped, named)
+        _add_calls(found, child, file, function, limited=limited, looped=looped, named=named)

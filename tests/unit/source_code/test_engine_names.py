@@ -7,7 +7,7 @@ import pytest
 
 from relaxd import engines
 from relaxd.engines import ENGINES
-from tests.unit.source_code.calls import ROOT
+from tests.unit.source_code.calls import trees
 
 TABLE = "relaxd/engines.py"
 CONSTANTS = {name for name, value in vars(engines).items() if isinstance(value, str) and value in ENGINES}
@@ -42,13 +42,7 @@ def comparisons(tree: ast.AST) -> Iterator[str]:
 
 
 def test_only_the_table_tells_engines_apart_by_name() -> None:
-    found = {
-        (file, text)
-        for folder in ("relaxd", "services")
-        for path in (ROOT / folder).rglob("*.py")
-        if (file := path.relative_to(ROOT).as_posix()) != TABLE
-        for text in comparisons(ast.parse(path.read_text()))
-    }
+    found = {(file, text) for file, tree in trees().items() if file != TABLE for text in comparisons(tree)}
     allowed = set(EXCEPTIONS.items())
     wrong = "\n".join(f"{file}: {text}" for file, text in sorted(found - allowed))
     assert not wrong, f"ask a field of {TABLE} instead (docs/engines.md, Adding an engine):\n{wrong}"

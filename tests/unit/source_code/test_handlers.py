@@ -3,7 +3,7 @@
 import ast
 from collections.abc import Iterator, Mapping
 
-from tests.unit.source_code.calls import ROOT, files
+from tests.unit.source_code.calls import trees
 
 SERVER = "server.py"
 CHILDREN = {
@@ -17,16 +17,16 @@ CHILDREN = {
 """Handlers that only a parent process calls, through a Unix socket: the file is the child's program, or its base."""
 
 
-def handlers(sources: Mapping[str, str]) -> Iterator[tuple[str, str]]:
+def handlers(modules: Mapping[str, ast.Module]) -> Iterator[tuple[str, str]]:
     """Yield file and name of each class that inherits from a generated servicer."""
-    for file, source in sources.items():
-        for node in ast.walk(ast.parse(source)):
+    for file, tree in modules.items():
+        for node in ast.walk(tree):
             if isinstance(node, ast.ClassDef) and any(ast.unparse(base).endswith("Servicer") for base in node.bases):
                 yield file, node.name
 
 
 def test_handlers_of_services_are_in_server_py_and_those_of_children_are_listed() -> None:
-    found = dict(handlers({path.relative_to(ROOT).as_posix(): path.read_text() for path in files()}))
+    found = dict(handlers(trees()))
     elsewhere = {file: name for file, name in found.items() if not file.endswith(SERVER)}
     assert elsewhere == CHILDREN, "move a service's handlers to its server.py, or list a child process"
 
@@ -36,4 +36,5 @@ def test_a_handler_is_found_by_its_base() -> None:
         "a.py": "class A(pb2_grpc.JudgeServicer): ...",
         "b.py": "class B(Servicer, C): ...\nclass D(Service): ...",
     }
-    assert list(handlers(sources)) == [("a.py", "A"), ("b.py", "B")]
+    modules = {file: ast.parse(source) for file, source in sources.items()}
+    assert list(handlers(modules)) == [("a.py", "A"), ("b.py", "B")]

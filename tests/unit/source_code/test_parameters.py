@@ -1,9 +1,8 @@
 """Nobody calls a constructor or function with a row of seven values."""
 
 import ast
-from pathlib import Path
 
-import pytest
+from tests.unit.source_code.calls import trees
 
 MOST = 6
 """Positional parameters without `self`; a caller names what is beyond them."""
@@ -29,13 +28,10 @@ def exempt(function: Function) -> bool:
     return kernel or function.name in BY_PLACE or is_command(function)
 
 
-@pytest.mark.parametrize("root", ["relaxd", "services"])
-def test_long_lists_of_parameters_are_keywords(root: str) -> None:
+def test_long_lists_of_parameters_are_keywords() -> None:
     found = []
-    for path in sorted(Path(root).rglob("*.py")):
-        if "relaxd/v1" in path.as_posix():  # generated
-            continue
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, Function) and not exempt(node) and len(names := positional(node)) > MOST:
-                found.append(f"{path}:{node.lineno} {node.name}({', '.join(names)})")
+    for file, tree in trees().items():
+        for node in ast.walk(tree):
+            if isinstance(node, Function) and len(names := positional(node)) > MOST and not exempt(node):
+                found.append(f"{file}:{node.lineno} {node.name}({', '.join(names)})")
     assert not found, f"more than {MOST} positional parameters; put `*` before those that a caller names: {found}"
