@@ -13,7 +13,7 @@ from relaxd.envs.replies import ParsedReply, read_reply, reply_format
 from relaxd.envs.token_history import TokenHistory
 from relaxd.envs.tool_calls import ToolCall
 from relaxd.models import DataError
-from tests.kit.templates import TEMPLATES, template_tokenizer
+from tests.kit.templates import FOLDER, TEMPLATES, template_tokenizer
 
 TOOLS: list[dict[str, Any]] = [
     {
@@ -54,9 +54,7 @@ def stops_of(name: str) -> tuple[str, ...]:
 
 
 def takes_tools(name: str) -> bool:
-    template = template_tokenizer(name).template
-    assert template is not None
-    return "tools" in template.source
+    return "tools" in (FOLDER / f"{name}.jinja").read_text(encoding="utf-8")
 
 
 def user(text: str) -> Message:
