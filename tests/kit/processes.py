@@ -68,6 +68,11 @@ def run_python(
     )
 
 
+def python_path(*folders: Path) -> str:
+    """Return a PYTHONPATH of folders and of what this process's has, so that programs are forks (`tests/warm`)."""
+    return os.pathsep.join((*map(str, folders), *filter(None, [os.environ.get("PYTHONPATH")])))
+
+
 def kill(*processes: "subprocess.Popen[Any]") -> None:
     """Kill processes, also stopped ones, and wait for their ends."""
     for process in processes:
@@ -121,5 +126,4 @@ class Partner:
 def _environment(changes: Mapping[str, str] | None, *, clean: bool) -> dict[str, str]:
     ours = ("RELAXD_", "OTEL_", "REDIS_URL") if clean else ()
     kept = {name: value for name, value in os.environ.items() if not name.startswith(ours)}
-    path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
-    return {**kept, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "RELAXD_CONSOLE": "no", **(changes or {})}
+    return {**kept, "PYTHONPATH": python_path(ROOT), "OMP_NUM_THREADS": "1", "RELAXD_CONSOLE": "no", **(changes or {})}

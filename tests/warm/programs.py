@@ -43,18 +43,23 @@ LIFELINE = "RELAXD_CHILD_LIFELINE"
 PROGRAMS = {
     "light": (
         *(
+            "relaxd.algorithms.algorithm_trial",
             "relaxd.cli",
+            "relaxd.envs.host",
             "relaxd.local.local_launcher",
             "services.advantage",
             "services.agent",
+            "services.console",
             "services.coordinator",
-            "services.reward",
+            "services.launcher",
         ),
-        *("services.reward.worker", "services.rollout", "services.rollout.judge", "services.rollout.teacher"),
+        *("services.reward", "services.reward.reward_trial", "services.reward.worker"),
+        *("services.rollout", "services.rollout.judge", "services.rollout.rehearsal", "services.rollout.teacher"),
         *(
             "services.trainer",
             "services.trainer.ranks",
             "services.trainer.critic",
+            "services.trainer.offline.fork",
             "services.trainer.reference",
             "services.trainer.teacher",
         ),
@@ -66,14 +71,19 @@ PROGRAMS = {
             "services.trainer.reference_models.frozen_rank",
         ),
         *("services.trainer.rehearsal", "services.trainer.offline.replay", "tests.chaos.models"),
-        *("services.trainer.offline.export_checkpoint", "services.rollout.engines.transformers.transformers_process"),
+        *("services.trainer.offline.export_checkpoint", "services.rollout.offline"),
+        "services.rollout.engines.transformers.transformers_process",
         *("tests.integration.rollout.weight_source", "relaxd.tools.model_fetch"),
     ),
     "sglang": ("services.rollout.engines.sglang.sglang_process", "sglang.launch_server"),
 }
 """Modules by their nursery, which imports them: the light one doesn't import torch."""
 ALSO_STARTED = {
-    "light": ("tests.integration.peers", "tests.integration.health.doubles", "tests.integration.scaling.gated"),
+    "light": (
+        *("tests.integration.health.doubles", "tests.integration.peers"),
+        *("tests.integration.scaling.gated", "tests.integration.scoring.enclosed"),
+        "tests.integration.telemetry.group_main",
+    ),
     "heavy": ("tests.integration.trainer.", "tests.integration.tools.fitting.", "tests.integration.weights.member"),
     "sglang": (
         *("tests.integration.rollout.sglang.weights_member", "tests.integration.rollout.sglang.option_cases"),

@@ -1,9 +1,8 @@
 """Reward and advantage services as real processes, and a coordinator that tells them what the test wants."""
 
 import asyncio
-import os
 import signal
-import sys
+import subprocess
 import tempfile
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -22,10 +21,10 @@ from relaxd.rpc.errors import NotFound
 from relaxd.rpc.server import start_server
 from relaxd.v1 import coordinator_pb2, coordinator_pb2_grpc, replica_pb2
 from tests.kit.ports import free_port
+from tests.kit.processes import kill, python_path, start_python
 from tests.kit.waiting import eventually
 
 HERE = Path(__file__).parent
-ROOT = HERE.parents[2]
 PATIENCE = 90.0
 """Longest wait for what a process has to start for, in seconds."""
 
@@ -88,7 +87,7 @@ class Coordinator(coordinator_pb2_grpc.CoordinatorServicer):
 class Process:
     """A service that runs."""
 
-    def __init__(self, process: asyncio.subprocess.Process, log: Path, to: grpc.aio.Channel) -> None:
+    def __init__(self, process: "subprocess.Popen[bytes]", log: Path, to: grpc.aio.Channel) -> None:
         self.process, self.log_path, self.to = process, log, to
 
     @property
@@ -98,8 +97,11 @@ class Process:
     async def ends(self, number: signal.Signals) -> int:
         """Send a signal and wait for the end; returns the exit code."""
         self.process.send_signal(number)
-        async with asyncio.timeout(PATIENCE):
-            return await self.process.wait()
+        return await self.ended()
+
+    async def ended(self) -> int:
+        """Wait for the end; returns the exit code."""
+        return await asyncio.to_thread(self.process.wait, PATIENCE)
 
 
 class Bench:
@@ -121,23 +123,14 @@ class Bench:
             "--replica-id": replica_id,
             "--grace-seconds": grace_seconds,
         }
-        with path.open("ab") as log:
-            process = await asyncio.create_subprocess_exec(
-                sys.executable,
-                *("-m", f"services.{role}"),
-                *(str(word) for pair in arguments.items() for word in pair),
-                cwd=ROOT,
-                env=os.environ | {"PYTHONPATH": str(HERE)},
-                stdout=log,
-                stderr=log,
-            )
+        words = [str(word) for pair in arguments.items() for word in pair]
+        environment = {"PYTHONPATH": python_path(HERE)}
+        process = start_python("-m", f"services.{role}", *words, log=path, environment=environment)
         async with channel(f"127.0.0.1:{port}") as to:
             try:
                 yield Process(process, path, to)
             finally:
-                if process.returncode is None:
-                    process.kill()
-                await process.wait()
+                kill(process)
 
     def start_run(self, config: RunConfig) -> Board:
         """Create the run on the board and assign it to the services."""

@@ -12,7 +12,7 @@ from relaxd.local.stack import make_plan
 from relaxd.local.state_folder import StateFolder
 from relaxd.sandbox import landlock
 from services.reward.worker_enclosure import NEEDED
-from tests.kit.processes import ROOT, run_python
+from tests.kit.processes import ROOT, python_path, run_python
 
 ESCAPING = "escaping_rewards:by_response"
 FORK_BOMB = """
@@ -53,10 +53,11 @@ def score(*responses: str | dict[str, Any], forbid: bool, secret_files: list[str
         "secret_files": secret_files or [],
         "forbid": forbid,
     }
+    # What the kernel forbids a program it doesn't forbid a nursery, which would fork the worker.
+    path = f"{ROOT}:{Path(__file__).parent}" if forbid else python_path(ROOT, Path(__file__).parent)
     done = run_python(
-        "-m", "tests.integration.scoring.enclosed",
-        environment={"PYTHONPATH": f"{ROOT}:{Path(__file__).parent}"}, given=json.dumps(asked),
-    )  # fmt: skip
+        "-m", "tests.integration.scoring.enclosed", environment={"PYTHONPATH": path}, given=json.dumps(asked)
+    )
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 

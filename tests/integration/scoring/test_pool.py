@@ -19,7 +19,7 @@ from relaxd.rewards import RewardInput, RewardOutput
 from services.reward.worker_enclosure import MissingVariableError
 from services.reward.worker_pool import Failure, PoolClosedError, WorkerPool, WorkerStartError
 from tests.kit.disks import no_descriptors
-from tests.kit.processes import is_alive, start_python
+from tests.kit.processes import is_alive, python_path, start_python
 from tests.kit.waiting import eventually, wait_until
 
 BAD = "bad_rewards:by_response"
@@ -36,7 +36,7 @@ def place(code: str) -> str:
 
 @pytest.fixture
 async def pool(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[WorkerPool]:
-    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent))
+    monkeypatch.setenv("PYTHONPATH", python_path(Path(__file__).parent))
     pool = WorkerPool(2, WRITES)
     yield pool
     pool.close()
@@ -167,7 +167,7 @@ def test_a_pause_of_the_process_is_not_the_rewards_fault(tmp_path):
         f"    print(*await pool.score('{BAD}', [sample], 4.0))\n"
         "    pool.close()\n"
         "asyncio.run(main())\n",
-        environment={"PYTHONPATH": str(Path(__file__).parent)},
+        environment={"PYTHONPATH": python_path(Path(__file__).parent)},
         stdout=subprocess.PIPE,
         text=True,
     )
@@ -247,7 +247,7 @@ async def test_closing_kills_the_workers_and_blames_no_sample(pool):
 
 
 async def test_a_repaired_reward_is_loaded_again(tmp_path, monkeypatch):
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setenv("PYTHONPATH", python_path(tmp_path))
     own, samples = WorkerPool(1), [RewardInput(prompt="", response="")]
     (tmp_path / "own.py").write_text("def score(sample):\n    return 1\n")
     assert await own.score("own:score", samples, 10.0) == [RewardOutput(1.0)]

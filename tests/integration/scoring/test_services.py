@@ -1,6 +1,5 @@
 """The reward and advantage services as real processes: calls, stages, ends and restarts."""
 
-import asyncio
 import json
 import math
 import os
@@ -406,8 +405,7 @@ async def test_sigterm_finishes_what_can_be_finished(here, tmp_path):
         process.process.send_signal(signal.SIGTERM)
         await here.coordinator.hears("reward-1", "DRAINING")
         flag.touch()
-        async with asyncio.timeout(60):
-            assert await process.process.wait() == 0
+        assert await process.ended() == 0
     (depth,) = [queue for queue in here.board.queues() if queue.stage == "advantage"]
     assert depth.waiting == 1
     assert "Traceback" not in process.log
@@ -456,8 +454,7 @@ async def test_a_replica_that_cannot_start_workers_hands_its_groups_back_and_end
         os.kill(int(worker), signal.SIGKILL)
         status = await here.coordinator.hears("reward-1", "FAILED")
         assert status.detail.startswith("reward worker can't be started: [Errno 2] No such file or directory")
-        async with asyncio.timeout(60):
-            assert await process.process.wait() == 1  # for whoever supervises it
+        assert await process.ended() == 1  # for whoever supervises it
     assert "giving up: reward worker can't be started" in process.log
     assert here.board.counts().dropped == 0
     (tmp_path / "gone").rename(folder)
@@ -502,8 +499,7 @@ async def test_a_worker_that_breaks_is_reported_and_ends_the_process(here):
         status = await here.coordinator.hears("advantage-1", "FAILED")
         assert "the worker of stage advantage failed" in status.detail
         assert "WRONGTYPE" in status.detail
-        async with asyncio.timeout(60):
-            assert await process.process.wait() == 1  # for whoever supervises it
+        assert await process.ended() == 1  # for whoever supervises it
         assert "giving up: the worker of stage advantage failed" in process.log
 
 

@@ -1,7 +1,6 @@
 """verl's tools in real reward processes: tools that block, and a tiny run that learns to call one."""
 
 import json
-import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,6 +13,7 @@ from services.reward.worker_pool import Failure, WorkerPool
 from tests.e2e.conftest import Workplace, open_workplace
 from tests.kit.finished_runs import check_books, read_summary
 from tests.kit.models import CHAT_TEMPLATE, make_tiny_model
+from tests.kit.processes import python_path
 
 TOOL = '''
 import os
@@ -66,7 +66,7 @@ async def test_a_tool_that_blocks_or_dies_fails_its_sample_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("yaml", reason="needs PyYAML")
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), str(Path.cwd())]))
+    monkeypatch.setenv("PYTHONPATH", python_path(tmp_path, Path.cwd()))
     settings = {"config": str(write_tools(tmp_path))}
     config = RewardConfig(name="verl_tools", settings=settings, writable=(str(tmp_path),))
     monkeypatch.chdir(tmp_path)

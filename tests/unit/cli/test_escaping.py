@@ -18,7 +18,7 @@ from relaxd.process.child import Child
 from relaxd.telemetry.logs import JsonFormatter, TextFormatter
 from relaxd.telemetry.printable import escape, escape_lines
 from services.coordinator.state.records import Outcome
-from tests.kit.processes import ROOT, run_python
+from tests.kit.processes import ROOT, python_path, run_python
 from tests.kit.run_folders import write_run
 from tests.kit.tokenizer import write_tokenizer
 from tests.kit.waiting import PATIENCE
@@ -113,9 +113,7 @@ def test_prompts_are_shown_with_their_lines(workplace: Path) -> None:
 
 
 def test_a_reward_that_is_tried_shows_no_control_characters(workplace: Path) -> None:
-    done = run_python(
-        "-m", "relaxd.cli", "reward", "test", "run.toml", cwd=workplace, environment={"PYTHONPATH": str(ROOT)}
-    )
+    done = run_python("-m", "relaxd.cli", "reward", "test", "run.toml", cwd=workplace)
     assert done.returncode == 1
     assert_harmless(done.stdout)
     assert_harmless(done.stderr)
@@ -159,7 +157,7 @@ def test_no_text_passes_for_a_record_of_a_log() -> None:
 
 
 async def test_what_a_child_prints_is_escaped(capfd) -> None:
-    child = await Child.start("tests.unit.cli.test_escaping", [], env={"PYTHONPATH": str(ROOT)})
+    child = await Child.start("tests.unit.cli.test_escaping", [], env={"PYTHONPATH": python_path(ROOT)})
     async with asyncio.timeout(60 * PATIENCE):
         ended = await child.exited
     assert ended.last_lines

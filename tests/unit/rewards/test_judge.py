@@ -34,6 +34,7 @@ from services.reward.worker_pool import Failure, WorkerPool
 from services.rollout.judge.server import parse_messages
 from tests.kit.cases import each
 from tests.kit.ports import free_port
+from tests.kit.processes import python_path
 from tests.kit.vision import encoded
 from tests.kit.waiting import PATIENCE, eventually
 
@@ -318,7 +319,7 @@ async def score(sample):
 
 async def test_samples_of_a_group_are_asked_about_at_once_outside_of_the_deadline(tmp_path, monkeypatch):
     (tmp_path / "own.py").write_text(OWN)
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setenv("PYTHONPATH", python_path(tmp_path))
     waiting, go, asked = 0, asyncio.Event(), []
 
     async def reply(question: AskRequest) -> AskResponse:

@@ -1,11 +1,12 @@
 """Slow disks for ranks that are real processes."""
 
 import json
-import os
 import re
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
+
+from tests.kit.processes import python_path
 
 FOLDER = Path(__file__).with_name("slow_disk")
 
@@ -31,5 +32,4 @@ def slowed(output: str) -> set[tuple[str, str]]:
 
 def slow_disk(*rules: Slow) -> dict[str, str]:
     """The environment of a trainer whose ranks have such disks."""
-    paths = [str(FOLDER), *filter(None, [os.environ.get("PYTHONPATH")])]
-    return {"SLOW_DISK": json.dumps([asdict(rule) for rule in rules]), "PYTHONPATH": os.pathsep.join(paths)}
+    return {"SLOW_DISK": json.dumps([asdict(rule) for rule in rules]), "PYTHONPATH": python_path(FOLDER)}
