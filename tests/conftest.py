@@ -43,7 +43,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def pytest_collection_finish() -> None:
     """Leave what is there by now out of searches for garbage, which took seconds: every trainer in a test makes two."""
     gc.collect()
-    gc.freeze()
+    programs.freeze_for_good()
 
 
 @pytest.fixture(scope="session")

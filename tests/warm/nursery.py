@@ -197,7 +197,7 @@ class Nursery:
         if self._name == "light" and "torch" in sys.modules:
             raise RuntimeError("services that need no torch import it")
         gc.collect()
-        gc.freeze()  # what forks share isn't copied by their collections
+        programs.freeze_for_good()  # what forks share isn't copied by their collections
         self._imported = True
         programs.ready_file(os.environ[programs.FOLDER], self._name).touch()
 

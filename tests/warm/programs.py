@@ -15,6 +15,7 @@ SGLang has an interpreter of its own, and importing it takes 11 s. The first tes
 
 import contextlib
 import fcntl
+import gc
 import json
 import os
 import resource
@@ -244,6 +245,16 @@ def _warm(named: Mapping[str, Any]) -> str | None:
     if str(HERE) not in path or other_source or changed or "LD_PRELOAD" in variables or not _is_ready(name):
         return None
     return name
+
+
+def freeze_for_good() -> None:
+    """Exempt all objects from garbage collections, also from those of `relaxd.process.upkeep.freeze_objects`.
+
+    It would look through all that tests import, for seconds, each time a coordinator or a trainer starts a run.
+    """
+    gc.freeze()
+    collector: Any = gc
+    collector.unfreeze = lambda: None
 
 
 def begin_imports() -> None:
