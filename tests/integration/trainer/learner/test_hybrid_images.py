@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -14,10 +13,9 @@ from relaxd.models.layouts import model_parameters
 from relaxd.models.shape import read_shape
 from services.trainer.batch.micro_batch import TrainSequence, pack
 from services.trainer.megatron.world import leave_layout
-from tests.integration.trainer.learner.image_worlds import Job as ImageJob
-from tests.integration.trainer.learner.image_worlds import check_tensors, make_hybrid_model, make_samples, run_job
-from tests.integration.trainer.trainer_worlds import Job, make_learner, run_world
-from tests.kit.ports import free_port
+from tests.integration.trainer.learner.image_worlds import make_hybrid_model, make_samples
+from tests.integration.trainer.learner.media_layouts import check_layouts
+from tests.integration.trainer.trainer_worlds import Job, make_learner
 from tests.kit.vision import (
     Item,
     clip,
@@ -93,28 +91,10 @@ def test_log_probs_and_gradients_equal_those_of_transformers(
     leave_layout()
 
 
-WAYS: dict[str, dict[str, Any]] = {
-    "TP2": {"tensor_parallel": 2},
-    "PP2": {"pipeline_parallel": 2},
-    "DP2": {},
-    "TP2 recomputed": {"tensor_parallel": 2, "recompute": "full"},
-}
-
-
 @pytest.mark.night  # every layout
 def test_two_ranks_train_as_one_does(folder: Path, tmp_path: Path, alone: None) -> None:
-    ways = WAYS | ({"EP2": {"expert_parallel": 2}} if read_shape(folder).experts else {})
-    jobs = {way: ImageJob(folder, {"freeze": [], **own}, steps=2) for way, own in ways.items()}
-    expected = run_job(ImageJob(folder, {"freeze": []}, steps=2))
-    program = "tests.integration.trainer.learner.image_worlds"
-    results = run_world(list(jobs.values()), 2, tmp_path / "world", free_port(), program=program)
-    for way, ranks in zip(jobs, results, strict=True):
-        for rank in ranks:
-            np.testing.assert_allclose(rank["logprobs"], expected["logprobs"], atol=1e-5, err_msg=way)
-            for ours, theirs in zip(rank["trajectory"], expected["trajectory"], strict=True):
-                assert ours.loss == pytest.approx(theirs.loss, abs=1e-4, rel=1e-4), way
-                assert ours.grad_norm == pytest.approx(theirs.grad_norm, rel=1e-4), way
-        check_tensors(ranks, expected, way)
+    names = ("TP2", "PP2", "DP2", "TP2 recomputed", *(["EP2"] if read_shape(folder).experts else []))
+    check_layouts({folder: names}, tmp_path / "world")
 
 
 @pytest.fixture

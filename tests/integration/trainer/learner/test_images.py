@@ -23,7 +23,8 @@ from services.trainer.model.architectures import read_architecture
 from services.trainer.model.hf_weights import load_hf
 from services.trainer.model.policy_model import PolicyModel, check_divisible
 from services.trainer.model.tower_outputs import TowerOutputs
-from tests.integration.trainer.learner.image_worlds import Job, check_tensors, make_samples, run_job
+from tests.integration.trainer.learner.image_worlds import Job, make_samples, run_job
+from tests.integration.trainer.learner.media_layouts import ALL, LAYOUTS, check_layouts
 from tests.integration.trainer.trainer_worlds import Job as LearnerJob
 from tests.integration.trainer.trainer_worlds import make_learner, run_world, trainer_config
 from tests.kit.ports import free_port
@@ -40,8 +41,6 @@ from tests.kit.vision import (
 
 PROGRAM = "tests.integration.trainer.learner.image_worlds"
 
-ALL = {"freeze": []}
-"""Settings that train the tower, too."""
 MIXTURE: dict[str, Any] = {"tied": False, "model_type": "qwen3_vl_moe", **EXPERTS}
 """Fields of a Qwen3-VL-MoE."""
 
@@ -270,46 +269,15 @@ def test_wrong_patterns_are_refused(
         run_job(Job(models(), settings))
 
 
-WAYS: dict[str, dict[str, Any]] = {
-    "TP2": {"tensor_parallel": 2},
-    "CP2": {"context_parallel": 2},
-    "PP2": {"pipeline_parallel": 2, "pipeline_layers": [3, 1]},
-    "DP2": {},
-    "DP2 overlapped": {"overlap_grad_reduce": True},
-    "DP2 sharded": {"shard_gradients": True},
-    "TP2 recomputed": {"tensor_parallel": 2, "recompute": "full"},
-    "TP2 selective": {"tensor_parallel": 2, "recompute": "selective"},
-}
-
-
-EXPERT_WAYS: dict[str, dict[str, Any]] = {
-    "TP2": {"tensor_parallel": 2},
-    "CP2": {"context_parallel": 2},
-    "PP2": {"pipeline_parallel": 2, "pipeline_layers": [3, 1]},
-    "DP2": {},
-    "EP2": {"expert_parallel": 2},
-    "TP2 EP2": {"tensor_parallel": 2, "expert_parallel": 2},
-}
+EXPERT_LAYOUTS = ("TP2", "CP2", "PP2 of 3 and 1", "DP2", "EP2", "TP2 EP2")
 """Layouts of a mixture."""
 
 
 @pytest.mark.night  # every layout
 def test_two_ranks_train_as_one_does(models: Callable[..., Path], alone: None, tmp_path: Path) -> None:
-    odd, mixture = models(num_attention_heads=3, num_key_value_heads=1), models(**MIXTURE)
-    jobs = {way: Job(models(), {**ALL, **own}, steps=2) for way, own in WAYS.items()}
-    jobs["CP2 gathering"] = Job(odd, {**ALL, "context_parallel": 2}, steps=2)  # heads don't divide
-    for way, own in EXPERT_WAYS.items():
-        jobs[f"mixture {way}"] = Job(mixture, {**ALL, **own}, steps=2)
-    expected = {folder: run_job(Job(folder, ALL, steps=2)) for folder in (models(), odd, mixture)}
-    results = run_world(list(jobs.values()), 2, tmp_path / "world", free_port(), program=PROGRAM)
-    for (way, job), ranks in zip(jobs.items(), results, strict=True):
-        one = expected[job.model]
-        for rank in ranks:
-            np.testing.assert_allclose(rank["logprobs"], one["logprobs"], atol=1e-5, err_msg=way)
-            for ours, theirs in zip(rank["trajectory"], one["trajectory"], strict=True):
-                assert ours.loss == pytest.approx(theirs.loss, abs=1e-4, rel=1e-4), way
-                assert ours.grad_norm == pytest.approx(theirs.grad_norm, rel=1e-4), way
-        check_tensors(ranks, one, way)
+    dense = ("TP2", "CP2", "PP2 of 3 and 1", "DP2", "DP2 overlapped", "DP2 sharded", "TP2 recomputed", "TP2 selective")
+    odd = models(num_attention_heads=3, num_key_value_heads=1)  # heads that context parallelism can't divide
+    check_layouts({models(): dense, odd: ("CP2",), models(**MIXTURE): EXPERT_LAYOUTS}, tmp_path / "world")
 
 
 @pytest.mark.night  # two ranks
@@ -338,10 +306,10 @@ def published(models: Callable[..., Path]) -> Path:
 
 @pytest.mark.night  # every layout
 def test_every_layout_has_the_files_stacked_experts(published: Path, alone: None, tmp_path: Path) -> None:
-    jobs = [Job(published, {**ALL, **own}, steps=0) for own in EXPERT_WAYS.values()]
+    jobs = [Job(published, ALL | LAYOUTS[name], steps=0) for name in EXPERT_LAYOUTS]
     expected = load_file(published / "model.safetensors")
     results = run_world(jobs, 2, tmp_path / "world", free_port(), program=PROGRAM)
-    for way, ranks in zip(EXPERT_WAYS, results, strict=True):
+    for way, ranks in zip(EXPERT_LAYOUTS, results, strict=True):
         found = {name: tensor for rank in ranks for name, tensor in rank["tensors"].items()}
         assert found.keys() == expected.keys(), way
         for name, tensor in found.items():
