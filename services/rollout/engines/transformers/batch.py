@@ -13,7 +13,7 @@ from transformers.cache_utils import Cache, DynamicLayer, LinearAttentionLayer
 from services.rollout.engines.request_types import FinishReason, Request
 from services.rollout.engines.seen_prompts import SeenPrompt
 from services.rollout.engines.transformers.sampling import sample_generator
-from services.rollout.engines.transformers.vision import embed
+from services.rollout.engines.transformers.vision import TowerOutputs, embed
 
 _MIN_GROWTH = 64
 """Minimum number of tokens by which a buffer grows."""
@@ -197,7 +197,7 @@ class Batch:
 
     @classmethod
     def prefill(
-        cls, model: PreTrainedModel, groups: Sequence[Sequence[RunningSample]]
+        cls, model: PreTrainedModel, towers: TowerOutputs, groups: Sequence[Sequence[RunningSample]]
     ) -> tuple["Batch", torch.Tensor]:  # fmt: skip
         """Run each group's prefix once; its samples share the result.
 
@@ -211,7 +211,7 @@ class Batch:
             ids[row, paddings[row] :] = torch.tensor(prompt)
         cache = empty_cache(model.config)
         seen = [group[0].seen for group in groups]
-        logits = _forward(model, ids, cache, paddings, [group[0].offset for group in groups], seen)
+        logits = _forward(model, ids, cache, paddings, [group[0].offset for group in groups], seen=seen, towers=towers)
         rows = [row for row, group in enumerate(groups) for _ in group]
         take_rows(cache, rows)
         samples = [sample for group in groups for sample in group]
@@ -247,12 +247,14 @@ def _forward(
     cache: Cache,
     paddings: list[int],
     offsets: list[int],
+    *,
     seen: Sequence[SeenPrompt | None] = (),
+    towers: TowerOutputs | None = None,
 ) -> torch.Tensor:
     """Append `ids` [rows, new] to the cache and return the logits [rows, vocabulary] after the last one.
 
     `offsets` are added to the positions of each row's tokens, but those of prompts with media (`seen`, of all rows,
-    when prompts are read) have positions of their own.
+    when prompts are read) have positions of their own, and the embeddings that `towers` have for their media.
     """
     start = cache.get_seq_length()
     columns = torch.arange(start + ids.shape[1])
@@ -278,6 +280,8 @@ def _forward(
         if language_model is None:
             logits: torch.Tensor = model(input_ids=ids.to(device), logits_to_keep=1, **arguments).logits[:, -1]
         else:
-            inputs = embed(model, ids, seen, paddings) if with_media else {"input_ids": ids.to(device)}
+            inputs: dict[str, Any] = {"input_ids": ids.to(device)}
+            if with_media and towers is not None:
+                inputs = embed(model, towers, ids, seen, paddings)
             logits = model.lm_head(language_model(**inputs, **arguments).last_hidden_state[:, -1])
     return logits

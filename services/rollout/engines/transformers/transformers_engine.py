@@ -35,7 +35,7 @@ from services.rollout.engines.request_types import (
 from services.rollout.engines.seen_prompts import see
 from services.rollout.engines.transformers.batch import Batch, RunningSample
 from services.rollout.engines.transformers.sampling import choose_tokens, likeliest_tokens
-from services.rollout.engines.transformers.vision import TOWERS
+from services.rollout.engines.transformers.vision import TOWERS, TowerOutputs
 
 logger = logging.getLogger(__name__)
 
@@ -110,6 +110,7 @@ class TransformersEngine(GatedEngine):
         """
         super().__init__()
         self.model = model
+        self.tower_outputs = TowerOutputs(model)
         self._decode = decode
         self._end_ids = frozenset(end_ids)
         self._max_running_samples = max_running_samples
@@ -278,7 +279,7 @@ class TransformersEngine(GatedEngine):
         groups = [group for group in groups if self._see(group)]
         if not groups:
             return
-        batch, logits = Batch.prefill(self.model, groups)
+        batch, logits = Batch.prefill(self.model, self.tower_outputs, groups)
         lengths = [len(group[0].prefix) for group in groups]
         self._tokens_prefilled += sum(lengths)
         self._tokens_prompted += sum(length * len(group) for length, group in zip(lengths, groups, strict=True))

@@ -15,10 +15,13 @@ from services.rollout.engines.transformers.vision import TOWERS
 
 
 def named_parameters(model: PreTrainedModel) -> dict[str, torch.Tensor]:
-    """Return every tensor that a manifest may name, tied weights under each of their names."""
+    """Return every tensor that a manifest may name, tied weights under each of their names.
+
+    What is written into them counts as a new version of the parameters.
+    """
     tensors: dict[str, torch.Tensor] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        tensors |= _file_views(name, parameter.data, model.config.model_type)
+        tensors |= _file_views(name, parameter.detach(), model.config.model_type)
     of_files = _FILE_NAMES.get(model.config.model_type, {})
     return {_renamed(name, of_files): tensor for name, tensor in tensors.items()}
 
@@ -159,4 +162,13 @@ class WeightReceiver:
     def _copy(self, number: int) -> None:
         self._engine.touch()
         for spec, tensor in self._received(number):
-            self._parameters[spec.name].copy_(tensor)
+            served = self._parameters[spec.name]
+            # What is received as it was isn't written, so that the outputs of towers that aren't trained stay valid.
+            if not _same_bits(served, tensor.to(served.dtype)):
+                served.copy_(tensor)
+
+
+def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Compare as integers, to which 0 and -0 are two values, and not a number is equal to itself."""
+    kind = {2: torch.int16, 4: torch.int32, 8: torch.int64}[one.element_size()]
+    return torch.equal(one.view(kind), other.view(kind))
