@@ -69,10 +69,18 @@ def checksum(tensor: torch.Tensor) -> int:
 
 def checksums(tensors: Mapping[str, torch.Tensor]) -> dict[str, int]:
     """Return the checksums of several tensors on one device, with one synchronisation."""
-    if not tensors:
-        return {}
-    totals = torch.stack([_total(tensor) for tensor in tensors.values()]).tolist()
-    return {name: total % (1 << 64) for name, total in zip(tensors, totals, strict=True)}
+    return read_checksums(begin_checksums(tensors))
+
+
+def begin_checksums(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Enqueue the checksums of tensors. Returns what `read_checksums` reads: int64 [] each, on the tensors' device."""
+    return {name: _total(tensor) for name, tensor in tensors.items()}
+
+
+def read_checksums(begun: Mapping[str, torch.Tensor]) -> dict[str, int]:
+    """Wait for checksums of tensors on one device, and return them."""
+    totals = torch.stack(list(begun.values())).tolist() if begun else []
+    return {name: total % (1 << 64) for name, total in zip(begun, totals, strict=True)}
 
 
 def _total(tensor: torch.Tensor) -> torch.Tensor:

@@ -1,6 +1,7 @@
 """A process that plays the trainer's side of weight groups, told line by line in JSON what to do.
 
 The weights of version v are those of the model in the folder plus noise seeded by v; version 0 is the model itself.
+Every third version has the vision tower of the one before.
 """
 
 import json
@@ -24,6 +25,9 @@ def weights_of(folder: Path, version: int) -> dict[str, torch.Tensor]:
     for name, tensor in sorted(load_file(folder / "model.safetensors").items()):
         noise = torch.randn(tensor.shape, generator=generator) * 0.05 if version else 0.0
         tensors[name] = tensor.float() + noise
+    if version and version % 3 == 0:
+        before = weights_of(folder, version - 1)
+        tensors |= {name: tensor for name, tensor in before.items() if ".visual." in name}
     return tensors
 
 

@@ -38,17 +38,25 @@ class SchedulerUpdate:
     """Installs new weights in all scheduler processes in one pause. The caller holds a lock."""
 
     def __init__(
-        self, number: int, ranks: int, receive: rollout_pb2.ReceiveWeightsRequest, key: str, pause_deadline: float
+        self,
+        number: int,
+        ranks: int,
+        receive: rollout_pb2.ReceiveWeightsRequest,
+        key: str,
+        pause_deadline: float,
+        *,
+        after_failure: bool,
     ) -> None:
         """`number` is the update's, `ranks` that of scheduler processes, `key` the weights' in the prefix cache.
 
-        `pause_deadline` is a time by time.monotonic().
+        `pause_deadline` is a time by time.monotonic(), `after_failure` true if an update has failed since the last one.
         """
         self._number = number
         self._ranks = ranks
         self._receive = receive
         self._key = key
         self._pause_deadline = pause_deadline
+        self._after_failure = after_failure
         self._pause_seconds = pause_deadline - time.monotonic()
         self._end = 0.0
         self._results: dict[int, Updated | RpcError] = {}
@@ -73,6 +81,7 @@ class SchedulerUpdate:
             checksum=self._receive.checksum,
             deadline=self._pause_deadline,
             timeout=self._receive.timeout_seconds,
+            after_failure=self._after_failure,
         )
 
     def take(self, news: UpdateEnded | GroupLeft) -> None:
@@ -230,7 +239,12 @@ class SchedulerControl:
                 self._commits += 1
                 deadline = time.monotonic() + ANSWER_SECONDS if pause is None else pause.deadline
                 self._update = SchedulerUpdate(
-                    self._commits, self._schedulers.count, receive, self.prefix_key(weights), deadline
+                    self._commits,
+                    self._schedulers.count,
+                    receive,
+                    self.prefix_key(weights),
+                    deadline,
+                    after_failure=gate.quarantined,
                 )
                 if pause is not None and self.running and not self._changing:
                     self._channel.send(self._update.ask(pause.mode, self._next_change()))

@@ -44,7 +44,7 @@ from services.rollout.engines.sglang.schedulers import (
     socket_path,
     write_failure,
 )
-from services.rollout.engines.sglang.sglang_media import forget_features, take_media
+from services.rollout.engines.sglang.sglang_media import take_media
 from services.rollout.engines.sglang.sglang_weights import SGLangWeights
 from services.rollout.engines.sglang.weight_updates import NewsSender, WeightUpdates
 
@@ -156,7 +156,6 @@ class ControlledScheduler(Scheduler):
         Returns the unfinished requests. Those without keys and values of the old weights get the new key. The others
         keep the old key, which no new request uses.
         """
-        forget_features()
         held: dict[str, HeldRequest] = {}
         for req in self.waiting_queue:
             req.extra_key = with_weights(req.extra_key, key)

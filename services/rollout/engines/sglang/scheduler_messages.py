@@ -26,6 +26,8 @@ class PauseForUpdate(PauseGenerationReqInput, kw_only=True):  # type: ignore[cal
     """Monotonic time, shared by processes of one host, by which the pause has to have begun."""
     timeout: float
     """Seconds from the beginning of the reception to its end."""
+    after_failure: bool
+    """True if an update has failed since the last one, so that ranks may have received different versions."""
 
 
 hook_custom_types(PauseForUpdate)

@@ -72,6 +72,9 @@ def take_media(model: Any, vision: VisionModel, device: torch.device) -> None:
 
 
 def forget_features() -> None:
-    """Clear SGLang's cache of tower outputs, whose keys are the images' hashes without the weights."""
+    """Clear SGLang's cache of tower outputs, whose keys are the items' hashes without the weights.
+
+    All ranks must do it after the same version: they run a tower together.
+    """
     if mm_utils.embedding_cache is not None:
         mm_utils.embedding_cache.clear()

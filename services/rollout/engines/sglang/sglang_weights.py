@@ -1,6 +1,7 @@
 """Receiving weights into an SGLang model, in its scheduler process."""
 
 import contextlib
+import re
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -12,7 +13,14 @@ import torch
 
 from relaxd.v1 import weights_pb2
 from relaxd.weights.buckets import ManifestError, ManifestMismatch, TensorBucket, from_proto, unpack
-from relaxd.weights.sent_buckets import Layout, broadcast_layout, checksums, piece_bytes, pieces
+from relaxd.weights.sent_buckets import (
+    Layout,
+    begin_checksums,
+    broadcast_layout,
+    piece_bytes,
+    pieces,
+    read_checksums,
+)
 from relaxd.weights.weight_group import Rendezvous, Transfer, WeightGroup, WeightGroupError
 from services.rollout.engines.sglang.loader_copies import Destination, find_destinations
 
@@ -21,6 +29,9 @@ IN_FLIGHT = 2
 
 _PLAIN_METHODS = ("UnquantizedLinearMethod", "UnquantizedEmbeddingMethod", "UnquantizedFusedMoEMethod")
 """SGLang's classes for weights that are stored as in checkpoints."""
+
+_OF_TOWER = re.compile(r"(^|\.)(visual|audio_tower)\.")
+"""Hugging Face's names of the tensors of towers."""
 
 
 class UnsupportedModel(Exception):
@@ -38,6 +49,9 @@ class ReceiveResult:
     checksums: dict[str, int] = field(default_factory=dict)
     """Checksums by tensor, if requested. They cover the model's memory if the tensor was received there, else the
     staged tensor, after comparing the model's memory with it."""
+    towers_changed: bool = True
+    """False if all tensors of the model's towers are those of the version that was received before. Equal on all ranks
+    that have received the same versions, because it is decided by whole tensors."""
 
 
 class SGLangWeights:
@@ -57,6 +71,8 @@ class SGLangWeights:
         self._lock = threading.Lock()
         self._receiver: _Receiver | None = None
         self._dirty = False
+        self._towers: dict[str, int] = {}
+        """Checksums of the towers' tensors in the last version."""
         self._stream = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
 
     def join(self, rendezvous: Rendezvous, rank: int, manifest: weights_pb2.WeightManifest, timeout: float) -> None:
@@ -125,7 +141,9 @@ class SGLangWeights:
             if self._stream is not None:
                 self._stream.synchronize()
         touched, self._dirty = self._dirty, False
-        return ReceiveResult(time.monotonic() - begun.started, touched, found)
+        before, self._towers = self._towers, {name: value for name, value in found.items() if _OF_TOWER.search(name)}
+        changed = not before or before != self._towers
+        return ReceiveResult(time.monotonic() - begun.started, touched, found if checksum else {}, changed)
 
     @contextlib.contextmanager
     def _receiving(self, name: str) -> Iterator[None]:
@@ -222,12 +240,13 @@ class _Receiver:
     def finish(
         self, first: Transfer, deadline: float, with_checksums: bool, commit: Callable[[], None]
     ) -> dict[str, int]:
-        """Receive the other buckets on the current stream. Returns when all are there and their copies are enqueued.
+        """Receive the other buckets on the current stream, and wait until all are there and copied.
 
         Bucket n + 1 is received while bucket n is copied; the host does not wait in between. `commit` is called once
-        the last bucket is on its way.
+        the last bucket is on its way. Returns the checksums of all tensors or, without `with_checksums`, of those of
+        towers.
         """
-        found: dict[str, int] = {}
+        found: dict[str, torch.Tensor] = {}
         transfers = [first]
         for number in range(1, len(self._buckets)):
             transfers.append(self.start(number, deadline))
@@ -236,10 +255,11 @@ class _Receiver:
         found |= self._copy(len(transfers) - 1, transfers[-1], with_checksums)
         for transfer in transfers:
             transfer.wait()  # brief: the transfer's deadline
-        if with_checksums:
-            received = zip(chain(*self._parts), chain(*self._wholes), strict=True)
-            found |= checksums({part.spec.name: whole for part, whole in received if whole is not None})
-        return found
+        received = [
+            (part.spec.name, whole) for part, whole in zip(chain(*self._parts), chain(*self._wholes), strict=True)
+        ]
+        wholes = {name: whole for name, whole in received if whole is not None}
+        return read_checksums(found | _begin(wholes, with_checksums))
 
     def start(self, number: int, deadline: float) -> Transfer:
         """Start receiving the next bucket."""
@@ -257,8 +277,9 @@ class _Receiver:
         staging = iter(pieces(self._shapes[number], buffer))
         return [next(staging) if whole is None else whole for whole in self._wholes[number]]
 
-    def _copy(self, number: int, transfer: Transfer, with_checksums: bool) -> dict[str, int]:
-        """Copy the staged tensors once received. On a GPU this only enqueues, except for checksums."""
+    def _copy(self, number: int, transfer: Transfer, with_checksums: bool) -> dict[str, torch.Tensor]:
+        """Copy the staged tensors once received, and begin their checksums. On a GPU this only enqueues, except for
+        the comparisons of `with_checksums`."""
         staged, buffer = self._staged[number], self._buffers[number % IN_FLIGHT]
         if not staged:
             return {}
@@ -276,9 +297,12 @@ class _Receiver:
                 copy.target.copy_(copy.source(tensor))
                 if with_checksums and not torch.equal(copy.target, copy.source(tensor).to(copy.target)):
                     raise WeightGroupError(f"{part.spec.name}: the model's memory differs from the received tensor")
-        if not with_checksums:
-            return {}
-        return checksums({part.spec.name: tensor for part, tensor in zip(staged, tensors, strict=True)})
+        return _begin({part.spec.name: tensor for part, tensor in zip(staged, tensors, strict=True)}, with_checksums)
+
+
+def _begin(tensors: dict[str, torch.Tensor], every: bool) -> dict[str, torch.Tensor]:
+    """Begin the checksums of every received tensor, or of those of towers."""
+    return begin_checksums({name: tensor for name, tensor in tensors.items() if every or _OF_TOWER.search(name)})
 
 
 def check_model(model: torch.nn.Module) -> None:

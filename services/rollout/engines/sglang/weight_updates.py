@@ -22,6 +22,7 @@ from services.rollout.engines.sglang.scheduler_messages import (
     UpdateEnded,
 )
 from services.rollout.engines.sglang.schedulers import END_SECONDS
+from services.rollout.engines.sglang.sglang_media import forget_features
 from services.rollout.engines.sglang.sglang_weights import Reception, SGLangWeights
 
 logger = logging.getLogger(__name__)
@@ -99,6 +100,8 @@ class WeightUpdates:
         except Exception as error:
             self._end(message, _told(error))
         else:
+            if message.after_failure or received.towers_changed:
+                forget_features()
             self._end(message, Updated(received.seconds, received.checksums, held if self._rank == 0 else {}))
 
     def _end(self, message: PauseForUpdate, result: Updated | RpcError) -> None:

@@ -159,6 +159,27 @@ def test_what_arrives_is_what_sglang_s_loader_makes_of_it(
         group.abort()
 
 
+def test_each_version_says_whether_it_changes_a_tower(ranks: Ranks, models: dict[str, Path]) -> None:
+    """By one value of it, in the same group as the version before or in another one."""
+    ranks.do("load", folder=str(models["qwen3_vl"]))
+    source = Source(models["qwen3_vl"], 1)
+    language, tower = "model.language_model.norm.weight", "model.visual.blocks.0.attn.qkv.bias"
+    found = []
+    for layout in ("flat", "direct"):
+        group, _ = ranks.join(source, layout)
+        for changed in (language, tower, None):
+            if changed is not None:
+                source.tensors[changed][-1] += 1.0
+            ranks.tell("receive", name=group.name, checksum=False)
+            source.send(group, layout, source.buckets)
+            answers = ranks.answers()
+            assert not any(answer["checksums"] for answer in answers)
+            found.append({answer["towers_changed"] for answer in answers})
+        ranks.do("leave", name=group.name)
+        group.abort()
+    assert found == [{True}, {True}, {False}, {False}, {True}, {False}]
+
+
 def test_the_commit_does_not_wait_for_the_last_bucket(ranks: Ranks, models: dict[str, Path], tmp_path: Path) -> None:
     folder = models["qwen3"]
     ranks.do("load", folder=str(folder))

@@ -60,7 +60,7 @@ class Member:
         assert receiver is not None
         return {"staged": sum(len(staged) for staged in receiver._staged)}
 
-    def receive(self, name: str, committed: str = "", refuse: bool = False) -> dict[str, Any]:
+    def receive(self, name: str, committed: str = "", refuse: bool = False, checksum: bool = True) -> dict[str, Any]:
         """Receive a version. Its commit makes the file `committed`, or is refused."""
 
         def commit() -> None:
@@ -70,9 +70,13 @@ class Member:
                 Path(f"{committed}-{self.rank}").touch()
 
         before = {parameter: parameter.data_ptr() for parameter in self.model.parameters()}
-        result = self.weights.finish(self.weights.begin(name, TIMEOUT), checksum=True, commit=commit)
+        result = self.weights.finish(self.weights.begin(name, TIMEOUT), checksum=checksum, commit=commit)
         assert all(parameter.data_ptr() == address for parameter, address in before.items())
-        return {"checksums": result.checksums, "touched": result.touched}
+        return {
+            "checksums": result.checksums,
+            "touched": result.touched,
+            "towers_changed": result.towers_changed,
+        }
 
     def leave(self, name: str) -> dict[str, Any]:
         """Leave a group."""
