@@ -4,7 +4,7 @@ import re
 from collections.abc import Mapping
 
 from relaxd.models.layouts import used_parameters
-from relaxd.models.shape import ModelShape
+from relaxd.models.shape import AudioShape, ModelShape, VisionShape
 
 PEAK_FLOPS: Mapping[str, float] = {
     "A100": 312e12,
@@ -15,6 +15,10 @@ PEAK_FLOPS: Mapping[str, float] = {
     "B200": 2250e12,
 }
 """Dense bf16 FLOP/s of a GPU on an SXM board, by a word of its name; GPUs on other boards are slower."""
+SOUND_CHUNK = (50, 25, 13)
+"""Lengths of 100 frames of a spectrogram, a second, after each convolution of a tower for sound: 13 tokens."""
+SOUND_WINDOW = 104
+"""Tokens of a sound that attend to one another in the tower: those of 800 frames."""
 
 
 def peak_flops(device_name: str) -> float | None:
@@ -47,3 +51,26 @@ def state_flops(shape: ModelShape) -> float:
     """Return the FLOPs per token for the states of gated delta nets: each number is read twice and written once."""
     sizes = shape.delta_net
     return 18.0 * sum(sizes.layers) * sizes.values * sizes.key_size if sizes is not None else 0.0
+
+
+def vision_flops(tower: VisionShape, tokens: float) -> float:
+    """Return the FLOPs of a vision tower's forward pass over an image or a time of a video, of so many tokens."""
+    hidden, merged, patches = tower.hidden, tower.hidden * tower.merge**2, tokens * tower.merge**2
+    of_patch = tower.patch_values * hidden + tower.layers * (4 * hidden**2 + 2 * hidden * tower.ffn)
+    of_attention = 4.0 * tower.layers * hidden * patches**2
+    mergers = (1 + tower.deepstack) * (merged**2 + merged * tower.output)
+    return 2.0 * of_patch * patches + of_attention + 2.0 * mergers * tokens
+
+
+def audio_flops(tower: AudioShape, tokens: float) -> float:
+    """Return the FLOPs of an audio tower's forward pass over a sound of so many tokens, with whole chunks and windows.
+
+    They are in proportion to the tokens, because attention sees a window.
+    """
+    hidden, channels = tower.hidden, tower.channels
+    bands = [-(-tower.bands // 2**layer) for layer in (1, 2, 3)]
+    convolved = [9 * length * width for length, width in zip(SOUND_CHUNK, bands, strict=True)]
+    of_chunk = convolved[0] * channels + sum(convolved[1:]) * channels**2
+    of_token = of_chunk / SOUND_CHUNK[-1] + channels * bands[-1] * hidden
+    of_token += tower.layers * (4 * hidden**2 + 2 * hidden * tower.ffn) + hidden**2 + hidden * tower.output
+    return (2.0 * of_token + 4.0 * tower.layers * hidden * SOUND_WINDOW) * tokens

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from relaxd.board.sizes import media_bytes, sample_tokens, worst_bytes
 from relaxd.config import RunConfig
+from relaxd.models.flops import audio_flops, vision_flops
 from relaxd.models.folders import models_in_trainer, resolve_model
 from relaxd.models.layouts import Layout, model_parameters, stage_parameters
 from relaxd.models.shape import ModelShape, read_shape
@@ -55,10 +56,16 @@ def step_bytes(config: RunConfig, expert_bytes: int) -> int:
     worst = worst_bytes(config, prompt, expert_bytes=expert_bytes)
     mean = mean_tokens(config) + sample_tokens(config) - config.rollout.max_new_tokens
     mean_share = (prompt + samples * mean) / (prompt + samples * sample_tokens(config))
+    media = media_bytes(config, round(media_tokens(config)))
+    return int(config.trainer.groups_per_step * (worst * mean_share + media))
+
+
+def media_tokens(config: RunConfig) -> float:
+    """Return the tokens of a group that may be those of media: its prompt's, and what its environment says."""
     seen = float(config.data.max_prompt_tokens)
     if config.agent.is_there:
-        seen += samples * mean_turns(config) * config.rehearsal.observation_tokens
-    return int(config.trainer.groups_per_step * (worst * mean_share + media_bytes(config, round(seen))))
+        seen += config.rollout.samples_per_prompt * mean_turns(config) * config.rehearsal.observation_tokens
+    return seen
 
 
 def state_bytes(config: RunConfig, models: Models, fixed: int, *, saved: bool = False) -> int:
@@ -204,4 +211,36 @@ def step_work(config: RunConfig, models: Models) -> StepWork:
         mini_batches=trainer.mini_batches,
         updates=trainer.updates_per_step * trained,
         passes=trainer.epochs * trained + forward_only / 3,
+        tower_flops=_tower_flops(config, models),
     )
+
+
+def _tower_flops(config: RunConfig, models: Models) -> float:
+    """Return the FLOPs of all towers in a step whose groups have as many media as their tokens may be.
+
+    A tower that isn't trained runs once for a group's media, because its outputs are kept; those of frozen models and
+    of a critic are counted like the policy's. A trained one runs in each pass, and its backward pass counts twice.
+    """
+    trainer = config.trainer
+    once = trainer.groups_per_step * media_tokens(config) * _flops_of_media_token(config, models.policy)
+    own = 3 * trainer.epochs + (trainer.updates_per_step > 1) if models.trains_vision else 1
+    return once * (own + len(config.frozen_roles("trainer")) + models.critic)
+
+
+def _flops_of_media_token(config: RunConfig, shape: ModelShape) -> float:
+    """Return the FLOPs of a tower's forward pass for a token of the run's media, of the kind that has the most.
+
+    Without limits in [data] an image is as large as a prompt, and a video has two times of half a prompt.
+    """
+    data = config.data
+    image = min(data.max_prompt_tokens, data.max_image_tokens or data.max_prompt_tokens)
+    video = min(data.max_prompt_tokens, data.max_video_tokens or data.max_prompt_tokens)
+    seen = {"image": image, "video": video / max(2, data.max_video_frames // 2)}
+    found = [0.0]
+    if shape.vision is not None:
+        found += [
+            vision_flops(shape.vision, tokens) / tokens for kind, tokens in seen.items() if kind in config.media_kinds
+        ]
+    if shape.audio is not None and (data.video_sound or "audio" in config.media_kinds):
+        found.append(audio_flops(shape.audio, 1))
+    return max(found)

@@ -12,6 +12,8 @@ from relaxd.models.shape import ModelShape
 
 EFFICIENCY = 0.52
 """Share of an H200's peak that a single rank reaches."""
+TOWER_EFFICIENCY = 0.105
+"""The same of a tower that gets images of 1,024 tokens alone."""
 EXTRA_WORK = {"none": 1.0, "selective": 1.06, "full": 4 / 3}
 """StepWork with recomputation over work without."""
 TENSOR_BYTES_PER_SECOND = 2.2e11
@@ -47,6 +49,8 @@ class StepWork:
     """Number of training passes over its tokens."""
     mini_batches: int = 1
     """Parts of the step with separate pipeline schedules."""
+    tower_flops: float = 0.0
+    """FLOPs of the towers in all passes together."""
 
 
 @dataclass(frozen=True)
@@ -58,25 +62,29 @@ class Seconds:
     """A pipeline's filling and draining, and its slowest stage's lead."""
     communication: float
     update: float
+    towers: float
+    """Passes of the towers, which all later stages wait for."""
 
     @property
     def total(self) -> float:
         """Sum of all parts."""
-        return self.compute + self.bubble + self.communication + self.update
+        return self.compute + self.bubble + self.communication + self.update + self.towers
 
 
 def predict(shape: ModelShape, layout: Layout, work: StepWork, element: int = 2) -> Seconds:
     """Predict the seconds in which the trainer works on a step, its groups being there.
 
     FLOPs are 6 for each parameter that a token uses, 12 x heads x head size for each layer with attention and pair of
-    tokens, and those of the states of gated delta nets, whose lower speed in torch's operations isn't known here.
+    tokens, and those of the states of gated delta nets, whose lower speed in torch's operations isn't known here. Ranks
+    that share a micro-batch each run a tower for all of its media.
     """
     ranks, stages = layout.ranks, layout.pipeline
     extra = 1 + (EXTRA_WORK[layout.recompute] - 1) * layout.recomputed_layers(shape) / layout.stage_layers(shape)
     of_output = 6.0 * shape.vocabulary * shape.hidden * work.tokens
     attention = 12.0 * shape.attention_layers * shape.query * work.attended + state_flops(shape) * work.tokens
     of_layers = (6.0 * used_parameters(shape) * work.tokens - of_output + attention) * extra
-    speed = PEAK_FLOPS["H200"] * EFFICIENCY * ranks * (1 if element == 2 else 0.1)
+    of_rank = PEAK_FLOPS["H200"] * (1 if element == 2 else 0.1)
+    speed = of_rank * EFFICIENCY * ranks
     compute = (of_layers + of_output) / speed
     # All wait for the slowest stage. The last one has the output layer besides its layers.
     shares = [layout.stage_layers(shape, stage) / shape.layers for stage in range(stages)]
@@ -89,6 +97,7 @@ def predict(shape: ModelShape, layout: Layout, work: StepWork, element: int = 2)
         bubble * work.passes,
         _communication(shape, layout, work.tokens, element) * work.passes,
         _update(shape, layout, element, per_update) * work.updates,
+        work.tower_flops / (of_rank * TOWER_EFFICIENCY * layout.data),
     )
 
 

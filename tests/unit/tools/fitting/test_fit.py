@@ -12,10 +12,11 @@ from relaxd.cli.main import app
 from relaxd.client import CliError
 from relaxd.config import RunConfig
 from relaxd.config.load_toml import ConfigError
+from relaxd.models.flops import vision_flops
 from relaxd.models.layouts import Layout, possible_layouts, problem, stage_parameters
 from relaxd.models.shape import read_shape
 from relaxd.tools.fitting.fit import Fit, fit
-from relaxd.tools.fitting.host_and_disk import step_bytes
+from relaxd.tools.fitting.host_and_disk import read_models, step_bytes, step_work
 from relaxd.tools.fitting.speed import StepWork, predict
 from relaxd.tools.fitting.trainer_memory import FitError, Hardware, buckets_in_memory
 from tests.unit.tools.fitting.models import write_config
@@ -242,6 +243,33 @@ def test_a_vision_tower_has_gradients_and_state_only_if_it_is_trained(small: Pat
         assert seeing[0][name] == blind[0][name]
         assert trained[0][name] - seeing[0][name] == pytest.approx(size * parameters, rel=0.01)
     assert blind[1] == seeing[1] == trained[1]
+
+
+def test_towers_are_in_the_seconds_of_a_step(small: Path, tmp_path: Path) -> None:
+    """A frozen one once for a group, a trained one in each pass; of other models each once."""
+    text = json.loads((small / "config.json").read_text())
+    (tmp_path / "config.json").write_text(
+        json.dumps({"model_type": "qwen3_vl", "text_config": text, "vision_config": {}})
+    )
+    tower = read_shape(tmp_path).vision
+    assert tower is not None
+    images: dict[str, Any] = {"media_keys": {"image": "images"}, "max_image_tokens": 256}
+
+    def flops(folder: Path = tmp_path, **sections: Any) -> float:
+        config = make(folder, **{"data": images, **sections})
+        return step_work(config, read_models(config)).tower_flops
+
+    once = flops()
+    assert once == pytest.approx(64 * 4 * vision_flops(tower, 256))  # 64 groups with prompts of 1,024 tokens
+    assert flops(data={}) == flops(small, data={}) == 0.0
+    assert flops(trainer={"freeze": []}) == 3 * once
+    assert flops(trainer={"mini_batches": 2, "epochs": 2}) == once
+    assert flops(trainer={"freeze": [], "mini_batches": 2, "epochs": 2}) == (3 * 2 + 1) * once
+    assert flops(algorithm={"kl_coef": 0.1}) == 2 * once  # a reference in the trainer's ranks
+    whole = flops(data={"media_keys": {"image": "images"}})
+    assert whole == pytest.approx(64 * vision_flops(tower, 1024))
+    video = {"media_keys": {"video": "clips"}, "max_video_tokens": 512, "max_video_frames": 16}
+    assert flops(data=video) == pytest.approx(64 * 16 * vision_flops(tower, 64))
 
 
 def test_media_are_in_the_steps_of_a_run(small: Path) -> None:

@@ -4,8 +4,9 @@ from pathlib import Path
 
 import pytest
 
+from relaxd.models.flops import vision_flops
 from relaxd.models.layouts import Layout, model_parameters
-from relaxd.models.shape import read_shape
+from relaxd.models.shape import VisionShape, read_shape
 from relaxd.tools.fitting.activations import MicroBatch
 from relaxd.tools.fitting.gpu_memory import ENGINE_PROCESS_BYTES, engine_memory
 from relaxd.tools.fitting.speed import StepWork, predict
@@ -110,6 +111,19 @@ def test_seconds(tmp_path: Path, layout: Layout, measured: float) -> None:
     # FULLNESS says how full micro-batches usually are; these were full.
     work = StepWork(tokens, attended=tokens * 2048 / 2, micro_batch_tokens=int(16_384 / 0.9))
     assert predict(shape, layout, work).total == pytest.approx(measured, rel=0.08)
+
+
+@pytest.mark.parametrize(("images", "measured"), [(8, 0.658 - 0.307), (2, 0.429 - 0.353)])
+def test_seconds_of_a_frozen_tower(tmp_path: Path, images: int, measured: float) -> None:
+    """Of images of 1,024 tokens, Qwen3-VL 2B's (`benchmarks.gpu_images`): what they cost beside as much text."""
+    shape = read_shape(write_config(tmp_path, "1.7b"))
+    tower = VisionShape(
+        layers=24, hidden=1024, ffn=4096, heads=16, patch_values=1536, positions=2304, merge=2, deepstack=3, output=2048
+    )
+    work = StepWork(16_384, 16_384 * 2048 / 2, 16_384, tower_flops=images * vision_flops(tower, 1024))
+    assert predict(shape, Layout(1), work).towers == pytest.approx(measured, rel=0.15)
+    assert predict(shape, Layout(2, tensor=2), work).towers == predict(shape, Layout(1), work).towers
+    assert predict(shape, Layout(2), work).towers == pytest.approx(measured / 2, rel=0.15)
 
 
 @pytest.mark.parametrize(("parameters_b", "layers", "hidden", "awake"), [(0.135, 30, 576, 78.7), (0.6, 28, 1024, 81)])
