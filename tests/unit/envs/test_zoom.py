@@ -11,13 +11,16 @@ import pyarrow.parquet
 import pytest
 from PIL import Image
 
+from relaxd.config import DataConfig
 from relaxd.config.load_toml import load_file
 from relaxd.data.dataset import load_data
+from relaxd.data.vision import normalise_shown, read_vision
 from relaxd.envs.environment import BadEnvironmentError, Reply, Sample, Step
 from relaxd.envs.observation_media import with_media
 from relaxd.envs.tool_calls import ToolCall
 from relaxd.envs.zoom import Zoom
 from relaxd.media.images import ORIENTATION
+from relaxd.media.placeholders import IMAGE
 from relaxd.media.sources import data_uri
 from tests.kit.vision import encoded, picture, write_vision_model
 
@@ -98,6 +101,19 @@ def test_a_part_is_cut_out_of_the_picture_in_a_parquet_file(
     np.testing.assert_array_equal(np.asarray(zoomed(tool, [500, 0, 1000, 400])), np.asarray(WHOLE)[:40, 100:])
     tool.open(Sample(messages))
     assert zoomed(tool, [0, 0, 1000, 1000]).width < WHOLE.width
+
+
+def test_a_part_may_have_as_many_tokens_as_the_whole_picture(tmp_path: Path) -> None:
+    """So that the limit of the prompt's images leaves it more detail: twice as much on each side of a quarter."""
+    write_vision_model(tmp_path)
+    limits = DataConfig(source="addition", media_keys={"image": "images"}, max_image_tokens=64)
+    vision, tool = read_vision(tmp_path, limits), Zoom()
+    tool.open(Sample(ASKED, metadata={"original": data_uri(encoded(picture(1024, 1024)))}))
+    for edge, scale in ((1000, 0.25), (500, 0.5), (250, 1.0)):
+        part = zoomed(tool, [0, 0, edge, edge])
+        grid = normalise_shown(IMAGE, encoded(part), vision).size.grid
+        assert grid == (1, 16, 16)  # 64 tokens of 2 x 2 patches of 16 pixels
+        assert 16 * 16 / part.width == scale
 
 
 def test_without_a_whole_picture_parts_are_those_of_the_prompts() -> None:
