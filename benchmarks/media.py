@@ -325,9 +325,12 @@ def write_runs(folder: Path) -> None:
     for number in range(STEP_GROUPS * STEPS):
         pictures.append(folder / f"{number}.jpg")
         pictures[-1].write_bytes(encoded(photograph(SIDE, SIDE, number), "JPEG", quality=85))
-    filler = "x" * (SIDE * SIDE // 1024 + 2)  # a letter is a token, as each mark around the picture's are
+    filler = "x" * (SIDE * SIDE // 1024)  # a letter is a token, as each mark around the picture's are
     cases: dict[str, list[dict[str, Any]]] = {
-        "text": [{"prompt": filler + QUESTION, "answer": str(number)} for number in range(len(pictures))],
+        # Other ones in each group: the trainer packs equal prompts once.
+        "text": [
+            {"prompt": f"{number:02d}{filler}{QUESTION}", "answer": str(number)} for number in range(len(pictures))
+        ],
         "new": [{"prompt": "<image>" + QUESTION, "images": [str(path)]} for path in pictures],
         "again": [{"prompt": "<image>" + QUESTION, "images": [str(path)]} for path in pictures[:STEP_GROUPS]],
     }
