@@ -53,7 +53,7 @@ Ask = Callable[[bool], AsyncIterator[np.ndarray]]
 class Engine(threading.Thread):
     """Answers requests."""
 
-    quarantined = asleep = False
+    quarantined = unconfirmed = asleep = False
 
     def __init__(self, deliver: Callable[[list[Part]], None]) -> None:
         super().__init__(daemon=True)

@@ -196,7 +196,7 @@ async def serve_relaxd(arguments: argparse.Namespace) -> None:
     await engine.pause("in_place", 60, 60)
     await engine.join(rollout_pb2.JoinWeightGroupRequest(group={"name": "none", "timeout_seconds": 10}))
     await engine.receive(receive_request("none", Version(1, 0), 10))
-    await engine.resume()
+    await engine.resume(Version(1, 0))
 
     async def ask(prompt: list[int], new: int, report_every: int = 0) -> int:
         count = parts = 0

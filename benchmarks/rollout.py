@@ -44,6 +44,7 @@ class Ours:
         self._engine.pause("in_place", 60, 60)
         with self._engine.update(Version(1, 0)):
             pass
+        self._engine.confirm(Version(1, 0))
         self._engine.resume()
 
     def generate(self, prompts: list[list[int]], n: int, new: int) -> None:

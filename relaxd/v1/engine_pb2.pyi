@@ -470,6 +470,7 @@ class GetEngineStatsResponse(_message.Message):
     RSS_BYTES_FIELD_NUMBER: _builtins.int
     TOKENS_PREFILLED_FIELD_NUMBER: _builtins.int
     TOKENS_PROMPTED_FIELD_NUMBER: _builtins.int
+    UNCONFIRMED_FIELD_NUMBER: _builtins.int
     running_samples: _builtins.int
     """Samples that generate."""
     waiting_samples: _builtins.int
@@ -477,7 +478,7 @@ class GetEngineStatsResponse(_message.Message):
     tokens_generated: _builtins.int
     """Tokens generated since the start."""
     quarantined: _builtins.bool
-    """Whether a failed update left the model between two versions."""
+    """Whether a failed update left the model between two versions, or received weights were given up."""
     rss_bytes: _builtins.int
     """Resident memory of the engine's processes."""
     tokens_prefilled: _builtins.int
@@ -488,6 +489,8 @@ class GetEngineStatsResponse(_message.Message):
     """Tokens before the first new one of each sample since the start: what the model would have read without a cache.
     0 if the engine doesn't count them.
     """
+    unconfirmed: _builtins.bool
+    """Whether its weights were received without a resume, and none has named them yet."""
     def __init__(
         self,
         *,
@@ -498,10 +501,11 @@ class GetEngineStatsResponse(_message.Message):
         rss_bytes: _builtins.int = ...,
         tokens_prefilled: _builtins.int = ...,
         tokens_prompted: _builtins.int = ...,
+        unconfirmed: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["quarantined", b"quarantined", "rss_bytes", b"rss_bytes", "running_samples", b"running_samples", "tokens_generated", b"tokens_generated", "tokens_prefilled", b"tokens_prefilled", "tokens_prompted", b"tokens_prompted", "waiting_samples", b"waiting_samples"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["quarantined", b"quarantined", "rss_bytes", b"rss_bytes", "running_samples", b"running_samples", "tokens_generated", b"tokens_generated", "tokens_prefilled", b"tokens_prefilled", "tokens_prompted", b"tokens_prompted", "unconfirmed", b"unconfirmed", "waiting_samples", b"waiting_samples"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

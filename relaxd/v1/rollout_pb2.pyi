@@ -471,7 +471,9 @@ class PauseGenerationRequest(_message.Message):
     mode: Global___PauseMode.ValueType
     """How to stop."""
     lease_seconds: _builtins.float
-    """Seconds after which the pause ends by itself, if no weights were touched; else the engine quarantines itself."""
+    """Seconds after which the pause ends by itself. If weights were received meanwhile that no resume named, the engine
+    quarantines itself then.
+    """
     def __init__(
         self,
         *,
@@ -516,16 +518,26 @@ class ResumeGenerationRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     SYNC_ID_FIELD_NUMBER: _builtins.int
+    WEIGHTS_FIELD_NUMBER: _builtins.int
+    DIGEST_FIELD_NUMBER: _builtins.int
     sync_id: _builtins.int
     """The synchronisation that paused it."""
+    digest: _builtins.str
+    """Their digest on record, with `weights`; empty: unknown. An engine that has computed another one refuses."""
+    @_builtins.property
+    def weights(self) -> _replica_pb2.WeightVersion:
+        """The weights that the engine received, once they may be served; unset: it goes on with those that it had."""
+
     def __init__(
         self,
         *,
         sync_id: _builtins.int = ...,
+        weights: _replica_pb2.WeightVersion | None = ...,
+        digest: _builtins.str = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["weights", b"weights"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["sync_id", b"sync_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["digest", b"digest", "sync_id", b"sync_id", "weights", b"weights"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -635,7 +647,7 @@ class ReceiveWeightsRequest(_message.Message):
     pause_timeout_seconds: _builtins.float
     """Seconds in which it has to rest; with `pause`."""
     resume: _builtins.bool
-    """End the pause as soon as the version is committed."""
+    """End the pause as soon as the version is committed. Else the engine serves nothing until ResumeGeneration names it."""
     @_builtins.property
     def weights(self) -> _replica_pb2.WeightVersion:
         """The version that the broadcast carries."""
@@ -724,23 +736,19 @@ class LeaveWeightGroupRequest(_message.Message):
 
     SYNC_ID_FIELD_NUMBER: _builtins.int
     GROUP_NAME_FIELD_NUMBER: _builtins.int
-    QUARANTINE_FIELD_NUMBER: _builtins.int
     sync_id: _builtins.int
     """Identifies the synchronisation; 0 means whatever runs."""
     group_name: _builtins.str
     """The group to leave."""
-    quarantine: _builtins.bool
-    """The weights that the engine took over last are not what was sent: it serves nothing until it gets others."""
     def __init__(
         self,
         *,
         sync_id: _builtins.int = ...,
         group_name: _builtins.str = ...,
-        quarantine: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["group_name", b"group_name", "quarantine", b"quarantine", "sync_id", b"sync_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["group_name", b"group_name", "sync_id", b"sync_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -754,7 +762,7 @@ class LeaveWeightGroupResponse(_message.Message):
 
     QUARANTINED_FIELD_NUMBER: _builtins.int
     quarantined: _builtins.bool
-    """Whether weights were touched, so that the engine is quarantined until the next synchronisation."""
+    """Whether the engine is quarantined until the next synchronisation: weights were touched, or received and not named."""
     def __init__(
         self,
         *,

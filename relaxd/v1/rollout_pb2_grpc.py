@@ -117,7 +117,8 @@ class RolloutServicer:
         raise NotImplementedError('Method not implemented!')
 
     def ResumeGeneration(self, request, context):
-        """ResumeGeneration ends a pause.
+        """ResumeGeneration ends a pause. Weights that were received without a resume are served only once it names them: else,
+        or if it names others than the engine holds, FAILED_PRECONDITION.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -139,6 +140,7 @@ class RolloutServicer:
 
     def LeaveWeightGroup(self, request, context):
         """LeaveWeightGroup aborts and forgets a group, also in the middle of a broadcast, for whose end it waits a moment.
+        Received weights that no resume has named are given up: the engine is quarantined.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -79,9 +79,11 @@ class OfflineEngine:
     def load(self, term: int, version: int, tensors: Iterable[tuple[str, torch.Tensor]] = ()) -> None:
         """Pause between two tokens, copy weights, and continue. Without tensors the weights stay."""
         self._engine.pause("in_place", lease_seconds=60, timeout=60)
-        with self._engine.update(Version(term, version)):
+        weights = Version(term, version)
+        with self._engine.update(weights):
             self._engine.touch()
             self._engine.model.load_state_dict(dict(tensors), strict=False)
+        self._engine.confirm(weights)
         self._engine.resume()
 
     def answers(self, requests: Sequence[Request]) -> Iterator[tuple[str, Output]]:

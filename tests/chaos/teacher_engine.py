@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM
 from relaxd.config import RolloutConfig
 from relaxd.v1 import engine_pb2, rollout_pb2
 from services.rollout.engines.engine_process import EngineProcess, read_arguments
-from services.rollout.engines.request_types import EngineError, MemoryPart, PauseMode, Request, RequestFailed
+from services.rollout.engines.request_types import EngineError, MemoryPart, PauseMode, Request, RequestFailed, Version
 
 MODULE = "tests.chaos.teacher_engine"
 FAILING_VARIABLE = "CHAOS_TEACHER_FAILS"
@@ -37,7 +37,7 @@ def interpreter(folder: Path) -> str:
 class Teacher:
     """A model that reads sequences, one at a time."""
 
-    quarantined = False
+    quarantined = unconfirmed = False
     asleep = False
 
     def __init__(self, folder: str, config: RolloutConfig) -> None:
@@ -97,6 +97,9 @@ class Teacher:
     @property
     def pauses(self) -> int:
         return 0
+
+    def confirm(self, weights: Version) -> None:
+        pass
 
     def resume(self, pause: int | None = None) -> None:
         pass

@@ -87,7 +87,7 @@ async def attack(
 
     With `seconds`, no round begins after them.
 
-    In rounds: after each one the run must go on, which also heals an engine that was quarantined as it was asked to be.
+    In rounds: after each one the run must go on, which also heals an engine that has quarantined itself.
     """
     report = Report()
     targets = fleet.targets

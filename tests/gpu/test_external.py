@@ -113,7 +113,7 @@ def test_a_stock_group_over_nccl_brings_every_version(
         started = time.monotonic()
         await engine.transfer(2)
         seconds = time.monotonic() - started
-        await engine.engine.resume()
+        await engine.engine.resume(Version(1, 2))
         nbytes = sum(bucket.nbytes for bucket in engine.trainer.buckets)
         facts("warm transfer s", seconds)
         facts("GB/s", nbytes / seconds / 1e9)
@@ -143,7 +143,7 @@ def test_the_token_that_an_update_catches_in_flight_counts_as_old(
         await engine.join()
         await engine.transfer(2)
         reported = sum(len(output.tokens) for output in outputs)
-        await engine.engine.resume()
+        await engine.engine.resume(Version(1, 2))
         await asyncio.wait_for(listening, 120)
         versions = [version for output in outputs for version in output.versions]
         tokens = [token for output in outputs for token in output.tokens]

@@ -169,7 +169,8 @@ class EngineRunner:
         return int(self.run(self.engine.pause(mode, lease, timeout)))
 
     def resume(self) -> None:
-        self.run(self.engine.resume())
+        """End a pause, as after a synchronisation that has succeeded if there was one."""
+        self.run(self.engine.resume(self.engine.weights if self.engine.unconfirmed else None))
 
     def join(
         self, name: str, port: int, manifest: weights_pb2.WeightManifest, *, world_size: int = 2, timeout: float = 20.0

@@ -55,8 +55,7 @@ class SyncFailed(Exception):
     differs.
     `refused`: members that answered with an error, possibly caused by another member. `unfit`: the error of each member
     that answered with INVALID_ARGUMENT, as its next process would. `silent`: members without an answer in time.
-    `changed`: the trainer has newer weights, or is making them. `answered`: members that have done their part.
-    `uncompared`: engines that have received the weights, which could not be compared with the trainer's.
+    `changed`: the trainer has newer weights, or is making them.
     """
 
     def __init__(
@@ -69,11 +68,8 @@ class SyncFailed(Exception):
         silent: Iterable[Member] = (),
         unfit: Mapping[Member, str] | None = None,
         changed: bool = False,
-        answered: Iterable[Member] = (),
     ) -> None:
         super().__init__(reason)
-        self.answered = frozenset(answered)
-        self.uncompared: frozenset[Member] = frozenset()
         self.unfit = dict(unfit or {})
         self.changed = changed
         self.silent = frozenset(silent)
@@ -209,15 +205,11 @@ class WeightGroupClient:
             return self._rollout(member).ReceiveWeights(receive, timeout=limit)
 
         # Engines first: a call has a longer way to an engine's scheduler than to a trainer's ranks.
-        try:
-            answers = await self._broadcast("transfer weights", [*group.engines, group.trainer], transfer)
-        except SyncFailed as error:
-            error.uncompared = error.answered.intersection(unverified)
-            raise
+        answers = await self._broadcast("transfer weights", [*group.engines, group.trainer], transfer)
         checksums = answers[group.trainer].checksums
-        received = time.monotonic()
+        digest, received = digest_of(checksums), time.monotonic()
         if unverified:
-            await sent(digest_of(checksums))
+            await sent(digest)
         wrong = {
             engine: names for engine in unverified if (names := _differences(checksums, answers[engine].checksums))
         }
@@ -227,7 +219,8 @@ class WeightGroupClient:
                 f"engines hold other weights than the trainer sent as version {version[1]} ({detail})", wrong=wrong
             )
         if unverified:
-            await self._broadcast("resume", group.engines, lambda e: self._resume(sync_id, e))
+            resume = rollout_pb2.ResumeGenerationRequest(sync_id=sync_id, weights=weights, digest=digest)
+            await self._broadcast("resume", group.engines, lambda e: self._resume(resume, e))
         return TransferTimes(
             pause=drained + max(float(answers[engine].pause_seconds) for engine in group.engines),
             receive=max(float(answers[engine].seconds) for engine in group.engines),
@@ -236,9 +229,7 @@ class WeightGroupClient:
             bytes_sent=float(answers[group.trainer].bytes),
         )
 
-    def _resume(self, sync_id: int, engine: Member) -> Call:
-        """Resume an engine."""
-        request = rollout_pb2.ResumeGenerationRequest(sync_id=sync_id)
+    def _resume(self, request: rollout_pb2.ResumeGenerationRequest, engine: Member) -> Call:
         return self._rollout(engine).ResumeGeneration(request, timeout=SHORT_SECONDS)
 
     async def leave(self, sync_id: int, group: GroupRecord) -> None:
@@ -251,21 +242,17 @@ class WeightGroupClient:
         sync_id: int,
         group: GroupRecord | None,
         engines: Sequence[Member],
-        wrong: Collection[Member] = (),
         quiet: Collection[Member] = (),
     ) -> set[Member]:
         """Make all members leave the group, which aborts their collectives, and resume the engines that may serve.
 
-        Engines with partly received or `wrong` weights are quarantined. `quiet` members may be frozen: their deadline
-        is shorter. Returns the members that are gone or don't answer; never raises SyncFailed.
+        Engines that have received weights, or a part of them, quarantine themselves. `quiet` members may be frozen:
+        their deadline is shorter. Returns the members that are gone or don't answer; never raises SyncFailed.
         """
         members = set(engines) | ({group.trainer, *group.engines} if group else set())
         there = [member for member in members if self._registry.holds(member)]
         answers = await asyncio.gather(
-            *(
-                self._release(sync_id, group, m, m in wrong, SILENT_SECONDS if m in quiet else SHORT_SECONDS)
-                for m in there
-            ),
+            *(self._release(sync_id, group, m, SILENT_SECONDS if m in quiet else SHORT_SECONDS) for m in there),
             return_exceptions=True,
         )
         silent = members - set(there)
@@ -278,31 +265,19 @@ class WeightGroupClient:
                 raise answer
         return silent
 
-    async def _release(
-        self, sync_id: int, group: GroupRecord | None, member: Member, wrong: bool, seconds: float
-    ) -> None:
+    async def _release(self, sync_id: int, group: GroupRecord | None, member: Member, seconds: float) -> None:
         if group is not None:
-            answer = await self._leave(sync_id, group, member, quarantine=wrong, seconds=seconds)
+            answer = await self._leave(sync_id, group, member, seconds)
             if member == group.trainer or answer.quarantined:
                 return
-        await self._resume(sync_id, member)
+        await self._resume(rollout_pb2.ResumeGenerationRequest(sync_id=sync_id), member)
 
-    def _leave(
-        self,
-        sync_id: int,
-        group: GroupRecord,
-        member: Member,
-        *,
-        quarantine: bool = False,
-        seconds: float = SHORT_SECONDS,
-    ) -> Call:
+    def _leave(self, sync_id: int, group: GroupRecord, member: Member, seconds: float = SHORT_SECONDS) -> Call:
         if member == group.trainer:
             request = trainer_pb2.TrainerLeaveWeightGroupRequest(sync_id=sync_id, group_name=group.name)
             return self._trainer(member).LeaveWeightGroup(request, timeout=seconds)
-        return self._rollout(member).LeaveWeightGroup(
-            rollout_pb2.LeaveWeightGroupRequest(sync_id=sync_id, group_name=group.name, quarantine=quarantine),
-            timeout=seconds,
-        )
+        leave = rollout_pb2.LeaveWeightGroupRequest(sync_id=sync_id, group_name=group.name)
+        return self._rollout(member).LeaveWeightGroup(leave, timeout=seconds)
 
     async def _broadcast(
         self, action: str, members: Sequence[Member], call: Callable[[Member], Call]
@@ -352,10 +327,7 @@ class WeightGroupClient:
                 changed |= bool(failed_precondition(error, WEIGHTS_CHANGED))
         if problems or pending:
             reason = f"could not {action} ({'; '.join(problems)})"
-            answered = [member for member, task in tasks.items() if task not in pending and task.exception() is None]
-            raise SyncFailed(
-                reason, blamed, refused=refused, silent=silent, unfit=unfit, changed=changed, answered=answered
-            )
+            raise SyncFailed(reason, blamed, refused=refused, silent=silent, unfit=unfit, changed=changed)
         return {member: task.result() for member, task in tasks.items()}
 
     def _trainer(self, member: Member) -> TrainerStub:

@@ -259,11 +259,8 @@ class WeightSync:
                 if then is not None:  # frees the group's device memory
                     await self._client.leave(sync_id, group)
                     await self._save(group=None)
-            except StoreUnavailable:
+            except (StoreUnavailable, BoardUnavailable):
                 await self._client.abort(sync_id, self.record.group, engines)
-                raise
-            except BoardUnavailable:  # what the engines have now isn't on record: the trainer would refuse its samples
-                await self._client.abort(sync_id, self.record.group, engines, engines)
                 raise
             except SyncFailed as error:
                 with contextlib.suppress(StoreUnavailable):  # the save below raises it again
@@ -273,8 +270,7 @@ class WeightSync:
                 if error.wrong:
                     telemetry.record("sync.wrong_engines", len(error.wrong), {"relaxd.run_id": self._context.run_id})
                     logger.error("%s: they are quarantined until the weights are sent again", error)
-                unfit_to_serve = {*error.wrong, *error.uncompared}
-                silent = await self._client.abort(sync_id, self.record.group, engines, unfit_to_serve, error.silent)
+                silent = await self._client.abort(sync_id, self.record.group, engines, error.silent)
                 await self._save(running=False, group=None)
                 blamed = error.blamed | silent
                 if trainer in silent or (len(engines) > 1 and blamed.issuperset(engines)):
@@ -343,18 +339,14 @@ class WeightSync:
     async def _abort_recorded(self) -> None:
         """Abort a synchronisation that an earlier coordinator, or a Redis outage, interrupted.
 
-        Engines that may hold weights that aren't on record serve nothing until they get them again. Raises
-        BoardUnavailable, StoreUnavailable.
+        Engines that have received weights, and weren't resumed with them, quarantine themselves. Raises
+        StoreUnavailable.
         """
-        group, announced = self.record.group, self.announced
-        recorded = True
-        if self._context.config.weights.has_receipts and announced is not None:
-            recorded = announced.version in await self._context.board.sent_weights()
+        group = self.record.group
         logger.info("aborting the interrupted synchronisation %d", self.record.last_sync_id)
         await self._save(last_sync_id=self.next_id())
         engines = [engine.member for engine in self._fleet.engines()]
-        members = [*engines, *(group.engines if group else ())]
-        await self._client.abort(self.record.last_sync_id, group, engines, () if recorded else members)
+        await self._client.abort(self.record.last_sync_id, group, engines)
         await self._save(running=False, group=None)
 
     def next_id(self) -> int:

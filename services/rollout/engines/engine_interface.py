@@ -23,6 +23,7 @@ from services.rollout.engines.request_types import (
     Request,
     Sampling,
     Version,
+    check_named,
 )
 
 DIGESTS_KEPT = 4096
@@ -65,7 +66,9 @@ class RolloutEngine(ABC):
     weights: Version | None
     """The engine's weights; None before the first commit."""
     quarantined: bool
-    """True if a failed update left the model between two versions."""
+    """True if a failed update left the model between two versions, or its weights were given up."""
+    unconfirmed: bool
+    """True if the weights were received without a resume, and none has named them yet: they serve nothing."""
     takes_media: bool
     """True if the engine accepts prompts with media."""
     asleep: frozenset[MemoryPart]
@@ -79,7 +82,7 @@ class RolloutEngine(ABC):
         self.weights = None
         self._digests: dict[int, str] = {}
         """Digests of the engine's newest versions, oldest first: at most DIGESTS_KEPT."""
-        self.quarantined = False
+        self.quarantined = self.unconfirmed = False
         self.takes_media = False
         self.asleep = frozenset()
         self.gauges = {}
@@ -138,9 +141,12 @@ class RolloutEngine(ABC):
         written = np.unique(np.asarray(versions, dtype=np.int64)).tolist()
         return [Receipt(version, self._digests.get(version, ""), self.name) for version in written]
 
-    def take_up(self, weights: Version, checksums: Mapping[str, int]) -> None:
-        """Switch to these weights; `checksums` are those of their tensors, {} if none were computed."""
-        self.weights, self.quarantined = weights, False
+    def take_up(self, weights: Version, checksums: Mapping[str, int], *, resume: bool) -> None:
+        """Switch to these weights; `checksums` are those of their tensors, {} if none were computed.
+
+        Without `resume` they serve nothing until a resume names them.
+        """
+        self.weights, self.quarantined, self.unconfirmed = weights, False, not resume
         self._digests.pop(weights.version, None)  # becomes the newest
         self._digests[weights.version] = digest_of(checksums)
         if len(self._digests) > DIGESTS_KEPT:
@@ -158,9 +164,22 @@ class RolloutEngine(ABC):
     async def pause(self, mode: PauseMode, lease_seconds: float, timeout: float) -> int:
         """Pause generation. Returns the number of samples held in place."""
 
+    async def resume(self, weights: Version | None = None, digest: str = "") -> None:
+        """End the pause; `weights` names what may be served from now on, with its digest on record, "" if unknown.
+
+        Raises EngineError: the engine's weights were received without a resume, and `weights` doesn't name them; it
+        names others; or the engine has computed another digest.
+        """
+        check_named(weights, self)
+        own = self._digests.get(weights.version, "") if weights is not None else ""
+        if own and digest and own != digest:
+            raise EngineError(f"the digest of {weights} is {digest}, but the engine's weights have {own}")
+        self.unconfirmed = False
+        await self._continue(weights)
+
     @abstractmethod
-    async def resume(self) -> None:
-        """End the pause."""
+    async def _continue(self, weights: Version | None) -> None:
+        """End the pause, which `resume` has found to be right."""
 
     @abstractmethod
     async def join(self, request: rollout_pb2.JoinWeightGroupRequest) -> None:
@@ -171,9 +190,11 @@ class RolloutEngine(ABC):
         """Receive and commit one version, with the requested pause before and resume after it."""
 
     @abstractmethod
-    async def leave(self, group_name: str, *, quarantine: bool) -> bool:
-        """Abort and forget a weight group, and quarantine the engine if requested. Returns whether it is
-        quarantined."""
+    async def leave(self, group_name: str) -> bool:
+        """Abort and forget a weight group, and quarantine the engine if its weights are unconfirmed.
+
+        Returns whether it is quarantined.
+        """
 
     @abstractmethod
     async def stop(self) -> None:

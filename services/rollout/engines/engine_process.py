@@ -25,6 +25,7 @@ from services.rollout.engines.request_types import (
     Output,
     PauseMode,
     Request,
+    Version,
 )
 
 logger = logging.getLogger(__name__)
@@ -103,7 +104,11 @@ class LoadedEngine(Protocol):
 
     @property
     def quarantined(self) -> bool:
-        """True if a failed update left the model in an undefined state."""
+        """True if a failed update left the model in an undefined state, or its weights were given up."""
+
+    @property
+    def unconfirmed(self) -> bool:
+        """True if the weights serve nothing until `confirm`."""
 
     @property
     def asleep(self) -> bool:
@@ -127,6 +132,9 @@ class LoadedEngine(Protocol):
     @property
     def pauses(self) -> int:
         """Number of pauses so far."""
+
+    def confirm(self, weights: Version) -> None:
+        """Allow received weights to be served."""
 
     def resume(self, pause: int | None = None) -> None:
         """End the pause; with `pause`, only if it is the pause with this number."""
@@ -190,7 +198,10 @@ class EngineProcess(ABC, engine_pb2_grpc.EngineServicer, rollout_pb2_grpc.Rollou
     ) -> engine_pb2.GetEngineStatsResponse:
         engine = self._loaded()
         return engine_pb2.GetEngineStatsResponse(
-            **engine.stats(), quarantined=engine.quarantined, rss_bytes=self._rss_bytes()
+            **engine.stats(),
+            quarantined=engine.quarantined,
+            unconfirmed=engine.unconfirmed,
+            rss_bytes=self._rss_bytes(),
         )
 
     def PauseGeneration(
@@ -203,7 +214,10 @@ class EngineProcess(ABC, engine_pb2_grpc.EngineServicer, rollout_pb2_grpc.Rollou
     def ResumeGeneration(
         self, request: rollout_pb2.ResumeGenerationRequest, context: Any
     ) -> rollout_pb2.ResumeGenerationResponse:
-        self._loaded().resume()
+        engine = self._loaded()
+        if request.HasField("weights"):
+            engine.confirm(Version.from_proto(request.weights))
+        engine.resume()
         return rollout_pb2.ResumeGenerationResponse()
 
     @in_turn
@@ -217,6 +231,7 @@ class EngineProcess(ABC, engine_pb2_grpc.EngineServicer, rollout_pb2_grpc.Rollou
         answer = engine_pb2.ReceiveVersionsResponse(received=received)
         if not receive.resume:
             return answer
+        engine.confirm(Version.from_proto(receive.weights))
         return AndThen(answer, partial(engine.resume, engine.pauses))  # it wakes threads that would hold the answer up
 
     def Sleep(self, request: rollout_pb2.SleepRequest, context: Any) -> rollout_pb2.SleepResponse:

@@ -7,7 +7,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from services.rollout.engines.request_types import EngineError, PauseMode, Version
+from services.rollout.engines.request_types import EngineError, PauseMode, Version, check_named
+
+LEASE_OVER = {
+    False: "the lease of the pause has ended: generation continues without a resume",
+    True: "the lease of the pause has ended, and no resume named the received weights: they serve nothing",
+}
+"""Warnings at the end of a lease; True: weights were received in the pause."""
 
 logger = logging.getLogger(__name__)
 
@@ -27,6 +33,7 @@ class GenerationGate:
 
     The generating thread rests between two tokens while the gate is closed: before the first commit, during a pause,
     an update and sleep, and after an update that failed when it had touched the model (quarantine), until one succeeds.
+    Committed weights serve nothing until `confirm`; if the lease of their pause ends before, they are quarantined.
     """
 
     def __init__(self) -> None:
@@ -39,7 +46,9 @@ class GenerationGate:
         self.weights: Version | None = None
         """The weights that were committed last."""
         self.quarantined = False
-        """True if the model is neither the old nor the new version."""
+        """True if the model is neither the old nor the new version, or nobody confirmed the new one in time."""
+        self.unconfirmed = False
+        """True from a commit until `confirm`."""
         self.asleep = False
         """True if the engine has freed memory; the gate is closed until `wake`."""
         self._abort_asked = False
@@ -65,16 +74,24 @@ class GenerationGate:
                 self.changed.wait(deadline - time.monotonic())  # brief: the pause's deadline
 
     def resume(self, pause: int | None = None) -> None:
-        """End the pause, or, with `pause`, the pause of this number. Raises EngineError during an update.
+        """End the pause, or, with `pause`, the pause of this number. A quarantine stays.
 
-        A quarantine stays.
+        Raises EngineError: an update is under way, or the weights are unconfirmed.
         """
         with self.changed:
             if pause is not None and pause != self.pauses:
                 return
             if self._updating:
                 raise EngineError("weights are being received: the pause cannot end now")
+            check_named(None, self)
             self.mode = None
+            self.changed.notify_all()
+
+    def confirm(self, weights: Version) -> None:
+        """Let these weights be served, which were committed. Raises EngineError if others were, or in a quarantine."""
+        with self.changed:
+            check_named(weights, self)
+            self.unconfirmed = False
             self.changed.notify_all()
 
     @contextmanager
@@ -121,7 +138,7 @@ class GenerationGate:
             with self.changed:
                 self._updating = False
                 if committed:
-                    self.weights, self.quarantined = weights, False
+                    self.weights, self.quarantined, self.unconfirmed = weights, False, True
                 elif self._touched:
                     self.quarantined = True
                 self.changed.notify_all()
@@ -162,7 +179,7 @@ class GenerationGate:
         self._touched = True
 
     def quarantine(self) -> None:
-        """Close the gate until the next commit, because the last one was wrong."""
+        """Close the gate until the next commit."""
         with self.changed:
             self.quarantined = True
             self.changed.notify_all()
@@ -175,7 +192,7 @@ class GenerationGate:
         with self.changed:
             if self._updating or not (self.mode and self._at_rest):
                 raise EngineError("the engine is not paused, or the lease of its pause has ended")
-            self.asleep, self.weights, self.mode = True, None, None
+            self.asleep, self.weights, self.unconfirmed, self.mode = True, None, False, None
             self.changed.notify_all()
 
     def wake(self) -> None:
@@ -221,11 +238,14 @@ class GenerationGate:
         """End a pause whose lease has expired, but not during an update, which has its own deadline. Needs
         `changed`."""
         if self.mode is not None and not self._updating and time.monotonic() >= self._lease_end:
-            logger.warning("the lease of the pause has ended: generation continues without a resume")
             self.mode = None
+            if self.unconfirmed:
+                self.quarantined = True
+            logger.warning("%s", LEASE_OVER[self.unconfirmed])
 
     def _serves(self) -> bool:
-        return self.weights is not None and not self.quarantined and not self._updating and not self.asleep
+        closed = self.quarantined or self.unconfirmed or self._updating or self.asleep
+        return self.weights is not None and not closed
 
 
 class GatedEngine:
@@ -242,6 +262,13 @@ class GatedEngine:
     @property
     def quarantined(self) -> bool:
         return self._gate.quarantined
+
+    @property
+    def unconfirmed(self) -> bool:
+        return self._gate.unconfirmed
+
+    def confirm(self, weights: Version) -> None:
+        self._gate.confirm(weights)
 
     def serve_loaded(self) -> None:
         self._gate.serve_loaded()

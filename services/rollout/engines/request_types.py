@@ -8,7 +8,7 @@ import numpy as np
 
 from relaxd.media.prompt_media import NO_MEDIA, PromptMedia
 from relaxd.rpc.errors import Aborted, FailedPrecondition, InvalidArgument
-from relaxd.v1 import rollout_pb2, sample_pb2
+from relaxd.v1 import replica_pb2, rollout_pb2, sample_pb2
 from relaxd.weights.receipts import Receipt
 
 FinishReason = Literal["stop", "length", "abort"]
@@ -164,6 +164,39 @@ class Version:
 
     term: int
     version: int
+
+    def __str__(self) -> str:
+        return f"version {self.version} of term {self.term}"
+
+    @classmethod
+    def from_proto(cls, message: replica_pb2.WeightVersion) -> "Version":
+        """Convert a message."""
+        return cls(message.term, message.version)
+
+    def to_proto(self) -> replica_pb2.WeightVersion:
+        """Return the message that `from_proto` converts to this."""
+        return replica_pb2.WeightVersion(term=self.term, version=self.version)
+
+
+class HeldWeights(Protocol):
+    """The weights of an engine."""
+
+    weights: Version | None
+    """The weights that were committed last; None before the first commit."""
+    quarantined: bool
+    """True if the engine must not serve them."""
+    unconfirmed: bool
+    """True if they were received without a resume, and none has named them yet."""
+
+
+def check_named(named: Version | None, engine: HeldWeights) -> None:
+    """Raise EngineError if a resume that names these weights, or none, must not end the pause of an engine."""
+    held = engine.weights
+    if named is not None and (named != held or engine.quarantined):
+        state = "is quarantined" if engine.quarantined else f"has {held or 'no weights'}"
+        raise EngineError(f"the resume names {named}, but the engine {state}: send the weights again")
+    if named is None and engine.unconfirmed and not engine.quarantined:
+        raise EngineError(f"the engine received {held}, which the resume doesn't name: it serves nothing")
 
 
 OutputHandler = Callable[[str, list[Output]], None]

@@ -286,7 +286,7 @@ class ScriptedEngine(RolloutEngine):
             task.cancel()
 
     async def pause(self, mode: PauseMode, lease_seconds: float, timeout: float) -> int:
-        """Decoding resumes when the lease expires, at the latest."""
+        """Decoding resumes when the lease expires, at the latest, unless the weights are unconfirmed then."""
         self._end_lease()
         if mode == "abort":
             for request_id in list(self._tasks):
@@ -294,10 +294,10 @@ class ScriptedEngine(RolloutEngine):
         elif mode == "drain" and (running := set[asyncio.Task[None]]().union(*self._tasks.values())):
             await asyncio.wait(running, timeout=timeout)
         self._decoder.pause(True)
-        self._resume = asyncio.get_running_loop().call_later(lease_seconds, self._decoder.pause, False)
+        self._resume = asyncio.get_running_loop().call_later(lease_seconds, self._lease_over)
         return self._decoder.running
 
-    async def resume(self) -> None:
+    async def _continue(self, weights: Version | None) -> None:
         self._end_lease()
         self._decoder.pause(False)
 
@@ -311,14 +311,15 @@ class ScriptedEngine(RolloutEngine):
             await self.pause(mode, request.pause.lease_seconds, request.pause_timeout_seconds)
         await asyncio.sleep(self._rehearsal.sync_seconds)
         weights, checksums = request.weights, CHECKSUM if request.checksum else {}
-        self.take_up(Version(weights.term, weights.version), checksums)
+        self.take_up(Version.from_proto(weights), checksums, resume=request.resume)
         self._changes.append((self._decoder.position, weights.version))
         if request.resume:
             await self.resume()
         return rollout_pb2.ReceiveWeightsResponse(seconds=self._rehearsal.sync_seconds, checksums=checksums)
 
-    async def leave(self, group_name: str, *, quarantine: bool) -> bool:
-        return False
+    async def leave(self, group_name: str) -> bool:
+        self.quarantined = self.quarantined or self.unconfirmed
+        return self.quarantined
 
     async def stop(self) -> None:
         """End all samples."""
@@ -327,6 +328,10 @@ class ScriptedEngine(RolloutEngine):
         for tasks in list(self._tasks.values()):
             for task in tasks:
                 task.cancel()
+
+    def _lease_over(self) -> None:
+        self.quarantined = self.quarantined or self.unconfirmed
+        self._decoder.pause(self.quarantined)
 
     def _end_lease(self) -> None:
         if self._resume is not None:

@@ -87,7 +87,7 @@ class ChildEngine(RolloutEngine):
         self._to_send = asyncio.Event()
         self._frozen = False
         self._changes = 0
-        """Number of calls that may have changed `quarantined`."""
+        """Number of calls that may have changed `quarantined` or `unconfirmed`."""
         self._tasks: list[asyncio.Task[None]] = []
         self._measured = (time.monotonic(), 0)
         self.vocabulary, self.context, self.device = 0, 0, "cpu"
@@ -243,8 +243,11 @@ class ChildEngine(RolloutEngine):
         answer = await self._rollout.PauseGeneration(request, timeout=timeout + MARGIN_SECONDS)
         return int(answer.paused_samples)
 
-    async def resume(self) -> None:
-        await self._rollout.ResumeGeneration(rollout_pb2.ResumeGenerationRequest(), timeout=CONTROL_SECONDS)
+    async def _continue(self, weights: Version | None) -> None:
+        named = weights.to_proto() if weights is not None else None
+        request = rollout_pb2.ResumeGenerationRequest(weights=named)
+        await self._rollout.ResumeGeneration(request, timeout=CONTROL_SECONDS)
+        self._changes += 1
 
     async def record(self, profile: rollout_pb2.ProfileRequest, folder: Path, name: str) -> list[str]:
         """Record the next steps with torch's profiler. Returns the files that will be there afterwards.
@@ -282,12 +285,12 @@ class ChildEngine(RolloutEngine):
     async def receive(self, request: rollout_pb2.ReceiveWeightsRequest) -> rollout_pb2.ReceiveWeightsResponse:
         timeout = request.pause_timeout_seconds + request.timeout_seconds + MARGIN_SECONDS
         answer = await self._versions.ask(engine_pb2.ReceiveVersionsRequest(receive=request), timeout=timeout)
-        self.take_up(Version(request.weights.term, request.weights.version), answer.received.checksums)
+        self.take_up(Version.from_proto(request.weights), answer.received.checksums, resume=request.resume)
         self._changes += 1
         return answer.received
 
-    async def leave(self, group_name: str, *, quarantine: bool) -> bool:
-        request = rollout_pb2.LeaveWeightGroupRequest(group_name=group_name, quarantine=quarantine)
+    async def leave(self, group_name: str) -> bool:
+        request = rollout_pb2.LeaveWeightGroupRequest(group_name=group_name)
         answer = await self._rollout.LeaveWeightGroup(request, timeout=CONTROL_SECONDS)
         self.quarantined = answer.quarantined
         self._changes += 1
@@ -347,9 +350,9 @@ class ChildEngine(RolloutEngine):
             except RpcError as error:
                 logger.warning("reporting the engine's last statistics again: %s", error)
             else:
-                self._take_stats(stats)
                 if changes == self._changes:  # else it may be from before the change
-                    self.quarantined = stats.quarantined
+                    self.quarantined, self.unconfirmed = stats.quarantined, stats.unconfirmed
+                self._take_stats(stats)
             await asyncio.sleep(STATS_SECONDS)  # idle: looks again
 
     def _take_stats(self, stats: engine_pb2.GetEngineStatsResponse) -> None:

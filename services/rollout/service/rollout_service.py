@@ -195,8 +195,10 @@ class RolloutService(ReplicaService):
             detail = "asleep: the trainer has the device"
         elif engine.weights is None or engine.asleep:
             detail = "waiting for weights"
+        elif engine.unconfirmed:
+            detail = "has received weights: not serving until a resume names them"
         else:
-            weights = replica_pb2.WeightVersion(term=engine.weights.term, version=engine.weights.version)
+            weights = engine.weights.to_proto()
         gauges = dict(engine.gauges) if engine is not None else {}
         done = self._done_before + (worker.done if worker else 0)
         return ServiceStatus(
@@ -248,6 +250,7 @@ class RolloutService(ReplicaService):
     def _record_tokens(self, count: int, per_second: float) -> None:
         telemetry.record("generate.tokens", count, {"relaxd.run_id": self._run_id})
         telemetry.record("generate.tokens_per_second", per_second, {"relaxd.run_id": self._run_id})
+        self.update_intake()  # the engine may have quarantined itself at the end of a pause's lease
 
     def _on_engine_exit(self, reason: str) -> None:
         if self._engine.engine is None or self._config is None:

@@ -15,7 +15,7 @@ from relaxd.media.prompt_media import PromptMedia
 from relaxd.replica.replica_server import SyncIds
 from relaxd.rpc.errors import AlreadyExists, FailedPrecondition, NotFound, ResourceExhausted, Unavailable, Violations
 from relaxd.rpc.message_parts import words
-from relaxd.v1 import replica_pb2, rollout_pb2, rollout_pb2_grpc, weights_pb2
+from relaxd.v1 import rollout_pb2, rollout_pb2_grpc, weights_pb2
 from services.rollout.engines.engine_interface import RolloutEngine
 from services.rollout.engines.message_encoding import FINISH_NUMBERS
 from services.rollout.engines.request_types import MEMORY_PARTS, PAUSE_MODES, Output, Version
@@ -112,15 +112,14 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServicer):
     ) -> rollout_pb2.ResumeGenerationResponse:
         engine = self._engine()
         self._sync_ids.take(request.sync_id)
-        await engine.resume()
+        named = Version.from_proto(request.weights) if request.HasField("weights") else None
+        await engine.resume(named, request.digest)
         self._service.occupancy.resume()
         self._service.update_intake()
         weights = engine.weights
         if weights is None:
             return rollout_pb2.ResumeGenerationResponse()
-        return rollout_pb2.ResumeGenerationResponse(
-            weights=replica_pb2.WeightVersion(term=weights.term, version=weights.version)
-        )
+        return rollout_pb2.ResumeGenerationResponse(weights=weights.to_proto())
 
     async def JoinWeightGroup(
         self, request: rollout_pb2.JoinWeightGroupRequest, context: Any
@@ -154,7 +153,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServicer):
         self, request: rollout_pb2.ReceiveWeightsRequest, context: Any
     ) -> rollout_pb2.ReceiveWeightsResponse:
         timeout = request.timeout_seconds
-        weights = Version(request.weights.term, request.weights.version)
+        weights = Version.from_proto(request.weights)
         violations = Violations()
         violations.check_seconds(timeout, "timeout_seconds")
         violations.check(weights.term >= 1, "weights.term", f"is {weights.term}: a trainer's term is at least 1")
@@ -188,7 +187,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServicer):
         engine = self._service.engine
         if engine is None:
             return rollout_pb2.LeaveWeightGroupResponse()
-        quarantined = await engine.leave(request.group_name, quarantine=request.quarantine)
+        quarantined = await engine.leave(request.group_name)
         self._service.update_intake()
         return rollout_pb2.LeaveWeightGroupResponse(quarantined=quarantined)
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import threading
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -26,16 +27,17 @@ from relaxd.weights.weight_group import Rendezvous, WeightGroup, host_store
 from services.coordinator.runs.alarms import weight_problems
 from services.coordinator.runs.run_files import RunFiles
 from services.coordinator.runs.step_recorder import StepRecorder
-from services.coordinator.state.records import Announcement, GroupRecord, WeightsRecord
+from services.coordinator.state.records import Announcement, WeightsRecord
 from services.coordinator.state.retries import FolderRetry, RedisRetry
 from services.coordinator.weights.weight_sync import WeightSync
-from services.rollout.engines.request_types import Version
+from services.rollout.engines.request_types import EngineError, Version
 from services.rollout.engines.transformers.transformers_engine import TransformersEngine
 from services.rollout.engines.transformers.transformers_weights import WeightReceiver
 from services.trainer.batch.weight_receipts import ReceiptCheck
 from tests.integration.coordinator.fleet_kit import RUN, FleetKit
 from tests.integration.trainer.service_kit import train_group
 from tests.kit.models import make_tiny_model
+from tests.kit.waiting import eventually
 
 FAULTS = {"swapped": 2, "frozen": 9, "old": 20}
 """Kinds of faults, and the number of tensors that are wrong."""
@@ -65,9 +67,11 @@ class Trainer(trainer_pb2_grpc.TrainerServicer):
         self._group: WeightGroup | None = None
         self.dies = False
         """True if the trainer dies once it has sent everything."""
+        self.seed = 0
+        """Another trainer makes other weights of each version."""
 
     def tensors(self, version: int) -> dict[str, torch.Tensor]:
-        generator = torch.Generator().manual_seed(version)
+        generator = torch.Generator().manual_seed(version + self.seed)
         return {name: torch.randn(shape, generator=generator) for name, shape in self._shapes.items()}
 
     def checksums(self, version: int) -> dict[str, int]:
@@ -107,9 +111,12 @@ class FaultyReceiver(WeightReceiver):
     """Writes some tensors to wrong places."""
 
     fault = ""
+    may_copy: threading.Event
+    """Set while received tensors may be written."""
 
     def _copy(self, number: int) -> None:
         places = {**self._parameters, **self._wrong_places()}
+        assert self.may_copy.wait(60)
         self._engine.touch()
         for spec, tensor in self._received(number):
             places[spec.name].copy_(tensor)
@@ -133,6 +140,8 @@ class Engine(rollout_pb2_grpc.RolloutServicer):
             self.model, str, [2], max_running_samples=8, on_output=lambda *_: None, on_failure=lambda *_, **__: None
         )
         self.receiver: FaultyReceiver | None = None
+        self.may_copy = threading.Event()
+        self.may_copy.set()
         self.fault = ""
         self.served: dict[int, str] = {}
         """Digest of the memory by version."""
@@ -140,12 +149,13 @@ class Engine(rollout_pb2_grpc.RolloutServicer):
     async def JoinWeightGroup(self, request: Any, context: Any) -> rollout_pb2.JoinWeightGroupResponse:
         group = WeightGroup(Rendezvous.from_proto(request.group), request.rank)
         self.receiver = FaultyReceiver(self.engine, group, from_proto(request.manifest), stage_all=True)
+        self.receiver.may_copy = self.may_copy
         await asyncio.to_thread(group.connect, 20)
         return rollout_pb2.JoinWeightGroupResponse()
 
     async def ReceiveWeights(self, request: Any, context: Any) -> rollout_pb2.ReceiveWeightsResponse:
         assert self.receiver is not None
-        self.receiver.fault, version = self.fault, Version(request.weights.term, request.weights.version)
+        self.receiver.fault, version = self.fault, Version.from_proto(request.weights)
         self.engine.pause("in_place", 60, 20)
 
         checksums = await asyncio.to_thread(self.receiver.receive, version, 20, with_checksums=True)
@@ -153,13 +163,16 @@ class Engine(rollout_pb2_grpc.RolloutServicer):
         return rollout_pb2.ReceiveWeightsResponse(checksums=checksums if request.checksum else {})
 
     async def ResumeGeneration(self, request: Any, context: Any) -> rollout_pb2.ResumeGenerationResponse:
+        if request.HasField("weights"):
+            self.engine.confirm(Version.from_proto(request.weights))
+            assert request.digest == self.served[request.weights.version]
         self.engine.resume()
         return rollout_pb2.ResumeGenerationResponse()
 
     async def LeaveWeightGroup(self, request: Any, context: Any) -> rollout_pb2.LeaveWeightGroupResponse:
         if self.receiver is not None:
             self.receiver.group.abort()
-        if request.quarantine:
+        if self.engine.unconfirmed:
             self.engine.quarantine()
         return rollout_pb2.LeaveWeightGroupResponse(quarantined=self.engine.quarantined)
 
@@ -281,26 +294,53 @@ async def test_an_engine_serves_no_weights_that_are_not_on_record_after_a_failur
     assert world.problem(2) == ""
 
 
-@pytest.mark.parametrize("recorded", [False, True])
-async def test_an_engine_serves_no_weights_that_a_coordinator_died_before_recording(
-    world: World, recorded: bool
-) -> None:
+async def test_an_engine_that_is_late_in_a_failed_synchronisation_serves_nothing(world: World) -> None:
+    """It commits after it was told to leave and to go on."""
     assert await world.synchronise(1) == ""
-    term, digest = world.kit.store.term, digest_of(world.trainer.checksums(2))
-    if recorded:
-        await world.board.record_weights(term=term, version=2, digest=digest)
+    world.trainer.dies = True
+    world.engine.may_copy.clear()
+    assert "trainer-0: UNAVAILABLE: gone" in await world.synchronise(2)
+    engine = world.engine.engine
+    assert (engine.weights, engine.quarantined) == (Version(1, 1), False)
+    world.engine.may_copy.set()
+    await eventually(lambda: engine.weights == Version(1, 2), "the late commit")
+    assert not engine._gate.may_run()
+    with pytest.raises(EngineError, match="doesn't name"):
+        engine.resume()
+    world.trainer.dies = False
+    assert await world.synchronise(2) == ""
+    assert engine._gate.may_run()
+    assert world.problem(2) == ""
+
+
+@pytest.mark.parametrize("again", [False, True])
+async def test_an_engine_serves_no_weights_that_a_coordinator_died_before_recording(world: World, again: bool) -> None:
+    """Also if the version is on record with the digest of another trainer's weights."""
+    assert await world.synchronise(1) == ""
+    if again:
+        assert await world.synchronise(2) == ""
+        world.trainer.seed = 100
+    dying = asyncio.Event()
+
+    async def die(version: int, digest: str) -> None:
+        dying.set()
+        await asyncio.Event().wait()
+
+    world.sync._record_digest = die  # type: ignore[method-assign]
+    synchronising = asyncio.create_task(world.synchronise(2))
+    await dying.wait()
+    synchronising.cancel()
+    await asyncio.wait({synchronising})
+    assert bool(world.problem(2)), "its digest is on record"
+    record = world.sync.record
     await world.begin()
-    engine = world.kit.registry.get("rollout-0")
-    trainer = world.kit.registry.get("trainer-0")
-    assert engine is not None
-    assert trainer is not None
-    world.sync.record = WeightsRecord(
-        running=True,
-        group=GroupRecord(name="left", trainer=trainer.member, engines=(engine.member,)),
-        announced=Announcement(run_id=RUN, term=1, version=2, replica_id="trainer-0"),
-    )
+    world.sync.record = record
     await world.sync._abort_recorded()
-    assert world.engine.engine.quarantined == (not recorded)
+    assert world.engine.engine.quarantined
+    assert await world.synchronise(2) == ""
+    assert world.engine.engine._gate.may_run()
+    assert world.problem(2) == ""
+    assert len((await world.board.sent_weights())[2]) == 1 + again
 
 
 async def test_a_coordinator_knows_what_those_before_it_sent(world: World) -> None:

@@ -41,7 +41,7 @@ class RolloutDouble(ReplicaService, rollout_pb2_grpc.RolloutServicer):
         self.weights: WeightVersion | None = None
         self.worker: StageWorker | None = None
         self.connections: dict[str, tuple[asyncio.StreamReader, asyncio.StreamWriter]] = {}
-        self.touched = self.quarantined = self.run_paused = False
+        self.touched = self.quarantined = self.unconfirmed = self.run_paused = False
         self.paused_by = 0
         self.generated: list[int] = []
 
@@ -87,7 +87,7 @@ class RolloutDouble(ReplicaService, rollout_pb2_grpc.RolloutServicer):
             done_groups=self.worker.done if self.worker else 0,
             progress=self.worker.done if self.worker else 0,
             state=REPLICA_STATE_QUARANTINED if self.quarantined else None,
-            weights=None if self.quarantined else self.weights,
+            weights=None if self.quarantined or self.unconfirmed else self.weights,
         )
 
     def answer(self, prompt: str, sample: int, version: int) -> str:
@@ -140,15 +140,16 @@ class RolloutDouble(ReplicaService, rollout_pb2_grpc.RolloutServicer):
 
     def lease_over(self, sync_id: int) -> None:
         if self.paused_by == sync_id:
-            self.paused_by, self.quarantined = 0, self.touched
+            self.paused_by, self.quarantined = 0, self.touched or self.unconfirmed
             self.follow()
 
     async def ResumeGeneration(self, request, context):
         self.sync_ids.check(request.sync_id)
         await misbehave(self.calls.note("ResumeGeneration", sync_id=request.sync_id))
-        if self.quarantined:
-            raise FailedPrecondition("quarantined")
-        self.paused_by = 0
+        named = request.weights if request.HasField("weights") else None
+        if self.quarantined or (self.unconfirmed and named != self.weights):
+            raise FailedPrecondition("quarantined, or has received weights that aren't named")
+        self.paused_by, self.unconfirmed = 0, False
         self.follow()
         return rollout_pb2.ResumeGenerationResponse(weights=self.weights)
 
@@ -197,6 +198,7 @@ class RolloutDouble(ReplicaService, rollout_pb2_grpc.RolloutServicer):
             raise Aborted(f"a member has left: {error}") from error
         self.touched = self.quarantined = False
         self.weights = WeightVersion(term=request.weights.term, version=request.weights.version)
+        self.unconfirmed = not request.resume
         if request.resume:
             await self.ResumeGeneration(rollout_pb2.ResumeGenerationRequest(sync_id=request.sync_id), context)
         checksums = {"w": CHECKSUM if fault != "wrong" else 0} if request.checksum else {}
@@ -204,12 +206,10 @@ class RolloutDouble(ReplicaService, rollout_pb2_grpc.RolloutServicer):
 
     async def LeaveWeightGroup(self, request, context):
         self.sync_ids.check(request.sync_id)
-        self.calls.note(
-            "LeaveWeightGroup", sync_id=request.sync_id, group=request.group_name, quarantine=request.quarantine
-        )
+        self.calls.note("LeaveWeightGroup", sync_id=request.sync_id, group=request.group_name)
         if request.group_name in self.connections:
             self.connections.pop(request.group_name)[1].close()
-        self.quarantined = self.quarantined or self.touched or request.quarantine
+        self.quarantined = self.quarantined or self.touched or self.unconfirmed
         self.touched = False
         self.follow()
         return rollout_pb2.LeaveWeightGroupResponse(quarantined=self.quarantined)

@@ -207,6 +207,8 @@ class Stage:
         self.term = 1
         self.digests: dict[int, str] = {}
         """Digests of what was sent, by version."""
+        self._received: int | None = None
+        """Version that was received since the last pause."""
         self._group_name = ""
         self._numbers = itertools.count()
         self._pool = ThreadPoolExecutor(4)
@@ -223,7 +225,7 @@ class Stage:
         self.term += 1
 
     def pause(self, replicas: Sequence[Replica], mode: str = "IN_PLACE", lease: float = 30.0) -> list[int]:
-        self.sync_id += 1
+        self.sync_id, self._received = self.sync_id + 1, None
         request = rollout_pb2.PauseGenerationRequest(
             sync_id=self.sync_id, mode=rollout_pb2.PauseMode.Value(f"PAUSE_MODE_{mode}"), lease_seconds=lease
         )
@@ -250,8 +252,10 @@ class Stage:
             call.result()
         assert self.source.answer() == {}
 
-    def receive(self, replica: Replica, version: int, timeout: float = 20, **changes: Any) -> Any:
-        """A call under way."""
+    def receive(
+        self, replica: Replica, version: int, timeout: float = 20, patience: float | None = None, **changes: Any
+    ) -> Any:
+        """A call under way, which its caller gives up after `patience` seconds."""
         values = {
             "sync_id": self.sync_id,
             "group_name": self._group_name,
@@ -260,7 +264,7 @@ class Stage:
             "checksum": True,
         }
         request = rollout_pb2.ReceiveWeightsRequest(**{**values, **changes})
-        return replica.stub.ReceiveWeights.future(request, timeout=timeout + 5)
+        return replica.stub.ReceiveWeights.future(request, timeout=timeout + 5 if patience is None else patience)
 
     def transfer(self, replicas: Sequence[Replica], version: int) -> None:
         calls = [self.receive(replica, version) for replica in replicas]
@@ -268,11 +272,16 @@ class Stage:
         sent = self.source.answer()["checksums"]
         for call in calls:
             assert dict(call.result().checksums) == sent
-        self.digests[version] = digest_of(sent)
+        self.digests[version], self._received = digest_of(sent), version
 
     def resume(self, replicas: Sequence[Replica]) -> None:
+        """As after a synchronisation that has succeeded, or one in which nothing was received."""
+        request = rollout_pb2.ResumeGenerationRequest(sync_id=self.sync_id)
+        if self._received is not None:
+            request.weights.term, request.weights.version = self.term, self._received
+            request.digest = self.digests[self._received]
         for replica in replicas:
-            replica.stub.ResumeGeneration(rollout_pb2.ResumeGenerationRequest(sync_id=self.sync_id), timeout=10)
+            replica.stub.ResumeGeneration(request, timeout=10)
 
     def sync(self, version: int, replicas: Sequence[Replica] | None = None) -> None:
         """A whole synchronisation, with a new group."""

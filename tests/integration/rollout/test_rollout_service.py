@@ -18,6 +18,7 @@ from relaxd.run_folder import PROFILES
 from relaxd.v1 import coordinator_pb2, replica_pb2, replica_pb2_grpc, rollout_pb2, sample_pb2
 from tests.integration.rollout.rollout_kit import (
     PATIENCE,
+    QUARANTINED,
     READY,
     SHORT,
     STARTING,
@@ -162,6 +163,7 @@ def test_calls_weights_and_groups(stage: Stage, model: Path) -> None:
     check_one_call_brings_a_version(stage, replica, model)
     check_order_of_synchronisations(stage, replica)
     check_abort_and_lease(stage, replica)
+    check_weights_that_nobody_names(stage, replica)
     check_cancellation(replica)
     check_request_ids(replica)
     check_profile(replica)
@@ -308,6 +310,57 @@ def check_abort_and_lease(stage: Stage, replica: Replica) -> None:
     assert rest[-1].finish_reason == sample_pb2.FINISH_REASON_ABORT
     stage.publish(2)  # taken meanwhile, it begins after the lease
     assert all(set(columns["finish"]) <= {"stop", "length"} for columns in stage.generated(2).values())
+
+
+def check_weights_that_nobody_names(stage: Stage, replica: Replica) -> None:
+    """They serve nothing: of an engine that is late, of a coordinator that is away, or with another digest."""
+    stage.pause([replica])
+    stage.join([replica])
+    given_up = stage.receive(replica, 1, patience=1.0)
+    assert refused(given_up.result).code() == grpc.StatusCode.DEADLINE_EXCEEDED
+    stage.source.tell(do="broadcast", version=1, buckets=None)
+    assert "error" not in stage.source.answer()
+    replica.wait_for(lambda status: "received weights" in status.detail and not status.HasField("weights"))
+    error = refused(lambda: stage.resume([replica]))
+    assert (error.code(), "which the resume doesn't name" in explain(error)) == (
+        grpc.StatusCode.FAILED_PRECONDITION,
+        True,
+    )
+    stage.publish(1)
+    assert stage.leave(replica), "it is quarantined"
+    stage.sync(2)
+    assert check_receipts(stage, replica) == {2}
+
+    stage.pause([replica], lease=2.0)
+    stage.transfer([replica], 3)
+    replica.wait_for(lambda status: status.state == QUARANTINED)
+    stage.publish(1)
+    assert "quarantined" in explain(refused(lambda: stage.resume([replica])))
+    assert (stage.board.queues()[0].waiting, stage.board.queues()[0].held) == (1, 0)
+    stage.sync(4)
+    assert check_receipts(stage, replica) == {4}
+
+    stage.pause([replica])
+    stage.transfer([replica], 5)
+    right, stage.digests[5] = stage.digests[5], "0" * 16
+    error = refused(lambda: stage.resume([replica]))
+    assert explain(error) == (
+        f"FAILED_PRECONDITION: the digest of version 5 of term 3 is {'0' * 16}, but the engine's weights have {right}"
+    )
+    stage.digests[5] = right
+    stage.resume([replica])
+    assert replica.generate(PROMPT)[0]["versions"][0] == 5
+
+
+def check_receipts(stage: Stage, replica: Replica) -> set[int]:
+    """Return the versions that wrote the next group, all with the digests of what was sent."""
+    (columns,) = stage.generated(1).values()
+    receipts = [receipt for sample in columns["weight_receipts"] for receipt in sample]
+    versions = {version for version, _, _ in receipts}
+    assert {tuple(receipt) for receipt in receipts} == {
+        (version, stage.digests[version], replica.replica_id) for version in versions
+    }
+    return versions
 
 
 def check_cancellation(replica: Replica) -> None:

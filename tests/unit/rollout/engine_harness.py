@@ -66,6 +66,7 @@ class Harness:
     def set_weights(self, version: Version, state: dict[str, torch.Tensor] | None = None) -> None:
         self.engine.pause("in_place", 60, 20)
         self.update(version, state)
+        self.engine.confirm(version)
         self.engine.resume()
 
     def update(self, version: Version, state: dict[str, torch.Tensor] | None = None) -> None:

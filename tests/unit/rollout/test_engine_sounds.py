@@ -140,6 +140,7 @@ def test_weights_have_the_names_of_files_and_reach_both_towers(harness: Harness,
         harness.engine.touch()
         for name, tensor in own.items():
             tensor.copy_(files[name])
+    harness.engine.confirm(Version(1, 1))
     harness.engine.resume()
     harness.submit("new", prompt, media=media, max_new_tokens=4, ignore_eos=True)
     (answer,) = harness.wait("new")

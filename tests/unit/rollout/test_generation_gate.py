@@ -65,9 +65,30 @@ def test_an_update_commits_and_stays_paused(gate: GenerationGate) -> None:
         with pytest.raises(EngineError, match="being received"):
             gate.resume()
     assert (gate.weights, gate.mode, gate.quarantined) == (NEW, "in_place", False)
+    gate.confirm(NEW)
     with gate.changed:
         gate.end_lease()
     assert gate.may_admit()
+
+
+def test_weights_that_nobody_confirmed_are_quarantined_at_the_end_of_the_lease(gate: GenerationGate) -> None:
+    with gate.pause_and_update(in_place(lease_seconds=0), NEW):
+        rest(gate)
+    with pytest.raises(EngineError, match=r"received version 1 of term 1, which the resume doesn't name"):
+        gate.resume()
+    with pytest.raises(EngineError, match=r"names version 2 of term 1, but the engine has version 1 of term 1"):
+        gate.confirm(Version(1, 2))
+    assert (gate.mode, gate.quarantined, gate.may_run()) == ("in_place", False, False)
+    with gate.changed:
+        gate.end_lease()
+    assert (gate.mode, gate.quarantined, gate.may_run()) == (None, True, False)
+    with pytest.raises(EngineError, match="the engine is quarantined"):  # it is too late
+        gate.confirm(NEW)
+    with gate.update(NEW):
+        pass
+    assert not gate.may_run()  # as there was no pause
+    gate.confirm(NEW)
+    assert gate.may_run()
 
 
 def test_a_touched_model_whose_update_fails_is_quarantined_without_a_rest_too(gate: GenerationGate) -> None:
@@ -77,6 +98,7 @@ def test_a_touched_model_whose_update_fails_is_quarantined_without_a_rest_too(ga
     assert not gate.may_run()
     with gate.pause_and_update(in_place(), NEW):
         rest(gate)
+    gate.confirm(NEW)
     gate.resume()
     assert gate.may_run()
 
@@ -110,6 +132,7 @@ def test_a_resume_of_a_pause_ends_no_later_one(gate: GenerationGate) -> None:
     with gate.pause_and_update(in_place(), Version(1, 2)):
         rest(gate)
         gate.resume(pause)  # late, and doesn't fail
+    gate.confirm(Version(1, 2))
     assert not gate.may_run()
     gate.resume(gate.pauses)
     assert gate.may_run()

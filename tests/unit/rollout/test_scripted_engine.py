@@ -9,8 +9,9 @@ import pytest
 from relaxd.config import RehearsalConfig, RolloutConfig
 from relaxd.v1 import replica_pb2, rollout_pb2
 from relaxd.weights.receipts import Receipt, digest_of
-from services.rollout.engines.request_types import Output, Sampling, Version
+from services.rollout.engines.request_types import EngineError, Output, Sampling, Version
 from services.rollout.engines.scripted_engine import Decoder, ScriptedEngine, draw_lengths
+from tests.kit.waiting import eventually
 
 
 def test_lengths_are_log_normal_and_cut_off() -> None:
@@ -51,7 +52,7 @@ async def test_an_engine_keeps_the_digests_of_its_newest_versions(monkeypatch: p
     monkeypatch.setattr("services.rollout.engines.engine_interface.DIGESTS_KEPT", 3)
     engine = ScriptedEngine(RolloutConfig(engine="scripted"), RehearsalConfig(median_tokens=5, spread=0.0))
     for version in (1, 2, 3, 1, 4):
-        engine.take_up(Version(1, version), {"tensor": version})
+        engine.take_up(Version(1, version), {"tensor": version}, resume=True)
     (output,) = [one async for one in engine.generate((1,), 1, Sampling(max_new_tokens=5)) if one.finish_reason]
     assert output.receipts == [Receipt(4, digest_of({"tensor": 4}), engine.name)]
     given = {version: digest for version, digest, _ in engine._receipts([1, 2, 3, 4])}
@@ -87,6 +88,22 @@ async def test_an_answer_has_the_versions_that_it_met() -> None:
         assert output.spans_weight_update
         assert output.finish_reason == "stop"
     assert time.monotonic() - began >= 0.5 + 0.05  # it rested while it received
+
+
+async def test_weights_that_no_resume_names_serve_nothing() -> None:
+    engine = ScriptedEngine(RolloutConfig(engine="scripted"), RehearsalConfig(median_tokens=3, sync_seconds=0.0))
+    pause = rollout_pb2.PauseGenerationRequest(lease_seconds=0.1)
+    request = rollout_pb2.ReceiveWeightsRequest(weights={"term": 1, "version": 3}, pause=pause)
+    await engine.receive(request)
+    await eventually(lambda: engine.quarantined, "the lease ends")
+    assert not engine.serving
+    request.pause.lease_seconds = 10.0
+    await engine.receive(request)
+    with pytest.raises(EngineError, match="doesn't name"):
+        await engine.resume()
+    await engine.resume(Version(1, 3))
+    outputs = [output async for output in engine.generate((1,), 1, Sampling(max_new_tokens=3))]
+    assert outputs[-1].finish_reason
 
 
 async def test_aborted_answers_say_so() -> None:

@@ -12,6 +12,7 @@ from services.rollout.engines.request_types import EngineError, Version
 from services.rollout.engines.transformers.transformers_engine import TransformersEngine
 from tests.kit.engines import check_likeliest
 from tests.kit.models import make_tiny_model
+from tests.kit.waiting import wait_until
 from tests.unit.rollout.engine_harness import Answer, Harness, full_logprobs, load
 
 PROMPTS = [[5, 9, 17, 200, 33], [7], [100, 101, 102], list(range(10, 60))]
@@ -202,6 +203,7 @@ def test_an_update_in_the_middle_marks_and_changes_what_comes_after(harness: Har
     before = {(r, s): len(a.tokens) for r in ("r0", "r1") for s, a in harness.answers[r].items()}
     time.sleep(0.05)
     assert before == {(r, s): len(a.tokens) for r in ("r0", "r1") for s, a in harness.answers[r].items()}
+    harness.engine.confirm(Version(1, 1))
     harness.engine.resume()
     for number in range(2):
         for index, answer in enumerate(harness.wait(f"r{number}", 2)):
@@ -320,7 +322,8 @@ def test_a_lease_that_ends_during_an_update_waits_for_it(harness: Harness) -> No
         before = len(harness.answers["running"][0].tokens)
         time.sleep(0.3)
         assert len(harness.answers["running"][0].tokens) == before
-    harness.wait("running")  # without a resume
+    wait_until(lambda: harness.engine.quarantined, "the lease ends, and nobody has named the new weights")
+    assert len(harness.answers["running"][0].tokens) == before
 
 
 def test_nothing_is_served_before_the_first_weights(llama: Path) -> None:

@@ -207,7 +207,7 @@ class SGLangProcess(EngineProcess):
         if self._engine is None:
             return rollout_pb2.LeaveWeightGroupResponse()
         self._end(request.group_name)
-        if request.quarantine or self._left_touched:
+        if self._engine.unconfirmed or self._left_touched:
             self._engine.quarantine()
         return rollout_pb2.LeaveWeightGroupResponse(quarantined=self._engine.quarantined)
 

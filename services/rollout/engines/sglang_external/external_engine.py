@@ -17,6 +17,7 @@ from relaxd.process.child import ChildError
 from relaxd.rpc.errors import DeadlineExceeded, RpcError
 from relaxd.v1 import rollout_pb2
 from services.rollout.engines.engine_interface import EngineStart, RolloutEngine
+from services.rollout.engines.generation_gate import LEASE_OVER
 from services.rollout.engines.model_folder import ModelFolder, read_model_folder
 from services.rollout.engines.request_types import (
     PAUSE_MODES,
@@ -176,7 +177,7 @@ class ExternalEngine(RolloutEngine):
             self._requests.end_all()
         return len(self._requests.running_ids)
 
-    async def resume(self) -> None:
+    async def _continue(self, weights: Version | None) -> None:
         """Raises EngineError during an update. A quarantined server stays paused."""
         if self._updating:
             raise EngineError("weights are being received: the pause cannot end now")
@@ -201,7 +202,7 @@ class ExternalEngine(RolloutEngine):
         if request.HasField("pause"):
             pause = request.pause
             await self.pause(PAUSE_MODES[pause.mode], pause.lease_seconds, request.pause_timeout_seconds)
-        weights = Version(request.weights.term, request.weights.version)
+        weights = Version.from_proto(request.weights)
         if self._open.is_set():
             raise EngineError("the engine is not paused, or the lease of its pause has ended")
         if self._updating:
@@ -217,14 +218,14 @@ class ExternalEngine(RolloutEngine):
         finally:
             self._updating = False
         seconds = time.monotonic() - started
-        self.take_up(weights, {})
+        self.take_up(weights, {}, resume=request.resume)
         if request.resume:
             await self.resume()
         return rollout_pb2.ReceiveWeightsResponse(seconds=seconds)
 
-    async def leave(self, group_name: str, *, quarantine: bool) -> bool:
+    async def leave(self, group_name: str) -> bool:
         await self._updates.leave(group_name)
-        self.quarantined = self.quarantined or quarantine
+        self.quarantined = self.quarantined or self.unconfirmed
         return self.quarantined
 
     async def stop(self) -> None:
@@ -252,8 +253,8 @@ class ExternalEngine(RolloutEngine):
         return self.weights
 
     async def _resume(self) -> None:
-        if self.quarantined:
-            logger.warning("the server stays paused: its weights are a mix of two versions")
+        if self.quarantined or self.unconfirmed:
+            logger.warning("the server stays paused: nobody knows its weights, or may serve them")
             return
         await self._client.call("/continue_generation", KEEP_MEMORY, timeout=CONTROL_SECONDS)
         self._open.set()
@@ -262,7 +263,8 @@ class ExternalEngine(RolloutEngine):
         await asyncio.sleep(seconds)
         while self._updating:  # it has a deadline of its own
             await asyncio.sleep(0.1)  # brief: see the deadline
-        logger.warning("the lease of the pause has ended: generation continues without a resume")
+        logger.warning("%s", LEASE_OVER[self.unconfirmed])
+        self.quarantined = self.quarantined or self.unconfirmed
         await self._resume_with_retries()
 
     async def _resume_with_retries(self) -> None:

@@ -96,10 +96,11 @@ class TransformersProcess(EngineProcess):
         self, request: rollout_pb2.LeaveWeightGroupRequest, context: Any
     ) -> rollout_pb2.LeaveWeightGroupResponse:
         self._forget(request.group_name)
-        if request.quarantine and self._engine is not None:
+        if self._engine is None:
+            return rollout_pb2.LeaveWeightGroupResponse()
+        if self._engine.unconfirmed:
             self._engine.quarantine()
-        quarantined = self._engine is not None and self._engine.quarantined
-        return rollout_pb2.LeaveWeightGroupResponse(quarantined=quarantined)
+        return rollout_pb2.LeaveWeightGroupResponse(quarantined=self._engine.quarantined)
 
     def _leave_groups(self) -> None:
         for name in list(self._groups):

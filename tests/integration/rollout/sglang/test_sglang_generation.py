@@ -277,13 +277,25 @@ def test_a_group_that_is_left_in_time_changes_nothing(engine: EngineRunner, sour
     engine.pause()
     name = join(engine, source)
     begun = engine.begin(engine.engine.receive(receive_request(name, engine.next_version(), 20)))
-    assert not engine.run(engine.engine.leave(name, quarantine=False))
+    assert not engine.run(engine.engine.leave(name))
     with pytest.raises((Aborted, FailedPrecondition)):  # the second one if it overtook the reception
         engine.finish(begun)
     assert not engine.engine.quarantined
     engine.resume()
     (answer,) = engine.generate(SHORT, max_new_tokens=3, ignore_eos=True)
     assert answer.versions == [version] * 3
+
+
+def test_weights_that_no_resume_names_are_given_up(engine: EngineRunner, source: Source, version: int) -> None:
+    name = join(engine, source)
+    engine.pause()
+    transfer(engine, source, name, version + 1)
+    with pytest.raises(FailedPrecondition, match="doesn't name"):
+        engine.run(engine.engine.resume())
+    assert engine.run(engine.engine.leave(name)), "it is quarantined"
+    later = engine.ask(SHORT, max_new_tokens=3, ignore_eos=True)
+    sync(engine, source, version + 2)
+    assert engine.wait(later)[0].versions == [version + 2] * 3
 
 
 def test_a_broadcast_that_breaks_halfway_quarantines(engine: EngineRunner, model: Path, source: Source) -> None:
@@ -297,7 +309,7 @@ def test_a_broadcast_that_breaks_halfway_quarantines(engine: EngineRunner, model
     source.answer()
     with pytest.raises(Aborted):
         engine.finish(begun)
-    assert engine.run(engine.engine.leave(name, quarantine=False))
+    assert engine.run(engine.engine.leave(name))
     assert engine.engine.quarantined
     assert not engine.engine.serving
     transfer(engine, source, join(engine, source), 51)

@@ -124,7 +124,7 @@ def test_after_a_pause_that_is_late_nothing_is_received(held: Held, model: Path,
     # The engine still waits for that pause, so that for these updates it asks nobody, and does not later.
     other = join(runner, source)
     begun = runner.begin(runner.engine.receive(pausing_request(other, runner.next_version(), pause_timeout=100)))
-    assert not runner.run(runner.engine.leave(other, quarantine=False))
+    assert not runner.run(runner.engine.leave(other))
     with pytest.raises(FailedPrecondition, match=r"left|not in weight group"):
         runner.finish(begun)
     other = join(runner, source)
@@ -132,7 +132,7 @@ def test_after_a_pause_that_is_late_nothing_is_received(held: Held, model: Path,
         runner.run(runner.engine.receive(pausing_request(other, runner.next_version(), pause_timeout=PATIENCE)))
     assert len(held.updates) == before + 1
     held.release()
-    assert not runner.run(runner.engine.leave(name, quarantine=False))
+    assert not runner.run(runner.engine.leave(name))
     for answer in runner.wait(asked):  # without a resume
         assert answer.versions == [old] * LONG
         check_logprobs(model, PROMPT, answer)
@@ -150,7 +150,7 @@ def test_a_group_that_is_left_before_the_pause_ends_the_update_at_once(held: Hel
     wait_until(lambda: len(held.updates) > before, "the schedulers are asked")
     assert held.updates[-1] > 0
     started = time.monotonic()
-    assert not runner.run(runner.engine.leave(name, quarantine=False))
+    assert not runner.run(runner.engine.leave(name))
     runner.resume()  # at once: the update has ended
     with pytest.raises((Aborted, FailedPrecondition), match=r"left|not in weight group"):
         runner.finish(begun)

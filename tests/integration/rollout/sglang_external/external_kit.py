@@ -150,7 +150,7 @@ class Engine:
         held = await self.engine.pause(mode, 30, 10)
         await self.join()
         await self.transfer(version)
-        await self.engine.resume()
+        await self.engine.resume(Version(1, version))
         return held
 
     def reference(self, version: int) -> PreTrainedModel:

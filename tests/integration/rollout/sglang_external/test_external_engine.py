@@ -180,7 +180,7 @@ async def test_an_update_in_the_middle_leaves_every_token_with_its_version(engin
     await asyncio.sleep(0.2)
     assert sum(len(output.tokens) for output in outputs) == before, "a paused engine generates"
     late = asyncio.create_task(engine.generate(sampling=Sampling(max_new_tokens=3, ignore_eos=True)))
-    await engine.engine.resume()
+    await engine.engine.resume(Version(1, 2))
     await asyncio.wait_for(asyncio.gather(listening, unstreamed, late), PATIENCE)
 
     versions = [version for output in outputs for version in output.versions]
@@ -228,7 +228,7 @@ async def test_an_aborting_pause_ends_requests_with_what_they_have(engine: Engin
     late = asyncio.create_task(engine.generate(sampling=Sampling(max_new_tokens=3, ignore_eos=True)))
     await engine.join()
     await engine.transfer(2)
-    await engine.engine.resume()
+    await engine.engine.resume(Version(1, 2))
     assert [[output.versions for output in sample] for sample in await late] == [[[2, 2, 2]]]
     await until_none_runs(server)
 
@@ -259,6 +259,21 @@ async def test_a_pause_ends_by_itself(engine: Engine) -> None:
         await engine.engine.receive(receive_request(engine.group, Version(1, 2), 5))
 
 
+async def test_weights_that_no_resume_names_serve_nothing(engine: Engine) -> None:
+    await engine.sync(1)
+    await engine.join()
+    await engine.engine.pause("in_place", 1.0, 10)
+    await engine.transfer(2)
+    with pytest.raises(FailedPrecondition, match="doesn't name"):
+        await engine.engine.resume()
+    assert not engine.engine.quarantined
+    await eventually(lambda: engine.engine.quarantined, "the lease ends")
+    assert not engine.engine.serving
+    late = asyncio.create_task(engine.generate(sampling=Sampling(max_new_tokens=3, ignore_eos=True)))
+    await engine.sync(3)
+    assert [[output.versions for output in sample] for sample in await late] == [[[3, 3, 3]]]
+
+
 async def test_a_new_owner_ends_the_pause_of_one_that_died(server: Server, model: Path, trainer: Trainer) -> None:
     client = SGLangClient(server.url, KEY)
     await client.call("/pause_generation", {"mode": "in_place"}, timeout=30)
@@ -278,7 +293,7 @@ async def test_a_broken_update_quarantines_until_one_succeeds(engine: Engine) ->
     await asyncio.to_thread(engine.trainer.broadcast, {}, buckets=2)
     assert engine.trainer.group is not None
     engine.trainer.group.abort()
-    assert await engine.engine.leave(engine.group, quarantine=False) or not receiving.done()
+    assert await engine.engine.leave(engine.group) or not receiving.done()
     with pytest.raises(Aborted):
         await receiving
     assert engine.engine.quarantined
@@ -305,7 +320,7 @@ async def test_a_trainer_that_does_not_come_costs_a_deadline_only(engine: Engine
     assert engine.engine.quarantined
     assert engine.trainer.group is not None
     engine.trainer.group.abort()
-    await engine.engine.leave(engine.group, quarantine=False)
+    await engine.engine.leave(engine.group)
     await engine.sync(2)
     assert engine.engine.serving
 

@@ -10,7 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from relaxd.board import Board, NewGroup, stages_for
-from relaxd.v1 import rollout_pb2
+from relaxd.v1 import replica_pb2, rollout_pb2
 from tests.integration.rollout.rollout_kit import READY, RUN_ID, STARTING, Coordinator, Replica, make_config
 from tests.integration.rollout.sglang_external.external_kit import KEY, PROMPT, Server, Trainer, changes, logprobs
 
@@ -18,10 +18,11 @@ from tests.integration.rollout.sglang_external.external_kit import KEY, PROMPT, 
 def sync(replica: Replica, trainer: Trainer, sync_id: int) -> None:
     """The calls that the coordinator makes; the version is the synchronisation's number."""
     name, ids = f"service-{sync_id}", {"sync_id": sync_id}
+    weights = replica_pb2.WeightVersion(term=1, version=sync_id)
     join = trainer.member(name, 20.0)
     join.sync_id = sync_id
     receive = rollout_pb2.ReceiveWeightsRequest(
-        group_name=name, weights={"term": 1, "version": sync_id}, timeout_seconds=20, checksum=True, **ids
+        group_name=name, weights=weights, timeout_seconds=20, checksum=True, **ids
     )
     with ThreadPoolExecutor(1) as pool:
         connected = pool.submit(trainer.connect, name)
@@ -32,7 +33,7 @@ def sync(replica: Replica, trainer: Trainer, sync_id: int) -> None:
         sent = pool.submit(trainer.broadcast, changes(trainer.tensors, sync_id))
         assert not replica.stub.ReceiveWeights(receive, timeout=25).checksums
         sent.result(20)
-    replica.stub.ResumeGeneration(rollout_pb2.ResumeGenerationRequest(**ids), timeout=10)
+    replica.stub.ResumeGeneration(rollout_pb2.ResumeGenerationRequest(weights=weights, **ids), timeout=10)
 
 
 def test_the_service_with_a_server_that_is_not_its_own(
