@@ -44,6 +44,8 @@ NOTICE_SECONDS = 180.0
 UPDATE_SECONDS = 0.3
 """About as long as a step's updates take with a critic: a rank is killed before, in or after any of them."""
 
+AWAY_SECONDS = 26.0
+"""Longer than the lease of an engine's pause, which has 9 s more than the timeouts of weight synchronisations."""
 BUSY_SECONDS = 1.0
 """How long a service that holds something is looked for."""
 
@@ -453,13 +455,18 @@ def occupy_redis(stack: ChaosStack, rng: random.Random) -> float:
 
 
 def _at(
-    relay: str, method: str, moment: Moment, victim: Callable[[], psutil.Process], stack: ChaosStack
+    relay: str,
+    method: str,
+    moment: Moment,
+    victim: Callable[[], psutil.Process],
+    stack: ChaosStack,
+    strike_at: Callable[[psutil.Process], object] = lambda process: kill_now([process]),
 ) -> "threading.Event":
-    """Kill the victim at a moment of a call."""
+    """Kill the victim, or do something else to it, at a moment of a call."""
     process, done = victim(), threading.Event()
 
     def strike() -> None:
-        kill_now([process])
+        strike_at(process)
         done.set()
 
     stack.loop.do(stack.relays[relay].arm(method, moment, strike))
@@ -483,6 +490,15 @@ def kill_in_sync(
     relay = name if relay_role == role else _one(stack, rng, relay_role)
     victim = partial(stack.child, name, module) if module else partial(stack.process, name)
     return _await(_at(relay, method, moment, victim, stack), relay, stack)
+
+
+def stall_coordinator_after_commit(stack: ChaosStack, rng: random.Random) -> float:
+    """An engine has received weights, and hears nothing of them for longer than the lease of its pause."""
+    engine, name = _one(stack, rng, "rollout"), _one(stack, rng, "coordinator")
+    coordinator = stack.process(name)
+    stopped = _at(engine, "ReceiveWeights", "answered", lambda: coordinator, stack, psutil.Process.suspend)
+    _await(stopped, engine, stack)
+    return stand_still([coordinator], AWAY_SECONDS, stack)
 
 
 def kill_engine_in_join(stack: ChaosStack, rng: random.Random) -> float:
@@ -645,6 +661,7 @@ def all_faults(algorithm: str = "grpo") -> list[Fault]:
         _named("redis: demoted", demote_redis),
         _named("redis: busy", occupy_redis),
         _named("sync: engine dies in join", kill_engine_in_join),
+        _named("sync: coordinator stalls after commit", stall_coordinator_after_commit),
     ]
     sync: list[tuple[str, str, str, Moment, str, str]] = [
         ("engine dies before pause", "rollout", "ReceiveWeights", "asked", "rollout", ENGINE),
