@@ -54,7 +54,7 @@ def state_flops(shape: ModelShape) -> float:
 
 
 def vision_flops(tower: VisionShape, tokens: float) -> float:
-    """Return the FLOPs of a vision tower's forward pass over an image or a time of a video, of so many tokens."""
+    """Return the FLOPs of a vision tower's forward pass over an image, or a time of a video, with `tokens` tokens."""
     hidden, merged, patches = tower.hidden, tower.hidden * tower.merge**2, tokens * tower.merge**2
     of_patch = tower.patch_values * hidden + tower.layers * (4 * hidden**2 + 2 * hidden * tower.ffn)
     of_attention = 4.0 * tower.layers * hidden * patches**2
@@ -63,7 +63,7 @@ def vision_flops(tower: VisionShape, tokens: float) -> float:
 
 
 def audio_flops(tower: AudioShape, tokens: float) -> float:
-    """Return the FLOPs of an audio tower's forward pass over a sound of so many tokens, with whole chunks and windows.
+    """Return the FLOPs of an audio tower's forward pass over a sound of `tokens` tokens in whole chunks and windows.
 
     They are in proportion to the tokens, because attention sees a window.
     """

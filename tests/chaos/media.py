@@ -37,7 +37,7 @@ def item(kind: str, number: int) -> bytes:
 
 
 def shown_in(number: int) -> list[list[Item]]:
-    """Return what a conversation shows after each message of the model, if its prompt's first item has this number."""
+    """Return the items shown after each message of the model in a conversation whose first item has this number."""
     other = (number + 1) % ITEMS
     return [[(IMAGE, number), (AUDIO, other)], [(VIDEO, number), (IMAGE, other), (IMAGE, number)]]
 

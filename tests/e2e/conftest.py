@@ -100,6 +100,13 @@ class Workplace:
         output, _ = process.communicate(timeout=timeout)
         return process.returncode, output
 
+    def end(self) -> None:
+        """End the commands that still run."""
+        for process in self.processes:
+            if process.poll() is None:
+                process.terminate()  # its supervisor goes with it
+                process.wait(timeout=60)
+
 
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -113,10 +120,7 @@ def open_workplace(folder: Path, model: Path) -> Iterator[Workplace]:
     (folder / "tiny.toml").write_text(CONFIG.format(model=model, steps=3))
     place = Workplace(folder)
     yield place
-    for process in place.processes:
-        if process.poll() is None:
-            process.terminate()  # its supervisor goes with it
-            process.wait(timeout=60)
+    place.end()
     if StateFolder(folder / ".relaxd").is_up():
         code, output = place.relaxd("down")
         assert code == 0, output

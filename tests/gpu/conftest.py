@@ -52,10 +52,7 @@ def end() -> Iterator[list[Workplace]]:
     places: list[Workplace] = []
     yield places
     for place in places:
-        for process in place.processes:
-            if process.poll() is None:
-                process.terminate()  # its supervisor goes with it
-                process.wait(timeout=60)
+        place.end()
         place.relaxd("down")
 
 

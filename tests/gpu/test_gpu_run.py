@@ -46,10 +46,7 @@ def workplace(tmp_path: Path) -> Iterator[Workplace]:
     (tmp_path / "run.toml").write_text(CONFIG.format(model=model, steps=STEPS))
     place = Workplace(tmp_path)
     yield place
-    for process in place.processes:
-        if process.poll() is None:
-            process.terminate()  # its supervisor goes with it
-            process.wait(timeout=60)
+    place.end()
     place.relaxd("down")
 
 

@@ -1,4 +1,4 @@
-"""Whole runs on media in bfloat16, from files to synchronised towers, and what transformers says of their log-probs."""
+"""Whole runs on media in bfloat16, from files to synchronised towers, compared with transformers."""
 
 import json
 import math
@@ -105,7 +105,7 @@ transport = "{transport}"
 verify = "always"
 """
 OWN_SOUND = "video_sound = true\nmax_video_tokens = 8\n"
-"""Settings of clips with their own sounds, which have so many tokens and aren't resized."""
+"""Settings of clips with their own sounds; eight tokens are their size, so that none is resized."""
 SGLANG = """engine = "sglang"
 memory_fraction = 0.3
 
@@ -178,7 +178,7 @@ CASES = {
 
 @dataclass(frozen=True)
 class MediaRun:
-    """What a run has shown."""
+    """Metrics of a run, and the differences of its last log-probs from transformers'."""
 
     lines: list[dict[str, Any]]
     """Metrics of its steps."""

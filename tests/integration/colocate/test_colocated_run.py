@@ -37,10 +37,7 @@ def workplace(tmp_path: Path) -> Iterator[Workplace]:
     (tmp_path / "tiny_reward.py").write_text(REWARD)
     place = Workplace(tmp_path)
     yield place
-    for process in place.processes:
-        if process.poll() is None:
-            process.terminate()  # its supervisor goes with it
-            process.wait(timeout=60)
+    place.end()
     place.relaxd("down")
 
 

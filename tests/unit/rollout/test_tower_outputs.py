@@ -1,4 +1,4 @@
-"""How often the transformers engine's towers run while versions of the weights arrive."""
+"""Passes of the transformers engine's towers while versions of the weights arrive."""
 
 import threading
 from collections.abc import Iterator, Mapping

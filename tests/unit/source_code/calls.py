@@ -31,7 +31,7 @@ class Place(NamedTuple):
 
     @property
     def called(self) -> str:
-        """What is called as source, up to the first bracket."""
+        """Source of the callee, up to its first bracket."""
         return ast.unparse(self.call.func).split("(")[0]
 
     @property
