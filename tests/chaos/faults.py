@@ -75,6 +75,15 @@ class MomentMissed(Exception):
     """What a fault waited for did not happen."""
 
 
+def await_moment(reached: Callable[[], object], what: str, pause_seconds: float = 0.02) -> None:
+    """Wait until something is reached. Raises MomentMissed after NOTICE_SECONDS."""
+    deadline = time.monotonic() + NOTICE_SECONDS
+    while not reached():
+        if time.monotonic() > deadline:
+            raise MomentMissed(f"not within {NOTICE_SECONDS:g} s: {what}")
+        time.sleep(pause_seconds)
+
+
 # --- deaths ---------------------------------------------------------------------------------------------------------
 
 
@@ -127,11 +136,7 @@ def kill_rank_when(pattern: str, within_seconds: float, stack: ChaosStack, rng: 
     """A rank of the trainer, at or soon after the moment when a file of the run's folder appears that was not there."""
     rank = stack.trainer_rank(rng.randrange(2))
     before = set(stack.run_folder.glob(pattern))
-    deadline = time.monotonic() + NOTICE_SECONDS
-    while not _new(stack.run_folder, pattern, before):
-        if time.monotonic() > deadline:
-            raise MomentMissed(f"no new {pattern} in {NOTICE_SECONDS:g} s")
-        time.sleep(0.001)
+    await_moment(lambda: _new(stack.run_folder, pattern, before), f"a new {pattern}", 0.001)
     time.sleep(rng.uniform(0.0, within_seconds))
     return kill_now([rank])
 
@@ -286,14 +291,13 @@ def overflow_a_gradient(stack: ChaosStack, rng: random.Random) -> float:
 
     A critic service skips its own; the policy's advantages are whitened then, and nothing of it overflows.
     """
-    ledger, deadline = f"{key_prefix(RUN)}ledger", time.monotonic() + NOTICE_SECONDS
+    ledger = f"{key_prefix(RUN)}ledger"
     last = stack.redis.xrevrange(ledger, count=1)[0][0].decode()
     stack.huge_rewards.touch()
     try:
-        while not any(_has_skipped(step) for _, step in stack.redis.xrange(ledger, f"({last}")):
-            if time.monotonic() > deadline:
-                raise MomentMissed(f"no update was skipped in {NOTICE_SECONDS:g} s")
-            time.sleep(0.02)
+        await_moment(
+            lambda: any(_has_skipped(step) for _, step in stack.redis.xrange(ledger, f"({last}")), "a skipped update"
+        )
     finally:
         stack.huge_rewards.unlink()
     return time.time()
@@ -306,17 +310,17 @@ def _has_skipped(step: dict[bytes, bytes]) -> bool:
 
 def fail_teacher(stack: ChaosStack, rng: random.Random) -> float:
     """The teacher's engine gives wrong answers until three groups are dropped for each: it stays up meanwhile."""
-    dropped, deadline = f"{key_prefix(RUN)}dropped", time.monotonic() + NOTICE_SECONDS
+    dropped = f"{key_prefix(RUN)}dropped"
     last = (stack.redis.xrevrange(dropped, count=1) or [(b"0-0", {})])[0][0].decode()
+
+    def reached() -> bool:
+        details = [fields.get(b"detail", b"") for _, fields in stack.redis.xrange(dropped, f"({last}")]
+        return all(sum(words.encode() in one for one in details) >= 3 for words in WRONG_ANSWERS)
+
     stack.failing_teacher.touch()
     try:
-        while True:
-            details = [fields.get(b"detail", b"") for _, fields in stack.redis.xrange(dropped, f"({last}")]
-            if all(sum(words.encode() in one for one in details) >= 3 for words in WRONG_ANSWERS):
-                return time.time()
-            if time.monotonic() > deadline:
-                raise MomentMissed(f"no three groups were dropped for each wrong answer in {NOTICE_SECONDS:g} s")
-            time.sleep(0.02)
+        await_moment(reached, "three dropped groups for each wrong answer")
+        return time.time()
     finally:
         stack.failing_teacher.unlink()
 
@@ -348,13 +352,9 @@ def play_trick(trick: str, stack: ChaosStack, rng: random.Random) -> float:
 
 def _in_mood(stack: ChaosStack, mood: str, reached: Callable[[], bool], what: str) -> None:
     """Set the mood of environment and programs until something is reached. Raises MomentMissed."""
-    deadline = time.monotonic() + NOTICE_SECONDS
     stack.mood.write_text(mood)
     try:
-        while not reached():
-            if time.monotonic() > deadline:
-                raise MomentMissed(f"not within {NOTICE_SECONDS:g} s: {what}")
-            time.sleep(0.02)
+        await_moment(reached, what)
     finally:
         stack.mood.unlink()
 

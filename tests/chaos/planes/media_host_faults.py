@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from relaxd.v1 import coordinator_pb2 as pb
-from tests.chaos.faults import LONG_SECONDS, NOTICE_SECONDS, Fault, MomentMissed, kill_service
+from tests.chaos.faults import LONG_SECONDS, Fault, await_moment, kill_service
 from tests.chaos.stack import RUN, ChaosStack
 
 
@@ -36,11 +36,9 @@ def _away(stack: ChaosStack) -> Iterator[None]:
     assert stack.media_host is not None, "this job has no media host"
     stack.media_host.stop()
     try:
-        deadline = time.monotonic() + NOTICE_SECONDS
-        while stack.coordinator.run(RUN).wait.kind != pb.WAIT_KIND_MEDIA:
-            if time.monotonic() > deadline:
-                raise MomentMissed(f"the run did not wait for its media host in {NOTICE_SECONDS:g} s")
-            time.sleep(0.1)
+        await_moment(
+            lambda: stack.coordinator.run(RUN).wait.kind == pb.WAIT_KIND_MEDIA, "the run waits for its media host", 0.1
+        )
         yield
     finally:
         stack.media_host.start()
