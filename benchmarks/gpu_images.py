@@ -26,13 +26,14 @@ from transformers import Qwen3VLConfig
 from benchmarks.gpu_models import COMMON, SHAPES, draw, flops, make_sequences, peak_flops
 from benchmarks.reporting import report
 from relaxd.config import GRPOConfig, TrainerConfig
+from relaxd.data.towers import TowerOutputs
 from services.trainer.batch.micro_batch import PackedMicroBatch, pack
 from services.trainer.batch.sequence_media import DecodedItem, SequenceMedia
 from services.trainer.learner import forward
 from services.trainer.learner.learner import Learner
 from services.trainer.megatron.world import shut_down
 from services.trainer.model.policy_model import PolicyModel
-from services.trainer.model.tower_outputs import TowerOutputs
+from services.trainer.model.towers import KEPT_BYTES
 
 TOKENS = 16384
 SIDE = 1024
@@ -106,7 +107,7 @@ def main() -> None:
     for _ in range(options.rounds + 1):
         for case, batch in cases.items():
             if case[1] == "images":
-                model.tower_outputs = TowerOutputs()
+                model.tower_outputs = TowerOutputs(KEPT_BYTES, on_host=True)
             torch.cuda.synchronize()
             began = time.perf_counter()
             learner.accumulate([batch])

@@ -17,7 +17,7 @@ from transformers import (
     Qwen3OmniMoeThinkerForConditionalGeneration,
 )
 
-from relaxd.data.tower_inputs import spectrogram
+from relaxd.data.towers import spectrogram
 from relaxd.data.vision import VisionModel
 from relaxd.media import AUDIO, NormalMedia, decode_wav
 from relaxd.tools.sight_beginner import MERGE, PATCH, TEXT, TOWER, UPDATES, Task, processor, teach, tokenizer_of_task

@@ -7,13 +7,13 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from relaxd.data.tower_inputs import normalised, spectrogram
+from relaxd.data.towers import normalised, spectrogram
 from relaxd.data.vision import VisionModel
 from relaxd.media.media_tokens import is_sound
 from services.trainer.batch.micro_batch import PackedMicroBatch, with_padding
 from services.trainer.batch.sequence_media import PackedMedia
 from services.trainer.megatron.world import World
-from services.trainer.model.tower_outputs import TOWER_OF_KIND, DeviceMedia
+from services.trainer.model.towers import TOWER_OF_KIND, DeviceMedia
 from services.trainer.transformer.attention.context_parallel import ContextRanks
 from services.trainer.transformer.attention.heads import Rotary, rotary_table
 from services.trainer.transformer.attention.sequence_layout import AttentionKernel, SequenceLayout, sequence_layout

@@ -31,12 +31,16 @@ class ExpertArchitecture:
     """Inner width of the gated expert shared by all tokens; None if there is none."""
 
 
+VISUAL, AUDIO_TOWER = "visual", "audio_tower"
+"""Names of towers, which are those of Hugging Face's modules."""
+
+
 @dataclass(frozen=True)
 class TowerArchitecture:
     """A tower, which converts media to rows as wide as the decoder's: transformers' module."""
 
     name: str
-    """Name of the tower in the first pipeline stage: "visual" or "audio_tower"."""
+    """VISUAL or AUDIO_TOWER."""
     prefix: str
     """Beginning of the names of its tensors in Hugging Face's files."""
     source: str

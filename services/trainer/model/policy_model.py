@@ -19,14 +19,14 @@ from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 
 from relaxd.config import TrainerConfig
+from relaxd.data.towers import TowerOutputs
 from relaxd.models.layouts import Layout, problem, stage_layers
 from relaxd.models.shape import read_shape
 from services.trainer.megatron.gradient_accumulation import replace_apex
 from services.trainer.megatron.world import World, expert_tensor_parallel
 from services.trainer.model.architecture import Architecture, ModelError
 from services.trainer.model.layers import PolicyConfig, block_spec
-from services.trainer.model.tower_outputs import DeviceMedia, TowerOutputs
-from services.trainer.model.towers import build_tower, media_rows
+from services.trainer.model.towers import KEPT_BYTES, DeviceMedia, build_tower, media_rows
 from services.trainer.transformer.activation_offload import ActivationOffload
 from services.trainer.transformer.attention.sequence_layout import SequenceLayout
 from services.trainer.transformer.mlp.router import Router
@@ -148,7 +148,7 @@ class PolicyModel(GPTModel):
         super().__init__(**settings)
         self.towers: torch.nn.ModuleDict | None = None
         """Towers in the first part of a model for media."""
-        self.tower_outputs = TowerOutputs()
+        self.tower_outputs = TowerOutputs(KEPT_BYTES, on_host=True)
         """Cached outputs of frozen towers."""
 
     def forward(

@@ -1,8 +1,8 @@
-"""Towers: transformers' modules, whole on each rank of the first pipeline stage, and their part in a pass.
+"""Towers: transformers' modules on each rank of the first pipeline stage, undivided, and their part in a pass.
 
 Each rank puts the rows that fall into its own slice of the tokens in place of the embeddings of tokens of media, and
 adds DeepStack's after the first layers, so that nothing has to be sent. The rows of a frozen tower are kept by item
-(`tower_outputs`).
+(`TowerOutputs`).
 
 A tower that is trained runs once for the items of a micro-batch, and has a graph of its own, which is cut from the
 decoder's: recomputed layers have several backward passes, and a graph that they shared would be freed by the first of
@@ -10,8 +10,9 @@ these. The decoder's gradients of the tower's output collect in leaves, and go t
 """
 
 import json
-from collections.abc import Sequence
-from functools import lru_cache
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache, partial
 from typing import Any
 
 import services.trainer.megatron.cpu_support  # noqa: F401  must come before Megatron
@@ -22,12 +23,41 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from torch import Tensor
 
-from services.trainer.model.architecture import ModelError, TowerArchitecture
-from services.trainer.model.tower_outputs import DeviceMedia, TowerOutputs, run_towers
-from services.trainer.transformer.deepstack import DeepStack
+from relaxd.data.towers import TowerOutputs
+from relaxd.media import AUDIO, IMAGE, VIDEO, Grid
+from services.trainer.model.architecture import AUDIO_TOWER, VISUAL, ModelError, TowerArchitecture
+from services.trainer.transformer.attention.sequence_layout import DeepStack
 
 TOWERS = "towers"
 """Name of the towers within the model's first stage."""
+TOWER_OF_KIND = {IMAGE: VISUAL, VIDEO: VISUAL, AUDIO: AUDIO_TOWER}
+"""Name of the tower for each kind of media."""
+KEPT_BYTES = 1 << 31
+"""Default maximum of cached outputs of a model's frozen towers, in bytes of the host's memory."""
+
+
+@dataclass(frozen=True)
+class DeviceMedia:
+    """The media of a micro-batch on one rank: I different items.
+
+    M rows of the towers' output belong to tokens of this rank's slice.
+    """
+
+    hashes: tuple[str, ...]
+    """The items, I."""
+    towers: tuple[str, ...]
+    """Tower of each item, by name."""
+    inputs: Callable[[int], Tensor]
+    """Returns the input of an item's tower, by the item's index: patches, float32 [patches, values], or a spectrogram,
+    float32 [bands, frames]."""
+    grids: Sequence[Grid]
+    """Size of each item."""
+    counts: Sequence[int]
+    """Number of rows of each item."""
+    rows: Tensor
+    """int64 [M]: rows of the towers' output."""
+    places: Tensor
+    """int64 [M]: their tokens, by number in this rank's slice."""
 
 
 def build_tower(tower: TowerArchitecture, dtype: torch.dtype, device: torch.device) -> torch.nn.Module:
@@ -67,13 +97,61 @@ def media_rows(towers: torch.nn.ModuleDict, media: DeviceMedia, frozen: TowerOut
     """
     trained = {name for name, tower in towers.items() if any(one.requires_grad for one in tower.parameters())}
     items = range(len(media.hashes))
-    found = run_towers(towers, media, [item for item in items if media.towers[item] in trained])
-    found |= frozen.of(towers, media, [item for item in items if media.towers[item] not in trained])
+    found = _run(towers, media, [item for item in items if media.towers[item] in trained])
+    alone = {media.hashes[item]: item for item in items if item not in found}
+    runs = {name: partial(_run_alone, towers, media, item) for name, item in alone.items()}
+    found |= {alone[name]: rows for name, rows in frozen.of(towers.parameters(), runs).items()}
     first, *others = (torch.cat(rows) for rows in zip(*(found[item] for item in items), strict=True))
     if first.requires_grad:
         leaves = [rows.detach().requires_grad_() for rows in others]
         first, others = _Cut.apply(torch.zeros((), requires_grad=True), [first, *others], leaves), leaves
     return first[media.rows], DeepStack(media.places, [rows[media.rows] for rows in others])
+
+
+def _run_alone(towers: torch.nn.ModuleDict, media: DeviceMedia, item: int) -> list[Tensor]:
+    return _run(towers, media, [item])[item]
+
+
+def _run(towers: torch.nn.ModuleDict, media: DeviceMedia, items: Sequence[int]) -> dict[int, list[Tensor]]:
+    """Run the towers for some of the items.
+
+    Returns:
+        Rows by the index of the item, and those for DeepStack: [rows, hidden] each. The latter are zeros of a sound.
+    """
+    found: dict[int, list[Tensor]] = {}
+    for name, run in _RUNS.items():
+        if own := [item for item in items if media.towers[item] == name]:
+            outputs = run(towers[name], [media.inputs(item) for item in own], [media.grids[item] for item in own])
+            parts = zip(*(rows.split([media.counts[item] for item in own]) for rows in outputs), strict=True)
+            found |= zip(own, map(list, parts), strict=True)
+    layers = len(getattr(towers[VISUAL], "deepstack_merger_list", ()))
+    return {item: rows + [torch.zeros_like(rows[0])] * (layers + 1 - len(rows)) for item, rows in found.items()}
+
+
+def _see(tower: torch.nn.Module, patches: Sequence[Tensor], grids: Sequence[Grid]) -> list[Tensor]:
+    """Return the rows of images and videos, one after the other, and those for DeepStack."""
+    seen = tower(torch.cat(list(patches)), torch.tensor(grids, device=patches[0].device), return_dict=True)
+    return [seen.pooler_output, *getattr(seen, "deepstack_features", ())]
+
+
+def _hear(tower: torch.nn.Module, spectrograms: Sequence[Tensor], grids: Sequence[Grid]) -> list[Tensor]:
+    """Return the rows of sounds, one after the other.
+
+    Each runs alone: beside a longer one the tower would hear a sound of less than a second otherwise.
+    """
+    dtype = next(tower.parameters()).dtype  # to which transformers 5.12 doesn't convert
+    lengths = [torch.tensor(grid, device=one.device) for one, grid in zip(spectrograms, grids, strict=True)]
+    heard = [
+        tower(one.to(dtype), feature_lens=own, return_dict=True) for one, own in zip(spectrograms, lengths, strict=True)
+    ]
+    return [torch.cat([one.pooler_output for one in heard])]
+
+
+_RUNS: dict[str, Callable[[torch.nn.Module, Sequence[Tensor], Sequence[Grid]], list[Tensor]]] = {
+    VISUAL: _see,
+    AUDIO_TOWER: _hear,
+}
+"""Passes through the towers, by their names."""
 
 
 class _PatchProduct(torch.nn.Conv3d):

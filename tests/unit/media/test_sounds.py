@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from relaxd.data.tower_inputs import spectrogram
+from relaxd.data.towers import spectrogram
 from relaxd.media import MediaError, SoundRule, decode_wav, expand, lay_out, normalise_sound
 from relaxd.media.media_tokens import MediaTokens, sound_tokens
 from relaxd.media.sounds import measure_sound

@@ -10,11 +10,11 @@ import pytest
 import torch
 from transformers import PreTrainedModel, Qwen3OmniMoeThinkerForConditionalGeneration
 
+from relaxd.data.towers import TowerOutputs
 from relaxd.weights.buckets import TensorSpec, pack, plan_buckets
 from relaxd.weights.weight_group import Rendezvous, WeightGroup, host_store
 from services.rollout.engines.request_types import Version
 from services.rollout.engines.transformers.transformers_weights import WeightReceiver, named_parameters
-from services.rollout.engines.transformers.vision import TowerOutputs
 from tests.kit.sounds import make_omni_model, omni_logprobs, omni_prompt, sound, without_marks
 from tests.kit.vision import Item, SoundClip, clip, picture
 from tests.unit.rollout.engine_harness import Answer, Harness
@@ -110,7 +110,7 @@ def test_towers_run_once_for_each_item_until_their_weights_change(harness: Harne
 def test_outputs_are_the_same_bit_for_bit_if_none_is_kept(harness: Harness, folder: Path) -> None:
     receive(harness, 0, {name: one.clone() for name, one in named_parameters(harness.model).items()})
     found = [ask(harness, folder, str(number)) for number in range(2)]
-    harness.engine.tower_outputs = none_kept = TowerOutputs(harness.model, 0)
+    harness.engine.tower_outputs = none_kept = TowerOutputs(0)
     found.append(ask(harness, folder, "none"))
     assert none_kept.runs == 7  # one picture is in two prompts
     for answers in found[1:]:

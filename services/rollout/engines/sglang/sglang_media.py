@@ -14,7 +14,7 @@ import torch
 from sglang.srt.managers import mm_utils
 from sglang.srt.managers.schedule_batch import Modality, MultimodalDataItem, MultimodalProcessorOutput
 
-from relaxd.data.tower_inputs import normalised, spectrogram
+from relaxd.data.towers import normalised, spectrogram
 from relaxd.data.vision import VisionModel
 from services.rollout.engines.seen_prompts import HeardSound, SeenFrame, SeenPrompt
 

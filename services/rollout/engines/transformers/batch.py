@@ -10,10 +10,11 @@ import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import Cache, DynamicLayer, LinearAttentionLayer
 
+from relaxd.data.towers import TowerOutputs
 from services.rollout.engines.request_types import FinishReason, Request
 from services.rollout.engines.seen_prompts import SeenPrompt
 from services.rollout.engines.transformers.sampling import sample_generator
-from services.rollout.engines.transformers.vision import TowerOutputs, embed
+from services.rollout.engines.transformers.vision import embed
 
 _MIN_GROWTH = 64
 """Minimum number of tokens by which a buffer grows."""

@@ -17,6 +17,7 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedModel
 
+from relaxd.data.towers import TowerOutputs
 from relaxd.data.vision import VisionModel
 from relaxd.process.torch_profile import StepRecording
 from relaxd.v1.engine_pb2 import RecordStepsRequest
@@ -35,7 +36,7 @@ from services.rollout.engines.request_types import (
 from services.rollout.engines.seen_prompts import see
 from services.rollout.engines.transformers.batch import Batch, RunningSample
 from services.rollout.engines.transformers.sampling import choose_tokens, likeliest_tokens
-from services.rollout.engines.transformers.vision import TOWERS, TowerOutputs
+from services.rollout.engines.transformers.vision import KEPT_BYTES, TOWERS
 
 logger = logging.getLogger(__name__)
 
@@ -110,7 +111,7 @@ class TransformersEngine(GatedEngine):
         """
         super().__init__()
         self.model = model
-        self.tower_outputs = TowerOutputs(model)
+        self.tower_outputs = TowerOutputs(KEPT_BYTES)
         self._decode = decode
         self._end_ids = frozenset(end_ids)
         self._max_running_samples = max_running_samples

@@ -1,6 +1,7 @@
 """Media of prompts on their way into a transformers model: embeddings with the rows of its towers."""
 
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +15,9 @@ from transformers import (
 )
 
 from relaxd.data.special_tokens import read_object
-from relaxd.data.tower_inputs import normalised, spectrogram
+from relaxd.data.towers import TowerOutputs, normalised, spectrogram
 from relaxd.data.vision import VisionModel
 from relaxd.media import Grid
-from relaxd.media.cache import RecentItems
 from relaxd.media.media_tokens import IMAGE, TEXT, VIDEO
 from services.rollout.engines.seen_prompts import SeenPrompt, read_model_vision
 
@@ -37,61 +37,33 @@ def load_model(folder: Path, dtype: torch.dtype) -> tuple[PreTrainedModel, Visio
     return kind.from_pretrained(folder, dtype=dtype).eval(), vision
 
 
-class TowerOutputs:
-    """Outputs of a model's towers by item, kept in memory until the towers' weights change. For one thread.
+def tower_rows(
+    model: PreTrainedModel, outputs: TowerOutputs, prompts: Sequence[SeenPrompt]
+) -> dict[str, list[torch.Tensor]]:
+    """Return the rows of the prompts' items by hash (`parts_of`), and of what is seen those for DeepStack behind.
 
-    Each item runs alone. So its output is bit for bit the same, whatever else is asked for and whether it was kept.
+    They are [rows, hidden] each, on the model's device.
     """
+    runs = {
+        name: partial(_hear, model, name, prompt) if name in prompt.sounds else partial(_see, model, name, grid, prompt)
+        for prompt in prompts
+        for name, grid in prompt.parts
+    }
+    return outputs.of((one for name, one in model.named_parameters() if name.startswith(TOWERS)), runs)
 
-    def __init__(self, model: PreTrainedModel, max_bytes: int = KEPT_BYTES) -> None:
-        """Make it empty.
 
-        Args:
-            model: the model with the towers, if it has any.
-            max_bytes: maximum size of the outputs that are kept, in bytes. 0: none is.
-        """
-        self._model: Any = model
-        self._parameters = [one for name, one in model.named_parameters() if name.startswith(TOWERS)]
-        self._kept: RecentItems[list[torch.Tensor]] = RecentItems(max_bytes)
-        self._weights = -1
-        self.runs = 0
-        """Number of items that the towers have run for."""
+def _see(model: Any, name: str, grid: Grid, prompt: SeenPrompt) -> list[torch.Tensor]:
+    patches = normalised(torch.from_numpy(prompt.patches[name]).to(model.device), prompt.vision)
+    seen = model.model.get_image_features(patches, torch.tensor([grid], device=patches.device), return_dict=True)
+    return [seen.pooler_output[0], *(one[0] for one in getattr(seen, "deepstack_features", ()))]
 
-    def of(self, prompts: Sequence[SeenPrompt]) -> dict[str, list[torch.Tensor]]:
-        """Return the rows of the prompts' items by hash (`parts_of`), and of what is seen those for DeepStack behind.
 
-        They are [rows, hidden] each, on the model's device.
-        """
-        # Whatever writes into the parameters counts there; weights that are received as they were aren't written.
-        weights = sum(one._version for one in self._parameters)
-        if weights != self._weights:
-            self._kept.clear()
-            self._weights = weights
-        found: dict[str, list[torch.Tensor]] = {}
-        for prompt in prompts:
-            for name, grid in prompt.parts:
-                if name in found:
-                    continue
-                if (rows := self._kept.get(name)) is None:
-                    rows = self._hear(name, prompt) if name in prompt.sounds else self._see(name, grid, prompt)
-                    self.runs += 1
-                found[name] = rows
-        for name, rows in found.items():
-            self._kept.keep(name, rows, sum(one.nbytes for one in rows))
-        return found
-
-    def _see(self, name: str, grid: Grid, prompt: SeenPrompt) -> list[torch.Tensor]:
-        patches = normalised(torch.from_numpy(prompt.patches[name]).to(self._model.device), prompt.vision)
-        thw = torch.tensor([grid], device=patches.device)
-        seen = self._model.model.get_image_features(patches, thw, return_dict=True)
-        return [seen.pooler_output[0], *(one[0] for one in getattr(seen, "deepstack_features", ()))]
-
-    def _hear(self, name: str, prompt: SeenPrompt) -> list[torch.Tensor]:
-        assert prompt.vision.sound is not None  # or the prompt would have been refused
-        body = self._model.model
-        features = spectrogram(prompt.sounds[name], prompt.vision.sound).to(body.device, body.dtype)
-        lengths = torch.tensor([features.shape[1]], device=body.device)
-        return [body.audio_tower(features, feature_lens=lengths, return_dict=True).last_hidden_state]
+def _hear(model: Any, name: str, prompt: SeenPrompt) -> list[torch.Tensor]:
+    assert prompt.vision.sound is not None  # or the prompt would have been refused
+    body = model.model
+    features = spectrogram(prompt.sounds[name], prompt.vision.sound).to(body.device, body.dtype)
+    lengths = torch.tensor([features.shape[1]], device=body.device)
+    return [body.audio_tower(features, feature_lens=lengths, return_dict=True).last_hidden_state]
 
 
 def embed(
@@ -106,7 +78,7 @@ def embed(
     Items are in their places in the prompt, not where tokens of media are: an answer that goes on may have these, too.
     """
     shown = [prompt for prompt in prompts if prompt is not None]
-    rows = towers.of(shown)
+    rows = tower_rows(model, towers, shown)
     mask, seen_mask = (torch.zeros(ids.shape, dtype=torch.bool) for _ in range(2))
     for row, prompt in enumerate(prompts):
         if prompt is not None:

@@ -2,13 +2,12 @@
 
 from dataclasses import replace
 
-from services.trainer.model.architecture import Architecture
+from services.trainer.model.architecture import VISUAL, Architecture
 from services.trainer.model.architectures.qwen3_5_text import INPUT
 from services.trainer.model.architectures.qwen3_5_text import read as read_text
 from services.trainer.model.architectures.qwen3_next import rules
 from services.trainer.model.architectures.qwen3_vl import as_in, tower, with_sections
 from services.trainer.model.family import Config, Family
-from services.trainer.model.tower_outputs import VISUAL
 
 SECTIONS = (11, 11, 10)
 """Default of `mrope_section`."""

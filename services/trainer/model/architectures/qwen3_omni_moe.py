@@ -5,10 +5,9 @@ The talker and what makes waves of its codes are not trained, not sent and not e
 
 from dataclasses import replace
 
-from services.trainer.model.architecture import Architecture
+from services.trainer.model.architecture import AUDIO_TOWER, VISUAL, Architecture
 from services.trainer.model.architectures.qwen3_vl import multimodal, tower
 from services.trainer.model.family import Config, Family, experts
-from services.trainer.model.tower_outputs import AUDIO_TOWER, VISUAL
 
 PREFIX = "thinker."
 

@@ -4,9 +4,8 @@ import json
 from dataclasses import replace
 from typing import Any
 
-from services.trainer.model.architecture import Architecture, ModelError, TowerArchitecture
+from services.trainer.model.architecture import VISUAL, Architecture, ModelError, TowerArchitecture
 from services.trainer.model.family import Config, Family, decoder
-from services.trainer.model.tower_outputs import VISUAL
 
 SECTIONS = (24, 20, 20)
 """Default of `mrope_section`."""

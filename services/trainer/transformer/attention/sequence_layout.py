@@ -13,7 +13,6 @@ from torch import Tensor
 from services.trainer.batch.micro_batch import PackedMicroBatch
 from services.trainer.transformer.attention.context_parallel import ContextRanks
 from services.trainer.transformer.attention.slots import Slots, to_device
-from services.trainer.transformer.deepstack import DeepStack
 from services.trainer.transformer.delta_net.chunk_tree import ChunkTree, chunk_tree
 from services.trainer.transformer.mlp.routing import RouterInputs
 
@@ -94,6 +93,22 @@ class CudnnBatch:
     """int32 [count]: tokens of each sequence."""
     begins: Tensor
     """int64 [count + 1]: first slot of each sequence, then the number of slots."""
+
+
+@dataclass(frozen=True)
+class DeepStack:
+    """Rows of a tower that the first layers add to the hidden states (arXiv 2406.04334)."""
+
+    places: Tensor
+    """int64 [M]: tokens, by number in this rank's slice."""
+    rows: Sequence[Tensor]
+    """[M, hidden] for each of the first layers."""
+
+    def add(self, hidden: Tensor, layer: int) -> Tensor:
+        """Return the hidden states [T, 1, hidden] after a layer, which is numbered over the whole model from 0."""
+        if layer >= len(self.rows):
+            return hidden
+        return hidden.index_add(0, self.places, self.rows[layer].unsqueeze(1).to(hidden.dtype))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForImageTextToText
 
+from relaxd.data.towers import TowerOutputs
 from relaxd.data.vision import read_vision
 from services.trainer.batch.micro_batch import PackedMicroBatch, pack
 from services.trainer.batch.sequence_media import DecodedItem
@@ -22,7 +23,7 @@ from services.trainer.model.architecture import ModelError
 from services.trainer.model.architectures import read_architecture
 from services.trainer.model.hf_weights import load_hf
 from services.trainer.model.policy_model import PolicyModel, check_divisible
-from services.trainer.model.tower_outputs import TowerOutputs
+from services.trainer.model.towers import KEPT_BYTES
 from tests.integration.trainer.learner.image_worlds import Job, make_samples, run_job
 from tests.integration.trainer.learner.media_layouts import ALL, LAYOUTS, check_layouts
 from tests.integration.trainer.trainer_worlds import Job as LearnerJob
@@ -173,7 +174,7 @@ def test_a_frozen_tower_sees_an_image_once_until_its_weights_change(models: Call
     learner.accumulate(alone_in_row)
     assert outputs.runs == 7
 
-    module.tower_outputs = none_kept = TowerOutputs(0)
+    module.tower_outputs = none_kept = TowerOutputs(0, on_host=True)
     for ours, theirs in zip(log_probs(alone_in_row), again, strict=True):
         np.testing.assert_array_equal(ours, theirs)
     np.testing.assert_array_equal(log_probs([pack(samples[:5]), pack(samples[5:])])[0], first[0])
@@ -183,7 +184,7 @@ def test_a_frozen_tower_sees_an_image_once_until_its_weights_change(models: Call
     load_hf(module, make_vision_model(models().parent / "other", seed=2), learner._forward.architecture, learner.world)
     changed = log_probs(alone_in_row)
     assert outputs.runs == 14
-    module.tower_outputs = TowerOutputs()
+    module.tower_outputs = TowerOutputs(KEPT_BYTES, on_host=True)
     np.testing.assert_array_equal(np.concatenate(changed), np.concatenate(log_probs(alone_in_row)))
     leave_layout()
 

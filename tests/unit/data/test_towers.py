@@ -3,7 +3,7 @@
 import numpy as np
 import torch
 
-from relaxd.data.tower_inputs import normalised
+from relaxd.data.towers import normalised
 from relaxd.data.vision import CLIP_MEAN, CLIP_STD, VisionModel
 from relaxd.media import ImageRule, MediaTokens
 from relaxd.media.patches import cut_patches

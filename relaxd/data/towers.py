@@ -1,0 +1,103 @@
+"""Towers, which convert media for a model: their inputs, made on its device, and their outputs, which are kept."""
+
+from collections.abc import Callable, Iterable, Mapping
+from functools import lru_cache
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from relaxd.data.vision import VisionModel
+from relaxd.media import SoundRule
+from relaxd.media.cache import RecentItems
+from relaxd.media.patches import SCALE
+
+if TYPE_CHECKING:
+    from transformers import WhisperFeatureExtractor
+
+FULL_SCALE = 1 << 15
+"""Sample value that stands for 1 in a sound's normal form."""
+
+
+def normalised(cut: Tensor, vision: VisionModel) -> Tensor:
+    """Return patches as `VisionModel.patches` does, made on the device: so a byte of a pixel travels, and not eight.
+
+    Args:
+        cut: uint8 [patches, 3, frames, side, side], from `cut_patches`.
+        vision: the model's rules.
+    """
+    mean, std = (cut.new_tensor(one, dtype=torch.float32)[:, None, None, None] for one in (vision.mean, vision.std))
+    normal = ((cut.double() * SCALE).float() - mean) / std
+    return normal.expand(-1, -1, vision.times, -1, -1).reshape(len(cut), -1)
+
+
+def spectrogram(samples: np.ndarray, rule: SoundRule) -> Tensor:
+    """Return the log-mel spectrogram of a sound, float32 [bands, frames].
+
+    Each sound is taken alone: padded to the length of a longer one it would have other numbers at its end.
+    """
+    wave = samples.astype(np.float32) / FULL_SCALE
+    found = _extractor(rule.rate, rule.mels, rule.window, rule.hop)(
+        wave, sampling_rate=rule.rate, padding="longest", truncation=False, return_tensors="pt"
+    )
+    features: Tensor = found.input_features[0]
+    return features
+
+
+@lru_cache
+def _extractor(rate: int, mels: int, window: int, hop: int) -> "WhisperFeatureExtractor":
+    from transformers import WhisperFeatureExtractor  # half a second, which most ranks can do without
+
+    return WhisperFeatureExtractor(feature_size=mels, sampling_rate=rate, hop_length=hop, n_fft=window)
+
+
+class TowerOutputs:
+    """Outputs of frozen towers by item, kept until a parameter of the towers changes. For one thread.
+
+    A tower gets each item alone. So its output is bit for bit the same, whatever else is in a batch and whether it was
+    kept: a step that is repeated from its file by a restarted trainer has the same one.
+    """
+
+    def __init__(self, max_bytes: int, *, on_host: bool = False) -> None:
+        """Make it empty.
+
+        Args:
+            max_bytes: maximum size of the outputs that are kept, in bytes. 0: none is.
+            on_host: keep them in the host's memory, not on the towers' device.
+        """
+        self._kept: RecentItems[list[Tensor]] = RecentItems(max_bytes)
+        self._on_host = on_host
+        self._versions = -1
+        self.runs = 0
+        """Number of items that the towers have run for."""
+        self.asked = 0
+        """Number of items requested."""
+
+    @torch.no_grad()
+    def of(
+        self, parameters: Iterable[Tensor], items: Mapping[str, Callable[[], list[Tensor]]]
+    ) -> dict[str, list[Tensor]]:
+        """Return the towers' outputs by item, on their device.
+
+        Args:
+            parameters: the towers'.
+            items: by its hash, a function that runs the tower for the item alone.
+        """
+        parameters = list(parameters)
+        # Whatever writes into a parameter counts there; weights that are received as they were aren't written.
+        if (versions := sum(one._version for one in parameters)) != self._versions:
+            self._kept.clear()
+            self._versions = versions
+        kept = {name: rows for name in items if (rows := self._kept.get(name)) is not None}
+        found = {
+            name: [one.to(parameters[0].device) for one in kept[name]] if name in kept else run()
+            for name, run in items.items()
+        }
+        self.runs += len(items) - len(kept)
+        self.asked += len(items)
+        # Behind all passes, because a copy to the host waits for the device.
+        for name, outputs in found.items():
+            stored = kept.get(name) or ([one.cpu() for one in outputs] if self._on_host else outputs)
+            self._kept.keep(name, stored, sum(one.nbytes for one in stored))
+        return found
