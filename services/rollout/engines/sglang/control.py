@@ -18,19 +18,17 @@ from relaxd.v1 import rollout_pb2
 from services.rollout.engines.generation_gate import GenerationGate, UpdatePause
 from services.rollout.engines.request_types import EngineError, PauseMode, Version
 from services.rollout.engines.sglang.scheduler_launch import MessageChannel
-from services.rollout.engines.sglang.scheduler_messages import (
-    ChangeMade,
-    GroupLeft,
-    PauseForUpdate,
-    Updated,
-    UpdateEnded,
-)
 from services.rollout.engines.sglang.schedulers import (
     ANSWER_SECONDS,
     SCHEDULER_MARGIN_SECONDS,
     STEP_SECONDS,
+    ChangeMade,
+    GroupLeft,
     Late,
+    PauseForUpdate,
     Schedulers,
+    Updated,
+    UpdateEnded,
 )
 
 

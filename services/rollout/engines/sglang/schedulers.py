@@ -1,8 +1,10 @@
-"""Calls from the engine's process to SGLang's scheduler processes, beside SGLang's own messages.
+"""The engine's process and SGLang's scheduler processes: its calls to them, and what both tell each other of pauses and
+new weights.
 
 Each scheduler process (one per tensor-parallel rank) serves Scheduler and a part of Rollout on a Unix socket
-(`services.rollout.engines.sglang.scheduler`), as an engine's process does for its service. What they tell by
-themselves comes over a socket of ZeroMQ.
+(`services.rollout.engines.sglang.scheduler`), as an engine's process does for its service. Messages about pauses and
+weights go over ZeroMQ, with SGLang's own or beside them, because a gRPC call between processes that idle takes a
+millisecond longer.
 """
 
 import os
@@ -10,18 +12,110 @@ import secrets
 import shutil
 import tempfile
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import grpc
 import zmq
+from sglang.srt.managers.io_struct import PauseGenerationReqInput, hook_custom_types
 from sglang.srt.utils.network import get_zmq_socket
 
 from relaxd.process.child_channel import OPTIONS
 from relaxd.rpc.client import call_metadata
 from relaxd.rpc.errors import Aborted, RpcError, Unavailable, from_call, has_status
 from relaxd.v1 import engine_pb2, engine_pb2_grpc, rollout_pb2_grpc
-from services.rollout.engines.sglang.scheduler_messages import News
+
+
+class PauseForUpdate(PauseGenerationReqInput, kw_only=True):  # type: ignore[call-arg]
+    """Pauses every scheduler, and has each install new weights in this pause."""
+
+    number: int
+    """Number of the update."""
+    group_name: str
+    """Name of the weight group that sends the weights."""
+    key: str
+    """The weights' key in the prefix cache."""
+    checksum: bool
+    """True to return checksums."""
+    deadline: float
+    """Monotonic time, shared by processes of one host, by which the pause has to have begun."""
+    timeout: float
+    """Seconds from the beginning of the reception to its end."""
+    after_failure: bool
+    """True if an update has failed since the last one, so that ranks may have received different versions."""
+
+
+hook_custom_types(PauseForUpdate)
+
+
+@dataclass(frozen=True)
+class HeldRequest:
+    """An unfinished request of a scheduler."""
+
+    tokens: int
+    """Number of tokens that the old weights produced."""
+    continues: bool = False
+    """True if the request continues with its keys and values."""
+
+
+@dataclass(frozen=True)
+class Updated:
+    """The weights are there."""
+
+    seconds: float
+    """Duration of the reception."""
+    checksums: dict[str, int] = field(default_factory=dict)
+    """Checksums by tensor, if requested."""
+    held: dict[str, HeldRequest] = field(default_factory=dict)
+    """The unfinished requests by SGLang's ids; of tensor-parallel rank 0 only."""
+
+
+@dataclass(frozen=True)
+class ChangeMade:
+    """A scheduler has paused or resumed."""
+
+    number: int
+    """Number of the change: the `rid` of the message that requested it."""
+    rank: int
+
+
+@dataclass(frozen=True)
+class UpdateEnded:
+    """A scheduler has installed new weights, or has failed."""
+
+    number: int
+    rank: int
+    result: Updated | RpcError
+
+
+@dataclass(frozen=True)
+class GroupLeft:
+    """A scheduler has left a weight group: it receives nothing in it, now or later.
+
+    What it said about updates in this group before was sent before.
+    """
+
+    group_name: str
+    rank: int
+
+
+def prefix_key(weights: str, media: str) -> str:
+    """Return a request's key in the prefix cache: what its tokens don't say.
+
+    SGLang itself tells items apart by 30 bits of their hashes.
+    """
+    return f"{weights}/{media}"
+
+
+def with_weights(key: str, weights: str) -> str:
+    """Return a prefix-cache key for other weights."""
+    return prefix_key(weights, key.partition("/")[2])
+
+
+News = ChangeMade | UpdateEnded | GroupLeft
+"""A message from a scheduler process to the engine's process."""
+
 
 FOLDER_VARIABLE = "RELAXD_SGLANG_FOLDER"
 """Environment variable with the folder of the sockets, for the scheduler processes."""

@@ -39,8 +39,7 @@ from services.rollout.engines.seen_prompts import see
 from services.rollout.engines.sglang.control import SchedulerControl
 from services.rollout.engines.sglang.given_logprobs import LogprobRequests
 from services.rollout.engines.sglang.scheduler_launch import MessageChannel
-from services.rollout.engines.sglang.scheduler_messages import HeldRequest
-from services.rollout.engines.sglang.schedulers import ANSWER_SECONDS, STEP_SECONDS, Schedulers
+from services.rollout.engines.sglang.schedulers import ANSWER_SECONDS, STEP_SECONDS, HeldRequest, Schedulers
 from services.rollout.engines.sglang.sglang_samples import SGLangRequest, SGLangSample, aborted_outputs, add_output
 
 MEMORY_PARTS: tuple[MemoryPart, ...] = ("kv_cache", "weights")

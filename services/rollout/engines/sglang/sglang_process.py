@@ -30,13 +30,13 @@ from services.rollout.engines.request_types import PAUSE_MODES, EngineError, Ver
 from services.rollout.engines.seen_prompts import read_model_vision
 from services.rollout.engines.sglang.given_logprobs import ENVIRONMENT, TEMPERATURE_VARIABLE
 from services.rollout.engines.sglang.scheduler_launch import launch
-from services.rollout.engines.sglang.scheduler_messages import Updated
 from services.rollout.engines.sglang.schedulers import (
     ANSWER_SECONDS,
     END_SECONDS,
     SCHEDULER_MARGIN_SECONDS,
     Late,
     Schedulers,
+    Updated,
 )
 from services.rollout.engines.sglang.sglang_engine import SGLangEngine
 from services.rollout.engines.sglang.sglang_options import OptionError, server_args

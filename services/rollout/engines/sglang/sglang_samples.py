@@ -13,7 +13,7 @@ from sglang.srt.sampling.sampling_params import SamplingParams
 from relaxd.models.shape import expert_dtype
 from services.rollout.engines.request_types import FinishReason, Output, Request, Sampling, cut_at_stop, end_across
 from services.rollout.engines.seen_prompts import SeenPrompt
-from services.rollout.engines.sglang.scheduler_messages import prefix_key
+from services.rollout.engines.sglang.schedulers import prefix_key
 from services.rollout.engines.sglang.sglang_media import to_sglang
 
 SHARED_PREFIX_TOKENS = 64

@@ -7,7 +7,7 @@ from typing import Any
 
 from services.rollout.engines.engine_process import read_arguments
 from services.rollout.engines.sglang import scheduler, scheduler_launch
-from services.rollout.engines.sglang.scheduler_messages import PauseForUpdate
+from services.rollout.engines.sglang.schedulers import PauseForUpdate
 from services.rollout.engines.sglang.sglang_process import SGLangProcess
 
 FOLDER_VARIABLE = "RELAXD_TEST_HELD"
