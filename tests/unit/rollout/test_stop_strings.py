@@ -1,7 +1,7 @@
 """Stop strings that begin before a request and end in it."""
 
 from services.rollout.engines.request_types import Sampling, Version, end_across
-from services.rollout.engines.sglang_external.external_samples import EventStyle, ExternalSample
+from services.rollout.engines.sglang_external.external_requests import EventStyle, ExternalSample
 
 
 def text(tokens: list[int]) -> str:

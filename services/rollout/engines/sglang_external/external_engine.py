@@ -28,8 +28,7 @@ from services.rollout.engines.request_types import (
     RequestFailed,
     Version,
 )
-from services.rollout.engines.sglang_external.external_requests import ExternalRequests
-from services.rollout.engines.sglang_external.external_samples import label
+from services.rollout.engines.sglang_external.external_requests import ExternalRequests, label
 from services.rollout.engines.sglang_external.external_weights import ExternalWeights
 from services.rollout.engines.sglang_external.server_client import (
     KEEP_MEMORY,

@@ -7,7 +7,7 @@ import pytest
 from relaxd.rpc.errors import InvalidArgument
 from relaxd.v1 import sample_pb2, weights_pb2
 from services.rollout.engines.request_types import RequestFailed, Version
-from services.rollout.engines.sglang_external.external_samples import (
+from services.rollout.engines.sglang_external.external_requests import (
     ONLY_AT_END,
     EventStyle,
     ExternalSample,
