@@ -27,11 +27,10 @@ from relaxd.models import DataError
 from relaxd.models.folders import resolve_model
 from relaxd.seeds import seed_of
 from services.rollout.engines.model_folder import read_model_folder
-from services.rollout.engines.request_types import Output, Request, Sampling, Version
+from services.rollout.engines.request_types import Output, Request, Sampling, Version, run_sampling
 from services.rollout.engines.transformers.transformers_engine import TransformersEngine
 from services.rollout.engines.transformers.vision import load_model
 from services.rollout.service.answers import Answers
-from services.rollout.service.request_checks import run_sampling
 
 SAMPLE_SECONDS = 600.0
 """Limit of the time between two answers."""

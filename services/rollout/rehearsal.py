@@ -17,16 +17,11 @@ from typing import Any, cast
 
 from relaxd.replica.gpus import Gpu, GpuLeases
 from relaxd.replica.replica_context import ReplicaContext, open_context
-from relaxd.replica.replica_life import run_replica
-from relaxd.replica.replica_server import SyncIds
-from relaxd.rpc.server import Service
 from relaxd.rpc.service_settings import parse_settings
 from relaxd.tools.rehearsal.control_plane import line
-from relaxd.v1 import rollout_pb2_grpc
 from relaxd.v1.coordinator_pb2 import HeartbeatRequest, LeaseGpusRequest
 from relaxd.v1.coordinator_pb2_grpc import CoordinatorStub
-from services.rollout.service.rollout_service import RolloutService
-from services.rollout.service.server import RolloutServicer
+from services.rollout.service.server import run_rollout
 
 
 class TimedCoordinator:
@@ -62,14 +57,7 @@ async def _replica(process: ReplicaContext, coordinator: CoordinatorStub, number
     name = f"{process.settings.replica_id}-{number}"
     settings = replace(process.settings, replica_id=name, instance=name, port=0)
     visible = [Gpu(f"GPU-{name}-{index}", index) for index in range(gpus)]
-    context = ReplicaContext(settings, coordinator, GpuLeases(name, visible, coordinator), process.stop)
-    service = RolloutService(context)
-    servicer = RolloutServicer(service, SyncIds(context.fence))
-    calls = Service(rollout_pb2_grpc.add_RolloutServicer_to_server, servicer, "relaxd.v1.Rollout")
-    try:
-        await run_replica(service, context, [calls])
-    finally:
-        await service.close()
+    await run_rollout(ReplicaContext(settings, coordinator, GpuLeases(name, visible, coordinator), process.stop))
 
 
 async def main(count: int, gpus: int, calls: Path) -> None:

@@ -16,7 +16,6 @@ from relaxd import telemetry
 from relaxd.config import RolloutConfig
 from relaxd.process.child_server import AndThen, ChildServer, in_turn
 from relaxd.v1 import engine_pb2, engine_pb2_grpc, rollout_pb2, rollout_pb2_grpc, weights_pb2
-from services.rollout.engines.message_encoding import decode_request, encode_output, join_outputs, pack_messages
 from services.rollout.engines.request_types import (
     MARGIN_SECONDS,
     MEMORY_PARTS,
@@ -26,6 +25,10 @@ from services.rollout.engines.request_types import (
     PauseMode,
     Request,
     Version,
+    decode_request,
+    encode_output,
+    join_outputs,
+    pack_messages,
 )
 
 logger = logging.getLogger(__name__)

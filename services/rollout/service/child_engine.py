@@ -21,7 +21,6 @@ from relaxd.roles import ROLLOUT
 from relaxd.rpc.errors import Aborted, RpcError
 from relaxd.v1 import engine_pb2, engine_pb2_grpc, rollout_pb2, rollout_pb2_grpc, weights_pb2
 from services.rollout.engines.engine_interface import EngineStart, RolloutEngine
-from services.rollout.engines.message_encoding import decode_output, encode_request
 from services.rollout.engines.request_types import (
     MARGIN_SECONDS,
     MEMORY_PARTS,
@@ -34,6 +33,8 @@ from services.rollout.engines.request_types import (
     RequestFailed,
     Version,
     WrongMedia,
+    decode_output,
+    encode_request,
 )
 
 ALL_MEMORY: frozenset[MemoryPart] = frozenset({"weights", "kv_cache"})

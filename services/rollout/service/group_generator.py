@@ -20,9 +20,8 @@ from relaxd.media.prompt_media import PromptMedia
 from relaxd.seeds import seed_of
 from relaxd.waiting import waiting
 from services.rollout.engines.engine_interface import RolloutEngine
-from services.rollout.engines.request_types import AnswerTooLarge, Sampling
+from services.rollout.engines.request_types import AnswerTooLarge, Sampling, run_sampling
 from services.rollout.service.answers import Answers, KeptAnswers
-from services.rollout.service.request_checks import run_sampling
 
 logger = logging.getLogger(__name__)
 

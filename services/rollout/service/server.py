@@ -12,15 +12,16 @@ from opentelemetry import trace
 
 from relaxd.config import CPU_TRANSPORTS
 from relaxd.media.prompt_media import PromptMedia
+from relaxd.replica.replica_context import ReplicaContext
+from relaxd.replica.replica_life import run_replica
 from relaxd.replica.replica_server import SyncIds
 from relaxd.rpc.errors import AlreadyExists, FailedPrecondition, NotFound, ResourceExhausted, Unavailable, Violations
 from relaxd.rpc.message_parts import words
+from relaxd.rpc.server import Service
 from relaxd.v1 import rollout_pb2, rollout_pb2_grpc, weights_pb2
 from services.rollout.engines.engine_interface import RolloutEngine
-from services.rollout.engines.message_encoding import FINISH_NUMBERS
-from services.rollout.engines.request_types import MEMORY_PARTS, PAUSE_MODES, Output, Version
+from services.rollout.engines.request_types import FINISH_NUMBERS, MEMORY_PARTS, PAUSE_MODES, Output, Sampling, Version
 from services.rollout.service.child_engine import ChildEngine
-from services.rollout.service.request_checks import parse_generate
 from services.rollout.service.rollout_service import RolloutService
 
 FULL_SECONDS = 0.5
@@ -29,6 +30,11 @@ MAX_PROFILED = 10_000
 """Maximum number of steps in one call of Profile."""
 REPLY_SECONDS = 0.3
 """Seconds before its caller's deadline at which a pause fails, so that the caller gets the reason."""
+
+TEMPERATURES = (1e-3, 1e3)
+"""Minimum and maximum temperature. Logits divided by less are infinite and would fail every request in the batch."""
+MAX_SAMPLES = 4096
+"""Maximum samples of one request."""
 
 
 class RolloutServicer(rollout_pb2_grpc.RolloutServicer):
@@ -242,6 +248,65 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServicer):
         return engine
 
 
+def parse_generate(
+    request: rollout_pb2.GenerateRequest, vocabulary: int, context: int
+) -> tuple[tuple[int, ...], int, Sampling]:
+    """Return prompt, number of samples and sampling of a request to a model with this vocabulary and context length.
+
+    Raises InvalidArgument naming every wrong field.
+    """
+    violations = Violations()
+    prompt, asked = tuple(request.prompt_tokens), request.sampling
+    violations.check(prompt, "prompt_tokens", "is empty: give at least one token id")
+    for field, tokens in (("prompt_tokens", prompt), ("begun_tokens", request.begun_tokens)):
+        for place, token in enumerate(tokens):
+            if not 0 <= token < vocabulary:
+                violations.add(f"{field}[{place}]", f"is {token}: the model's token ids are 0 to {vocabulary - 1}")
+                break  # a wrong tokenizer would give thousands
+    every = request.report_every
+    violations.check(every >= 0, "report_every", f"is {every}: it must be 0 (for each token) or positive")
+    violations.check(1 <= request.n <= MAX_SAMPLES, "n", f"is {request.n}: it must be 1 to {MAX_SAMPLES}")
+    new = asked.max_new_tokens
+    if violations.check(new >= 1, "sampling.max_new_tokens", f"is {new}: it must be at least 1") and context:
+        violations.check(
+            len(prompt) + new <= context,
+            "sampling.max_new_tokens",
+            f"is {new}: with the prompt's {len(prompt)} tokens that is more than the model's context of {context}",
+        )
+    low, high = TEMPERATURES
+    violations.check(
+        asked.temperature == 0 or low <= asked.temperature <= high,
+        "sampling.temperature",
+        f"is {asked.temperature:g}: it must be 0 (greedy), or {low:g} to {high:g}",
+    )
+    violations.check(
+        0 <= asked.top_p <= 1, "sampling.top_p", f"is {asked.top_p:g}: it must be 0 to 1 (0 and 1 are off)"
+    )
+    violations.check(asked.top_k >= 0, "sampling.top_k", f"is {asked.top_k}: it must be 0 (off) or positive")
+    for place, token in enumerate(asked.stop_token_ids):
+        violations.check(
+            0 <= token < vocabulary,
+            f"sampling.stop_token_ids[{place}]",
+            f"is {token}: the model's token ids are 0 to {vocabulary - 1}",
+        )
+    for place, text in enumerate(asked.stop):
+        violations.check(text, f"sampling.stop[{place}]", "is empty: it must have at least one character")
+    violations.check(
+        0 <= asked.min_new_tokens <= max(new, 0),
+        "sampling.min_new_tokens",
+        f"is {asked.min_new_tokens}: it must be 0 (off) to max_new_tokens ({new})",
+    )
+    if begun := request.begun_tokens:
+        violations.check(request.n == 1, "begun_tokens", f"are given, but n is {request.n}: it must be 1 with them")
+        violations.check(
+            len(begun) < max(new, 1),
+            "begun_tokens",
+            f"are {len(begun)}: they must be fewer than sampling.max_new_tokens ({new})",
+        )
+    violations.raise_if_any()
+    return prompt, request.n, Sampling.from_proto(asked)
+
+
 def _response(output: Output) -> rollout_pb2.GenerateResponse:
     return rollout_pb2.GenerateResponse(
         sample=output.sample,
@@ -284,3 +349,14 @@ def _check_pause(request: rollout_pb2.PauseGenerationRequest, prefix: str, viola
     lease = request.lease_seconds
     violations.check(request.mode in PAUSE_MODES, f"{prefix}mode", f"is {request.mode}: no such PauseMode")
     violations.check_seconds(lease, f"{prefix}lease_seconds")
+
+
+async def run_rollout(context: ReplicaContext) -> None:
+    """Run a rollout replica until it is stopped."""
+    service = RolloutService(context)
+    servicer = RolloutServicer(service, SyncIds(context.fence))
+    calls = Service(rollout_pb2_grpc.add_RolloutServicer_to_server, servicer, "relaxd.v1.Rollout")
+    try:
+        await run_replica(service, context, [calls])
+    finally:
+        await service.close()

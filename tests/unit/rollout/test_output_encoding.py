@@ -12,8 +12,7 @@ from relaxd.models.shape import expert_dtype
 from relaxd.v1 import engine_pb2
 from services.rollout.engines import engine_process
 from services.rollout.engines.engine_process import FLUSH_SECONDS, OutputStream
-from services.rollout.engines.message_encoding import decode_output, encode_output, join_outputs, pack_messages
-from services.rollout.engines.request_types import Output
+from services.rollout.engines.request_types import Output, decode_output, encode_output, join_outputs, pack_messages
 from services.rollout.service.answers import Answers
 from tests.unit.rollout.configs import run_config
 

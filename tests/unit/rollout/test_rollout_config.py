@@ -11,7 +11,7 @@ from relaxd.board import stages_for
 from relaxd.config import RunConfig
 from relaxd.config.load_toml import load
 from relaxd.config.write_toml import dump
-from services.rollout.service.request_checks import run_sampling
+from services.rollout.engines.request_types import run_sampling
 from tests.unit.rollout.configs import run_config
 
 
