@@ -38,8 +38,7 @@ from services.reward.judge.judge_replicas import JudgeClient
 from services.reward.judge_questions import Ask
 from services.reward.worker_pool import WorkerPool
 from services.rollout.engines.request_types import Sampling
-from services.rollout.judge.judge_service import JudgeService
-from services.rollout.judge.server import JudgeServicer
+from services.rollout.judge import JudgeService, JudgeServicer
 from tests.kit.models import make_tiny_model
 
 REWARD = """

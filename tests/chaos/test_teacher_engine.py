@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 from relaxd.board import CANDIDATES, TEACHER_CANDIDATE_LOGPROBS, TEACHER_LOGPROBS, Drop, DropReason
 from relaxd.config import RolloutConfig
 from relaxd.v1 import engine_pb2
-from services.rollout.teacher.teacher_columns import TeacherColumns
+from services.rollout.teacher import TeacherColumns
 from tests.chaos.teacher_engine import FAILING_VARIABLE, WRONG_ANSWERS, Teacher
 from tests.kit.models import make_tiny_model
 

@@ -31,7 +31,7 @@ from services.reward.remote.foreign_calls import MismatchError
 from services.reward.remote.patience import Pace
 from services.reward.reward_trial import NOT_YET, try_reward
 from services.reward.worker_pool import Failure, WorkerPool
-from services.rollout.judge.server import parse_messages
+from services.rollout.judge import parse_messages
 from tests.kit.cases import each
 from tests.kit.ports import free_port
 from tests.kit.processes import python_path

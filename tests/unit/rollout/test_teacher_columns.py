@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from relaxd.board import CANDIDATES, TEACHER_CANDIDATE_LOGPROBS, TEACHER_LOGPROBS, Drop, DropReason
 from relaxd.rpc.errors import DeadlineExceeded
 from services.rollout.engines.request_types import RequestFailed
-from services.rollout.teacher.teacher_columns import REQUEST_SECONDS, TOKENS_PER_SECOND, TeacherColumns, TokenBudget
+from services.rollout.teacher import REQUEST_SECONDS, TOKENS_PER_SECOND, TeacherColumns, TokenBudget
 
 Answer = tuple[NDArray[np.float32], NDArray[np.int32], NDArray[np.float32]]
 ALL = (TEACHER_LOGPROBS, CANDIDATES, TEACHER_CANDIDATE_LOGPROBS)

@@ -14,7 +14,7 @@ MODULES = (
         "services.rollout.__main__",
     ),
     *("services.trainer.critic.__main__", "services.trainer.reference", "services.trainer.teacher"),
-    *("services.rollout.judge.__main__", "services.rollout.teacher.__main__"),
+    *("services.rollout.judge", "services.rollout.teacher"),
 )
 PROGRAM = """
 import importlib, sys

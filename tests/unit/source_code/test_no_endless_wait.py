@@ -122,7 +122,7 @@ WITHOUT_DEADLINE = {
         ("services/rollout/engines/transformers/transformers_engine.py", "TransformersEngine.stop"),  # after one token
         ("services/rollout/engines/sglang/schedulers.py", "Schedulers._answer"),  # the call's timeout
         ("services/rollout/service/rollout_service.py", "RolloutService.stop_run"),  # cancelled
-        ("services/rollout/teacher/teacher_columns.py", "TokenBudget.hold"),  # each request before it has a deadline
+        ("services/rollout/teacher.py", "TokenBudget.hold"),  # each request before it has a deadline
         ("services/rollout/engines/sglang/sglang_process.py", "SGLangProcess.load"),  # see health.start_seconds
         (
             "services/trainer/learner/snapshots/checkpoint_copies.py",

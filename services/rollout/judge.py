@@ -1,8 +1,9 @@
-"""The judge as a replica: one engine with a frozen model."""
+"""`python -m services.rollout.judge`: the judge, an engine with a frozen model that answers rewards' questions."""
 
 import asyncio
 import logging
 from pathlib import Path
+from typing import Any
 
 from relaxd.board import roles_for
 from relaxd.config import JudgeConfig, RolloutConfig, RunConfig
@@ -11,13 +12,18 @@ from relaxd.data.examples import Example, Message
 from relaxd.data.tokenizer import PromptTokenizer
 from relaxd.models import DataError
 from relaxd.models.folders import resolve_model
-from relaxd.replica.replica_context import ReplicaContext
+from relaxd.replica.replica_context import ReplicaContext, open_context
+from relaxd.replica.replica_life import run_replica
+from relaxd.replica.replica_server import SyncIds
 from relaxd.replica.service_interface import ReplicaService, ServiceStatus
 from relaxd.roles import JUDGE
-from relaxd.rpc.errors import FailedPrecondition, InvalidArgument, Unavailable
+from relaxd.rpc.errors import FailedPrecondition, InvalidArgument, Unavailable, Violations
+from relaxd.rpc.server import Service
+from relaxd.rpc.service_settings import parse_settings
+from relaxd.v1 import judge_pb2, judge_pb2_grpc
 from relaxd.v1.coordinator_pb2 import Assignment
 from relaxd.v1.weights_pb2 import MemoryChange
-from services.rollout.engines.request_types import Output, Sampling
+from services.rollout.engines.request_types import FINISH_NUMBERS, Output, Sampling
 from services.rollout.service.child_engine import ALL_MEMORY, ChildEngine
 from services.rollout.service.replica_engine import FrozenEngine
 
@@ -161,3 +167,65 @@ def _read_tokenizer(folder: Path, judge: JudgeConfig) -> PromptTokenizer:
 
 def _wrong_messages(problem: str) -> InvalidArgument:
     return InvalidArgument(f"messages {problem}", [("messages", problem)])
+
+
+class JudgeServicer(judge_pb2_grpc.JudgeServicer):
+    """Answers relaxd.v1.Judge."""
+
+    def __init__(self, service: JudgeService, sync_ids: SyncIds) -> None:
+        self._service = service
+        self._sync_ids = sync_ids
+
+    async def Ask(self, request: judge_pb2.AskRequest, context: Any) -> judge_pb2.AskResponse:
+        messages = parse_messages(request)
+        prompt_tokens, output = await self._service.ask(messages, request.seed)
+        return judge_pb2.AskResponse(
+            text=output.text,
+            finish_reason=FINISH_NUMBERS[output.finish_reason or ""],
+            prompt_tokens=prompt_tokens,
+            tokens=len(output.tokens),
+        )
+
+    async def Sleep(self, request: judge_pb2.JudgeSleepRequest, context: Any) -> judge_pb2.JudgeSleepResponse:
+        self._check_turn(request)
+        return judge_pb2.JudgeSleepResponse(memory=await self._service.sleep(request.timeout_seconds))
+
+    async def Wake(self, request: judge_pb2.JudgeWakeRequest, context: Any) -> judge_pb2.JudgeWakeResponse:
+        self._check_turn(request)
+        return judge_pb2.JudgeWakeResponse(memory=await self._service.wake(request.timeout_seconds))
+
+    def _check_turn(self, request: judge_pb2.JudgeSleepRequest | judge_pb2.JudgeWakeRequest) -> None:
+        violations = Violations()
+        violations.check_seconds(request.timeout_seconds, "timeout_seconds")
+        violations.raise_if_any()
+        self._sync_ids.take(request.sync_id)
+
+
+def parse_messages(request: judge_pb2.AskRequest) -> list[dict[str, str]]:
+    """Return the messages of a question. Raises InvalidArgument naming every wrong field."""
+    violations = Violations()
+    violations.check(request.messages, "messages", "is empty: give at least one message")
+    violations.check(request.seed >= 0, "seed", f"is {request.seed}: it must not be negative")
+    messages = []
+    for number, message in enumerate(request.messages):
+        violations.check(message.role, f"messages[{number}].role", 'is empty: it must be one such as "user"')
+        for place, part in enumerate(message.content):
+            kind = part.WhichOneof("part")
+            field, found = f"messages[{number}].content[{place}]", "empty" if kind is None else kind
+            violations.check(kind == "text", field, f"is {found}: it must be text, which is all that judges read")
+        messages.append({"role": message.role, "content": "\n".join(part.text for part in message.content)})
+    violations.raise_if_any()
+    return messages
+
+
+async def main() -> None:
+    """Run the service until it is stopped."""
+    async with open_context(parse_settings(JUDGE)) as context:
+        service = JudgeService(context)
+        servicer = JudgeServicer(service, SyncIds(context.fence))
+        calls = Service(judge_pb2_grpc.add_JudgeServicer_to_server, servicer, "relaxd.v1.Judge")
+        await run_replica(service, context, [calls])
+
+
+if __name__ == "__main__":
+    asyncio.run(main())
