@@ -144,7 +144,8 @@ def _hear(tower: torch.nn.Module, spectrograms: Sequence[Tensor], grids: Sequenc
     heard = [
         tower(one.to(dtype), feature_lens=own, return_dict=True) for one, own in zip(spectrograms, lengths, strict=True)
     ]
-    return [torch.cat([one.pooler_output for one in heard])]
+    # transformers 5.12 leaves pooler_output empty here; where both are there, they are the same
+    return [torch.cat([one.last_hidden_state for one in heard])]
 
 
 _RUNS: dict[str, Callable[[torch.nn.Module, Sequence[Tensor], Sequence[Grid]], list[Tensor]]] = {
