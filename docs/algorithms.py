@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 from relaxd.algorithms import ALGORITHMS
 from relaxd.config.algorithm import BUILT_IN
-from relaxd.config.names.settings_table import settings
+from relaxd.config.settings_table import settings
 from relaxd.config.write_toml import toml
 
 PAGE = Path(__file__).with_suffix(".md")

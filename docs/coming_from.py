@@ -2,14 +2,14 @@
 
 from pathlib import Path
 
-from relaxd.config.names.other_frameworks import EQUIVALENTS, FRAMEWORKS, Equivalent
+from relaxd.config.other_frameworks import EQUIVALENTS, FRAMEWORKS, Equivalent
 
 PAGE = Path(__file__).with_name("coming-from.md")
 HEAD = """\
 # Coming from TRL, verl, prime-rl or Relax
 
 What settings are called there and here, written from
-[`relaxd/config/names/other_frameworks.py`](../relaxd/config/names/other_frameworks.py). slime has most of the flags of
+[`relaxd/config/other_frameworks.py`](../relaxd/config/other_frameworks.py). slime has most of the flags of
 Relax, rednote's engine on Ray. The
 error for an unknown setting says the same: `rollout.n is not a known setting; verl's actor_rollout_ref.rollout.n is
 rollout.samples_per_prompt here`. [settings.md](settings.md) has every setting with its meaning.

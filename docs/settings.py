@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from relaxd.config.algorithm import BUILT_IN
-from relaxd.config.names.settings_table import Setting, sections, settings
+from relaxd.config.settings_table import Setting, sections, settings
 from relaxd.config.write_toml import toml
 
 ALGORITHMS = tuple(BUILT_IN)

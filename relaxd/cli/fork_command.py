@@ -23,8 +23,8 @@ from relaxd.client import CliError
 from relaxd.client.folder_runs import step_lines
 from relaxd.config import RunConfig
 from relaxd.config.load_toml import ConfigError, Problem, load
-from relaxd.config.names.settings_table import sections
-from relaxd.config.names.suggestions import suggest
+from relaxd.config.settings_table import sections
+from relaxd.config.suggestions import suggest
 from relaxd.config.write_toml import dump, dump_changes, toml
 from relaxd.local.programs import FORK, run_program, stream_program
 from relaxd.run_folder import CONFIG, METRICS, RECORD, replace_file

@@ -18,8 +18,7 @@ from relaxd.cli.execute import Where, execute, execute_again, find_services, unf
 from relaxd.cli.options import DEFAULT_STATE, CoordinatorOption, StateOption, new_console, with_replica_options
 from relaxd.client import CliError
 from relaxd.config import RunConfig
-from relaxd.config.load_toml import ConfigError, load_file, override
-from relaxd.config.parse import MAX_CHARACTERS
+from relaxd.config.load_toml import MAX_CHARACTERS, ConfigError, load_file, override
 from relaxd.config.section import Section
 from relaxd.config.write_toml import dump_changes, toml
 from relaxd.report.sweep_results import SweepRow, read_row, sweep_table, write_sweep

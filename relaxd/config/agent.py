@@ -2,15 +2,13 @@
 
 import json
 import re
-from typing import TYPE_CHECKING, Any, Literal, Self
+from collections.abc import Iterator
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import AfterValidator, Field
 
-from relaxd.config.section import Section, refuse_unused
-from relaxd.importing import OWN_NAME, check_own
-
-if TYPE_CHECKING:
-    from relaxd.config.run import RunConfig
+from relaxd.config.section import Section, own_function
+from relaxd.importing import OWN_NAME
 
 BUNDLED_NAME = re.compile(r"[a-z][a-z0-9_]*")
 """A name that may be a bundled environment's."""
@@ -18,8 +16,6 @@ SERVICE = "grpc://"
 """Prefix of the address of an environment that is a service."""
 ADDRESS = re.compile(rf"{SERVICE}[^\s/@:]+:[1-9][0-9]{{0,4}}")
 """The address of an environment in another language, such as "grpc://host:50070"."""
-
-_OF_CONTAINERS = ("container", "container_memory_gb", "container_processes")
 
 
 def check_environment(name: str) -> str:
@@ -37,7 +33,9 @@ def check_environment(name: str) -> str:
 class AgentConfig(Section):
     """Conversations with an environment, or led by a program (docs/agents.md)."""
 
-    environment: str = ""
+    section: ClassVar[str] = "agent"
+
+    environment: Annotated[str, AfterValidator(check_environment)] = ""
     """Environment that the model talks to: a bundled name (docs/environments.md lists them), "file.py:Class",
     "package.module:Class", or "grpc://host:port", a service that speaks relaxd.v1.Environment
     (protos/relaxd/v1/environment.proto). Empty, without agent.command and agent.function: each
@@ -52,7 +50,7 @@ class AgentConfig(Section):
     """Memory of each of these containers."""
     container_processes: int = Field(default=256, ge=1)
     """Maximum number of processes and threads in each container."""
-    function: str = ""
+    function: Annotated[str, own_function("agent.function")] = ""
     """Async function that leads the conversations in place of an environment, "file.py:solve" or
     "package.module:solve": it gets the sample and the model, which it asks as often as it likes, and returns the
     reward."""
@@ -123,84 +121,45 @@ class AgentConfig(Section):
         """True if the environment is a service at an address."""
         return self.environment.startswith(SERVICE)
 
-    @field_validator("environment")
-    @classmethod
-    def _is_a_name(cls, name: str) -> str:
-        return check_environment(name)
-
-    @field_validator("function")
-    @classmethod
-    def _is_own(cls, name: str) -> str:
-        return check_own("agent.function", name, "function")
-
-    @model_validator(mode="after")
-    def _is_used(self) -> Self:
+    def problems(self) -> Iterator[str]:
         if self.environment and (self.command or self.function):
-            raise ValueError(
+            yield (
                 f'agent.environment is "{self.environment}", and {self.shown}: a conversation has one of them; '
                 "remove the other"
             )
         if self.command and self.function:
-            raise ValueError(
+            yield (
                 f'agent.function is "{self.function}", and {self.shown}: a conversation has one of them; remove the '
                 "other"
             )
         if self.container and any(letter.isspace() for letter in self.container):
-            raise ValueError(f'agent.container is "{self.container}": it must be an image, such as "python:3.11-slim"')
+            yield f'agent.container is "{self.container}": it must be an image, such as "python:3.11-slim"'
         if self.command and not self.container:
             reason = 'agent.container is empty: name an image, such as "python:3.11-slim", or remove it'
-            refuse_unused(self, "agent", ("container_memory_gb", "container_processes"), reason)
+            yield from self.unused(("container_memory_gb", "container_processes"), reason)
         if self.command:
             if not self.command[0] or any("\0" in word for word in self.command):
-                raise ValueError(f"{self.shown}: it must begin with a program, and no word may have a null character")
+                yield f"{self.shown}: it must begin with a program, and no word may have a null character"
             reason = f"{self.shown}: only environments have it; remove it"
-            refuse_unused(
-                self, "agent", ("settings", "python", "memory_bytes", "call_seconds", "players", "credit"), reason
-            )
-        elif self.is_there and (given := self.changed(_OF_CONTAINERS)):
-            raise ValueError(f"agent.{given[0]} is set, but {self.shown}: only agent.command has it; remove it")
+            yield from self.unused(("settings", "python", "memory_bytes", "call_seconds", "players", "credit"), reason)
+        elif self.is_there and (given := self.changed(("container", "container_memory_gb", "container_processes"))):
+            yield f"agent.{given[0]} is set, but {self.shown}: only agent.command has it; remove it"
         elif self.function:
             reason = f"{self.shown}: only environments have it; remove it"
-            refuse_unused(self, "agent", ("call_seconds", "players", "credit"), reason)
+            yield from self.unused(("call_seconds", "players", "credit"), reason)
         elif not self.environment:
             reason = "agent.environment is empty: name it (or agent.command or agent.function), or remove it"
-            refuse_unused(self, "agent", type(self).model_fields, reason)
+            yield from self.unused(type(self).model_fields, reason)
         elif self.is_service and (given := self.changed(("python", "settings", "memory_bytes"))):
-            raise ValueError(
+            yield (
                 f'agent.{given[0]} is set, but agent.environment is "{self.environment}", a service that runs already: '
                 f"remove agent.{given[0]}"
             )
         if self.environment:
             reason = f"{self.shown}: only programs and functions have it; remove it"
-            refuse_unused(self, "agent", ("max_sequences",), reason)
+            yield from self.unused(("max_sequences",), reason)
         if self.environment and self.players == 1 and self.credit != "step":
-            refuse_unused(self, "agent", ("credit",), "agent.players is 1: set it to the number of players")
+            yield from self.unused(("credit",), "agent.players is 1: set it to the number of players")
         if self.is_there and self.on_failure != "retry":
             reason = f'agent.on_failure is "{self.on_failure}": set "retry"'
-            refuse_unused(self, "agent", ("max_retries",), reason)
-        return self
-
-
-def conversation_problem(config: "RunConfig") -> str:
-    """Return the reason why a run's samples can't be conversations; "" if they can."""
-    most = config.rollout.max_new_tokens
-    if config.agent.credit != "sample" and config.reward.name != "environment":
-        return (
-            f'agent.credit is "{config.agent.credit}", but reward.name is "{config.reward.name}", which scores whole '
-            'conversations; set "environment", which pays the rewards of each player and step'
-        )
-    if config.rollout.partial.enabled:
-        return "rollout.partial.enabled is true: unfinished conversations can't be kept yet; set false"
-    if config.rollout.return_routed_experts:
-        return "rollout.return_routed_experts is true: the experts of conversations can't be returned yet; set false"
-    if config.has_privileged_teacher:
-        return (
-            f'roles.teacher.privileged_key is "{config.roles.teacher.privileged_key}": conversations may begin with '
-            "prompts of their own, in whose place the teacher's can't be put; remove it"
-        )
-    if config.agent.turn_tokens > most:
-        return (
-            f"agent.turn_tokens is {config.agent.turn_tokens}: it must be at most rollout.max_new_tokens = {most}, "
-            "which is for a whole conversation"
-        )
-    return ""
+            yield from self.unused(("max_retries",), reason)

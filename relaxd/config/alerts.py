@@ -1,9 +1,9 @@
 """Settings of alarms and notifications."""
 
-from typing import Self
+from collections.abc import Iterator
 from zoneinfo import ZoneInfo
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from relaxd.alerts.quiet_hours import parse_quiet_hours
 from relaxd.alerts.rules import parse_rule
@@ -37,36 +37,24 @@ class AlertsConfig(Section):
     repeat_seconds: float = Field(default=3600.0, ge=0)
     """If an alarm ends and begins again, notify of that, and of its next end, only after this many seconds."""
 
-    @model_validator(mode="after")
-    def _rules_can_be_read(self) -> Self:
+    def problems(self) -> Iterator[str]:
         for number, rule in enumerate(self.rules):
             try:
                 parse_rule(rule)
             except ValueError as error:
-                raise ValueError(f'alerts.rules.{number} = "{rule}": {error}') from error
+                yield f'alerts.rules.{number} = "{rule}": {error}'
             if rule in self.rules[:number]:
-                raise ValueError(f'alerts.rules.{number} = "{rule}": it is listed twice: remove one')
-        return self
-
-    @model_validator(mode="after")
-    def _quiet_hours_can_be_read(self) -> Self:
+                yield f'alerts.rules.{number} = "{rule}": it is listed twice: remove one'
         try:
             parse_quiet_hours(self.quiet_hours)
         except ValueError as error:
-            raise ValueError(f'alerts.quiet_hours = "{self.quiet_hours}": {error}') from error
+            yield f'alerts.quiet_hours = "{self.quiet_hours}": {error}'
         try:
             if self.time_zone:  # a machine without the database of time zones needs none of them
                 ZoneInfo(self.time_zone)
-        except (ValueError, OSError, LookupError) as error:
-            raise ValueError(
-                f'alerts.time_zone = "{self.time_zone}": it must be a name such as "Europe/Berlin"'
-            ) from error
-        return self
-
-    @model_validator(mode="after")
-    def _urls_are_in_a_file(self) -> Self:
+        except (ValueError, OSError, LookupError):
+            yield f'alerts.time_zone = "{self.time_zone}": it must be a name such as "Europe/Berlin"'
         if "://" in self.urls_file:
-            raise ValueError(
+            yield (
                 "alerts.urls_file is an address, which would be kept with the run: write it into a file, and name that"
             )
-        return self

@@ -1,8 +1,9 @@
 """The algorithms' settings: one typed section per algorithm, with its own defaults, chosen by `name`."""
 
-from typing import Annotated, Any, ClassVar, Literal, Self
+from collections.abc import Iterator
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Discriminator, Field, Tag, TypeAdapter, field_validator, model_validator
+from pydantic import Discriminator, Field, Tag, TypeAdapter, field_validator
 
 from relaxd.config.algorithm_shared import (
     Aggregation,
@@ -145,21 +146,20 @@ class OPDConfig(NormalizedConfig, ClippedConfig):
     def min_samples(self) -> int:
         return 2 if self.reward_coef > 0 else 1
 
-    @model_validator(mode="after")
-    def _teacher_counts(self) -> Self:
+    def problems(self) -> Iterator[str]:
+        yield from super().problems()
         if not self.needs_teacher:
-            raise ValueError(
+            yield (
                 "algorithm.distill_coef and algorithm.distill_loss_coef are 0, so the teacher would not count: set one "
                 "of them"
             )
         if self.reward_coef == 0 and (self.kl_reward_coef > 0 or self.overlong_buffer > 0):
-            raise ValueError(
+            yield (
                 "algorithm.kl_reward_coef and algorithm.overlong_buffer change rewards, but algorithm.reward_coef is "
                 "0, so they would not count: set reward_coef, or use kl_coef"
             )
         if self.reward_coef == 0:
-            self._refuse(("normalize_std", "std_epsilon"), "algorithm.reward_coef is 0: set reward_coef")
-        return self
+            yield from self.unused(("normalize_std", "std_epsilon"), "algorithm.reward_coef is 0: set reward_coef")
 
 
 class PPOConfig(ClippedConfig):
@@ -182,19 +182,18 @@ class PPOConfig(ClippedConfig):
     """Drop groups whose rewards are all equal. They still have a gradient, because the baseline is the critic's
     value."""
 
-    @model_validator(mode="after")
-    def _critic_sees_rewards_only(self) -> Self:
+    def problems(self) -> Iterator[str]:
+        yield from super().problems()
         if self.mask_truncated:
-            raise ValueError(
+            yield (
                 "algorithm.mask_truncated is true, but the critic of ppo learns the rewards of all answers, also of "
                 "those that were cut: use overlong_buffer instead"
             )
         if self.distill_coef > 0:
-            raise ValueError(
+            yield (
                 f"algorithm.distill_coef is {self.distill_coef:g}, but ppo would sum it over the tokens that follow: "
                 "use distill_loss_coef instead"
             )
-        return self
 
 
 class OwnConfig(Section):

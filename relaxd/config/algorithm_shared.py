@@ -1,10 +1,11 @@
 """Settings that algorithms share: rewards, corrections, limits, KL and entropy terms, the mean over tokens."""
 
-from typing import ClassVar, Literal, Self
+from collections.abc import Iterator
+from typing import ClassVar, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
-from relaxd.config.section import Section, refuse_unused
+from relaxd.config.section import Section
 
 Aggregation = Literal["token_mean", "sample_mean", "group_mean", "sample_sum", "constant_length"]
 Correction = Literal["none", "tis", "icepop"]
@@ -17,6 +18,8 @@ StudentLogprobs = Literal["current", "rollout"]
 
 class PolicyGradientConfig(Section):
     """Settings of every algorithm."""
+
+    section: ClassVar[str] = "algorithm"
 
     needs_whole_step: ClassVar[bool] = False
     """True if advantages are normalised over all groups of a step."""
@@ -119,113 +122,71 @@ class PolicyGradientConfig(Section):
         """Reason why the algorithm needs samples of the newest weights, with one update a step; empty if it doesn't."""
         return ""
 
-    @model_validator(mode="after")
-    def _limits_in_order(self) -> Self:
+    def problems(self) -> Iterator[str]:
         for low, high in (("icepop_low", "icepop_high"), ("tis_clip_low", "tis_clip")):
             if getattr(self, low) >= getattr(self, high):
-                raise ValueError(
+                yield (
                     f"algorithm.{low} is {getattr(self, low):g}: it must be less than {high}, {getattr(self, high):g}"
                 )
         if 0 < self.veto_high <= 1:
-            raise ValueError(f"algorithm.veto_high is {self.veto_high:g}: it must be more than 1, or 0 for no limit")
-        return self
-
-    @model_validator(mode="after")
-    def _shaping_has_its_limit(self) -> Self:
+            yield f"algorithm.veto_high is {self.veto_high:g}: it must be more than 1, or 0 for no limit"
         if self.overlong_buffer > 0 and self.overlong_limit <= self.overlong_buffer:
-            raise ValueError(
+            yield (
                 f"algorithm.overlong_limit is {self.overlong_limit}: with overlong_buffer = {self.overlong_buffer} it "
                 "must be longer; set it to rollout.max_new_tokens"
             )
-        return self
-
-    @property
-    def min_samples(self) -> int:
-        """Minimum samples of a group: 2 where a sample is compared with the others."""
-        return 1
-
-    @model_validator(mode="after")
-    def _what_is_set_counts(self) -> Self:
-        for correction, names in (("tis", ("tis_clip_low", "tis_clip")), ("icepop", ("icepop_low", "icepop_high"))):
-            if self.correction != correction:
-                self._refuse(names, f'algorithm.correction is "{self.correction}": set "{correction}"')
-        if self.overlong_buffer == 0:
-            self._refuse(
+        correction, mean = self.correction, self.loss_aggregation
+        no_sum, no_limit = self.distill_coef == self.kl_reward_coef == 0, self.veto_high == self.veto_low == 0
+        for is_off, names, reason in (
+            (correction != "tis", ("tis_clip_low", "tis_clip"), f'correction is "{correction}": set "tis"'),
+            (correction != "icepop", ("icepop_low", "icepop_high"), f'correction is "{correction}": set "icepop"'),
+            (
+                self.overlong_buffer == 0,
                 ("overlong_limit", "overlong_penalty"),
-                "algorithm.overlong_buffer is 0, which turns shaping off: set it",
-            )
-        if self.veto_high == self.veto_low == 0:
-            self._refuse(("veto_sequences",), "algorithm.veto_high and algorithm.veto_low are 0: set one of them")
-        if self.kl_coef == 0:
-            self._refuse(("kl_unbiased",), "algorithm.kl_coef is 0: set kl_coef")
-        if not self.needs_reference:  # the metric kl has it, too
-            self._refuse(("kl_estimator",), "algorithm.kl_coef is 0: set kl_coef")
-        if self.distill_loss_coef == 0:
-            self._refuse(("distill_estimator",), "algorithm.distill_loss_coef is 0: set distill_loss_coef")
-        if self.distill_coef == self.kl_reward_coef == 0:
-            self._refuse(
-                ("student_logprobs",), "algorithm.distill_coef and algorithm.kl_reward_coef are 0: set one of them"
-            )
-        if self.loss_aggregation != "constant_length":
-            self._refuse(
-                ("constant_length",),
-                f'algorithm.loss_aggregation is "{self.loss_aggregation}": set "constant_length"',
-            )
-        return self
-
-    def _refuse(self, names: tuple[str, ...], reason: str) -> None:
-        """Refuse settings that have no effect on this algorithm."""
-        refuse_unused(self, "algorithm", names, reason)
-
-    @model_validator(mode="after")
-    def _truncated_stay_masked(self) -> Self:
+                "overlong_buffer is 0, which turns shaping off: set it",
+            ),
+            (no_limit, ("veto_sequences",), "veto_high and algorithm.veto_low are 0: set one of them"),
+            (self.kl_coef == 0, ("kl_unbiased",), "kl_coef is 0: set kl_coef"),
+            (not self.needs_reference, ("kl_estimator",), "kl_coef is 0: set kl_coef"),  # the metric kl has it, too
+            (self.distill_loss_coef == 0, ("distill_estimator",), "distill_loss_coef is 0: set distill_loss_coef"),
+            (no_sum, ("student_logprobs",), "distill_coef and algorithm.kl_reward_coef are 0: set one of them"),
+            (mean != "constant_length", ("constant_length",), f'loss_aggregation is "{mean}": set "constant_length"'),
+        ):
+            if is_off:
+                yield from self.unused(names, f"algorithm.{reason}")
         if self.needs_whole_step and self.mask_truncated:
-            raise ValueError(
+            yield (
                 f"algorithm.mask_truncated is true, but {self.name} subtracts the step's mean from every advantage, "
                 "also from those of answers that were cut: use overlong_buffer instead"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _kl_counts_once(self) -> Self:
         if self.kl_coef > 0 and self.kl_reward_coef > 0:
-            raise ValueError(
+            yield (
                 f"algorithm.kl_coef is {self.kl_coef:g} and algorithm.kl_reward_coef is {self.kl_reward_coef:g}: the "
                 "divergence counts in the loss or in the reward; set one of them to 0"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _teacher_counts_once(self) -> Self:
         if self.distill_coef > 0 and self.distill_loss_coef > 0:
-            raise ValueError(
+            yield (
                 f"algorithm.distill_coef is {self.distill_coef:g} and algorithm.distill_loss_coef is "
                 f"{self.distill_loss_coef:g}: the teacher counts in the advantages or in the loss; set one of them to 0"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _candidates_count(self) -> Self:
         if self.distill_top_k > 0 and self.distill_loss_coef == 0:
-            raise ValueError(
+            yield (
                 f"algorithm.distill_top_k is {self.distill_top_k}, but algorithm.distill_loss_coef is 0: only the loss "
                 "compares several tokens in a place, because as an advantage their divergence, which is the same "
                 "whatever token was sampled, has no gradient in expectation: set distill_loss_coef, and "
                 "distill_coef = 0"
             )
         if self.distill_top_k == 0:
-            for name in ("distill_candidates", "distill_divergence"):
-                if (value := getattr(self, name)) != type(self).model_fields[name].default:
-                    raise ValueError(
-                        f'algorithm.{name} is "{value}", but algorithm.distill_top_k is 0, which compares the sampled '
-                        "tokens only: set distill_top_k"
-                    )
-        elif self.distill_estimator != type(self).model_fields["distill_estimator"].default:
-            raise ValueError(
-                f'algorithm.distill_estimator is "{self.distill_estimator}", but with algorithm.distill_top_k = '
-                f"{self.distill_top_k} nothing is estimated: set distill_divergence"
-            )
-        return self
+            reason = "algorithm.distill_top_k is 0, which compares the sampled tokens only: set distill_top_k"
+            yield from self.unused(("distill_candidates", "distill_divergence"), reason)
+        else:
+            reason = f"with algorithm.distill_top_k = {self.distill_top_k} nothing is estimated: set distill_divergence"
+            yield from self.unused(("distill_estimator",), reason)
+
+    @property
+    def min_samples(self) -> int:
+        """Minimum samples of a group: 2 where a sample is compared with the others."""
+        return 1
 
 
 class RatioConfig(PolicyGradientConfig):
@@ -239,14 +200,13 @@ class RatioConfig(PolicyGradientConfig):
     by that under the engine. tis: w, truncated (Yao et al. 2025). icepop: w, and 0 outside two limits (arXiv
     2510.18855). Both need old_logprobs = "current": with "rollout" the same ratio would count twice."""
 
-    @model_validator(mode="after")
-    def _ratio_counts_once(self) -> Self:
+    def problems(self) -> Iterator[str]:
+        yield from super().problems()
         if self.correction != "none" and self.old_logprobs == "rollout":
-            raise ValueError(
+            yield (
                 f'algorithm.correction is "{self.correction}" and algorithm.old_logprobs is "rollout": both weight a '
                 'token by its ratio to the engine. Use old_logprobs = "current", or correction = "none"'
             )
-        return self
 
 
 class ClippedConfig(RatioConfig):
@@ -260,11 +220,10 @@ class ClippedConfig(RatioConfig):
     """With a negative advantage, also clip the ratio above at this (Dual-Clip PPO, arXiv 1912.09729), for
     example 3. 0 turns it off."""
 
-    @model_validator(mode="after")
-    def _dual_clip_is_above(self) -> Self:
+    def problems(self) -> Iterator[str]:
+        yield from super().problems()
         if 0 < self.dual_clip <= 1:
-            raise ValueError(f"algorithm.dual_clip is {self.dual_clip:g}: it must be more than 1, or 0 for none")
-        return self
+            yield f"algorithm.dual_clip is {self.dual_clip:g}: it must be more than 1, or 0 for none"
 
 
 class NormalizedConfig(PolicyGradientConfig):
@@ -279,8 +238,7 @@ class NormalizedConfig(PolicyGradientConfig):
     def min_samples(self) -> int:
         return 2
 
-    @model_validator(mode="after")
-    def _epsilon_counts(self) -> Self:
+    def problems(self) -> Iterator[str]:
+        yield from super().problems()
         if not self.normalize_std:
-            self._refuse(("std_epsilon",), "algorithm.normalize_std is false: set true")
-        return self
+            yield from self.unused(("std_epsilon",), "algorithm.normalize_std is false: set true")

@@ -1,13 +1,14 @@
 """[data]: the sources of a run's prompts, their curriculum and their tables."""
 
 import re
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, field_validator
 
-from relaxd.config.section import Section
-from relaxd.importing import check_known_or_own, check_own
+from relaxd.config.section import Section, own_function
+from relaxd.importing import check_known_or_own
 
 HOST = re.compile(r"([a-z0-9_.-]+|\[[0-9a-f:.]+\])(:[0-9]+)?")
 """A host as URLs have it, perhaps with a port."""
@@ -47,7 +48,7 @@ class CurriculumConfig(Section):
     exhausted: Literal["repeat", "end"] = "repeat"
     """Once fewer prompts than trainer.groups_per_step aren't left out: repeat gives all prompts again, until enough of
     them have a pass rate within the limits. end ends the run."""
-    filter: str = ""
+    filter: Annotated[str, own_function("data.curriculum.filter")] = ""
     """Your own filter of groups, "package.module:function" or "file.py:function": gets a list of the group's samples
     with their rewards, and returns whether to train on it. A group that isn't is dropped and replaced by another."""
 
@@ -71,28 +72,20 @@ class CurriculumConfig(Section):
     def _known(cls, name: str) -> str:
         return check_known_or_own("data.curriculum.sampler", name, SAMPLERS, "relaxd has", "Your own")
 
-    @field_validator("filter")
-    @classmethod
-    def _is_function(cls, name: str) -> str:
-        return check_own("data.curriculum.filter", name, "function")
-
-    @model_validator(mode="after")
-    def _fits(self) -> Self:
-        wrong = ""
+    def problems(self) -> Iterator[str]:
+        place = "data.curriculum"
         if self.min_pass_rate >= self.max_pass_rate:
-            wrong = (
-                f"min_pass_rate is {self.min_pass_rate}: it must be less than max_pass_rate = {self.max_pass_rate}, or "
-                "every prompt would be left out"
+            yield (
+                f"{place}.min_pass_rate is {self.min_pass_rate}: it must be less than max_pass_rate = "
+                f"{self.max_pass_rate}, or every prompt would be left out"
             )
-        elif self.min_reward >= self.max_reward:
-            wrong = f"min_reward is {self.min_reward}: it must be less than max_reward = {self.max_reward}"
-        elif self.is_own and self.replay:
-            wrong = f'replay is {self.replay}: a sampler of your own ("{self.sampler}") replays prompts itself: set 0'
-        elif self.settings and not self.is_own:
-            wrong = f'settings are for a sampler of your own, but sampler is "{self.sampler}"'
-        if wrong:
-            raise ValueError(f"data.curriculum.{wrong}")
-        return self
+        if self.min_reward >= self.max_reward:
+            yield f"{place}.min_reward is {self.min_reward}: it must be less than max_reward = {self.max_reward}"
+        if self.is_own and self.replay:
+            own = f'a sampler of your own ("{self.sampler}")'
+            yield f"{place}.replay is {self.replay}: {own} replays prompts itself: set 0"
+        if self.settings and not self.is_own:
+            yield f'{place}.settings are for a sampler of your own, but sampler is "{self.sampler}"'
 
 
 class ReasoningGymConfig(Section):
@@ -134,7 +127,7 @@ class DataSource(Section):
     """Like data.metadata_key, which it defaults to if empty; "*" means all columns except prompt and answer."""
     tools_key: str | None = None
     """Like data.tools_key, which it defaults to if not set; empty means that its prompts have no tools."""
-    prompt_function: str | None = None
+    prompt_function: Annotated[str | None, own_function("prompt_function")] = None
     """Like data.prompt_function, which it defaults to if not set, unless prompt_key is set; empty means none."""
     system_prompt: str | None = None
     """Like data.system_prompt, which it defaults to if not set; empty means none."""
@@ -160,22 +153,17 @@ class DataSource(Section):
                 found[name] = list(value) if isinstance(value, tuple) else value
         return found
 
-    @field_validator("prompt_function")
-    @classmethod
-    def _is_function(cls, name: str | None) -> str | None:
-        return name and check_own("prompt_function", name, "function")
-
-    @model_validator(mode="after")
-    def _stops_are_possible(self) -> Self:
+    def problems(self) -> Iterator[str]:
         if "" in (self.stop or ()):
-            raise ValueError("one of data.sources has an empty stop string, which would end every answer at once")
+            yield "one of data.sources has an empty stop string, which would end every answer at once"
         if wrong := [token for token in self.stop_token_ids or () if token < 0]:
-            raise ValueError(f"one of data.sources has the stop token id {wrong[0]}: token ids are not negative")
-        return self
+            yield f"one of data.sources has the stop token id {wrong[0]}: token ids are not negative"
 
 
 class DataConfig(Section):
     """The source of prompts (docs/data.md)."""
+
+    section: ClassVar[str] = "data"
 
     source: str
     """addition: generated sums. files: prompts in files; jsonl is another name for it. reasoning_gym: a task of that
@@ -238,7 +226,7 @@ class DataConfig(Section):
     """Shrink a video's frames until it has at most this many tokens; 0 means the model's maximum."""
     max_audio_seconds: float = Field(default=300.0, gt=0, le=3600)
     """Maximum length of a sound, which has 13 tokens a second. A longer one is refused, not cut."""
-    prompt_function: str = ""
+    prompt_function: Annotated[str, own_function("data.prompt_function")] = ""
     """Your own function "package.module:function" or "file.py:function", which gets a row as a dict and returns the
     prompt: text, or a list of chat messages. prompt_key isn't read then."""
     continue_final_message: bool = True
@@ -303,37 +291,30 @@ class DataConfig(Section):
                 )
         return hosts
 
-    @field_validator("prompt_function")
-    @classmethod
-    def _is_function(cls, name: str) -> str:
-        return check_own("data.prompt_function", name, "function")
-
-    @model_validator(mode="after")
-    def _path_fits_source(self) -> Self:
+    def problems(self) -> Iterator[str]:
         if self.has_files and self.path is None and not self.sources:
-            raise ValueError(f'data.path is missing: source = "{self.source}" needs the path of a file')
+            yield f'data.path is missing: source = "{self.source}" needs the path of a file'
         if self.path is not None and self.sources:
-            raise ValueError("data.path is set, but there are data.sources, too: give one of them")
+            yield "data.path is set, but there are data.sources, too: give one of them"
         if self.temperature is not None:
             if not self.sources:
-                raise ValueError(
+                yield (
                     f"data.temperature is {self.temperature:g}, but there are no data.sources to mix: add them, or "
                     "leave it out (the sampling temperature is rollout.temperature)"
                 )
             if weighted := [n for n, one in enumerate(self.sources) if one.weight != 1]:
-                raise ValueError(
+                yield (
                     f"data.temperature is {self.temperature:g}, but data.sources.{weighted[0]}.weight is set, too: "
                     "give one of them"
                 )
         if self.sources and not self.has_files:
-            raise ValueError(f'data.sources are for source = "files", but it is "{self.source}"')
+            yield f'data.sources are for source = "files", but it is "{self.source}"'
         if self.path is not None and self.is_own:
-            raise ValueError(f'data.path is for source = "files", but it is "{self.source}": use data.settings')
+            yield f'data.path is for source = "files", but it is "{self.source}": use data.settings'
         if self.settings and not self.is_own:
-            raise ValueError(f'data.settings are for a source of your own, but data.source is "{self.source}"')
+            yield f'data.settings are for a source of your own, but data.source is "{self.source}"'
         if self.source == "reasoning_gym" and not self.reasoning_gym.task:
-            raise ValueError(
+            yield (
                 'data.reasoning_gym.task is missing: source = "reasoning_gym" needs the name of a task, such as '
                 '"spell_backward"'
             )
-        return self

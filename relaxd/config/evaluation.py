@@ -1,16 +1,16 @@
 """Settings of evaluations."""
 
 import re
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Self
+from typing import Annotated, Any, ClassVar
 
-from pydantic import AfterValidator, Field, field_validator, model_validator
+from pydantic import AfterValidator, Field, field_validator
 
 from relaxd.config.agent import SERVICE, check_environment
 from relaxd.config.reward import TokenVariable, check_address
-from relaxd.config.section import Section, refuse_unused
-from relaxd.importing import check_own
+from relaxd.config.section import Section, own_function
 from relaxd.run_folder import HELD_OUT
 
 MAX_SAMPLES = 1024
@@ -44,7 +44,7 @@ class EvalSet(Section):
     """Like data.metadata_key, which it defaults to if empty; "*" means all columns except prompt and answer."""
     tools_key: str | None = None
     """Like data.tools_key, which it defaults to if not set; empty means that its prompts have no tools."""
-    prompt_function: str | None = None
+    prompt_function: Annotated[str | None, own_function("prompt_function")] = None
     """Like data.prompt_function, which it defaults to if not set, unless prompt_key is set; empty means none."""
     system_prompt: str | None = None
     """Like data.system_prompt, which it defaults to if not set; empty means none."""
@@ -96,66 +96,44 @@ class EvalSet(Section):
             )
         return name
 
-    @model_validator(mode="after")
-    def _check_set(self) -> Self:
+    def problems(self) -> Iterator[str]:
+        this = f"the evaluation set {self.name!r}"
         given = {"path": self.path is not None, "task": bool(self.task), "benchmark": bool(self.benchmark)}
         if sum(given.values()) != 1:
             named = " and ".join(name for name, is_given in given.items() if is_given) or "no prompts"
-            raise ValueError(f"the evaluation set {self.name!r} has {named}: give one of path, task and benchmark")
+            yield f"{this} has {named}: give one of path, task and benchmark"
         of_files = ("prompt_key", "answer_key", "metadata_key", "tools_key", "prompt_function")
         if self.path is None and (columns := [name for name in of_files if getattr(self, name)]):
-            raise ValueError(
-                f"the evaluation set {self.name!r} has {columns[0]}, which is for path: its prompts are not in a file"
-            )
+            yield (f"{this} has {columns[0]}, which is for path: its prompts are not in a file")
         n = self.samples_per_prompt
         if wrong := [k for k in self.k if not 1 <= k <= n]:
-            raise ValueError(
-                f"the evaluation set {self.name!r} has k = {wrong[0]}: it must be 1 to samples_per_prompt = {n}"
-            )
+            yield f"{this} has k = {wrong[0]}: it must be 1 to samples_per_prompt = {n}"
         if n > 1 and self.temperature == 0:
-            raise ValueError(
-                f"the evaluation set {self.name!r} has samples_per_prompt = {n} with temperature = 0: all answers to a "
-                "prompt would be the same"
+            yield (
+                f"{this} has samples_per_prompt = {n} with temperature = 0: all answers to a prompt would be the same"
             )
         if "" in (self.stop or ()):
-            raise ValueError(f"the evaluation set {self.name!r} has an empty stop string: it must have a character")
+            yield f"{this} has an empty stop string: it must have a character"
         if wrong := [token for token in self.stop_token_ids or () if token < 0]:
-            raise ValueError(
-                f"the evaluation set {self.name!r} has the stop token id {wrong[0]}: token ids are not negative"
-            )
-        return self
-
-    @field_validator("prompt_function")
-    @classmethod
-    def _is_function(cls, name: str | None) -> str | None:
-        return name and check_own("prompt_function", name, "function")
-
-    @model_validator(mode="after")
-    def _check_reward(self) -> Self:
-        here = f"the evaluation set {self.name!r}"
+            yield f"{this} has the stop token id {wrong[0]}: token ids are not negative"
         has_own = bool(self.reward or self.task or self.benchmark)
         if self.reward_address and (self.reward or self.reward_settings or self.reward_key):
-            raise ValueError(
-                f"{here} has reward_address, which is the whole reward: leave out reward, reward_settings and "
+            yield (
+                f"{this} has reward_address, which is the whole reward: leave out reward, reward_settings and "
                 "reward_key"
             )
         if (self.reward_settings or self.reward_key) and not has_own:
-            raise ValueError(
-                f"{here} has reward_settings or reward_key, but no reward: without one it has the run's, with "
+            yield (
+                f"{this} has reward_settings or reward_key, but no reward: without one it has the run's, with "
                 "reward.settings and reward.key"
             )
         if self.reward_address_token and not self.reward_address:
-            raise ValueError(f"{here} has reward_address_token, which is for a service at reward_address")
-        return self
-
-    @model_validator(mode="after")
-    def _check_settings(self) -> Self:
+            yield f"{this} has reward_address_token, which is for a service at reward_address"
         if self.environment.startswith(SERVICE) and self.environment_settings:
-            raise ValueError(
-                f'the evaluation set {self.name!r} has environment = "{self.environment}", a service that runs '
+            yield (
+                f'{this} has environment = "{self.environment}", a service that runs '
                 "already: remove environment_settings"
             )
-        return self
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -166,6 +144,8 @@ class EvalSet(Section):
 
 class EvalConfig(Section):
     """Evaluation on prompts that aren't trained on (docs/evaluation.md)."""
+
+    section: ClassVar[str] = "eval"
 
     prompts: int = Field(default=0, ge=0)
     """Number of held-out prompts of the data source to answer greedily: the set held_out. 0 turns it off."""
@@ -191,27 +171,17 @@ class EvalConfig(Section):
     """Move a prompt to another engine if its engine generates nothing for this long; abandon the evaluation if there is
     no engine for as long. A whole answer may take any time."""
 
-    @model_validator(mode="after")
-    def _interval_has_prompts(self) -> Self:
+    def problems(self) -> Iterator[str]:
         if self.interval and not self.prompts and not self.sets:
-            raise ValueError(
+            yield (
                 f"eval.interval is {self.interval}, but eval.prompts is 0 and there are no eval.sets, which turns "
                 "evaluation off: set one of them, or remove eval.interval"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _share_is_of_training(self) -> Self:
         if not self.interval:
             reason = "eval.interval is 0, so that no evaluation is beside training: set interval"
-            refuse_unused(self, "eval", ("engine_share",), reason)
-        return self
-
-    @model_validator(mode="after")
-    def _names_differ(self) -> Self:
+            yield from self.unused(("engine_share",), reason)
         names = [one.name for one in self.sets]
         if twice := next((name for name in names if names.count(name) > 1), None):
-            raise ValueError(f"eval.sets has {twice!r} twice: give each set a name of its own")
+            yield f"eval.sets has {twice!r} twice: give each set a name of its own"
         if HELD_OUT in names:
-            raise ValueError(f'eval.sets has the name "{HELD_OUT}", which is that of the set that eval.prompts makes')
-        return self
+            yield f'eval.sets has the name "{HELD_OUT}", which is that of the set that eval.prompts makes'

@@ -2,10 +2,11 @@
 
 import re
 from collections import Counter
-from typing import Literal, Self
+from collections.abc import Iterator
+from typing import Literal
 from urllib.parse import urlsplit
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, field_validator
 
 from relaxd.config.section import Section
 from relaxd.redis_client import parse as parse_redis_url
@@ -157,19 +158,20 @@ class WeightsConfig(Section):
             raise ValueError(f'weights.ports is "{ports}": it must be like "29500-29599"')
         return ports
 
-    @model_validator(mode="after")
-    def _ports_suffice(self) -> Self:
+    def problems(self) -> Iterator[str]:
+        yield from self._ports_suffice()
+
+    def _ports_suffice(self) -> Iterator[str]:
         ports = self.port_range
         if ports is None:
-            return self
+            return
         if not 1024 <= ports.start < ports.stop <= 65536:
-            raise ValueError(f'weights.ports is "{self.ports}": it must be FIRST-LAST, from 1024 to 65535')
+            yield f'weights.ports is "{self.ports}": it must be FIRST-LAST, from 1024 to 65535'
         if len(ports) < FEWEST_PORTS:
-            raise ValueError(
+            yield (
                 f'weights.ports is "{self.ports}", which are {len(ports)}: a trainer needs {FEWEST_PORTS}, one for its '
                 "ranks and one for the weight group; give it some more, for a trainer that takes its place"
             )
-        return self
 
 
 class RehearsalConfig(Section):

@@ -1,9 +1,10 @@
-"""Replicas and GPUs of each role, for commands that start services."""
+"""[placement] and [autoscale]: replicas and GPUs of each role, and how many rollout replicas there are by need."""
 
 import difflib
-from typing import Self
+from collections.abc import Iterator
+from typing import Literal
 
-from pydantic import Field, PositiveInt, model_validator
+from pydantic import Field, PositiveInt
 
 from relaxd.config.section import Section
 
@@ -21,21 +22,46 @@ class PlacementConfig(Section):
     """Instead of replicas: GPUs of all replicas of a role together, such as { rollout = 4 }. It must be a multiple of
     what a replica has, such as rollout.tensor_parallel."""
 
-    @model_validator(mode="after")
-    def _roles_are_known(self) -> Self:
+    def problems(self) -> Iterator[str]:
         for setting, numbers in (("replicas", self.replicas), ("gpus", self.gpus)):
             for role, number in numbers.items():
                 given = f"placement.{setting}.{role} is {number}"
                 if role == "trainer":
-                    raise ValueError(f"{given}, but there is one trainer, whose GPUs are trainer.ranks: set that")
+                    yield f"{given}, but there is one trainer, whose GPUs are trainer.ranks: set that"
                 if role not in PLACED:
                     close = difflib.get_close_matches(role, PLACED, n=1)
                     hint = f"; did you mean {close[0]}?" if close else ""
-                    raise ValueError(f"{given}, but the roles that can be placed are {', '.join(PLACED)}{hint}")
+                    yield f"{given}, but the roles that can be placed are {', '.join(PLACED)}{hint}"
         if both := [role for role in self.replicas if role in self.gpus]:
             role = both[0]
-            raise ValueError(
+            yield (
                 f"placement.replicas.{role} is {self.replicas[role]} and placement.gpus.{role} is {self.gpus[role]}: "
                 "give one of them, the other follows from the GPUs of a replica"
             )
-        return self
+
+
+class AutoscaleConfig(Section):
+    """The autoscaler of rollout replicas (docs/scaling.md)."""
+
+    mode: Literal["off", "dry_run", "on"] = "off"
+    """"on": the coordinator adds rollout replicas while the trainer waits for engines that are busy, and removes them
+    while they are idle. "dry_run": it only says what it would do. `relaxd autoscale` changes it during the run."""
+    min_replicas: PositiveInt = 1
+    """Minimum number of rollout replicas. Only replicas that were scaled out are ever removed."""
+    max_replicas: PositiveInt = 8
+    """Maximum number of rollout replicas."""
+    out_seconds: float = Field(default=30.0, ge=1, le=3600)
+    """Seconds for which a reason to add replicas must have lasted."""
+    in_seconds: float = Field(default=120.0, ge=1, le=3600)
+    """Seconds for which a reason to remove a replica must have lasted."""
+    out_cooldown_seconds: float = Field(default=60.0, ge=0)
+    """Seconds after an addition of replicas in which none are added."""
+    in_cooldown_seconds: float = Field(default=300.0, ge=0)
+    """Seconds after an addition or removal of replicas in which none are removed."""
+
+    def problems(self) -> Iterator[str]:
+        if self.min_replicas > self.max_replicas:
+            yield (
+                f"autoscale.min_replicas is {self.min_replicas}, but autoscale.max_replicas is {self.max_replicas}: "
+                "it must be at least as large"
+            )

@@ -1,13 +1,14 @@
 """Settings of rewards."""
 
 import re
+from collections.abc import Iterator
 from functools import partial
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal
 from urllib.parse import urlsplit
 
-from pydantic import AfterValidator, Field, field_validator, model_validator
+from pydantic import AfterValidator, Field, field_validator
 
-from relaxd.config.section import Section, refuse_unused
+from relaxd.config.section import Section
 
 
 def check_address(address: str, *, token_setting: str) -> str:
@@ -83,19 +84,19 @@ class RewardTerm(Section):
         """The term's label."""
         return self.label or self.name.rpartition(":")[2] or self.address
 
-    @model_validator(mode="after")
-    def _one_reward(self) -> Self:
+    def problems(self) -> Iterator[str]:
         if not self.name and not self.address:
-            raise ValueError("reward.terms: name is missing: the name of a reward, or address, a service of your own")
+            yield "reward.terms: name is missing: the name of a reward, or address, a service of your own"
         if self.name and self.address:
-            raise ValueError(f"reward.terms: name is {self.name!r}, but there is an address, too: give one of them")
+            yield f"reward.terms: name is {self.name!r}, but there is an address, too: give one of them"
         if self.address_token and not self.address:
-            raise ValueError("reward.terms: address_token is for a service at address, which is missing")
-        return self
+            yield "reward.terms: address_token is for a service at address, which is missing"
 
 
 class RewardConfig(Section):
     """Scoring of answers (docs/rewards.md)."""
+
+    section: ClassVar[str] = "reward"
 
     name: str = ""
     """Name of a bundled reward (docs/rewards.md lists them), "package.module:function" or "file.py:function": a
@@ -143,7 +144,7 @@ class RewardConfig(Section):
     """Let rewards open the images of prompts and of conversations, and videos and sounds of prompts
     (`sample.images()`, `sample.videos()`, `sample.sounds()`, docs/rewards.md). Each replica then reads all of them. A
     service at an address gets none."""
-    environment: tuple[str, ...] = ()
+    environment: tuple[Annotated[str, AfterValidator(check_variable)], ...] = ()
     """Environment variables of the reward service to pass to rewards, such as ["OPENAI_API_KEY"], besides those that
     every program needs (PATH, PYTHONPATH, HOME, LANG ...)."""
     sandbox: Literal["auto", "off", "required"] = "auto"
@@ -169,13 +170,6 @@ class RewardConfig(Section):
         named = self.name or self.address or " + ".join(term.shown for term in self.terms)
         return named or f"chosen by {self.choose_by}"
 
-    @field_validator("environment")
-    @classmethod
-    def _check_environment(cls, names: tuple[str, ...]) -> tuple[str, ...]:
-        for name in names:
-            check_variable(name)
-        return names
-
     @field_validator("choices", mode="before")
     @classmethod
     def _named_choices(cls, choices: Any) -> Any:
@@ -183,51 +177,39 @@ class RewardConfig(Section):
             return choices
         return {value: {"name": one} if isinstance(one, str) else one for value, one in choices.items()}
 
-    @model_validator(mode="after")
-    def _one_reward(self) -> Self:
+    def problems(self) -> Iterator[str]:
         if self.address and (self.name or self.terms or self.choose_by):
-            raise ValueError(
-                "reward.address is the whole reward: leave out reward.name, reward.terms and reward.choose_by"
-            )
+            yield "reward.address is the whole reward: leave out reward.name, reward.terms and reward.choose_by"
         if self.address_token and not self.address:
-            raise ValueError("reward.address_token is for a service at reward.address, which is missing")
+            yield "reward.address_token is for a service at reward.address, which is missing"
         if self.name and self.terms:
-            raise ValueError(f"reward.name is {self.name!r}, but there are reward.terms, too: give one of them")
+            yield f"reward.name is {self.name!r}, but there are reward.terms, too: give one of them"
         if not (self.name or self.address or self.terms or self.choose_by):
-            raise ValueError("reward.name is missing: the name of a reward, or [[reward.terms]] with several")
+            yield "reward.name is missing: the name of a reward, or [[reward.terms]] with several"
         if self.terms and (self.settings or self.key):
-            raise ValueError("reward.settings and reward.key are for reward.name: give each of reward.terms its own")
+            yield "reward.settings and reward.key are for reward.name: give each of reward.terms its own"
         if self.choose_by and any(term.address for term in self.terms):
-            raise ValueError("reward.choose_by can't be combined with reward.terms at an address: give them a name")
+            yield "reward.choose_by can't be combined with reward.terms at an address: give them a name"
         if self.choices and not self.choose_by:
-            raise ValueError("reward.choices needs reward.choose_by: the key of the metadata whose value chooses")
-        return self
-
-    @model_validator(mode="after")
-    def _what_is_set_counts(self) -> Self:
+            yield "reward.choices needs reward.choose_by: the key of the metadata whose value chooses"
         if self.on_failure != "retry":
             reason = f'reward.on_failure is "{self.on_failure}": set "retry"'
-            refuse_unused(self, "reward", ("max_retries",), reason)
+            yield from self.unused(("max_retries",), reason)
         if self.address:
             reason = "reward.address is a service, which gets no media: leave it out"
-            refuse_unused(self, "reward", ("media",), reason)
+            yield from self.unused(("media",), reason)
         if self.sandbox == "off":
             reason = 'reward.sandbox is "off", with which rewards do what the service\'s user may do: set "auto"'
-            refuse_unused(self, "reward", ("network", "writable", "worker_memory_bytes"), reason)
-        return self
-
-    @model_validator(mode="after")
-    def _labels_are_known(self) -> Self:
+            yield from self.unused(("network", "writable", "worker_memory_bytes"), reason)
         labels = [term.shown for term in self.terms]
         for term in self.terms:
             if labels.count(term.shown) > 1:
-                raise ValueError(f"reward.terms has {term.shown!r} twice: give them different labels")
+                yield f"reward.terms has {term.shown!r} twice: give them different labels"
             if term.only_if and (term.only_if not in labels or term.only_if == term.shown):
                 others = ", ".join(label for label in labels if label != term.shown) or "none"
-                raise ValueError(
+                yield (
                     f"reward.terms: only_if of {term.shown!r} is {term.only_if!r}, not the label of another term; "
                     f"there are {others}"
                 )
             if None not in (bounds := (term.minimum, term.maximum)) and bounds[0] > bounds[1]:  # type: ignore[operator]
-                raise ValueError(f"reward.terms: minimum of {term.shown!r} is above its maximum")
-        return self
+                yield f"reward.terms: minimum of {term.shown!r} is above its maximum"

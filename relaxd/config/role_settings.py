@@ -1,20 +1,18 @@
 """Placement and sizes of roles that only some runs need."""
 
-from typing import Any, ClassVar, Literal, Self
+from collections.abc import Iterator
+from typing import Any, ClassVar, Literal
 from urllib.parse import urlsplit
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, field_validator
 
-from relaxd.config.section import Section, refuse_of_other_engines, refuse_unused
+from relaxd.config.section import Section
 from relaxd.config.trainer import OptimizerConfig
 from relaxd.engines import ENGINES, JudgeEngineName, TeacherEngineName, list_engines
 
 
 class ReplicaSizes(Section):
     """Replica sizes of a role whose model has its own ranks, with the trainer's dtype and kernels."""
-
-    section: ClassVar[str]
-    """Name of the section, for errors."""
 
     tensor_parallel: int = Field(default=1, ge=1)
     """Ranks of a replica that share each layer's matrices."""
@@ -34,15 +32,13 @@ class ReplicaSizes(Section):
         """Ranks of a replica. More replicas, not more ranks, work on different groups."""
         return self.tensor_parallel * self.pipeline_parallel * self.context_parallel
 
-    @model_validator(mode="after")
-    def _experts_divide(self) -> Self:
+    def problems(self) -> Iterator[str]:
         sharing = self.tensor_parallel * self.context_parallel
         if sharing % self.expert_parallel:
-            raise ValueError(
+            yield (
                 f"{self.section}.expert_parallel is {self.expert_parallel}: it must divide tensor_parallel x "
                 f"context_parallel = {sharing}"
             )
-        return self
 
 
 IN_TRAINER = '"trainer", whose ranks have the sizes of [trainer]: set "service"'
@@ -61,11 +57,10 @@ class FrozenModelConfig(ReplicaSizes):
     """Take over the trained model's weights each time this many steps are done, which the ledger records; 0: never.
     Needs the initial model to begin with. A teacher needs placement = "trainer", too."""
 
-    @model_validator(mode="after")
-    def _sizes_are_of_replicas(self) -> Self:
+    def problems(self) -> Iterator[str]:
+        yield from super().problems()
         if self.placement == "trainer":
-            refuse_unused(self, self.section, SIZES, f"{self.section}.placement is {IN_TRAINER}")
-        return self
+            yield from self.unused(SIZES, f"{self.section}.placement is {IN_TRAINER}")
 
     @property
     def settings(self) -> dict[str, str]:
@@ -156,59 +151,42 @@ class TeacherConfig(FrozenModelConfig):
             "prompts"
         )
 
-    @model_validator(mode="after")
-    def _sources_have_one_teacher(self) -> Self:
+    def problems(self) -> Iterator[str]:
+        yield from super().problems()
         listed = [source for one in self.models for source in one.sources]
         if twice := sorted({source for source in listed if listed.count(source) > 1}):
-            raise ValueError(f'{self.section}.models list the source "{twice[0]}" twice: a prompt has one teacher')
+            yield f'{self.section}.models list the source "{twice[0]}" twice: a prompt has one teacher'
         if self.models and self.refresh_every:
-            raise ValueError(
+            yield (
                 f"{self.section}.refresh_every is {self.refresh_every}, but {self.section}.models are several "
                 "teachers, and one takes over the trained model's weights: remove it, or use model"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _weights_are_at_hand(self) -> Self:
         if self.refresh_every and self.placement != "trainer":
-            raise ValueError(
+            yield (
                 f'{self.section}.refresh_every is {self.refresh_every}, but {self.section}.placement is "service", '
                 'which gets no weights of the trainer: set "trainer"'
             )
-        return self
+        if not self.privileged_key:
+            reason = "without privileged_key the teacher sees the student's prompts: remove it"
+            yield from self.unused(("privileged_template", "max_prompt_tokens"), reason)
+        for part in ("{prompt}", "{privileged}"):
+            if self.privileged_key and part not in self.privileged_template:
+                yield f"{self.section}.privileged_template has no {part}, for which it is filled in"
 
-    @model_validator(mode="after")
-    def _fits_the_engine(self) -> Self:
-        refuse_of_other_engines(self, self.section, self.engine)
+        yield from self.of_other_engines(self.engine)
         if ENGINES[self.engine].in_ranks:
-            return self
+            return
         others = list_engines(self.section, lambda engine: engine.in_ranks)
         if self.placement == "trainer":
-            raise ValueError(
+            yield (
                 f'{self.section}.engine is "{self.engine}", but {self.section}.placement is "trainer", where the model '
                 f'is in the trainer\'s ranks: set placement = "service", or engine = {others}'
             )
         if self.models:
-            raise ValueError(
+            yield (
                 f'{self.section}.engine is "{self.engine}", but {self.section}.models are several teachers, and an '
                 f"engine holds one model: use model alone, or engine = {others}"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _template_is_filled(self) -> Self:
-        if not self.privileged_key:
-            reason = "without privileged_key the teacher sees the student's prompts: remove it"
-            refuse_unused(self, self.section, ("privileged_template",), reason)
-        for part in ("{prompt}", "{privileged}"):
-            if self.privileged_key and part not in self.privileged_template:
-                raise ValueError(f"{self.section}.privileged_template has no {part}, for which it is filled in")
-        if self.max_prompt_tokens and not self.privileged_key:
-            raise ValueError(
-                f"{self.section}.max_prompt_tokens is {self.max_prompt_tokens}, but without privileged_key the teacher "
-                "sees the student's prompts: remove it"
-            )
-        return self
 
 
 class CriticOptimizerConfig(OptimizerConfig):
@@ -240,25 +218,18 @@ class CriticConfig(ReplicaSizes):
     optimizer: CriticOptimizerConfig = CriticOptimizerConfig()
     """The optimizer of the critic."""
 
-    @model_validator(mode="after")
-    def _sizes_are_of_a_replica(self) -> Self:
+    def problems(self) -> Iterator[str]:
+        yield from super().problems()
         if self.placement == "trainer":
-            refuse_unused(self, self.section, SIZES, f"{self.section}.placement is {IN_TRAINER}")
-        return self
-
-    @model_validator(mode="after")
-    def _staleness_is_of_a_service(self) -> Self:
-        default = type(self).model_fields["max_value_staleness"].default
-        if self.placement == "trainer" and self.max_value_staleness != default:
-            raise ValueError(
-                f"{self.section}.max_value_staleness is {self.max_value_staleness}, but {self.section}.placement is "
-                '"trainer", where values are never stale: remove it, or set "service"'
-            )
-        return self
+            yield from self.unused(SIZES, f"{self.section}.placement is {IN_TRAINER}")
+            reason = 'roles.critic.placement is "trainer", where values are never stale: remove it, or set "service"'
+            yield from self.unused(("max_value_staleness",), reason)
 
 
 class JudgeConfig(Section):
     """The judge: a frozen model that answers questions of rewards about samples (docs/judge.md)."""
+
+    section: ClassVar[str] = "roles.judge"
 
     model: str = ""
     """A Hugging Face folder, the name of a fetched model, or a hub name, for replicas of the role judge. With an
@@ -343,23 +314,20 @@ class JudgeConfig(Section):
             raise ValueError(f"{address!r} must be the base URL, without /chat/completions")
         return address.rstrip("/")
 
-    @model_validator(mode="after")
-    def _fits_together(self) -> Self:
-        fields = type(self).model_fields.items()
-        given = {one for one, field in fields if getattr(self, one) != field.get_default(call_default_factory=True)}
+    def problems(self) -> Iterator[str]:
+        given = set(self.changed(type(self).model_fields))
         if not self.model and given:
-            raise ValueError(
+            yield (
                 f"roles.judge.{min(given)} is set, but roles.judge.model is empty: name the judge's model"
                 + (", as the server at the address knows it" if self.address else "")
             )
         for_replicas = {"chat_template", "gpu_share", *ENGINE_SETTINGS} & given
         if self.address and for_replicas:
-            raise ValueError(
+            yield (
                 f"roles.judge.{min(for_replicas)} is for a judge's replicas, but roles.judge.address is "
                 f'"{self.address}": leave one of them out'
             )
-        refuse_of_other_engines(self, "roles.judge", self.engine)
-        return self
+        yield from self.of_other_engines(self.engine)
 
 
 ENGINE_SETTINGS = ("engine", "dtype", "max_running_samples", "threads", "tensor_parallel", "memory_fraction", "sglang")

@@ -1,10 +1,11 @@
 """[rollout]: generation of answers."""
 
-from typing import Any, Literal, Self
+from collections.abc import Iterator
+from typing import Any, ClassVar, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
-from relaxd.config.section import Section, refuse_of_other_engines
+from relaxd.config.section import Section
 from relaxd.engines import RolloutEngineName
 
 
@@ -27,6 +28,8 @@ class PartialConfig(Section):
 
 class RolloutConfig(Section):
     """Generation of answers."""
+
+    section: ClassVar[str] = "rollout"
 
     samples_per_prompt: int = Field(default=8, ge=1)
     """Samples in a group (n)."""
@@ -66,31 +69,21 @@ class RolloutConfig(Section):
     sglang: dict[str, Any] = Field(default_factory=dict)
     """SGLang's own options, by their names in ServerArgs, such as attention_backend = "triton"."""
 
-    @model_validator(mode="after")
-    def _lengths_fit(self) -> Self:
+    def problems(self) -> Iterator[str]:
         if self.min_new_tokens > self.max_new_tokens:
-            raise ValueError(
+            yield (
                 f"rollout.min_new_tokens is {self.min_new_tokens}: rollout.max_new_tokens is only {self.max_new_tokens}"
             )
         if "" in self.stop:
-            raise ValueError("rollout.stop has an empty string, which would end every answer at once")
+            yield "rollout.stop has an empty string, which would end every answer at once"
         if wrong := [token for token in self.stop_token_ids if token < 0]:
-            raise ValueError(f"rollout.stop_token_ids has {wrong[0]}: token ids are not negative")
-        return self
-
-    @model_validator(mode="after")
-    def _partial_fits(self) -> Self:
+            yield f"rollout.stop_token_ids has {wrong[0]}: token ids are not negative"
         if not self.partial.enabled:
             if self.partial != PartialConfig():
-                raise ValueError("rollout.partial is set, but rollout.partial.enabled is false: set it to true")
+                yield "rollout.partial is set, but rollout.partial.enabled is false: set it to true"
         elif self.return_routed_experts:
-            raise ValueError(
+            yield (
                 "rollout.partial.enabled and rollout.return_routed_experts are both true: the experts of tokens that "
                 "another engine wrote aren't known, so set one of them to false"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _engine_has(self) -> Self:
-        refuse_of_other_engines(self, "rollout", self.engine)
-        return self
+        yield from self.of_other_engines(self.engine)

@@ -1,11 +1,13 @@
 """Base of the configuration's sections."""
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from typing import ClassVar, Self
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import AfterValidator, BaseModel, ConfigDict, model_validator
 
 from relaxd.engines import ENGINES, engines_of, list_engines
+from relaxd.importing import check_own
 
 CONTINUING = ("= ", "+ ", "is ", "has ", "can't be ", "on ")
 """Beginnings of messages that go on with the sentence that the name of a setting begins."""
@@ -17,10 +19,46 @@ class Section(BaseModel):
     # Without use_attribute_docstrings, which costs every process 0.2 s at its start: `settings` reads them.
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
+    section: ClassVar[str]
+    """Dotted name of the section, for messages."""
+
+    def problems(self) -> Iterator[str]:
+        """Yield the contradictions between settings, each a sentence that names them. The first one refuses the
+        section. A section that inherits rules yields `super().problems()`, too."""
+        return iter(())
+
+    @model_validator(mode="after")
+    def _has_no_problem(self) -> Self:
+        for problem in self.problems():
+            raise ValueError(problem)
+        return self
+
     def changed(self, names: Iterable[str]) -> list[str]:
         """Return which of these settings differ from their defaults."""
         fields = type(self).model_fields
         return [name for name in names if getattr(self, name) != fields[name].get_default(call_default_factory=True)]
+
+    def unused(self, names: Iterable[str], reason: str) -> Iterator[str]:
+        """Yield a problem for each of these settings that was set, though it has no effect: `reason` says why, and what
+        to do."""
+        for name in self.changed(names):
+            yield f"{self.section}.{name} is {json.dumps(getattr(self, name), default=str)}, but {reason}"
+
+    def of_other_engines(self, engine: str) -> Iterator[str]:
+        """Yield a problem if a setting was set that only other engines than the section's have."""
+        place = self.section
+        others = dict.fromkeys(name for other in engines_of(place) for name in ENGINES[other].settings[place])
+        if changed := self.changed(name for name in others if name not in ENGINES[engine].settings[place]):
+            having = list_engines(place, lambda other: changed[0] in other.settings[place])
+            yield (
+                f'{place}.{changed[0]} is for {place}.engine = {having}, but {place}.engine is "{engine}": leave one '
+                "of them out"
+            )
+
+
+def own_function(setting: str) -> AfterValidator:
+    """Return the check of a setting that may name a user's own function."""
+    return AfterValidator(lambda name: name and check_own(setting, name, "function"))
 
 
 def with_setting(setting: str, message: str) -> str:
@@ -28,34 +66,3 @@ def with_setting(setting: str, message: str) -> str:
     if not setting:
         return message
     return f"{setting}{' ' if message.startswith(CONTINUING) else ': '}{message}"
-
-
-def refuse_unused(section: Section, place: str, names: Iterable[str], reason: str) -> None:
-    """Refuse settings that count for nothing, unless they are as by default.
-
-    Args:
-        section: the section.
-        place: its name.
-        names: its settings that don't count.
-        reason: why, and what to do.
-
-    Raises ValueError: one of them was set to something else.
-    """
-    for name in section.changed(names):
-        value = json.dumps(getattr(section, name), default=str)
-        raise ValueError(f"{place}.{name} is {value}, but {reason}")
-
-
-def refuse_of_other_engines(section: Section, place: str, engine: str) -> None:
-    """Refuse settings that only other engines than the section's have, unless they are as by default.
-
-    Raises ValueError: one of them was set to something else.
-    """
-    own = ENGINES[engine].settings[place]
-    others = dict.fromkeys(name for other in engines_of(place) for name in ENGINES[other].settings[place])
-    if changed := section.changed(name for name in others if name not in own):
-        having = list_engines(place, lambda other: changed[0] in other.settings[place])
-        raise ValueError(
-            f'{place}.{changed[0]} is for {place}.engine = {having}, but {place}.engine is "{engine}": leave one of '
-            "them out"
-        )

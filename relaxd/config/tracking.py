@@ -1,11 +1,12 @@
 """Settings of trackers, such as TensorBoard and W&B."""
 
-from typing import Any, Literal, Self
+from collections.abc import Iterator
+from typing import Any, ClassVar, Literal
 from urllib.parse import urlsplit
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
-from relaxd.config.section import Section, refuse_unused
+from relaxd.config.section import Section
 from relaxd.importing import check_known_or_own
 
 TRACKERS = ("tensorboard", "wandb", "mlflow", "clearml", "trackio")
@@ -14,6 +15,8 @@ TRACKERS = ("tensorboard", "wandb", "mlflow", "clearml", "trackio")
 
 class TrackingConfig(Section):
     """Trackers, which show a run's numbers outside of relaxd (docs/tracking.md)."""
+
+    section: ClassVar[str] = "tracking"
 
     trackers: tuple[str, ...] = ()
     """Trackers that get the numbers of each step: "tensorboard", "wandb", "mlflow", "clearml", "trackio", or one of
@@ -42,20 +45,15 @@ class TrackingConfig(Section):
     options: dict[str, Any] = Field(default_factory=dict)
     """Settings for trackers of your own. relaxd passes them on unread."""
 
-    @model_validator(mode="after")
-    def _trackers_are_known(self) -> Self:
+    def problems(self) -> Iterator[str]:
         for number, name in enumerate(self.trackers):
             there_are, own = "there are", "A tracker of your own"
             check_known_or_own(f"tracking.trackers.{number}", name, TRACKERS, there_are, own)
             if name in self.trackers[:number]:
-                raise ValueError(f'tracking.trackers.{number} = "{name}": it is listed twice: remove one')
-        return self
-
-    @model_validator(mode="after")
-    def _settings_are_used(self) -> Self:
+                yield f'tracking.trackers.{number} = "{name}": it is listed twice: remove one'
         if not self.trackers:
             others = [name for name in type(self).model_fields if name != "trackers"]
-            refuse_unused(self, "tracking", others, "tracking.trackers is empty: name a tracker")
+            yield from self.unused(others, "tracking.trackers is empty: name a tracker")
         needs = {
             "wandb": ("wandb_mode", "wandb_entity"),
             "mlflow": ("mlflow_url",),
@@ -63,24 +61,19 @@ class TrackingConfig(Section):
         }
         for tracker, names in needs.items():
             if tracker not in self.trackers:
-                refuse_unused(self, "tracking", names, f'tracking.trackers has no "{tracker}": add it')
+                yield from self.unused(names, f'tracking.trackers has no "{tracker}": add it')
         if not set(self.trackers) - set(TRACKERS):
-            refuse_unused(self, "tracking", ("options",), "tracking.trackers has no tracker of your own: name it")
-        return self
-
-    @model_validator(mode="after")
-    def _mlflow_has_an_address(self) -> Self:
+            yield from self.unused(("options",), "tracking.trackers has no tracker of your own: name it")
         if "mlflow" not in self.trackers:
-            return self
+            return
         url = urlsplit(self.mlflow_url)
         if url.scheme not in ("http", "https") or not url.hostname:
-            raise ValueError(
+            yield (
                 f'tracking.mlflow_url is "{self.mlflow_url}": set the address of an MLflow server, such as '
                 '"http://mlflow:5000"'
             )
         if "@" in url.netloc:
-            raise ValueError(
+            yield (
                 "tracking.mlflow_url has a password or token, which would be kept with the run: set "
                 "MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD in the coordinator's environment instead"
             )
-        return self

@@ -1,11 +1,12 @@
 """[trainer]: training, its optimizer and its checkpoints."""
 
 import re
-from typing import Annotated, ClassVar, Literal, Self
+from collections.abc import Iterator
+from typing import Annotated, ClassVar, Literal
 
-from pydantic import AfterValidator, Field, model_validator
+from pydantic import AfterValidator, Field
 
-from relaxd.config.section import Section, refuse_unused
+from relaxd.config.section import Section
 
 
 class MoEConfig(Section):
@@ -53,20 +54,14 @@ class OptimizerConfig(Section):
     cpu_offload: bool = False
     """Keep and update the optimizer's state and main weights in host memory."""
 
-    @model_validator(mode="after")
-    def _decay_has_an_end(self) -> Self:
+    def problems(self) -> Iterator[str]:
         if self.schedule == "constant":
-            refuse_unused(self, self.section, ("min_lr",), f'{self.section}.schedule is "constant": set another one')
-        return self
-
-    @model_validator(mode="after")
-    def _offloaded_moments_are_float32(self) -> Self:
+            yield from self.unused(("min_lr",), f'{self.section}.schedule is "constant": set another one')
         if self.cpu_offload and self.moments != "float32":
-            raise ValueError(
+            yield (
                 f'{self.section}.moments is "{self.moments}", but {self.section}.cpu_offload is true: moments in the '
                 'host\'s memory are "float32"; set one of the two'
             )
-        return self
 
     @property
     def moment_bytes(self) -> float:
@@ -154,6 +149,8 @@ NamePattern = Annotated[str, Field(min_length=1), AfterValidator(_pattern)]
 
 class TrainerConfig(Section):
     """Training of the model."""
+
+    section: ClassVar[str] = "trainer"
 
     groups_per_step: int = Field(default=8, ge=1)
     """Groups in one step."""
@@ -258,107 +255,73 @@ class TrainerConfig(Section):
     """Maximum consecutive updates to skip because loss or gradient is not finite. One more fails the trainer; the error
     lists the groups of these steps. 0 fails at the first one."""
 
-    @model_validator(mode="after")
-    def _ranks_divide(self) -> Self:
+    def problems(self) -> Iterator[str]:
         model_ranks = self.tensor_parallel * self.pipeline_parallel * self.context_parallel
         if self.ranks % model_ranks:
-            raise ValueError(
+            yield (
                 f"trainer.ranks is {self.ranks}: it must be a multiple of tensor_parallel x pipeline_parallel x "
                 f"context_parallel = {model_ranks}"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _profiled_ranks_exist(self) -> Self:
         if not self.profile.ranks or max(self.profile.ranks) >= self.ranks:
-            raise ValueError(
+            yield (
                 f"trainer.profile.ranks is {list(self.profile.ranks)}: it must list ranks from 0 to "
                 f"trainer.ranks - 1 = {self.ranks - 1}"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _hosts_divide(self) -> Self:
         if self.ranks % self.hosts:
-            raise ValueError(
+            yield (
                 f"trainer.ranks is {self.ranks}: it must be a multiple of trainer.hosts = {self.hosts}, because each "
                 "host has equally many"
             )
         if self.ranks_per_host % self.tensor_parallel:
-            raise ValueError(
+            yield (
                 f"trainer.tensor_parallel is {self.tensor_parallel}, but each of the trainer.hosts = {self.hosts} "
                 f"hosts has {self.ranks_per_host} ranks: it must divide them, because the ranks that share a layer's "
                 "matrices stay within a host"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _what_is_set_counts(self) -> Self:
         if self.recompute == "none":
             reason = 'trainer.recompute is "none": set "selective" or "full"'
-            refuse_unused(self, "trainer", ("recompute_layers",), reason)
+            yield from self.unused(("recompute_layers",), reason)
         if self.dtype == "float32":
             reason = 'trainer.dtype is "float32", in which logits are computed anyway: remove it, or set "bfloat16"'
-            refuse_unused(self, "trainer", ("fp32_lm_head",), reason)
-        return self
-
-    @model_validator(mode="after")
-    def _freezes_or_trains(self) -> Self:
+            yield from self.unused(("fp32_lm_head",), reason)
         if self.train_only:
-            refuse_unused(self, "trainer", ("freeze",), f"trainer.train_only is {list(self.train_only)}: set only one")
-        return self
-
-    @model_validator(mode="after")
-    def _stages_have_layers(self) -> Self:
+            yield from self.unused(("freeze",), f"trainer.train_only is {list(self.train_only)}: set only one")
         counts = self.pipeline_layers
         if counts and (len(counts) != self.pipeline_parallel or min(counts) < 1):
-            raise ValueError(
+            yield (
                 f"trainer.pipeline_layers is {list(counts)}: it must have a number of at least 1 for each of the "
                 f"trainer.pipeline_parallel = {self.pipeline_parallel} stages, or be empty"
             )
         if self.pipeline_chunks > 1 and self.pipeline_parallel == 1:
-            raise ValueError(
+            yield (
                 f"trainer.pipeline_chunks is {self.pipeline_chunks}, but trainer.pipeline_parallel is 1: without a "
                 "pipeline set 1"
             )
         if self.pipeline_chunks > 1 and self.shard_gradients:
-            raise ValueError(
+            yield (
                 f"trainer.shard_gradients is true, but trainer.pipeline_chunks is {self.pipeline_chunks}: chunks of "
                 "different micro-batches go backward in turn, which sharded gradients can't follow: set only one"
             )
         if self.pipeline_chunks > 1 and counts:
-            raise ValueError(
+            yield (
                 f"trainer.pipeline_chunks is {self.pipeline_chunks}, with which stages have equally many layers, but "
                 f"trainer.pipeline_layers is {list(counts)}: set only one of them"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _groups_fill_mini_batches(self) -> Self:
         if self.mini_batches > self.groups_per_step:
-            raise ValueError(
+            yield (
                 f"trainer.mini_batches is {self.mini_batches}: it must be at most trainer.groups_per_step = "
                 f"{self.groups_per_step}, because a group isn't divided"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _offload_fits(self) -> Self:
         if self.optimizer.cpu_offload and self.dtype != "bfloat16":
-            raise ValueError(
+            yield (
                 f'trainer.optimizer.cpu_offload needs trainer.dtype = "bfloat16", but it is "{self.dtype}": only then '
                 "are there main weights beside those that the model computes with"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _routing_is_repeated(self) -> Self:
         if self.routing_replay == "trainer" and self.updates_per_step == 1:
-            raise ValueError(
+            yield (
                 'trainer.routing_replay is "trainer", but a step has one update, whose routing is the first: set '
                 '"none", or several updates with trainer.mini_batches or trainer.epochs'
             )
-        return self
 
     def trains(self, name: str) -> bool:
         """Return True if the tensor with this name in Hugging Face's files is trained."""

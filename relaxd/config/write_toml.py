@@ -8,8 +8,8 @@ from functools import reduce
 from typing import Any
 
 from relaxd.config.algorithm import tag_of
-from relaxd.config.names.settings_table import Place, Setting, plain, sections, settings
 from relaxd.config.run import RunConfig
+from relaxd.config.settings_table import Place, Setting, plain, sections, settings
 
 COMMENT_WIDTH = 100
 Lines = Callable[[Setting, Any], list[str]]

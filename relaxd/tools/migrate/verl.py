@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from relaxd.config.load_toml import ConfigError, load
-from relaxd.config.names.other_frameworks import EQUIVALENTS, Equivalent
-from relaxd.config.names.settings_table import settings
+from relaxd.config.other_frameworks import EQUIVALENTS, Equivalent
+from relaxd.config.settings_table import settings
 from relaxd.tools.migrate.migrated import ACTOR, Lost, Migrated, Reader
 from relaxd.tools.migrate.verl_data import DATA, complete_data
 from relaxd.tools.migrate.verl_reasons import is_off, reason

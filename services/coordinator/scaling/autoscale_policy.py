@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from relaxd.config.autoscale import AutoscaleConfig
+from relaxd.config.placement import AutoscaleConfig
 
 IDLE_OUT, IDLE_IN = 0.15, 0.05
 """Idle shares of the trainer: above the first replicas are added; above the second, engines must be idle, too,

@@ -1,7 +1,7 @@
 """Names of settings in TRL, verl, prime-rl and Relax (or slime, from which it took its flags), and what they are here.
 
 docs/coming-from.md is written from this table, and errors for unknown settings look names up in it
-(`relaxd.config.names.suggestions`).
+(`relaxd.config.suggestions`).
 """
 
 from typing import NamedTuple

@@ -3,8 +3,8 @@
 import difflib
 
 from relaxd.config.algorithm import BUILT_IN, OWN
-from relaxd.config.names.other_frameworks import EQUIVALENTS, Equivalent
-from relaxd.config.names.settings_table import Place, sections, settings
+from relaxd.config.other_frameworks import EQUIVALENTS, Equivalent
+from relaxd.config.settings_table import Place, sections, settings
 
 ALMOST_EQUAL = 0.85
 """Similarity from which a wrong name counts as a slip, not as a name of another framework."""

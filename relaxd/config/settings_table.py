@@ -145,7 +145,8 @@ def _kind(field: FieldInfo) -> str:
     if origin is Literal:
         return " or ".join(f'"{choice}"' for choice in arguments)
     if origin is tuple:
-        return {str: "list of texts", int: "list of integers"}.get(arguments[0], "list of tables")
+        entry = getattr(arguments[0], "__origin__", arguments[0])  # without the checks of an annotated type
+        return {str: "list of texts", int: "list of integers"}.get(entry, "list of tables")
     if origin is dict:
         return "table"
     kind = next(one for one in arguments or (field.annotation,) if one is not type(None))

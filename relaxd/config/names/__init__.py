@@ -1,1 +1,0 @@
-"""Names of settings: the table of all settings, their names in other frameworks, suggestions for unknown names."""
