@@ -1,8 +1,9 @@
 """The chain of a weight group, whose members are threads of this process."""
 
 import logging
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -18,6 +19,16 @@ PROMPT = 20.0
 """Seconds of a busy machine for what happens at once."""
 STORE = host_store()
 Calls = Callable[..., list[Any]]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def groups_have_ended() -> Iterator[None]:
+    """A thread that is still in gloo when Python ends has the process abort."""
+    before = threading.enumerate()
+    yield
+    for thread in threading.enumerate():
+        if thread not in before:
+            thread.join(PROMPT)
 
 
 def members(name: str, transport: Transport = "gloo_chain") -> list[WeightGroup]:
