@@ -19,7 +19,7 @@ from rich.table import Table
 
 from benchmarks.reporting import RESULTS, machine
 from tests.chaos.campaign import RECOVERY_SECONDS, Campaign, rows
-from tests.chaos.faults import GENTLE, Fault, deck, faults_of
+from tests.chaos.faults import Fault, deck, faults_of, gentle
 from tests.chaos.memory import WARM_UP_SECONDS, Memory
 from tests.chaos.planes.choose import kinds_of
 from tests.chaos.planes.primaries import PRIMARIES
@@ -87,6 +87,12 @@ def main() -> None:
     console, facts, begun = Console(width=150), machine(), time.monotonic()
     console.print(f"seed {seed}")
     rng = random.Random(seed)
+    count = 10**6 if soak else options.faults
+    names = (*options.only, *of_roles) or (gentle(kinds) if options.gentle else ())
+    try:
+        faults = iter(deck(min(count, 10**4), rng, names, kinds))
+    except ValueError as error:
+        parser.error(f"--only: {error}")
     with ExitStack() as resources:
         folder = options.folder or Path(resources.enter_context(tempfile.TemporaryDirectory(prefix="relaxd-chaos-")))
         folder.mkdir(parents=True, exist_ok=True)
@@ -94,7 +100,6 @@ def main() -> None:
         planes = {"columns": options.columns, "servers": options.redis}
         stack = resources.enter_context(ChaosStack(folder, loop, seed, options.algorithm, **planes))
         memory = resources.enter_context(Memory(stack))
-        count = 10**6 if soak else options.faults
 
         def say(text: str) -> None:
             minutes = (time.monotonic() - begun) / 60
@@ -103,8 +108,6 @@ def main() -> None:
         total = "" if soak else f" of {count}"
         campaign = Campaign(stack, rng, options.logs, pause, options.deadline, say=say, total=total)
         campaign.begin()
-        names = (*options.only, *of_roles) or (GENTLE if options.gentle else ())
-        faults = iter(deck(min(count, 10**4), rng, names, kinds))
         last: list[str] = []
         try:
             campaign.run(until(time.monotonic() + options.minutes * 60, faults) if soak else faults)
@@ -171,7 +174,8 @@ def main() -> None:
         f"{len(campaign.books.trained)} groups trained, {drops}, seed {seed}"
     )
     if generated:
-        console.print(f"{generated} tokens generated, {trained} trained: {1 - trained / generated:.3f} were wasted")
+        wasted = 1 - trained / generated
+        console.print(f"{generated} tokens seen generated, {trained} trained: at least {wasted:.3f} were wasted")
     sys.exit(1 if violations else 0)
 
 

@@ -70,7 +70,7 @@ class Campaign:
     """How many there will be, for people, such as " of 200"."""
     outcomes: list[Outcome] = field(default_factory=list)
     generated_tokens: int = 0
-    """Tokens that the engines have generated in conversations, at the end."""
+    """Tokens that the engines have generated in conversations, as far as they have told; set at the end."""
 
     def __post_init__(self) -> None:
         moods = (*MOODS.values(), BUSY)
@@ -107,7 +107,8 @@ class Campaign:
 
     def end(self) -> list[str]:
         """End the run; returns what is wrong then. A critic service dies while its last checkpoint is awaited."""
-        self.generated_tokens = self.stack.generated_tokens() if "agent" in self.stack.replicas else 0
+        self._missing(time.time())
+        self.generated_tokens = self.stack.progress.total if "agent" in self.stack.replicas else 0
         critics = self.stack.names("critic")
         with self.stack.frozen([process for name in critics for process in self.stack.tree(name)]):
             self.stack.coordinator.stop_run(RUN, "the faults are over")

@@ -308,18 +308,26 @@ def _has_skipped(step: dict[bytes, bytes]) -> bool:
     return bool(skipped or json.loads(step[b"metrics"]).get("value_skipped_updates"))
 
 
-def fail_teacher(stack: ChaosStack, rng: random.Random) -> float:
-    """The teacher's engine gives wrong answers until three groups are dropped for each: it stays up meanwhile."""
+def _drops_from_now(stack: ChaosStack) -> Callable[[str], int]:
+    """Return a function that counts the groups dropped from now on whose details have some words."""
     dropped = f"{key_prefix(RUN)}dropped"
     last = (stack.redis.xrevrange(dropped, count=1) or [(b"0-0", {})])[0][0].decode()
 
-    def reached() -> bool:
-        details = [fields.get(b"detail", b"") for _, fields in stack.redis.xrange(dropped, f"({last}")]
-        return all(sum(words.encode() in one for one in details) >= 3 for words in WRONG_ANSWERS)
+    def count(words: str) -> int:
+        found = stack.redis.xrange(dropped, f"({last}")
+        return sum(words.encode() in fields.get(b"detail", b"") for _, fields in found)
 
+    return count
+
+
+def fail_teacher(stack: ChaosStack, rng: random.Random) -> float:
+    """The teacher's engine gives wrong answers until three groups are dropped for each: it stays up meanwhile."""
+    drops = _drops_from_now(stack)
     stack.failing_teacher.touch()
     try:
-        await_moment(reached, "three dropped groups for each wrong answer")
+        await_moment(
+            lambda: all(drops(words) >= 3 for words in WRONG_ANSWERS), "three dropped groups for each wrong answer"
+        )
         return time.time()
     finally:
         stack.failing_teacher.unlink()
@@ -327,14 +335,8 @@ def fail_teacher(stack: ChaosStack, rng: random.Random) -> float:
 
 def misbehave(mood: str, words: str, stack: ChaosStack, rng: random.Random) -> float:
     """The environment or the program of conversations does this until two groups are dropped with these words."""
-    dropped = f"{key_prefix(RUN)}dropped"
-    last = (stack.redis.xrevrange(dropped, count=1) or [(b"0-0", {})])[0][0].decode()
-
-    def two_are_dropped() -> bool:
-        details = [fields.get(b"detail", b"") for _, fields in stack.redis.xrange(dropped, f"({last}")]
-        return sum(words.encode() in detail for detail in details) >= 2
-
-    _in_mood(stack, mood, two_are_dropped, "two groups were dropped")
+    drops = _drops_from_now(stack)
+    _in_mood(stack, mood, lambda: drops(words) >= 2, "two groups were dropped")
     return time.time()
 
 
@@ -703,21 +705,25 @@ SHORT_SUITE = (
 """Faults of the ordinary tests: one of every kind, those that pass quickly, except deaths of services, which a test of
 `tests/e2e/test_run.py` has. The nightly tests have all."""
 
-GENTLE = tuple(
-    fault.name
-    for fault in all_faults()
-    if fault.name.startswith(("stall", "delay", "reset", "overflow", "fill", "redis:"))
-    and "very long" not in fault.name
-)
-"""What ends no process: memory can be watched for as long as one likes."""
+
+def gentle(kinds: Sequence[Fault]) -> tuple[str, ...]:
+    """Return the names of the faults that end no process: memory can be watched for as long as one likes."""
+    return tuple(
+        fault.name
+        for fault in kinds
+        if fault.name.startswith(("stall", "delay", "reset", "overflow", "fill", "redis:"))
+        and "very long" not in fault.name
+    )
 
 
 def deck(count: int, rng: random.Random, names: tuple[str, ...] = (), of: Sequence[Fault] | None = None) -> list[Fault]:
-    """`count` faults in random order, each kind (or each of `names`) equally often. Raises KeyError: no such fault.
+    """`count` faults in random order, each kind (or each of `names`) equally often.
 
-    `of`: the kinds; by default those of a run with the algorithm "grpo".
+    `of`: the kinds; by default those of a run with the algorithm "grpo". Raises ValueError: `names` has others.
     """
-    kinds = {fault.name: fault for fault in all_faults() if of is None} | {fault.name: fault for fault in of or ()}
+    kinds = {fault.name: fault for fault in (all_faults() if of is None else of)}
+    if unknown := sorted(set(names) - kinds.keys()):
+        raise ValueError(f"this job has no fault {', '.join(map(repr, unknown))}; it has {', '.join(sorted(kinds))}")
     chosen = [kinds[name] for name in names] or list(kinds.values())
     faults: list[Fault] = []
     while len(faults) < count:

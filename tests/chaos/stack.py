@@ -257,6 +257,20 @@ or with prompts that have pictures of an HTTP server, or images, videos and soun
 such media are audited at the end (tests.chaos.media)."""
 
 
+class Progress:
+    """Adds up what engines have done, whose own counts begin again when they start."""
+
+    def __init__(self) -> None:
+        self.total = 0
+        self._last: dict[str, int] = {}
+
+    def see(self, name: str, count: int) -> None:
+        """Take an engine's count."""
+        last = self._last.get(name, 0)
+        self.total += count - last if count >= last else count
+        self._last[name] = count
+
+
 class ChaosStack:
     """Redis, a coordinator, a trainer of two ranks, a reference, a teacher, a judge, two replicas of all other roles.
 
@@ -297,6 +311,8 @@ class ChaosStack:
         """While this file is there, the answers of the teacher's engine are wrong (tests.chaos.teacher_engine)."""
         self.mood = folder / "mood"
         """Fault of the environment of conversations, while this file is there (tests.chaos.environment)."""
+        self.progress = Progress()
+        """Tokens that engines have generated in conversations, as far as `missing` has seen."""
 
     def __enter__(self) -> Self:
         try:
@@ -497,11 +513,6 @@ class ChaosStack:
         file.unlink(missing_ok=True)
         return sorted(found)
 
-    def generated_tokens(self) -> int:
-        """Return the number of tokens that the engines have generated in conversations since they started."""
-        replicas = self.coordinator.replicas()
-        return sum(one.status.progress for one in replicas if one.registration.role == "rollout")
-
     # --- being whole
 
     def missing(self, since: float) -> str:
@@ -519,6 +530,9 @@ class ChaosStack:
             return f"the coordinator does not answer: {error}"
         if run.state != pb.RUN_STATE_RUNNING:
             return f"the run is {pb.RunState.Name(run.state)}: {run.reason}"
+        for replica in replicas:
+            if replica.registration.role == "rollout":
+                self.progress.see(replica.registration.replica_id, replica.status.progress)
         oldest = time.time() - since - MARGIN_SECONDS
         ready = {
             r.registration.replica_id

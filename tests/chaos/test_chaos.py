@@ -10,7 +10,7 @@ from tests.chaos.campaign import Campaign
 from tests.chaos.failure_table import BEGIN, END, FAILURES, PAGE, load_campaigns, table
 from tests.chaos.faults import SHORT_SUITE, all_faults, deck, faults_of
 from tests.chaos.proxy import Loop
-from tests.chaos.stack import ChaosStack
+from tests.chaos.stack import ChaosStack, Progress
 
 SEED = 20
 
@@ -66,3 +66,12 @@ def test_a_deck_has_every_kind_equally_often() -> None:
     dealt = [fault.name for fault in deck(2 * len(kinds), random.Random(0))]
     assert {name: dealt.count(name) for name in kinds} == dict.fromkeys(kinds, 2)
     assert [fault.name for fault in deck(9, random.Random(4))] == [fault.name for fault in deck(9, random.Random(4))]
+    with pytest.raises(ValueError, match=r"this job has no fault 'kill agent', 'kill me'; it has .*kill advantage, "):
+        deck(1, random.Random(0), ("kill me", "kill redis", "kill agent"))
+
+
+def test_progress_of_an_engine_that_starts_again_is_added() -> None:
+    progress = Progress()
+    for name, count in [("rollout-1", 5), ("rollout-2", 7), ("rollout-1", 9), ("rollout-1", 2), ("rollout-1", 4)]:
+        progress.see(name, count)
+    assert progress.total == 9 + 4 + 7

@@ -6,16 +6,7 @@ from functools import partial
 
 import psutil
 
-from tests.chaos.faults import (
-    LENGTHS,
-    LONG_SECONDS,
-    NOTICE_SECONDS,
-    Fault,
-    MomentMissed,
-    limited_memory,
-    stand_still,
-    worsen,
-)
+from tests.chaos.faults import LENGTHS, LONG_SECONDS, Fault, await_moment, limited_memory, stand_still, worsen
 from tests.chaos.planes.data_nodes import DataNodes
 from tests.chaos.planes.payload_faults import deaths_at_scripts, strike_first
 from tests.chaos.proxy import Moment
@@ -79,12 +70,8 @@ def fill(stack: ChaosStack, rng: random.Random) -> float:
     client = rng.choice(_nodes(stack).clients)
     client.config_resetstat()
     with limited_memory(client, 1):
-        end = time.monotonic() + NOTICE_SECONDS
         time.sleep(LONG_SECONDS)
-        while "errorstat_OOM" not in client.info("errorstats"):
-            if time.monotonic() > end:
-                raise MomentMissed(f"no write was refused in {NOTICE_SECONDS:g} s")
-            time.sleep(0.02)
+        await_moment(lambda: "errorstat_OOM" in client.info("errorstats"), "a refused write")
     return time.time()
 
 
