@@ -141,7 +141,7 @@ class SGLangWeights:
             if self._stream is not None:
                 self._stream.synchronize()
         touched, self._dirty = self._dirty, False
-        before, self._towers = self._towers, {name: value for name, value in found.items() if _OF_TOWER.search(name)}
+        before, self._towers = self._towers, {name: found[name] for name in begun.receiver.towers}
         changed = not before or before != self._towers
         return ReceiveResult(time.monotonic() - begun.started, touched, found if checksum else {}, changed)
 
@@ -234,8 +234,17 @@ class _Receiver:
         ]
         size = max((shape.nbytes if self._flat else piece_bytes(shape) for shape in self._shapes), default=0)
         self._buffers = [torch.empty(size, dtype=torch.uint8, device=device) for _ in range(IN_FLIGHT)]
+        # These are made here because the engine is paused later.
         self._wires = [self._wire(number) for number in range(len(buckets))]
-        """The tensors that each bucket is received into. They are made here because the engine is paused later."""
+        """The tensors that each bucket is received into."""
+        self._received = {
+            part.spec.name: whole
+            for part, whole in zip(chain(*self._parts), chain(*self._wholes), strict=True)
+            if whole is not None
+        }
+        """The model's own tensors that are received into."""
+        self.towers = frozenset(part.spec.name for part in destinations if _OF_TOWER.search(part.spec.name))
+        """Names of the towers' tensors."""
 
     def finish(
         self, first: Transfer, deadline: float, with_checksums: bool, commit: Callable[[], None]
@@ -255,11 +264,7 @@ class _Receiver:
         found |= self._copy(len(transfers) - 1, transfers[-1], with_checksums)
         for transfer in transfers:
             transfer.wait()  # brief: the transfer's deadline
-        received = [
-            (part.spec.name, whole) for part, whole in zip(chain(*self._parts), chain(*self._wholes), strict=True)
-        ]
-        wholes = {name: whole for name, whole in received if whole is not None}
-        return read_checksums(found | _begin(wholes, with_checksums))
+        return read_checksums(found | self._begin_checksums(self._received, with_checksums))
 
     def start(self, number: int, deadline: float) -> Transfer:
         """Start receiving the next bucket."""
@@ -297,12 +302,12 @@ class _Receiver:
                 copy.target.copy_(copy.source(tensor))
                 if with_checksums and not torch.equal(copy.target, copy.source(tensor).to(copy.target)):
                     raise WeightGroupError(f"{part.spec.name}: the model's memory differs from the received tensor")
-        return _begin({part.spec.name: tensor for part, tensor in zip(staged, tensors, strict=True)}, with_checksums)
+        names = (part.spec.name for part in staged)
+        return self._begin_checksums(dict(zip(names, tensors, strict=True)), with_checksums)
 
-
-def _begin(tensors: dict[str, torch.Tensor], every: bool) -> dict[str, torch.Tensor]:
-    """Begin the checksums of every received tensor, or of those of towers."""
-    return begin_checksums({name: tensor for name, tensor in tensors.items() if every or _OF_TOWER.search(name)})
+    def _begin_checksums(self, tensors: dict[str, torch.Tensor], every: bool) -> dict[str, torch.Tensor]:
+        """Begin the checksums of every received tensor, or of those of towers."""
+        return begin_checksums(tensors if every else {name: tensors[name] for name in self.towers & tensors.keys()})
 
 
 def check_model(model: torch.nn.Module) -> None:
