@@ -4,541 +4,242 @@ docs/coming-from.md is written from this table, and errors for unknown settings 
 (`relaxd.config.suggestions`).
 """
 
+import re
 from typing import NamedTuple
 
 FRAMEWORKS = ("TRL", "verl", "prime-rl", "Relax")
+_TABLE = """
+run.steps: TRL max_steps | verl trainer.total_training_steps | prime-rl max_steps | Relax --num-rollout
+run.steps: TRL num_train_epochs | verl trainer.total_epochs | Relax --num-epoch; steps, not epochs
+run.seed: TRL seed | verl data.seed | Relax --seed --rollout-seed
+run.folder: TRL output_dir | verl trainer.default_local_dir | prime-rl output_dir | Relax --save
+run.colocate: TRL vllm_mode | verl @hybrid_engine | Relax --colocate; engines and trainer take turns
+model.path: TRL model | verl @model.path | prime-rl model.name | Relax --hf-checkpoint
+model.chat_template: prime-rl tokenizer.chat_template
+model.chat_template_arguments: TRL chat_template_kwargs | verl data.apply_chat_template_kwargs | Relax
+  --apply-chat-template-kwargs
+data.prompt_key: verl data.prompt_key | Relax --input-key
+data.answer_key: Relax --label-key; verl's is "reward_model.ground_truth"
+data.metadata_key: Relax --metadata-key
+data.system_prompt: Relax --system-prompt
+data.path: TRL train_dataset | verl data.train_files | Relax --prompt-data; several: data.sources
+data.eval_path: TRL eval_dataset | Relax --eval-prompt-data
+data.source: prime-rl orchestrator.train.env; answers are scored by reward.name
+data.max_prompt_tokens: TRL max_prompt_length | verl data.max_prompt_length | Relax --rollout-max-prompt-len
+data.overlong: verl data.filter_overlong_prompts data.truncation; prompts are never cut
+data.tools_key: Relax --tool-key
+data.tools_file: verl @rollout.multi_turn.tool_config_path data.tool_config_path; with multi_turn.enable the
+  environment verl_tools, else the reward verl_tools, which feeds nothing back
+data.source: verl data.custom_cls.path data.custom_cls.name | Relax --data-source-path; a class of your own
+  (docs/data.md)
+data.curriculum.sampler: verl data.sampler.class_path data.sampler.class_name; a class of your own has choose(visit,
+  record) (docs/curriculum.md)
+data.curriculum.max_pass_rate: prime-rl orchestrator.buffer.easy_threshold; the mean reward of a prompt
+data.curriculum.min_pass_rate: prime-rl orchestrator.buffer.hard_threshold; the mean reward of a prompt
+data.shuffle: TRL shuffle_dataset | verl data.shuffle | Relax --rollout-shuffle
+reward.name: TRL reward_funcs | verl reward.custom_reward_function.path reward.custom_reward_function.name
+  reward.reward_manager.name custom_reward_function.path custom_reward_function.name reward_model.reward_manager |
+  Relax --custom-rm-path --rm-type; a bundled reward, or a function, class or verl file of your own (docs/rewards.md)
+reward.settings: verl reward.custom_reward_function.reward_kwargs custom_reward_function.reward_kwargs | Relax
+  --custom-config-path
+reward.workers: verl reward.num_workers reward_model.num_workers; for each reward replica
+reward.key: Relax --reward-key; verl's "score" is found without it
+reward.choose_by: verl data.reward_fn_key; verl's names of data sources are known
+reward.terms: TRL reward_weights; each term has a name and a weight
+rollout.samples_per_prompt: TRL num_generations | verl @rollout.n | prime-rl orchestrator.group_size
+  orchestrator.rollouts_per_example | Relax --n-samples-per-prompt
+rollout.max_new_tokens: TRL max_completion_length | verl data.max_response_length @rollout.response_length | prime-rl
+  orchestrator.train.sampling.max_completion_tokens orchestrator.train.sampling.max_tokens | Relax
+  --rollout-max-response-len
+rollout.temperature: TRL temperature | verl @rollout.temperature | prime-rl orchestrator.train.sampling.temperature |
+  Relax --rollout-temperature
+rollout.top_p: TRL top_p | verl @rollout.top_p | Relax --rollout-top-p
+rollout.top_k: TRL top_k | verl @rollout.top_k | Relax --rollout-top-k; 0 turns it off, not -1
+rollout.engine: TRL use_vllm | verl @rollout.name | Relax --rollout-external; there is no vLLM
+rollout.dtype: verl @rollout.dtype | prime-rl inference.model.dtype | Relax --sglang-dtype
+rollout.max_running_samples: verl @rollout.max_num_seqs | Relax --sglang-max-running-requests
+rollout.tensor_parallel: TRL vllm_tensor_parallel_size | verl @rollout.tensor_model_parallel_size | prime-rl
+  inference.parallel.tp | Relax --rollout-num-gpus-per-engine
+rollout.memory_fraction: TRL vllm_gpu_memory_utilization | verl @rollout.gpu_memory_utilization | prime-rl
+  inference.gpu_memory_utilization | Relax --sglang-mem-fraction-static
+rollout.return_routed_experts: verl @rollout.enable_rollout_routing_replay | prime-rl
+  inference.enable_return_routed_experts
+rollout.partial.enabled: Relax --partial-rollout; synchronisations don't end answers, so only engines that go do
+rollout.partial.mask_off_policy: Relax --mask-offpolicy-in-partial-rollout
+rollout.sglang: verl @rollout.engine_kwargs.sglang; a table of SGLang's options
+algorithm.name: verl algorithm.adv_estimator | prime-rl orchestrator.algorithms | Relax --advantage-estimator
+algorithm.name: TRL importance_sampling_level; "gspo" is its "sequence"
+algorithm.normalize_std: TRL scale_rewards | verl algorithm.norm_adv_by_std_in_grpo | Relax
+  --disable-grpo-std-normalization
+algorithm.drop_zero_variance: verl algorithm.filter_groups.enable | prime-rl orchestrator.pre_batch_filters
+  orchestrator.post_batch_filters | Relax --dynamic-sampling-filter-path
+algorithm.clip_low: TRL epsilon | verl @actor.clip_ratio_low @actor.clip_ratio | Relax --eps-clip; algorithm.clip_high
+  is set apart from it
+algorithm.clip_high: TRL epsilon_high | verl @actor.clip_ratio_high | Relax --eps-clip-high
+algorithm.old_logprobs: Relax --use-rollout-logprobs; "rollout" is the default
+algorithm.correction: TRL vllm_importance_sampling_correction vllm_importance_sampling_mode | verl
+  algorithm.rollout_correction.rollout_is | Relax --use-tis
+algorithm.tis_clip: TRL vllm_importance_sampling_cap | verl algorithm.rollout_correction.rollout_is_threshold | Relax
+  --tis-clip
+algorithm.kl_coef: TRL beta | verl @actor.kl_loss_coef @actor.use_kl_loss | Relax --kl-loss-coef --use-kl-loss; more
+  than 0 turns the reference on
+algorithm.kl_estimator: verl @actor.kl_loss_type | Relax --kl-loss-type
+algorithm.kl_unbiased: TRL use_bias_correction_kl | Relax --use-unbiased-kl
+algorithm.kl_reward_coef: verl algorithm.kl_ctrl.kl_coef algorithm.use_kl_in_reward | Relax --kl-coef
+roles.reference.model: Relax --ref-load; empty: the initial model
+roles.reference.refresh_every: TRL ref_model_sync_steps | Relax --ref-update-interval
+algorithm.distill_coef: Relax --opd-kl-coef --use-opd; in the advantages; needs a teacher
+algorithm.reward_coef: Relax --opd-only-reward; of "opd"; 0 is distillation alone
+roles.teacher.model: Relax --opd-teacher-load
+roles.teacher.engine: Relax --opd-type; for megatron also roles.teacher.placement
+algorithm.distill_top_k: verl distillation.distillation_loss.topk | Relax --opd-log-prob-top-k; in the loss
+roles.judge.model: verl reward.reward_model.model_path reward_model.model.path | Relax --genrm-model-path; a model
+  that writes; the role judge: --judge N starts replicas
+roles.judge.tensor_parallel: verl reward.reward_model.rollout.tensor_model_parallel_size | Relax
+  --genrm-num-gpus-per-engine
+algorithm.dual_clip: TRL delta | verl @actor.clip_ratio_c | Relax --eps-clip-c; 0 turns it off
+algorithm.gamma: verl algorithm.gamma | Relax --gamma
+algorithm.gae_lambda: verl algorithm.lam | Relax --lambd
+algorithm.value_clip: verl critic.cliprange_value | Relax --value-clip
+algorithm.whiten_advantages: Relax --normalize-advantages; verl always does
+roles.critic.model: verl critic.model.path | Relax --critic-load
+roles.critic.optimizer.lr: verl critic.optim.lr | Relax --critic-lr
+algorithm.tau_positive: TRL sapo_temperature_pos | verl @actor.tau_pos | Relax --sapo-tau-pos
+algorithm.tau_negative: TRL sapo_temperature_neg | verl @actor.tau_neg | Relax --sapo-tau-neg
+algorithm.opsm_delta: TRL off_policy_mask_threshold | Relax --opsm-delta --use-opsm
+algorithm.tis_clip_low: Relax --tis-clip-low
+algorithm.veto_high: prime-rl trainer.loss.token_mask_high
+algorithm.veto_low: verl algorithm.rollout_correction.rollout_token_veto_threshold | prime-rl
+  trainer.loss.token_mask_low; with algorithm.veto_sequences the whole sequence, as in verl
+algorithm.mask_truncated: TRL mask_truncated_completions
+algorithm.overlong_buffer: verl reward.reward_kwargs.overlong_buffer_cfg.len
+  reward.reward_kwargs.overlong_buffer_cfg.enable reward_model.reward_kwargs.overlong_buffer_cfg.len
+  reward_model.overlong_buffer.len reward_model.overlong_buffer.enable; algorithm.overlong_limit is the length at
+  which the whole penalty counts
+algorithm.overlong_penalty: verl reward.reward_kwargs.overlong_buffer_cfg.penalty_factor
+  reward_model.reward_kwargs.overlong_buffer_cfg.penalty_factor reward_model.overlong_buffer.penalty_factor
+algorithm.entropy_coef: verl @actor.entropy_coeff | Relax --entropy-coef
+algorithm.loss_aggregation: TRL loss_type | verl @actor.loss_agg_mode | Relax --calculate-per-token-loss; TRL's "dapo"
+  and verl's "token-mean" are "token_mean"
+trainer.groups_per_step: TRL per_device_train_batch_size | verl data.train_batch_size | prime-rl
+  orchestrator.batch_size | Relax --rollout-batch-size; it counts prompts, each with rollout.samples_per_prompt
+  samples
+trainer.mini_batches: TRL steps_per_generation | verl @actor.ppo_mini_batch_size | Relax --num-steps-per-rollout
+  --global-batch-size; updates in a pass over a step's groups: their number, not the size of a mini-batch
+trainer.epochs: TRL num_iterations | verl @actor.ppo_epochs; passes over a step's groups
+trainer.micro_batch_tokens: verl @actor.ppo_max_token_len_per_gpu | prime-rl seq_len | Relax --max-tokens-per-gpu
+trainer.dtype: TRL bf16 | prime-rl trainer.model.optimization_dtype | Relax --bf16; "bfloat16" or "float32"
+trainer.fp32_lm_head: TRL cast_lm_head_to_fp32
+trainer.ranks: verl trainer.n_gpus_per_node | prime-rl deployment.num_train_gpus | Relax --actor-num-gpus-per-node
+  --resource; GPUs of the trainer alone; placement.gpus has the engines'
+trainer.hosts: verl trainer.nnodes | Relax --actor-num-nodes; not with run.colocate
+placement.gpus: prime-rl deployment.num_infer_gpus | Relax --rollout-num-gpus --genrm-num-gpus; a table: { rollout =
+  4, judge = 1 }
+trainer.tensor_parallel: verl @actor.megatron.tensor_model_parallel_size | Relax --tensor-model-parallel-size
+trainer.pipeline_parallel: verl @actor.megatron.pipeline_model_parallel_size | Relax --pipeline-model-parallel-size
+trainer.pipeline_chunks: verl @actor.megatron.virtual_pipeline_model_parallel_size | Relax
+  --num-virtual-stages-per-pipeline-rank --num-layers-per-virtual-pipeline-stage; chunks of a stage, not layers of a
+  chunk
+trainer.context_parallel: verl @actor.megatron.context_parallel_size @actor.ulysses_sequence_parallel_size | prime-rl
+  trainer.model.cp | Relax --context-parallel-size
+trainer.expert_parallel: verl @actor.megatron.expert_model_parallel_size | prime-rl trainer.model.ep | Relax
+  --expert-model-parallel-size
+trainer.recompute: TRL gradient_checkpointing | verl @model.enable_gradient_checkpointing | prime-rl
+  trainer.model.ac.mode | Relax --recompute-granularity
+trainer.recompute_layers: Relax --recompute-num-layers
+trainer.overlap_grad_reduce: verl @actor.megatron.override_ddp_config.overlap_grad_reduce | Relax
+  --overlap-grad-reduce
+trainer.shard_gradients: Relax --data-parallel-sharding-strategy; true is Megatron's optim_grads; FSDP always shards
+  gradients. Weights aren't sharded over data-parallel ranks
+trainer.attention: prime-rl trainer.model.attn | Relax --attention-backend
+trainer.collective_timeout_seconds: prime-rl trainer.dist_timeout_seconds | Relax --distributed-timeout-minutes
+trainer.moe.aux_loss_coef: Relax --moe-aux-loss-coeff
+trainer.moe.z_loss_coef: Relax --moe-z-loss-coeff
+trainer.moe.freeze_router: prime-rl trainer.model.freeze_moe_router
+trainer.routing_replay: verl @actor.router_replay.mode | prime-rl trainer.enable_router_replay | Relax
+  --use-rollout-routing-replay --use-routing-replay; "rollout" is R3, "trainer" is R2
+trainer.optimizer.lr: TRL learning_rate | verl @actor.optim.lr | prime-rl trainer.optim.lr | Relax --lr
+trainer.optimizer.min_lr: prime-rl trainer.scheduler.min_lr | Relax --min-lr
+trainer.optimizer.schedule: TRL lr_scheduler_type | verl @actor.optim.warmup_style @actor.optim.lr_scheduler_type |
+  prime-rl trainer.scheduler.type | Relax --lr-decay-style
+trainer.optimizer.warmup_steps: TRL warmup_steps warmup_ratio | verl @actor.optim.lr_warmup_steps
+  @actor.optim.lr_warmup_steps_ratio | prime-rl trainer.scheduler.warmup_steps | Relax --lr-warmup-iters; in steps,
+  not as a share
+trainer.optimizer.weight_decay: TRL weight_decay | verl @actor.optim.weight_decay | prime-rl
+  trainer.optim.weight_decay | Relax --weight-decay
+trainer.optimizer.beta1: TRL adam_beta1 | prime-rl trainer.optim.betas1 | Relax --adam-beta1
+trainer.optimizer.beta2: TRL adam_beta2 | prime-rl trainer.optim.betas2 | Relax --adam-beta2
+trainer.optimizer.epsilon: TRL adam_epsilon | Relax --adam-eps
+trainer.optimizer.clip_grad: TRL max_grad_norm | verl @actor.grad_clip | prime-rl trainer.optim.max_norm | Relax
+  --clip-grad
+trainer.optimizer.moments: Relax --exp-avg-dtype --exp-avg-sq-dtype; "bfloat16" or "float32" for both, or "float8" for
+  the first; it needs no Transformer Engine
+trainer.optimizer.cpu_offload: verl @actor.fsdp_config.optimizer_offload | prime-rl trainer.model.optim_cpu_offload |
+  Relax --optimizer-cpu-offload
+trainer.checkpoint.every: TRL save_steps | verl trainer.save_freq | prime-rl ckpt.interval | Relax --save-interval
+trainer.checkpoint.keep: TRL save_total_limit | verl trainer.max_actor_ckpt_to_keep | prime-rl ckpt.keep_last | Relax
+  --max-actor-ckpt-to-keep
+board.max_staleness: prime-rl orchestrator.max_off_policy_steps | Relax --max-staleness
+board.oversample: prime-rl orchestrator.oversampling_factor | Relax --over-sampling-batch-size; a factor of the groups
+  that a step needs
+weights.interval: Relax --update-weights-interval
+weights.transport: prime-rl weight_broadcast.type | Relax --checkpoint-engine-backend
+weights.bucket_bytes: verl @rollout.checkpoint_engine.update_weights_bucket_megabytes
+  @rollout.update_weights_bucket_megabytes | Relax --update-weight-buffer-size; in bytes
+weights.timeout_seconds: prime-rl weight_broadcast.timeout
+eval.interval: TRL eval_steps | verl trainer.test_freq | prime-rl orchestrator.eval.interval | Relax --eval-interval
+eval.prompts: verl data.val_max_samples | prime-rl orchestrator.eval.num_examples
+eval.max_new_tokens: prime-rl orchestrator.eval.sampling.max_completion_tokens | Relax --eval-max-response-len
+eval.before: TRL eval_on_start | verl trainer.val_before_train | Relax --skip-eval-before-train
+eval.sets: verl data.val_files @rollout.val_kwargs.n @rollout.val_kwargs.temperature @rollout.val_kwargs.top_p
+  @rollout.val_kwargs.top_k | prime-rl orchestrator.eval.env | Relax --eval-config; each set has a name,
+  samples_per_prompt, temperature, top_p, top_k and more
+rollout.stop: Relax --rollout-stop
+rollout.stop_token_ids: Relax --rollout-stop-token-ids
+none: Relax --n-samples-per-eval-prompt --eval-temperature --eval-top-p; samples_per_prompt, temperature and top_p of
+  each of eval.sets
+none: TRL min_p; there is no min-p sampling: use rollout.top_p or rollout.top_k
+none: TRL repetition_penalty; there is no penalty on repetition: it would change the policy
+none: verl algorithm.kl_penalty | prime-rl trainer.loss.kl_tau; in a reward the estimate is always k1
+none: Relax --group-rm; a function whose parameter is called samples gets a group
+none: verl @actor.ppo_micro_batch_size_per_gpu @actor.use_dynamic_bsz | Relax --micro-batch-size
+  --use-dynamic-batch-size; micro-batches are always packed, up to trainer.micro_batch_tokens
+none: TRL report_to run_name | verl trainer.logger trainer.project_name trainer.experiment_name | prime-rl
+  wandb.project wandb.name | Relax --use-wandb --wandb-project --use-tensorboard; metrics are in the run's folder;
+  tracking.trackers sends them to TensorBoard, W&B, MLflow, ClearML or Trackio
+none: TRL resume_from_checkpoint | verl trainer.resume_mode | prime-rl ckpt.resume_step | Relax --load; `relaxd resume
+  RUN` continues a run, with --from-step N from the checkpoint of an earlier step
+agent.environment: verl @rollout.multi_turn.enable; conversations of several turns (docs/agents.md)
+agent.function: Relax --custom-generate-function-path; a function that asks the model and returns the reward; relaxd
+  keeps tokens and masks (docs/agents.md)
+agent.max_turns: verl @rollout.multi_turn.max_assistant_turns
+none: TRL peft_config | verl @model.lora_rank | prime-rl trainer.model.lora; there is no LoRA
+"""
+"""A row for each setting, in the order of relaxd's sections; "none" stands for names without an equivalent. Its parts:
+the names in each framework, and the difference, or the setting to use instead. TRL's are arguments of GRPOConfig or
+GRPOTrainer, verl's keys of ppo_trainer.yaml (@ stands for "actor_rollout_ref."), prime-rl's keys of rl.toml, Relax's
+also flags of slime and Megatron."""
 
 
 class Equivalent(NamedTuple):
-    """One setting of relaxd, or none, and its names elsewhere; several names are separated by spaces."""
+    """One setting of relaxd, or none, and its names elsewhere."""
 
     setting: str
     """Dotted name; empty if relaxd has no such setting."""
-    trl: str = ""
-    """Arguments of TRL's GRPOConfig or GRPOTrainer."""
-    verl: str = ""
-    """Keys of verl's ppo_trainer.yaml; @ stands for "actor_rollout_ref."."""
-    prime_rl: str = ""
-    """Keys of prime-rl's rl.toml."""
-    relax: str = ""
-    """Flags of Relax and slime, Megatron's included."""
-    note: str = ""
-    """The difference, or the setting to use instead; a clause in plain text."""
-
-    @property
-    def names(self) -> dict[str, list[str]]:
-        """Names by framework."""
-        texts = (self.trl, self.verl.replace("@", "actor_rollout_ref."), self.prime_rl, self.relax)
-        return {framework: text.split() for framework, text in zip(FRAMEWORKS, texts, strict=True)}
+    names: dict[str, list[str]]
+    """Names by framework."""
+    note: str
+    """The difference, or the setting to use instead; a clause in plain text. May be empty."""
 
 
-EQUIVALENTS = (
-    Equivalent("run.steps", "max_steps", "trainer.total_training_steps", "max_steps", "--num-rollout"),
-    Equivalent("run.steps", "num_train_epochs", "trainer.total_epochs", "", "--num-epoch", "steps, not epochs"),
-    Equivalent("run.seed", "seed", "data.seed", "", "--seed --rollout-seed"),
-    Equivalent("run.folder", "output_dir", "trainer.default_local_dir", "output_dir", "--save"),
-    Equivalent("run.colocate", "vllm_mode", "@hybrid_engine", "", "--colocate", "engines and trainer take turns"),
-    Equivalent("model.path", "model", "@model.path", "model.name", "--hf-checkpoint"),
-    Equivalent("model.chat_template", "", "", "tokenizer.chat_template", ""),
-    Equivalent(
-        "model.chat_template_arguments",
-        "chat_template_kwargs",
-        "data.apply_chat_template_kwargs",
-        "",
-        "--apply-chat-template-kwargs",
-    ),
-    Equivalent("data.prompt_key", "", "data.prompt_key", "", "--input-key"),
-    Equivalent("data.answer_key", "", "", "", "--label-key", 'verl\'s is "reward_model.ground_truth"'),
-    Equivalent("data.metadata_key", "", "", "", "--metadata-key"),
-    Equivalent("data.system_prompt", "", "", "", "--system-prompt"),
-    Equivalent("data.path", "train_dataset", "data.train_files", "", "--prompt-data", "several: data.sources"),
-    Equivalent("data.eval_path", "eval_dataset", "", "", "--eval-prompt-data"),
-    Equivalent("data.source", "", "", "orchestrator.train.env", "", "answers are scored by reward.name"),
-    Equivalent("data.max_prompt_tokens", "max_prompt_length", "data.max_prompt_length", "", "--rollout-max-prompt-len"),
-    Equivalent("data.overlong", "", "data.filter_overlong_prompts data.truncation", "", "", "prompts are never cut"),
-    Equivalent("data.tools_key", "", "", "", "--tool-key"),
-    Equivalent(
-        "data.tools_file",
-        "",
-        "@rollout.multi_turn.tool_config_path data.tool_config_path",
-        "",
-        "",
-        "with multi_turn.enable the environment verl_tools, else the reward verl_tools, which feeds nothing back",
-    ),
-    Equivalent(
-        "data.source",
-        "",
-        "data.custom_cls.path data.custom_cls.name",
-        "",
-        "--data-source-path",
-        "a class of your own (docs/data.md)",
-    ),
-    Equivalent(
-        "data.curriculum.sampler",
-        "",
-        "data.sampler.class_path data.sampler.class_name",
-        "",
-        "",
-        "a class of your own has choose(visit, record) (docs/curriculum.md)",
-    ),
-    Equivalent(
-        "data.curriculum.max_pass_rate", "", "", "orchestrator.buffer.easy_threshold", "", "the mean reward of a prompt"
-    ),
-    Equivalent(
-        "data.curriculum.min_pass_rate", "", "", "orchestrator.buffer.hard_threshold", "", "the mean reward of a prompt"
-    ),
-    Equivalent("data.shuffle", "shuffle_dataset", "data.shuffle", "", "--rollout-shuffle"),
-    Equivalent(
-        "reward.name",
-        "reward_funcs",
-        "reward.custom_reward_function.path reward.custom_reward_function.name reward.reward_manager.name "
-        "custom_reward_function.path custom_reward_function.name reward_model.reward_manager",
-        "",
-        "--custom-rm-path --rm-type",
-        "a bundled reward, or a function, class or verl file of your own (docs/rewards.md)",
-    ),
-    Equivalent(
-        "reward.settings",
-        "",
-        "reward.custom_reward_function.reward_kwargs custom_reward_function.reward_kwargs",
-        "",
-        "--custom-config-path",
-    ),
-    Equivalent("reward.workers", "", "reward.num_workers reward_model.num_workers", "", "", "for each reward replica"),
-    Equivalent("reward.key", "", "", "", "--reward-key", 'verl\'s "score" is found without it'),
-    Equivalent("reward.choose_by", "", "data.reward_fn_key", "", "", "verl's names of data sources are known"),
-    Equivalent("reward.terms", "reward_weights", "", "", "", "each term has a name and a weight"),
-    Equivalent(
-        "rollout.samples_per_prompt",
-        "num_generations",
-        "@rollout.n",
-        "orchestrator.group_size orchestrator.rollouts_per_example",
-        "--n-samples-per-prompt",
-    ),
-    Equivalent(
-        "rollout.max_new_tokens",
-        "max_completion_length",
-        "data.max_response_length @rollout.response_length",
-        "orchestrator.train.sampling.max_completion_tokens orchestrator.train.sampling.max_tokens",
-        "--rollout-max-response-len",
-    ),
-    Equivalent(
-        "rollout.temperature",
-        "temperature",
-        "@rollout.temperature",
-        "orchestrator.train.sampling.temperature",
-        "--rollout-temperature",
-    ),
-    Equivalent("rollout.top_p", "top_p", "@rollout.top_p", "", "--rollout-top-p"),
-    Equivalent("rollout.top_k", "top_k", "@rollout.top_k", "", "--rollout-top-k", "0 turns it off, not -1"),
-    Equivalent("rollout.engine", "use_vllm", "@rollout.name", "", "--rollout-external", "there is no vLLM"),
-    Equivalent("rollout.dtype", "", "@rollout.dtype", "inference.model.dtype", "--sglang-dtype"),
-    Equivalent("rollout.max_running_samples", "", "@rollout.max_num_seqs", "", "--sglang-max-running-requests"),
-    Equivalent(
-        "rollout.tensor_parallel",
-        "vllm_tensor_parallel_size",
-        "@rollout.tensor_model_parallel_size",
-        "inference.parallel.tp",
-        "--rollout-num-gpus-per-engine",
-    ),
-    Equivalent(
-        "rollout.memory_fraction",
-        "vllm_gpu_memory_utilization",
-        "@rollout.gpu_memory_utilization",
-        "inference.gpu_memory_utilization",
-        "--sglang-mem-fraction-static",
-    ),
-    Equivalent(
-        "rollout.return_routed_experts",
-        "",
-        "@rollout.enable_rollout_routing_replay",
-        "inference.enable_return_routed_experts",
-        "",
-    ),
-    Equivalent(
-        "rollout.partial.enabled",
-        "",
-        "",
-        "",
-        "--partial-rollout",
-        "synchronisations don't end answers, so only engines that go do",
-    ),
-    Equivalent("rollout.partial.mask_off_policy", "", "", "", "--mask-offpolicy-in-partial-rollout"),
-    Equivalent("rollout.sglang", "", "@rollout.engine_kwargs.sglang", "", "", "a table of SGLang's options"),
-    Equivalent("algorithm.name", "", "algorithm.adv_estimator", "orchestrator.algorithms", "--advantage-estimator"),
-    Equivalent("algorithm.name", "importance_sampling_level", "", "", "", '"gspo" is its "sequence"'),
-    Equivalent(
-        "algorithm.normalize_std",
-        "scale_rewards",
-        "algorithm.norm_adv_by_std_in_grpo",
-        "",
-        "--disable-grpo-std-normalization",
-    ),
-    Equivalent(
-        "algorithm.drop_zero_variance",
-        "",
-        "algorithm.filter_groups.enable",
-        "orchestrator.pre_batch_filters orchestrator.post_batch_filters",
-        "--dynamic-sampling-filter-path",
-    ),
-    Equivalent(
-        "algorithm.clip_low",
-        "epsilon",
-        "@actor.clip_ratio_low @actor.clip_ratio",
-        "",
-        "--eps-clip",
-        "algorithm.clip_high is set apart from it",
-    ),
-    Equivalent("algorithm.clip_high", "epsilon_high", "@actor.clip_ratio_high", "", "--eps-clip-high"),
-    Equivalent("algorithm.old_logprobs", "", "", "", "--use-rollout-logprobs", '"rollout" is the default'),
-    Equivalent(
-        "algorithm.correction",
-        "vllm_importance_sampling_correction vllm_importance_sampling_mode",
-        "algorithm.rollout_correction.rollout_is",
-        "",
-        "--use-tis",
-    ),
-    Equivalent(
-        "algorithm.tis_clip",
-        "vllm_importance_sampling_cap",
-        "algorithm.rollout_correction.rollout_is_threshold",
-        "",
-        "--tis-clip",
-    ),
-    Equivalent(
-        "algorithm.kl_coef",
-        "beta",
-        "@actor.kl_loss_coef @actor.use_kl_loss",
-        "",
-        "--kl-loss-coef --use-kl-loss",
-        "more than 0 turns the reference on",
-    ),
-    Equivalent("algorithm.kl_estimator", "", "@actor.kl_loss_type", "", "--kl-loss-type"),
-    Equivalent("algorithm.kl_unbiased", "use_bias_correction_kl", "", "", "--use-unbiased-kl"),
-    Equivalent("algorithm.kl_reward_coef", "", "algorithm.kl_ctrl.kl_coef algorithm.use_kl_in_reward", "", "--kl-coef"),
-    Equivalent("roles.reference.model", "", "", "", "--ref-load", "empty: the initial model"),
-    Equivalent("roles.reference.refresh_every", "ref_model_sync_steps", "", "", "--ref-update-interval"),
-    Equivalent("algorithm.distill_coef", "", "", "", "--opd-kl-coef --use-opd", "in the advantages; needs a teacher"),
-    Equivalent("algorithm.reward_coef", "", "", "", "--opd-only-reward", 'of "opd"; 0 is distillation alone'),
-    Equivalent("roles.teacher.model", "", "", "", "--opd-teacher-load"),
-    Equivalent("roles.teacher.engine", "", "", "", "--opd-type", "for megatron also roles.teacher.placement"),
-    Equivalent(
-        "algorithm.distill_top_k", "", "distillation.distillation_loss.topk", "", "--opd-log-prob-top-k", "in the loss"
-    ),
-    Equivalent(
-        "roles.judge.model",
-        "",
-        "reward.reward_model.model_path reward_model.model.path",
-        "",
-        "--genrm-model-path",
-        "a model that writes; the role judge: --judge N starts replicas",
-    ),
-    Equivalent(
-        "roles.judge.tensor_parallel",
-        "",
-        "reward.reward_model.rollout.tensor_model_parallel_size",
-        "",
-        "--genrm-num-gpus-per-engine",
-    ),
-    Equivalent("algorithm.dual_clip", "delta", "@actor.clip_ratio_c", "", "--eps-clip-c", "0 turns it off"),
-    Equivalent("algorithm.gamma", "", "algorithm.gamma", "", "--gamma"),
-    Equivalent("algorithm.gae_lambda", "", "algorithm.lam", "", "--lambd"),
-    Equivalent("algorithm.value_clip", "", "critic.cliprange_value", "", "--value-clip"),
-    Equivalent("algorithm.whiten_advantages", "", "", "", "--normalize-advantages", "verl always does"),
-    Equivalent("roles.critic.model", "", "critic.model.path", "", "--critic-load"),
-    Equivalent("roles.critic.optimizer.lr", "", "critic.optim.lr", "", "--critic-lr"),
-    Equivalent("algorithm.tau_positive", "sapo_temperature_pos", "@actor.tau_pos", "", "--sapo-tau-pos"),
-    Equivalent("algorithm.tau_negative", "sapo_temperature_neg", "@actor.tau_neg", "", "--sapo-tau-neg"),
-    Equivalent("algorithm.opsm_delta", "off_policy_mask_threshold", "", "", "--opsm-delta --use-opsm"),
-    Equivalent("algorithm.tis_clip_low", "", "", "", "--tis-clip-low"),
-    Equivalent("algorithm.veto_high", "", "", "trainer.loss.token_mask_high", ""),
-    Equivalent(
-        "algorithm.veto_low",
-        "",
-        "algorithm.rollout_correction.rollout_token_veto_threshold",
-        "trainer.loss.token_mask_low",
-        "",
-        "with algorithm.veto_sequences the whole sequence, as in verl",
-    ),
-    Equivalent("algorithm.mask_truncated", "mask_truncated_completions", "", "", ""),
-    Equivalent(
-        "algorithm.overlong_buffer",
-        "",
-        "reward.reward_kwargs.overlong_buffer_cfg.len reward.reward_kwargs.overlong_buffer_cfg.enable "
-        "reward_model.reward_kwargs.overlong_buffer_cfg.len reward_model.overlong_buffer.len "
-        "reward_model.overlong_buffer.enable",
-        "",
-        "",
-        "algorithm.overlong_limit is the length at which the whole penalty counts",
-    ),
-    Equivalent(
-        "algorithm.overlong_penalty",
-        "",
-        "reward.reward_kwargs.overlong_buffer_cfg.penalty_factor "
-        "reward_model.reward_kwargs.overlong_buffer_cfg.penalty_factor reward_model.overlong_buffer.penalty_factor",
-        "",
-        "",
-    ),
-    Equivalent("algorithm.entropy_coef", "", "@actor.entropy_coeff", "", "--entropy-coef"),
-    Equivalent(
-        "algorithm.loss_aggregation",
-        "loss_type",
-        "@actor.loss_agg_mode",
-        "",
-        "--calculate-per-token-loss",
-        'TRL\'s "dapo" and verl\'s "token-mean" are "token_mean"',
-    ),
-    Equivalent(
-        "trainer.groups_per_step",
-        "per_device_train_batch_size",
-        "data.train_batch_size",
-        "orchestrator.batch_size",
-        "--rollout-batch-size",
-        "it counts prompts, each with rollout.samples_per_prompt samples",
-    ),
-    Equivalent(
-        "trainer.mini_batches",
-        "steps_per_generation",
-        "@actor.ppo_mini_batch_size",
-        "",
-        "--num-steps-per-rollout --global-batch-size",
-        "updates in a pass over a step's groups: their number, not the size of a mini-batch",
-    ),
-    Equivalent("trainer.epochs", "num_iterations", "@actor.ppo_epochs", "", "", "passes over a step's groups"),
-    Equivalent("trainer.micro_batch_tokens", "", "@actor.ppo_max_token_len_per_gpu", "seq_len", "--max-tokens-per-gpu"),
-    Equivalent("trainer.dtype", "bf16", "", "trainer.model.optimization_dtype", "--bf16", '"bfloat16" or "float32"'),
-    Equivalent("trainer.fp32_lm_head", "cast_lm_head_to_fp32", "", "", ""),
-    Equivalent(
-        "trainer.ranks",
-        "",
-        "trainer.n_gpus_per_node",
-        "deployment.num_train_gpus",
-        "--actor-num-gpus-per-node --resource",
-        "GPUs of the trainer alone; placement.gpus has the engines'",
-    ),
-    Equivalent("trainer.hosts", "", "trainer.nnodes", "", "--actor-num-nodes", "not with run.colocate"),
-    Equivalent(
-        "placement.gpus",
-        "",
-        "",
-        "deployment.num_infer_gpus",
-        "--rollout-num-gpus --genrm-num-gpus",
-        "a table: { rollout = 4, judge = 1 }",
-    ),
-    Equivalent(
-        "trainer.tensor_parallel", "", "@actor.megatron.tensor_model_parallel_size", "", "--tensor-model-parallel-size"
-    ),
-    Equivalent(
-        "trainer.pipeline_parallel",
-        "",
-        "@actor.megatron.pipeline_model_parallel_size",
-        "",
-        "--pipeline-model-parallel-size",
-    ),
-    Equivalent(
-        "trainer.pipeline_chunks",
-        "",
-        "@actor.megatron.virtual_pipeline_model_parallel_size",
-        "",
-        "--num-virtual-stages-per-pipeline-rank --num-layers-per-virtual-pipeline-stage",
-        "chunks of a stage, not layers of a chunk",
-    ),
-    Equivalent(
-        "trainer.context_parallel",
-        "",
-        "@actor.megatron.context_parallel_size @actor.ulysses_sequence_parallel_size",
-        "trainer.model.cp",
-        "--context-parallel-size",
-    ),
-    Equivalent(
-        "trainer.expert_parallel",
-        "",
-        "@actor.megatron.expert_model_parallel_size",
-        "trainer.model.ep",
-        "--expert-model-parallel-size",
-    ),
-    Equivalent(
-        "trainer.recompute",
-        "gradient_checkpointing",
-        "@model.enable_gradient_checkpointing",
-        "trainer.model.ac.mode",
-        "--recompute-granularity",
-    ),
-    Equivalent("trainer.recompute_layers", "", "", "", "--recompute-num-layers"),
-    Equivalent(
-        "trainer.overlap_grad_reduce",
-        "",
-        "@actor.megatron.override_ddp_config.overlap_grad_reduce",
-        "",
-        "--overlap-grad-reduce",
-    ),
-    Equivalent(
-        "trainer.shard_gradients",
-        "",
-        "",
-        "",
-        "--data-parallel-sharding-strategy",
-        "true is Megatron's optim_grads; FSDP always shards gradients. Weights aren't sharded over data-parallel ranks",
-    ),
-    Equivalent("trainer.attention", "", "", "trainer.model.attn", "--attention-backend"),
-    Equivalent(
-        "trainer.collective_timeout_seconds", "", "", "trainer.dist_timeout_seconds", "--distributed-timeout-minutes"
-    ),
-    Equivalent("trainer.moe.aux_loss_coef", "", "", "", "--moe-aux-loss-coeff"),
-    Equivalent("trainer.moe.z_loss_coef", "", "", "", "--moe-z-loss-coeff"),
-    Equivalent("trainer.moe.freeze_router", "", "", "trainer.model.freeze_moe_router", ""),
-    Equivalent(
-        "trainer.routing_replay",
-        "",
-        "@actor.router_replay.mode",
-        "trainer.enable_router_replay",
-        "--use-rollout-routing-replay --use-routing-replay",
-        '"rollout" is R3, "trainer" is R2',
-    ),
-    Equivalent("trainer.optimizer.lr", "learning_rate", "@actor.optim.lr", "trainer.optim.lr", "--lr"),
-    Equivalent("trainer.optimizer.min_lr", "", "", "trainer.scheduler.min_lr", "--min-lr"),
-    Equivalent(
-        "trainer.optimizer.schedule",
-        "lr_scheduler_type",
-        "@actor.optim.warmup_style @actor.optim.lr_scheduler_type",
-        "trainer.scheduler.type",
-        "--lr-decay-style",
-    ),
-    Equivalent(
-        "trainer.optimizer.warmup_steps",
-        "warmup_steps warmup_ratio",
-        "@actor.optim.lr_warmup_steps @actor.optim.lr_warmup_steps_ratio",
-        "trainer.scheduler.warmup_steps",
-        "--lr-warmup-iters",
-        "in steps, not as a share",
-    ),
-    Equivalent(
-        "trainer.optimizer.weight_decay",
-        "weight_decay",
-        "@actor.optim.weight_decay",
-        "trainer.optim.weight_decay",
-        "--weight-decay",
-    ),
-    Equivalent("trainer.optimizer.beta1", "adam_beta1", "", "trainer.optim.betas1", "--adam-beta1"),
-    Equivalent("trainer.optimizer.beta2", "adam_beta2", "", "trainer.optim.betas2", "--adam-beta2"),
-    Equivalent("trainer.optimizer.epsilon", "adam_epsilon", "", "", "--adam-eps"),
-    Equivalent(
-        "trainer.optimizer.clip_grad", "max_grad_norm", "@actor.grad_clip", "trainer.optim.max_norm", "--clip-grad"
-    ),
-    Equivalent(
-        "trainer.optimizer.moments",
-        "",
-        "",
-        "",
-        "--exp-avg-dtype --exp-avg-sq-dtype",
-        '"bfloat16" or "float32" for both, or "float8" for the first; it needs no Transformer Engine',
-    ),
-    Equivalent(
-        "trainer.optimizer.cpu_offload",
-        "",
-        "@actor.fsdp_config.optimizer_offload",
-        "trainer.model.optim_cpu_offload",
-        "--optimizer-cpu-offload",
-    ),
-    Equivalent("trainer.checkpoint.every", "save_steps", "trainer.save_freq", "ckpt.interval", "--save-interval"),
-    Equivalent(
-        "trainer.checkpoint.keep",
-        "save_total_limit",
-        "trainer.max_actor_ckpt_to_keep",
-        "ckpt.keep_last",
-        "--max-actor-ckpt-to-keep",
-    ),
-    Equivalent("board.max_staleness", "", "", "orchestrator.max_off_policy_steps", "--max-staleness"),
-    Equivalent(
-        "board.oversample",
-        "",
-        "",
-        "orchestrator.oversampling_factor",
-        "--over-sampling-batch-size",
-        "a factor of the groups that a step needs",
-    ),
-    Equivalent("weights.interval", "", "", "", "--update-weights-interval"),
-    Equivalent("weights.transport", "", "", "weight_broadcast.type", "--checkpoint-engine-backend"),
-    Equivalent(
-        "weights.bucket_bytes",
-        "",
-        "@rollout.checkpoint_engine.update_weights_bucket_megabytes @rollout.update_weights_bucket_megabytes",
-        "",
-        "--update-weight-buffer-size",
-        "in bytes",
-    ),
-    Equivalent("weights.timeout_seconds", "", "", "weight_broadcast.timeout", ""),
-    Equivalent("eval.interval", "eval_steps", "trainer.test_freq", "orchestrator.eval.interval", "--eval-interval"),
-    Equivalent("eval.prompts", "", "data.val_max_samples", "orchestrator.eval.num_examples", ""),
-    Equivalent(
-        "eval.max_new_tokens", "", "", "orchestrator.eval.sampling.max_completion_tokens", "--eval-max-response-len"
-    ),
-    Equivalent("eval.before", "eval_on_start", "trainer.val_before_train", "", "--skip-eval-before-train"),
-    Equivalent(
-        "eval.sets",
-        "",
-        "data.val_files @rollout.val_kwargs.n @rollout.val_kwargs.temperature @rollout.val_kwargs.top_p "
-        "@rollout.val_kwargs.top_k",
-        "orchestrator.eval.env",
-        "--eval-config",
-        "each set has a name, samples_per_prompt, temperature, top_p, top_k and more",
-    ),
-    Equivalent("rollout.stop", "", "", "", "--rollout-stop"),
-    Equivalent("rollout.stop_token_ids", "", "", "", "--rollout-stop-token-ids"),
-    # Without an equivalent.
-    Equivalent(
-        "",
-        "",
-        "",
-        "",
-        "--n-samples-per-eval-prompt --eval-temperature --eval-top-p",
-        "samples_per_prompt, temperature and top_p of each of eval.sets",
-    ),
-    Equivalent("", "min_p", "", "", "", "there is no min-p sampling: use rollout.top_p or rollout.top_k"),
-    Equivalent("", "repetition_penalty", "", "", "", "there is no penalty on repetition: it would change the policy"),
-    Equivalent("", "", "algorithm.kl_penalty", "trainer.loss.kl_tau", "", "in a reward the estimate is always k1"),
-    Equivalent("", "", "", "", "--group-rm", "a function whose parameter is called samples gets a group"),
-    Equivalent(
-        "",
-        "",
-        "@actor.ppo_micro_batch_size_per_gpu @actor.use_dynamic_bsz",
-        "",
-        "--micro-batch-size --use-dynamic-batch-size",
-        "micro-batches are always packed, up to trainer.micro_batch_tokens",
-    ),
-    Equivalent(
-        "",
-        "report_to run_name",
-        "trainer.logger trainer.project_name trainer.experiment_name",
-        "wandb.project wandb.name",
-        "--use-wandb --wandb-project --use-tensorboard",
-        "metrics are in the run's folder; tracking.trackers sends them to TensorBoard, W&B, MLflow, ClearML or Trackio",
-    ),
-    Equivalent(
-        "",
-        "resume_from_checkpoint",
-        "trainer.resume_mode",
-        "ckpt.resume_step",
-        "--load",
-        "`relaxd resume RUN` continues a run, with --from-step N from the checkpoint of an earlier step",
-    ),
-    Equivalent(
-        "agent.environment",
-        "",
-        "@rollout.multi_turn.enable",
-        "",
-        "",
-        "conversations of several turns (docs/agents.md)",
-    ),
-    Equivalent(
-        "agent.function",
-        "",
-        "",
-        "",
-        "--custom-generate-function-path",
-        "a function that asks the model and returns the reward; relaxd keeps tokens and masks (docs/agents.md)",
-    ),
-    Equivalent("agent.max_turns", "", "@rollout.multi_turn.max_assistant_turns"),
-    Equivalent("", "peft_config", "@model.lora_rank", "trainer.model.lora", "", "there is no LoRA"),
-)
-"""Every setting that several frameworks have, in the order of relaxd's sections."""
+def _equivalent(row: str) -> Equivalent:
+    setting, _, rest = " ".join(row.split()).partition(": ")
+    found, _, note = rest.partition("; ")
+    names: dict[str, list[str]] = {framework: [] for framework in FRAMEWORKS}
+    for part in found.replace("@", "actor_rollout_ref.").split(" | "):
+        framework, *names[framework] = part.split()
+    return Equivalent("" if setting == "none" else setting, names, note)
+
+
+EQUIVALENTS = tuple(map(_equivalent, re.split(r"\n(?=\S)", _TABLE.strip())))
+"""Every setting that several frameworks have."""
