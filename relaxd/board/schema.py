@@ -9,16 +9,11 @@ prompt continues `prompt_tokens`, which its tokens leave out. Any other has its 
 tokens, with loss_mask 0.
 """
 
+import re
 from collections.abc import Collection
 from dataclasses import dataclass
-from typing import Literal
 
 import numpy as np
-
-Shape = Literal["", "B", "P", "Q", "n", "S", "T", "T, k", "T, m", "rows, layers, top_k"]
-"""A column's shape, in words: B bytes of media, P prompt tokens, Q tokens of the teacher's prompt, n samples,
-S sequences, T tokens of all sequences, one after the other, k candidates for each of them, m of them the student's own;
-"" for a value that belongs to the group."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +26,10 @@ class ColumnSpec:
     its step files only."""
     dtype: str
     """numpy's name of the dtype that the writer uses; "json" for JSON values."""
-    shape: Shape
+    shape: str
+    """In words: B bytes of media, P prompt tokens, Q tokens of the teacher's prompt, n samples, S sequences, T tokens
+    of all sequences, one after the other, k candidates for each of them, m of them the student's own; "" for a value
+    that belongs to the group."""
     meaning: str
     trained: bool = True
     """True if the trainer reads it and keeps it in step files."""
@@ -127,322 +125,100 @@ WEIGHT_RECEIPTS = "weight_receipts"
 LOSS_MASK = "loss_mask"
 """Column that separates the model's tokens from others."""
 
-COLUMNS: dict[str, ColumnSpec] = {
-    column.name: column
-    for column in (
-        ColumnSpec("prompt_tokens", "publish", "int32", "P", "Token ids of the prompt."),
-        ColumnSpec("prompt", "publish", "json", "", "The example: text, messages, answer, and what a reward may want."),
-        ColumnSpec(
-            TEACHER_PROMPT_TOKENS,
-            "publish",
-            "int32",
-            "Q",
-            "Token ids of the teacher's prompt, which sequences that share the prompt continue for the teacher.",
-            optional=True,
-        ),
-        ColumnSpec(
-            PROMPT_MEDIA,
-            "publish",
-            "json",
-            "",
-            "The prompt's media in their order, whose tokens prompt_tokens has: [{kind, sha256, grid, bytes}]. grid: "
-            "patches in time, rows and columns, or the frames of a sound's spectrogram, or both of a video with its "
-            "own sound; bytes: how many of media_contents are this one's, 0 for one that came before in the same "
-            "prompt. A video has times, too, in seconds.",
-            optional=True,
-        ),
-        ColumnSpec(
-            MEDIA_CONTENTS,
-            "publish",
-            "uint8",
-            "B",
-            "The prompt's media in their normal form (PNG, of a video with its frames one below the other; WAV), one "
-            "after the other as prompt_media says (relaxd/media/prompt_media.py).",
-            optional=True,
-        ),
-        ColumnSpec("tokens", "rollout", "int32", "T", "Token ids of the sequences, end tokens included."),
-        ColumnSpec("sample_of_sequence", "rollout", "int32", "S", "Index of each sequence's sample, ascending."),
-        ColumnSpec("lengths", "rollout", "int32", "S", "Tokens of each sequence, without a shared prompt."),
-        ColumnSpec(
-            "shares_prompt",
-            "rollout",
-            "uint8",
-            "S",
-            "1 for sequences that continue prompt_tokens, 0 for those that begin with a prompt of their own.",
-        ),
-        ColumnSpec(
-            LOSS_MASK,
-            "rollout",
-            "uint8",
-            "T",
-            "1 for tokens that the model wrote, 0 for all others and for off_policy_tokens.",
-        ),
-        ColumnSpec(
-            "rollout_logprobs",
-            "rollout",
-            "float32",
-            "T",
-            "The engine's log-prob of each token, under the sampling temperature.",
-        ),
-        ColumnSpec(
-            VERSIONS, "rollout", "int64", "T", "Version of the weights that wrote each token; any for others' tokens."
-        ),
-        ColumnSpec(
-            WEIGHT_RECEIPTS,
-            "rollout",
-            "json",
-            "n",
-            "Receipts for the weights that wrote each sample: [[[version, digest, engine]]]. engine: its replica's id; "
-            'digest: of the memory from which it served this version, "" if it is unknown (docs/weights.md).',
-            optional=True,
-        ),
-        ColumnSpec(
-            "finish",
-            "rollout",
-            "json",
-            "S",
-            "Why each sequence ended (relaxd/finish_reasons.py); in a conversation, why it ended.",
-        ),
-        ColumnSpec(
-            "text",
-            "rollout",
-            "json",
-            "S",
-            "Text of each sequence's last answer, without its end token; in a conversation, of its last message.",
-        ),
-        ColumnSpec(
-            "spans_weight_update",
-            "rollout",
-            "uint8",
-            "S",
-            "1 for sequences that went on, with the keys and values that they had, after the weights changed.",
-        ),
-        ColumnSpec(
-            ROUTED_EXPERTS,
-            "rollout",
-            "uint8",
-            "rows, layers, top_k",
-            "Experts that each token was sent to (uint16 for a model of more than 256): of prompt and answer but the "
-            'last token, sequence by sequence. With trainer.routing_replay = "rollout" the trainer uses them; with '
-            '"none" it leaves them; with "trainer" its step files have its own instead.',
-            optional=True,
-        ),
-        ColumnSpec(
-            CONTINUED,
-            "rollout",
-            "int32",
-            "S",
-            "Number of times that each sequence was cut off and continued, on this or another engine.",
-            trained=False,
-            optional=True,
-        ),
-        ColumnSpec(
-            OFF_POLICY_TOKENS,
-            "rollout",
-            "int32",
-            "S",
-            "Tokens at each sequence's beginning that the model wrote before it was continued under newer weights: "
-            "their loss_mask is 0.",
-            trained=False,
-            optional=True,
-        ),
-        ColumnSpec(
-            STUDENT_CANDIDATES,
-            "rollout",
-            "int32",
-            "T, m",
-            "Ids of the m = algorithm.distill_top_k tokens that the weights that wrote a token found likeliest in its "
-            "place, the likeliest first, whatever could be sampled. The teacher service takes them; -1: none.",
-            trained=False,
-            optional=True,
-        ),
-        ColumnSpec(
-            RESPONSE_MESSAGES,
-            "rollout",
-            "json",
-            "n",
-            "Messages after the prompt of each sample: the model's as it wrote them, with the tool calls that were "
-            "found in them, and the environment's.",
-            optional=True,
-        ),
-        ColumnSpec(
-            SEQUENCE_MEDIA,
-            "rollout",
-            "json",
-            "S",
-            "Media in each sequence's tokens, in their order: [[{kind, sha256, grid, bytes, begin}]]. begin: index of "
-            "the first of its tokens, without a shared prompt; bytes: how many of sequence_contents are this one's, 0 "
-            "for one that the prompt has or that came before in the group. The others are as in prompt_media.",
-            optional=True,
-        ),
-        ColumnSpec(
-            SEQUENCE_CONTENTS,
-            "rollout",
-            "uint8",
-            "B",
-            "Media of the sequences in their normal form, one after the other as sequence_media says.",
-            optional=True,
-        ),
-        ColumnSpec(
-            ENVIRONMENT_REWARD,
-            "rollout",
-            "float64",
-            "n",
-            "Sum of the rewards that the environment gave each sample.",
-            optional=True,
-        ),
-        ColumnSpec(
-            ENVIRONMENT_INFO,
-            "rollout",
-            "json",
-            "",
-            "The environment's own numbers: {name: [n values, null without it]}.",
-            optional=True,
-        ),
-        ColumnSpec(TURNS, "rollout", "int32", "n", "Number of the model's messages of each sample.", optional=True),
-        ColumnSpec(
-            ENVIRONMENT_SECONDS,
-            "rollout",
-            "float32",
-            "n",
-            "Time that the environment took for each sample, in seconds.",
-            optional=True,
-        ),
-        ColumnSpec(
-            OUTSIDE_SECONDS,
-            "rollout",
-            "float32",
-            "n",
-            "Time of each sample in which no engine was asked for a message: the environment's, and that between.",
-            optional=True,
-        ),
-        ColumnSpec(TOOL_CALLS, "rollout", "int32", "n", "Number of each sample's calls of tools.", optional=True),
-        ColumnSpec(
-            TOOL_ERRORS,
-            "rollout",
-            "int32",
-            "n",
-            "Number of each sample's calls that name no tool, and of its messages with a call that can't be read.",
-            optional=True,
-        ),
-        ColumnSpec(
-            PLAYER,
-            "rollout",
-            "int32",
-            "S",
-            "Player whose view each sequence is, from 0 on.",
-            optional=True,
-        ),
-        ColumnSpec(
-            SEQUENCE_REWARD,
-            "rollout",
-            "float64",
-            "S",
-            "Sum of the environment's rewards for each sequence's player.",
-            optional=True,
-        ),
-        ColumnSpec(
-            MESSAGE_RETURNS,
-            "rollout",
-            "json",
-            "S",
-            "The model's messages of each sequence: [[tokens, return]]. tokens: how many there are from the end of the "
-            "message before, or from the sequence's beginning, to its end; return: sum of the environment's rewards "
-            "for its player from then on.",
-            trained=False,
-            optional=True,
-        ),
-        ColumnSpec(
-            REF_LOGPROBS,
-            "reference",
-            "float32",
-            "T",
-            "Log-prob of each token under the reference model, under the sampling temperature.",
-            optional=True,
-        ),
-        ColumnSpec(
-            REFERENCE_WEIGHTS,
-            "reference",
-            "json",
-            "",
-            "Weights of the reference service that gave ref_logprobs: the name of their folder in the run's folder "
-            'reference, such as "step-000050.1", or "" for those that it began with. With refresh_every.',
-            optional=True,
-        ),
-        ColumnSpec(
-            TEACHER_LOGPROBS,
-            "teacher",
-            "float32",
-            "T",
-            "Log-prob of each token under the teacher, under the sampling temperature.",
-            optional=True,
-        ),
-        ColumnSpec(
-            CANDIDATES,
-            "teacher",
-            "int32",
-            "T, k",
-            "Token ids at which student and teacher are compared in each token's place; -1: none.",
-            optional=True,
-        ),
-        ColumnSpec(
-            TEACHER_CANDIDATE_LOGPROBS,
-            "teacher",
-            "float32",
-            "T, k",
-            "Log-prob of each candidate under the teacher, under the sampling temperature.",
-            optional=True,
-        ),
-        ColumnSpec(
-            VALUES,
-            "critic",
-            "float32",
-            "T",
-            "The critic's value of the tokens before each token, at the step's beginning or, of a critic service, when "
-            "the answers were there; 0 for tokens that aren't trained on.",
-            optional=True,
-        ),
-        ColumnSpec(
-            CRITIC_STATE,
-            "critic",
-            "json",
-            "",
-            'What the critic service was when it gave the values: {"step": the last step on which it was trained, '
-            '"metrics": its numbers in that step}.',
-            optional=True,
-        ),
-        ColumnSpec("reward", "reward", "float64", "n", "Reward of each sample."),
-        ColumnSpec(
-            "reward_parts", "reward", "json", "", "The parts of the rewards: {name: [n values, null without it]}."
-        ),
-        ColumnSpec(
-            ADVANTAGES,
-            "advantage",
-            "float32",
-            "T",
-            "Advantage of each token, not yet normalised over the step. With a critic its reward, from which the "
-            "trainer computes the advantage that step files have. Where advantages need a column of the trainer's own, "
-            "they are in step files only.",
-        ),
-        ColumnSpec(
-            OLD_LOGPROBS,
-            "train",
-            "float32",
-            "T",
-            "Log-prob of each token under the weights at the step's beginning, for steps of several updates and for "
-            "advantages that need it; 0 for tokens that aren't trained on.",
-            optional=True,
-        ),
-        ColumnSpec(
-            RETURNS,
-            "train",
-            "float32",
-            "T",
-            "What the critic is fitted to: the advantage plus the value.",
-            optional=True,
-        ),
-    )
-}
+_ROW = re.compile(r"(\w+) \((\w+), (\w+) \[(.*?)\](, optional)?(, not trained)?\): (.*)")
+_TABLE = """
+prompt_tokens (publish, int32 [P]): Token ids of the prompt.
+prompt (publish, json []): The example: text, messages, answer, and what a reward may want.
+teacher_prompt_tokens (publish, int32 [Q], optional): Token ids of the teacher's prompt, which sequences that share the
+  prompt continue for the teacher.
+prompt_media (publish, json [], optional): The prompt's media in their order, whose tokens prompt_tokens has: [{kind,
+  sha256, grid, bytes}]. grid: patches in time, rows and columns, or the frames of a sound's spectrogram, or both of a
+  video with its own sound; bytes: how many of media_contents are this one's, 0 for one that came before in the same
+  prompt. A video has times, too, in seconds.
+media_contents (publish, uint8 [B], optional): The prompt's media in their normal form (PNG, of a video with its frames
+  one below the other; WAV), one after the other as prompt_media says (relaxd/media/prompt_media.py).
+tokens (rollout, int32 [T]): Token ids of the sequences, end tokens included.
+sample_of_sequence (rollout, int32 [S]): Index of each sequence's sample, ascending.
+lengths (rollout, int32 [S]): Tokens of each sequence, without a shared prompt.
+shares_prompt (rollout, uint8 [S]): 1 for sequences that continue prompt_tokens, 0 for those that begin with a prompt of
+  their own.
+loss_mask (rollout, uint8 [T]): 1 for tokens that the model wrote, 0 for all others and for off_policy_tokens.
+rollout_logprobs (rollout, float32 [T]): The engine's log-prob of each token, under the sampling temperature.
+versions (rollout, int64 [T]): Version of the weights that wrote each token; any for others' tokens.
+weight_receipts (rollout, json [n], optional): Receipts for the weights that wrote each sample: [[[version, digest,
+  engine]]]. engine: its replica's id; digest: of the memory from which it served this version, "" if it is unknown
+  (docs/weights.md).
+finish (rollout, json [S]): Why each sequence ended (relaxd/finish_reasons.py); in a conversation, why it ended.
+text (rollout, json [S]): Text of each sequence's last answer, without its end token; in a conversation, of its last
+  message.
+spans_weight_update (rollout, uint8 [S]): 1 for sequences that went on, with the keys and values that they had, after
+  the weights changed.
+routed_experts (rollout, uint8 [rows, layers, top_k], optional): Experts that each token was sent to (uint16 for a model
+  of more than 256): of prompt and answer but the last token, sequence by sequence. With trainer.routing_replay =
+  "rollout" the trainer uses them; with "none" it leaves them; with "trainer" its step files have its own instead.
+continued (rollout, int32 [S], optional, not trained): Number of times that each sequence was cut off and continued, on
+  this or another engine.
+off_policy_tokens (rollout, int32 [S], optional, not trained): Tokens at each sequence's beginning that the model wrote
+  before it was continued under newer weights: their loss_mask is 0.
+student_candidates (rollout, int32 [T, m], optional, not trained): Ids of the m = algorithm.distill_top_k tokens that
+  the weights that wrote a token found likeliest in its place, the likeliest first, whatever could be sampled. The
+  teacher service takes them; -1: none.
+response_messages (rollout, json [n], optional): Messages after the prompt of each sample: the model's as it wrote them,
+  with the tool calls that were found in them, and the environment's.
+sequence_media (rollout, json [S], optional): Media in each sequence's tokens, in their order: [[{kind, sha256, grid,
+  bytes, begin}]]. begin: index of the first of its tokens, without a shared prompt; bytes: how many of
+  sequence_contents are this one's, 0 for one that the prompt has or that came before in the group. The others are as in
+  prompt_media.
+sequence_contents (rollout, uint8 [B], optional): Media of the sequences in their normal form, one after the other as
+  sequence_media says.
+environment_reward (rollout, float64 [n], optional): Sum of the rewards that the environment gave each sample.
+environment_info (rollout, json [], optional): The environment's own numbers: {name: [n values, null without it]}.
+turns (rollout, int32 [n], optional): Number of the model's messages of each sample.
+environment_seconds (rollout, float32 [n], optional): Time that the environment took for each sample, in seconds.
+outside_generation_seconds (rollout, float32 [n], optional): Time of each sample in which no engine was asked for a
+  message: the environment's, and that between.
+tool_calls (rollout, int32 [n], optional): Number of each sample's calls of tools.
+tool_errors (rollout, int32 [n], optional): Number of each sample's calls that name no tool, and of its messages with a
+  call that can't be read.
+player (rollout, int32 [S], optional): Player whose view each sequence is, from 0 on.
+sequence_reward (rollout, float64 [S], optional): Sum of the environment's rewards for each sequence's player.
+message_returns (rollout, json [S], optional, not trained): The model's messages of each sequence: [[tokens, return]].
+  tokens: how many there are from the end of the message before, or from the sequence's beginning, to its end; return:
+  sum of the environment's rewards for its player from then on.
+ref_logprobs (reference, float32 [T], optional): Log-prob of each token under the reference model, under the sampling
+  temperature.
+reference_weights (reference, json [], optional): Weights of the reference service that gave ref_logprobs: the name of
+  their folder in the run's folder reference, such as "step-000050.1", or "" for those that it began with. With
+  refresh_every.
+teacher_logprobs (teacher, float32 [T], optional): Log-prob of each token under the teacher, under the sampling
+  temperature.
+candidates (teacher, int32 [T, k], optional): Token ids at which student and teacher are compared in each token's place;
+  -1: none.
+teacher_candidate_logprobs (teacher, float32 [T, k], optional): Log-prob of each candidate under the teacher, under the
+  sampling temperature.
+values (critic, float32 [T], optional): The critic's value of the tokens before each token, at the step's beginning or,
+  of a critic service, when the answers were there; 0 for tokens that aren't trained on.
+critic_state (critic, json [], optional): What the critic service was when it gave the values: {"step": the last step on
+  which it was trained, "metrics": its numbers in that step}.
+reward (reward, float64 [n]): Reward of each sample.
+reward_parts (reward, json []): The parts of the rewards: {name: [n values, null without it]}.
+advantages (advantage, float32 [T]): Advantage of each token, not yet normalised over the step. With a critic its
+  reward, from which the trainer computes the advantage that step files have. Where advantages need a column of the
+  trainer's own, they are in step files only.
+old_logprobs (train, float32 [T], optional): Log-prob of each token under the weights at the step's beginning, for steps
+  of several updates and for advantages that need it; 0 for tokens that aren't trained on.
+returns (train, float32 [T], optional): What the critic is fitted to: the advantage plus the value.
+"""
+
+
+def _column(row: str) -> ColumnSpec:
+    found = _ROW.fullmatch(" ".join(row.split()))
+    assert found is not None, row
+    name, writer, dtype, shape, optional, not_trained, meaning = found.groups()
+    return ColumnSpec(name, writer, dtype, shape, meaning, trained=not not_trained, optional=bool(optional))
+
+
+COLUMNS = {column.name: column for column in map(_column, re.split(r"\n(?=\S)", _TABLE.strip()))}
 """All columns, in the order in which they are written."""
 
 
