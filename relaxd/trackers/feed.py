@@ -1,17 +1,21 @@
 """A thread that feeds one tracker from the files in the run's folder."""
 
 import contextlib
+import io
+import json
 import math
+import os
 import re
+import secrets
 import threading
 import time
+import zlib
 from collections.abc import Callable, Mapping
-from typing import Any
+from pathlib import Path
+from typing import Any, Literal
 
 from relaxd.importing import describe_error
-from relaxd.run_folder import METRICS, SAMPLES
-from relaxd.trackers.followed_file import FollowedFile
-from relaxd.trackers.logged import Logged, Part, digest
+from relaxd.run_folder import METRICS, SAMPLES, append_lines, parse_line, read_lines
 from relaxd.trackers.tracker import Edition, TrackedRun, Tracker, flatten, load_tracker
 
 POLL_SECONDS = 0.5
@@ -194,3 +198,109 @@ def split_line(line: Mapping[str, Any]) -> tuple[dict[str, float], dict[str, flo
         else:
             numbers[f"train/{name}"] = value
     return numbers, evaluation
+
+
+Part = Literal["step", "evaluation", "samples"]
+
+
+class Logged:
+    """Record of a tracker's data in an edition: the digest of each step's numbers, and the steps with samples."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self.edition = ""
+        """Id of the newest edition, "" before the first."""
+        self._digests: dict[tuple[int, Part], int] = {}
+        self._unsaved: list[str] = []
+        for line in read_lines(path):
+            if "edition" in line:
+                self.edition, self._digests = line["edition"], {}
+            else:
+                self._digests[line["step"], line["part"]] = line["digest"]
+        self.last_step = max((step for step, _ in self._digests), default=-1)
+        """The last step with a logged part; -1 if there is none."""
+
+    def begin_edition(self) -> None:
+        """Begin the next, empty edition. Raises OSError."""
+        self.edition = secrets.token_hex(4)
+        self.last_step = -1
+        self._digests, self._unsaved = {}, []
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        append_lines(self._path, json.dumps({"edition": self.edition}) + "\n")
+
+    def known(self, step: int, part: Part) -> int | None:
+        """Return the digest of a logged part, else None."""
+        return self._digests.get((step, part))
+
+    def add(self, step: int, part: Part, digest: int) -> None:
+        """Add a logged part; `save` stores it."""
+        self._digests[step, part] = digest
+        self.last_step = max(self.last_step, step)
+        self._unsaved.append(json.dumps({"step": step, "part": part, "digest": digest}) + "\n")
+
+    def save(self) -> None:
+        """Store added parts. Raises OSError."""
+        if self._unsaved:
+            append_lines(self._path, "".join(self._unsaved))
+            self._unsaved = []
+
+
+def digest(numbers: Mapping[str, Any]) -> int:
+    """Return a digest by which a step that was trained again is recognised."""
+    return zlib.crc32(json.dumps(numbers, sort_keys=True).encode())
+
+
+READ_BYTES = 1 << 20
+"""Approximate number of bytes to read at once."""
+
+
+class FollowedFile:
+    """Reads the lines of a growing file, and starts again if it was replaced or truncated."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._file: io.BufferedReader | None = None
+        self._end = 0
+        """Offset of the end of the last line that was read."""
+        self._last = b""
+        """The last line that was read."""
+
+    def read(self) -> tuple[bool, list[dict[str, Any]]]:
+        """Return whether the file is read from its beginning, and lines; none when all have been read.
+
+        Skips lines that are no JSON objects: their writer died. Raises OSError.
+        """
+        again = self._reopen_if_changed()
+        if self._file is None:
+            return False, []
+        self._file.seek(self._end)
+        lines = [line for line in self._file.readlines(READ_BYTES) if line.endswith(b"\n")]
+        if lines:
+            self._end += sum(map(len, lines))
+            self._last = lines[-1]
+        return again, [value for line in lines if (value := parse_line(line)) is not None]
+
+    def close(self) -> None:
+        """Close the file. The next `read` starts at its beginning."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+    def _reopen_if_changed(self) -> bool:
+        """Open the file at its beginning, unless it is open and has only grown. Returns whether it was opened."""
+        try:
+            number = os.stat(self._path).st_ino
+        except FileNotFoundError:
+            return False
+        if self._file is not None and os.fstat(self._file.fileno()).st_ino == number and self._has_last_line():
+            return False
+        self.close()
+        self._file = self._path.open("rb")
+        self._end, self._last = 0, b""
+        return True
+
+    def _has_last_line(self) -> bool:
+        """Return whether the last line that was read is still in its place."""
+        assert self._file is not None
+        self._file.seek(self._end - len(self._last))
+        return self._file.read(len(self._last)) == self._last

@@ -11,11 +11,10 @@ from pathlib import Path
 from typing import Any
 from zoneinfo import ZoneInfo
 
-from relaxd.alerts.outbox import Outbox
-from relaxd.alerts.quiet_hours import parse_quiet_hours
+from relaxd.alerts.outbox import Outbox, parse_quiet_hours
 from relaxd.alerts.urls import AlertUrl, Sender, UrlProblem
 from relaxd.run_folder import METRICS, replace_file
-from relaxd.trackers.followed_file import FollowedFile
+from relaxd.trackers.feed import FollowedFile
 
 POLL_SECONDS = 1.0
 RETRY_SECONDS = 60.0

@@ -4,8 +4,7 @@ import json
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
-from relaxd.alerts.outbox import MAX_PENDING, Message, Outbox
-from relaxd.alerts.quiet_hours import NO_QUIET_HOURS, parse_quiet_hours
+from relaxd.alerts.outbox import MAX_PENDING, NO_QUIET_HOURS, Message, Outbox, parse_quiet_hours
 from tests.kit.cases import each
 
 NOON = datetime(2026, 5, 4, 12, 0, tzinfo=UTC)

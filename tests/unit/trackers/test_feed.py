@@ -11,8 +11,7 @@ import pytest
 
 from relaxd.config.tracking import TrackingConfig
 from relaxd.run_folder import METRICS, SAMPLES
-from relaxd.trackers.feed import Feed, split_line
-from relaxd.trackers.followed_file import FollowedFile
+from relaxd.trackers.feed import Feed, FollowedFile, split_line
 from relaxd.trackers.tracker import REDACTED, Edition, TrackedRun, Tracker, redact
 from tests.kit.waiting import wait_until
 
