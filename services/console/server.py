@@ -7,7 +7,7 @@ from pathlib import Path
 import grpc
 from aiohttp import web
 
-from relaxd.report.html_page import ASSETS as REPORT_ASSETS
+from relaxd.report.report_files import ASSETS as REPORT_ASSETS
 from relaxd.rpc.client import channel
 from relaxd.rpc.credentials import is_loopback
 from relaxd.rpc.errors import ServerError

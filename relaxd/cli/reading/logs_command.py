@@ -23,8 +23,7 @@ from relaxd.config import RunConfig
 from relaxd.config.load_toml import load_recorded
 from relaxd.local import compose
 from relaxd.local.state_folder import StateFolder
-from relaxd.report.chrome_timeline import chrome_timeline
-from relaxd.report.traces import GroupTrace, TracedSpan, read_group_trace, read_step_spans
+from relaxd.report.traces import GroupTrace, TracedSpan, chrome_timeline, read_group_trace, read_step_spans
 from relaxd.run_folder import LOGS, is_run
 
 POLL_SECONDS = 0.3

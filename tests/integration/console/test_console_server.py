@@ -111,7 +111,7 @@ async def test_the_page_is_its_own_and_nobody_elses(visit: Callable[[], Browser]
     ):
         async with browser.client.get(f"{browser.url}assets/{asset}") as answer:
             assert answer.status == 200, asset
-    for place in ("assets/../server.py", "assets/%2e%2e/server.py", "assets/shared/../html_page.py", "nowhere"):
+    for place in ("assets/../server.py", "assets/%2e%2e/server.py", "assets/shared/../report_files.py", "nowhere"):
         async with browser.client.get(browser.url + place) as answer:
             assert answer.status == 404, place
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from relaxd.report.charts import COLOURS, NAMED, SECTIONS, UNDRAWN, chart_data
-from relaxd.report.html_page import packed
+from relaxd.report.report_files import packed
 from relaxd.telemetry.metrics import METRICS
 
 

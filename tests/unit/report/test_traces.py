@@ -1,7 +1,6 @@
 """The rows of a timeline: spans that overlap are in different ones."""
 
-from relaxd.report.chrome_timeline import chrome_timeline
-from relaxd.report.traces import TracedSpan
+from relaxd.report.traces import TracedSpan, chrome_timeline
 
 
 def span(name: str, start: int, end: int, trace: str = "a", instance: str = "rollout-1") -> TracedSpan:
