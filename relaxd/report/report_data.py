@@ -9,9 +9,9 @@ from typing import Any
 from relaxd.client.folder_runs import read_sample
 from relaxd.report.charts import color
 from relaxd.report.group_outcomes import outcome_message, read_fates
-from relaxd.report.message_json import plain
 from relaxd.report.run_result import RunResult, place_of, results, table_of
 from relaxd.report.step_times import GROUP, TRAINER, Breakdown, Steps, mean_rows, share_rows
+from relaxd.rpc.message_parts import plain
 
 SHOWN_STEPS = 100
 """Steps in the table, the newest; the charts show all."""

@@ -7,7 +7,7 @@ from typing import Any
 from google.protobuf.json_format import ParseDict, ParseError
 from google.protobuf.message import Message
 
-from relaxd.report.message_json import plain
+from relaxd.rpc.message_parts import plain
 from relaxd.v1 import coordinator_pb2 as pb
 from relaxd.v1 import scaling_pb2
 from relaxd.v1.coordinator_pb2_grpc import CoordinatorStub

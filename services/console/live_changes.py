@@ -18,9 +18,8 @@ import grpc
 
 from relaxd.client.coordinator_client import ENDED
 from relaxd.client.run_changes import merge
-from relaxd.report.message_json import plain
 from relaxd.rpc.errors import explain
-from relaxd.rpc.message_parts import words
+from relaxd.rpc.message_parts import plain, words
 from relaxd.v1 import coordinator_pb2 as pb
 from relaxd.v1.coordinator_pb2_grpc import CoordinatorStub
 from relaxd.v1.replica_pb2 import ReplicaState

@@ -12,7 +12,7 @@ from aiohttp import web
 from relaxd import __version__
 from relaxd.client.metric_series import rows
 from relaxd.report.charts import chart_data
-from relaxd.report.message_json import plain
+from relaxd.rpc.message_parts import plain
 from relaxd.v1 import coordinator_pb2 as pb
 from relaxd.v1 import scaling_pb2
 from relaxd.v1.coordinator_pb2_grpc import CoordinatorStub

@@ -3,7 +3,7 @@
 import json
 import math
 
-from relaxd.report.message_json import plain
+from relaxd.rpc.message_parts import plain
 from relaxd.v1 import coordinator_pb2 as pb
 from relaxd.v1 import replica_pb2, scaling_pb2
 from services.console.live_changes import fleet_form, numbers
