@@ -4,17 +4,25 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Literal
 
-from relaxd.tools.doctor.disk import check_disk
 from relaxd.tools.doctor.docker import check_docker
 from relaxd.tools.doctor.finding import Finding, Scope
 from relaxd.tools.doctor.gpus import check_gpus
-from relaxd.tools.doctor.host import check_clock, check_limits, check_shared_memory, check_system
-from relaxd.tools.doctor.packages import check_optional_packages, check_packages
-from relaxd.tools.doctor.ports import check_coordinator_port, check_weight_ports
-from relaxd.tools.doctor.redis_server import check_redis, check_redis_program
-from relaxd.tools.doctor.sandbox import check_sandbox
-from relaxd.tools.doctor.services import check_services
-from relaxd.tools.doctor.trackers import check_trackers
+from relaxd.tools.doctor.host import (
+    check_clock,
+    check_disk,
+    check_limits,
+    check_sandbox,
+    check_shared_memory,
+    check_system,
+)
+from relaxd.tools.doctor.packages import check_optional_packages, check_packages, check_trackers
+from relaxd.tools.doctor.services import (
+    check_coordinator_port,
+    check_redis,
+    check_redis_program,
+    check_services,
+    check_weight_ports,
+)
 
 Moment = Literal["config", "run", "up", "compose"]
 """The commands that run some checks by themselves: `relaxd config check`, `run` and `resume`, `up`, `up --compose`."""

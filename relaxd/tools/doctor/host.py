@@ -1,13 +1,17 @@
-"""Checks of the host: shared memory, limits of this user, and the clock."""
+"""Checks of the host: shared memory, limits of this user, the clock, disks, and the kernel's means to confine code."""
 
 import contextlib
 import ctypes
+import json
 import os
 import platform
 import resource
+import shutil
+import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import psutil
@@ -15,8 +19,14 @@ import psutil
 from relaxd import __version__
 from relaxd.amounts import byte_amount
 from relaxd.local.embedded_redis import machine_memory
+from relaxd.local.programs import python_path
+from relaxd.models import DataError
 from relaxd.replica.gpus import visible_gpus
+from relaxd.sandbox import landlock
+from relaxd.sandbox.enclosure import Measure
+from relaxd.sandbox.limits import ConfinementError, Limits, check
 from relaxd.tools.doctor.finding import Finding, Scope
+from relaxd.tools.fitting.fit import written
 from relaxd.waiting import duration
 
 SHARED_MEMORY = Path("/dev/shm")
@@ -209,3 +219,124 @@ def _is_synchronised() -> bool | None:
     if ctypes.CDLL(None).adjtimex(times) < 0:
         return None
     return not int.from_bytes(times.raw[_STATUS_OFFSET : _STATUS_OFFSET + 4], sys.byteorder) & _UNSYNCHRONISED
+
+
+LITTLE_BYTES, FEWEST_BYTES = 2 << 30, 64 << 20
+"""Free disk, in bytes, below which it may soon be full, and below which nothing works."""
+FEWEST_FILES = 10_000
+"""Number of free inodes below which the disk may soon take no more files."""
+
+
+def check_disk(scope: Scope) -> Iterator[Finding]:
+    """Check that the state folder, the runs' folder and the folder of temporary files can be written and have room."""
+    needed = None
+    if scope.config is not None:
+        try:
+            needed = sum(written(scope.config).values())
+        except DataError:  # `relaxd config check` names the model that is wrong
+            needed = None
+    yield folder_finding("state folder", scope.folder.path, "--state DIR")
+    yield folder_finding("run folder", scope.runs, "--run.folder DIR", needed)
+    yield folder_finding("temporary folder", Path(tempfile.gettempdir()), "export TMPDIR=DIR")
+
+
+def folder_finding(about: str, folder: Path, other: str, needed: int | None = None) -> Finding:
+    """Judge a folder that may not exist yet.
+
+    Args:
+        about: name of the folder.
+        folder: its path.
+        other: how to use another one.
+        needed: bytes that a run will write there, if known.
+    """
+    folder = folder.absolute()
+    existing = next(parent for parent in (folder, *folder.parents) if parent.exists())
+    if why := _unwritable(existing):
+        return Finding("problem", about, f"{folder}: {existing} {why}", "a folder that this user can write", other)
+    free, files = shutil.disk_usage(existing).free, os.statvfs(existing).f_favail
+    found = f"{folder}: {byte_amount(free)} free"
+    if needed is not None:
+        found += f", the run will take about {byte_amount(needed)}"
+    wanted = LITTLE_BYTES if needed is None else max(needed, FEWEST_BYTES)
+    if free < wanted:
+        right = f"at least {byte_amount(wanted)}: remove files, or use another folder"
+        return Finding("problem" if free < FEWEST_BYTES else "warning", about, found, right, other)
+    if 0 < files < FEWEST_FILES:
+        right = "more of them: remove small files, or use another folder"
+        return Finding("warning", about, f"{folder}: only {files} more files can be made (inodes)", right, other)
+    return Finding("ok", about, found)
+
+
+def _unwritable(folder: Path) -> str:
+    """Return the reason why a folder isn't writable; "" if it is. A folder is created there for a moment."""
+    if not folder.is_dir():
+        return "is not a folder"
+    try:
+        Path(tempfile.mkdtemp(prefix=".relaxd-doctor-", dir=folder)).rmdir()
+    except OSError as error:
+        return f"can't be written: {error.strerror}"
+    return ""
+
+
+TRIAL_SECONDS = 20.0
+SCOPES_VERSION = 6
+"""First Landlock version that blocks abstract sockets and signals to other processes."""
+
+
+def check_sandbox(scope: Scope) -> Iterator[Finding]:
+    """Check this kernel's support for the sandbox of answers and the enclosure of rewards."""
+    if scope.elsewhere:
+        return
+    try:
+        check(Limits())
+        yield answers_finding(landlock.version())
+    except ConfinementError as error:
+        right = "Linux 5.13 or newer, with landlock in its parameter lsm=, for the reward `code`"
+        yield Finding("warning", "sandbox of answers", str(error), right, "cat /sys/kernel/security/lsm")
+    try:
+        measures = _try_enclosure()
+    except (OSError, ValueError, subprocess.SubprocessError) as error:
+        right = 'a kernel that confines processes, or at worst reward.sandbox = "off"'
+        yield Finding("problem", "enclosure of rewards", f"it can't be made: {error}", right)
+        return
+    required = scope.config is not None and scope.config.reward.sandbox == "required"
+    yield enclosure_finding(measures, required)
+
+
+def answers_finding(version: int) -> Finding:
+    """Judge the kernel's version of Landlock."""
+    found = f"Landlock {version} and seccomp, on Linux {platform.release()}"
+    if version < SCOPES_VERSION:
+        found += "; Linux 6.12 would also deny rewards abstract sockets (docs/security.md)"
+    return Finding("ok", "sandbox of answers", found)
+
+
+def enclosure_finding(measures: Sequence[Measure], required: bool) -> Finding:
+    """Judge the effective measures of a reward's enclosure. With `required`, no run starts without all of them."""
+    missing = [one for one in measures if not one.by and one.name != "user"]
+    held = ", ".join(one.name for one in measures if one.by)
+    if not missing:
+        return Finding("ok", "enclosure of rewards", f"it limits {held}")
+    lacks = "; ".join(f"{one.name}: {one.missing}" for one in missing)
+    return Finding(
+        "problem" if required else "warning",
+        "enclosure of rewards",
+        f"it limits {held or 'nothing'}, but not {lacks}",
+        "limits of network, files, memory, processes and kernel (docs/security.md)",
+    )
+
+
+def _try_enclosure() -> list[Measure]:
+    """Enclose a process and return the effective measures. Raises OSError, ValueError, subprocess.SubprocessError."""
+    done = subprocess.run(
+        [sys.executable, "-m", "relaxd.sandbox.enclosure"],
+        env=os.environ | {"PYTHONPATH": python_path()},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=TRIAL_SECONDS,
+        check=False,
+    )
+    if done.returncode:
+        raise OSError((done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1])
+    return [Measure(**one) for one in json.loads(done.stdout)]

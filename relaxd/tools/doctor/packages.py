@@ -1,8 +1,10 @@
-"""Checks of Python packages: the requirements of relaxd's extras, and their versions."""
+"""Checks of Python packages: the requirements of relaxd's extras, their versions, and the trackers' interpreter."""
 
 import functools
 import importlib.metadata
 import re
+import subprocess
+import sys
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -10,7 +12,7 @@ from pathlib import Path
 
 import relaxd
 from relaxd.board import roles_for
-from relaxd.config import RunConfig
+from relaxd.config import RunConfig, TrackingConfig
 from relaxd.engines import ENGINES
 from relaxd.media import IMAGE
 from relaxd.replica.gpus import visible_gpus
@@ -175,3 +177,47 @@ def _numbers(version: str) -> tuple[int, ...]:
 
 def _pip(wanted: Sequence[Requirement]) -> str:
     return "pip install " + " ".join(f"'{one}'" for one in dict.fromkeys(wanted))
+
+
+TRACKER_PACKAGES = ("tensorboard", "wandb", "clearml", "trackio")
+"""Bundled trackers that need a package of the same name."""
+START_SECONDS = 10.0
+"""Maximum seconds for an interpreter to answer."""
+MIN_PYTHON = (3, 11)
+_LOOK = """
+import importlib.util, sys
+sys.path.pop(0)  # the current folder may have a folder of a tracker's name
+print(*sys.version_info[:2], *(name for name in sys.argv[1:] if importlib.util.find_spec(name) is None))
+"""
+"""Program that prints the interpreter's version, and the missing ones of some packages."""
+
+
+def check_trackers(scope: Scope) -> Iterator[Finding]:
+    """Check the interpreter and the packages of the trackers of the run in question."""
+    if scope.config is not None and scope.config.tracking.trackers and not scope.elsewhere:
+        yield trackers_finding(scope.config.tracking)
+
+
+def trackers_finding(tracking: TrackingConfig) -> Finding:
+    """Judge the interpreter of a run's trackers."""
+    about, python = "trackers", tracking.python or sys.executable
+    wanted = [name for name in tracking.trackers if name in TRACKER_PACKAGES]
+    right = f"an interpreter with {', '.join(wanted)}" if wanted else "an interpreter"
+    try:
+        done = subprocess.run(
+            [python, "-c", _LOOK, *wanted], capture_output=True, text=True, timeout=START_SECONDS, check=True
+        )
+        major, minor, *missing = done.stdout.split()
+    except (OSError, subprocess.SubprocessError, ValueError) as error:
+        found = f"{python} (tracking.python) can't be used: {error}"
+        return Finding("problem", about, found, right, "set tracking.python to a Python 3.11 or newer")
+    if (int(major), int(minor)) < MIN_PYTHON:
+        found = f"{python} (tracking.python) is Python {major}.{minor}"
+        return Finding("problem", about, found, "Python 3.11 or newer", "set tracking.python to one")
+    if missing:
+        known = {one.name: one for one in requirements().get("trackers", ())}
+        packages = " ".join(f"'{known.get(name, Requirement(name, ''))}'" for name in missing)
+        whose = "" if tracking.python else ", or set tracking.python to an interpreter that has it"
+        how = f"{python} -m pip install {packages}{whose}"
+        return Finding("problem", about, f"{python} has no {', '.join(missing)}", right, how)
+    return Finding("ok", about, f"{python} has what {', '.join(tracking.trackers)} need")

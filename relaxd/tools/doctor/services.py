@@ -1,11 +1,24 @@
-"""Checks of the services that are up."""
+"""Checks of the services that are up, their Redis and their ports, and of what would be started."""
 
+import contextlib
+import os
+import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import redis
 
 from relaxd import PROTOCOL_VERSION, __version__
+from relaxd.amounts import byte_amount
+from relaxd.board.sizes import NO_EVICTION
 from relaxd.client import CliError
 from relaxd.client.coordinator_client import CoordinatorClient
+from relaxd.config.operation import FEWEST_PORTS
+from relaxd.local import embedded_redis
+from relaxd.local.port_holder import find_holder
+from relaxd.process.ports import is_free
+from relaxd.redis_client import COORDINATOR, connect, where
 from relaxd.tools.doctor.finding import Finding, Scope
 from relaxd.v1.replica_pb2 import REPLICA_STATE_FAILED, ReplicaStatus
 
@@ -52,3 +65,140 @@ def status_findings(statuses: Sequence[ReplicaStatus]) -> Iterator[Finding]:
     roles = Counter(status.role for status in statuses)
     counts = ", ".join(f"{role} {count}" if count > 1 else role for role, count in roles.items())
     yield Finding("ok", "services", f"up: {counts}")
+
+
+CLOCK_SECONDS = 1.0
+"""Difference between two clocks that is worth a warning."""
+
+
+def check_redis(scope: Scope) -> Iterator[Finding]:
+    """Check the Redis of running services, else that of REDIS_URL, and the run's data nodes."""
+    stack = scope.folder.read()
+    try:
+        url = stack.redis if stack else embedded_redis.given_url()
+    except CliError as error:
+        yield Finding("problem", "Redis", error.message, "a URL that names a Redis", error.hint)
+        return
+    if url is not None:
+        yield from server_findings("Redis", url, scope.patience_seconds)
+    for node in scope.config.board.data_urls if scope.config and not scope.elsewhere else ():
+        yield from server_findings("data node", node, scope.patience_seconds)
+
+
+def check_redis_program(scope: Scope) -> Iterator[Finding]:
+    """Check the program of the Redis that `relaxd up` would start."""
+    if scope.elsewhere or scope.folder.read() or os.environ.get("REDIS_URL"):
+        return
+    try:
+        program = embedded_redis.find_server()
+        version = ".".join(map(str, embedded_redis.server_version(program)))
+        most = byte_amount(embedded_redis.maxmemory())
+        yield Finding("ok", "Redis", f"{program}, version {version}, would get {most} (RELAXD_REDIS_MAXMEMORY)")
+    except CliError as error:
+        yield Finding("problem", "Redis", error.message, "a program and a size for it", error.hint)
+
+
+def server_findings(about: str, url: str, seconds: float) -> Iterator[Finding]:
+    """Judge the server at a URL, which must answer within `seconds`."""
+    name = where(url)
+    try:
+        embedded_redis.wait_until_up(url, seconds=seconds)
+        with contextlib.closing(connect(url, tag=COORDINATOR, seconds=seconds)) as client:
+            facts: dict[str, Any] = client.info()
+            now, before = client.time(), time.time()
+    except CliError as error:
+        yield Finding("problem", about, error.message, "a Redis that answers", error.hint)
+        return
+    except redis.RedisError as error:
+        yield Finding("problem", about, f"{name}: {error}", "a Redis that lets its user call INFO and TIME")
+        return
+    wrong = list(fact_findings(about, name, facts))
+    if abs(ahead := now[0] + now[1] / 1e6 - before) > CLOCK_SECONDS:
+        right = "clocks that agree to a second: leases end by Redis's"
+        found = f"{name}: its clock is {abs(ahead):.0f} s {'ahead of' if ahead > 0 else 'behind'} this machine's"
+        wrong.append(Finding("warning", about, found, right, "sudo timedatectl set-ntp true"))
+    if wrong:
+        yield from wrong
+        return
+    used, most = byte_amount(facts["used_memory"]), byte_amount(facts["maxmemory"])
+    persistence = "append-only file" if facts["aof_enabled"] else "no append-only file"
+    text = f"{name}, version {version_of(facts)}, {used} of {most} used, {facts['maxmemory_policy']}, {persistence}"
+    yield Finding("ok", about, text)
+
+
+def fact_findings(about: str, name: str, facts: Mapping[str, Any]) -> Iterator[Finding]:
+    """Judge a server's INFO; yields only warnings and problems."""
+    version = version_of(facts)
+    numbers = tuple(int(part) for part in version.split(".")[:2])
+    needed = ".".join(map(str, embedded_redis.MIN_VERSION))
+    if numbers < embedded_redis.MIN_VERSION and "valkey_version" not in facts:
+        yield Finding("problem", about, f"{name}: version {version}", f"{needed} or newer, for the board's scripts")
+    if facts["role"] == "slave":
+        yield Finding("problem", about, f"{name}: a replica, which takes no writes", "the URL of its primary")
+    if facts["maxmemory_policy"] != NO_EVICTION:
+        yield Finding(
+            "problem",
+            about,
+            f"{name}: maxmemory-policy {facts['maxmemory_policy']}",
+            f"{NO_EVICTION}: others forget groups when Redis is full",
+            f"redis-cli CONFIG SET maxmemory-policy {NO_EVICTION}",
+        )
+    if not facts["maxmemory"]:
+        yield Finding(
+            "warning",
+            about,
+            f"{name}: no maxmemory, so that the kernel may kill it when memory is full",
+            "a limit that leaves room for its copy while it saves",
+            f"redis-cli CONFIG SET maxmemory {max(1, facts['total_system_memory'] >> 32)}gb",
+        )
+    if about == "Redis" and not facts["aof_enabled"]:  # what is on data nodes is generated again
+        yield Finding(
+            "warning",
+            about,
+            f"{name}: no append-only file, so that a restart of Redis forgets what it didn't save",
+            "appendonly yes, with appendfsync everysec",
+            "redis-cli CONFIG SET appendonly yes",
+        )
+    for field in ("aof_last_write_status", "aof_last_bgrewrite_status", "rdb_last_bgsave_status"):
+        if facts.get(field, "ok") != "ok":
+            right = "ok: its log says why it can't write its files, such as a full disk"
+            yield Finding("problem", about, f"{name}: {field} is {facts[field]}", right)
+
+
+def version_of(facts: Mapping[str, Any]) -> str:
+    """Return a server's version: Valkey's own, not its compatible Redis version."""
+    return str(facts.get("valkey_version", facts["redis_version"]))
+
+
+def check_coordinator_port(scope: Scope) -> Iterator[Finding]:
+    """Check who holds the coordinator's default port."""
+    about, stack = f"port {scope.port}", scope.folder.read()
+    holder = find_holder(scope.port, seconds=scope.patience_seconds)
+    if holder is None:
+        yield Finding("ok", about, "free")
+    elif stack is not None and stack.stack == holder.stack:
+        yield Finding("ok", about, f"held by the services that are up here: {holder}")
+    elif scope.coordinator and scope.coordinator.endswith(f":{scope.port}"):
+        yield Finding("ok", about, f"held by the coordinator that commands call here: {holder}")
+    else:
+        yield Finding(
+            "warning",
+            about,
+            f"held by {holder}",
+            "free for `relaxd up`, which else needs --port; `relaxd run` takes any free port"
+            + "; `relaxd down` ends what runs there" * bool(holder.folder),
+            f"relaxd down --state {holder.folder}" if holder.folder else "relaxd up --port 0",
+        )
+
+
+def check_weight_ports(scope: Scope) -> Iterator[Finding]:
+    """Check that weights.ports, if set, has free ports."""
+    ports = scope.config.weights.port_range if scope.config else None
+    if ports is None or scope.elsewhere:
+        return
+    free = sum(is_free(port, "0.0.0.0") for port in ports)
+    found = f"{free} of {len(ports)} are free"
+    if free >= FEWEST_PORTS:
+        yield Finding("ok", "weights.ports", found)
+    else:
+        yield Finding("problem", "weights.ports", found, f"at least {FEWEST_PORTS}: give a larger range")

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from relaxd.local.state_folder import StateFolder
-from relaxd.tools.doctor.disk import folder_finding
 from relaxd.tools.doctor.finding import Scope
 from relaxd.tools.doctor.host import (
     check_clock,
@@ -17,6 +16,7 @@ from relaxd.tools.doctor.host import (
     check_system,
     clock_finding,
     core_finding,
+    folder_finding,
     open_files_finding,
     processes_finding,
     shared_memory_finding,

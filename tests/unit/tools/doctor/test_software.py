@@ -16,6 +16,7 @@ from relaxd.sandbox.enclosure import Measure
 from relaxd.tools.doctor.checks import CHECKS, examine
 from relaxd.tools.doctor.docker import check_docker, engine_findings, image_findings
 from relaxd.tools.doctor.finding import Scope
+from relaxd.tools.doctor.host import answers_finding, check_sandbox, enclosure_finding
 from relaxd.tools.doctor.packages import (
     OPTIONAL,
     SERVICES,
@@ -25,11 +26,10 @@ from relaxd.tools.doctor.packages import (
     package_finding,
     parse,
     requirements,
+    trackers_finding,
 )
-from relaxd.tools.doctor.sandbox import answers_finding, check_sandbox, enclosure_finding
+from relaxd.tools.doctor.packages import TRACKER_PACKAGES as TRACKERS
 from relaxd.tools.doctor.services import status_findings
-from relaxd.tools.doctor.trackers import PACKAGES as TRACKERS
-from relaxd.tools.doctor.trackers import trackers_finding
 from relaxd.v1.replica_pb2 import REPLICA_STATE_FAILED, ReplicaStatus
 from tests.kit.cases import each
 
