@@ -14,9 +14,9 @@ from typing import Any
 
 from benchmarks.reporting import machine, report
 from relaxd.config.load_toml import load_file
-from relaxd.tools.rehearsal import control_plane
+from relaxd.tools.rehearsal import capacity
 from relaxd.tools.rehearsal.assumptions import Scale
-from relaxd.tools.rehearsal.carrying import refusal
+from relaxd.tools.rehearsal.capacity import refusal
 from relaxd.tools.rehearsal.rehearsal_report import Measured, limits, rows
 from relaxd.tools.rehearsal.rehearse import rehearse
 
@@ -36,14 +36,14 @@ def write(name: str, found: Measured, load_before: float) -> None:
     times, cores = found.call_times, found.cpu("coordinator")
     beats = times.heartbeat_at_rest
     judged: dict[str, Any] = {
-        "coordinator_of_goal": round(cores / control_plane.CORES, 4),
-        "heartbeat_p99_of_goal": None if beats is None else round(beats / control_plane.HEARTBEAT_SECONDS, 4),
+        "coordinator_of_goal": round(cores / capacity.CORES, 4),
+        "heartbeat_p99_of_goal": None if beats is None else round(beats / capacity.HEARTBEAT_SECONDS, 4),
     }
     report(
         f"rehearsal-{name}",
         [{"row": row, "value": value} for row, value in rows(found)],
         goal="coordinator <= 1 core and p99 of Heartbeat at rest <= 100 ms",
-        met=cores <= control_plane.CORES and beats is not None and beats <= control_plane.HEARTBEAT_SECONDS,
+        met=cores <= capacity.CORES and beats is not None and beats <= capacity.HEARTBEAT_SECONDS,
         **judged,
         scale=asdict(found.scale),
         steps=found.steps,

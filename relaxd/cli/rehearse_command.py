@@ -19,7 +19,7 @@ from relaxd.local.placement import placed_replicas, placement_problems
 from relaxd.local.state_folder import StateFolder
 from relaxd.roles import AGENT, ROLLOUT
 from relaxd.tools.rehearsal.assumptions import Scale, held_bytes, obstacle, payload_scale
-from relaxd.tools.rehearsal.carrying import refusal
+from relaxd.tools.rehearsal.capacity import refusal
 from relaxd.tools.rehearsal.rehearsal_report import Measured, rows
 from relaxd.tools.rehearsal.rehearse import rehearse as run_rehearsal
 

@@ -18,14 +18,14 @@ from typing import Any, cast
 from relaxd.replica.gpus import Gpu, GpuLeases
 from relaxd.replica.replica_context import ReplicaContext, open_context
 from relaxd.rpc.service_settings import parse_settings
-from relaxd.tools.rehearsal.control_plane import line
+from relaxd.tools.rehearsal.capacity import line
 from relaxd.v1.coordinator_pb2 import HeartbeatRequest, LeaseGpusRequest
 from relaxd.v1.coordinator_pb2_grpc import CoordinatorStub
 from services.rollout.service.server import run_rollout
 
 
 class TimedCoordinator:
-    """A coordinator's stub that writes a line for every answered heartbeat and GPU lease (control_plane.py)."""
+    """A coordinator's stub that writes a line for every answered heartbeat and GPU lease (capacity.py)."""
 
     def __init__(self, stub: CoordinatorStub, path: Path) -> None:
         self._stub = stub

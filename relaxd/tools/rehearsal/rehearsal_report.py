@@ -10,12 +10,10 @@ from dataclasses import dataclass
 
 from relaxd.amounts import byte_amount
 from relaxd.roles import TRAINER
-from relaxd.tools.rehearsal import carrying, control_plane
+from relaxd.tools.rehearsal import capacity
 from relaxd.tools.rehearsal.assumptions import Scale
-from relaxd.tools.rehearsal.carrying import BUSY_MACHINE, HostLoad
-from relaxd.tools.rehearsal.control_plane import CallTimes
-from relaxd.tools.rehearsal.counters import MACHINE, Sample
-from relaxd.tools.rehearsal.engine_numbers import EngineNumbers
+from relaxd.tools.rehearsal.capacity import BUSY_MACHINE, CallTimes, HostLoad
+from relaxd.tools.rehearsal.counters import MACHINE, EngineNumbers, Sample
 
 NETWORK_BYTES = 1.25e9
 """Bytes per second of a network of 10 Gbit/s."""
@@ -267,7 +265,7 @@ def limits(found: Measured) -> list[ResourceLimit]:
             ResourceLimit(
                 "the coordinator's answers (p99 of Heartbeat)",
                 beats,
-                control_plane.HEARTBEAT_SECONDS,
+                capacity.HEARTBEAT_SECONDS,
                 "s",
                 "use fewer rollout replicas",
             )
@@ -297,17 +295,17 @@ def first_limit(found: Measured) -> str:
 
 def rows(found: Measured) -> list[tuple[str, str]]:
     """Return the report's rows: a name and a value. There is no verdict if this machine was the limit."""
-    refused = carrying.refusal(found.load)
+    refused = capacity.refusal(found.load)
     result = [("no verdict", refused + ".")] if refused else _verdicts(found)
     result += _costs(found)
-    judged = control_plane.verdict(
+    judged = capacity.verdict(
         found.call_times,
         found.cpu("coordinator"),
         found.engines.last,
         busy_at_rest=found.busy_at_rest,
     )
     result += [
-        ("replicas' calls", control_plane.calls_row(found.call_times, found.scale.time)),
+        ("replicas' calls", capacity.calls_row(found.call_times, found.scale.time)),
         ("the control plane", judged),
     ]
     if refused:
@@ -316,7 +314,7 @@ def rows(found: Measured) -> list[tuple[str, str]]:
         ("first limit", first_limit(found)),
         ("next limits", "; ".join(f"{one.name} at {_times(one.factor)}" for one in limits(found)[1:4])),
     ]
-    if doubt := carrying.doubt(found.load, found.own_share):
+    if doubt := capacity.doubt(found.load, found.own_share):
         result.append(("doubtful", doubt))
     return result
 

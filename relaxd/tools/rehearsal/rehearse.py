@@ -29,10 +29,8 @@ from relaxd.replica.gpus import visible_gpus
 from relaxd.report.run_result import read_result
 from relaxd.roles import AGENT, REFERENCE, ROLLOUT, TRAINER
 from relaxd.tools.rehearsal.assumptions import Scale, admitted_groups, expert_bytes, least_step_seconds, rehearsed
-from relaxd.tools.rehearsal.carrying import advice
-from relaxd.tools.rehearsal.control_plane import call_times, read_calls
-from relaxd.tools.rehearsal.counters import Counters, Sample, busy_share, current_wait
-from relaxd.tools.rehearsal.engine_numbers import EngineNumbers
+from relaxd.tools.rehearsal.capacity import advice, call_times, read_calls
+from relaxd.tools.rehearsal.counters import Counters, EngineNumbers, Sample, busy_share, current_wait
 from relaxd.tools.rehearsal.rehearsal_report import Measured
 from relaxd.tools.rehearsal.stand_ins import write_stand_in
 from relaxd.v1.coordinator_pb2 import RUN_STATE_PAUSED, RUN_STATE_PENDING

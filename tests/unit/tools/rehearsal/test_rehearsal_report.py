@@ -6,9 +6,8 @@ import pytest
 
 from relaxd.tools.rehearsal import rehearsal_report
 from relaxd.tools.rehearsal.assumptions import Scale
-from relaxd.tools.rehearsal.control_plane import CallTimes
-from relaxd.tools.rehearsal.counters import Sample
-from relaxd.tools.rehearsal.engine_numbers import EngineNumbers
+from relaxd.tools.rehearsal.capacity import CallTimes
+from relaxd.tools.rehearsal.counters import EngineNumbers, Sample
 from relaxd.tools.rehearsal.rehearsal_report import Measured
 
 
