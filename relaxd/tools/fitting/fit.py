@@ -8,7 +8,6 @@ from relaxd.config import RunConfig
 from relaxd.models.folders import resolve_model, routed_expert_bytes
 from relaxd.models.layouts import Layout, possible_layouts, problem
 from relaxd.roles import TRAINER
-from relaxd.tools.fitting.between_hosts import crossing_bytes
 from relaxd.tools.fitting.gpu_memory import (
     ASLEEP,
     EngineMemory,
@@ -31,7 +30,7 @@ from relaxd.tools.fitting.host_and_disk import (
     read_models,
     step_work,
 )
-from relaxd.tools.fitting.speed import Seconds, predict
+from relaxd.tools.fitting.speed import Seconds, crossing_bytes, predict
 from relaxd.tools.fitting.trainer_memory import Bytes, Hardware, Held
 
 

@@ -11,9 +11,8 @@ from typing import Any
 from relaxd.config.load_toml import ConfigError, load
 from relaxd.config.other_frameworks import EQUIVALENTS, Equivalent
 from relaxd.config.settings_table import settings
-from relaxd.tools.migrate.migrated import ACTOR, Lost, Migrated, Reader
+from relaxd.tools.migrate.key_fates import ACTOR, Lost, Migrated, Reader, is_off, reason
 from relaxd.tools.migrate.verl_data import DATA, complete_data
-from relaxd.tools.migrate.verl_reasons import is_off, reason
 from relaxd.tools.migrate.verl_rewards import REWARDS, REWARDS_BY_PATTERN, add_tools, complete_rewards
 from relaxd.tools.migrate.verl_training import TRAINING, algorithm_of, complete_training
 

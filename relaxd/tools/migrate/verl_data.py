@@ -5,7 +5,7 @@ from pathlib import PurePosixPath
 from typing import Any
 
 from relaxd.run_folder import HELD_OUT
-from relaxd.tools.migrate.migrated import Lost, Reader, listed
+from relaxd.tools.migrate.key_fates import Lost, Reader, listed
 from relaxd.tools.migrate.verl_training import Conversion, off
 
 _PLAIN = ("test", "val", "valid", "validation", "dev", "eval", "train")

@@ -3,8 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
-from relaxd.tools.migrate.migrated import KeyFate, Lost, Reader
-from relaxd.tools.migrate.verl_reasons import reason
+from relaxd.tools.migrate.key_fates import KeyFate, Lost, Reader, reason
 from relaxd.tools.migrate.verl_training import Conversion, off
 
 MANAGERS = ("naive", "batch", "dapo")

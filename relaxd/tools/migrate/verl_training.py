@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from relaxd.tools.migrate.migrated import Lost, Reader
+from relaxd.tools.migrate.key_fates import Lost, Reader
 
 ALGORITHMS = {
     "gae": "ppo",

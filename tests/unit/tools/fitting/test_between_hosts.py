@@ -11,8 +11,7 @@ from megatron.core.parallel_state import RankGenerator
 
 from relaxd.models.layouts import Layout, stage_parameters
 from relaxd.models.shape import read_shape
-from relaxd.tools.fitting.between_hosts import crossing_bytes, groups
-from relaxd.tools.fitting.speed import StepWork
+from relaxd.tools.fitting.speed import StepWork, crossing_bytes, groups
 from tests.unit.tools.fitting.models import write_config
 
 LAYOUTS = [

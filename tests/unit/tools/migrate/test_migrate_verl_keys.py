@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from relaxd.config.load_toml import load
-from relaxd.tools.migrate.migrated import KeyFate
+from relaxd.tools.migrate.key_fates import KeyFate
 from relaxd.tools.migrate.verl import migrate
 from tests.kit.cases import each
 
