@@ -18,10 +18,9 @@ import typer
 
 from relaxd.alerts.urls import VARIABLE as ALERT_URLS
 from relaxd.amounts import byte_amount
-from relaxd.cli.bundle_files import CONTENTS, MODEL, Bundle
 from relaxd.cli.options import FolderOption, RunNameArgument
 from relaxd.cli.output import show
-from relaxd.cli.run_checkpoints import config_of, run_folder, steps_done
+from relaxd.cli.run_checkpoints import CONTENTS, MODEL, Bundle, config_of, run_folder, steps_done
 from relaxd.client import CliError
 from relaxd.config import RunConfig
 from relaxd.models import DataError

@@ -11,8 +11,7 @@ from relaxd.cli.output import show
 from relaxd.client import CliError
 from relaxd.local import compose
 from relaxd.local.programs import CONSOLE_MODULE, console_installed, python_path
-from relaxd.local.silence import open_client
-from relaxd.local.stack import address_here
+from relaxd.local.stack import address_here, open_client
 from relaxd.local.state_folder import CONSOLE, StateFolder
 from relaxd.process.ports import LOOPBACK
 

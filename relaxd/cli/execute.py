@@ -39,7 +39,7 @@ from relaxd.drop_reasons import drop_warnings
 from relaxd.evaluation.scored_answers import shown_name
 from relaxd.local import compose, stack
 from relaxd.local.placement import machine_problems, placed_replicas
-from relaxd.local.silence import open_client, why_silent
+from relaxd.local.stack import open_client, why_silent
 from relaxd.local.state_folder import StackState, StateFolder
 from relaxd.models import DataError
 from relaxd.process.ports import LOOPBACK

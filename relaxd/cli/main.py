@@ -13,7 +13,6 @@ import typer
 
 from relaxd import __version__
 from relaxd.cli import run_checkpoints, run_commands
-from relaxd.cli.autoscale import autoscale
 from relaxd.cli.bundle_command import bundle
 from relaxd.cli.console_command import console
 from relaxd.cli.demo import demo
@@ -52,14 +51,13 @@ from relaxd.cli.reading.run_tables import report
 from relaxd.cli.reading.status_command import address_lines, print_status, why
 from relaxd.cli.rehearse_command import rehearse
 from relaxd.cli.run_checkpoints import save_of_run_in_progress
-from relaxd.cli.scale import scale
+from relaxd.cli.scale import autoscale, scale
 from relaxd.cli.sweep_command import sweep
 from relaxd.client import CliError
 from relaxd.config.load_toml import ConfigError, load_file
 from relaxd.local import compose, stack
 from relaxd.local.placement import default_replicas, placed_replicas, placement_problems
-from relaxd.local.silence import open_client
-from relaxd.local.stack import address_here
+from relaxd.local.stack import address_here, open_client
 from relaxd.local.stack import coordinator_address as _address
 from relaxd.local.state_folder import StateFolder
 from relaxd.roles import ROLES, TEACHER

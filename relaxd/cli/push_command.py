@@ -1,8 +1,10 @@
 """`relaxd push`: the model of a run, with a model card, to the Hugging Face hub."""
 
+import os
+import re
 import tempfile
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -10,9 +12,8 @@ from relaxd.cli.options import FolderOption, RunNameArgument
 from relaxd.cli.output import show
 from relaxd.cli.run_checkpoints import best_step, export_model, run_folder
 from relaxd.client import CliError
-from relaxd.report.model_card import CURVE, model_card
 from relaxd.report.report_files import write_report
-from relaxd.report.run_result import RunResult, read_result
+from relaxd.report.run_result import RunResult, read_result, table_of
 from relaxd.run_folder import model_path
 
 CARD = "README.md"
@@ -83,3 +84,64 @@ def upload(name: str, card: str, files: dict[str, Path], message: str, public: b
             "HF_TOKEN, or `hf auth login`, must have a token that may write there",
         ) from error
     return str(repository)
+
+
+CURVE = "curve.png"
+"""File name of the picture of the run's curve, beside the card."""
+_HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
+
+
+def model_card(result: RunResult, name: str, step: int) -> str:
+    """Return README.md for a model, with the hub's metadata at its beginning.
+
+    Paths of this machine are shortened to their last part; settings that may have secrets aren't in it.
+
+    Args:
+        result: the run.
+        name: the model's name on the hub.
+        step: the step after which the run had this model.
+    """
+    config = result.config
+    facts = {label: _shown(value) for label, value in result.facts().items() if label != "started"}
+    tags = ["relaxd", "reinforcement-learning"]
+    metadata: list[str] = ["library_name: transformers", "pipeline_tag: text-generation"]
+    training: dict[str, Any] = {"step of this model": step, "steps of the run": len(result.steps)}
+    if config is not None:
+        tags.append(config.algorithm.name)
+        if _HUB_NAME.fullmatch(config.model.path) and not Path(config.model.path).exists():
+            metadata.append(f"base_model: {config.model.path}")
+        training |= {
+            "groups in a step": config.trainer.groups_per_step,
+            "answers to a prompt": config.rollout.samples_per_prompt,
+            "temperature": config.rollout.temperature,
+            "maximum tokens of an answer": config.rollout.max_new_tokens,
+            "learning rate": config.trainer.optimizer.lr,
+            "seed": config.run.seed,
+        }
+    parts = [
+        "\n".join(["---", *metadata, "tags:", *(f"- {tag}" for tag in tags), "---"]),
+        f"# {name.rpartition('/')[2]}",
+        f"This model was trained by reinforcement learning with relaxd, in the run `{result.run_id}`.",
+        _table(["", ""], [[label, str(value)] for label, value in (facts | training).items()]),
+    ]
+    if result.steps:
+        rewards = [line["reward_mean"] for line in result.steps]
+        parts += [
+            "## Training",
+            f"The mean reward of a step went from {rewards[0]:.3f} to {rewards[-1]:.3f}.",
+            f"![Reward over the steps]({CURVE})",
+        ]
+    if rows := result.set_rows:
+        titles, cells = table_of(rows)
+        parts += ["## Evaluation", _table(titles, cells), "Step 0 is the model before training."]
+    return "\n\n".join(parts) + "\n"
+
+
+def _shown(value: str) -> str:
+    """Shorten the absolute paths in a text."""
+    return " ".join(os.path.basename(word.rstrip("/")) if word.startswith("/") else word for word in value.split(" "))
+
+
+def _table(titles: list[str], rows: list[list[str]]) -> str:
+    cells = [titles, ["---"] * len(titles), *([cell.replace("|", "\\|") for cell in row] for row in rows)]
+    return "\n".join(f"| {' | '.join(row)} |" for row in cells)

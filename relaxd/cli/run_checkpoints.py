@@ -2,10 +2,15 @@
 services stop.
 """
 
+import json
 import math
-from collections.abc import Callable
+import tarfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Annotated, Any
 
 import typer
@@ -13,7 +18,6 @@ from rich.table import Table
 
 from relaxd.amounts import byte_amount
 from relaxd.best_checkpoint import BestCheckpoint, find_best
-from relaxd.cli.bundle_files import opened_bundle
 from relaxd.cli.options import FolderOption, RunNameArgument, new_console
 from relaxd.cli.output import show
 from relaxd.cli.reading.run_source import RUNS
@@ -24,7 +28,7 @@ from relaxd.config import RunConfig
 from relaxd.config.algorithm import OwnConfig
 from relaxd.config.load_toml import load_recorded
 from relaxd.local.programs import EXPORT_CHECKPOINT, REPLAY, run_program
-from relaxd.local.silence import open_client
+from relaxd.local.stack import open_client
 from relaxd.run_folder import (
     CHECKPOINT_STATE,
     CONFIG,
@@ -36,6 +40,45 @@ from relaxd.run_folder import (
     step_files,
 )
 from relaxd.v1.coordinator_pb2 import RUN_STATE_PAUSED, RUN_STATE_RUNNING, Run
+
+CONTENTS = "bundle.json"
+"""Description of the bundle. All other files keep the places and names that they have in the run's folder."""
+MODEL = "model"
+"""Folder of the initial model, in a bundle with weights."""
+HINT = "relaxd bundle RUN --step N makes one"
+
+
+@dataclass(frozen=True)
+class Bundle:
+    """The content of bundle.json."""
+
+    run_id: str
+    step: int
+    """The step that the bundle is about."""
+    start: int | None
+    """Step of the checkpoint from which the step can be repeated; 0: the initial model; None: it has no weights."""
+
+
+@contextmanager
+def opened_bundle(path: Path) -> Iterator[tuple[Path, Bundle]]:
+    """Unpack a bundle into a temporary folder, with which commands work as with a run's. Raises CliError."""
+    with TemporaryDirectory(prefix="relaxd-bundle-") as place:
+        folder = Path(place)
+        try:
+            with tarfile.open(path) as archive:
+                archive.extractall(folder, filter="data")
+            facts = Bundle(**json.loads((folder / CONTENTS).read_text(encoding="utf-8")))
+            config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+            config["model"]["path"] = str(folder / MODEL)
+        except KeyError as error:
+            raise CliError(f"{path} is not a bundle: its {CONFIG} has no {error}", HINT) from error
+        except (OSError, tarfile.TarError, ValueError, TypeError) as error:
+            raise CliError(f"{path} is not a bundle: {error}", HINT) from error
+        if facts.start is None:
+            raise CliError(f"{path} has no weights to repeat the step with", "relaxd bundle --weights adds them")
+        (folder / CONFIG).write_text(json.dumps(config))
+        yield folder, facts
+
 
 REPLAY_SECONDS = 24 * 3600.0
 """Deadline of a replay or export, in seconds; loading a large model takes long."""

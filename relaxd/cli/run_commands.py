@@ -28,8 +28,7 @@ from relaxd.cli.reading.run_source import began_on_up, failed_by_data, refuse_en
 from relaxd.client import CliError
 from relaxd.client.coordinator_client import ENDED, CoordinatorClient, state_name
 from relaxd.client.folder_runs import read_run
-from relaxd.local.silence import open_client
-from relaxd.local.stack import address_here, coordinator_address
+from relaxd.local.stack import address_here, coordinator_address, open_client
 from relaxd.local.state_folder import StateFolder
 from relaxd.rewinding import NoWayBack, check_way_back, rewind
 from relaxd.v1 import coordinator_pb2 as pb

@@ -1,22 +1,24 @@
-"""`relaxd scale`: request more or fewer replicas of a role, follow, list and cancel such requests."""
+"""`relaxd scale` and `relaxd autoscale`: requests for more or fewer replicas of a role, and the autoscaler's own."""
 
+import time
 from collections import Counter
 from contextlib import nullcontext
+from datetime import datetime
 from typing import Annotated
 
 import typer
-from rich.console import Console
+from rich.console import Console, Group
 from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
 from relaxd.cli.options import DEFAULT_STATE, CoordinatorOption, StateOption, new_console
 from relaxd.client import CliError
+from relaxd.client.coordinator_client import ENDED as RUN_ENDED
 from relaxd.client.coordinator_client import CoordinatorClient
-from relaxd.local.silence import open_client
-from relaxd.local.stack import coordinator_address
+from relaxd.local.stack import coordinator_address, open_client
 from relaxd.roles import ROLES, SCALABLE_ROLES
-from relaxd.rpc.message_parts import numbers
+from relaxd.rpc.message_parts import numbers, words
 from relaxd.v1 import scaling_pb2 as pb
 from relaxd.v1.replica_pb2 import REPLICA_STATE_DRAINING
 
@@ -157,20 +159,15 @@ def wait_for(coordinator: CoordinatorClient, request: pb.ScaleRequest, console: 
     return False
 
 
-def state_name(state: "pb.ScaleState.ValueType") -> str:
-    """Return a state's name for display, such as "draining"."""
-    return pb.ScaleState.Name(state).removeprefix("SCALE_STATE_").lower()
-
-
 def request_line(request: pb.ScaleRequest) -> Text:
     """Format a request as one line."""
     way = "out" if request.direction == pb.SCALE_DIRECTION_OUT else "in"
     target = f" to {request.replicas}" if request.replicas else ""
     counts = Counter(replica.state for replica in request.scaled)
-    replicas = ", ".join(f"{count} {state_name(state)}" for state, count in counts.items())
+    replicas = ", ".join(f"{count} {words(pb.ScaleState)[state]}" for state, count in counts.items())
     return Text.assemble(
         f"scale request {request.request_id}: {request.role} {way}{target}: ",
-        (state_name(request.state), STYLES.get(request.state, "cyan")),
+        (words(pb.ScaleState)[request.state], STYLES.get(request.state, "cyan")),
         f" ({replicas})" if replicas else "",
         f" {request.reason}" if request.reason else "",
     )
@@ -180,7 +177,7 @@ def scaled_table(request: pb.ScaleRequest) -> Table:
     """List the replicas of a request."""
     table = Table("name", "state", "id", "address", "detail", header_style="dim", box=None)
     for replica in request.scaled:
-        state = Text(state_name(replica.state), STYLES.get(replica.state, "cyan"))
+        state = Text(words(pb.ScaleState)[replica.state], STYLES.get(replica.state, "cyan"))
         table.add_row(replica.launch_id, state, replica.replica_id, replica.address, replica.detail)
     return table
 
@@ -190,3 +187,81 @@ def _display(request: pb.ScaleRequest) -> Table:
     grid.add_row(request_line(request))
     grid.add_row(scaled_table(request))
     return grid
+
+
+SHOWN_DECISIONS = 10
+FOLLOW_SECONDS = 1.0
+"""Interval between two views, in seconds: that of the autoscaler's own looks."""
+
+
+def autoscale(
+    mode: Annotated[
+        str,
+        typer.Argument(metavar="[on|dry_run|off]", help="New mode for the rest of the run.", show_default=False),
+    ] = "",
+    follow: Annotated[bool, typer.Option("--follow", help="Show it anew each second until the run ends.")] = False,
+    state: StateOption = DEFAULT_STATE,
+    coordinator: CoordinatorOption = None,
+) -> None:
+    """Show what the autoscaler sees and has decided, or switch it."""
+    modes = numbers(pb.AutoscaleMode)
+    if mode and mode not in modes:
+        raise CliError(f"{mode!r} is no mode of the autoscaler: on, dry_run or off", "relaxd autoscale dry_run")
+    with open_client(coordinator_address(state, coordinator), state) as client:
+        now = client.set_autoscaler(modes[mode]) if mode else client.autoscaler()
+        if follow:
+            follow_autoscaler(client, now, new_console())
+        else:
+            new_console().print(autoscaler_view(now))
+
+
+def follow_autoscaler(client: CoordinatorClient, now: pb.Autoscaler, console: Console) -> None:
+    """Show the autoscaler until its run ends: in place on a terminal, elsewhere whenever it says something else.
+
+    Raises CliError: the coordinator doesn't answer.
+    """
+    shown = None
+    with Live(console=console, auto_refresh=False) if console.is_terminal else nullcontext() as live:
+        while True:
+            if live is not None:
+                live.update(autoscaler_view(now), refresh=True)
+            elif (said := (now.mode, now.replicas, now.reason)) != shown:
+                console.print(autoscaler_view(now))
+                shown = said
+            time.sleep(FOLLOW_SECONDS)  # idle: shows it again
+            try:
+                now = client.autoscaler(now.run_id)
+            except CliError:
+                if client.run(now.run_id).state not in RUN_ENDED:
+                    raise
+                return
+
+
+def autoscaler_view(autoscaler: pb.Autoscaler) -> Group:
+    """Format the state of an autoscaler: a sentence, its conditions and its last decisions."""
+    change = "" if autoscaler.wanted_replicas == autoscaler.replicas else f", {autoscaler.wanted_replicas} are wanted"
+    parts: list[Text | Table] = [
+        Text(
+            f"run {autoscaler.run_id}: the autoscaler is {words(pb.AutoscaleMode).get(autoscaler.mode, 'unknown')} "
+            f"({autoscaler.min_replicas} to {autoscaler.max_replicas} rollout replicas); "
+            f"there are {autoscaler.replicas}{change}: {autoscaler.reason}"
+        )
+    ]
+    if autoscaler.conditions:
+        table = Table("to", "condition", "is", "wanted", "", header_style="dim", box=None)
+        for one in autoscaler.conditions:
+            way = "add" if one.direction == pb.SCALE_DIRECTION_OUT else "remove"
+            wanted = f"{'above' if one.above else 'below'} {one.threshold:g}"
+            holds = Text("yes", "green") if one.holds else Text("no", "dim")
+            table.add_row(way, one.name, f"{one.value:.2f}", wanted, holds)
+        parts.append(table)
+    if autoscaler.decisions:
+        table = Table("at", "replicas", "request", "because", header_style="dim", box=None)
+        for decision in autoscaler.decisions[:SHOWN_DECISIONS]:
+            at = datetime.fromtimestamp(decision.decide_time.ToNanoseconds() / 1e9)
+            request = decision.request_id or "none"
+            table.add_row(
+                f"{at:%H:%M:%S}", f"{decision.replicas} to {decision.wanted_replicas}", request, decision.reason
+            )
+        parts.append(table)
+    return Group(*parts)

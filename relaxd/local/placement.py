@@ -3,10 +3,10 @@
 from collections.abc import Mapping
 
 from relaxd.board import roles_for
-from relaxd.config import RunConfig
+from relaxd.config import CPU_TRANSPORTS, RunConfig
 from relaxd.config.load_toml import Problem
-from relaxd.local.devices import check_devices
-from relaxd.roles import ROLES, SCALABLE_ROLES
+from relaxd.engines import ENGINES, list_engines
+from relaxd.roles import JUDGE, ROLES, ROLLOUT, SCALABLE_ROLES, TEACHER, TRAINER
 
 
 def default_replicas() -> dict[str, int]:
@@ -63,3 +63,72 @@ def _problem(config: RunConfig, role: str, number: int, are_gpus: bool, visible:
     if visible and count * each > visible:
         return f"that needs {count * each} GPUs, and this machine shows {visible}"
     return ""
+
+
+def check_devices(config: RunConfig, replicas: Mapping[str, int], visible: int) -> list[Problem]:
+    """Return the problems of a run with these replicas, by role, on a machine with `visible` GPUs.
+
+    Without GPUs, all roles use the CPU. With GPUs, each rank of a role takes one; in a colocated run, a rank of the
+    trainer and one of an engine share it. A judge or a teacher that wants a share of a GPU uses those of the engines,
+    as far as there are enough.
+    """
+    engines = replicas.get(ROLLOUT, 1)
+    transport = config.weights.transport
+    if not visible:
+        problems = []
+        if transport not in CPU_TRANSPORTS:
+            needs = f'= "{transport}" needs GPUs, and this machine shows none: use "gloo"'
+            problems.append(Problem("weights.transport", needs))
+        sections = {"rollout": config.rollout.engine}
+        if TEACHER in roles_for(config):
+            sections["roles.teacher"] = config.roles.teacher.engine
+        for place, engine in sections.items():
+            if ENGINES[engine].needs_gpus:
+                others = list_engines(place, lambda one: not one.needs_gpus)
+                needs = f'= "{engine}" needs GPUs, and this machine shows none: use {others}'
+                problems.append(Problem(f"{place}.engine", needs))
+        return problems
+    on_gpus = engines * ROLES[ROLLOUT].gpus(config)
+    roles = [ROLES[name] for name in roles_for(config)]
+    own = {role.name: replicas.get(role.name, 1) * role.gpus(config) for role in roles if not role.takes_turns}
+    for role, section in ((JUDGE, config.roles.judge), (TEACHER, config.roles.teacher)):
+        if role in own and section.shares_gpus:
+            own[role] = max(0, own[role] - on_gpus)
+    if config.run.colocate:
+        return _check_shared(config, engines, on_gpus, visible, sum(own.values()))
+    needed = ROLES[TRAINER].gpus(config) + on_gpus + sum(own.values())
+    if needed <= visible:
+        return []
+    words = f" and {engines} x rollout.tensor_parallel = {on_gpus} of the engines" if on_gpus else ""
+    words += "".join(f" and {count} of {role} replicas" for role, count in own.items() if count)
+    return [
+        Problem(
+            "trainer.ranks",
+            f"= {config.trainer.ranks}{words} need {needed} GPUs; this machine shows {visible}",
+        )
+    ]
+
+
+def _check_shared(config: RunConfig, engines: int, on_gpus: int, visible: int, own: int) -> list[Problem]:
+    ranks = config.trainer.ranks
+    if config.weights.transport != "cuda_ipc" or not ENGINES[config.rollout.engine].needs_gpus:
+        able = list_engines("rollout", lambda engine: engine.needs_gpus and engine.sleeps)
+        return [
+            Problem(
+                "run.colocate",
+                f'on GPUs needs rollout.engine = {able} and weights.transport = "cuda_ipc", but they are '
+                f'"{config.rollout.engine}" and "{config.weights.transport}"',
+            )
+        ]
+    if on_gpus != ranks:
+        return [
+            Problem(
+                "trainer.ranks",
+                f"= {ranks}, but {engines} x rollout.tensor_parallel = {on_gpus} GPUs are the engines': with "
+                "run.colocate each GPU has a rank and an engine",
+            )
+        ]
+    if ranks + own > visible:
+        beside = f", and {own} beside them for roles that don't take turns" if own else ""
+        return [Problem("trainer.ranks", f"= {ranks} needs {ranks} GPUs{beside}; this machine shows {visible}")]
+    return []

@@ -1,4 +1,4 @@
-"""The stack of services on this machine: its coordinator's address, its start and its stop."""
+"""The stack of services on this machine: its coordinator's address, its client, its start and its stop."""
 
 import contextlib
 import os
@@ -10,18 +10,89 @@ from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 
+import psutil
+
 from relaxd.client import CliError
 from relaxd.client.coordinator_client import CoordinatorClient
 from relaxd.local import compose, embedded_redis
 from relaxd.local.embedded_redis import without_password, write_private
 from relaxd.local.port_holder import taken_port
 from relaxd.local.programs import CONSOLE_MODULE, console_installed, python_path
-from relaxd.local.state_folder import CONSOLE, StackState, StateFolder
+from relaxd.local.state_folder import CONSOLE, ServiceState, StackState, StateFolder
 from relaxd.local.supervisor import ServiceSpec, StackPlan
 from relaxd.process.ports import LOOPBACK, free_port, reservations, reserve
 from relaxd.roles import COORDINATOR, REPLICA_ROLES, ROLES
 from relaxd.rpc.service_settings import CONSOLE_PORTS, checked_address
 from relaxd.rpc.stack_identity import STACK_VARIABLE, make_stack_identity
+
+Known = tuple[str, str]
+"""Known state of a coordinator that doesn't answer, and advice, both for people."""
+
+
+def open_client(address: str, state: Path) -> CoordinatorClient:
+    """Return a client whose errors add the known state of the coordinator, if it belongs to a state folder here."""
+    return CoordinatorClient(address, why_silent=why_silent(state))
+
+
+def why_silent(state: Path) -> Callable[[str], Known | None]:
+    """Return a function that says what is known of the coordinator at an address.
+
+    It returns None if the coordinator isn't that of the services in this state folder.
+    """
+    folder = StateFolder(state)
+
+    def known(address: str) -> Known | None:
+        stack = folder.read()
+        if stack is not None and stack.coordinator == address:
+            service = next((one for one in stack.services if one.role == COORDINATOR), None)
+            return _of_process(folder, stack.pid, service) if service is not None else None
+        containers = compose.read(folder)
+        if containers is not None and containers.coordinator == address:
+            return _of_container(containers)
+        if stack is not None:
+            return "it isn't the coordinator of the services here", f"that one is at {stack.coordinator}"
+        return None
+
+    return known
+
+
+def _of_process(folder: StateFolder, supervisor: int, service: ServiceState) -> Known:
+    """Return the known state of the coordinator's process."""
+    log = f"its log is {folder.log(service.name)}"
+    if service.phase == "failed":
+        return f"it kept dying (exit code {service.exit_code}), and its supervisor gave it up", log
+    status = _status(service.pid)
+    if status in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP):
+        return f"its process is stopped (pid {service.pid})", f"kill -CONT {service.pid} lets it go on"
+    if status is not None and service.phase != "restarting":
+        return f"its process runs (pid {service.pid})", log
+    if _status(supervisor) == psutil.STATUS_STOPPED:
+        return (
+            f"its process is gone, and its supervisor is stopped (pid {supervisor})",
+            f"kill -CONT {supervisor} lets it start the coordinator again",
+        )
+    return f"its process is gone, and its supervisor (pid {supervisor}) starts it again", log
+
+
+def _of_container(containers: compose.ComposeState) -> Known | None:
+    """Return the known state of the coordinator's container."""
+    try:
+        found = [one for one in compose.containers(containers) if COORDINATOR in one.Name]
+    except CliError:
+        return None
+    if not found:
+        return "it has no container any more", "relaxd down, then relaxd up --compose"
+    return f"its container {found[0].Name} is {found[0].State}", "`docker compose logs coordinator` has its log"
+
+
+def _status(pid: int | None) -> str | None:
+    """Return the status of a process; None if there is none."""
+    try:
+        status = psutil.Process(pid).status() if pid else None
+    except psutil.NoSuchProcess:
+        return None
+    return None if status == psutil.STATUS_ZOMBIE else status
+
 
 COORDINATOR_PORT = 50050
 ENDING_SECONDS = 60.0

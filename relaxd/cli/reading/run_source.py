@@ -12,8 +12,7 @@ from relaxd.cli.output import show
 from relaxd.client import CliError, NotFoundError
 from relaxd.client.coordinator_client import ENDED, CoordinatorClient
 from relaxd.client.folder_runs import FolderRuns, RunReader
-from relaxd.local.silence import open_client
-from relaxd.local.stack import address_here
+from relaxd.local.stack import address_here, open_client
 from relaxd.local.state_folder import StateFolder
 from relaxd.run_folder import LOGS, holder_of, is_run
 from relaxd.v1 import coordinator_pb2 as pb

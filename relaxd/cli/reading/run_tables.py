@@ -29,8 +29,7 @@ from relaxd.client import CliError
 from relaxd.client.coordinator_client import ENDED, state_name
 from relaxd.client.folder_runs import FolderRuns, step_lines
 from relaxd.client.metric_series import MAX_POINTS, rows
-from relaxd.local.silence import open_client
-from relaxd.local.stack import address_here, raise_when_down
+from relaxd.local.stack import address_here, open_client, raise_when_down
 from relaxd.local.state_folder import StateFolder
 from relaxd.report.report_files import write_report
 from relaxd.report.run_result import read_result, sample_values

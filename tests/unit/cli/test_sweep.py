@@ -6,11 +6,10 @@ from typing import Any
 import pytest
 
 from relaxd.best_checkpoint import parse_metric
-from relaxd.cli.sweep_command import plan_runs, read_sweep
+from relaxd.cli.sweep_command import SweepRow, plan_runs, read_sweep, sweep_table, write_sweep
 from relaxd.client import CliError
 from relaxd.config.load_toml import ConfigError
 from relaxd.report.run_result import RunResult
-from relaxd.report.sweep_results import SweepRow, sweep_table, write_sweep
 
 BASE = """
 run.steps = 2
