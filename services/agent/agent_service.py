@@ -25,10 +25,9 @@ from services.agent.endpoint import Endpoint
 from services.agent.engines import RunEngines
 from services.agent.environments import Environments
 from services.agent.evaluation_conversations import EvaluationConversations
-from services.agent.function_conversations import FunctionConversations
 from services.agent.group_conversations import GroupConversations
 from services.agent.model_turns import PolicyModel
-from services.agent.program_conversations import ProgramConversations
+from services.agent.program_conversations import FunctionConversations, ProgramConversations
 from services.agent.programs import Programs
 
 SLOW_SECONDS = 2.0

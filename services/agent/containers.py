@@ -1,4 +1,4 @@
-"""Programs that lead conversations in containers: one container a sample (agent.container)."""
+"""Programs that lead conversations in containers: one container a sample (agent.container), in the Docker engine."""
 
 import asyncio
 import io
@@ -12,6 +12,7 @@ from ipaddress import ip_network
 from pathlib import Path
 from typing import Any, Self
 
+import aiohttp
 import psutil
 
 from relaxd.config import AgentConfig
@@ -21,8 +22,89 @@ from relaxd.process.child import KILL_SECONDS
 from relaxd.rpc.errors import InvalidArgument, Unavailable
 from relaxd.telemetry.printable import escape
 from services.agent.chat_session import ChatSession
-from services.agent.docker_engine import DockerEngine, EngineError
 from services.agent.programs import TAIL_BYTES, Programs, RunningProgram, sample_folder
+
+CALL_SECONDS = 60.0
+"""Timeout of a call, except waiting for a container's end."""
+MAX_ANSWER = 8 << 20
+"""Maximum bytes of an answer; a longer one is truncated."""
+
+
+class EngineError(OSError):
+    """The engine doesn't answer, or refuses a call. The message says which."""
+
+    def __init__(self, message: str, status: int = 0) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+class DockerEngine:
+    """Calls the engine, with tar archives and JSON. Lives in one event loop."""
+
+    def __init__(self) -> None:
+        """Take the engine at DOCKER_HOST. Raises InvalidArgument."""
+        self._address = os.environ.get("DOCKER_HOST") or "unix:///var/run/docker.sock"
+        if not self._address.startswith("unix://"):
+            raise InvalidArgument(
+                f'agent.container needs a Docker engine on this machine, but DOCKER_HOST is "{self._address}": it must '
+                "be unix:///path/of/its/socket"
+            )
+        connector = aiohttp.UnixConnector(self._address.removeprefix("unix://"), limit=0)
+        self._session = aiohttp.ClientSession("http://docker", connector=connector)
+
+    async def close(self) -> None:
+        """Close the connections."""
+        await self._session.close()
+
+    async def json(self, method: str, path: str, body: Any = None, query: Mapping[str, str] | None = None) -> Any:
+        """Return a JSON answer; None if it is empty. Raises EngineError."""
+        found = await self.bytes(method, path, None if body is None else json.dumps(body).encode(), query)
+        return json.loads(found) if found.strip() else None
+
+    async def bytes(
+        self,
+        method: str,
+        path: str,
+        body: bytes | None = None,
+        query: Mapping[str, str] | None = None,
+        *,
+        kind: str = "application/json",
+        seconds: float | None = CALL_SECONDS,
+    ) -> bytes:
+        """Return the content of an answer. Raises EngineError.
+
+        Args:
+            method: HTTP method.
+            path: path of the call.
+            body: content of the request, of the type `kind`.
+            query: parameters.
+            kind: type of the content.
+            seconds: time for the answer; None: any.
+        """
+        try:
+            async with self._session.request(
+                method,
+                path,
+                params=query or {},
+                data=body,
+                headers={"Content-Type": kind},
+                timeout=aiohttp.ClientTimeout(total=seconds),
+            ) as answer:
+                found = bytearray()
+                async for chunk in answer.content.iter_any():
+                    found += chunk
+                    if len(found) > MAX_ANSWER:
+                        break
+        except (aiohttp.ClientError, TimeoutError) as error:
+            why = str(error) or f"it is late by more than {seconds} s"
+            raise EngineError(f"the Docker engine at {self._address} doesn't answer: {why}") from error
+        if not answer.ok:
+            said = found.decode(errors="replace")
+            with suppress(ValueError, KeyError, TypeError):
+                said = json.loads(found)["message"]
+            raise EngineError(f"the Docker engine refuses {method} {path}: {said}", answer.status)
+        return bytes(found)
+
 
 NETWORK = "relaxd-agent"
 """Network of the containers, without access to the outside or to each other."""
@@ -51,7 +133,6 @@ class ContainerProgram:
         self._memory_gb = memory_gb
         self._removed = False
         self._waiting = asyncio.create_task(self._wait(), name="wait for a container")
-        self._killing: asyncio.Task[None] | None = None
 
     @classmethod
     async def start(
@@ -78,18 +159,9 @@ class ContainerProgram:
             raise
         return cls(engine, name, result, memory_gb)
 
-    async def wait(self, seconds: float) -> int | None:
-        """Wait for its end; return its exit code (negative: the signal), or None after `seconds`.
-
-        Raises EngineError.
-        """
-        done, _ = await asyncio.wait({self._waiting}, timeout=seconds)
-        return await self._waiting if done else None
-
-    def kill(self) -> None:
-        """Kill all of its processes."""
-        if self._killing is None:
-            self._killing = asyncio.create_task(self._kill(), name="kill a container")
+    async def wait(self) -> int:
+        """Wait for its end; return its exit code; negative: the signal. Raises EngineError."""
+        return await asyncio.shield(self._waiting)
 
     async def end(self) -> str:
         """Kill the program, fetch its result, remove the container, and return the end of its output; "" if it has.
@@ -98,11 +170,12 @@ class ContainerProgram:
         """
         if self._removed:
             return ""
-        self.kill()
-        assert self._killing is not None
         try:
-            await self._killing
-            await self.wait(KILL_SECONDS)
+            with suppress(EngineError):  # it has ended; if the engine is away, the next call says so
+                await self._engine.bytes("POST", f"/containers/{self._id}/kill")
+            with suppress(TimeoutError):
+                async with asyncio.timeout(KILL_SECONDS):
+                    await self.wait()
             state = (await self._engine.json("GET", f"/containers/{self._id}/json"))["State"]
             output = await self._output()
             await self._fetch_result()
@@ -117,10 +190,6 @@ class ContainerProgram:
         answer = await self._engine.bytes("POST", f"/containers/{self._id}/wait", seconds=None)
         code: int = json.loads(answer)["StatusCode"]
         return code if code <= SIGNALLED else SIGNALLED - code
-
-    async def _kill(self) -> None:
-        with suppress(EngineError):  # it has ended; if the engine is away, the next call says so
-            await self._engine.bytes("POST", f"/containers/{self._id}/kill")
 
     async def _output(self) -> str:
         path = f"/containers/{self._id}/logs"

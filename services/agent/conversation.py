@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -27,7 +28,16 @@ from relaxd.seeds import seed_of
 from relaxd.weights.receipts import Receipt
 from services.agent.engines import EngineSession, OutOfTime, RequestTooLarge, WantedWeights
 from services.agent.environments import Environments
-from services.agent.model_turns import BadPrompt, ModelMessage, ModelTurns, PolicyModel, span_attributes, tool_names
+from services.agent.model_turns import (
+    BadPrompt,
+    ModelMessage,
+    ModelTurns,
+    PolicyModel,
+    PromptTooLong,
+    in_thread_if_long,
+    span_attributes,
+    tool_names,
+)
 
 MAX_INFO = 64
 """Maximum number of an environment's numbers that a conversation stores."""
@@ -170,30 +180,39 @@ class ConversationStart:
         *,
         media: Sequence[StoredMedia] = (),
     ) -> ModelTurns:
-        """Return the model's turns after a prompt. Raises as `ModelTurns.begin` does.
+        """Return the model's turns after a prompt.
 
         Args:
             model: the model.
             example: the prompt, or what stands in its place.
             tools: schemas of the tools that the model may call.
             opened: messages that follow the prompt's.
-            branch: number of this history of the sample, from 0 on.
+            branch: number of this history of the sample, from 0 on. Only the first one's prompt is limited to
+                data.max_prompt_tokens; what others have above takes `room`.
             tokens: the prompt's token ids, in place of example, tools and messages.
             media: media of `opened`.
+
+        Raises:
+            BadPrompt, CannotContinue, DataError: it can't begin.
         """
-        seed = seed_of(self.sample_seed, "branch", branch) if branch else self.sample_seed
-        return await ModelTurns.begin(
-            model,
-            self.engine,
-            example,
-            tools,
-            opened=opened,
-            media=[*self.media_of(example), *media],
-            seed=seed,
-            seconds=self.seconds,
-            long_prompt=bool(branch),
-            tokens=tokens,
+        if tools and model.form is None:
+            raise BadPrompt(
+                f"there are tools ({', '.join(tool_names(tools))}), but the chat template has no form of tool calls "
+                "that relaxd reads (docs/conversations.md): set model.chat_template to one that has"
+            )
+        items = [*self.media_of(example), *media]
+        history = await in_thread_if_long(
+            opened, partial(TokenHistory, model.tokenizer, example, tools, opened=opened, media=items, tokens=tokens)
         )
+        most = model.config.data.max_prompt_tokens
+        if (count := len(history.prompt_tokens)) > most and not branch:
+            raise PromptTooLong(
+                f"with the tools and messages that are added to it, the prompt has {count} tokens: "
+                f"data.max_prompt_tokens is {most}"
+            )
+        seed = seed_of(self.sample_seed, "branch", branch) if branch else self.sample_seed
+        own = example.sampling
+        return ModelTurns(model, self.engine, history, tools=tools, sampling=own, seed=seed, seconds=self.seconds)
 
     def media_of(self, example: Example) -> Sequence[StoredMedia]:
         """Return the media of a prompt; none if the prompt stands in for the sample's."""

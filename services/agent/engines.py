@@ -143,61 +143,50 @@ class RunEngines:
             OutOfTime: the time is over.
             grpc.aio.AioRpcError: the engine failed otherwise.
         """
-        begun = time.monotonic()
+        begun, reply = time.monotonic(), EngineReply()
         try:
-            return await self._generate(session, prompt, sampling, seconds, media)
+            while True:
+                peer = await self._serving(session)
+                left = seconds()
+                if left <= 0:
+                    raise OutOfTime
+                request = GenerateRequest(
+                    prompt_tokens=prompt,
+                    n=1,
+                    sampling=sampling,
+                    session_id=session.name,
+                    begun_tokens=reply.tokens,
+                    report_every=REPORT_TOKENS,
+                    media=media.to_proto(),
+                    media_contents=media.contents,
+                )
+                try:
+                    await self._ask(peer, request, left, reply)
+                except grpc.aio.AioRpcError as error:
+                    if error.code() == grpc.StatusCode.DEADLINE_EXCEEDED:
+                        raise OutOfTime from error
+                    if error.code() == grpc.StatusCode.INVALID_ARGUMENT:
+                        raise RefusedPrompt(explain(error)) from error
+                    full = error.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
+                    if full and (pause := retry_seconds(error)) is not None:
+                        self._peers.avoid(peer, pause, "are full")
+                    elif error.code() in _AWAY:  # one that sleeps says when to ask again
+                        self._peers.avoid(peer, retry_seconds(error) or AVOIDED_SECONDS)
+                    elif is_too_large(error):
+                        raise RequestTooLarge(
+                            f"the request for the model's next message has {request.ByteSize()} bytes, "
+                            f"{len(media.contents)} of them in {len(media.records)} images, videos and sounds: show "
+                            f"fewer or smaller ones, because each request has all ({explain(error)})"
+                        ) from error
+                    else:
+                        raise
+                    continue
+                if reply.ended:
+                    session.receipts |= reply.receipts
+                    return reply
+                await asyncio.sleep(WAIT_SECONDS)  # brief: the next call waits for the end of the engine's pause
         finally:
             session.asked_seconds += time.monotonic() - begun
-
-    async def _generate(
-        self,
-        session: EngineSession,
-        prompt: list[int],
-        sampling: SamplingParams,
-        seconds: Callable[[], float],
-        media: PromptMedia,
-    ) -> EngineReply:
-        reply = EngineReply()
-        while True:
-            peer = await self._serving(session)
-            left = seconds()
-            if left <= 0:
-                raise OutOfTime
-            request = GenerateRequest(
-                prompt_tokens=prompt,
-                n=1,
-                sampling=sampling,
-                session_id=session.name,
-                begun_tokens=reply.tokens,
-                report_every=REPORT_TOKENS,
-                media=media.to_proto(),
-                media_contents=media.contents,
-            )
-            try:
-                await self._ask(peer, request, left, reply)
-            except grpc.aio.AioRpcError as error:
-                if error.code() == grpc.StatusCode.DEADLINE_EXCEEDED:
-                    raise OutOfTime from error
-                if error.code() == grpc.StatusCode.INVALID_ARGUMENT:
-                    raise RefusedPrompt(explain(error)) from error
-                full = error.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
-                if full and (pause := retry_seconds(error)) is not None:
-                    self._peers.avoid(peer, pause, "are full")
-                elif error.code() in _AWAY:  # one that sleeps says when to ask again
-                    self._peers.avoid(peer, retry_seconds(error) or AVOIDED_SECONDS)
-                elif is_too_large(error):
-                    raise RequestTooLarge(
-                        f"the request for the model's next message has {request.ByteSize()} bytes, "
-                        f"{len(media.contents)} of them in {len(media.records)} images, videos and sounds: show fewer "
-                        f"or smaller ones, because each request has all ({explain(error)})"
-                    ) from error
-                else:
-                    raise
-                continue
-            if reply.ended:
-                session.receipts |= reply.receipts
-                return reply
-            await asyncio.sleep(WAIT_SECONDS)  # brief: the next call waits for the end of the engine's pause
 
     async def close(self) -> None:
         """Close the connections."""

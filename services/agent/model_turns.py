@@ -4,11 +4,11 @@ import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Self, TypeVar
+from typing import Any, TypeVar
 
 from relaxd import telemetry
 from relaxd.config import RunConfig
-from relaxd.data.examples import Example, Message
+from relaxd.data.examples import Message
 from relaxd.data.tokenizer import LONG_TEXT, PromptTokenizer
 from relaxd.envs.replies import ReplyFormat, read_reply
 from relaxd.envs.reply_formats import ParsedReply
@@ -81,7 +81,17 @@ class ModelTurns:
         seed: int,
         seconds: Callable[[], float],
     ) -> None:
-        """Continue a history; `sampling` has parameters of the prompt's source. For the others see `begin`."""
+        """Continue a history.
+
+        Args:
+            model: the model.
+            session: the conversation's requests of engines.
+            history: the tokens so far.
+            tools: schemas of the tools that the model may call.
+            sampling: parameters of the prompt's source, by name.
+            seed: seed of the model's messages.
+            seconds: returns the time that is left.
+        """
         self.history = history
         """Tokens so far."""
         self._model = model
@@ -96,54 +106,6 @@ class ModelTurns:
         self._calls = 0
         """Number of calls in the messages."""
 
-    @classmethod
-    async def begin(
-        cls,
-        model: PolicyModel,
-        session: EngineSession,
-        example: Example,
-        tools: Sequence[Mapping[str, Any]],
-        *,
-        opened: Sequence[Message],
-        media: Sequence[StoredMedia] = (),
-        seed: int,
-        seconds: Callable[[], float],
-        long_prompt: bool = False,
-        tokens: Sequence[int] = (),
-    ) -> Self:
-        """Begin a conversation.
-
-        Args:
-            model: the model.
-            session: the conversation's requests of engines.
-            example: the prompt.
-            tools: schemas of the tools that the model may call.
-            opened: messages that follow the prompt's.
-            media: media of the prompt's and of these messages, in order.
-            seed: seed of the model's messages.
-            seconds: returns the time that is left.
-            long_prompt: True if the prompt may have more than data.max_prompt_tokens; what is above takes `room`.
-            tokens: the prompt's token ids, in place of example, tools and messages.
-
-        Raises:
-            BadPrompt, CannotContinue, DataError: it can't begin.
-        """
-        if tools and model.form is None:
-            raise BadPrompt(
-                f"there are tools ({', '.join(tool_names(tools))}), but the chat template has no form of tool calls "
-                "that relaxd reads (docs/conversations.md): set model.chat_template to one that has"
-            )
-        history = await _in_thread_if_long(
-            opened, partial(TokenHistory, model.tokenizer, example, tools, opened=opened, media=media, tokens=tokens)
-        )
-        most = model.config.data.max_prompt_tokens
-        if (count := len(history.prompt_tokens)) > most and not long_prompt:
-            raise PromptTooLong(
-                f"with the tools and messages that are added to it, the prompt has {count} tokens: "
-                f"data.max_prompt_tokens is {most}"
-            )
-        return cls(model, session, history, tools=tools, sampling=example.sampling, seed=seed, seconds=seconds)
-
     @property
     def room(self) -> int:
         """Number of tokens that the history may still have."""
@@ -152,7 +114,7 @@ class ModelTurns:
 
     async def add_messages(self, messages: Sequence[Message], media: Sequence[StoredMedia] = ()) -> None:
         """Append the messages after the model's, with their media. Raises CannotContinue."""
-        await _in_thread_if_long(messages, partial(self.history.add_messages, messages, media))
+        await in_thread_if_long(messages, partial(self.history.add_messages, messages, media))
 
     async def write(
         self, most: int | None = None, stop: Sequence[str] = (), *, stop_tokens: Sequence[int] = (), calls: bool = True
@@ -203,7 +165,7 @@ def span_attributes(session: str, turn: int) -> dict[str, str | int]:
     return {"relaxd.session_id": session, "relaxd.turn": turn}
 
 
-async def _in_thread_if_long(messages: Sequence[Message], encode: Callable[[], Encoded]) -> Encoded:
+async def in_thread_if_long(messages: Sequence[Message], encode: Callable[[], Encoded]) -> Encoded:
     """Encode messages, in a thread if they are long, so that other conversations continue."""
     if sum(len(str(message.get("content"))) for message in messages) < LONG_TEXT:
         return encode()

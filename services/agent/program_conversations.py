@@ -1,31 +1,55 @@
-"""Conversations that programs lead: samples of a group."""
+"""Conversations that are led by programs, or by a user's function in its host process."""
 
 import asyncio
 import os
 import stat
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from numbers import Real
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from relaxd.data.examples import Message
-from relaxd.envs.client import EnvironmentFailed
-from relaxd.envs.environment import MAX_BYTES, BadEnvironmentError, finite_number
+from relaxd.envs.client import EnvironmentFailed, ModelAccess
+from relaxd.envs.environment import MAX_BYTES, BadEnvironmentError, Reply, finite_number
 from relaxd.json_text import parse_json
 from relaxd.media.placeholders import AUDIO, IMAGE, VIDEO
 from relaxd.sandbox.processes import describe_exit
 from services.agent.chat_session import ChatSession
 from services.agent.conversation import MAX_INFO, Conversation, Conversations, ConversationStart
+from services.agent.endpoint import Endpoint
 from services.agent.engines import OutOfTime
+from services.agent.environments import Environments
 from services.agent.model_turns import PolicyModel
-from services.agent.programs import Programs, RunningProgram
+from services.agent.programs import Programs
 
+T = TypeVar("T")
 LOOK_SECONDS = 1.0
-"""Seconds between two checks of a program's limits."""
+"""Seconds between two checks of a conversation's limits."""
 
 
-class ProgramConversations(Conversations):
+class LedConversations(Conversations):
+    """Conversations whose leader sends requests to the endpoint."""
+
+    async def _result_of(self, leader: Coroutine[Any, Any, T], session: ChatSession, start: ConversationStart) -> T:
+        """Return a leader's result. Raises OutOfTime, or the reason why the conversation can't continue."""
+        running = asyncio.create_task(leader, name="lead a conversation")
+        try:
+            while True:
+                self.calls += 1
+                # brief: the next look at the time that is left
+                await asyncio.wait((running, session.failed), timeout=LOOK_SECONDS, return_when=asyncio.FIRST_COMPLETED)
+                if session.failed.done():
+                    await session.failed
+                if running.done():
+                    return await running
+                if not session.generating and start.seconds() <= 0:  # a request that runs has the limit itself
+                    raise OutOfTime
+        finally:
+            running.cancel()
+
+
+class ProgramConversations(LedConversations):
     """Holds conversations that a program leads."""
 
     def __init__(self, model: PolicyModel, programs: Programs) -> None:
@@ -47,7 +71,7 @@ class ProgramConversations(Conversations):
         begun = time.monotonic()
         try:
             async with self._programs.run(session, sample) as (program, path):
-                code = await self._wait(program, session, start)
+                code = await self._result_of(program.wait(), session, start)
                 output = await program.end()
                 _check_end(code, output, session, result)
                 result.reward, result.info = await asyncio.to_thread(read_result, path)
@@ -56,19 +80,6 @@ class ProgramConversations(Conversations):
         finally:
             result.environment_seconds = time.monotonic() - begun - start.engine.asked_seconds
         result.finish = session.limit or session.cut_by or "env_done"
-
-    async def _wait(self, program: RunningProgram, session: ChatSession, start: ConversationStart) -> int:
-        """Return a program's exit code. Raises OutOfTime, and the reason why the conversation can't continue."""
-        session.failed.add_done_callback(lambda _: program.kill())
-        while True:
-            self.calls += 1
-            code = await program.wait(LOOK_SECONDS)  # brief: the next look at the time that is left
-            if session.failed.done():
-                await session.failed
-            if code is not None:
-                return code
-            if not session.generating and start.seconds() <= 0:  # a request that runs has the limit itself
-                raise OutOfTime
 
 
 def _in_openai_form(message: Message) -> Message:
@@ -132,3 +143,33 @@ def _read(path: Path) -> bytes:
     if len(content) > MAX_BYTES:
         raise ValueError(f"it has more than {MAX_BYTES} bytes")
     return content
+
+
+class FunctionConversations(LedConversations):
+    """Holds conversations led by a function, which sends requests to the endpoint like a program."""
+
+    def __init__(self, model: PolicyModel, functions: Environments, endpoint: Endpoint) -> None:
+        super().__init__(model)
+        self._functions = functions
+        self._endpoint = endpoint
+
+    def _end(self, name: str) -> None:
+        self._functions.close_session(name)
+
+    async def _converse(self, result: Conversation, start: ConversationStart) -> None:
+        session, name = ChatSession(self._model, start, result), start.engine.name
+        access = ModelAccess(f"{self._endpoint.open(session)}/v1", session.key)
+        begun = time.monotonic()
+        try:
+            await self._functions.open(name, start.sample, access)
+            step = await self._result_of(self._functions.step(name, 1, Reply("")), session, start)
+            if not result.turns:
+                raise EnvironmentFailed("the function ended, but never asked the model")
+            result.reward, result.info = step.reward, dict(list(step.info.items())[:MAX_INFO])
+        except EnvironmentFailed:
+            if not session.limit:  # a function that a limit of the run stopped may end as it likes
+                raise
+        finally:
+            self._endpoint.close_session(session)
+            result.environment_seconds = time.monotonic() - begun - start.engine.asked_seconds
+        result.finish = session.limit or session.cut_by or "env_done"

@@ -32,11 +32,8 @@ OUTPUT_SECONDS = 1.0
 class RunningProgram(Protocol):
     """A program that leads a conversation."""
 
-    async def wait(self, seconds: float) -> int | None:
-        """Wait for the program's end. Returns its exit code (negative: the signal), or None after `seconds`."""
-
-    def kill(self) -> None:
-        """Kill the program and its children."""
+    async def wait(self) -> int:
+        """Wait for the program's end. Returns its exit code; negative: the signal."""
 
     async def end(self) -> str:
         """Kill the program's remaining processes. Returns the end of its output."""
@@ -68,27 +65,20 @@ class Program:
         _, output = await asyncio.get_running_loop().connect_read_pipe(_Output, reading)
         return cls(process, output)
 
-    async def wait(self, seconds: float) -> int | None:
-        """Wait for the program's end. Returns its exit code (negative: the signal), or None after `seconds`."""
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(seconds):
-                return await self._process.wait()
-        return None
+    async def wait(self) -> int:
+        """Wait for the program's end. Returns its exit code; negative: the signal."""
+        return await self._process.wait()
 
-    def kill(self) -> None:
-        """Kill the remaining processes of its process group."""
+    async def end(self) -> str:
+        """Kill the remaining processes of its process group. Returns the end of its output."""
         if not self._killed:
             self._killed = True
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
-
-    async def end(self) -> str:
-        """Kill the remaining processes of its process group. Returns the end of its output."""
-        self.kill()
-        await self.wait(KILL_SECONDS)
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(OUTPUT_SECONDS):
-                await self._output.ended
+            async with asyncio.timeout(KILL_SECONDS):
+                await self.wait()
+        await asyncio.wait({self._output.ended}, timeout=OUTPUT_SECONDS)
         self._output.transport.close()
         return escape(self._output.tail.decode(errors="replace").strip(), keep="\t\n")
 

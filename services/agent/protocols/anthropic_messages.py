@@ -6,7 +6,7 @@ from typing import Any
 
 from relaxd.data.examples import Message
 from relaxd.media.placeholders import IMAGE
-from services.agent.chat_requests import BadRequest, ChatAnswer, ChatRequest, shown
+from services.agent.chat_requests import BadRequest, ChatAnswer, ChatRequest, Stored, StoredMessages, shown
 from services.agent.protocols.protocol import (
     Parts,
     Protocol,
@@ -22,7 +22,6 @@ from services.agent.protocols.protocol import (
     request_of,
 )
 from services.agent.session_media import SessionMedia, joined
-from services.agent.stored_messages import Stored, StoredMessages
 
 ROLES = ("user", "assistant", "system")
 """Roles of messages."""

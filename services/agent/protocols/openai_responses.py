@@ -6,7 +6,7 @@ from typing import Any
 
 from relaxd.data.examples import Message
 from relaxd.media.placeholders import AUDIO, IMAGE
-from services.agent.chat_requests import BadRequest, ChatAnswer, ChatRequest, shown
+from services.agent.chat_requests import BadRequest, ChatAnswer, ChatRequest, Stored, StoredMessages, shown
 from services.agent.protocols.chat_completions import ROLES
 from services.agent.protocols.protocol import (
     Parts,
@@ -23,7 +23,6 @@ from services.agent.protocols.protocol import (
     request_of,
 )
 from services.agent.session_media import SessionMedia
-from services.agent.stored_messages import Stored, StoredMessages
 
 SUPPORTED: Supported = {
     "tool_choice": (("auto", "none"), 'use "auto" or "none"'),

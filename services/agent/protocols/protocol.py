@@ -11,9 +11,8 @@ from relaxd.envs.environment import BadEnvironmentError, check_tools
 from relaxd.json_text import parse_json
 from relaxd.media import MediaError
 from relaxd.media.placeholders import Content
-from services.agent.chat_requests import BadRequest, ChatAnswer, ChatRequest, shown
+from services.agent.chat_requests import BadRequest, ChatAnswer, ChatRequest, StoredMessages, shown
 from services.agent.session_media import SessionMedia, joined
-from services.agent.stored_messages import StoredMessages
 
 MODEL = "policy"
 """The endpoint's name for the model; requests may use any name."""

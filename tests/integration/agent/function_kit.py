@@ -11,8 +11,8 @@ from relaxd.envs.replies import reply_format
 from services.agent.conversation import Conversation
 from services.agent.endpoint import Endpoint
 from services.agent.environments import Environments
-from services.agent.function_conversations import FunctionConversations
 from services.agent.model_turns import PolicyModel
+from services.agent.program_conversations import FunctionConversations
 from tests.integration.agent.program_kit import EXAMPLE, config_of
 from tests.integration.agent.scripted_engines import Fleet
 

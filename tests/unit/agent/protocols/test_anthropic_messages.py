@@ -5,11 +5,10 @@ from typing import Any
 
 import pytest
 
-from services.agent.chat_requests import BadRequest, ChatAnswer
+from services.agent.chat_requests import BadRequest, ChatAnswer, StoredMessages
 from services.agent.protocols.anthropic_messages import ANTHROPIC_MESSAGES
 from services.agent.protocols.protocol import read_object
 from services.agent.session_media import SessionMedia
-from services.agent.stored_messages import StoredMessages
 
 USER = {"role": "user", "content": "Hello"}
 TOOL = {"name": "add", "description": "Adds.", "input_schema": {"type": "object"}}

@@ -7,11 +7,10 @@ import pytest
 
 from relaxd.envs.reply_formats import ParsedReply
 from relaxd.envs.tool_calls import ToolCall
-from services.agent.chat_requests import AnswerIds, BadRequest, ChatAnswer, answer_message
+from services.agent.chat_requests import AnswerIds, BadRequest, ChatAnswer, StoredMessages, answer_message
 from services.agent.protocols.chat_completions import CHAT_COMPLETIONS
 from services.agent.protocols.protocol import read_object
 from services.agent.session_media import SessionMedia
-from services.agent.stored_messages import StoredMessages
 
 USER = {"role": "user", "content": "Hello"}
 TOOL = {"type": "function", "function": {"name": "add", "parameters": {}}}
