@@ -14,10 +14,9 @@ from relaxd.rpc.errors import ServerError
 from relaxd.rpc.service_settings import CONSOLE_PORTS, ServiceSettings
 from relaxd.v1 import coordinator_pb2 as pb
 from relaxd.v1.coordinator_pb2_grpc import CoordinatorStub
-from services.console.guard import HEADERS, VIEWER, guard
+from services.console.guard import HEADERS, VIEWER, Viewers, guard
 from services.console.live_changes import LiveChanges
 from services.console.pages import Pages
-from services.console.viewers import Viewers
 
 ASSETS = Path(__file__).with_name("assets")
 CLOSE_SECONDS = 1.0

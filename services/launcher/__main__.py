@@ -8,8 +8,7 @@ from relaxd.rpc.errors import RpcError
 from relaxd.rpc.service_settings import ServiceSettings, parse_settings
 from relaxd.telemetry.printable import escape_lines
 from services.launcher.docker_host import DockerHost
-from services.launcher.kubernetes_api import KubernetesApi
-from services.launcher.kubernetes_host import KubernetesHost
+from services.launcher.kubernetes_host import KubernetesApi, KubernetesHost
 
 
 def main() -> int:

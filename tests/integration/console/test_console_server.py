@@ -14,8 +14,8 @@ from relaxd.rpc.errors import ServerError
 from relaxd.rpc.service_settings import ServiceSettings
 from relaxd.run_folder import LOGS
 from relaxd.v1 import coordinator_pb2 as pb
-from services.console.actions import ACTIONS
 from services.console.guard import CSRF_HEADER, HEADERS
+from services.console.pages import ACTIONS
 from services.console.server import ConsoleServer
 from tests.integration.security.guarded_cluster import Guarded, guarded_cluster
 from tests.kit.ports import free_port

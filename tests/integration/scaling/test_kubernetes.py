@@ -12,9 +12,8 @@ import pytest
 
 from relaxd.rpc.errors import FailedPrecondition, NotFound, Unavailable
 from relaxd.v1 import launcher_pb2 as pb
-from services.launcher import kubernetes_api, kubernetes_host
-from services.launcher.kubernetes_api import KubernetesApi
-from services.launcher.kubernetes_host import KubernetesHost
+from services.launcher import kubernetes_host
+from services.launcher.kubernetes_host import KubernetesApi, KubernetesHost
 from tests.kit.helm_chart import HelmUnavailable, render_chart
 from tests.kit.kubernetes_server import FOLDER, MISSING, KubernetesServer, kubernetes_server
 from tests.kit.waiting import wait_until
@@ -225,7 +224,7 @@ def test_what_the_server_refuses_is_named(
     api._token_file.write_text(server.token_of("r-launcher"))
     host.instances()
 
-    monkeypatch.setattr(kubernetes_api, "READ_SECONDS", 1.0)
+    monkeypatch.setattr(kubernetes_host, "READ_SECONDS", 1.0)
     server.process.send_signal(signal.SIGSTOP)
     try:
         with pytest.raises(Unavailable, match=r"the Kubernetes API does not answer: GET .*timed out"):

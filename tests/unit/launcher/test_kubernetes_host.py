@@ -13,9 +13,8 @@ import pytest
 from relaxd.rpc.errors import FailedPrecondition, NotFound, RpcError, Unavailable
 from relaxd.v1 import launcher_pb2 as pb
 from services.launcher import __main__ as program
-from services.launcher import kubernetes_api, kubernetes_host
-from services.launcher.kubernetes_api import KubernetesApi
-from services.launcher.kubernetes_host import KubernetesHost, pod_instance, pod_manifest, pod_name
+from services.launcher import kubernetes_host
+from services.launcher.kubernetes_host import KubernetesApi, KubernetesHost, pod_instance, pod_manifest, pod_name
 
 DEPLOYMENT: dict[str, Any] = {
     "metadata": {"name": "r-rollout", "uid": "d-1"},
@@ -257,7 +256,7 @@ def test_bad_answers_are_named(
 def test_a_server_that_is_away_or_silent_is_told(
     host: KubernetesHost, server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(kubernetes_api, "READ_SECONDS", 0.2)
+    monkeypatch.setattr(kubernetes_host, "READ_SECONDS", 0.2)
     server.hold.clear()
     with pytest.raises(Unavailable, match=r"the Kubernetes API does not answer: GET .*timed out"):
         host.instances()
