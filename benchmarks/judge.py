@@ -33,9 +33,8 @@ from relaxd.rpc.server import Service, start_server
 from relaxd.v1.coordinator_pb2 import Assignment
 from relaxd.v1.judge_pb2 import AskRequest, AskResponse
 from relaxd.v1.judge_pb2_grpc import JudgeStub, add_JudgeServicer_to_server
-from services.reward.judge.chat_completions import ChatCompletions
-from services.reward.judge.judge_replicas import JudgeClient
-from services.reward.judge_questions import Ask
+from services.reward.http_services import ChatCompletions
+from services.reward.judge import Ask, JudgeClient
 from services.reward.worker_pool import WorkerPool
 from services.rollout.engines.request_types import Sampling
 from services.rollout.judge import JudgeService, JudgeServicer

@@ -22,10 +22,10 @@ from relaxd.rpc.credentials import read_token
 from relaxd.rpc.service_settings import JUDGE_KEY
 from relaxd.v1.judge_pb2 import AskRequest, AskResponse
 from services.reward.cache import Score, Scored
-from services.reward.judge.chat_completions import ChatCompletions
-from services.reward.judge_questions import no_judge
-from services.reward.remote.foreign_calls import MismatchError, UnreachableError
-from services.reward.remote.remote_scorer import RemoteScorer, RemoteTerms, of_workers
+from services.reward.http_services import ChatCompletions
+from services.reward.judge import no_judge
+from services.reward.patience import MismatchError, UnreachableError
+from services.reward.remote_scorer import RemoteScorer, RemoteTerms, of_workers
 from services.reward.samples import samples_of_columns
 from services.reward.worker_enclosure import MissingPathError, MissingVariableError
 from services.reward.worker_pool import REWARD_OF_RUN, Failure, WorkerPool, WorkerStartError

@@ -24,10 +24,9 @@ from relaxd.v1.judge_pb2 import AskRequest, AskResponse
 from relaxd.v1.replica_pb2 import REPLICA_WAIT_SCORE, REPLICA_WAIT_SERVICE
 from relaxd.waiting import Backoff, waiting
 from services.reward.cache import ScoreCache
-from services.reward.judge.judge_replicas import JudgeClient, JudgeReplicas, Judges
-from services.reward.judge_questions import no_judge
-from services.reward.remote.foreign_calls import MismatchError
-from services.reward.remote.remote_scorer import RemoteScorer, RemoteTerms, of_workers
+from services.reward.judge import JudgeClient, JudgeReplicas, Judges, no_judge
+from services.reward.patience import MismatchError
+from services.reward.remote_scorer import RemoteScorer, RemoteTerms, of_workers
 from services.reward.samples import columns_of_rewards, samples_of_columns
 from services.reward.worker_enclosure import describe_enclosure, missing_of
 from services.reward.worker_pool import REWARD_OF_RUN, Failure, WorkerPool, WorkerStartError
@@ -159,7 +158,7 @@ class RewardService(StageReplica):
         if config.roles.judge.has_replicas:
             judges = JudgeReplicas(self._context.coordinator, self._settings, self._run_id)
         else:
-            from services.reward.judge.chat_completions import ChatCompletions  # most runs need no HTTP: 0.15 s
+            from services.reward.http_services import ChatCompletions  # most runs need no HTTP: 0.15 s
 
             judges = ChatCompletions(config.roles.judge, self._settings.judge_key)
         self._judge = JudgeClient(config.roles.judge, judges)

@@ -18,7 +18,7 @@ from relaxd.v1.reward_worker_pb2 import LoadRewardRequest, LoadRewardResponse, S
 from relaxd.v1.reward_worker_pb2_grpc import RewardWorkerStub
 from relaxd.waiting import duration
 from services.reward.deadline import Deadline, slow_after
-from services.reward.judge_questions import Ask, Questions, no_judge
+from services.reward.judge import Ask, Questions, no_judge
 from services.reward.samples import request_of_samples
 from services.reward.worker_enclosure import missing_of, plan_of, worker_environment
 

@@ -8,7 +8,7 @@ import pytest
 
 from relaxd.config import RewardConfig
 from relaxd.rewards import RewardInput, RewardOutput
-from services.reward.remote.remote_scorer import RemoteScorer
+from services.reward.remote_scorer import RemoteScorer
 from services.reward.worker_pool import Failure
 from tests.kit.ports import free_port
 from tests.kit.processes import kill

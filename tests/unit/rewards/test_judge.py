@@ -23,12 +23,10 @@ from relaxd.rewards.judge.questions_and_replies import read_field, read_number, 
 from relaxd.rpc.errors import InvalidArgument
 from relaxd.v1.judge_pb2 import AskRequest, AskResponse
 from relaxd.waiting import Backoff, waits
-from services.reward.http_answers import retry_after
-from services.reward.judge.chat_completions import ChatCompletions
-from services.reward.judge.judge_replicas import JudgeClient
-from services.reward.remote import patience
-from services.reward.remote.foreign_calls import MismatchError
-from services.reward.remote.patience import Pace
+from services.reward import patience
+from services.reward.http_services import ChatCompletions, retry_after
+from services.reward.judge import JudgeClient
+from services.reward.patience import MismatchError, Pace
 from services.reward.reward_trial import NOT_YET, try_reward
 from services.reward.worker_pool import Failure, WorkerPool
 from services.rollout.judge import parse_messages

@@ -23,8 +23,8 @@ from relaxd.v1.replica_pb2 import (
     ReplicaState,
 )
 from relaxd.waiting import Backoff, waits
-from services.reward.judge.judge_replicas import JudgeClient, JudgeReplicas
-from services.reward.remote import patience
+from services.reward import patience
+from services.reward.judge import JudgeClient, JudgeReplicas
 from tests.kit.replicas import watch_replicas
 from tests.kit.waiting import eventually
 

@@ -18,10 +18,10 @@ from relaxd.rewards import RewardInput, RewardOutput
 from relaxd.v1 import remote_reward_pb2 as pb
 from relaxd.v1.remote_reward_pb2_grpc import RemoteRewardServicer, add_RemoteRewardServicer_to_server
 from relaxd.waiting import Backoff, waits
+from services.reward import grpc_client, patience
 from services.reward.cache import ScoreCache
-from services.reward.remote import grpc_client, patience
-from services.reward.remote.foreign_calls import MismatchError
-from services.reward.remote.remote_scorer import RemoteScorer
+from services.reward.patience import MismatchError
+from services.reward.remote_scorer import RemoteScorer
 from services.reward.reward_trial import try_reward
 from services.reward.worker_enclosure import MissingVariableError
 from services.reward.worker_pool import Failure

@@ -9,7 +9,7 @@ from tests.unit.source_code.calls import trees
 SERVER = "server.py"
 CHILDREN = {
     "relaxd/envs/host.py": "EnvironmentHandlers",
-    "services/reward/worker/worker_rewards.py": "Rewards",
+    "services/reward/worker_rewards.py": "Rewards",
     "services/rollout/engines/engine_process.py": "EngineProcess",
     "services/rollout/engines/sglang/scheduler.py": "ControlHandlers",
     "services/trainer/reference_models/model_rank.py": "ModelRank",

@@ -63,7 +63,7 @@ WITHOUT_DEADLINE = {
         ("services/coordinator/runs/publisher.py", "Publisher.run_forever"),  # its run fails, which cancels it
         ("services/coordinator/runs/tracking.py", "Tracking.run_forever"),  # its run ends, which cancels it
         ("services/coordinator/service.py", "CoordinatorProcess.run"),
-        ("services/reward/worker/worker_rewards.py", "Rewards.work"),
+        ("services/reward/worker_rewards.py", "Rewards.work"),
         ("services/rollout/engines/generation_gate.py", "GenerationGate.rest"),
         ("services/rollout/engines/engine_process.py", "OutputStream.messages"),
         ("services/rollout/engines/sglang/scheduler.py", "ControlHandlers.WatchEnd"),
@@ -111,8 +111,10 @@ WITHOUT_DEADLINE = {
         ("services/coordinator/runs/active_run.py", "ActiveRun._train"),  # an evaluation: see eval.stall_seconds
         ("services/coordinator/scaling/replica_drive.py", "ReplicaDrive._drain"),  # a call with a deadline
         ("services/coordinator/scaling/scaler.py", "Scaler.close"),  # cancelled
+        ("services/agent/programs.py", "Program.wait"),  # its caller's deadline
+        ("services/agent/program_conversations.py", "ProgramConversations._converse"),  # the conversation's time
         ("services/reward/worker_pool.py", "WorkerPool._request"),  # each sample before it has reward.timeout_seconds
-        ("services/reward/worker/worker_rewards.py", "Rewards._in_main_thread"),  # the pool kills it at the deadline
+        ("services/reward/worker_rewards.py", "Rewards._in_main_thread"),  # the pool kills it at the deadline
         ("services/rollout/engines/scripted_engine.py", "ScriptedEngine._generate"),  # each sample takes its time
         (
             "services/rollout/service/child_engine.py",

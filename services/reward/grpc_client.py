@@ -14,7 +14,7 @@ from relaxd.sandbox.running_time import LOOK_SECONDS
 from relaxd.v1 import remote_reward_pb2 as pb
 from relaxd.v1.remote_reward_pb2_grpc import RemoteRewardStub
 from services.reward.deadline import Deadline
-from services.reward.remote.foreign_calls import MismatchError, UnreachableError, authorization
+from services.reward.patience import MismatchError, UnreachableError, authorization
 from services.reward.worker_pool import Failure
 
 PROBE_SECONDS = 5.0
@@ -41,7 +41,7 @@ class GrpcClient:
     calls_per_sample = False
 
     def __init__(self, config: RewardConfig) -> None:
-        self._address = config.address
+        self._address, self._who = config.address, f"the reward service at {config.address}"
         self._settings_json = json.dumps(config.settings)
         self._token = tuple(authorization(config).items())
         self._channel = grpc.aio.insecure_channel(config.address, _OPTIONS)
@@ -58,11 +58,11 @@ class GrpcClient:
                 what = (
                     f'it doesn\'t speak gRPC; if it speaks HTTP, write reward.address = "http://{self._address}/PATH"'
                 )
-                raise MismatchError(f"the reward service at {self._address}: {what}") from error
+                raise MismatchError(f"{self._who}: {what}") from error
             if error.code() in (*_AGAIN, grpc.StatusCode.DEADLINE_EXCEEDED):
                 raise UnreachableError(_describe(error)) from error
             what = f"a request without answers, which it must answer without scores, failed: {_describe(error)}"
-            raise MismatchError(f"the reward service at {self._address}: {what}") from error
+            raise MismatchError(f"{self._who}: {what}") from error
 
     async def score(self, samples: Sequence[RewardInput], seconds: float) -> list[RewardOutput | Failure]:
         """Score samples of one prompt. Raises UnreachableError, MismatchError."""
@@ -87,7 +87,7 @@ class GrpcClient:
                 what = f"scoring {len(samples)} answers took longer than {seconds:g} s"
             else:
                 what = _describe(error)
-            return [Failure(f"the reward service at {self._address}: {what}")] * len(samples)
+            return [Failure(f"{self._who}: {what}")] * len(samples)
         if len(answer.scores) != len(samples):
             raise self._mismatch(f"it returned {len(answer.scores)} scores for {len(samples)} answers")
         return [self._outcome(score) for score in answer.scores]
@@ -119,16 +119,16 @@ class GrpcClient:
 
     def _outcome(self, score: pb.AnswerScore) -> RewardOutput | Failure:
         if score.error:
-            return Failure(f"the reward service at {self._address}: {score.error}")
+            return Failure(f"{self._who}: {score.error}")
         if not score.HasField("reward"):
             raise self._mismatch("it returned a score with neither reward nor error")
         try:
             return check_output({"reward": score.reward, "parts": dict(sorted(score.parts.items()))})
         except BadRewardError as error:
-            return Failure(f"the reward service at {self._address}: {error}")
+            return Failure(f"{self._who}: {error}")
 
     def _mismatch(self, what: str) -> MismatchError:
-        return MismatchError(f"the reward service at {self._address}: {what}: {VERSION}")
+        return MismatchError(f"{self._who}: {what}: {VERSION}")
 
 
 def _describe(error: grpc.aio.AioRpcError) -> str:

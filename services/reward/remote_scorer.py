@@ -8,9 +8,8 @@ from relaxd.config import RewardConfig
 from relaxd.config.reward import RewardTerm
 from relaxd.rewards import RewardInput, RewardOutput
 from relaxd.rewards.scorers import parts_of_term, total
-from services.reward.remote.foreign_calls import MismatchError, UnreachableError
-from services.reward.remote.grpc_client import GrpcClient
-from services.reward.remote.patience import PatientCaller
+from services.reward.grpc_client import GrpcClient
+from services.reward.patience import MismatchError, PatientCaller, UnreachableError
 from services.reward.worker_pool import REWARD_OF_RUN, Failure, WorkerPool
 
 
@@ -33,9 +32,9 @@ class Client(Protocol):
 def _client(config: RewardConfig) -> Client:
     if "://" not in config.address:
         return GrpcClient(config)
-    from services.reward.remote.http_client import HttpClient  # most runs need no HTTP: 0.15 s
+    from services.reward.http_services import HttpReward  # most runs need no HTTP: 0.15 s
 
-    return HttpClient(config)
+    return HttpReward(config)
 
 
 class RemoteScorer(PatientCaller):

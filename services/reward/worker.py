@@ -17,7 +17,7 @@ def main() -> None:
         plan = Plan.from_json(sys.argv.pop())
         measures = enclose(replace(plan, own=(*plan.own, os.path.dirname(os.environ[SOCKET]))))
 
-    from services.reward.worker.worker_rewards import serve
+    from services.reward.worker_rewards import serve
 
     serve(plan, measures)
 

@@ -1,1 +1,0 @@
-"""Rewards from services in other languages: reward.address."""

@@ -1,1 +1,0 @@
-"""The worker process, which runs rewards one call at a time. The pool kills it at the call's deadline."""
