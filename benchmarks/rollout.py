@@ -44,8 +44,8 @@ class Ours:
         self._engine.pause("in_place", 60, 60)
         with self._engine.update(Version(1, 0)):
             pass
-        self._engine.confirm(Version(1, 0))
-        self._engine.resume()
+        self._engine.gate.confirm(Version(1, 0))
+        self._engine.gate.resume()
 
     def generate(self, prompts: list[list[int]], n: int, new: int) -> None:
         """Generate all samples of all prompts."""

@@ -80,10 +80,10 @@ class OfflineEngine:
         self._engine.pause("in_place", lease_seconds=60, timeout=60)
         weights = Version(term, version)
         with self._engine.update(weights):
-            self._engine.touch()
+            self._engine.gate.touch()
             self._engine.model.load_state_dict(dict(tensors), strict=False)
-        self._engine.confirm(weights)
-        self._engine.resume()
+        self._engine.gate.confirm(weights)
+        self._engine.gate.resume()
 
     def answers(self, requests: Sequence[Request]) -> Iterator[tuple[str, Output]]:
         """Yield (request id, answer) for each answer when it has ended, with its tokens and its text.

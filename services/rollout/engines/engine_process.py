@@ -10,16 +10,18 @@ from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequen
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Generic, Protocol, TypeVar
 
 from relaxd import telemetry
 from relaxd.config import RolloutConfig
 from relaxd.process.child_server import AndThen, ChildServer, in_turn
 from relaxd.v1 import engine_pb2, engine_pb2_grpc, rollout_pb2, rollout_pb2_grpc, weights_pb2
+from services.rollout.engines.generation_gate import GenerationGate
 from services.rollout.engines.request_types import (
     MARGIN_SECONDS,
     MEMORY_PARTS,
     PAUSE_MODES,
+    EngineError,
     MemoryPart,
     Output,
     PauseMode,
@@ -105,20 +107,8 @@ class OutputStream:
 class LoadedEngine(Protocol):
     """An engine with a loaded model."""
 
-    @property
-    def quarantined(self) -> bool:
-        """True if a failed update left the model in an undefined state, or its weights were given up."""
-
-    @property
-    def unconfirmed(self) -> bool:
-        """True if the weights serve nothing until `confirm`."""
-
-    @property
-    def asleep(self) -> bool:
-        """True if the engine has freed memory."""
-
-    def serve_loaded(self) -> None:
-        """Generate with the loaded weights, which nobody will update."""
+    gate: GenerationGate
+    """Decides when the engine generates."""
 
     def submit(self, request: Request) -> None:
         """Queue a request."""
@@ -131,16 +121,6 @@ class LoadedEngine(Protocol):
 
     def pause(self, mode: PauseMode, lease_seconds: float, timeout: float) -> int:
         """Pause. Returns the number of held samples."""
-
-    @property
-    def pauses(self) -> int:
-        """Number of pauses so far."""
-
-    def confirm(self, weights: Version) -> None:
-        """Allow received weights to be served."""
-
-    def resume(self, pause: int | None = None) -> None:
-        """End the pause; with `pause`, only if it is the pause with this number."""
 
     def sleep(self, timeout: float) -> None:
         """Wait for running samples, then free memory."""
@@ -158,11 +138,15 @@ class LoadedEngine(Protocol):
         """Return running_samples, waiting_samples, tokens_generated; tokens_prefilled and _prompted if known."""
 
 
-class EngineProcess(ABC, engine_pb2_grpc.EngineServicer, rollout_pb2_grpc.RolloutServicer):
+Engine = TypeVar("Engine", bound=LoadedEngine)
+
+
+class EngineProcess(ABC, Generic[Engine], engine_pb2_grpc.EngineServicer, rollout_pb2_grpc.RolloutServicer):
     """Answers the rollout service's calls: those of Engine, and those of Rollout that change an engine."""
 
     def __init__(self) -> None:
         self.outputs = OutputStream()
+        self._engine: Engine | None = None
         self.frozen = False
         """True if the engine keeps the weights that it loads, so that a sleep has to preserve them."""
         self.for_logprobs = False
@@ -179,7 +163,7 @@ class EngineProcess(ABC, engine_pb2_grpc.EngineServicer, rollout_pb2_grpc.Rollou
         self.frozen, self.for_logprobs = request.frozen, request.logprobs
         loaded = self.load(request.folder, RolloutConfig.model_validate_json(request.config_json), request.colocate)
         if request.frozen:
-            self._loaded().serve_loaded()
+            self._loaded().gate.serve_loaded()
         return loaded
 
     async def Exchange(
@@ -202,8 +186,8 @@ class EngineProcess(ABC, engine_pb2_grpc.EngineServicer, rollout_pb2_grpc.Rollou
         engine = self._loaded()
         return engine_pb2.GetEngineStatsResponse(
             **engine.stats(),
-            quarantined=engine.quarantined,
-            unconfirmed=engine.unconfirmed,
+            quarantined=engine.gate.quarantined,
+            unconfirmed=engine.gate.unconfirmed,
             rss_bytes=self._rss_bytes(),
         )
 
@@ -217,28 +201,38 @@ class EngineProcess(ABC, engine_pb2_grpc.EngineServicer, rollout_pb2_grpc.Rollou
     def ResumeGeneration(
         self, request: rollout_pb2.ResumeGenerationRequest, context: Any
     ) -> rollout_pb2.ResumeGenerationResponse:
-        engine = self._loaded()
+        gate = self._loaded().gate
         if request.HasField("weights"):
-            engine.confirm(Version.from_proto(request.weights))
-        engine.resume()
+            gate.confirm(Version.from_proto(request.weights))
+        gate.resume()
         return rollout_pb2.ResumeGenerationResponse()
 
     @in_turn
     def ReceiveVersions(
         self, request: engine_pb2.ReceiveVersionsRequest, context: Any
     ) -> engine_pb2.ReceiveVersionsResponse | AndThen:
-        engine, receive = self._loaded(), request.receive
+        gate, receive = self._loaded().gate, request.receive
         if receive.HasField("pause"):
             self._pause_first(receive)
         received = self._receive_weights(receive)
         answer = engine_pb2.ReceiveVersionsResponse(received=received)
         if not receive.resume:
             return answer
-        engine.confirm(Version.from_proto(receive.weights))
-        return AndThen(answer, partial(engine.resume, engine.pauses))  # it wakes threads that would hold the answer up
+        gate.confirm(Version.from_proto(receive.weights))
+        return AndThen(answer, partial(gate.resume, gate.pauses))  # it wakes threads that would hold the answer up
+
+    def LeaveWeightGroup(
+        self, request: rollout_pb2.LeaveWeightGroupRequest, context: Any
+    ) -> rollout_pb2.LeaveWeightGroupResponse:
+        if self._engine is None:
+            return rollout_pb2.LeaveWeightGroupResponse()
+        gate = self._engine.gate
+        if self._leave_group(request.group_name) or gate.unconfirmed:
+            gate.quarantine()
+        return rollout_pb2.LeaveWeightGroupResponse(quarantined=gate.quarantined)
 
     def Sleep(self, request: rollout_pb2.SleepRequest, context: Any) -> rollout_pb2.SleepResponse:
-        asleep = self._loaded().asleep
+        asleep = self._loaded().gate.asleep
         self._leave_groups()  # their broadcasts would write into freed memory
         memory = self._change_memory(lambda engine: engine.sleep(request.timeout_seconds))
         if not asleep:
@@ -248,17 +242,19 @@ class EngineProcess(ABC, engine_pb2_grpc.EngineServicer, rollout_pb2_grpc.Rollou
     def Wake(self, request: rollout_pb2.WakeRequest, context: Any) -> rollout_pb2.WakeResponse:
         parts = [MEMORY_PARTS[part] for part in request.parts]
         memory = self._change_memory(lambda engine: engine.wake(parts))
-        if self.frozen and not self._loaded().asleep:
-            self._loaded().serve_loaded()
+        if self.frozen and not self._loaded().gate.asleep:
+            self._loaded().gate.serve_loaded()
         return rollout_pb2.WakeResponse(memory=memory)
 
     @abstractmethod
     def load(self, folder: str, config: RolloutConfig, colocate: bool) -> engine_pb2.LoadResponse:
         """Load a model, which generates only after a weight update."""
 
-    @abstractmethod
-    def _loaded(self) -> LoadedEngine:
+    def _loaded(self) -> Engine:
         """Return the engine. Raises EngineError before a model is loaded."""
+        if self._engine is None:
+            raise EngineError("no model is loaded")
+        return self._engine
 
     def _pause_first(self, request: rollout_pb2.ReceiveWeightsRequest) -> None:
         """Begin the pause of `request`, unless `_receive_weights` does."""
@@ -268,6 +264,10 @@ class EngineProcess(ABC, engine_pb2_grpc.EngineServicer, rollout_pb2_grpc.Rollou
     @abstractmethod
     def _receive_weights(self, request: rollout_pb2.ReceiveWeightsRequest) -> rollout_pb2.ReceiveWeightsResponse:
         """Receive and commit a version in a pause."""
+
+    @abstractmethod
+    def _leave_group(self, name: str) -> bool:
+        """Leave a weight group. Returns whether that left the model partly changed."""
 
     @abstractmethod
     def _leave_groups(self) -> None:
@@ -298,7 +298,7 @@ class EngineProcess(ABC, engine_pb2_grpc.EngineServicer, rollout_pb2_grpc.Rollou
             for request_id in message.abort:
                 engine.abort(request_id)
 
-    def _change_memory(self, change: Callable[[LoadedEngine], None]) -> weights_pb2.MemoryChange:
+    def _change_memory(self, change: Callable[[Engine], None]) -> weights_pb2.MemoryChange:
         engine, before, started = self._loaded(), self._memory_in_use(), time.monotonic()
         change(engine)
         seconds = time.monotonic() - started

@@ -55,7 +55,8 @@ class GenerationGate:
         self.pauses = 0
         """Number of pauses so far."""
         self._lease_end = 0.0
-        self._at_rest = False
+        self.at_rest = False
+        """True while the generating thread rests in the pause."""
         self._updating = False
         self._touched = False
 
@@ -67,7 +68,7 @@ class GenerationGate:
         deadline = time.monotonic() + timeout
         with self.changed:
             number = self._begin_pause(mode, lease_seconds)
-            while not self._at_rest:
+            while not self.at_rest:
                 if time.monotonic() >= deadline:
                     self._end_pause(number)
                     raise EngineError(f"the engine did not pause within {timeout:g} s (mode {mode})")
@@ -102,7 +103,7 @@ class GenerationGate:
         """
         with self.changed:
             self._refuse_second_update()
-            if not self.quarantined and not (self.mode and self._at_rest):
+            if not self.quarantined and not (self.mode and self.at_rest):
                 raise EngineError("the engine is not paused, or the lease of its pause has ended")
             self._updating, self._touched = True, False
         with self._commit(weights):
@@ -124,7 +125,7 @@ class GenerationGate:
                 yield
         except BaseException:
             with self.changed:
-                if not self._at_rest:
+                if not self.at_rest:
                     self._end_pause(number)
             raise
 
@@ -154,7 +155,7 @@ class GenerationGate:
         self.mode = mode
         self._abort_asked = mode == "abort"
         self._lease_end = time.monotonic() + lease_seconds
-        self._at_rest = False  # the thread must notice this pause even if it rests already
+        self.at_rest = False  # the thread must notice this pause even if it rests already
         self.changed.notify_all()
         return self.pauses
 
@@ -190,7 +191,7 @@ class GenerationGate:
         Raises EngineError unless the engine rests in a pause.
         """
         with self.changed:
-            if self._updating or not (self.mode and self._at_rest):
+            if self._updating or not (self.mode and self.at_rest):
                 raise EngineError("the engine is not paused, or the lease of its pause has ended")
             self.asleep, self.weights, self.unconfirmed, self.mode = True, None, False, None
             self.changed.notify_all()
@@ -209,11 +210,6 @@ class GenerationGate:
         """Return whether new samples may start."""
         return self._serves() and self.mode is None
 
-    @property
-    def at_rest(self) -> bool:
-        """True if the generating thread rests in the pause. Needs `changed`."""
-        return self._at_rest
-
     def take_abort(self) -> bool:
         """Return whether to end all requests now: once per pause, because later requests wait for its end."""
         asked, self._abort_asked = self._abort_asked, False
@@ -221,7 +217,7 @@ class GenerationGate:
 
     def rest(self) -> None:
         """Report that the generating thread rests, then `wait`. Needs `changed`."""
-        self._at_rest = True
+        self.at_rest = True
         self.changed.notify_all()
         self.wait()
 
@@ -232,7 +228,7 @@ class GenerationGate:
 
     def leave_rest(self) -> None:
         """Report that the generating thread continues. Needs `changed`."""
-        self._at_rest = False
+        self.at_rest = False
 
     def end_lease(self) -> None:
         """End a pause whose lease has expired, but not during an update, which has its own deadline. Needs
@@ -246,43 +242,3 @@ class GenerationGate:
     def _serves(self) -> bool:
         closed = self.quarantined or self.unconfirmed or self._updating or self.asleep
         return self.weights is not None and not closed
-
-
-class GatedEngine:
-    """An engine that generates while its gate is open."""
-
-    def __init__(self) -> None:
-        self._gate = GenerationGate()
-
-    @property
-    def weights(self) -> Version | None:
-        """The weights in use; None before the first commit."""
-        return self._gate.weights
-
-    @property
-    def quarantined(self) -> bool:
-        return self._gate.quarantined
-
-    @property
-    def unconfirmed(self) -> bool:
-        return self._gate.unconfirmed
-
-    def confirm(self, weights: Version) -> None:
-        self._gate.confirm(weights)
-
-    def serve_loaded(self) -> None:
-        self._gate.serve_loaded()
-
-    def quarantine(self) -> None:
-        self._gate.quarantine()
-
-    @property
-    def pauses(self) -> int:
-        return self._gate.pauses
-
-    def resume(self, pause: int | None = None) -> None:
-        self._gate.resume(pause)
-
-    @property
-    def asleep(self) -> bool:
-        return self._gate.asleep

@@ -66,13 +66,13 @@ class Harness:
     def set_weights(self, version: Version, state: dict[str, torch.Tensor] | None = None) -> None:
         self.engine.pause("in_place", 60, 20)
         self.update(version, state)
-        self.engine.confirm(version)
-        self.engine.resume()
+        self.engine.gate.confirm(version)
+        self.engine.gate.resume()
 
     def update(self, version: Version, state: dict[str, torch.Tensor] | None = None) -> None:
         with self.engine.update(version):
             if state is not None:
-                self.engine.touch()
+                self.engine.gate.touch()
                 self.model.load_state_dict(state)
 
     def submit(

@@ -137,11 +137,11 @@ def test_weights_have_the_names_of_files_and_reach_both_towers(harness: Harness,
     prompt, media = omni_prompt(folder, [LONG, picture(64, 64)])
     harness.engine.pause("in_place", 60, 20)
     with harness.engine.update(Version(1, 1)):
-        harness.engine.touch()
+        harness.engine.gate.touch()
         for name, tensor in own.items():
             tensor.copy_(files[name])
-    harness.engine.confirm(Version(1, 1))
-    harness.engine.resume()
+    harness.engine.gate.confirm(Version(1, 1))
+    harness.engine.gate.resume()
     harness.submit("new", prompt, media=media, max_new_tokens=4, ignore_eos=True)
     (answer,) = harness.wait("new")
     tokens = without_marks(answer.tokens, folder)

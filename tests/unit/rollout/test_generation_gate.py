@@ -37,7 +37,7 @@ def failing_update(gate: GenerationGate) -> Iterator[None]:
 def rest(gate: GenerationGate) -> None:
     """As the generating thread does, but without waiting for the end of the pause."""
     with gate.changed:
-        gate._at_rest = True
+        gate.at_rest = True
         gate.changed.notify_all()
 
 

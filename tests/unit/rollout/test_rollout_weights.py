@@ -90,7 +90,7 @@ def test_every_weight_arrives_in_the_engine_s_type(
     pair.engine.pause("in_place", 60, 20)
     checksums = pair.transfer()
     assert checksums == {name: checksum(tensor) for name, tensor in pair.tensors.items()}
-    assert pair.engine.weights == Version(1, 7)
+    assert pair.engine.gate.weights == Version(1, 7)
     for name, parameter in pair.model.named_parameters():
         assert torch.equal(parameter, pair.tensors[name].to(dtype))
     assert torch.equal(pair.model.lm_head.weight, pair.tensors["model.embed_tokens.weight"].to(dtype)), "tied"
@@ -145,7 +145,7 @@ def test_a_broken_broadcast_leaves_a_staging_engine_as_it_was(folder: Path, pair
     pair.engine.pause("in_place", 60, 20)
     with pytest.raises(WeightGroupError):
         pair.transfer(2)
-    assert not pair.engine.quarantined
+    assert not pair.engine.gate.quarantined
     assert all(torch.equal(parameter, before[name]) for name, parameter in pair.model.named_parameters())
 
 
@@ -154,8 +154,8 @@ def test_a_broken_broadcast_quarantines_an_engine_without_staging(folder: Path, 
     pair.engine.pause("in_place", 60, 20)
     with pytest.raises(WeightGroupError):
         pair.transfer(2)
-    assert pair.engine.quarantined
-    pair.engine.resume()
+    assert pair.engine.gate.quarantined
+    pair.engine.gate.resume()
     # A quarantined engine takes new weights without another pause, and is well again.
     pairs.append(again := Pair(folder, torch.float32, stage_all=False))
     pair.receiver, pair.source = (
@@ -163,8 +163,8 @@ def test_a_broken_broadcast_quarantines_an_engine_without_staging(folder: Path, 
         again.source,
     )
     pair.transfer()
-    assert not pair.engine.quarantined
-    assert pair.engine.weights == Version(1, 7)
+    assert not pair.engine.gate.quarantined
+    assert pair.engine.gate.weights == Version(1, 7)
 
 
 def test_weights_are_only_taken_in_a_pause(folder: Path, pairs: list[Pair]) -> None:

@@ -65,8 +65,8 @@ def receive(harness: Harness, number: int, tensors: Mapping[str, torch.Tensor]) 
         Version(1, number), 20, with_checksums=False
     )
     sending.join()
-    harness.engine.confirm(Version(1, number))
-    harness.engine.resume()
+    harness.engine.gate.confirm(Version(1, number))
+    harness.engine.gate.resume()
     source.abort()
     own.abort()
 

@@ -203,8 +203,8 @@ def test_an_update_in_the_middle_marks_and_changes_what_comes_after(harness: Har
     before = {(r, s): len(a.tokens) for r in ("r0", "r1") for s, a in harness.answers[r].items()}
     time.sleep(0.05)
     assert before == {(r, s): len(a.tokens) for r in ("r0", "r1") for s, a in harness.answers[r].items()}
-    harness.engine.confirm(Version(1, 1))
-    harness.engine.resume()
+    harness.engine.gate.confirm(Version(1, 1))
+    harness.engine.gate.resume()
     for number in range(2):
         for index, answer in enumerate(harness.wait(f"r{number}", 2)):
             cut = before[(f"r{number}", index)]
@@ -241,7 +241,7 @@ def test_a_pause_by_abort_ends_everything_with_what_it_has(harness: Harness) -> 
         assert answer.last is not None
         assert answer.last.finish_reason == "abort"
         assert 3 <= len(answer.tokens) < 400
-    harness.engine.resume()
+    harness.engine.gate.resume()
     assert len(harness.generate(PROMPTS[1], max_new_tokens=3, ignore_eos=True)[0].tokens) == 3
 
 
@@ -258,7 +258,7 @@ def test_a_pause_by_drain_waits_for_the_running_and_keeps_the_waiting(harness: H
     assert len(answer.tokens) == 40
     assert held in (0, 1)
     assert harness.engine.stats()["running_samples"] == 0
-    harness.engine.resume()
+    harness.engine.gate.resume()
     harness.wait("waiting")
 
 
@@ -290,26 +290,26 @@ def test_a_broken_update_quarantines_what_it_touched_and_only_that(harness: Harn
     harness.engine.pause("in_place", 60, 20)
     with pytest.raises(RuntimeError, match="broke"), harness.engine.update(Version(1, 1)):
         break_off()
-    assert not harness.engine.quarantined
-    assert harness.engine.weights == Version(1, 0)
+    assert not harness.engine.gate.quarantined
+    assert harness.engine.gate.weights == Version(1, 0)
 
     with pytest.raises(RuntimeError, match="broke"), harness.engine.update(Version(1, 1)):
         break_off(harness.engine)
-    assert harness.engine.quarantined
-    harness.engine.resume()
+    assert harness.engine.gate.quarantined
+    harness.engine.gate.resume()
     before = len(harness.answers["running"][0].tokens)
     time.sleep(0.1)
     assert len(harness.answers["running"][0].tokens) == before, "a quarantined engine generates nothing"
 
     harness.set_weights(Version(1, 2), changed_state(llama))
-    assert not harness.engine.quarantined
+    assert not harness.engine.gate.quarantined
     (answer,) = harness.wait("running")
     assert answer.versions == [0] * before + [2] * (60 - before)
 
 
 def break_off(engine: TransformersEngine | None = None) -> None:
     if engine is not None:
-        engine.touch()
+        engine.gate.touch()
     raise RuntimeError("broke")
 
 
@@ -318,11 +318,11 @@ def test_a_lease_that_ends_during_an_update_waits_for_it(harness: Harness) -> No
     harness.wait_for_tokens("running", 3)
     harness.engine.pause("in_place", 0.1, 20)
     with harness.engine.update(Version(1, 1)):
-        harness.engine.touch()
+        harness.engine.gate.touch()
         before = len(harness.answers["running"][0].tokens)
         time.sleep(0.3)
         assert len(harness.answers["running"][0].tokens) == before
-    wait_until(lambda: harness.engine.quarantined, "the lease ends, and nobody has named the new weights")
+    wait_until(lambda: harness.engine.gate.quarantined, "the lease ends, and nobody has named the new weights")
     assert len(harness.answers["running"][0].tokens) == before
 
 
@@ -428,7 +428,7 @@ def test_an_aborted_request_ends_with_what_it_has_and_the_others_go_on(harness: 
     harness.engine.abort("waiting")
     (waiting,) = harness.wait("waiting")
     assert (waiting.tokens, waiting.last and waiting.last.finish_reason) == ([], "abort")
-    harness.engine.resume()
+    harness.engine.gate.resume()
 
 
 def test_a_sample_that_is_continued_is_as_if_it_had_not_been_cut_off(folder: Path) -> None:

@@ -25,7 +25,7 @@ from sglang.srt.managers.io_struct import (
 from relaxd.data.vision import VisionModel
 from relaxd.rpc.errors import RpcError
 from relaxd.v1 import engine_pb2
-from services.rollout.engines.generation_gate import GatedEngine
+from services.rollout.engines.generation_gate import GenerationGate
 from services.rollout.engines.request_types import (
     EngineError,
     FailureHandler,
@@ -54,7 +54,7 @@ SEEING_THREADS = 2
 logger = logging.getLogger(__name__)
 
 
-class SGLangEngine(GatedEngine):
+class SGLangEngine:
     """Generates with SGLang. It pauses between two steps, and updates weights in a pause (see GenerationGate)."""
 
     def __init__(
@@ -79,7 +79,7 @@ class SGLangEngine(GatedEngine):
         `on_output` is called with the new outputs by request; `on_broken` with the reason when the scheduler processes
         don't do what they are told. `on_gpus`: whether they run on GPUs.
         """
-        super().__init__()
+        self.gate = GenerationGate()
         self._channel = channel
         self._schedulers = schedulers
         self._decode = decode
@@ -99,7 +99,7 @@ class SGLangEngine(GatedEngine):
         self._sent: dict[str, tuple[SGLangRequest, SGLangSample | None]] = {}
         """Requests and samples by the scheduler's ids; None in place of a sample is the prompt's prefill."""
         self.control = SchedulerControl(
-            self._gate,
+            self.gate,
             channel,
             schedulers,
             admit=self._send_held,
@@ -123,14 +123,14 @@ class SGLangEngine(GatedEngine):
         except RpcError as error:
             logger.warning("reporting the last statistics again: %s", error)
         stats = {**self._stats, "tokens_prompted": self._tokens_prompted}
-        with self._gate.changed:
+        with self.gate.changed:
             stats["waiting_samples"] += sum(group.unfinished for group in self._held)
         return stats
 
     def submit(self, request: Request) -> None:
         """Queue a request, whose id must not be in use."""
         group = SGLangRequest.of(request, self._end_ids)
-        with self._gate.changed:
+        with self.gate.changed:
             self._groups[request.request_id] = group
             if not request.media:
                 self._held.append(group)
@@ -146,7 +146,7 @@ class SGLangEngine(GatedEngine):
         except Exception as error:  # the others go on
             wrong = isinstance(error, EngineError)
             failure = str(error) if wrong else f"{type(error).__name__}: {error}"
-        with self._gate.changed:
+        with self.gate.changed:
             if self._groups.get(request_id) is not group:
                 return  # cancelled
             if not failure and not group.aborted:
@@ -161,13 +161,13 @@ class SGLangEngine(GatedEngine):
 
     def cancel(self, request_id: str) -> None:
         """Drop a request; at most the tokens of the current step are still reported."""
-        with self._gate.changed:
+        with self.gate.changed:
             self._forget(request_id)
-            self._gate.changed.notify_all()
+            self.gate.changed.notify_all()
 
     def abort(self, request_id: str) -> None:
         """End a request's samples with their tokens so far: after the current step, or at once if they wait here."""
-        with self._gate.changed:
+        with self.gate.changed:
             group = self._groups.get(request_id)
             if group is None:
                 return
@@ -184,8 +184,8 @@ class SGLangEngine(GatedEngine):
         in_place keeps requests where they are, retract drops their keys and values, abort ends them now, drain waits
         for those that have started.
         """
-        self._gate.pause(mode, lease_seconds, timeout)
-        with self._gate.changed:
+        self.gate.pause(mode, lease_seconds, timeout)
+        with self.gate.changed:
             return sum(group.unfinished for group in self._groups.values())
 
     def record(self, request: engine_pb2.RecordStepsRequest) -> list[Path]:
@@ -216,12 +216,12 @@ class SGLangEngine(GatedEngine):
 
     def sleep(self, timeout: float) -> None:
         """Wait for running samples, then free weights and key-value cache. Raises EngineError."""
-        if self._gate.asleep:
+        if self.gate.asleep:
             return
         lease = timeout + STEP_SECONDS
-        self._gate.pause("drain", lease, timeout)
-        self._gate.pause("retract", lease, STEP_SECONDS)  # which also clears the rest of a finished batch
-        self._gate.sleep()
+        self.gate.pause("drain", lease, timeout)
+        self.gate.pause("retract", lease, STEP_SECONDS)  # which also clears the rest of a finished batch
+        self.gate.sleep()
         self._released = set(MEMORY_PARTS)
         self.control.change_memory(ReleaseMemoryOccupationReqInput(tags=list(MEMORY_PARTS)))
 
@@ -231,25 +231,22 @@ class SGLangEngine(GatedEngine):
         if missing:
             self.control.change_memory(ResumeMemoryOccupationReqInput(tags=missing))
             self._released -= set(missing)
-        if self._gate.asleep and not self._released:
-            self._gate.wake()
+        if self.gate.asleep and not self._released:
+            self.gate.wake()
 
     def mark_update(self, weights: Version, held: Mapping[str, HeldRequest]) -> None:
         """Note, inside `update`, which tokens of the unfinished requests older weights produced."""
-        with self._gate.changed:
+        with self.gate.changed:
             for rid, (_, sample) in self._sent.items():
                 if sample is not None and rid in held:  # else it has ended; its last output is yet to come
                     sample.marks.append((sample.begun + held[rid].tokens, weights.version))
                     sample.spans_weight_update = sample.spans_weight_update or held[rid].continues
 
-    def touch(self) -> None:
-        self._gate.touch()
-
-    # --- sending to the scheduler (needs self._gate.changed) ----------------------------------------------------------
+    # --- sending to the scheduler (needs self.gate.changed) ----------------------------------------------------------
 
     def _send_held(self) -> None:
-        weights = self._gate.weights
-        while self._held and self.control.running and self._gate.may_admit():
+        weights = self.gate.weights
+        while self._held and self.control.running and self.gate.may_admit():
             assert weights is not None
             self._send(self._held.popleft(), weights)
 
@@ -280,7 +277,7 @@ class SGLangEngine(GatedEngine):
     def _end_all(self) -> None:
         """End all requests, in the paused scheduler and here."""
         self._schedulers.ask_all("EndAll", engine_pb2.EndAllRequest(), 2 * ANSWER_SECONDS)
-        gate = self._gate
+        gate = self.gate
         with gate.changed:
             if not gate.changed.wait_for(lambda: not self._sent, ANSWER_SECONDS):
                 raise EngineError(f"the scheduler did not end {len(self._sent)} requests within {ANSWER_SECONDS:g} s")
@@ -311,7 +308,7 @@ class SGLangEngine(GatedEngine):
         outputs: dict[str, list[Output]] = {}
         failures: dict[str, str] = {}
         ended: list[tuple[str, Output, SGLangSample]] = []
-        with self._gate.changed:
+        with self.gate.changed:
             for row, rid in enumerate(message.rids):
                 if rid not in self._sent:
                     continue  # cancelled
@@ -368,7 +365,7 @@ class SGLangEngine(GatedEngine):
         outputs: dict[str, list[Output]] = {}
         failures: dict[str, str] = {}
         reason = message.finished_reason or {"type": "abort"}
-        with self._gate.changed:
+        with self.gate.changed:
             if message.rid not in self._sent:
                 return  # cancelled
             group, sample = self._sent[message.rid]
@@ -401,7 +398,7 @@ class SGLangEngine(GatedEngine):
         for request_id in failures:
             outputs.pop(request_id, None)
             self._forget(request_id)
-        self._gate.changed.notify_all()
+        self.gate.changed.notify_all()
 
     def _emit(self, outputs: dict[str, list[Output]], failures: dict[str, str]) -> None:
         if outputs:

@@ -48,12 +48,11 @@ PAUSES_WITH_UPDATE = ("in_place", "retract")
 logger = logging.getLogger(__name__)
 
 
-class SGLangProcess(EngineProcess):
+class SGLangProcess(EngineProcess[SGLangEngine]):
     """Runs an SGLangEngine."""
 
     def __init__(self) -> None:
         super().__init__()
-        self._engine: SGLangEngine | None = None
         self._schedulers: Schedulers | None = None
         self._on_gpus = False
         self._group = ""
@@ -193,23 +192,17 @@ class SGLangProcess(EngineProcess):
         try:
             self._leave(group_name)
         except RpcError:
-            engine.touch()  # nobody says that no rank was
+            engine.gate.touch()  # nobody says that no rank was
             raise
         # Ranks that have left have told what they did.
         last = engine.control.last_results(END_SECONDS)
         if self._left_touched or any(isinstance(result, Updated | Late) for result in last):
-            engine.touch()
+            engine.gate.touch()
         raise failure
 
-    def LeaveWeightGroup(
-        self, request: rollout_pb2.LeaveWeightGroupRequest, context: Any
-    ) -> rollout_pb2.LeaveWeightGroupResponse:
-        if self._engine is None:
-            return rollout_pb2.LeaveWeightGroupResponse()
-        self._end(request.group_name)
-        if self._engine.unconfirmed or self._left_touched:
-            self._engine.quarantine()
-        return rollout_pb2.LeaveWeightGroupResponse(quarantined=self._engine.quarantined)
+    def _leave_group(self, name: str) -> bool:
+        self._end(name)
+        return self._left_touched
 
     def _end(self, name: str) -> None:
         """Leave a group, and let its update end, so that the pause can be ended and another update begin."""
@@ -227,11 +220,6 @@ class SGLangProcess(EngineProcess):
     def _ask_all(self, method: str, request: Any, timeout: float) -> list[Any]:
         assert self._schedulers is not None
         return self._schedulers.ask_all(method, request, timeout)
-
-    def _loaded(self) -> SGLangEngine:
-        if self._engine is None:
-            raise EngineError("no model is loaded")
-        return self._engine
 
     def _leave_groups(self) -> None:
         if self._group:

@@ -21,7 +21,7 @@ from relaxd.data.towers import TowerOutputs
 from relaxd.data.vision import VisionModel
 from relaxd.process.torch_profile import StepRecording
 from relaxd.v1.engine_pb2 import RecordStepsRequest
-from services.rollout.engines.generation_gate import GatedEngine
+from services.rollout.engines.generation_gate import GenerationGate
 from services.rollout.engines.request_types import (
     EngineError,
     FailureHandler,
@@ -88,7 +88,7 @@ SLEEP_LEASE_SECONDS = 10.0
 """Lease of the pause before a sleep, in seconds beyond the time to wait for running samples."""
 
 
-class TransformersEngine(GatedEngine):
+class TransformersEngine:
     """Generates with a model. It pauses between two tokens, and updates weights in a pause (see GenerationGate)."""
 
     def __init__(
@@ -109,7 +109,7 @@ class TransformersEngine(GatedEngine):
 
         With `keep_weights` a sleep frees no parameters, because nobody would send them again.
         """
-        super().__init__()
+        self.gate = GenerationGate()
         self.model = model
         self.tower_outputs = TowerOutputs(KEPT_BYTES)
         self._decode = decode
@@ -133,7 +133,7 @@ class TransformersEngine(GatedEngine):
 
     def stats(self) -> dict[str, int]:
         batch = self._batch
-        with self._gate.changed:
+        with self.gate.changed:
             waiting = sum(map(len, self._waiting))
         return {
             "running_samples": len(batch.samples) if batch else 0,
@@ -148,21 +148,21 @@ class TransformersEngine(GatedEngine):
         if request.likeliest > (vocabulary := self.model.config.get_text_config().vocab_size):
             raise EngineError(f"the {request.likeliest} likeliest tokens are asked for, but there are {vocabulary}")
         samples = [RunningSample.of(request, index, self._end_ids) for index in request.samples]
-        with self._gate.changed:
+        with self.gate.changed:
             self._waiting += [[sample] for sample in samples] if request.begun else [samples]
-            self._gate.changed.notify_all()
+            self.gate.changed.notify_all()
 
     def cancel(self, request_id: str) -> None:
         """Drop a request; at most one more token of each sample is reported."""
-        with self._gate.changed:
+        with self.gate.changed:
             self._cancelled.add(request_id)
-            self._gate.changed.notify_all()
+            self.gate.changed.notify_all()
 
     def abort(self, request_id: str) -> None:
         """End a request's samples with their tokens so far, even in a pause."""
-        with self._gate.changed:
+        with self.gate.changed:
             self._aborted.add(request_id)
-            self._gate.changed.notify_all()
+            self.gate.changed.notify_all()
 
     def pause(self, mode: PauseMode, lease_seconds: float, timeout: float) -> int:
         """Pause between two tokens. Returns the number of samples held in place.
@@ -174,8 +174,8 @@ class TransformersEngine(GatedEngine):
             raise EngineError(
                 'rollout.engine = "transformers" cannot pause in mode retract: use in_place, abort or drain'
             )
-        self._gate.pause(mode, lease_seconds, timeout)
-        with self._gate.changed:
+        self.gate.pause(mode, lease_seconds, timeout)
+        with self.gate.changed:
             return sum(1 for _ in self._samples())
 
     def record(self, request: RecordStepsRequest) -> list[Path]:
@@ -187,10 +187,10 @@ class TransformersEngine(GatedEngine):
 
     def sleep(self, timeout: float) -> None:
         """Wait for running samples, then free the weights' memory. Raises EngineError."""
-        if self._memory.released or self._gate.asleep:
+        if self._memory.released or self.gate.asleep:
             return
-        self._gate.pause("drain", timeout + SLEEP_LEASE_SECONDS, timeout)
-        self._gate.sleep()
+        self.gate.pause("drain", timeout + SLEEP_LEASE_SECONDS, timeout)
+        self.gate.sleep()
         if not self._keep_weights:
             self._memory.release()
 
@@ -199,25 +199,22 @@ class TransformersEngine(GatedEngine):
         if "weights" in parts:
             self._memory.restore()
         if "kv_cache" in parts and not self._memory.released:
-            self._gate.wake()
+            self.gate.wake()
 
     @contextmanager
     def update(self, weights: Version) -> Iterator[None]:
         """Allow changes of the model (after `touch`) inside the block, and commit `weights` at its end."""
-        with self._gate.update(weights):
+        with self.gate.update(weights):
             yield
             for sample in self._samples():
                 # A sample that has not started has no keys and values of the old weights.
                 sample.spans_weight_update = sample.spans_weight_update or bool(sample.logprobs)
 
-    def touch(self) -> None:
-        self._gate.touch()
-
     def stop(self) -> None:
         """End the engine's thread after its current token."""
-        with self._gate.changed:
+        with self.gate.changed:
             self._stopping = True
-            self._gate.changed.notify_all()
+            self.gate.changed.notify_all()
         self._thread.join()
 
     def _samples(self) -> Iterator[RunningSample]:
@@ -241,7 +238,7 @@ class TransformersEngine(GatedEngine):
 
     def _wait_for_work(self) -> bool:
         """Wait until there is something to generate and the gate is open. Returns False if the engine stops."""
-        gate = self._gate
+        gate = self.gate
         with gate.changed:
             while not self._stopping:
                 gate.end_lease()
@@ -259,9 +256,9 @@ class TransformersEngine(GatedEngine):
         """Take from the queue the requests that fit beside the running samples, in order of arrival."""
         groups: list[list[RunningSample]] = []
         longest = 0
-        with self._gate.changed:
+        with self.gate.changed:
             free = self._max_running_samples - (len(self._batch.samples) if self._batch else 0)
-            while self._waiting and self._gate.may_admit():
+            while self._waiting and self.gate.may_admit():
                 samples = self._waiting[0]
                 # A request larger than max_running_samples starts in parts, any other as a whole.
                 wanted = min(len(samples), self._max_running_samples)
@@ -309,7 +306,7 @@ class TransformersEngine(GatedEngine):
 
     def _advance(self, batch: Batch, logits: torch.Tensor) -> Batch | None:
         """Choose each sample's next token. Returns the batch without ended samples; None when all have ended."""
-        weights = self._gate.weights
+        weights = self.gate.weights
         assert weights is not None
         samples = batch.samples
         chosen = choose_tokens(

@@ -25,12 +25,11 @@ STAGING_MEMORY = 1.5
 """A whole broadcast is staged if the free memory is this many times its size."""
 
 
-class TransformersProcess(EngineProcess):
+class TransformersProcess(EngineProcess[TransformersEngine]):
     """Runs a TransformersEngine."""
 
     def __init__(self) -> None:
         super().__init__()
-        self._engine: TransformersEngine | None = None
         self._lock = threading.Lock()
         self._groups: dict[str, WeightGroup] = {}
         self._receivers: dict[str, WeightReceiver] = {}
@@ -92,15 +91,9 @@ class TransformersProcess(EngineProcess):
             raise
         return rollout_pb2.ReceiveWeightsResponse(seconds=time.monotonic() - started, checksums=checksums)
 
-    def LeaveWeightGroup(
-        self, request: rollout_pb2.LeaveWeightGroupRequest, context: Any
-    ) -> rollout_pb2.LeaveWeightGroupResponse:
-        self._forget(request.group_name)
-        if self._engine is None:
-            return rollout_pb2.LeaveWeightGroupResponse()
-        if self._engine.unconfirmed:
-            self._engine.quarantine()
-        return rollout_pb2.LeaveWeightGroupResponse(quarantined=self._engine.quarantined)
+    def _leave_group(self, name: str) -> bool:
+        self._forget(name)
+        return False
 
     def _leave_groups(self) -> None:
         for name in list(self._groups):
@@ -112,11 +105,6 @@ class TransformersProcess(EngineProcess):
             self._receivers.pop(name, None)
         if group is not None:
             group.abort()
-
-    def _loaded(self) -> TransformersEngine:
-        if self._engine is None:
-            raise EngineError("no model is loaded")
-        return self._engine
 
     def _memory_in_use(self) -> int:
         return self._rss_bytes()

@@ -160,7 +160,7 @@ class WeightReceiver:
         return found
 
     def _copy(self, number: int) -> None:
-        self._engine.touch()
+        self._engine.gate.touch()
         for spec, tensor in self._received(number):
             served = self._parameters[spec.name]
             # What is received as it was isn't written, so that the outputs of towers that aren't trained stay valid.

@@ -150,13 +150,13 @@ def test_the_engine_has_the_trainers_log_probs_before_and_after_a_step(
     assert gap(0) <= 1e-5
     engine.engine.pause("in_place", 60, 20)
     with engine.engine.update(Version(1, 1)):
-        engine.engine.touch()
+        engine.engine.gate.touch()
         served = named_parameters(engine.model)
         for name, tensor in learner.iter_hf_tensors():
             served.pop(name).copy_(tensor)
     assert served == {}
-    engine.engine.confirm(Version(1, 1))
-    engine.engine.resume()
+    engine.engine.gate.confirm(Version(1, 1))
+    engine.engine.gate.resume()
     assert gap(1) <= 1e-5
 
 
