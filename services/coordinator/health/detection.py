@@ -8,7 +8,7 @@ from relaxd.config import RunConfig
 from relaxd.roles import ROLES
 from relaxd.v1.replica_pb2 import REPLICA_STATE_FAILED, REPLICA_STATE_READY, REPLICA_STATE_STARTING
 from services.coordinator.fleet.registry import Replica
-from services.coordinator.weights.gpu_handoff_rules import HandoffFailure
+from services.coordinator.weights.gpu_handoff import HandoffFailure
 
 SENDER_PATIENCE = 3
 """Factor on max_sync_failures for the sender of weights, which is mostly not to blame."""

@@ -9,7 +9,7 @@ are ready only with their rewards, so when the trainer's turn begins, the judge 
 One that can't wake up for long (`handoff_failures`) is restarted by its health, and until then no turn waits for it.
 
 No state is stored: replicas report whether they are awake, and the next move follows from that and from the board
-(`gpu_handoff_rules`). So the death of an engine, a trainer or a coordinator needs no special rules. A replica
+(`next_move`). So the death of an engine, a trainer or a coordinator needs no special rules. A replica
 requests the GPU before it starts (`request_gpu`).
 """
 
@@ -18,7 +18,9 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any, Literal
 
 import grpc
 
@@ -30,7 +32,6 @@ from relaxd.v1.replica_pb2 import REPLICA_STATE_READY
 from relaxd.v1.rollout_pb2 import (
     MEMORY_PART_KEY_VALUE_CACHE,
     MEMORY_PART_WEIGHTS,
-    MemoryPart,
     SleepRequest,
     WakeRequest,
 )
@@ -38,14 +39,129 @@ from relaxd.v1.trainer_pb2 import TrainerSleepRequest, TrainerWakeRequest
 from relaxd.waiting import Backoff
 from services.coordinator.fleet.registry import Replica
 from services.coordinator.fleet.run_fleet import ABLE, RunContext
-from services.coordinator.weights.gpu_handoff_rules import (
-    HandoffFailure,
-    HandoffFailures,
-    HandoffMove,
-    Situation,
-    next_move,
-)
 from services.coordinator.weights.weight_sync import WeightSync
+
+
+class HandoffMove(StrEnum):
+    """The next action."""
+
+    WAIT = "wait"
+    """No move: a replica works, starts, or is missing."""
+    TRAIN = "train"
+    """Put the engines to sleep and wake the trainer up."""
+    SYNCHRONISE = "synchronise"
+    """Send the trainer's weights to the engines, put the trainer to sleep and let the engines generate."""
+    START_TRAINER = "start the trainer"
+    """Put the engines to sleep, so that a trainer that waits can load its model."""
+    START_ENGINES = "start engines"
+    """Put the trainer to sleep, so that replicas without engines can start them."""
+    WAKE_JUDGES = "wake the judges"
+    """Wake up the judges, which are on the GPUs of engines that serve."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Situation:
+    """The state of replicas, weights and board."""
+
+    trainer: Literal["absent", "waiting", "starting", "ready"]
+    """State of the trainer. Waiting: for the GPU, without a model. Starting: it has the GPU and isn't ready."""
+    trainer_awake: bool
+    """True if the trainer holds device memory."""
+    engines_waiting: bool = False
+    """Some replicas without engines wait for the GPU."""
+    engines_starting: bool = False
+    """Some have the GPU and no engine yet."""
+    engines_awake: bool = False
+    """Some hold device memory."""
+    engines_able: bool = False
+    """Some engines, asleep or not, can receive weights."""
+    engines_serving: bool = False
+    """Some serve the announced version."""
+    generating: bool = False
+    """The engines must finish their work: groups of the next step, or an evaluation."""
+    due: bool = False
+    """The trainer has work: all groups of the next step are ready, or a checkpoint or export is requested."""
+    judges_asleep: bool = False
+    """True if some judges that take turns sleep and aren't given up. Judges that are awake, or without a model, count
+    as engines above."""
+    announced: bool = False
+    """This trainer announced the newest step's version."""
+
+
+def next_move(now: Situation) -> HandoffMove:
+    """Return the next move. No move takes a device from a replica that is starting on it."""
+    # First of all: without its judge the groups of engines that generate are never ready, so that no turn would end.
+    # Where they are ready all the same, other judges have answered, and the turn doesn't wait for one that sleeps on.
+    turn_ends = now.due and not now.generating
+    trainer_holds = now.trainer_awake or now.trainer == "starting"
+    if now.judges_asleep and now.engines_serving and not trainer_holds and not turn_ends:
+        return HandoffMove.WAKE_JUDGES
+    if now.engines_starting or now.trainer in ("absent", "starting"):
+        return HandoffMove.WAIT
+    if now.trainer == "waiting":
+        return HandoffMove.START_TRAINER if now.engines_awake and not now.generating else HandoffMove.WAIT
+    if now.due:
+        turn_is_over = now.engines_awake or not now.trainer_awake
+        return HandoffMove.TRAIN if turn_is_over and not now.generating else HandoffMove.WAIT
+    if now.engines_waiting:
+        return HandoffMove.START_ENGINES if now.trainer_awake else HandoffMove.WAIT
+    if now.engines_able and now.announced and not now.engines_serving:
+        return HandoffMove.SYNCHRONISE
+    return HandoffMove.WAIT
+
+
+PATIENCE = 3
+"""Factor on run.switch_timeout_seconds after which a failing process is given up."""
+
+
+@dataclass(frozen=True)
+class HandoffFailure:
+    """The consecutive failed calls of one process."""
+
+    action: str
+    """The failed action, such as "wake up"."""
+    error: str
+    """Error of the last call."""
+    began: float
+    ended: float
+    """Times of the first call's beginning and the last one's end, by the clock."""
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of known failure, without those in which nothing was requested."""
+        return self.ended - self.began
+
+    def __str__(self) -> str:
+        return f"it has not been able to {self.action} for {self.seconds:.0f} s: {self.error}"
+
+
+class HandoffFailures:
+    """Counts the seconds for which processes have failed; a new process of an instance starts at zero."""
+
+    def __init__(self, switch_timeout_seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self._limit_seconds = PATIENCE * switch_timeout_seconds
+        self._clock = clock
+        self._failures: dict[str, HandoffFailure] = {}
+
+    def failed(self, replica_id: str, action: str, error: str, began: float) -> None:
+        """Record a failed call and the time of its beginning, by the clock."""
+        before = self._failures.get(replica_id)
+        first = before.began if before is not None and before.action == action else began
+        self._failures[replica_id] = HandoffFailure(action, error, first, self._clock())
+
+    def worked(self, replica_id: str) -> None:
+        """Record a call that the replica answered."""
+        self._failures.pop(replica_id, None)
+
+    def of(self, replica_id: str) -> HandoffFailure | None:
+        """Return the failure of a process; None if its last call worked."""
+        return self._failures.get(replica_id)
+
+    def given_up(self, replica_id: str) -> bool:
+        """Return whether a process has failed for longer than allowed: its health then restarts it, and turns go on."""
+        failure = self._failures.get(replica_id)
+        return failure is not None and failure.seconds > self._limit_seconds
+
 
 logger = logging.getLogger(__name__)
 
@@ -56,6 +172,17 @@ MARGIN_SECONDS = 5.0
 WAITING_SECONDS = 2.0
 """Seconds for which a replica counts as waiting after its last request, which it repeats several times a second."""
 BACKOFF = Backoff(first_seconds=0.1, max_seconds=2.0)
+SLEEP_REQUESTS: dict[str, Callable[..., Any]] = {
+    TRAINER: TrainerSleepRequest,
+    ROLLOUT: SleepRequest,
+    JUDGE: JudgeSleepRequest,
+}
+WAKE_REQUESTS: dict[str, Callable[..., Any]] = {
+    TRAINER: TrainerWakeRequest,
+    ROLLOUT: WakeRequest,
+    JUDGE: JudgeWakeRequest,
+}
+"""Requests by role."""
 
 
 class HandoffFailed(Exception):
@@ -94,7 +221,7 @@ class GpuHandoff:
     @property
     def waiting_for(self) -> str:
         """The handoff in progress, the reason of the last failure, and the sleeping judges; empty if there are none."""
-        moving = f"{self._moving}" if self._moving is not None else ""
+        moving = self._moving or ""
         failed = f"the last attempt failed: {self.last_failure}" if self.last_failure else ""
         return "; ".join(filter(None, (moving, failed, *map(self._lost, self._judges()))))
 
@@ -241,7 +368,7 @@ class GpuHandoff:
         trainer, announced, engines = self._fleet.trainer(), self._sync.announced, self._sync.candidates()
         if trainer is None or announced is None or not engines:
             raise HandoffFailed("the trainer or the engines were lost before the weights could be sent")
-        await self._wake_engines(engines, [MEMORY_PART_WEIGHTS])
+        await self._wake("switch_engine_wake_seconds", engines, parts=[MEMORY_PART_WEIGHTS])
         started = time.monotonic()
 
         async def hand_over() -> None:
@@ -252,7 +379,7 @@ class GpuHandoff:
                 await self._wake_judges()
             except HandoffFailed as error:  # no reason to send the weights again
                 logger.warning("GPU handoff: %s; trying again once the engines serve", error)
-            await self._wake_engines(engines, [MEMORY_PART_KEY_VALUE_CACHE])
+            await self._wake("switch_engine_wake_seconds", engines, parts=[MEMORY_PART_KEY_VALUE_CACHE])
             for engine in engines:
                 engine.set_serving(serving=True)
 
@@ -265,36 +392,9 @@ class GpuHandoff:
             return
         for engine in awake:
             engine.set_serving(serving=False)  # closes the gate: no prompt is published for it
-        seconds = self._context.config.run.switch_timeout_seconds
-        sync_id = self._sync.next_id()
-
-        async def sleep(engine: Replica) -> Any:
-            address, deadline = engine.registration.address, seconds + MARGIN_SECONDS
-            if engine.registration.role == JUDGE:
-                judge = JudgeSleepRequest(sync_id=sync_id, timeout_seconds=seconds)
-                answer = await self._context.peers.judge(address).Sleep(judge, timeout=deadline)
-            else:
-                rollout = SleepRequest(sync_id=sync_id, timeout_seconds=seconds)
-                answer = await self._context.peers.rollout(address).Sleep(rollout, timeout=deadline)
-            engine.set_awake(awake=False)
-            return answer
-
-        answers = await self._timed("switch_engine_sleep_seconds", "sleep", awake, sleep)
+        answers = await self._sleep("switch_engine_sleep_seconds", awake)
         # Judges are on the same GPUs, whose memory each engine reports with all that is in use there.
-        answers = [answer for answer in answers if not isinstance(answer, JudgeSleepResponse)] or answers
-        self._metrics["engine_awake_bytes"] = float(sum(answer.memory.before_bytes for answer in answers))
-        self._metrics["engine_asleep_bytes"] = float(sum(answer.memory.after_bytes for answer in answers))
-
-    async def _wake_engines(self, engines: Sequence[Replica], parts: Sequence["MemoryPart.ValueType"]) -> None:
-        seconds = self._context.config.run.switch_timeout_seconds
-        request = WakeRequest(sync_id=self._sync.next_id(), parts=parts, timeout_seconds=seconds)
-
-        async def wake(engine: Replica) -> Any:
-            engine.set_awake(awake=True)
-            stub = self._context.peers.rollout(engine.registration.address)
-            return await stub.Wake(request, timeout=seconds + MARGIN_SECONDS)
-
-        await self._timed("switch_engine_wake_seconds", "wake up", engines, wake)
+        self._record_memory("engine", [one for one in answers if not isinstance(one, JudgeSleepResponse)] or answers)
 
     def _sleeping_judges(self) -> list[Replica]:
         """Return the sleeping judges with a model that aren't given up."""
@@ -302,59 +402,66 @@ class GpuHandoff:
         return [judge for judge in ready if not self._failures.given_up(judge.replica_id)]
 
     async def _wake_judges(self) -> None:
-        seconds = self._context.config.run.switch_timeout_seconds
-        request = JudgeWakeRequest(sync_id=self._sync.next_id(), timeout_seconds=seconds)
-
-        async def wake(judge: Replica) -> Any:
-            judge.set_awake(awake=True)
-            stub = self._context.peers.judge(judge.registration.address)
-            return await stub.Wake(request, timeout=seconds + MARGIN_SECONDS)
-
-        await self._timed("switch_engine_wake_seconds", "wake up", self._sleeping_judges(), wake)
+        await self._wake("switch_engine_wake_seconds", self._sleeping_judges())
 
     async def _sleep_trainer(self) -> None:
         trainer = self._fleet.trainer()
-        if trainer is None or not trainer.awake:
-            return
-        seconds = self._context.config.run.switch_timeout_seconds
-        request = TrainerSleepRequest(sync_id=self._sync.next_id(), timeout_seconds=seconds)
-
-        async def sleep(trainer: Replica) -> Any:
-            stub = self._context.peers.trainer(trainer.registration.address)
-            answer = await stub.Sleep(request, timeout=seconds + MARGIN_SECONDS)
-            trainer.set_awake(awake=False)
-            return answer
-
-        (answer,) = await self._timed("switch_trainer_offload_seconds", "sleep", [trainer], sleep)
-        self._metrics["trainer_awake_bytes"] = float(answer.memory.before_bytes)
-        self._metrics["trainer_asleep_bytes"] = float(answer.memory.after_bytes)
+        if trainer is not None and trainer.awake:
+            self._record_memory("trainer", await self._sleep("switch_trainer_offload_seconds", [trainer]))
 
     async def _wake_trainer(self) -> None:
         trainer = self._fleet.trainer()
         if trainer is None:
             raise HandoffFailed("the trainer was lost before it could wake up")
-        seconds = self._context.config.run.switch_timeout_seconds
         metrics, self._metrics = self._metrics, {}
-        request = TrainerWakeRequest(sync_id=self._sync.next_id(), timeout_seconds=seconds, metrics=metrics)
+        await self._wake("", [trainer], metrics=metrics)  # the trainer records this duration itself
 
-        async def wake(trainer: Replica) -> Any:
-            trainer.set_awake(awake=True)
-            stub = self._context.peers.trainer(trainer.registration.address)
-            return await stub.Wake(request, timeout=seconds + MARGIN_SECONDS)
+    async def _sleep(self, metric: str, replicas: Sequence[Replica]) -> list[Any]:
+        """Put replicas to sleep, and return their answers. See `_timed`."""
+        seconds = self._context.config.run.switch_timeout_seconds
+        sync_id = self._sync.next_id()
 
-        await self._timed("", "wake up", [trainer], wake)  # the trainer records this duration itself
+        async def sleep(replica: Replica) -> Any:
+            request = SLEEP_REQUESTS[replica.registration.role](sync_id=sync_id, timeout_seconds=seconds)
+            answer = await self._stub(replica).Sleep(request, timeout=seconds + MARGIN_SECONDS)
+            replica.set_awake(awake=False)
+            return answer
+
+        return await self._timed(metric, "sleep", replicas, sleep)
+
+    async def _wake(self, metric: str, replicas: Sequence[Replica], **fields: Any) -> None:
+        """Wake replicas up; `fields`: those of their requests. See `_timed`."""
+        seconds = self._context.config.run.switch_timeout_seconds
+        sync_id = self._sync.next_id()
+
+        async def wake(replica: Replica) -> Any:
+            replica.set_awake(awake=True)
+            request = WAKE_REQUESTS[replica.registration.role](sync_id=sync_id, timeout_seconds=seconds, **fields)
+            return await self._stub(replica).Wake(request, timeout=seconds + MARGIN_SECONDS)
+
+        await self._timed(metric, "wake up", replicas, wake)
+
+    def _stub(self, replica: Replica) -> Any:
+        peers = self._context.peers
+        stubs = {TRAINER: peers.trainer, ROLLOUT: peers.rollout, JUDGE: peers.judge}
+        return stubs[replica.registration.role](replica.registration.address)
+
+    def _record_memory(self, who: str, answers: Sequence[Any]) -> None:
+        """Note the device memory that answers to Sleep report, before and after, for the next step's metrics."""
+        self._metrics[f"{who}_awake_bytes"] = float(sum(answer.memory.before_bytes for answer in answers))
+        self._metrics[f"{who}_asleep_bytes"] = float(sum(answer.memory.after_bytes for answer in answers))
 
     async def _timed(
-        self, metric: str, action: str, replicas: Iterable[Replica], call: Callable[[Replica], Awaitable[Any]]
+        self, metric: str, action: str, replicas: Sequence[Replica], call: Callable[[Replica], Awaitable[Any]]
     ) -> list[Any]:
         """Call all replicas concurrently and add the duration to a metric. Raises HandoffFailed."""
-        started, began, replicas = time.monotonic(), self._failures.now(), list(replicas)
+        started = time.monotonic()
         answers = await asyncio.gather(*map(call, replicas), return_exceptions=True)
         failed = []
         for replica, answer in zip(replicas, answers, strict=True):
             if isinstance(answer, grpc.aio.AioRpcError):
                 if replica.registration.role != TRAINER:  # whose service outlives its ranks, and starts them again
-                    self._failures.failed(replica.replica_id, action, explain(answer), began)
+                    self._failures.failed(replica.replica_id, action, explain(answer), started)
                 failed.append(f"{replica.replica_id} did not {action}: {explain(answer)}")
             elif isinstance(answer, BaseException):
                 raise answer

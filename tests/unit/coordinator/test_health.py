@@ -8,10 +8,9 @@ from relaxd.v1 import replica_pb2 as pb
 from relaxd.v1.coordinator_pb2 import Registration
 from services.coordinator.fleet.registry import Replica
 from services.coordinator.health.detection import HealthIssue, HealthSignals
-from services.coordinator.health.health_update import HealthUpdate, RestartMode, next_restart
-from services.coordinator.health.policy import RoleReconciler, RoleSigns
+from services.coordinator.health.policy import HealthUpdate, RestartMode, RoleReconciler, RoleSigns, next_restart
 from services.coordinator.state.records import KEPT_EVENTS, Health, HealthRecord, ReplicaHealth, RoleHealth
-from services.coordinator.weights.gpu_handoff_rules import HandoffFailure
+from services.coordinator.weights.gpu_handoff import HandoffFailure
 
 READY, STARTING, FAILED = pb.REPLICA_STATE_READY, pb.REPLICA_STATE_STARTING, pb.REPLICA_STATE_FAILED
 
