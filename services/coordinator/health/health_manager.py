@@ -23,8 +23,7 @@ from services.coordinator.fleet.checkpoints import save_checkpoint
 from services.coordinator.fleet.peers import Peers
 from services.coordinator.fleet.run_fleet import RunContext
 from services.coordinator.health.detection import HealthSignals, no_handoff
-from services.coordinator.health.health_update import HealthUpdate, RestartMode, RestartOrder
-from services.coordinator.health.policy import HealthPolicy, RoleSigns
+from services.coordinator.health.policy import HealthPolicy, HealthUpdate, RestartMode, RestartOrder, RoleSigns
 from services.coordinator.state.records import Health, HealthRecord, Phase, RoleFailure, RunRecord
 from services.coordinator.state.store import StoreUnavailable
 from services.coordinator.weights.gpu_handoff import GpuHandoff

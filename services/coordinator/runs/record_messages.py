@@ -10,7 +10,7 @@ from relaxd.config import HealthConfig
 from relaxd.steady_clock import steady_time
 from relaxd.v1 import coordinator_pb2 as pb
 from relaxd.v1 import health_pb2
-from services.coordinator.health.health_update import recent
+from services.coordinator.health.policy import recent
 from services.coordinator.state.records import Event, HealthRecord, Phase, RunRecord
 
 

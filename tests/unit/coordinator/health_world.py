@@ -16,8 +16,7 @@ from relaxd.v1.replica_pb2 import (
 from services.coordinator.fleet.registry import Registry
 from services.coordinator.fleet.run_fleet import Fleet
 from services.coordinator.health.detection import HealthSignals
-from services.coordinator.health.health_update import HealthUpdate, RestartMode
-from services.coordinator.health.policy import HealthPolicy, RoleSigns
+from services.coordinator.health.policy import HealthPolicy, HealthUpdate, RestartMode, RoleSigns
 from services.coordinator.state.records import Event, Health, HealthRecord
 from services.coordinator.state.store import AsyncStore, Store
 

@@ -5,7 +5,7 @@ from itertools import pairwise
 
 import pytest
 
-from services.coordinator.health.health_update import RestartMode
+from services.coordinator.health.policy import RestartMode
 from services.coordinator.state.records import Health
 from tests.unit.coordinator.health_world import LEASE_SECONDS, ROLES, START_SECONDS, TICK_SECONDS, World
 
