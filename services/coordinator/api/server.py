@@ -387,7 +387,7 @@ class CoordinatorService(CoordinatorServicer):
         self, request: scaling_pb2.CancelScaleRequestRequest, context: Any
     ) -> scaling_pb2.CancelScaleRequestResponse:
         """Cancel a scale request and roll its replicas back."""
-        record = await self._scaler.cancel(request.request_id)
+        record = await self._scaler.log.cancel(request.request_id)
         return scaling_pb2.CancelScaleRequestResponse(request=scale_message(record))
 
     async def CancelScaleRequests(

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from relaxd.config import RunConfig
-from relaxd.roles import AGENT, REWARD, ROLES, ROLLOUT, TRAINER
+from relaxd.roles import ROLES, ROLLOUT, TRAINER
 from relaxd.v1.replica_pb2 import (
     REPLICA_STATE_FAILED,
     REPLICA_STATE_QUARANTINED,
@@ -42,8 +42,8 @@ class Fleet:
 
     def trainer(self) -> Replica | None:
         """Return the newest trainer that is ready."""
-        ready = [r for r in self.of_role(TRAINER) if r.status.state == REPLICA_STATE_READY]
-        return ready[-1] if ready else None
+        ready = (r for r in reversed(self.of_role(TRAINER)) if r.status.state == REPLICA_STATE_READY)
+        return next(ready, None)
 
     def newest(self, role: str) -> Replica | None:
         """Return the newest replica of a role that works on the run, ready or not."""
@@ -65,15 +65,8 @@ class Fleet:
         """Exclude exactly these engines from weight synchronisation."""
         self._excluded = frozenset(replica_ids)
 
-    def rewards(self) -> list[Replica]:
-        """Return the reward replicas that can score."""
-        return self._ready(REWARD)
-
-    def agents(self) -> list[Replica]:
-        """Return the agent replicas that can hold conversations."""
-        return self._ready(AGENT)
-
-    def _ready(self, role: str) -> list[Replica]:
+    def ready(self, role: str) -> list[Replica]:
+        """Return the replicas of a role that are ready and not draining."""
         return [r for r in self.of_role(role) if r.status.state == REPLICA_STATE_READY and not r.draining]
 
     def serving(self, term: int) -> list[Replica]:
@@ -126,8 +119,7 @@ class Fleet:
         return [
             role
             for role in self.roles
-            if not any(r.status.state == REPLICA_STATE_READY and not r.draining for r in self.of_role(role))
-            and not (ROLES[role].weights == "receives" and self.engines())
+            if not self.ready(role) and not (ROLES[role].weights == "receives" and self.engines())
         ]
 
     def failure(self) -> RoleFailure | None:

@@ -7,6 +7,7 @@ import time
 from collections import Counter, defaultdict, deque
 from collections.abc import AsyncIterable, Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 import grpc
@@ -156,6 +157,7 @@ class _Evaluation:
         self._converses = config.agent.is_there
         most = config.agent.max_sessions if self._converses else config.rollout.max_running_samples
         self._max_running = most * share
+        self._agents = partial(context.fleet.ready, AGENT)
         self._busy: Counter[str] = Counter()
         """Answers in progress on an engine or agent, prompts in progress on a reward replica, by replica id."""
         self._tasks: dict[asyncio.Task[list[ScoredAnswer]], _Question] = {}
@@ -178,7 +180,7 @@ class _Evaluation:
                 if not self._tasks or self._converses:  # an agent would wait for engines without end
                     await self._await_any(self._engines, "rollout replica serves the version")
                 if not self._tasks and self._converses:
-                    await self._await_any(self._context.fleet.agents, "agent replica is ready")
+                    await self._await_any(self._agents, "agent replica is ready")
                 await self._dispatch(waiting)
                 if not self._tasks:
                     continue
@@ -198,7 +200,7 @@ class _Evaluation:
 
     async def _dispatch(self, waiting: deque[_Question]) -> None:
         """Give prompts to the engines, or agents, up to their capacity; a failed prompt goes to another one, if any."""
-        answering = self._context.fleet.agents if self._converses else self._engines
+        answering = self._agents if self._converses else self._engines
         replicas = answering()
         given = 0
         while waiting:
@@ -360,7 +362,7 @@ class _Evaluation:
             environment_outcomes=[final.outcome for final in finals if final.HasField("outcome")],
             media=media,
         )
-        rewards = await self._await_any(self._context.fleet.rewards, "reward replica is ready")
+        rewards = await self._await_any(partial(self._context.fleet.ready, REWARD), "reward replica is ready")
         reward = min(rewards, key=lambda one: self._busy[one.replica_id])
         self._busy[reward.replica_id] += 1
         try:

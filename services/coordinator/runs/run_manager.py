@@ -32,7 +32,7 @@ from services.coordinator.runs.restoring import Restored, read_run
 from services.coordinator.runs.run_files import FolderHeld, RunFiles, held_folder
 from services.coordinator.runs.starting import check_same_prompts, prepare, request_digest
 from services.coordinator.state.records import Event, Outcome, Phase, RunRecord
-from services.coordinator.state.retries import MediaHostRetry, RedisRetry, finish
+from services.coordinator.state.retries import MediaHostRetry, RedisRetry, outlives_caller
 from services.coordinator.state.store import AnotherRunActive, AsyncStore, RunBoard, RunIdTaken
 
 logger = logging.getLogger(__name__)
@@ -107,15 +107,13 @@ class RunManager:
 
     # --- start and end --------------------------------------------------------------------------------------------
 
+    @outlives_caller("the start of a run")
     async def start(self, run_id: str, config_toml: str, request_id: str = "") -> RunRecord:
         """Check the configuration and start a run, even if the caller is gone by then.
 
         A request id that is known returns the run that it started. Raises InvalidArgument, AlreadyExists,
         FailedPrecondition.
         """
-        return await finish(self._start(run_id, config_toml, request_id), "the start of a run")
-
-    async def _start(self, run_id: str, config_toml: str, request_id: str) -> RunRecord:
         async with self._starting:
             known = await self._store.started_by(request_id) if request_id else None
             if known is not None and known.request_digest != request_digest(run_id, config_toml):
@@ -146,6 +144,7 @@ class RunManager:
             self._launch(active, kept)
             return prepared.record
 
+    @outlives_caller("the restoration of a run")
     async def restore(self, folder: str, steps: int = 0, *, new_data: bool = False) -> ActiveRun:
         """Restore a run that Redis lost from its folder, and resume it; with `steps`, extend one that has ended.
 
@@ -154,9 +153,6 @@ class RunManager:
         Raises InvalidArgument, AlreadyExists, FailedPrecondition; ResourceExhausted: the folder is not writable, and
         the run stays as it is.
         """
-        return await finish(self._restore(folder, steps, new_data), "the restoration of a run")
-
-    async def _restore(self, folder: str, steps: int, new_data: bool) -> ActiveRun:
         async with self._starting:
             await self._wait_for_clean_up()
             if self.active is not None:
@@ -250,14 +246,12 @@ class RunManager:
         logger.error("run %s can't be resumed: %s", record.run_id, reason)
         return failed
 
+    @outlives_caller("the deletion of a run")
     async def delete(self, run_id: str) -> None:
         """Delete an ended run from Redis, also if the caller is gone meanwhile; its folder stays.
 
         Raises NotFound, FailedPrecondition; Unavailable: a Redis is away, and the rest is deleted later.
         """
-        await finish(self._delete_ended(run_id), "the deletion of a run")
-
-    async def _delete_ended(self, run_id: str) -> None:
         async with self._starting:
             record = await self._store.run(run_id)
             if record is None:

@@ -10,7 +10,7 @@ from relaxd.rpc.errors import FailedPrecondition, NotFound
 from relaxd.v1 import scaling_pb2 as pb
 from services.coordinator.fleet.changes import Signal
 from services.coordinator.state.records import Direction, ScaledReplica, ScaleRecord, ScaleState
-from services.coordinator.state.retries import RedisRetry
+from services.coordinator.state.retries import RedisRetry, outlives_caller
 from services.coordinator.state.store import AsyncStore
 
 MAX_REQUESTS = 100
@@ -113,8 +113,9 @@ class ScaleLog:
                 f"scale request {record.request_id!r} is {record.state.lower()}: there is nothing left to roll back"
             )
 
+    @outlives_caller("the end of a scale request")
     async def cancel(self, request_id: str) -> ScaleRecord:
-        """Cancel a request as soon as Redis is available; without an id, the request in progress.
+        """Cancel a request, or without an id the one in progress, and roll its replicas back, once Redis is available.
 
         It is repeated, as `add` is: Redis may have the cancellation although its answer was lost. Raises NotFound;
         FailedPrecondition: nothing can be rolled back, or several are in progress.

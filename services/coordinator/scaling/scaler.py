@@ -14,7 +14,7 @@ from services.coordinator.scaling.launchers import EXTERNAL, NO_LAUNCHER, Launch
 from services.coordinator.scaling.replica_drive import ReplicaDrive
 from services.coordinator.scaling.scale_log import ScaleFilter, ScaleLog
 from services.coordinator.state.records import Direction, ScaledReplica, ScaleRecord, ScaleSpec
-from services.coordinator.state.retries import finish
+from services.coordinator.state.retries import outlives_caller
 from services.coordinator.state.store import AsyncStore
 
 logger = logging.getLogger(__name__)
@@ -54,15 +54,13 @@ class Scaler:
         if self._tasks:
             await asyncio.wait(self._tasks)
 
+    @outlives_caller("a scale request")
     async def accept(self, request_id: str, spec: ScaleSpec, *, dry_run: bool = False) -> ScaleRecord:
         """Start a request, or return the existing one if this repeats it; with `dry_run`, only return it.
 
         Raises AlreadyExists: the id belongs to a different request; FailedPrecondition: another request of the role is
         in progress, or this one is impossible; NotFound: no such replica.
         """
-        return await finish(self._accept(request_id, spec, dry_run), "a scale request")
-
-    async def _accept(self, request_id: str, spec: ScaleSpec, dry_run: bool) -> ScaleRecord:
         async with self._accepting:
             current = next((record for record in self.log.in_progress() if record.spec.role == spec.role), None)
             known = self.log.find(request_id) if request_id else current
@@ -94,10 +92,6 @@ class Scaler:
             self._start(request_id)
             return record
 
-    async def cancel(self, request_id: str) -> ScaleRecord:
-        """Cancel a request and roll its replicas back. Raises NotFound, FailedPrecondition."""
-        return await finish(self.log.cancel(request_id), "the end of a scale request")
-
     async def cancel_all(self, chosen: ScaleFilter, *, dry_run: bool) -> tuple[list[ScaleRecord], list[ScaleRecord]]:
         """Cancel the requests in progress that a filter selects, newest first.
 
@@ -110,7 +104,7 @@ class Scaler:
             try:
                 if dry_run:
                     self.log.check_cancellable(record)
-                cancelled.append(record if dry_run else await self.cancel(record.request_id))
+                cancelled.append(record if dry_run else await self.log.cancel(record.request_id))
             except FailedPrecondition:
                 skipped.append(record)
         return cancelled, skipped

@@ -6,8 +6,9 @@ import math
 import time
 from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import ExitStack
+from functools import wraps
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 from relaxd.board import BoardUnavailable
 from relaxd.config import DataConfig
@@ -18,6 +19,7 @@ from services.coordinator.state.store import StoreUnavailable
 
 logger = logging.getLogger(__name__)
 Result = TypeVar("Result")
+Arguments = ParamSpec("Arguments")
 
 MEDIA_HOST = "a media host"
 """Name of whom a wait for media is on."""
@@ -127,17 +129,26 @@ class MediaHostRetry(Retry):
         self.hung_seconds = HUNG_SECONDS if data.media_hosts else None
 
 
-async def finish(work: Coroutine[Any, Any, Result], what: str) -> Result:
-    """Finish the work even if the caller is cancelled. `what`: name in the log, such as "a scale request"."""
-    task = asyncio.create_task(work)
+def outlives_caller(
+    what: str,
+) -> Callable[[Callable[Arguments, Coroutine[Any, Any, Result]]], Callable[Arguments, Coroutine[Any, Any, Result]]]:
+    """Have a method finish even if its caller is cancelled. `what`: name in the log, such as "a scale request"."""
 
-    def log_failure(task: "asyncio.Task[Result]") -> None:
+    def log_failure(task: asyncio.Task[Any]) -> None:
         if not task.cancelled() and (error := task.exception()) is not None:
             bug = None if isinstance(error, RpcError) else error
             logger.warning("%s failed after its caller was gone: %s", what, error, exc_info=bug)
 
-    try:
-        return await asyncio.shield(task)
-    except asyncio.CancelledError:
-        task.add_done_callback(log_failure)
-        raise
+    def decorate(work: Callable[Arguments, Coroutine[Any, Any, Result]]) -> Any:
+        @wraps(work)
+        async def finish(*arguments: Arguments.args, **named: Arguments.kwargs) -> Result:
+            task = asyncio.create_task(work(*arguments, **named))
+            try:
+                return await asyncio.shield(task)
+            except asyncio.CancelledError:
+                task.add_done_callback(log_failure)
+                raise
+
+        return finish
+
+    return decorate
