@@ -519,8 +519,7 @@ class ActiveRun:
         """Have the trainer export the model. Returns its path, or adds a note and returns ""."""
         try:
             with self.trainer_awake(), waiting("the trainer to export the model", on=TRAINER):
-                away_seconds = self.config.health.role_timeout_seconds
-                return await export_model(self.fleet, self.context.peers, away_seconds=away_seconds)
+                return await export_model(self.context)
         except ExportFailed as error:
             await self._add_note(f"the model was not exported: {error}")
             return ""
@@ -529,8 +528,7 @@ class ActiveRun:
         """Have the trainer and a critic service save a checkpoint of the last step; adds a note for each failure."""
         try:
             with self.trainer_awake():
-                away_seconds = self.config.health.role_timeout_seconds
-                await save_last_checkpoint(self.fleet, self.context.peers, away_seconds=away_seconds)
+                await save_last_checkpoint(self.context)
             await await_critic(self.context, Path(self.record.folder), step)
         except ExportFailed as error:
             await self._add_note(f"there is no checkpoint of the last step: {error}")

@@ -17,8 +17,8 @@ from relaxd.rpc.errors import explain
 from relaxd.v1.trainer_pb2 import ExportHuggingFaceRequest, TrainerSaveCheckpointRequest
 from relaxd.v1.trainer_pb2_grpc import TrainerStub
 from relaxd.waiting import Wait, waiting
-from services.coordinator.fleet.peers import LONG_CALL_SECONDS, NoAnswer, Peers, answer
-from services.coordinator.fleet.run_fleet import Fleet
+from services.coordinator.fleet.peers import LONG_CALL_SECONDS, NoAnswer, answer
+from services.coordinator.fleet.run_fleet import RunContext
 from services.coordinator.state.records import Evaluation, RunRecord
 
 POLL_SECONDS = 1.0
@@ -57,32 +57,29 @@ def reason_to_stop_early(settings: StopEarlyConfig, evaluations: Sequence[Evalua
     return ""
 
 
-async def export_model(fleet: Fleet, peers: Peers, *, away_seconds: float) -> str:
+async def export_model(context: RunContext) -> str:
     """Have the trainer export the model, and return its path. See `_ask_trainer`."""
     request = ExportHuggingFaceRequest(folder=EXPORT_FOLDER)
     exported = await _ask_trainer(
-        lambda trainer: trainer.ExportHuggingFace(request, timeout=LONG_CALL_SECONDS), fleet, peers, away_seconds
+        lambda trainer: trainer.ExportHuggingFace(request, timeout=LONG_CALL_SECONDS), context
     )
     return exported.path
 
 
-async def save_last_checkpoint(fleet: Fleet, peers: Peers, *, away_seconds: float) -> None:
+async def save_last_checkpoint(context: RunContext) -> None:
     """Have the trainer save a checkpoint of the last step, from which the run can be extended. See `_ask_trainer`."""
     request = TrainerSaveCheckpointRequest(rotate=True)
-    await _ask_trainer(
-        lambda trainer: trainer.SaveCheckpoint(request, timeout=LONG_CALL_SECONDS), fleet, peers, away_seconds
-    )
+    await _ask_trainer(lambda trainer: trainer.SaveCheckpoint(request, timeout=LONG_CALL_SECONDS), context)
 
 
-async def _ask_trainer(
-    ask: Callable[[TrainerStub], Awaitable[Result]], fleet: Fleet, peers: Peers, away_seconds: float
-) -> Result:
+async def _ask_trainer(ask: Callable[[TrainerStub], Awaitable[Result]], context: RunContext) -> Result:
     """Call the trainer, however long that takes, and wait for it if it restarts.
 
     While its disk has no room, wait for room and call again: a run's last files have no next time.
 
-    Raises ExportFailed: no trainer was registered for `away_seconds`, or it refuses.
+    Raises ExportFailed: no trainer was registered for health.role_timeout_seconds, or it refuses.
     """
+    fleet, away_seconds = context.fleet, context.config.health.role_timeout_seconds
     problem = "no trainer is registered"
     seen = time.monotonic()
     with ExitStack() as waits:
@@ -93,7 +90,8 @@ async def _ask_trainer(
             trainer = fleet.trainer()
             if trainer is not None:
                 try:
-                    return await answer(ask(peers.trainer(trainer.registration.address)), trainer, fleet.registry)
+                    stub = context.peers.trainer(trainer.registration.address)
+                    return await answer(ask(stub), trainer, fleet.registry)
                 except NoAnswer as error:
                     problem = str(error)
                 except grpc.aio.AioRpcError as error:

@@ -7,9 +7,11 @@ from typing import Any
 import grpc
 import pytest
 
+from relaxd.config import DataConfig, ModelConfig, RewardConfig, RunConfig, RunSection
 from relaxd.roles import TRAINER
 from relaxd.v1 import trainer_pb2, trainer_pb2_grpc
 from relaxd.waiting import waits
+from services.coordinator.fleet.run_fleet import RunContext
 from services.coordinator.runs import ending
 from services.coordinator.runs.ending import ExportFailed, export_model
 from tests.integration.coordinator.fleet_kit import FleetKit
@@ -47,6 +49,17 @@ async def kit(redis_url: str, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[
     await kit.close()
 
 
+def context(kit: FleetKit, role_timeout_seconds: float) -> RunContext:
+    config = RunConfig(
+        run=RunSection(steps=9),
+        model=ModelConfig(path="none"),
+        data=DataConfig(source="addition"),
+        reward=RewardConfig(name="addition"),
+    )
+    health = config.health.model_copy(update={"role_timeout_seconds": role_timeout_seconds})
+    return kit.context(config.model_copy(update={"health": health}))
+
+
 async def start(kit: FleetKit, name: str) -> Trainer:
     trainer = Trainer()
     add = trainer_pb2_grpc.add_TrainerServicer_to_server
@@ -56,7 +69,7 @@ async def start(kit: FleetKit, name: str) -> Trainer:
 
 async def test_the_trainer_may_take_any_time_and_the_next_one_is_asked_when_it_is_lost(kit: FleetKit) -> None:
     lost = await start(kit, "lost")
-    export = asyncio.create_task(export_model(kit.fleet, kit.peers, away_seconds=30))
+    export = asyncio.create_task(export_model(context(kit, 30)))
     await eventually(lambda: lost.asked)
     await kit.lose("lost")
     await eventually(lambda: lost.left)
@@ -69,7 +82,7 @@ async def test_the_trainer_may_take_any_time_and_the_next_one_is_asked_when_it_i
 async def test_it_waits_for_room_on_the_trainers_disk_and_says_so(kit: FleetKit) -> None:
     trainer = await start(kit, "trainer-0")
     trainer.full = True
-    export = asyncio.create_task(export_model(kit.fleet, kit.peers, away_seconds=30))
+    export = asyncio.create_task(export_model(context(kit, 30)))
     await eventually(lambda: any(wait.disk for wait in waits()))
     (wait,) = [wait for wait in waits() if wait.disk]
     assert str(wait) == (
@@ -83,4 +96,4 @@ async def test_it_waits_for_room_on_the_trainers_disk_and_says_so(kit: FleetKit)
 
 async def test_without_a_trainer_it_gives_up_in_the_end(kit: FleetKit) -> None:
     with pytest.raises(ExportFailed, match="no trainer is registered"):
-        await export_model(kit.fleet, kit.peers, away_seconds=0.3)
+        await export_model(context(kit, 0.3))
