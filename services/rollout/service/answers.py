@@ -144,23 +144,10 @@ class Answers:
         """Return unsaved columns, the number of their tokens, and a mark for `mark_saved`."""
         rows = [(answer, output) for answer in self._answers for output in _merged(answer.outputs[answer.saved :])]
         outputs = [output for _, output in rows]
-        tokens = _joined((output.tokens for output in outputs), np.int32)
-        columns: dict[str, Column] = {
-            "sample": np.array([output.sample for output in outputs], dtype=np.int32),
-            "lengths": np.array([len(output.tokens) for output in outputs], dtype=np.int32),
-            "tokens": tokens,
-            "rollout_logprobs": _joined((output.logprobs for output in outputs), np.float32),
-            "versions": _joined((output.versions for output in outputs), np.int64),
-            "finish": [output.finish_reason for output in outputs],
-            "text": [output.text for output in outputs],
-            "spans_weight_update": np.array([output.spans_weight_update for output in outputs], dtype=np.uint8),
-            CONTINUED: np.array([answer.continued for answer, _ in rows], dtype=np.int32),
-            OFF_POLICY_TOKENS: np.array([answer.off_policy_tokens for answer, _ in rows], dtype=np.int32),
-            WEIGHT_RECEIPTS: [list(output.receipts) for output in outputs],
-        }
+        columns = _columns(rows) | {"sample": np.array([output.sample for output in outputs], dtype=np.int32)}
         if (likeliest := _likeliest(outputs)).size:
             columns[STUDENT_CANDIDATES] = likeliest
-        return columns, len(tokens), [len(answer.outputs) for answer in self._answers]
+        return columns, len(columns["tokens"]), [len(answer.outputs) for answer in self._answers]
 
     def mark_saved(self, mark: Sequence[int]) -> None:
         """Record that the tokens which `unsaved` returned with this mark are on the board."""
@@ -199,22 +186,12 @@ class Answers:
         Raises ValueError when `names` has the experts of each token, or the likeliest in its place, and one has none.
         """
         ended = [_merged(answer.outputs)[0] for answer in self._answers]
-        lengths = np.array([len(output.tokens) for output in ended], dtype=np.int32)
-        masked = np.array([answer.off_policy_tokens for answer in self._answers], dtype=np.int32)
-        columns: dict[str, Column] = {
-            "tokens": _joined((output.tokens for output in ended), np.int32),
+        columns = _columns(list(zip(self._answers, ended, strict=True)))
+        lengths = columns["lengths"]
+        columns |= {
             "sample_of_sequence": np.arange(len(ended), dtype=np.int32),
-            "lengths": lengths,
             "shares_prompt": np.ones(len(ended), dtype=np.uint8),
-            "loss_mask": _trained(lengths, masked),
-            "rollout_logprobs": _joined((output.logprobs for output in ended), np.float32),
-            "versions": _joined((output.versions for output in ended), np.int64),
-            "finish": [output.finish_reason for output in ended],
-            "text": [output.text for output in ended],
-            "spans_weight_update": np.array([output.spans_weight_update for output in ended], dtype=np.uint8),
-            CONTINUED: np.array([answer.continued for answer in self._answers], dtype=np.int32),
-            OFF_POLICY_TOKENS: masked,
-            WEIGHT_RECEIPTS: [list(output.receipts) for output in ended],
+            "loss_mask": _trained(lengths, columns[OFF_POLICY_TOKENS]),
         }
         if ROUTED_EXPERTS in names:
             found = [output.routed_experts for output in ended if output.routed_experts is not None]
@@ -229,6 +206,23 @@ class Answers:
                     f"{len(likeliest) if likeliest.size else 0} of {lengths.sum()} tokens"
                 )
         return {name: columns[name] for name in names}
+
+
+def _columns(rows: Sequence[tuple[Answer, Output]]) -> dict[str, Any]:
+    """Return columns with a row, or its tokens, for each of the outputs."""
+    outputs = [output for _, output in rows]
+    return {
+        "lengths": np.array([len(output.tokens) for output in outputs], dtype=np.int32),
+        "tokens": _joined((output.tokens for output in outputs), np.int32),
+        "rollout_logprobs": _joined((output.logprobs for output in outputs), np.float32),
+        "versions": _joined((output.versions for output in outputs), np.int64),
+        "finish": [output.finish_reason for output in outputs],
+        "text": [output.text for output in outputs],
+        "spans_weight_update": np.array([output.spans_weight_update for output in outputs], dtype=np.uint8),
+        CONTINUED: np.array([answer.continued for answer, _ in rows], dtype=np.int32),
+        OFF_POLICY_TOKENS: np.array([answer.off_policy_tokens for answer, _ in rows], dtype=np.int32),
+        WEIGHT_RECEIPTS: [list(output.receipts) for output in outputs],
+    }
 
 
 def _merged(outputs: Sequence[Output]) -> list[Output]:
