@@ -1,13 +1,9 @@
 """Answers of a model in this process, as a run's engines give them at the start, without the rollout service.
 
-`python -m services.rollout.offline set` answers an evaluation set. It reads one JSON object: config (a RunConfig),
-device (see `answer_requests`), and questions, each with prompt (token ids), media (PromptMedia.to_json), n and sampling
-(fields of Sampling). It prints a JSON object in a line for each answer when it has ended: question and sample (their
+`python -m services.rollout.offline` reads one JSON object: config (a RunConfig), device (see `answer_requests`), and
+questions, each with prompt (token ids), media (PromptMedia.to_json, or null), n and sampling (fields of Sampling;
+without them the run's). It prints a JSON object in a line for each answer when it has ended: question and sample (their
 numbers), text, length (tokens) and finish_reason; or {"error": reason}, which is the last.
-
-`python -m services.rollout.offline prompts` answers prompts of a run on the CPU. It reads one JSON object: config,
-samples (answers to each prompt), prompts (lists of token ids) and media (as above, of each prompt), and prints one:
-{"answers": [[text, ...], ...]}, in the prompts' order, or {"error": reason}.
 """
 
 import json
@@ -112,9 +108,7 @@ class OfflineEngine:
         return answers.columns(STAGES["rollout"].writes)
 
 
-def answer_requests(
-    config: RunConfig, requests: Sequence[Request], device: str = "cpu"
-) -> Iterator[tuple[str, Output]]:
+def answer_requests(config: RunConfig, requests: Sequence[Request], device: str) -> Iterator[tuple[str, Output]]:
     """Yield (request id, answer) for each answer of a run's model, as `OfflineEngine.answers`.
 
     The model is on `device`: "cpu", "cuda", or "auto": "cuda" if there is a GPU.
@@ -139,19 +133,22 @@ def answer_requests(
         yield from engine.answers(requests)
 
 
-def _request(number: int, question: Mapping[str, Any]) -> Request:
-    lists = {name: tuple(value) for name, value in question["sampling"].items() if isinstance(value, list)}
-    sampling = Sampling(**{**question["sampling"], **lists})
-    media = PromptMedia.from_json(question.get("media"))
+def _request(config: RunConfig, number: int, question: Mapping[str, Any]) -> Request:
+    if (given := question.get("sampling")) is None:
+        sampling = run_sampling(config.rollout, seed_of(config.run.seed, str(number)))
+    else:
+        fields: dict[str, Any] = {name: tuple(one) if isinstance(one, list) else one for name, one in given.items()}
+        sampling = Sampling(**fields)
+    media = PromptMedia.from_json(question["media"])
     return Request(str(number), tuple(question["prompt"]), question["n"], sampling, media=media)
 
 
-def answer_set() -> None:
+def main() -> None:
     """Answer the questions on standard input, each as soon as possible."""
     asked = json.load(sys.stdin)
-    requests = [_request(number, question) for number, question in enumerate(asked["questions"])]
     config = RunConfig.model_validate(asked["config"])
     try:
+        requests = [_request(config, number, question) for number, question in enumerate(asked["questions"])]
         for name, output in answer_requests(config, requests, asked["device"]):
             answer = {
                 "question": int(name),
@@ -166,32 +163,5 @@ def answer_set() -> None:
         sys.exit(1)
 
 
-def generate(
-    config: RunConfig, prompts: Sequence[Sequence[int]], samples: int, media: Sequence[PromptMedia]
-) -> list[list[str]]:
-    """Return `samples` answers to each prompt. Raises DataError if the model can't be found, RuntimeError if it
-    fails."""
-    requests = []
-    for number, (tokens, images) in enumerate(zip(prompts, media, strict=True)):
-        sampling = run_sampling(config.rollout, seed_of(config.run.seed, str(number)))
-        requests.append(Request(str(number), tuple(tokens), samples, sampling, media=images))
-    answers: list[list[str]] = [[] for _ in prompts]
-    for name, output in answer_requests(config, requests):
-        answers[int(name)].append(output.text)
-    return answers
-
-
-def answer_prompts() -> None:
-    """Answer all prompts on standard input together."""
-    asked = json.load(sys.stdin)
-    try:
-        media = list(map(PromptMedia.from_json, asked["media"]))
-        answers = generate(RunConfig.model_validate(asked["config"]), asked["prompts"], asked["samples"], media)
-    except (DataError, RuntimeError) as error:
-        print(json.dumps({"error": f"the model can't answer: {error}"}))
-        sys.exit(1)
-    print(json.dumps({"answers": answers}))
-
-
 if __name__ == "__main__":
-    {"set": answer_set, "prompts": answer_prompts}[sys.argv[1]]()
+    main()

@@ -193,7 +193,7 @@ def _answer(
         for prompt in prompts
     ]
     asked = json.dumps({"config": config.model_dump(mode="json"), "device": device, "questions": questions})
-    with closing(stream_program(ROLLOUT_OFFLINE, ["set"], asked)) as found:
+    with closing(stream_program(ROLLOUT_OFFLINE, [], asked)) as found:
         for answer in found:
             prompt = prompts[answer["question"]]
             yield _Answered(prompt, answer["sample"], answer["text"], answer["length"], answer["finish_reason"])

@@ -4,6 +4,7 @@ import base64
 import json
 import os
 from collections.abc import Mapping, Sequence
+from contextlib import closing
 from itertools import groupby
 from pathlib import Path
 from typing import Annotated, Any
@@ -23,7 +24,7 @@ from relaxd.data.examples import Example
 from relaxd.data.sources.run_sources import read_sources
 from relaxd.data.tokenizer import PromptTokenizer
 from relaxd.data.vision import normalise, read_vision
-from relaxd.local.programs import REWARD_TRIAL, ROLLOUT_OFFLINE, run_program
+from relaxd.local.programs import REWARD_TRIAL, ROLLOUT_OFFLINE, run_program, stream_program
 from relaxd.local.state_folder import StateFolder
 from relaxd.media.messages import Message, with_parts
 from relaxd.media.prompt_media import PromptMedia, with_references
@@ -40,8 +41,6 @@ LOAD_SECONDS = 90.0
 """Seconds allowed for starting the program and loading the reward, which has a deadline itself."""
 MAX_LATE = 2
 """Number of late samples after which the others are left out: the reward would be late for them, too."""
-GENERATE_SECONDS = 1800.0
-"""Time for loading the model and generating."""
 SHOWN = 60
 
 reward_app = typer.Typer(help="Try a reward.", no_args_is_help=True)
@@ -188,18 +187,20 @@ def _generate(config: RunConfig, examples: Sequence[Example], count: int) -> lis
     """Return answers of the run's model to the prompts. Raises CliError, DataError."""
     prepare_model(config, show)
     tokenizer = PromptTokenizer.of_run(config, resolve_model(config.model.path))
-    asked = {
-        "config": config.model_dump(mode="json"),
-        "samples": count,
-        "prompts": [tokens.tolist() for tokens in tokenizer.encode(examples)],
-        "media": [
-            PromptMedia.of(normalise(one, tokenizer.vision)).to_json() if tokenizer.vision is not None else None
-            for one in examples
-        ],
-    }
-    answers: list[list[str]] = run_program(
-        ROLLOUT_OFFLINE, ["prompts"], seconds=GENERATE_SECONDS, text=json.dumps(asked)
-    )["answers"]
+    vision = tokenizer.vision
+    questions = [
+        {
+            "prompt": tokens.tolist(),
+            "media": PromptMedia.of(normalise(one, vision)).to_json() if vision is not None else None,
+            "n": count,
+        }
+        for one, tokens in zip(examples, tokenizer.encode(examples), strict=True)
+    ]
+    asked = json.dumps({"config": config.model_dump(mode="json"), "device": "cpu", "questions": questions})
+    answers: list[list[str]] = [[] for _ in examples]
+    with closing(stream_program(ROLLOUT_OFFLINE, [], asked)) as found:
+        for answer in found:
+            answers[answer["question"]].append(answer["text"])
     return answers
 
 
