@@ -32,6 +32,7 @@ from relaxd.engines import ENGINES
 from relaxd.process.child import LIFELINE_VARIABLE, Child
 from relaxd.v1 import engine_pb2, rollout_pb2
 from services.rollout.engines.engine_process import EngineProcess
+from services.rollout.engines.generation_gate import GenerationGate
 from services.rollout.engines.request_types import Output, Request, Sampling
 from services.rollout.service.child_engine import ChildEngine
 
@@ -53,10 +54,9 @@ Ask = Callable[[bool], AsyncIterator[np.ndarray]]
 class Engine(threading.Thread):
     """Answers requests."""
 
-    quarantined = unconfirmed = asleep = False
-
     def __init__(self, deliver: Callable[[list[Part]], None]) -> None:
         super().__init__(daemon=True)
+        self.gate = GenerationGate()
         self._deliver = deliver
         self._requests: queue.SimpleQueue[tuple[Any, bool]] = queue.SimpleQueue()
         self.start()
@@ -66,9 +66,6 @@ class Engine(threading.Thread):
 
     def submit(self, request: Request) -> None:
         self.ask(request.request_id, request.stream)
-
-    def resume(self) -> None:
-        """Do nothing."""
 
     def stats(self) -> dict[str, int]:
         return {"running_samples": 0, "waiting_samples": 0, "tokens_generated": 0}
@@ -90,7 +87,7 @@ class Engine(threading.Thread):
             self._deliver(parts)
 
 
-class GrpcChild(EngineProcess):
+class GrpcChild(EngineProcess[Any]):
     """An engine's process as it is, around the thread."""
 
     def load(self, folder: str, config: RolloutConfig, colocate: bool) -> engine_pb2.LoadResponse:
@@ -105,11 +102,11 @@ class GrpcChild(EngineProcess):
             }
         )
 
-    def _loaded(self) -> Any:
-        return self._engine
-
     def _receive_weights(self, request: rollout_pb2.ReceiveWeightsRequest) -> rollout_pb2.ReceiveWeightsResponse:
         raise NotImplementedError("this engine has no weights")
+
+    def _leave_group(self, name: str) -> bool:
+        return False
 
     def _leave_groups(self) -> None: ...
 

@@ -18,7 +18,8 @@ from transformers import AutoModelForCausalLM
 from relaxd.config import RolloutConfig
 from relaxd.v1 import engine_pb2, rollout_pb2
 from services.rollout.engines.engine_process import EngineProcess, read_arguments
-from services.rollout.engines.request_types import EngineError, MemoryPart, PauseMode, Request, RequestFailed, Version
+from services.rollout.engines.generation_gate import GenerationGate
+from services.rollout.engines.request_types import EngineError, MemoryPart, PauseMode, Request, RequestFailed
 
 MODULE = "tests.chaos.teacher_engine"
 FAILING_VARIABLE = "CHAOS_TEACHER_FAILS"
@@ -37,10 +38,8 @@ def interpreter(folder: Path) -> str:
 class Teacher:
     """A model that reads sequences, one at a time."""
 
-    quarantined = unconfirmed = False
-    asleep = False
-
     def __init__(self, folder: str, config: RolloutConfig) -> None:
+        self.gate = GenerationGate()
         torch.set_num_threads(config.threads or 1)
         dtype = getattr(torch, config.dtype)
         self.model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
@@ -79,9 +78,6 @@ class Teacher:
             "tokens_prefilled": self._read
         }
 
-    def serve_loaded(self) -> None:
-        pass
-
     def submit(self, request: Request) -> None:
         raise EngineError("a teacher's engine generates nothing")
 
@@ -94,16 +90,6 @@ class Teacher:
     def pause(self, mode: PauseMode, lease_seconds: float, timeout: float) -> int:
         return 0
 
-    @property
-    def pauses(self) -> int:
-        return 0
-
-    def confirm(self, weights: Version) -> None:
-        pass
-
-    def resume(self, pause: int | None = None) -> None:
-        pass
-
     def sleep(self, timeout: float) -> None:
         pass
 
@@ -111,16 +97,12 @@ class Teacher:
         pass
 
 
-class TeacherProcess(EngineProcess):
+class TeacherProcess(EngineProcess[Teacher]):
     """Runs a Teacher."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self._teacher: Teacher | None = None
-
     def load(self, folder: str, config: RolloutConfig, colocate: bool) -> engine_pb2.LoadResponse:
-        self._teacher = Teacher(folder, config)
-        facts = self._teacher.model.config
+        self._engine = Teacher(folder, config)
+        facts = self._engine.model.config
         return engine_pb2.LoadResponse(vocabulary=facts.vocab_size, context=facts.max_position_embeddings, device="cpu")
 
     def ComputeLogprobs(
@@ -128,13 +110,11 @@ class TeacherProcess(EngineProcess):
     ) -> engine_pb2.ComputeLogprobsResponse:
         return self._loaded().logprobs(request)
 
-    def _loaded(self) -> Teacher:
-        if self._teacher is None:
-            raise EngineError("no model is loaded")
-        return self._teacher
-
     def _receive_weights(self, request: rollout_pb2.ReceiveWeightsRequest) -> rollout_pb2.ReceiveWeightsResponse:
         raise EngineError("a teacher's weights stay as they are")
+
+    def _leave_group(self, name: str) -> bool:
+        return False
 
     def _leave_groups(self) -> None:
         pass

@@ -117,7 +117,7 @@ class FaultyReceiver(WeightReceiver):
     def _copy(self, number: int) -> None:
         places = {**self._parameters, **self._wrong_places()}
         assert self.may_copy.wait(60)
-        self._engine.touch()
+        self._engine.gate.touch()
         for spec, tensor in self._received(number):
             places[spec.name].copy_(tensor)
 
@@ -164,17 +164,17 @@ class Engine(rollout_pb2_grpc.RolloutServicer):
 
     async def ResumeGeneration(self, request: Any, context: Any) -> rollout_pb2.ResumeGenerationResponse:
         if request.HasField("weights"):
-            self.engine.confirm(Version.from_proto(request.weights))
+            self.engine.gate.confirm(Version.from_proto(request.weights))
             assert request.digest == self.served[request.weights.version]
-        self.engine.resume()
+        self.engine.gate.resume()
         return rollout_pb2.ResumeGenerationResponse()
 
     async def LeaveWeightGroup(self, request: Any, context: Any) -> rollout_pb2.LeaveWeightGroupResponse:
         if self.receiver is not None:
             self.receiver.group.abort()
-        if self.engine.unconfirmed:
-            self.engine.quarantine()
-        return rollout_pb2.LeaveWeightGroupResponse(quarantined=self.engine.quarantined)
+        if self.engine.gate.unconfirmed:
+            self.engine.gate.quarantine()
+        return rollout_pb2.LeaveWeightGroupResponse(quarantined=self.engine.gate.quarantined)
 
 
 class World:
@@ -252,7 +252,7 @@ async def test_an_engine_with_other_weights_is_named_and_serves_nothing(world: W
     more = f" and {FAULTS[fault] - 1} more tensors)"
     assert failure.startswith("engines hold other weights than the trainer sent as version 2 (rollout-0: model.")
     assert failure.endswith(more)
-    assert world.engine.engine.quarantined
+    assert world.engine.engine.gate.quarantined
     ((key, text),) = weight_problems(world.sync.wrong_engines()).items()
     assert key == (pb.ALARM_KIND_WEIGHTS, "rollout-0")
     assert text.startswith("rollout-0: it held other weights than the trainer sent as version 2: model.")
@@ -261,7 +261,7 @@ async def test_an_engine_with_other_weights_is_named_and_serves_nothing(world: W
     assert await world.board.sent_weights() == sent
     world.engine.fault = ""
     assert await world.synchronise(2) == ""
-    assert not world.engine.engine.quarantined
+    assert not world.engine.engine.gate.quarantined
     assert world.sync.wrong_engines() == {}
     assert world.problem(2) == ""
 
@@ -286,11 +286,11 @@ async def test_an_engine_serves_no_weights_that_are_not_on_record_after_a_failur
     world.trainer.dies = True
     assert await world.synchronise(2) == "could not transfer weights (trainer-0: UNAVAILABLE: gone)"
     assert world.engine.served[2] == digest_of(world.trainer.checksums(2))
-    assert world.engine.engine.quarantined
+    assert world.engine.engine.gate.quarantined
     assert sorted(await world.board.sent_weights()) == [1]
     world.trainer.dies = False
     assert await world.synchronise(2) == ""
-    assert not world.engine.engine.quarantined
+    assert not world.engine.engine.gate.quarantined
     assert world.problem(2) == ""
 
 
@@ -301,15 +301,15 @@ async def test_an_engine_that_is_late_in_a_failed_synchronisation_serves_nothing
     world.engine.may_copy.clear()
     assert "trainer-0: UNAVAILABLE: gone" in await world.synchronise(2)
     engine = world.engine.engine
-    assert (engine.weights, engine.quarantined) == (Version(1, 1), False)
+    assert (engine.gate.weights, engine.gate.quarantined) == (Version(1, 1), False)
     world.engine.may_copy.set()
-    await eventually(lambda: engine.weights == Version(1, 2), "the late commit")
-    assert not engine._gate.may_run()
+    await eventually(lambda: engine.gate.weights == Version(1, 2), "the late commit")
+    assert not engine.gate.may_run()
     with pytest.raises(EngineError, match="doesn't name"):
-        engine.resume()
+        engine.gate.resume()
     world.trainer.dies = False
     assert await world.synchronise(2) == ""
-    assert engine._gate.may_run()
+    assert engine.gate.may_run()
     assert world.problem(2) == ""
 
 
@@ -336,9 +336,9 @@ async def test_an_engine_serves_no_weights_that_a_coordinator_died_before_record
     await world.begin()
     world.sync.record = record
     await world.sync._abort_recorded()
-    assert world.engine.engine.quarantined
+    assert world.engine.engine.gate.quarantined
     assert await world.synchronise(2) == ""
-    assert world.engine.engine._gate.may_run()
+    assert world.engine.engine.gate.may_run()
     assert world.problem(2) == ""
     assert len((await world.board.sent_weights())[2]) == 1 + again
 
