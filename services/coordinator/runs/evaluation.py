@@ -157,7 +157,6 @@ class _Evaluation:
         self._converses = config.agent.is_there
         most = config.agent.max_sessions if self._converses else config.rollout.max_running_samples
         self._max_running = most * share
-        self._agents = partial(context.fleet.ready, AGENT)
         self._busy: Counter[str] = Counter()
         """Answers in progress on an engine or agent, prompts in progress on a reward replica, by replica id."""
         self._tasks: dict[asyncio.Task[list[ScoredAnswer]], _Question] = {}
@@ -222,6 +221,9 @@ class _Evaluation:
             if given % TURN == 0:
                 await asyncio.sleep(0)  # brief: thousands of prompts for hundreds of engines take seconds
                 replicas = answering()
+
+    def _agents(self) -> list[Replica]:
+        return self._context.fleet.ready(AGENT)
 
     def _engines(self) -> list[Replica]:
         """Return the engines that serve the version: a version's weights are the same in every later term."""

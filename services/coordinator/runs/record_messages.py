@@ -11,7 +11,7 @@ from relaxd.steady_clock import steady_time
 from relaxd.v1 import coordinator_pb2 as pb
 from relaxd.v1 import health_pb2
 from services.coordinator.health.policy import recent
-from services.coordinator.state.records import Event, HealthRecord, Phase, RunRecord
+from services.coordinator.state.records import Event, Health, HealthRecord, Phase, RunRecord
 
 
 def run_state(record: RunRecord) -> "pb.RunState.ValueType":
@@ -50,10 +50,8 @@ async def run_message(record: RunRecord, steps: int, board: AsyncBoard, oldest_v
 async def _add_board(run: pb.Run, board: AsyncBoard) -> None:
     counts = await board.counts()
     run.step = counts.last_step
-    run.groups.published = counts.published
-    run.groups.open = counts.open
-    run.groups.trained = counts.trained
-    run.groups.dropped = counts.dropped
+    for name in ("published", "open", "trained", "dropped"):
+        setattr(run.groups, name, getattr(counts, name))
     run.groups.dropped_by_reason.update(counts.dropped_by_reason)
     for queue in await board.queues():
         run.queues.add(stage=queue.stage, waiting=queue.waiting, held=queue.held)
@@ -89,23 +87,27 @@ def sample_message(
     return message
 
 
+def _health_state(state: Health) -> "health_pb2.HealthState.ValueType":
+    return health_pb2.HealthState.Value(f"HEALTH_STATE_{state}")
+
+
 def health_messages(record: HealthRecord, config: HealthConfig) -> list[health_pb2.Health]:
     """Convert a health record: every role, each followed by its replicas."""
-    messages = []
-    for role in record.roles.values():
-        state = health_pb2.HealthState.Value(f"HEALTH_STATE_{role.state}")
-        messages.append(health_pb2.Health(role=role.role, state=state, reason=role.reason, restarts=role.rebuilds))
-    for one in record.replicas.values():
-        messages.append(
-            health_pb2.Health(
-                role=one.role,
-                instance=one.instance,
-                replica_id=one.replica_id,
-                state=health_pb2.HealthState.Value(f"HEALTH_STATE_{one.state}"),
-                reason=one.reason,
-                restarts=len(recent(one.restarts, config, steady_time())),
-            )
+    messages = [
+        health_pb2.Health(role=role.role, state=_health_state(role.state), reason=role.reason, restarts=role.rebuilds)
+        for role in record.roles.values()
+    ]
+    messages += [
+        health_pb2.Health(
+            role=one.role,
+            instance=one.instance,
+            replica_id=one.replica_id,
+            state=_health_state(one.state),
+            reason=one.reason,
+            restarts=len(recent(one.restarts, config, steady_time())),
         )
+        for one in record.replicas.values()
+    ]
     return sorted(messages, key=lambda message: (message.role, message.instance))
 
 
@@ -114,9 +116,12 @@ def event_messages(events: Sequence[Event], after: int) -> list[health_pb2.RunEv
     messages = []
     for event in events:
         if event.number > after:
-            state = health_pb2.HealthState.Value(f"HEALTH_STATE_{event.state}")
             message = health_pb2.RunEvent(
-                number=event.number, role=event.role, instance=event.instance, state=state, text=event.text
+                number=event.number,
+                role=event.role,
+                instance=event.instance,
+                state=_health_state(event.state),
+                text=event.text,
             )
             message.create_time.FromDatetime(event.time)
             messages.append(message)

@@ -1,9 +1,20 @@
-"""Engine and GPU utilisation per step, from heartbeats."""
+"""What the coordinator measures for the metrics of a step: use of engines and GPUs, and pass rates.
+
+Pass rates are over all groups that were scored, dropped ones included. A curriculum or zero-variance filter drops what
+the model always or never solves, so pass@k of the trained groups alone would be wrong. A dropped group counts for the
+step that was committed next.
+"""
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean
+from typing import Any
 
+from relaxd.evaluation.estimates import pass_at_k
+from relaxd.run_folder import GROUPS, newest_lines
 from services.coordinator.fleet.registry import Replica
 
 BUSY, PAUSED = 1.0, 2.0
@@ -49,8 +60,8 @@ class _ReplicaUsage:
 
     since: float
     """Clock time up to which usage was attributed to steps."""
-    busy: _Counter | None
-    paused: _Counter | None
+    engine: tuple[_Counter, _Counter] | None
+    """Seconds in which the engine was busy and paused; None before its replica reports them."""
     gpu_busy: float = 0.0
     """Seconds since then in which a kernel ran."""
     gpu_seconds: float = 0.0
@@ -78,10 +89,8 @@ class Usage:
             key = (replica.replica_id, replica.registered_at)
             known = self._seen.get(key)
             if known is None:
-                busy, paused = _engine_seconds(replica, now)
-                known = _ReplicaUsage(
-                    now, _counter(busy), _counter(paused), sampled_at=now, prompts=_prompt_tokens(replica)
-                )
+                counters = _counters(_engine_seconds(replica, now))
+                known = _ReplicaUsage(now, counters, sampled_at=now, prompts=_prompt_tokens(replica))
             utilisation = replica.status.gauges.get("gpu_utilisation")
             if utilisation is not None:
                 known.gpu_busy += utilisation * (now - known.sampled_at)
@@ -102,16 +111,20 @@ class Usage:
             seconds = now - known.since
             if seconds <= 0:
                 continue
-            busy, paused = _engine_seconds(replica, now)
-            if busy is not None and paused is not None:
-                if known.busy is None or known.paused is None:  # its first heartbeat came after the last step
-                    known.busy, known.paused = _counter(busy), _counter(paused)
-                else:
-                    shares["paused"][replica.replica_id] = known.paused.take(paused, seconds) / seconds
-                    left = seconds * (1 - shares["paused"][replica.replica_id])
-                    shares["busy"][replica.replica_id] = known.busy.take(busy, left) / seconds
-                    idle = 1 - shares["paused"][replica.replica_id] - shares["busy"][replica.replica_id]
-                    shares["idle"][replica.replica_id] = max(0.0, idle)
+            engine_seconds = _engine_seconds(replica, now)
+            if known.engine is None:  # its first heartbeat came after the last step, or is yet to come
+                known.engine = _counters(engine_seconds)
+            elif engine_seconds is not None:
+                (busy, paused), (busy_counter, paused_counter) = engine_seconds, known.engine
+                paused_share = paused_counter.take(paused, seconds) / seconds
+                busy_share = busy_counter.take(busy, seconds * (1 - paused_share)) / seconds
+                of_engine = {
+                    "busy": busy_share,
+                    "paused": paused_share,
+                    "idle": max(0.0, 1 - paused_share - busy_share),
+                }
+                for name, share in of_engine.items():
+                    shares[name][replica.replica_id] = share
             before, known.prompts = known.prompts, _prompt_tokens(replica)
             if known.prompts[0] > before[0]:
                 prompted += known.prompts[0] - before[0]
@@ -119,7 +132,7 @@ class Usage:
             if known.gpu_seconds > 0:
                 gpus[replica.replica_id] = 1 - min(1.0, known.gpu_busy / known.gpu_seconds)
             known.since, known.gpu_busy, known.gpu_seconds = now, 0.0, 0.0
-        result = {f"engine_{name}_share": _mean(values) for name, values in shares.items() if values}
+        result = {f"engine_{name}_share": fmean(values.values()) for name, values in shares.items() if values}
         if prompted:
             result["engine_prefix_hit_share"] = min(1.0, max(0.0, 1 - prefilled / prompted))
         single = {"engine_idle_share": shares["idle"]} if shares["idle"] else {}
@@ -139,11 +152,11 @@ def speed_per_gpu(metrics: Mapping[str, float], replicas: Sequence[Replica]) -> 
     return {"tokens_per_second_per_gpu": metrics["tokens_per_second"] / len(gpus)}
 
 
-def _engine_seconds(replica: Replica, now: float) -> tuple[float | None, float | None]:
+def _engine_seconds(replica: Replica, now: float) -> tuple[float, float] | None:
     """Return an engine's busy and paused seconds so far; None if its replica reports none."""
     gauges = replica.status.gauges
     if "engine_state" not in gauges:
-        return None, None
+        return None
     state, passed = gauges["engine_state"], max(0.0, now - replica.seen)
     return (
         gauges["engine_busy_seconds"] + (passed if state == BUSY else 0.0),
@@ -157,9 +170,62 @@ def _prompt_tokens(replica: Replica) -> tuple[float, float]:
     return gauges.get("engine_prompted_tokens", 0.0), gauges.get("engine_prefilled_tokens", 0.0)
 
 
-def _counter(value: float | None) -> _Counter | None:
-    return None if value is None else _Counter(value)
+def _counters(seconds: tuple[float, float] | None) -> tuple[_Counter, _Counter] | None:
+    return None if seconds is None else (_Counter(seconds[0]), _Counter(seconds[1]))
 
 
-def _mean(values: dict[str, float]) -> float:
-    return sum(values.values()) / len(values)
+Result = tuple[int, int, bool]
+"""Number of a group's samples, number of right ones, and whether all rewards are equal."""
+
+
+class ClosedGroups:
+    """Counts scored groups by step as they are closed. Lines have the form of groups.jsonl."""
+
+    def __init__(self) -> None:
+        self._since: Counter[Result] = Counter()
+        """Results since the last group that a step trained."""
+        self._by_step: dict[int, Counter[Result]] = {}
+
+    def load(self, folder: Path, last_step: int) -> None:
+        """Count the groups in a run's folder that were closed after this step."""
+        newer: list[Mapping[str, Any]] = []
+        for line in newest_lines(folder / GROUPS):
+            if 0 < line.get("step", 0) <= last_step:
+                break
+            newer.append(line)
+        self.observe(reversed(newer))
+
+    def observe(self, lines: Iterable[Mapping[str, Any]]) -> None:
+        """Process new lines, oldest first."""
+        for line in lines:
+            if "samples" in line:  # else it was not scored
+                self._since[line["samples"], line["right"], "equal_rewards" in line] += 1
+            if (step := line.get("step")) is not None:
+                self._by_step.setdefault(step, Counter()).update(self._since)
+                self._since.clear()
+
+    def take(self, step: int) -> dict[str, float]:
+        """Return the metrics of a step, and forget it and earlier ones. Empty if none of its groups is known."""
+        groups = self._by_step.get(step)
+        self._by_step = {later: counts for later, counts in self._by_step.items() if later > step}
+        return metrics_of(groups) if groups else {}
+
+
+def metrics_of(groups: Counter[Result]) -> dict[str, float]:
+    """Return the metrics of groups, by the names of docs/metrics.md.
+
+    pass_at_<k> is for k = 1, 2, 4 and so on, the mean of the groups with at least k samples.
+    """
+    total = groups.total()
+    metrics = {
+        "scored_groups": float(total),
+        "zero_variance_share": sum(count for (_, _, equal), count in groups.items() if equal) / total,
+        "all_right_share": sum(count for (n, right, _), count in groups.items() if right == n) / total,
+        "all_wrong_share": sum(count for (_, right, _), count in groups.items() if not right) / total,
+    }
+    k, most = 1, max(n for n, _, _ in groups)
+    while k <= most:
+        values = [(pass_at_k(n, right, k), count) for (n, right, _), count in groups.items() if n >= k]
+        metrics[f"pass_at_{k}"] = sum(value * count for value, count in values) / sum(count for _, count in values)
+        k *= 2
+    return metrics

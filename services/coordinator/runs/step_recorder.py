@@ -9,9 +9,8 @@ from relaxd import telemetry
 from relaxd.data.curriculum.run_curriculum import Curriculum
 from relaxd.waiting import waiting
 from services.coordinator.fleet.run_fleet import RunContext
-from services.coordinator.runs.closed_groups import ClosedGroups
-from services.coordinator.runs.gpu_usage import StepUsage, Usage, speed_per_gpu
 from services.coordinator.runs.run_files import RunFiles
+from services.coordinator.runs.step_metrics import ClosedGroups, StepUsage, Usage, speed_per_gpu
 from services.coordinator.state.records import Evaluation
 from services.coordinator.state.retries import FolderRetry, RedisRetry
 
