@@ -3,6 +3,8 @@
 import asyncio
 import re
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from urllib.parse import urlsplit
 
 import grpc
@@ -67,33 +69,25 @@ class Launchers:
 
     async def create(self, replica: ScaledReplica, role: str) -> None:
         """Start a replica, or ask it to join; idempotent. Raises LauncherError."""
+        attributes = {"relaxd.launch_id": replica.launch_id, "relaxd.role": role}
         async with self._calls:
-            attributes = {"relaxd.launch_id": replica.launch_id, "relaxd.role": role}
-            with telemetry.root_span("launch", attributes=attributes):
-                await self._create(replica, role)
-
-    async def _create(self, replica: ScaledReplica, role: str) -> None:
-        try:
-            if address := external_address(replica):
-                await self._join(replica.launch_id, address, role)
-            else:
+            with telemetry.root_span("launch", attributes=attributes), self._errors("could not be started", replica):
+                if address := external_address(replica):
+                    await self._join(replica.launch_id, address, role)
+                    return
                 self._require_launcher()
                 request = LaunchRequest(
                     launch_id=replica.launch_id, role=role, gpu_uuids=replica.gpu_uuids, sglang_url=replica.sglang_url
                 )
                 await self._peers.launcher(self.address).Launch(request, timeout=LAUNCH_SECONDS)
-        except grpc.aio.AioRpcError as error:
-            raise self._launcher_error("could not be started", replica, error) from error
 
     async def instance(self, replica: ScaledReplica) -> Instance:
         """Return a created replica's state from its launcher; FAILED if it is gone. Raises LauncherError."""
         if external_address(replica):
             return Instance(launch_id=replica.launch_id)
         self._require_launcher()
-        try:
+        with self._errors("can't be looked up", replica):
             instances = await self._instances()
-        except grpc.aio.AioRpcError as error:
-            raise self._launcher_error("can't be looked up", replica, error) from error
         return instances.get(replica.launch_id) or Instance(state=INSTANCE_STATE_FAILED, detail="it is gone")
 
     async def _instances(self) -> dict[str, Instance]:
@@ -124,22 +118,16 @@ class Launchers:
 
     async def remove(self, replica: ScaledReplica, grace_seconds: float) -> None:
         """Stop a replica, or ask it to leave, and wait until it is gone. Raises LauncherError."""
+        seconds, attributes = grace_seconds + ENDING_SECONDS, {"relaxd.launch_id": replica.launch_id}
         async with self._calls:
-            with telemetry.root_span("remove", attributes={"relaxd.launch_id": replica.launch_id}):
-                await self._remove(replica, grace_seconds)
-
-    async def _remove(self, replica: ScaledReplica, grace_seconds: float) -> None:
-        seconds = grace_seconds + ENDING_SECONDS
-        try:
-            if address := external_address(replica):
-                leave = LeaveRequest(launch_id=replica.launch_id)
-                await self._peers.replica(address).Leave(leave, timeout=seconds)
-            else:
+            with telemetry.root_span("remove", attributes=attributes), self._errors("could not be removed", replica):
+                if address := external_address(replica):
+                    leave = LeaveRequest(launch_id=replica.launch_id)
+                    await self._peers.replica(address).Leave(leave, timeout=seconds)
+                    return
                 self._require_launcher()
                 remove = RemoveRequest(launch_id=replica.launch_id, grace_seconds=grace_seconds)
                 await self._peers.launcher(self.address).Remove(remove, timeout=seconds)
-        except grpc.aio.AioRpcError as error:
-            raise self._launcher_error("could not be removed", replica, error) from error
 
     async def _join(self, launch_id: str, address: str, role: str) -> None:
         stub = self._peers.replica(address)
@@ -152,9 +140,14 @@ class Launchers:
         if not self.address:
             raise LauncherError(NO_LAUNCHER, passing=False)
 
-    def _launcher_error(self, problem: str, replica: ScaledReplica, error: grpc.aio.AioRpcError) -> LauncherError:
-        target = external_address(replica) or f"the launcher at {self.address}"
-        return LauncherError(f"{problem}: {target}: {explain(error)}", passing=error.code() in PASSING)
+    @contextmanager
+    def _errors(self, problem: str, replica: ScaledReplica) -> Iterator[None]:
+        """Turn errors of calls about a replica into LauncherError."""
+        try:
+            yield
+        except grpc.aio.AioRpcError as error:
+            target = external_address(replica) or f"the launcher at {self.address}"
+            raise LauncherError(f"{problem}: {target}: {explain(error)}", passing=error.code() in PASSING) from error
 
 
 def external_address(replica: ScaledReplica) -> str:

@@ -249,7 +249,7 @@ async def test_rollback_all_removes_active_replicas_when_another_fails(desk: Des
     desk.host.there[second].detail = "exited with code 1"
     await eventually(lambda: desk.holder.asked, "the active one is asked to drain", 20.0)
     with pytest.raises(FailedPrecondition, match="there is nothing left to roll back"):
-        await scaler.cancel("r")
+        await scaler.log.cancel("r")
     if restarts:
         await scaler.close()
         scaler = desk.scaler()

@@ -94,7 +94,7 @@ async def test_hundreds_of_replicas_and_two_roles_at_once(redis_url: str) -> Non
     with pytest.raises(FailedPrecondition, match=r"'many' is in progress .* only one of role rollout"):
         await scaler.accept("more", spec(ROLLOUT, MANY + 1))
     with pytest.raises(FailedPrecondition, match="many, few are in progress: name one"):
-        await scaler.cancel("")
+        await scaler.log.cancel("")
     await eventually(lambda: host.calls["launch"] == MANY + 2, "all launched", 60.0)
     for number in (1, 2):
         await appear(f"reward-few-{number}", REWARD)
