@@ -116,12 +116,9 @@ def event_messages(events: Sequence[Event], after: int) -> list[health_pb2.RunEv
     messages = []
     for event in events:
         if event.number > after:
+            state = _health_state(event.state)
             message = health_pb2.RunEvent(
-                number=event.number,
-                role=event.role,
-                instance=event.instance,
-                state=_health_state(event.state),
-                text=event.text,
+                number=event.number, role=event.role, instance=event.instance, state=state, text=event.text
             )
             message.create_time.FromDatetime(event.time)
             messages.append(message)

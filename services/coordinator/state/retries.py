@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import ExitStack
 from functools import wraps
 from pathlib import Path
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, TypeVar, cast
 
 from relaxd.board import BoardUnavailable
 from relaxd.config import DataConfig
@@ -19,7 +19,7 @@ from services.coordinator.state.store import StoreUnavailable
 
 logger = logging.getLogger(__name__)
 Result = TypeVar("Result")
-Arguments = ParamSpec("Arguments")
+Method = TypeVar("Method", bound=Callable[..., Coroutine[Any, Any, Any]])
 
 MEDIA_HOST = "a media host"
 """Name of whom a wait for media is on."""
@@ -129,9 +129,7 @@ class MediaHostRetry(Retry):
         self.hung_seconds = HUNG_SECONDS if data.media_hosts else None
 
 
-def outlives_caller(
-    what: str,
-) -> Callable[[Callable[Arguments, Coroutine[Any, Any, Result]]], Callable[Arguments, Coroutine[Any, Any, Result]]]:
+def outlives_caller(what: str) -> Callable[[Method], Method]:
     """Have a method finish even if its caller is cancelled. `what`: name in the log, such as "a scale request"."""
 
     def log_failure(task: asyncio.Task[Any]) -> None:
@@ -139,9 +137,9 @@ def outlives_caller(
             bug = None if isinstance(error, RpcError) else error
             logger.warning("%s failed after its caller was gone: %s", what, error, exc_info=bug)
 
-    def decorate(work: Callable[Arguments, Coroutine[Any, Any, Result]]) -> Any:
+    def decorate(work: Method) -> Method:
         @wraps(work)
-        async def finish(*arguments: Arguments.args, **named: Arguments.kwargs) -> Result:
+        async def finish(*arguments: Any, **named: Any) -> Any:
             task = asyncio.create_task(work(*arguments, **named))
             try:
                 return await asyncio.shield(task)
@@ -149,6 +147,6 @@ def outlives_caller(
                 task.add_done_callback(log_failure)
                 raise
 
-        return finish
+        return cast(Method, finish)
 
     return decorate

@@ -4,7 +4,7 @@ import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import redis
 from redis.asyncio.retry import Retry as AsyncRetry
@@ -36,16 +36,7 @@ from relaxd.redis_client.operations import (
 )
 from relaxd.rpc.errors import Unavailable
 from relaxd.rpc.leader_term import TERM_KEY
-from services.coordinator.state.records import (
-    HealthRecord,
-    Record,
-    ReplicaRecord,
-    RunRecord,
-    ScaleRecord,
-    WeightsRecord,
-)
-
-Stored = TypeVar("Stored", bound=Record)
+from services.coordinator.state.records import HealthRecord, ReplicaRecord, RunRecord, ScaleRecord, WeightsRecord
 
 PREFIX = key_prefix(COORDINATOR)
 RUNS = PREFIX + "runs"
@@ -171,8 +162,7 @@ class StoreMoves:
         except StoreUnavailable as error:
             if not isinstance(error.__cause__, redis.exceptions.OutOfMemoryError):
                 raise
-            stored = yield from _load(run_key(run.run_id), RunRecord)
-            if stored != run:  # else the answer to an earlier attempt was lost
+            if (yield from _run(run.run_id)) != run:  # else the answer to an earlier attempt was lost
                 raise StoreFull(str(error)) from error
             return
         if answer == "EXISTS":
@@ -192,13 +182,13 @@ class StoreMoves:
     @operation
     def run(self, run_id: str) -> RedisOperation[RunRecord | None]:
         """Return a run's record."""
-        return (yield from _load(run_key(run_id), RunRecord))
+        return (yield from _run(run_id))
 
     @operation
     def started_by(self, request_id: str) -> RedisOperation[RunRecord | None]:
         """Return the run that a StartRun request started."""
         run_id = yield from ask("HGET", REQUESTS, request_id)
-        return (yield from _load(run_key(run_id), RunRecord)) if run_id else None
+        return (yield from _run(run_id)) if run_id else None
 
     @operation
     def run_ids(self) -> RedisOperation[list[str]]:
@@ -271,7 +261,8 @@ class StoreMoves:
     @operation
     def weights(self) -> RedisOperation[WeightsRecord]:
         """Return the state of weight synchronisation."""
-        return (yield from _load(WEIGHTS, WeightsRecord)) or WeightsRecord()
+        text = yield from ask("GET", WEIGHTS)
+        return WeightsRecord.model_validate_json(text) if text else WeightsRecord()
 
     @operation
     def save_scaling(self, record: ScaleRecord, forget: Sequence[str] = ()) -> RedisOperation[None]:
@@ -295,7 +286,8 @@ class StoreMoves:
     @operation
     def health(self, run_id: str) -> RedisOperation[HealthRecord]:
         """Return a run's health record."""
-        return (yield from _load(health_key(run_id), HealthRecord)) or HealthRecord()
+        text = yield from ask("GET", health_key(run_id))
+        return HealthRecord.model_validate_json(text) if text else HealthRecord()
 
     def _write(self, commands: list[list[str]]) -> RedisOperation[None]:
         # All keys are named: while a cluster moves them to another node, it must refuse the script as a whole.
@@ -362,9 +354,9 @@ class AsyncStore(StoreMoves, Asynchronous):
             return await read_async(self._redis, request.commands)
 
 
-def _load(key: str, kind: type[Stored]) -> RedisOperation[Stored | None]:
-    text = yield from ask("GET", key)
-    return kind.model_validate_json(text) if text else None
+def _run(run_id: str) -> RedisOperation[RunRecord | None]:
+    text = yield from ask("GET", run_key(run_id))
+    return RunRecord.model_validate_json(text) if text else None
 
 
 @contextmanager
