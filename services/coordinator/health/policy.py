@@ -148,28 +148,64 @@ IGNORED_RESTART_SECONDS = 10.0
 """Seconds after a request to end for which a process must keep working to count as healthy again."""
 
 
-class ReplicaReconciler:
-    """Decides on restarts of a run's replicas."""
+@dataclass(frozen=True)
+class RoleSigns:
+    """The state of the run."""
+
+    missing: Collection[str]
+    """Names of the roles without a working replica."""
+    last_step: int
+    """The last committed step."""
+
+
+class HealthPolicy:
+    """Health policy of one run, for its single replicas and its whole roles."""
 
     def __init__(
         self,
         run_id: str,
-        config: HealthConfig,
+        config: RunConfig,
         signs: HealthSignals,
-        failures: Mapping[str, str],
+        *,
+        roles: Sequence[str],
+        restart_failures: Mapping[str, str],
         idle_reason: Callable[[str], str],
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`failures`: the error of the last restart, by instance; `idle_reason` is the fleet's."""
+        """`roles`: those that the run needs; `restart_failures`: error of each instance's last restart; `idle_reason`:
+        the fleet's; `clock`: that of `signs`."""
         self._run_id = run_id
-        self._config = config
+        self._config = config.health
         self._signs = signs
-        self._failures = failures
+        self._needed = roles
+        self._failures = restart_failures
         self._idle_reason = idle_reason
+        self._roles = RoleReconciler(config.health, clock)
         self._leaving: dict[str, str] = {}
         """Replica ids of draining replicas, by instance: their end is expected."""
 
-    def update(self, draft: HealthUpdate, live: Mapping[str, Replica]) -> None:
-        """Update the draft from the newest registered replica of each instance."""
+    @property
+    def failure(self) -> RoleFailure | None:
+        """The failure that keeps the run from continuing; None if there is none."""
+        return self._roles.failure
+
+    def reset_timers(self) -> None:
+        """Restart all timers, except those in the record (HealthRecord.with_reset_timers)."""
+        self._signs.reset_timers()
+        self._roles.reset_timers()
+
+    def update(self, draft: HealthUpdate, registered: Iterable[Replica], roles: RoleSigns | None) -> None:
+        """Add the decisions of this moment to the draft; `roles` is None until the run has started."""
+        needed = (one for one in registered if one.registration.role in self._needed)
+        live = {one.instance: one for one in sorted(needed, key=lambda one: one.registered_at)}  # the newest of each
+        self._update_replicas(draft, live)
+        if roles is None:
+            return
+        for role in self._needed:
+            of_role = {instance: replica for instance, replica in live.items() if replica.registration.role == role}
+            self._roles.update(draft, role, of_role, roles)
+
+    def _update_replicas(self, draft: HealthUpdate, live: Mapping[str, Replica]) -> None:
         for instance, replica in live.items():
             one = draft.replicas.get(instance)
             if replica.draining or replica.status.state == REPLICA_STATE_DRAINING:
@@ -335,16 +371,6 @@ def _without_digits(reason: str) -> str:
     return "".join(character for character in reason if not character.isdigit())
 
 
-@dataclass(frozen=True)
-class RoleSigns:
-    """The state of the run."""
-
-    missing: Collection[str]
-    """Names of the roles without a working replica."""
-    last_step: int
-    """The last committed step."""
-
-
 class RoleReconciler:
     """Decides on rebuilds of a run's roles. `failure` is set once the run can't continue."""
 
@@ -427,46 +453,3 @@ class RoleReconciler:
             draft.restart(
                 fresh, f"{name} is rebuilt", RestartMode.FORCE if place.state in DOWN else RestartMode.REQUEST
             )
-
-
-class HealthPolicy:
-    """Health policy of one run, for its single replicas and its whole roles."""
-
-    def __init__(
-        self,
-        run_id: str,
-        config: RunConfig,
-        signs: HealthSignals,
-        *,
-        roles: Sequence[str],
-        restart_failures: Mapping[str, str],
-        idle_reason: Callable[[str], str],
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        """`roles`: those that the run needs; `restart_failures`: error of each instance's last restart; `idle_reason`:
-        the fleet's; `clock`: that of `signs`."""
-        self._needed = roles
-        self._signs = signs
-        self._replicas = ReplicaReconciler(run_id, config.health, self._signs, restart_failures, idle_reason)
-        self._roles = RoleReconciler(config.health, clock)
-
-    @property
-    def failure(self) -> RoleFailure | None:
-        """The failure that keeps the run from continuing; None if there is none."""
-        return self._roles.failure
-
-    def reset_timers(self) -> None:
-        """Restart all timers, except those in the record (HealthRecord.with_reset_timers)."""
-        self._signs.reset_timers()
-        self._roles.reset_timers()
-
-    def update(self, draft: HealthUpdate, registered: Iterable[Replica], roles: RoleSigns | None) -> None:
-        """Add the decisions of this moment to the draft; `roles` is None until the run has started."""
-        needed = (one for one in registered if one.registration.role in self._needed)
-        live = {one.instance: one for one in sorted(needed, key=lambda one: one.registered_at)}  # the newest of each
-        self._replicas.update(draft, live)
-        if roles is None:
-            return
-        for role in self._needed:
-            of_role = {instance: replica for instance, replica in live.items() if replica.registration.role == role}
-            self._roles.update(draft, role, of_role, roles)
