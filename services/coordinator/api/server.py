@@ -37,9 +37,8 @@ from services.coordinator.fleet.checkpoints import NoCriticCheckpoint, await_cri
 from services.coordinator.fleet.peers import Peers
 from services.coordinator.fleet.registry import Registry, Replica
 from services.coordinator.fleet.replica_feed import ReplicaFeed
-from services.coordinator.runs.record_messages import sample_message
-from services.coordinator.runs.run_inspection import find_groups, group_tests, read_logs, token_texts
 from services.coordinator.runs.run_manager import RunManager, read_board
+from services.coordinator.runs.run_messages import find_groups, group_tests, read_logs, sample_message, token_texts
 from services.coordinator.runs.starting import check_run_id
 from services.coordinator.runs.watch_stream import RunFeed
 from services.coordinator.scaling.autoscaler import Autoscaler

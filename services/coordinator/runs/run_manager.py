@@ -27,9 +27,9 @@ from services.coordinator.fleet.registry import Registry
 from services.coordinator.fleet.run_fleet import Fleet, RunContext
 from services.coordinator.runs.active_run import ActiveRun
 from services.coordinator.runs.ending import Retention
-from services.coordinator.runs.record_messages import health_messages, run_message, run_state
 from services.coordinator.runs.restoring import Restored, read_run
 from services.coordinator.runs.run_files import FolderHeld, RunFiles, held_folder
+from services.coordinator.runs.run_messages import health_messages, run_message, run_state
 from services.coordinator.runs.starting import check_same_prompts, prepare, request_digest
 from services.coordinator.state.records import Event, Outcome, Phase, RunRecord
 from services.coordinator.state.retries import MediaHostRetry, RedisRetry, outlives_caller

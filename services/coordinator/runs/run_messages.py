@@ -1,16 +1,28 @@
-"""Runs, steps, samples and health records as protobuf."""
+"""Messages about a run: its state, steps, samples, health and events; its closed groups and its services' logs."""
 
 import contextlib
+import json
+import logging
 from collections.abc import Callable, Sequence
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
 from typing import Any
 
 from relaxd.board import AsyncBoard, RunMissing
 from relaxd.board.committed_steps import CommittedSteps
+from relaxd.client.service_logs import LogTail, by_time, log_paths
 from relaxd.config import HealthConfig
+from relaxd.data.tokenizer import PromptTokenizer
+from relaxd.models import DataError
+from relaxd.models.folders import resolve_model
+from relaxd.report.group_outcomes import ConditionError, Test, condition, of_prompt, outcome_message, read_fates
+from relaxd.rpc.errors import FailedPrecondition, Violations
+from relaxd.run_folder import LOGS
 from relaxd.steady_clock import steady_time
 from relaxd.v1 import coordinator_pb2 as pb
 from relaxd.v1 import health_pb2
 from services.coordinator.health.policy import recent
+from services.coordinator.runs.starting import check_run_id
 from services.coordinator.state.records import Event, Health, HealthRecord, Phase, RunRecord
 
 
@@ -123,3 +135,111 @@ def event_messages(events: Sequence[Event], after: int) -> list[health_pb2.RunEv
             message.create_time.FromDatetime(event.time)
             messages.append(message)
     return messages
+
+
+MAX_GROUPS = 1000
+DEFAULT_GROUPS = 100
+MAX_READ_GROUPS = 1_000_000
+"""Maximum number of groups that one call reads, newest first: a thread reads them, for some seconds."""
+
+DEFAULT_LOG_LINES = 500
+MAX_LINE_LETTERS = 4000
+"""Maximum characters of a line of a log in an answer."""
+MAX_LOG_BYTES, MIN_LOG_BYTES = 16 << 20, 64 << 10
+"""Maximum bytes of all logs that one call reads, and the minimum for each of several."""
+MAX_READ_LINES = 50_000
+"""Maximum number of lines that one call reads of a log."""
+LATE_LINES = timedelta(seconds=10)
+"""Seconds after a run's end in which services may still log about it."""
+
+logger = logging.getLogger(__name__)
+
+
+def group_tests(request: pb.GetGroupsRequest) -> list[Test]:
+    """Return the tests that the wanted groups pass. Raises InvalidArgument."""
+    violations, tests = Violations(), []
+    check_run_id(request.run_id, violations)
+    in_range = 0 <= request.max_groups <= MAX_GROUPS
+    violations.check(
+        in_range, "max_groups", f"is {request.max_groups}: it must be 1 to {MAX_GROUPS}; 0 means {DEFAULT_GROUPS}"
+    )
+    if request.prompt:
+        tests.append(of_prompt(request.prompt))
+    if request.where:
+        try:
+            tests.append(condition(request.where))
+        except ConditionError as error:
+            violations.check(False, "where", str(error))
+    violations.raise_if_any()
+    return tests
+
+
+def find_groups(folder: Path, tests: Sequence[Test], count: int) -> pb.GetGroupsResponse:
+    """Return the newest closed groups that pass all tests, at most `count` (0: DEFAULT_GROUPS).
+
+    Reads files: call it in a thread.
+    """
+    found = pb.GetGroupsResponse(complete=True)
+    for number, line in enumerate(read_fates(folder)):
+        if len(found.groups) == (count or DEFAULT_GROUPS):
+            break
+        if number == MAX_READ_GROUPS:
+            found.complete = False
+            break
+        if all(test(line) for test in tests):
+            found.groups.append(outcome_message(line))
+    return found
+
+
+def read_logs(record: RunRecord, stack_logs: str, request: pb.GetLogsRequest) -> pb.GetLogsResponse:
+    """Return the newest lines of the logs in a run's folder, else of those in `stack_logs`, from the run's time.
+
+    Reads files: call it in a thread. Raises FailedPrecondition: there are none; InvalidArgument: not of this service.
+    """
+    first, last, paths = "", "", log_paths(Path(record.folder) / LOGS)
+    if not paths and stack_logs:
+        paths, first = log_paths(Path(stack_logs)), _log_time(record.create_time)
+        last = _log_time(record.end_time + LATE_LINES) if record.end_time else ""
+    if not paths:
+        raise FailedPrecondition(
+            f"the coordinator has no logs of run {record.run_id}: its services write them elsewhere, such as in "
+            "containers (docker compose logs, kubectl logs) or to a collector (docs/deploy.md)",
+            reason="NO_LOGS",
+        )
+    chosen = log_paths(paths[0].parent, request.service)
+    services = [path.stem for path in paths]
+    violations = Violations()
+    known = ", ".join(services)
+    violations.check(bool(chosen), "service", f"is {request.service!r}: there are logs of {known}")
+    violations.raise_if_any()
+    tails = [LogTail(path, max(MIN_LOG_BYTES, MAX_LOG_BYTES // len(chosen))) for path in chosen]
+    word, found = request.text.casefold(), []
+    for line in by_time(tails, [tail.read(MAX_READ_LINES) for tail in tails]):
+        in_time = not line.time or (first <= line.time and (not last or line.time <= last))
+        if in_time and line.is_problem >= request.only_problems and word in line.text.casefold():
+            found.append(line)
+    response = pb.GetLogsResponse(services=services)
+    for line in found[-(request.max_lines or DEFAULT_LOG_LINES) :]:
+        text = line.text[:MAX_LINE_LETTERS]
+        message = response.lines.add(service=line.service, text=text, is_problem=line.is_problem)
+        with contextlib.suppress(ValueError):  # no time, or what a user's code wrote like one
+            message.log_time.FromJsonString(line.time)
+    return response
+
+
+def _log_time(time: datetime) -> str:
+    """Return a time in the form of logs."""
+    return time.astimezone(UTC).strftime("%Y-%m-%dT%H:%M:%S.000Z")
+
+
+def token_texts(record: RunRecord) -> Callable[[Sequence[int]], list[str]]:
+    """Return a function for the texts of a run's tokens; it returns none if the tokenizer can't be read.
+
+    Reads files: call it in a thread.
+    """
+    try:
+        model = json.loads(record.config_json)["model"]["path"]
+        return PromptTokenizer(resolve_model(model, weights=False)).texts
+    except DataError as error:
+        logger.warning("samples are shown without the texts of their tokens: %s", error.message)
+        return lambda tokens: []

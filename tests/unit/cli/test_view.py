@@ -17,7 +17,7 @@ from relaxd.media.prompt_media import PromptMedia
 from relaxd.media.shown import THUMBNAIL_URI, shown_media, shown_message
 from relaxd.report.run_result import sample_values
 from relaxd.v1 import coordinator_pb2 as pb
-from services.coordinator.runs.record_messages import sample_message
+from services.coordinator.runs.run_messages import sample_message
 from tests.kit.cases import each
 from tests.kit.vision import encoded
 

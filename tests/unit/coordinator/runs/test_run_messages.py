@@ -11,9 +11,8 @@ from relaxd.data.tokenizer import PromptTokenizer
 from relaxd.rpc.errors import FailedPrecondition, InvalidArgument
 from relaxd.run_folder import GROUPS, LOGS
 from relaxd.v1 import coordinator_pb2 as pb
-from services.coordinator.runs import run_inspection
-from services.coordinator.runs.record_messages import sample_message
-from services.coordinator.runs.run_inspection import find_groups, group_tests, read_logs, token_texts
+from services.coordinator.runs import run_messages
+from services.coordinator.runs.run_messages import find_groups, group_tests, read_logs, sample_message, token_texts
 from services.coordinator.state.records import RunRecord
 from tests.kit.tokenizer import write_tokenizer
 
@@ -56,7 +55,7 @@ def test_a_group_has_what_its_line_has(folder: Path) -> None:
 
 
 def test_no_call_looks_at_too_many_groups(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run_inspection, "MAX_READ_GROUPS", 3)
+    monkeypatch.setattr(run_messages, "MAX_READ_GROUPS", 3)
     answer = find_groups(folder, group_tests(pb.GetGroupsRequest(where="step = 1")), 0)
     assert (len(answer.groups), answer.complete) == (0, False)
     assert find_groups(folder, group_tests(pb.GetGroupsRequest(where="step = 2")), 1).complete
