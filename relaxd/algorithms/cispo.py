@@ -1,10 +1,7 @@
 """CISPO, Clipped IS-weight Policy Optimization: MiniMax-M1, arXiv 2506.13585."""
 
-from typing import ClassVar
-
 from relaxd.algorithms.policy_gradient import GroupNormalized, PolicyTerm, Tokens
 from relaxd.config.algorithm import CISPOConfig
-from relaxd.config.algorithm_shared import PolicyGradientConfig
 
 
 class CISPO(GroupNormalized):
@@ -14,7 +11,7 @@ class CISPO(GroupNormalized):
     tokens that change fast, such as the rare ones at which an argument turns; here every token keeps one.
     """
 
-    Config: ClassVar[type[PolicyGradientConfig]] = CISPOConfig
+    Config = CISPOConfig
     config: CISPOConfig
 
     def policy_term(self, tokens: Tokens) -> PolicyTerm:

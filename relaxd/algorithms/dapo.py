@@ -1,10 +1,7 @@
 """DAPO, Decoupled Clip and Dynamic Sampling Policy Optimization: arXiv 2503.14476."""
 
-from typing import ClassVar
-
 from relaxd.algorithms.policy_gradient import Clipped, GroupNormalized
 from relaxd.config.algorithm import DAPOConfig
-from relaxd.config.algorithm_shared import PolicyGradientConfig
 
 
 class DAPO(GroupNormalized, Clipped):
@@ -14,5 +11,5 @@ class DAPO(GroupNormalized, Clipped):
     drop_zero_variance. The paper has no KL term.
     """
 
-    Config: ClassVar[type[PolicyGradientConfig]] = DAPOConfig
+    Config = DAPOConfig
     config: DAPOConfig

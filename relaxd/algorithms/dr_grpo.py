@@ -1,14 +1,11 @@
 """Dr. GRPO, "Understanding R1-Zero-Like Training": arXiv 2503.20783."""
 
-from typing import ClassVar
-
 import numpy as np
 from numpy.typing import NDArray
 
 from relaxd.algorithms.advantage_terms import group_relative
 from relaxd.algorithms.policy_gradient import Clipped
 from relaxd.config.algorithm import DrGRPOConfig
-from relaxd.config.algorithm_shared import PolicyGradientConfig
 
 
 class DrGRPO(Clipped):
@@ -18,7 +15,7 @@ class DrGRPO(Clipped):
     dividing by each answer's length favours short right answers and long wrong ones.
     """
 
-    Config: ClassVar[type[PolicyGradientConfig]] = DrGRPOConfig
+    Config = DrGRPOConfig
     config: DrGRPOConfig
 
     def sample_advantages(self, rewards: NDArray[np.float64]) -> NDArray[np.float64]:

@@ -1,10 +1,7 @@
 """Group Relative Policy Optimization: DeepSeekMath, arXiv 2402.03300."""
 
-from typing import ClassVar
-
 from relaxd.algorithms.policy_gradient import Clipped, GroupNormalized
 from relaxd.config.algorithm import GRPOConfig
-from relaxd.config.algorithm_shared import PolicyGradientConfig
 
 
 class GRPO(GroupNormalized, Clipped):
@@ -13,5 +10,5 @@ class GRPO(GroupNormalized, Clipped):
     A_i = (R_i - mean(R)) / (std(R) + std_epsilon) for each token of sample i; L = max(-r A, -clip(r) A).
     """
 
-    Config: ClassVar[type[PolicyGradientConfig]] = GRPOConfig
+    Config = GRPOConfig
     config: GRPOConfig

@@ -1,11 +1,8 @@
 """Group Sequence Policy Optimization: arXiv 2507.18071."""
 
-from typing import ClassVar
-
 from relaxd.algorithms.loss_terms import MAX_LOG_RATIO, clipped_loss
 from relaxd.algorithms.policy_gradient import GroupNormalized, PolicyTerm, Tokens
 from relaxd.config.algorithm import GSPOConfig
-from relaxd.config.algorithm_shared import PolicyGradientConfig
 
 
 class GSPO(GroupNormalized):
@@ -15,7 +12,7 @@ class GSPO(GroupNormalized):
     of them, in PPO's clipped objective. Its gradient goes through all tokens of the sequence.
     """
 
-    Config: ClassVar[type[PolicyGradientConfig]] = GSPOConfig
+    Config = GSPOConfig
     config: GSPOConfig
 
     def policy_term(self, tokens: Tokens) -> PolicyTerm:

@@ -1,13 +1,10 @@
 """OPD, on-policy distillation: arXiv 2306.13649."""
 
-from typing import ClassVar
-
 import numpy as np
 from numpy.typing import NDArray
 
 from relaxd.algorithms.policy_gradient import Clipped, GroupNormalized
 from relaxd.config.algorithm import OPDConfig
-from relaxd.config.algorithm_shared import PolicyGradientConfig
 
 
 class OPD(GroupNormalized, Clipped):
@@ -18,7 +15,7 @@ class OPD(GroupNormalized, Clipped):
     the base's: any other algorithm can have a teacher, too.
     """
 
-    Config: ClassVar[type[PolicyGradientConfig]] = OPDConfig
+    Config = OPDConfig
     config: OPDConfig
 
     def sample_advantages(self, rewards: NDArray[np.float64]) -> NDArray[np.float64]:

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,7 +11,6 @@ from relaxd.algorithms import advantage_terms
 from relaxd.algorithms.base import AdvantagesAndReturns, Needs, ValuedGroup
 from relaxd.algorithms.policy_gradient import Clipped
 from relaxd.config.algorithm import PPOConfig
-from relaxd.config.algorithm_shared import PolicyGradientConfig
 
 
 class PPO(Clipped):
@@ -21,7 +20,7 @@ class PPO(Clipped):
     are those of `generalized_advantages`. Groups have no part in it: a group may be one sample.
     """
 
-    Config: ClassVar[type[PolicyGradientConfig]] = PPOConfig
+    Config = PPOConfig
     config: PPOConfig
 
     @property

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,7 +12,6 @@ from relaxd.algorithms.advantage_terms import group_relative
 from relaxd.algorithms.base import Needs
 from relaxd.algorithms.policy_gradient import Clipped
 from relaxd.config.algorithm import ReinforcePlusPlusBaselineConfig, ReinforcePlusPlusConfig
-from relaxd.config.algorithm_shared import PolicyGradientConfig
 
 
 class ReinforcePlusPlus(Clipped):
@@ -22,7 +21,7 @@ class ReinforcePlusPlus(Clipped):
     over all trained tokens of the step (`Whitening`). Groups have no part in it: a group may be one sample.
     """
 
-    Config: ClassVar[type[PolicyGradientConfig]] = ReinforcePlusPlusConfig
+    Config = ReinforcePlusPlusConfig
     config: ReinforcePlusPlusConfig
 
     @property
@@ -50,7 +49,7 @@ class ReinforcePlusPlusBaseline(Clipped):
     a term of the loss (kl_coef).
     """
 
-    Config: ClassVar[type[PolicyGradientConfig]] = ReinforcePlusPlusBaselineConfig
+    Config = ReinforcePlusPlusBaselineConfig
     config: ReinforcePlusPlusBaselineConfig
 
     def sample_advantages(self, rewards: NDArray[np.float64]) -> NDArray[np.float64]:

@@ -1,14 +1,11 @@
 """RLOO, REINFORCE Leave-One-Out: "Back to Basics", arXiv 2402.14740."""
 
-from typing import ClassVar
-
 import numpy as np
 from numpy.typing import NDArray
 
 from relaxd.algorithms.advantage_terms import leave_one_out
 from relaxd.algorithms.policy_gradient import PolicyGradient, PolicyTerm, Tokens
 from relaxd.config.algorithm import RLOOConfig
-from relaxd.config.algorithm_shared import PolicyGradientConfig
 
 
 class RLOO(PolicyGradient):
@@ -18,7 +15,7 @@ class RLOO(PolicyGradient):
     gradient is unbiased, as long as the samples are those of the policy being trained.
     """
 
-    Config: ClassVar[type[PolicyGradientConfig]] = RLOOConfig
+    Config = RLOOConfig
     config: RLOOConfig
 
     def sample_advantages(self, rewards: NDArray[np.float64]) -> NDArray[np.float64]:

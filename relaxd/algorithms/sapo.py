@@ -1,10 +1,7 @@
 """Soft Adaptive Policy Optimization: arXiv 2511.20347."""
 
-from typing import ClassVar
-
 from relaxd.algorithms.policy_gradient import GroupNormalized, PolicyTerm, Tokens
 from relaxd.config.algorithm import SAPOConfig
-from relaxd.config.algorithm_shared import PolicyGradientConfig
 
 
 class SAPO(GroupNormalized):
@@ -15,7 +12,7 @@ class SAPO(GroupNormalized):
     its value can't be compared with other algorithms'.
     """
 
-    Config: ClassVar[type[PolicyGradientConfig]] = SAPOConfig
+    Config = SAPOConfig
     config: SAPOConfig
 
     def policy_term(self, tokens: Tokens) -> PolicyTerm:
