@@ -15,38 +15,18 @@ from relaxd import __version__
 if TYPE_CHECKING:
     from relaxd.telemetry.lightweight_spans import QuickSpan
 
-_exporting = False
-_writing = False
-_open_quick: "Callable[..., QuickSpan] | None" = None
+# setup.py sets these three.
+exporting = False
+"""True if this process exports anything by OTLP."""
+writing = False
+"""True if this process writes spans into a run's folder."""
+open_quick: "Callable[..., QuickSpan] | None" = None
 """Function that opens a span for the provider's processors, once there is a provider."""
-
-
-def set_exporting(exporting: bool) -> None:
-    """Set whether this process exports anything by OTLP."""
-    global _exporting
-    _exporting = exporting
-
-
-def set_writing(writing: bool) -> None:
-    """Set whether this process writes spans into a run's folder."""
-    global _writing
-    _writing = writing
-
-
-def set_open_quick(open_span: "Callable[..., QuickSpan]") -> None:
-    """Set the function that opens a span for the provider's processors."""
-    global _open_quick
-    _open_quick = open_span
-
-
-def exporting() -> bool:
-    """Return True if this process exports anything by OTLP."""
-    return _exporting
 
 
 def enabled() -> bool:
     """Return True if this process exports anything."""
-    return _exporting or _writing
+    return exporting or writing
 
 
 def tracer() -> Tracer:
@@ -73,9 +53,9 @@ def open_quick_span(
     `attributes` belong to the caller, who must not change them: many spans can share them. `start_time` is in
     nanoseconds of Unix time; by default now. Without a parent the span is in a new trace.
     """
-    if _open_quick is None or not enabled() or (parent is not None and not parent.trace_flags.sampled):
+    if open_quick is None or not enabled() or (parent is not None and not parent.trace_flags.sampled):
         return None
-    return _open_quick(name, parent, kind, attributes, links, start_time)
+    return open_quick(name, parent, kind, attributes, links, start_time)
 
 
 def meter() -> Meter:

@@ -49,8 +49,8 @@ def setup(role: str, replica_id: str, part: str = "") -> bool:
     global _process, _logs
     _process = role, f"{replica_id}/{part}" if part else replica_id
     endpoint = os.environ.get(ENDPOINT, "").strip()
-    if instruments.exporting() or not endpoint or os.environ.get("OTEL_SDK_DISABLED", "").lower() == "true":
-        return instruments.exporting()
+    if instruments.exporting or not endpoint or os.environ.get("OTEL_SDK_DISABLED", "").lower() == "true":
+        return instruments.exporting
     exported = [what for what in ("traces", "metrics", "logs") if _is_wanted(what)]
     if not exported:
         return False
@@ -77,7 +77,7 @@ def setup(role: str, replica_id: str, part: str = "") -> bool:
         from relaxd.telemetry.exporters import LogExport
 
         _logs = LogExport(_resource(), insecure, EXPORT_SECONDS)
-    instruments.set_exporting(True)
+    instruments.exporting = True
     _log.info("exporting %s of relaxd-%s to %s", ", ".join(exported), role, endpoint)
     return True
 
@@ -105,7 +105,7 @@ def write_traces(run_folder: Path | None) -> None:
     elif _files.is_open:
         flush()
     _files.open(run_folder)
-    instruments.set_writing(_files.is_open)
+    instruments.writing = _files.is_open
 
 
 class _SaidOnce(logging.Filter):
@@ -149,7 +149,7 @@ def _span_provider() -> "TracerProvider":
         processor, scope = SynchronousMultiSpanProcessor(), InstrumentationScope("relaxd", __version__)
         provider = TracerProvider(resource=_resource(), active_span_processor=processor)
         trace.set_tracer_provider(provider)
-        instruments.set_open_quick(partial(QuickSpan, processor=processor, scope=scope, resource=provider.resource))
+        instruments.open_quick = partial(QuickSpan, processor=processor, scope=scope, resource=provider.resource)
     return provider
 
 
@@ -174,10 +174,10 @@ def shutdown() -> None:
     if not enabled():
         return
     flush()
-    instruments.set_exporting(False)
+    instruments.exporting = False
     if _files is not None:
         _files.open(None)
-        instruments.set_writing(False)
+        instruments.writing = False
     from opentelemetry.sdk.metrics import MeterProvider
     from opentelemetry.sdk.trace import TracerProvider
 
