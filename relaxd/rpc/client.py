@@ -253,5 +253,4 @@ class _SyncInterceptor(
     def intercept_stream_unary(self, continuation: Any, client_call_details: Any, request_iterator: Any) -> Any:
         return self._call(continuation, client_call_details, request_iterator, DEFAULT_STREAM_DEADLINE_SECONDS)
 
-    def intercept_stream_stream(self, continuation: Any, client_call_details: Any, request_iterator: Any) -> Any:
-        return self._call(continuation, client_call_details, request_iterator, DEFAULT_STREAM_DEADLINE_SECONDS)
+    intercept_stream_stream = intercept_stream_unary

@@ -7,6 +7,7 @@ relaxd.rpc.interceptor).
 import re
 from collections.abc import Sequence
 from datetime import timedelta
+from typing import TypeVar
 
 import grpc
 import pydantic
@@ -14,6 +15,7 @@ from google.protobuf import any_pb2, duration_pb2
 from google.protobuf.message import DecodeError, Message
 from google.rpc import error_details_pb2, status_pb2
 
+Detail = TypeVar("Detail", bound=Message)
 ERROR_DOMAIN = "relaxd"
 """Domain of the reasons in google.rpc.ErrorInfo."""
 STATUS_DETAILS_KEY = "grpc-status-details-bin"
@@ -224,41 +226,20 @@ def shortened(text: str, max_bytes: int) -> str:
 
 def field_violations(error: grpc.RpcError) -> list[tuple[str, str]]:
     """Return the (field, description) pairs that a server sent with an error."""
-    for key, value in getattr(error, "trailing_metadata", lambda: None)() or ():
-        if key == STATUS_DETAILS_KEY:
-            return _violations_in(value)
-    return []
-
-
-def _violations_in(serialized: str | bytes) -> list[tuple[str, str]]:
-    status = status_pb2.Status()
-    bad_request = error_details_pb2.BadRequest()
-    try:
-        status.ParseFromString(serialized if isinstance(serialized, bytes) else serialized.encode("latin-1"))
-        for detail in status.details:
-            if detail.Unpack(bad_request):
-                return [(violation.field, violation.description) for violation in bad_request.field_violations]
-    except DecodeError:
-        pass  # not a google.rpc.Status; the message says what happened
-    return []
+    bad_request = _detail(error, error_details_pb2.BadRequest())
+    return [(violation.field, violation.description) for violation in bad_request.field_violations]
 
 
 def failed_precondition(error: grpc.RpcError, reason: str) -> str:
     """Return the subject of the precondition that a call failed for this reason; "" if it failed for another one."""
-    violation = error_details_pb2.PreconditionFailure()
-    for detail in status_pb2.Status.FromString(_status_bytes(error) or b"").details:
-        if detail.Unpack(violation) and violation.violations[0].type == reason:
-            return violation.violations[0].subject
-    return ""
+    violations = _detail(error, error_details_pb2.PreconditionFailure()).violations
+    return violations[0].subject if violations and violations[0].type == reason else ""
 
 
 def retry_seconds(error: grpc.RpcError) -> float | None:
     """Return the seconds after which a failed call may be retried, by its google.rpc.RetryInfo; None if it has none."""
-    info = error_details_pb2.RetryInfo()
-    for detail in status_pb2.Status.FromString(_status_bytes(error) or b"").details:
-        if detail.Unpack(info):
-            return info.retry_delay.ToTimedelta().total_seconds()
-    return None
+    info = _detail(error, error_details_pb2.RetryInfo())
+    return info.retry_delay.ToTimedelta().total_seconds() if info.HasField("retry_delay") else None
 
 
 def is_too_large(error: grpc.RpcError) -> bool:
@@ -274,9 +255,8 @@ def has_status(error: grpc.RpcError) -> bool:
 def from_call(error: grpc.RpcError) -> RpcError:
     """Return the error that the handler of a failed call raised, with its details, for raising it again."""
     code, message = getattr(error, "code", lambda: RpcError.code)(), getattr(error, "details", lambda: str(error))()
-    status = status_pb2.Status.FromString(_status_bytes(error) or b"")
     info = error_details_pb2.ErrorInfo()
-    rest = [detail for detail in status.details if not detail.Unpack(info)]
+    rest = [detail for detail in _status(error).details if not detail.Unpack(info)]
     kinds = {kind.code: kind for kind in RpcError.__subclasses__()}
     raised = RpcError.__new__(kinds.get(code, RpcError))
     raised.code = code
@@ -287,6 +267,20 @@ def from_call(error: grpc.RpcError) -> RpcError:
 def _status_bytes(error: grpc.RpcError) -> bytes | None:
     metadata = getattr(error, "trailing_metadata", lambda: None)() or ()
     return next((value for key, value in metadata if key == STATUS_DETAILS_KEY), None)
+
+
+def _status(error: grpc.RpcError) -> status_pb2.Status:
+    """Return the google.rpc.Status of a failed call; an empty one if it has none, and its message says everything."""
+    try:
+        return status_pb2.Status.FromString(_status_bytes(error) or b"")
+    except DecodeError:
+        return status_pb2.Status()
+
+
+def _detail(error: grpc.RpcError, kind: Detail) -> Detail:
+    """Fill a message with the detail of its kind that a failed call has; it stays empty if there is none."""
+    any(detail.Unpack(kind) for detail in _status(error).details)
+    return kind
 
 
 def explain(error: grpc.RpcError) -> str:

@@ -149,54 +149,40 @@ class _Flag:
         return "RELAXD_" + self.name.upper().replace("-", "_")
 
 
-def _port(text: str) -> int:
-    port = int(text)
-    if not 0 <= port <= 65535:
-        raise ValueError
-    return port
+def _checked(name: str, read: Callable[[str], Any], is_right: Callable[[Any], object]) -> Callable[[str], Any]:
+    """Return a function that reads a flag, which argparse calls `name` in the error for a value that isn't right."""
+
+    def value_of(text: str) -> Any:
+        value = read(text)
+        if not is_right(value):
+            raise ValueError
+        return value
+
+    value_of.__name__ = name
+    return value_of
 
 
-_port.__name__ = "port (0 to 65535)"
-
-
-def _seconds(text: str) -> float:
-    seconds = float(text)
-    if not 0 <= seconds < float("inf"):
-        raise ValueError
-    return seconds
-
-
-_seconds.__name__ = "number of seconds (0 or more)"
-
-
-def _positive_seconds(text: str) -> float:
-    seconds = _seconds(text)
-    if not seconds:
-        raise ValueError
-    return seconds
-
-
-_positive_seconds.__name__ = "number of seconds (more than 0)"
-
-
-def _count(text: str) -> int:
-    count = int(text)
-    if count < 0:
-        raise ValueError
-    return count
-
-
-_count.__name__ = "whole number (0 or more)"
-
-
-def _message_bytes(text: str) -> int:
-    count = int(text)
-    if not 1 << 10 <= count < 1 << 31:  # gRPC's own limit is an int32
-        raise ValueError
-    return count
-
-
-_message_bytes.__name__ = "number of bytes (1024 to 2147483647)"
+_SWITCHES = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
+_port = _checked("port (0 to 65535)", int, lambda port: 0 <= port <= 65535)
+_seconds = _checked("number of seconds (0 or more)", float, lambda seconds: 0 <= seconds < float("inf"))
+_positive_seconds = _checked("number of seconds (more than 0)", float, lambda seconds: 0 < seconds < float("inf"))
+_count = _checked("whole number (0 or more)", int, lambda count: count >= 0)
+# gRPC's own limit is an int32.
+_message_bytes = _checked("number of bytes (1024 to 2147483647)", int, lambda count: 1 << 10 <= count < 1 << 31)
+_level = _checked(f"log level ({', '.join(LOG_LEVELS)})", str.lower, lambda level: level in LOG_LEVELS)
+_platform = _checked(f"platform ({', '.join(PLATFORMS)})", str, lambda platform: platform in PLATFORMS)
+_switch = _checked("switch (yes or no)", lambda text: _SWITCHES.get(text.lower()), lambda switch: switch is not None)
+_program = _checked("program (a path, or a name on PATH)", shutil.which, lambda path: path is not None)
+_http_url = _checked(
+    "URL (http://host:port)",
+    lambda text: text.rstrip("/") or text,
+    lambda url: not url or (urlsplit(url).scheme in ("http", "https") and urlsplit(url).hostname),
+)
+_trace_url = _checked(
+    "URL with {trace_id} (such as http://127.0.0.1:16686/trace/{trace_id})",
+    str,
+    lambda url: not url or (urlsplit(url).scheme in ("http", "https") and "{trace_id}" in url),
+)
 
 
 def checked_address(text: str) -> str:
@@ -211,34 +197,6 @@ def checked_address(text: str) -> str:
 checked_address.__name__ = "address (host:port)"
 
 
-def _level(text: str) -> str:
-    if text.lower() not in LOG_LEVELS:
-        raise ValueError
-    return text.lower()
-
-
-def _platform(text: str) -> str:
-    if text not in PLATFORMS:
-        raise ValueError
-    return text
-
-
-_platform.__name__ = f"platform ({', '.join(PLATFORMS)})"
-
-
-def _switch(text: str) -> bool:
-    words = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
-    if text.lower() not in words:
-        raise ValueError
-    return words[text.lower()]
-
-
-_switch.__name__ = "switch (yes or no)"
-
-
-_level.__name__ = f"log level ({', '.join(LOG_LEVELS)})"
-
-
 def _redis_url(text: str) -> str:
     try:
         parse_redis_url(text)
@@ -247,36 +205,8 @@ def _redis_url(text: str) -> str:
     return text
 
 
-def _http_url(text: str) -> str:
-    if text and (urlsplit(text).scheme not in ("http", "https") or not urlsplit(text).hostname):
-        raise ValueError
-    return text.rstrip("/")
-
-
-_http_url.__name__ = "URL (http://host:port)"
-
-
-def _trace_url(text: str) -> str:
-    if text and (urlsplit(text).scheme not in ("http", "https") or "{trace_id}" not in text):
-        raise ValueError
-    return text
-
-
-_trace_url.__name__ = "URL with {trace_id} (such as http://127.0.0.1:16686/trace/{trace_id})"
-
-
 def _names(text: str) -> tuple[str, ...]:
     return tuple(filter(None, (name.strip() for name in text.split(","))))
-
-
-def _program(text: str) -> str:
-    found = shutil.which(text)
-    if found is None:
-        raise ValueError
-    return found
-
-
-_program.__name__ = "program (a path, or a name on PATH)"
 
 
 def parse_settings(
