@@ -39,9 +39,9 @@ from relaxd.client.coordinator_client import ENDED, CoordinatorClient, state_nam
 from relaxd.config import RunConfig
 from relaxd.config.load_toml import load, load_file, override
 from relaxd.config.write_toml import dump, toml
+from relaxd.importing import write_environment, write_reward
 from relaxd.local.programs import python_path
 from relaxd.local.stack import open_client
-from relaxd.notebook_code import write_environment, write_reward
 from relaxd.report.run_result import sample_values
 from relaxd.rpc.stack_identity import STACK_VARIABLE
 from relaxd.run_folder import CONFIG, LEDGER, METRICS, is_run, read_lines

@@ -9,7 +9,7 @@ from typing import Any, TextIO
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.segment import Segment
 
-from relaxd.telemetry.printable import escape, escape_lines
+from relaxd.telemetry.logs import escape, escape_lines
 
 
 class EscapingConsole(Console):

@@ -9,12 +9,11 @@ from typing import Any, Self
 import numpy as np
 
 from relaxd.config import RunConfig
-from relaxd.data.digest import digest_of
+from relaxd.data.data_changes import MediaChanges, digest_of
 from relaxd.data.duplicates import Chosen, FirstVisits, Seen, keys_of
 from relaxd.data.examples import Example, Message
 from relaxd.data.files.rows import Joined
 from relaxd.data.media_ahead import MediaAhead
-from relaxd.data.media_changes import MediaChanges
 from relaxd.data.prompt_checks import (
     CHECKED,
     FIRST_LOOK,

@@ -29,7 +29,7 @@ import grpc
 from relaxd.process.child_channel import ChildChannel
 from relaxd.process.gpu_lease import LEASE_VARIABLE, GpuLease, LeaseOver
 from relaxd.rpc.errors import Unavailable
-from relaxd.telemetry.printable import escape
+from relaxd.telemetry.logs import escape
 
 LIFELINE_VARIABLE = "RELAXD_CHILD_LIFELINE"
 """Environment variable with the descriptor of a socket whose other end the parent holds, so that it closes with the

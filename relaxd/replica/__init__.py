@@ -1,6 +1,6 @@
 """Replicas of the services: registration, heartbeats, leases on GPUs, assignment, drain.
 
-A service implements `service_interface.ReplicaService`; `replica_life.run_replica` runs it.
+A service implements `replica_service.ReplicaService`; `replica_life.run_replica` runs it.
 """
 
 RESTART = 75

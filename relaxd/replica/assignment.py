@@ -10,7 +10,7 @@ import pydantic
 from relaxd import telemetry
 from relaxd.config import RunConfig
 from relaxd.replica.gpus import GpuLeases
-from relaxd.replica.service_interface import ReplicaService
+from relaxd.replica.replica_service import ReplicaService
 from relaxd.rpc.errors import InvalidArgument, RpcError
 from relaxd.v1 import coordinator_pb2, replica_pb2
 from relaxd.v1.coordinator_pb2 import Assignment

@@ -8,8 +8,7 @@ from typing import ClassVar
 from relaxd.board import Board, StageWorker, stages_for
 from relaxd.board.worker import Process
 from relaxd.config import RunConfig
-from relaxd.replica.replica_context import ReplicaContext
-from relaxd.replica.service_interface import ReplicaService, ServiceStatus
+from relaxd.replica.replica_service import ReplicaContext, ReplicaService, ServiceStatus
 from relaxd.v1.coordinator_pb2 import Assignment
 
 

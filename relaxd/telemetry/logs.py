@@ -6,14 +6,13 @@ Lines of traced work end with the ids of its trace and span. setup.py sends the 
 import json
 import logging
 import os
+import re
 import sys
 import time
 import traceback
 from types import TracebackType
 
 from opentelemetry import trace
-
-from relaxd.telemetry.printable import escape, escape_lines
 
 INDENT = "    "
 """Beginning of further lines of a record, so that no text can pass for another record."""
@@ -85,3 +84,23 @@ def setup_logging(service: str, level: str = "info") -> None:
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
     # Exporters log every failed attempt, which would flood the log while the collector is down (setup.py).
     logging.getLogger("opentelemetry").setLevel(logging.ERROR)
+
+
+_DANGEROUS = re.compile("[\\x00-\\x1f\\x7f-\\x9f\\u061c\\u200e\\u200f\\u2028-\\u202e\\u2066-\\u2069\\ud800-\\udfff]")
+"""Control characters (ESC begins terminal commands), line separators, direction marks, and lone surrogates."""
+_NAMES = {"\n": "\\n", "\r": "\\r", "\t": "\\t"}
+
+
+def escape(text: str, keep: str = "") -> str:
+    r"""Return text with control characters, except those in `keep`, as in JSON: `\n`, `\u001b`."""
+
+    def _escaped(match: re.Match[str]) -> str:
+        found = match[0]
+        return found if found in keep else _NAMES.get(found) or f"\\u{ord(found):04x}"
+
+    return _DANGEROUS.sub(_escaped, text)
+
+
+def escape_lines(text: str, indent: str = "") -> str:
+    """Escape the lines of a text one by one; all after the first begin with `indent`."""
+    return escape(text, keep="\n\t").replace("\n", f"\n{indent}")

@@ -1,10 +1,12 @@
-"""Broadcasts between CPUs, through gloo."""
+"""Broadcasts between CPUs, through gloo: from the source to each member, or along a chain of them."""
 
 import contextlib
 import threading
 import time
 from collections.abc import Sequence
+from concurrent.futures import Future
 from datetime import timedelta
+from queue import SimpleQueue
 from typing import Any
 
 import torch
@@ -72,3 +74,98 @@ class GlooConnection:
             time.sleep(0.05)  # brief: see the deadline
         with contextlib.suppress(RuntimeError):
             self._group.shutdown()
+
+
+PIECE_BYTES = 1 << 20
+"""Maximum bytes to pass on at once."""
+MAX_TAG = 1 << 31
+
+
+class ChainBroadcast:
+    """A batch of tensors on their way along the chain."""
+
+    def __init__(self, result: "Future[None]") -> None:
+        self._result = result
+
+    def done(self) -> bool:
+        """Return True once this member has received and passed on everything, or has failed."""
+        return self._result.done()
+
+    def finish(self) -> None:
+        """Raise RuntimeError if the transfer failed."""
+        self._result.result()
+
+    def precede_current_stream(self) -> None:
+        """Wait: there are no streams."""
+        self.finish()
+
+
+class GlooChain:
+    """A gloo process group that passes tensors on, from the source upwards and from the last rank to rank 0."""
+
+    def __init__(self, store: dist.Store, rank: int, world_size: int, address: str, timeout: float) -> None:
+        """Connect to the other members from `address` of this machine. Raises RuntimeError."""
+        self._group = gloo_group(store, rank, world_size, address, timeout)
+        self._rank, self._size = rank, world_size
+        self._lock = threading.Lock()
+        self._tag = 0
+        """Number of the last broadcast, equal in all members because they make the same calls."""
+        self._batches: SimpleQueue[_Batch | None] = SimpleQueue()
+        self._worker = threading.Thread(target=self._work, name=f"weight chain {rank}", daemon=True)
+        self._worker.start()
+
+    def start(self, tensors: Sequence[torch.Tensor], source_rank: int, timeout: float) -> ChainBroadcast:
+        """Start sending or receiving tensors, and passing them on. Raises RuntimeError."""
+        place = (self._rank - source_rank) % self._size
+        before = (self._rank - 1) % self._size if place else None
+        after = (self._rank + 1) % self._size if place < self._size - 1 else None
+        pieces = [piece for tensor in tensors for piece in tensor.view(-1).view(torch.uint8).split(PIECE_BYTES)]
+        with self._lock:
+            self._tag = (self._tag + 1) % MAX_TAG
+            # Received even while an earlier batch is still passed on.
+            receives = [] if before is None else [self._group.recv([piece], before, self._tag) for piece in pieces]
+            batch = _Batch(pieces, receives, after, self._tag, time.monotonic() + timeout)
+            self._batches.put(batch)
+        return ChainBroadcast(batch.result)
+
+    def abort(self) -> None:
+        """End the group once its last operation has ended: gloo can't cancel a receive before its deadline."""
+        self._batches.put(None)
+        self._worker.join()
+
+    def _work(self) -> None:
+        while (batch := self._batches.get()) is not None:
+            try:
+                self._pass_on(batch)
+            except RuntimeError as error:
+                batch.result.set_exception(error)
+            else:
+                batch.result.set_result(None)
+        with contextlib.suppress(RuntimeError):
+            self._group.shutdown()
+
+    def _pass_on(self, batch: "_Batch") -> None:
+        sends = []
+        for number, piece in enumerate(batch.pieces):
+            if batch.receives:
+                batch.receives[number].wait(batch.left())  # brief: the batch's deadline
+            if batch.after is not None:
+                sends.append(self._group.send([piece], batch.after, batch.tag))
+        for send in sends:
+            send.wait(batch.left())  # brief: the batch's deadline
+
+
+class _Batch:
+    def __init__(
+        self, pieces: list[torch.Tensor], receives: list[Any], after: int | None, tag: int, deadline: float
+    ) -> None:
+        self.pieces = pieces
+        self.receives = receives
+        self.after = after
+        self.tag = tag
+        self.result: Future[None] = Future()
+        self._deadline = deadline
+
+    def left(self) -> timedelta:
+        """Return the seconds to the deadline, at least a millisecond, because 0 means no limit to gloo."""
+        return timedelta(seconds=max(self._deadline - time.monotonic(), 0.001))

@@ -26,8 +26,7 @@ from relaxd.rpc.errors import Aborted
 from relaxd.rpc.message_parts import words
 from relaxd.v1 import weights_pb2
 from relaxd.weights.cuda_ipc import CudaMemory, IpcConnection
-from relaxd.weights.gloo import GlooConnection
-from relaxd.weights.gloo_chain import GlooChain
+from relaxd.weights.gloo import GlooChain, GlooConnection
 from relaxd.weights.nccl import NcclConnection
 
 logger = logging.getLogger(__name__)

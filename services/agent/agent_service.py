@@ -13,8 +13,7 @@ from relaxd.envs.replies import reply_format
 from relaxd.evaluation.sets import sets_of
 from relaxd.models import DataError
 from relaxd.models.folders import resolve_model
-from relaxd.replica.replica_context import ReplicaContext
-from relaxd.replica.service_interface import ServiceStatus
+from relaxd.replica.replica_service import ReplicaContext, ServiceStatus
 from relaxd.replica.stage_replica import StageReplica
 from relaxd.roles import AGENT, ROLES
 from relaxd.v1.coordinator_pb2 import Assignment

@@ -20,7 +20,7 @@ from relaxd.envs.client import EnvironmentFailed
 from relaxd.envs.environment import MAX_BYTES
 from relaxd.process.child import KILL_SECONDS
 from relaxd.rpc.errors import InvalidArgument, Unavailable
-from relaxd.telemetry.printable import escape
+from relaxd.telemetry.logs import escape
 from services.agent.chat_session import ChatSession
 from services.agent.programs import TAIL_BYTES, Programs, RunningProgram, sample_folder
 

@@ -9,7 +9,7 @@ import grpc
 
 from relaxd.media.prompt_media import NO_MEDIA, PromptMedia
 from relaxd.replica.peer_replicas import AVOIDED_SECONDS, NoReplicaError, Peer, PeerReplicas
-from relaxd.replica.replica_context import ReplicaContext
+from relaxd.replica.replica_service import ReplicaContext
 from relaxd.roles import ROLLOUT
 from relaxd.rpc.errors import explain, is_too_large, retry_seconds
 from relaxd.v1.rollout_pb2 import GenerateRequest

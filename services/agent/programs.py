@@ -19,7 +19,7 @@ from relaxd.envs.client import inherited_variables
 from relaxd.process.child import KILL_SECONDS
 from relaxd.rpc.errors import InvalidArgument
 from relaxd.sandbox import bound_program
-from relaxd.telemetry.printable import escape
+from relaxd.telemetry.logs import escape
 from services.agent.chat_session import ChatSession
 from services.agent.endpoint import Endpoint
 

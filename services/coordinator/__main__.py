@@ -12,7 +12,7 @@ from relaxd.board import Fenced
 from relaxd.redis_client import parse, where
 from relaxd.rpc.errors import ServerError
 from relaxd.rpc.service_settings import ServiceSettings, parse_settings
-from relaxd.telemetry.printable import escape_lines
+from relaxd.telemetry.logs import escape_lines
 from services.coordinator.service import CoordinatorProcess
 from services.coordinator.state.store import AsyncStore, Store, StoreUnavailable, Superseded
 

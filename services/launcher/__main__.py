@@ -6,7 +6,7 @@ import sys
 from relaxd.replica.launcher_server import Host, run_launcher
 from relaxd.rpc.errors import RpcError
 from relaxd.rpc.service_settings import ServiceSettings, parse_settings
-from relaxd.telemetry.printable import escape_lines
+from relaxd.telemetry.logs import escape_lines
 from services.launcher.docker_host import DockerHost
 from services.launcher.kubernetes_host import KubernetesApi, KubernetesHost
 

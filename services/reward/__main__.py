@@ -2,8 +2,8 @@
 
 import asyncio
 
-from relaxd.replica.replica_context import open_context
 from relaxd.replica.replica_life import run_replica
+from relaxd.replica.replica_service import open_context
 from relaxd.rpc.server import Service
 from relaxd.rpc.service_settings import parse_settings
 from relaxd.v1 import reward_pb2_grpc

@@ -13,8 +13,7 @@ from relaxd.board import Column, Delivery, Drop, DropReason
 from relaxd.board.worker import Process, Result
 from relaxd.config import RewardConfig, RunConfig
 from relaxd.evaluation.sets import sets_of
-from relaxd.replica.replica_context import ReplicaContext
-from relaxd.replica.service_interface import ServiceStatus
+from relaxd.replica.replica_service import ReplicaContext, ServiceStatus
 from relaxd.replica.stage_replica import StageReplica
 from relaxd.rewards import RewardInput, RewardOutput, UnknownRewardError
 from relaxd.rewards.scorers import check_names

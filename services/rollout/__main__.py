@@ -2,7 +2,7 @@
 
 import asyncio
 
-from relaxd.replica.replica_context import open_context
+from relaxd.replica.replica_service import open_context
 from relaxd.rpc.service_settings import parse_settings
 from services.rollout.service.server import run_rollout
 

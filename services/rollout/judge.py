@@ -12,10 +12,9 @@ from relaxd.data.examples import Example, Message
 from relaxd.data.tokenizer import PromptTokenizer
 from relaxd.models import DataError
 from relaxd.models.folders import resolve_model
-from relaxd.replica.replica_context import ReplicaContext, open_context
 from relaxd.replica.replica_life import run_replica
 from relaxd.replica.replica_server import SyncIds
-from relaxd.replica.service_interface import ReplicaService, ServiceStatus
+from relaxd.replica.replica_service import ReplicaContext, ReplicaService, ServiceStatus, open_context
 from relaxd.roles import JUDGE
 from relaxd.rpc.errors import FailedPrecondition, InvalidArgument, Unavailable, Violations
 from relaxd.rpc.server import Service

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from relaxd.replica.gpus import Gpu, GpuLeases
-from relaxd.replica.replica_context import ReplicaContext, open_context
+from relaxd.replica.replica_service import ReplicaContext, open_context
 from relaxd.rpc.service_settings import parse_settings
 from relaxd.tools.rehearsal.capacity import line
 from relaxd.v1.coordinator_pb2 import HeartbeatRequest, LeaseGpusRequest

@@ -32,9 +32,8 @@ from relaxd.board.worker import Process, Result
 from relaxd.config import RunConfig
 from relaxd.models.folders import resolve_model
 from relaxd.models.vocabulary import check_vocabularies, vocab_size
-from relaxd.replica.replica_context import ReplicaContext, open_context
 from relaxd.replica.replica_life import run_replica
-from relaxd.replica.service_interface import ServiceStatus
+from relaxd.replica.replica_service import ReplicaContext, ServiceStatus, open_context
 from relaxd.replica.stage_replica import StageReplica
 from relaxd.roles import ROLES, TEACHER
 from relaxd.rpc.errors import DeadlineExceeded, FailedPrecondition

@@ -11,9 +11,8 @@ from pathlib import Path
 from relaxd.config import RunConfig
 from relaxd.process.child import Child
 from relaxd.replica.gpus import gpu_environment
-from relaxd.replica.replica_context import ReplicaContext, open_context
 from relaxd.replica.replica_life import run_replica
-from relaxd.replica.service_interface import ReplicaService, ServiceStatus
+from relaxd.replica.replica_service import ReplicaContext, ReplicaService, ServiceStatus, open_context
 from relaxd.roles import ROLLOUT
 from relaxd.rpc.service_settings import parse_settings
 from relaxd.v1.coordinator_pb2 import Assignment

@@ -31,7 +31,7 @@ from relaxd.data.vision import normalise
 from relaxd.models import DataError
 from relaxd.models.folders import resolve_model
 from relaxd.run_folder import HELD_OUT
-from relaxd.telemetry.printable import escape
+from relaxd.telemetry.logs import escape
 
 MOST_KEYS = 40
 """Maximum number of metadata keys that are listed: prompts may have any number."""

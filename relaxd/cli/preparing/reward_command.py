@@ -32,7 +32,7 @@ from relaxd.models import DataError
 from relaxd.models.folders import resolve_model
 from relaxd.rewards import RewardInput
 from relaxd.rewards.interface import references
-from relaxd.telemetry.printable import escape
+from relaxd.telemetry.logs import escape
 
 PROMPTS = 3
 MADE_UP = ("I don't know.", "")

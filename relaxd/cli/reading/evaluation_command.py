@@ -14,7 +14,7 @@ from relaxd.cli.reading.run_source import open_run
 from relaxd.client import CliError
 from relaxd.evaluation.sets import unknown_set
 from relaxd.report.run_result import RunResult, SetRow, place_of, read_result, table_of
-from relaxd.telemetry.printable import escape
+from relaxd.telemetry.logs import escape
 
 
 def evaluation(

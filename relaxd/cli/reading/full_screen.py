@@ -25,7 +25,7 @@ from relaxd.cli.reading.live_view import BARS, Picture, RunView, head, news, sam
 from relaxd.client import CliError, RunFailedError
 from relaxd.client.coordinator_client import AWAY_SECONDS
 from relaxd.client.folder_runs import RunReader
-from relaxd.telemetry.printable import escape_lines
+from relaxd.telemetry.logs import escape_lines
 from relaxd.v1 import coordinator_pb2 as pb
 
 CURVE_STEPS = 1000

@@ -27,7 +27,7 @@ from relaxd.report.group_outcomes import (
     summarise_fates,
 )
 from relaxd.run_folder import CONFIG, GROUPS
-from relaxd.telemetry.printable import escape
+from relaxd.telemetry.logs import escape
 
 MEANS = {
     "prompt_tokens": "tokens of the prompt",

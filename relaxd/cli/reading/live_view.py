@@ -11,7 +11,7 @@ from rich.text import Text
 from relaxd.client.coordinator_client import ENDED, state_name
 from relaxd.media.shown import conversation_lines, media_line
 from relaxd.report.run_result import sample_values
-from relaxd.telemetry.printable import escape
+from relaxd.telemetry.logs import escape
 from relaxd.v1 import coordinator_pb2 as pb
 from relaxd.v1.health_pb2 import HEALTH_STATE_HEALTHY, RunEvent
 from relaxd.waiting import duration

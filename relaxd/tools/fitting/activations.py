@@ -9,9 +9,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from relaxd.models.delta_nets import DeltaNetSizes
 from relaxd.models.layouts import Layout
-from relaxd.models.shape import ModelShape
+from relaxd.models.shape import DeltaNetSizes, ModelShape
 
 Part = Literal["attention", "MLP", "experts", "norms"]
 

@@ -19,7 +19,7 @@ import relaxd
 from relaxd.alerts.urls import VARIABLE
 from relaxd.config import RunConfig
 from relaxd.process.child import ChildExit
-from relaxd.telemetry.printable import escape
+from relaxd.telemetry.logs import escape
 from relaxd.v1 import coordinator_pb2 as pb
 from relaxd.waiting import Backoff
 

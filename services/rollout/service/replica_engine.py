@@ -11,7 +11,7 @@ from relaxd.config import RolloutConfig, RunConfig
 from relaxd.process.child import ChildExit
 from relaxd.process.gpu_lease import GpuLease
 from relaxd.replica.gpus import Gpu, gpu_environment
-from relaxd.replica.replica_context import ReplicaContext
+from relaxd.replica.replica_service import ReplicaContext
 from relaxd.roles import ROLES
 from relaxd.rpc.errors import FailedPrecondition, RpcError
 from services.rollout.engines.engine_interface import RolloutEngine

@@ -17,8 +17,7 @@ from relaxd.engines import ENGINES
 from relaxd.models.folders import resolve_model
 from relaxd.process.gpu_lease import GpuLease
 from relaxd.replica.gpus import memory_used, wait_until_steady
-from relaxd.replica.replica_context import ReplicaContext
-from relaxd.replica.service_interface import ReplicaService, ServiceStatus
+from relaxd.replica.replica_service import ReplicaContext, ReplicaService, ServiceStatus
 from relaxd.roles import ROLES, ROLLOUT
 from relaxd.rpc.errors import FailedPrecondition, RpcError
 from relaxd.run_folder import PROFILES

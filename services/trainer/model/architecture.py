@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from relaxd.models.delta_nets import DeltaNetSizes
+from relaxd.models.shape import DeltaNetSizes
 from relaxd.rpc.errors import FailedPrecondition, InvalidArgument
 from services.trainer.model.rope import Rope
 

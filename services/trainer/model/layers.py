@@ -36,7 +36,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_layer import TransformerLayerSubmodules
 
-from relaxd.models.delta_nets import DeltaNetSizes
+from relaxd.models.shape import DeltaNetSizes
 from services.trainer.transformer.attention.attention import PackedAttention
 from services.trainer.transformer.attention.context_parallel import (
     copy_kv_heads,

@@ -10,8 +10,7 @@ from relaxd.board import roles_for
 from relaxd.config import RunConfig
 from relaxd.process.child import ChildError
 from relaxd.process.interfaces import check_reaches, interface_towards
-from relaxd.replica.replica_context import ReplicaContext
-from relaxd.replica.service_interface import ReplicaService, ServiceStatus
+from relaxd.replica.replica_service import ReplicaContext, ReplicaService, ServiceStatus
 from relaxd.roles import RANKS, TRAINER
 from relaxd.rpc.errors import Aborted, FailedPrecondition, InvalidArgument, RpcError
 from relaxd.v1 import rank_pb2, ranks_pb2

@@ -10,9 +10,8 @@ from relaxd.board import roles_for
 from relaxd.config import RunConfig
 from relaxd.models.vocabulary import check_vocabularies
 from relaxd.replica.gpus import gpu_environment
-from relaxd.replica.replica_context import ReplicaContext, open_context
 from relaxd.replica.replica_life import run_replica
-from relaxd.replica.service_interface import ReplicaService, ServiceStatus
+from relaxd.replica.replica_service import ReplicaContext, ReplicaService, ServiceStatus, open_context
 from relaxd.roles import ROLES
 from relaxd.rpc.errors import FailedPrecondition
 from relaxd.rpc.service_settings import parse_settings

@@ -21,7 +21,7 @@ from relaxd.process.child import ChildError
 from relaxd.process.interfaces import check_reaches, interface_towards
 from relaxd.process.ports import NoFreePort, ReservedPort, reserve_port
 from relaxd.replica.peer_replicas import Peer, PeerReplicas
-from relaxd.replica.replica_context import ReplicaContext
+from relaxd.replica.replica_service import ReplicaContext
 from relaxd.roles import RANKS
 from relaxd.rpc.credentials import is_loopback
 from relaxd.rpc.errors import InvalidArgument, RpcError

@@ -11,7 +11,7 @@ from relaxd.envs.client import EnvironmentClient, hosted
 from relaxd.envs.environment import Reply, Sample
 from relaxd.envs.loading import load_environment
 from relaxd.envs.tool_calls import ToolCall
-from relaxd.notebook_code import write_environment
+from relaxd.importing import write_environment
 
 CELL = """
 from dataclasses import dataclass

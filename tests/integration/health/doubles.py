@@ -22,9 +22,8 @@ import numpy as np
 from relaxd.board import CRITIC_STATE, VALUES, Column, Delivery
 from relaxd.board.worker import Process
 from relaxd.config import RunConfig
-from relaxd.replica.replica_context import ReplicaContext, open_context
 from relaxd.replica.replica_life import run_replica
-from relaxd.replica.service_interface import ReplicaService
+from relaxd.replica.replica_service import ReplicaContext, ReplicaService, open_context
 from relaxd.replica.stage_replica import StageReplica
 from relaxd.roles import CRITIC
 from relaxd.rpc.errors import Aborted, InvalidArgument

@@ -13,9 +13,8 @@ PEER_HOLD    file; no group's samples are done while it is there
 import asyncio
 import sys
 
-from relaxd.replica.replica_context import open_context
 from relaxd.replica.replica_life import run_replica
-from relaxd.replica.service_interface import ReplicaService
+from relaxd.replica.replica_service import ReplicaService, open_context
 from relaxd.rpc.service_settings import parse_settings
 from relaxd.v1 import rollout_pb2_grpc, trainer_pb2_grpc
 from tests.integration.peers.rollout import RolloutDouble

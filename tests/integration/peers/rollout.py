@@ -14,8 +14,7 @@ from tokenizers import Tokenizer
 from relaxd.board import Board, Delivery, StageWorker, stages_for
 from relaxd.config import RunConfig
 from relaxd.models.folders import resolve_model
-from relaxd.replica.replica_context import ReplicaContext
-from relaxd.replica.service_interface import ReplicaService, ServiceStatus
+from relaxd.replica.replica_service import ReplicaContext, ReplicaService, ServiceStatus
 from relaxd.roles import ROLLOUT
 from relaxd.rpc.errors import Aborted, DeadlineExceeded, FailedPrecondition
 from relaxd.v1 import coordinator_pb2, rollout_pb2, rollout_pb2_grpc

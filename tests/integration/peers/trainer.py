@@ -12,8 +12,7 @@ import numpy as np
 
 from relaxd.board import Board, Delivery, Fenced, StepConflict, stages_for
 from relaxd.config import RunConfig
-from relaxd.replica.replica_context import ReplicaContext
-from relaxd.replica.service_interface import ReplicaService, ServiceStatus
+from relaxd.replica.replica_service import ReplicaContext, ReplicaService, ServiceStatus
 from relaxd.roles import TRAINER
 from relaxd.rpc.client import channel
 from relaxd.rpc.errors import FailedPrecondition

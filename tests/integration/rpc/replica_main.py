@@ -13,9 +13,8 @@ import time
 from pathlib import Path
 
 from relaxd.config import RunConfig
-from relaxd.replica.replica_context import open_context
 from relaxd.replica.replica_life import run_replica
-from relaxd.replica.service_interface import ReplicaService, ServiceStatus
+from relaxd.replica.replica_service import ReplicaService, ServiceStatus, open_context
 from relaxd.roles import REWARD
 from relaxd.rpc.service_settings import parse_settings
 from relaxd.v1.coordinator_pb2 import Assignment

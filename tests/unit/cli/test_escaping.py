@@ -15,8 +15,7 @@ from relaxd.cli import main as command
 from relaxd.cli.output import EscapingConsole
 from relaxd.client import CliError
 from relaxd.process.child import Child
-from relaxd.telemetry.logs import JsonFormatter, TextFormatter
-from relaxd.telemetry.printable import escape, escape_lines
+from relaxd.telemetry.logs import JsonFormatter, TextFormatter, escape, escape_lines
 from services.coordinator.state.records import Outcome
 from tests.kit.processes import ROOT, python_path, run_python
 from tests.kit.run_folders import write_run

@@ -11,7 +11,7 @@ import pyarrow.csv
 import pyarrow.parquet
 import pytest
 
-from relaxd.data.digest import digest_of
+from relaxd.data.data_changes import digest_of
 from relaxd.data.duplicates import Chosen
 from relaxd.data.examples import Example
 from relaxd.data.files.opening import open_rows

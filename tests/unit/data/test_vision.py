@@ -13,9 +13,9 @@ from relaxd.cli.main import app
 from relaxd.config import DataConfig
 from relaxd.config.load_toml import ConfigError, load_file
 from relaxd.data import media_ahead
+from relaxd.data.data_changes import NAMED_PROMPTS, MediaChanges
 from relaxd.data.dataset import Cursor, load_data
 from relaxd.data.examples import Example
-from relaxd.data.media_changes import NAMED_PROMPTS, MediaChanges
 from relaxd.data.vision import VisionModel, normalise, read_vision
 from relaxd.engines import MODEL_KINDS
 from relaxd.media import MediaItem, NormalImage, normalise_image

@@ -57,7 +57,7 @@ WITHOUT_DEADLINE = {
         ("relaxd/replica/replica_life.py", "run_replica"),
         ("relaxd/waiting.py", "Waits._log_forever"),
         ("relaxd/weights/cuda_ipc.py", "IpcConnection._work"),
-        ("relaxd/weights/gloo_chain.py", "GlooChain._work"),
+        ("relaxd/weights/gloo.py", "GlooChain._work"),
         ("services/console/__main__.py", "main"),
         ("services/coordinator/runs/active_run.py", "ActiveRun.main"),
         ("services/coordinator/runs/publisher.py", "Publisher.run_forever"),  # its run fails, which cancels it
@@ -82,8 +82,8 @@ WITHOUT_DEADLINE = {
         ("services/trainer/service/rank_supervisor.py", "RankSupervisor._turn"),  # its run ends, which cancels it
     },
     ENDS: {
-        ("relaxd/weights/gloo_chain.py", "ChainBroadcast.finish"),  # its pieces' deadlines
-        ("relaxd/weights/gloo_chain.py", "GlooChain.abort"),
+        ("relaxd/weights/gloo.py", "ChainBroadcast.finish"),  # its pieces' deadlines
+        ("relaxd/weights/gloo.py", "GlooChain.abort"),
         ("services/trainer/service/rank_pool.py", "RankPool.close"),  # it is cancelled
         ("relaxd/process/child.py", "Child.wait_connected"),  # the call's deadline, or the child's end
         ("relaxd/board/worker.py", "StageWorker.stop"),  # its threads look at the stop between waits of 0.5 s

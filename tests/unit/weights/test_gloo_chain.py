@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from relaxd.weights.gloo_chain import PIECE_BYTES
+from relaxd.weights.gloo import PIECE_BYTES
 from relaxd.weights.sent_buckets import checksum
 from relaxd.weights.weight_group import Rendezvous, Transport, WeightGroup, WeightGroupError, host_store
 

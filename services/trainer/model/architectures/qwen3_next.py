@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from relaxd.models.delta_nets import read_delta_net
+from relaxd.models.shape import read_delta_net
 from services.trainer.model.architecture import Architecture, ModelError
 from services.trainer.model.family import Config, Family, decoder, experts, refuse
 from services.trainer.model.tensor_rules import (

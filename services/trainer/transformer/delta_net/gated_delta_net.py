@@ -16,7 +16,7 @@ from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint,
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from relaxd.models.delta_nets import DeltaNetSizes
+from relaxd.models.shape import DeltaNetSizes
 from services.trainer.transformer.delta_net.chunk_tree import ChunkTree
 from services.trainer.transformer.delta_net.delta_rule import causal_convolution, gated_delta_rule, gated_norm, unit
 

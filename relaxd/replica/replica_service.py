@@ -1,15 +1,20 @@
-"""The process that a replica's service runs in: settings, coordinator, leases and turns on the GPUs, and the end."""
+"""A replica's service: the interface that `relaxd.replica.replica_life.run_replica` runs, and what it gets of its
+process: settings, coordinator, leases and turns on the GPUs, and the end."""
 
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Callable
+from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import ClassVar
 
 import grpc
 
 from relaxd import telemetry
 from relaxd.alerts.user_messages import RecentMessages
+from relaxd.config import RunConfig
 from relaxd.process.upkeep import stop_signals
 from relaxd.replica.gpus import GpuLeases, visible_gpus
 from relaxd.rpc.client import channel
@@ -17,7 +22,8 @@ from relaxd.rpc.errors import explain
 from relaxd.rpc.leader_term import NewestTerm
 from relaxd.rpc.service_settings import ServiceSettings
 from relaxd.telemetry import setup_logging
-from relaxd.v1.coordinator_pb2 import TakeTurnRequest
+from relaxd.v1 import replica_pb2
+from relaxd.v1.coordinator_pb2 import Assignment, TakeTurnRequest
 from relaxd.v1.coordinator_pb2_grpc import CoordinatorStub
 from relaxd.waiting import waiting
 
@@ -27,6 +33,80 @@ WARN_SECONDS = 10.0
 """Seconds between two warnings of a coordinator that doesn't answer."""
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServiceStatus:
+    """A service's part of ReplicaStatus; run_replica adds the rest."""
+
+    held_groups: int = 0
+    """Groups held now; for an engine that agents use, its running requests."""
+    done_groups: int = 0
+    """Groups finished since the process started."""
+    detail: str = ""
+    """One sentence for people."""
+    state: "replica_pb2.ReplicaState.ValueType | None" = None
+    """STARTING, QUARANTINED or FAILED instead of READY. Ignored while run_replica itself knows the replica to be idle,
+    starting, failed or draining."""
+    weights: replica_pb2.WeightVersion | None = None
+    """The weights that the service uses or has trained."""
+    progress: int = 0
+    """Counter of work done, in steps that never take long: see ReplicaStatus.progress."""
+    gauges: Mapping[str, float] = field(default_factory=dict)
+    """Further measurements by name."""
+    wait: "replica_pb2.ReplicaWait.ValueType" = replica_pb2.REPLICA_WAIT_UNSPECIFIED
+    """Kind of the wait in `detail`, if any."""
+    start_refused: bool = False
+    """With the state FAILED: the settings or the model are wrong, so that another start would fail as well."""
+    awake: bool = False
+    """True if its children hold the device's memory, in a colocated run."""
+
+
+class ReplicaService(ABC):
+    """The role-specific part of a replica. The services take a `ReplicaContext` in their constructor.
+
+    run_replica calls every method from one event loop, and never two of start_run, stop_run, pause_run, resume_run and
+    drain at once (status and drain excepted).
+    """
+
+    role: str
+    """Role that the replica registers with."""
+    engine_ranks: int = 0
+    """Ranks of its engine (rollout). When a run changes it, the replica registers again."""
+    max_connection_age_seconds: ClassVar[float | None] = None
+    """Age at which its server asks clients to reconnect: for services whose callers spread their calls over the
+    replicas behind one name. None: never."""
+
+    @abstractmethod
+    async def start_run(self, config: RunConfig, assignment: Assignment) -> None:
+        """Prepare for a run and start to work on it; the replica is STARTING until this returns, then READY.
+
+        It is cancelled when the assignment changes or the process ends. An exception is reported as status.detail;
+        InvalidArgument also as status.start_refused. In either case stop_run is called next.
+        """
+
+    @abstractmethod
+    async def stop_run(self) -> None:
+        """Release held work and everything from start_run, whether it completed or not."""
+
+    @abstractmethod
+    async def drain(self, seconds: float) -> int:
+        """Take no new work, and finish or hand back held work within `seconds`. Returns the number still held.
+
+        May be called again. Only the next start_run takes work again.
+        """
+
+    @abstractmethod
+    def status(self) -> ServiceStatus:
+        """Return the current status, without blocking."""
+
+    @abstractmethod
+    async def pause_run(self) -> None:
+        """Take no new work until resume_run. Only called between start_run and stop_run."""
+
+    @abstractmethod
+    async def resume_run(self) -> None:
+        """Take work again after pause_run."""
 
 
 async def wait_for_turn(coordinator: CoordinatorStub, replica_id: str, on_wait: Callable[[str], None]) -> None:
@@ -50,9 +130,6 @@ async def wait_for_turn(coordinator: CoordinatorStub, replica_id: str, on_wait: 
                     logger.warning("waiting for %s", wait.reason)
             on_wait(f"waiting for {wait.reason}")
             await asyncio.sleep(ASK_AGAIN_SECONDS)
-
-
-_log = logging.getLogger(__name__)
 
 
 class ReplicaContext:
@@ -95,7 +172,7 @@ class ReplicaContext:
         Its supervisor starts another one. Any thread may call this; only the first reason counts.
         """
         if not self.failure:
-            _log.error("giving up: %s", reason)
+            logger.error("giving up: %s", reason)
             self.failure = reason
         self._loop.call_soon_threadsafe(self.failed.set)
 
