@@ -57,7 +57,7 @@ test-slow: $(STAMP) ## what is slow (WORKERS=)
 .PHONY: test-all
 test-all: lint test-both ## what is slow, too (WORKERS=)
 
-# In one go: collecting 5,000 tests takes each worker 20 s, and some fixtures serve tests of both kinds.
+# In one go: collecting 5,000 tests takes each worker 7 s, and some fixtures serve tests of both kinds.
 .PHONY: test-both
 test-both: $(STAMP)
 	$(BIN)/python -m pytest -n $(WORKERS) $(PARALLEL) -m "not night" --durations=30

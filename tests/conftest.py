@@ -24,10 +24,11 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 def pytest_configure(config: pytest.Config) -> None:
     """Start the nurseries that programs are forked from (`tests/warm`)."""
     if not hasattr(config, "workerinput"):  # else this process is xdist's, and the nurseries have been started
-        nurseries = programs.nurseries()
+        of_all_tests = config.args_source is config.ArgsSource.TESTPATHS
+        nurseries = programs.nurseries(workers=of_all_tests and bool(config.getoption("numprocesses", 0)))
         nurseries.__enter__()
         config.add_cleanup(lambda: nurseries.__exit__(None, None, None))
-        if config.args_source is config.ArgsSource.TESTPATHS:  # of a run of all tests, which first collects for long
+        if of_all_tests:  # because collecting takes long
             programs.begin_imports()
     programs.show_parents()
 

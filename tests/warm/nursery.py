@@ -12,6 +12,7 @@ import importlib
 import io
 import json
 import os
+import re
 import resource
 import runpy
 import selectors
@@ -41,6 +42,7 @@ ALSO = {
     "sglang": ("psutil", "sglang.srt.models.registry", "sglang.srt.entrypoints.http_server"),
 }
 """Modules that programs import only after they have started."""
+IMPORT = re.compile(r"^(?:from|import) ((?:relaxd|services)\b[\w.]*)", re.MULTILINE)
 STREAMER = "sglang.srt.managers.scheduler_components.output_streamer"
 """A module that reads SGLANG_FORCE_STREAM_INTERVAL when it is imported; relaxd's engines set it later."""
 
@@ -189,6 +191,8 @@ class Nursery:
             delattr(sys.modules[parent], name)
         for module in ALSO[self._name]:
             importlib.import_module(module)
+        if programs.WORKERS in os.environ:
+            _import_what_tests_import()
         if self._name == "sglang":  # it looks for its memory, which forks use for other words
             importlib.import_module("setproctitle").getproctitle()
         threads = os.listdir("/proc/self/task")
@@ -241,6 +245,14 @@ def become(start: Start, path: list[str]) -> None:
     os.close(starting)
 
 
+def _import_what_tests_import() -> None:
+    """Import what test files import of relaxd, and with it what takes long."""
+    for file in (programs.ROOT / "tests").rglob("*.py"):
+        for module in IMPORT.findall(file.read_text()):
+            with contextlib.suppress(ImportError):  # a test of what isn't installed
+                importlib.import_module(module)
+
+
 def _above(descriptor: int, lowest: int) -> int:
     return fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, lowest)
 
@@ -289,9 +301,13 @@ def main() -> None:
     words = start.request["args"]
     names = sys.modules["__main__"].__dict__
     names.pop("nursery")
-    if words[1] != "-m":  # multiprocessing's: python [options] -c CODE --multiprocessing-fork
-        sys.argv[:] = ["-c", words[-1]]
-        exec(words[-2], names)
+    if words[1] != "-m":  # multiprocessing's, and xdist's: python [options] -c CODE [--multiprocessing-fork]
+        if words[-1] == programs.WORKER:  # pytest rewrites the asserts in what tests share
+            for module in [name for name in sys.modules if name.startswith("tests.") and name != programs.__name__]:
+                del sys.modules[module]
+        option = words.index("-c")
+        sys.argv[:] = ["-c", *words[option + 2 :]]
+        exec(words[option + 1], names)
         return
     sys.argv[:] = ["-m", *words[3:]]
     run: Any = runpy

@@ -9,6 +9,8 @@ asked, and kills it when that process ends, as Linux would have (PR_SET_PDEATHSI
 Other programs, other interpreters, and programs whose PYTHONPATH lacks this folder or has another `sitecustomize` start
 as usual. All do with RELAXD_TEST_COLD=1, and where there are GPUs: CUDA can't be forked.
 
+The heavy nursery also imports what all tests import, and forks pytest-xdist's workers, where a run is of all tests.
+
 SGLang has an interpreter of its own, and importing it takes 11 s. The first test that needs it starts its nursery
 (`start_sglang_nursery`), which forks the processes that SGLang starts by multiprocessing, too.
 """
@@ -37,6 +39,10 @@ GPU_DRIVER = Path("/dev/nvidiactl")
 FOLDER, PYTHON, OWNER = "TEST_NURSERY", "TEST_NURSERY_PYTHON", "TEST_NURSERY_OWNER"
 """Environment variables: the folder of the nurseries' sockets, the interpreter that they run, and the process that they
 end with."""
+WORKERS = "TEST_NURSERY_WORKERS"
+"""Environment variable for a nursery: import what tests import, because workers are forked, too."""
+WORKER = "import sys;exec(eval(sys.stdin.readline()))"
+"""Program of pytest-xdist's workers."""
 COLD = "RELAXD_TEST_COLD"
 """Environment variable that says "don't start any"."""
 LIFELINE = "RELAXD_CHILD_LIFELINE"
@@ -83,6 +89,7 @@ ALSO_STARTED = {
     "light": (
         *("tests.integration.health.doubles", "tests.integration.peers"),
         *("tests.integration.scaling.gated", "tests.integration.scoring.enclosed"),
+        *("tests.integration.rpc.echo_child", "tests.integration.rpc.leaving_parent"),
         "tests.integration.telemetry.group_main",
     ),
     "heavy": ("tests.integration.trainer.", "tests.integration.tools.fitting.", "tests.integration.weights.member"),
@@ -102,8 +109,8 @@ ARGUMENTS = _execute.__code__.co_varnames[1 : _execute.__code__.co_argcount]
 
 
 @contextlib.contextmanager
-def nurseries() -> Iterator[None]:
-    """Have this process and those that it starts use nurseries, which end with it."""
+def nurseries(*, workers: bool) -> Iterator[None]:
+    """Have this process and those that it starts use nurseries, which end with it. `workers`: also for xdist."""
     if os.environ.get(COLD) == "1" or sys.platform != "linux" or GPU_DRIVER.exists():
         yield
         return
@@ -111,7 +118,8 @@ def nurseries() -> Iterator[None]:
         parents_folder(folder).mkdir()
         path = _with_this_folder(os.environ.get("PYTHONPATH"))
         os.environ.update({FOLDER: folder, PYTHON: sys.executable, OWNER: str(os.getpid()), "PYTHONPATH": path})
-        processes = [_start_nursery(name, sys.executable) for name in ("light", "heavy")]
+        heavy = {WORKERS: "1"} if workers else {}
+        processes = [_start_nursery("light", sys.executable), _start_nursery("heavy", sys.executable, heavy)]
         install()
         try:
             yield
@@ -135,12 +143,7 @@ def start_sglang_nursery(python: str, environment: Mapping[str, str]) -> None:
             return
         (folder / "sglang").unlink(missing_ok=True)
         process = _start_nursery("sglang", python, environment)
-        # It closes the connection once it has imported: a cold start of an engine takes as long.
-        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection, contextlib.suppress(OSError):
-            connection.connect(str(folder / "sglang"))
-            connection.shutdown(socket.SHUT_WR)
-            connection.recv(1)
-        if not _is_ready("sglang"):
+        if not _await_imports("sglang"):
             raise RuntimeError(f"the nursery that imports SGLang has ended with {process.wait()}")
         (folder / "sglang-python").write_text(python)
 
@@ -235,6 +238,8 @@ def _warm(named: Mapping[str, Any]) -> str | None:
     words = named["args"]
     if named["shell"] or named["executable"] is not None or not isinstance(words, list) or FOLDER not in os.environ:
         return None
+    if words == [sys.executable, "-u", "-c", WORKER]:
+        return "heavy" if _await_imports("heavy") else None
     if len(words) < 3 or words[1] != "-m" or (name := _nursery_of(words[2])) is None or words[0] != _python(name):
         return None
     variables = os.environ if named["env"] is None else named["env"]
@@ -273,6 +278,16 @@ def _is_ready(name: str) -> bool:
         connection.setblocking(False)
         connection.connect(f"{folder}/{name}")
     return False
+
+
+def _await_imports(name: str) -> bool:
+    """Wait until a nursery has imported, which takes as long as a cold start of a program. Return whether it has."""
+    # It closes the connection then.
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection, contextlib.suppress(OSError):
+        connection.connect(f"{os.environ[FOLDER]}/{name}")
+        connection.shutdown(socket.SHUT_WR)
+        connection.recv(1)
+    return _is_ready(name)
 
 
 def _execute_child(self: Any, *given: Any) -> None:

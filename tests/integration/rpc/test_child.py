@@ -18,10 +18,12 @@ from relaxd.process.upkeep import IDLE_THREADS
 from relaxd.rpc.errors import DeadlineExceeded, InvalidArgument, RpcError
 from tests.integration.rpc.echo_child import Echo, add_echo
 from tests.kit.child_service import ChildStub, struct
-from tests.kit.processes import is_alive, start_python
+from tests.kit.processes import ROOT, is_alive, run_python, start_python
 from tests.kit.waiting import eventually, wait_until
 
 MODULE = "tests.integration.rpc.echo_child"
+COLD = {"PYTHONPATH": str(ROOT)}
+"""Variables with which no nursery forks (`tests/warm`): it would end a child itself, and show its own variables."""
 PARENT = f"""
 import asyncio, time
 from relaxd.process.child import Child
@@ -33,37 +35,6 @@ async def main():
     print(child.pid, flush=True)
     await echo.freeze(struct(), timeout=None)
 asyncio.run(main())
-"""
-LEAVING = f"""
-import asyncio, logging, sys
-from contextlib import suppress
-from relaxd.process.child import Child, ChildExited
-from relaxd.process.child_channel import RequestStream
-from tests.kit.child_service import ChildStub, struct
-kept = []
-async def until_it_ends(reading):
-    with suppress(ChildExited):
-        await reading
-async def main(left, ends):
-    child = await Child.start("{MODULE}")
-    echo = ChildStub(child.channel)
-    if left == "answered":
-        kept.append(RequestStream(echo.stream_stream("each"), "each"))
-        await kept[-1].ask(struct(do="echo"), timeout=30)
-    if left == "unanswered":
-        kept.append(RequestStream(echo.stream_stream("each"), "each"))
-        kept.append(asyncio.create_task(until_it_ends(kept[-1].ask(struct(do="hang"), timeout=None))))
-    if left == "unread":
-        kept.append(echo.stream("count")(struct(to=100), timeout=None))
-        await anext(kept[-1])
-    if left == "being read":
-        kept.append(asyncio.create_task(until_it_ends(anext(echo.stream("count")(struct(to=100), timeout=None)))))
-    await echo.echo(struct(), timeout=30)
-    if ends:
-        child.kill()
-        await child.exited
-logging.basicConfig()
-asyncio.run(main(sys.argv[1], sys.argv[2] == "killed"))
 """
 
 
@@ -220,12 +191,13 @@ async def test_a_stream_comes_in_order_and_can_be_left(echo: ChildStub) -> None:
 @pytest.mark.parametrize("ends", ["killed", "running"])
 @pytest.mark.parametrize("left", ["answered", "unanswered", "unread", "being read"])
 def test_a_parent_ends_without_a_word_whatever_streams_it_has_left(left: str, ends: str) -> None:
-    with start_python("-c", LEAVING, left, ends, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as parent:
-        output, _ = parent.communicate(timeout=60)
-    assert (parent.returncode, output) == (0, "")
+    parent = run_python("-m", "tests.integration.rpc.leaving_parent", left, ends)
+    assert (parent.returncode, parent.stdout, parent.stderr) == (0, "", "")
 
 
-async def test_only_the_parent_is_answered(echo: ChildStub, child: Child) -> None:
+async def test_only_the_parent_is_answered() -> None:
+    child = await Child.start(MODULE, env=COLD)
+    echo = ChildStub(child.channel)
     variables = dict(
         line.split("=", 1) for line in Path(f"/proc/{child.pid}/environ").read_text().split("\0") if "=" in line
     )
@@ -235,6 +207,8 @@ async def test_only_the_parent_is_answered(echo: ChildStub, child: Child) -> Non
     assert variables[LIFELINE_VARIABLE]
     await echo.echo(Struct(), timeout=30)
     assert not folder.exists()  # nobody else can connect any more
+    child.kill()
+    await child.exited
 
 
 async def test_a_call_without_the_token_of_this_launch_is_refused(tmp_path: Path) -> None:
@@ -281,7 +255,7 @@ async def test_a_child_that_cannot_start_says_why() -> None:
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
 def test_the_child_dies_with_its_parent(how: signal.Signals) -> None:
-    with start_python("-c", PARENT, stdout=subprocess.PIPE, text=True) as parent:
+    with start_python("-c", PARENT, environment=COLD, stdout=subprocess.PIPE, text=True) as parent:
         assert parent.stdout is not None
         pid = int(parent.stdout.readline())
         os.kill(parent.pid, how)
