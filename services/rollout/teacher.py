@@ -39,6 +39,7 @@ from relaxd.roles import ROLES, TEACHER
 from relaxd.rpc.errors import DeadlineExceeded, FailedPrecondition
 from relaxd.rpc.service_settings import parse_settings
 from services.rollout.engines.request_types import RequestFailed
+from services.rollout.service.child_engine import GivenLogprobs
 from services.rollout.service.replica_engine import FrozenEngine
 
 logger = logging.getLogger(__name__)
@@ -78,10 +79,7 @@ TOKENS_PER_SECOND = 100.0
 LEAST_GROUPS = 2
 MOST_GROUPS = 256
 
-Compute = Callable[
-    [NDArray[np.integer], int, int, float],
-    Awaitable[tuple[NDArray[np.float32], NDArray[np.int32], NDArray[np.float32]]],
-]
+Compute = Callable[[NDArray[np.integer], int, int, float], Awaitable[GivenLogprobs]]
 """`ChildEngine.compute_logprobs`."""
 
 
@@ -232,9 +230,7 @@ class TeacherColumns:
         found[TEACHER_CANDIDATE_LOGPROBS][asked] = np.where(known, values, np.float32(0))
         return found
 
-    async def _ask_engine(
-        self, tokens: NDArray[np.integer], start: int
-    ) -> tuple[NDArray[np.float32], NDArray[np.int32], NDArray[np.float32]]:
+    async def _ask_engine(self, tokens: NDArray[np.integer], start: int) -> GivenLogprobs:
         async with self._budget.hold(len(tokens)):
             seconds = REQUEST_SECONDS + self._budget.used / TOKENS_PER_SECOND
             try:

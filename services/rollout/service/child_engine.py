@@ -37,6 +37,8 @@ from services.rollout.engines.request_types import (
     encode_request,
 )
 
+GivenLogprobs = tuple[NDArray[np.float32], NDArray[np.int32], NDArray[np.float32]]
+"""Log-probs [n] of given tokens, ids of the likeliest in their places [n, k], and these ones' log-probs [n, k]."""
 ALL_MEMORY: frozenset[MemoryPart] = frozenset({"weights", "kv_cache"})
 CONTROL_SECONDS = 10.0
 """Deadline, in seconds, of calls that only change a flag."""
@@ -201,7 +203,7 @@ class ChildEngine(RolloutEngine):
 
     async def compute_logprobs(
         self, tokens: NDArray[np.integer], start: int, top_k: int, timeout: float
-    ) -> tuple[NDArray[np.float32], NDArray[np.int32], NDArray[np.float32]]:
+    ) -> GivenLogprobs:
         """Return log-probs of the tokens of a sequence from place `start` on, at least 1, of an engine `for_logprobs`.
 
         Args:

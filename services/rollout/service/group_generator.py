@@ -36,7 +36,8 @@ class Occupancy:
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._requests = 0
+        self.requests = 0
+        """Number of running requests."""
         self._paused_until: float | None = None
         self._busy = self._paused = 0.0
         self._since = clock()
@@ -45,12 +46,12 @@ class Occupancy:
     def working(self) -> Iterator[None]:
         """Count a request as running inside the block."""
         self._count()
-        self._requests += 1
+        self.requests += 1
         try:
             yield
         finally:
             self._count()
-            self._requests -= 1
+            self.requests -= 1
 
     def pause(self, lease_seconds: float) -> None:
         """Start a pause, which ends with `resume` or after `lease_seconds`."""
@@ -63,11 +64,6 @@ class Occupancy:
         self._paused_until = None
 
     @property
-    def requests(self) -> int:
-        """Number of running requests."""
-        return self._requests
-
-    @property
     def is_paused(self) -> bool:
         """True if there is a pause whose lease hasn't expired."""
         self._count()
@@ -75,7 +71,7 @@ class Occupancy:
 
     def gauges(self) -> dict[str, float]:
         """Return engine_busy_seconds and engine_paused_seconds so far, and engine_state: 0 idle, 1 busy, 2 paused."""
-        state = 2.0 if self.is_paused else 1.0 if self._requests else 0.0
+        state = 2.0 if self.is_paused else 1.0 if self.requests else 0.0
         return dict(zip(GAUGES, (self._busy, self._paused, state), strict=True))
 
     def _count(self) -> None:
@@ -87,7 +83,7 @@ class Occupancy:
             self._since = max(self._since, end)
             if now >= self._paused_until:
                 self._paused_until = None
-        if self._requests and self._paused_until is None:
+        if self.requests and self._paused_until is None:
             self._busy += now - self._since
         self._since = now
 

@@ -226,8 +226,8 @@ class SchedulerControl:
     ) -> Iterator[None]:
         """Allow changes of the model inside the block, in which every scheduler process installs `weights`.
 
-        They are asked to as soon as the engine rests. With `pause`, in mode in_place or retract, it pauses for the
-        update; if the schedulers run, the message that pauses them asks them, too.
+        The request to them is sent as soon as the engine rests. With `pause`, in mode in_place or retract, the engine
+        pauses for the update; if the schedulers run, the message that pauses them contains the request.
         """
         gate = self._gate
         with ExitStack() as block:

@@ -190,10 +190,13 @@ class Schedulers:
         news: News = self._news.recv_pyobj()
         return news
 
-    def ask_all(self, method: str, request: Any, timeout: float) -> list[Any]:
-        """Return the answers by rank. Raises the first RpcError, once all have answered or are late."""
+    def ask_all(self, method: str, request: Any, timeout: float, ranks: int | None = None) -> list[Any]:
+        """Return the answers by rank, with `ranks` of the first ones only.
+
+        Raises the first RpcError, once all have answered or are late.
+        """
         metadata = self._metadata(None)
-        calls = [stub[method].future(request, timeout=timeout, metadata=metadata) for stub in self._stubs]
+        calls = [stub[method].future(request, timeout=timeout, metadata=metadata) for stub in self._stubs[:ranks]]
         answers = [self._answer(rank, call, method, timeout) for rank, call in enumerate(calls)]
         for answer in answers:
             if isinstance(answer, RpcError):
@@ -202,11 +205,7 @@ class Schedulers:
 
     def ask_first(self, method: str, request: Any, timeout: float) -> Any:
         """Return the answer of rank 0. Raises RpcError."""
-        call = self._stubs[0][method].future(request, timeout=timeout, metadata=self._metadata(None))
-        answer = self._answer(0, call, method, timeout)
-        if isinstance(answer, RpcError):
-            raise answer
-        return answer
+        return self.ask_all(method, request, timeout, ranks=1)[0]
 
     def _answer(self, rank: int, call: Any, method: str, timeout: float) -> Any:
         try:

@@ -254,8 +254,8 @@ def _forward(
 ) -> torch.Tensor:
     """Append `ids` [rows, new] to the cache and return the logits [rows, vocabulary] after the last one.
 
-    `offsets` are added to the positions of each row's tokens, but those of prompts with media (`seen`, of all rows,
-    when prompts are read) have positions of their own, and the embeddings that `towers` have for their media.
+    `offsets` are added to the positions of each row's tokens. When prompts are read, `seen` has the media of each row:
+    the tokens of a prompt with media have its layout's positions, and the embeddings that `towers` compute.
     """
     start = cache.get_seq_length()
     columns = torch.arange(start + ids.shape[1])
