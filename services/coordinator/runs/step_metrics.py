@@ -1,4 +1,4 @@
-"""What the coordinator measures for the metrics of a step: use of engines and GPUs, and pass rates.
+"""Metrics of a step that the coordinator measures: use of engines and GPUs, and pass rates.
 
 Pass rates are over all groups that were scored, dropped ones included. A curriculum or zero-variance filter drops what
 the model always or never solves, so pass@k of the trained groups alone would be wrong. A dropped group counts for the

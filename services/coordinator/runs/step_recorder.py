@@ -118,8 +118,8 @@ class StepRecorder:
     async def append_weights(self) -> None:
         """Move the digests of versions sent since the last call from the board to the folder.
 
-        The board keeps those of versions that a step may still train on, and the one that was sent before them, by
-        which the trainer tells an engine that has kept old weights from one with weights that nobody sent.
+        The board keeps the digests of versions that a step may still train on, and the digest before them: by that the
+        trainer distinguishes an engine with old weights from an engine with weights that nobody sent.
         """
         config = self._context.config
         if config.weights.has_receipts:

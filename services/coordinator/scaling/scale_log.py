@@ -115,7 +115,7 @@ class ScaleLog:
 
     @outlives_caller("the end of a scale request")
     async def cancel(self, request_id: str) -> ScaleRecord:
-        """Cancel a request, or without an id the one in progress, and roll its replicas back, once Redis is available.
+        """Cancel a request (without an id: the request in progress) and roll its replicas back, once Redis answers.
 
         It is repeated, as `add` is: Redis may have the cancellation although its answer was lost. Raises NotFound;
         FailedPrecondition: nothing can be rolled back, or several are in progress.
