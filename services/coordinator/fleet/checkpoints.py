@@ -1,6 +1,7 @@
 """Requests for checkpoints, also of a critic."""
 
 import asyncio
+import logging
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -8,7 +9,7 @@ from pathlib import Path
 import grpc
 
 from relaxd.roles import CRITIC
-from relaxd.rpc.errors import FailedPrecondition, ResourceExhausted, Unavailable, explain
+from relaxd.rpc.errors import FailedPrecondition, ResourceExhausted, RpcError, Unavailable, explain
 from relaxd.run_folder import KEPT, checkpoint_path, checkpoint_steps, critic_folder
 from relaxd.v1.replica_pb2 import REPLICA_STATE_FAILED
 from relaxd.v1.trainer_pb2 import TrainerSaveCheckpointRequest, TrainerSaveCheckpointResponse
@@ -16,6 +17,8 @@ from relaxd.waiting import duration, waiting
 from services.coordinator.fleet.peers import LONG_CALL_SECONDS, NoAnswer, answer
 from services.coordinator.fleet.registry import Replica
 from services.coordinator.fleet.run_fleet import RunContext
+
+logger = logging.getLogger(__name__)
 
 POLL_SECONDS = 0.3
 
@@ -122,6 +125,21 @@ def _has_checkpoint(run_folder: Path, step: int, kept: bool) -> bool:
     folder = critic_folder(run_folder)
     found = (number for number in checkpoint_steps(folder) if number >= step)
     return any(not kept or (checkpoint_path(folder, number) / KEPT).exists() for number in found)
+
+
+async def save_candidate(context: RunContext, version: int) -> None:
+    """Have the trainer save a checkpoint of the version under evaluation, whose weights it has until its next step
+    ends, so that it can become the best."""
+    try:
+        saved = await save_checkpoint(context, rotate=True)
+    except RpcError as error:
+        logger.warning("version %d can't become the best, because it has no checkpoint: %s", version, error)
+        return
+    if saved.weights.version != version:
+        logger.warning(
+            "version %d can't become the best: the trainer was at version %d when its checkpoint was asked for",
+            *(version, saved.weights.version),
+        )
 
 
 async def save_checkpoint(context: RunContext, *, rotate: bool) -> TrainerSaveCheckpointResponse:

@@ -11,24 +11,30 @@ from typing import Any
 
 from relaxd import telemetry
 from relaxd.board import Counts, DropReason
-from relaxd.config import RunConfig
 from relaxd.data.curriculum.run_curriculum import Curriculum
 from relaxd.data.dataset import RunData
 from relaxd.data.vision import PromptHostAway
-from relaxd.drop_reasons import DropWatch, most_frequent
+from relaxd.drop_reasons import DropWatch
 from relaxd.models import DataError
-from relaxd.roles import ROLLOUT, TRAINER
-from relaxd.rpc.errors import RpcError
+from relaxd.roles import TRAINER
 from relaxd.run_folder import METRICS, read_lines
 from relaxd.v1 import coordinator_pb2 as pb
 from relaxd.waiting import waiting
-from services.coordinator.fleet.checkpoints import NoCriticCheckpoint, await_critic, save_checkpoint
+from services.coordinator.fleet.checkpoints import NoCriticCheckpoint, await_critic, save_candidate
 from services.coordinator.fleet.registry import Version
 from services.coordinator.fleet.run_fleet import RunContext
 from services.coordinator.health.health_manager import HealthManager
-from services.coordinator.runs.alarms import RefusedGroups, RunAlarms
-from services.coordinator.runs.ending import ExportFailed, export_model, reason_to_stop_early, save_last_checkpoint
-from services.coordinator.runs.evaluation import Evaluated, EvaluationFailed, Evaluator
+from services.coordinator.runs.alarms import RefusedGroups, RunAlarms, drops_to_pause_for
+from services.coordinator.runs.ending import (
+    ExportFailed,
+    await_last_version,
+    clear_board,
+    drop_open_groups,
+    export_model,
+    reason_to_stop_early,
+    save_last_checkpoint,
+)
+from services.coordinator.runs.evaluation import EvaluationFailed, Evaluator
 from services.coordinator.runs.publisher import PromptsFailed, Publisher
 from services.coordinator.runs.run_files import RunFiles, summarise
 from services.coordinator.runs.starting import NEW_DATA_AND_CURRICULUM
@@ -44,8 +50,6 @@ from services.coordinator.weights.weight_sync import WeightSync
 logger = logging.getLogger(__name__)
 WATCH_SECONDS = 0.3
 """Seconds between two reads of the board's progress."""
-RELEASE_SECONDS = 30.0
-"""Time for the trainer to finish its step when a run is stopped early."""
 
 
 class RunFailed(Exception):
@@ -54,24 +58,6 @@ class RunFailed(Exception):
     def __init__(self, failure: RoleFailure) -> None:
         super().__init__(failure.reason)
         self.failure = failure
-
-
-def too_many_drops(config: RunConfig, *, failed: int, filtered: int) -> str:
-    """Return the reason to pause a run after this many drops since its last step; "" if there is none."""
-    per_step, board = config.trainer.groups_per_step, config.board
-    max_failed = board.max_consecutive_drops or max(64, 2 * per_step)
-    if failed > max_failed:
-        return (
-            f"{failed} groups in a row failed without a trained step (board.max_consecutive_drops allows {max_failed})"
-        )
-    max_filtered = board.max_filtered_steps * per_step
-    if 0 < max_filtered < filtered:
-        who = "the algorithm and data.curriculum.filter" if config.data.curriculum.filter else "the algorithm"
-        return (
-            f"{who} filtered {filtered} groups in a row without a trained step (board.max_filtered_steps = "
-            f"{board.max_filtered_steps} allows {max_filtered})"
-        )
-    return ""
 
 
 class ActiveRun:
@@ -322,7 +308,7 @@ class ActiveRun:
         completed = reason in ("completed", self._reason_to_stop_early())
         outcome = Outcome.COMPLETED if completed else Outcome.STOPPED
         await self._save(phase=Phase.STOPPING, reason=reason, paused=None)
-        await self._clear_board()
+        await clear_board(self.context, self._redis)
         steps = (await self._redis.call(self.board.counts)).last_step
         model = ""
         if steps:
@@ -342,7 +328,7 @@ class ActiveRun:
 
     async def _fail(self, outcome: Outcome, reason: str, where: Mapping[str, str] | None = None) -> None:
         logger.error("run %s failed: %s", self.record.run_id, reason)
-        await self._drop_open(DropReason.RUN_FAILED)
+        await drop_open_groups(self.context, self._redis, DropReason.RUN_FAILED)
         await self._end(Phase.FAILED, outcome, reason, model="", where=where)
 
     async def _end(
@@ -402,21 +388,8 @@ class ActiveRun:
             await self._save(forgiven_filtered=0)
         if self.record.paused is not None:
             return
-        problem = too_many_drops(
-            self.config,
-            failed=counts.consecutive_drops - self.record.forgiven_drops,
-            filtered=counts.consecutive_filtered - self.record.forgiven_filtered,
-        )
-        if problem:
-            reasons = ", ".join(f"{count} {reason}" for reason, count in sorted(counts.dropped_by_reason.items()))
-            dropped = await self._redis.call(self.board.dropped)
-            unexplained = most_frequent(group.reason for group in dropped if not group.detail)
-            cause = f"; lately most as {unexplained}" if unexplained else ""
-            failure = next((group.detail for group in dropped if group.detail), "")
-            advice = (
-                f"; the last failure: {failure}; once repaired: relaxd resume {self.record.run_id}" if failure else ""
-            )
-            await self.pause(f"{problem}; dropped so far: {reasons}{cause}{advice}")
+        if reason := await drops_to_pause_for(self.context, self.record, self._redis, counts):
+            await self.pause(reason)
 
     async def _evaluate(self, step: int, reason: str) -> None:
         """Evaluate the weights of a step, unless that was done before a restart."""
@@ -426,12 +399,23 @@ class ActiveRun:
         announced = self.sync.announced
         if announced is None or announced.version != step:
             raise EvaluationFailed(f"the engines don't serve version {step}")
+        await self._evaluate_version((announced.term, step))
+
+    async def _evaluate_version(self, version: Version, *, beside_training: bool = False) -> None:
+        """Evaluate a version, and record the result once its answers are in the run's folder."""
+        step = version[1]
         try:
             with self._files.answers(step) as keep:
-                found = await self._evaluator.evaluate((announced.term, step), keep)
+                found = await self._evaluator.evaluate(version, keep, beside_training=beside_training)
         except OSError as error:
             raise EvaluationFailed(f"its answers can't be written: {error}") from error
-        await self._record_evaluation(step, found)
+        metrics = await self._evaluator.summarise(found)
+        logger.info("evaluation of version %d: %s", step, metrics)
+        evaluation = Evaluation(step=step, metrics=metrics)
+        await self._save(evaluations=(*self.record.evaluations, evaluation), evaluating=0)
+        telemetry.record_step(self.record.run_id, step, metrics)
+        # It asks Redis whether this coordinator was replaced, before it replaces the file.
+        await self._redis.call(self._disk.in_thread, self._files.metrics.add, evaluation)
 
     def _start_evaluation(self) -> None:
         """Start an evaluation beside training if eval.interval requires one and none is in progress."""
@@ -449,71 +433,20 @@ class ActiveRun:
     async def _evaluate_beside(self, version: Version) -> None:
         if self.config.trainer.checkpoint.keep_best and (self._candidate is None or self._candidate.done()):
             await self._save(evaluating=version[1])  # first, so that the trainer keeps what it will save
-            self._candidate = asyncio.create_task(self._save_candidate(version[1]))
+            self._candidate = asyncio.create_task(save_candidate(self.context, version[1]))
         try:
-            with self._files.answers(version[1]) as keep:
-                found = await self._evaluator.evaluate(version, keep, beside_training=True)
-        except (EvaluationFailed, OSError) as error:
+            await self._evaluate_version(version, beside_training=True)
+        except EvaluationFailed as error:
             await self._save(evaluating=0)
             await self._add_note(f"the evaluation of version {version[1]} failed: {error}")
-        else:
-            await self._record_evaluation(version[1], found)
-
-    async def _save_candidate(self, version: int) -> None:
-        """Have the trainer save a checkpoint of the version under evaluation, whose weights it has until its next step
-        ends."""
-        try:
-            saved = await save_checkpoint(self.context, rotate=True)
-        except RpcError as error:
-            logger.warning("version %d can't become the best, because it has no checkpoint: %s", version, error)
-            return
-        if saved.weights.version != version:
-            logger.warning(
-                "version %d can't become the best: the trainer was at version %d when its checkpoint was asked for",
-                *(version, saved.weights.version),
-            )
-
-    async def _record_evaluation(self, step: int, found: Evaluated) -> None:
-        """Record an evaluation whose answers are already in the run's folder."""
-        metrics = await self._evaluator.summarise(found)
-        logger.info("evaluation of version %d: %s", step, metrics)
-        evaluation = Evaluation(step=step, metrics=metrics)
-        await self._save(evaluations=(*self.record.evaluations, evaluation), evaluating=0)
-        telemetry.record_step(self.record.run_id, step, metrics)
-        # It asks Redis whether this coordinator was replaced, before it replaces the file.
-        await self._redis.call(self._disk.in_thread, self._files.metrics.add, evaluation)
 
     async def _last_sync(self, version: int) -> bool:
-        """Wait until the engines serve the last version; otherwise adds a note and returns False.
-
-        The time limit does not run while a trainer or engine starts.
-        """
+        """Wait until the engines serve the last version; otherwise adds a note and returns False."""
         with waiting(f"the engines to serve the last version, {version}"), self.sync.without_interval():
-            return await self._serves_last(version)
-
-    async def _serves_last(self, version: int) -> bool:
-        """Wait until the engines have a version. Returns whether they get it; `_last_sync` names the wait."""
-        weights = self.config.weights
-        limit = 2 * (weights.connect_timeout_seconds + weights.timeout_seconds)
-        seen = unable = time.monotonic()
-        while True:
-            announced, now = self.sync.announced, time.monotonic()
-            if announced is not None and announced.version == version and self.sync.up_to_date():
-                return True
-            if self.fleet.has(TRAINER, ROLLOUT):
-                seen = now
-            if self.fleet.trainer() is None or not self.fleet.engines():
-                unable = now
-            lost = self.fleet.failure()
-            failure = None if lost is None else lost.reason
-            if failure is None and now - seen > self.config.health.role_timeout_seconds:
-                failure = f"there is no {' and no '.join(self.fleet.missing())}"
-            if failure is None and now - unable > limit:
-                failure = self.sync.last_failure or "no synchronisation began"
-            if failure is not None:
-                await self._add_note(f"the engines don't serve the last version: {failure}")
-                return False
-            await self._changed.wait(WATCH_SECONDS)  # named: by _last_sync
+            failure = await await_last_version(self.context, self.sync, version)
+        if failure:
+            await self._add_note(f"the engines don't serve the last version: {failure}")
+        return not failure
 
     async def _export(self) -> str:
         """Have the trainer export the model. Returns its path, or adds a note and returns ""."""
@@ -534,35 +467,6 @@ class ActiveRun:
             await self._add_note(f"there is no checkpoint of the last step: {error}")
         except NoCriticCheckpoint as error:
             await self._add_note(str(error))
-
-    async def _clear_board(self) -> None:
-        """Drop the open groups, once the trainer has finished a step that it may be working on.
-
-        A step is open to loss until it is complete: then the trainer starts it over without the dropped groups.
-        """
-        deadline = time.monotonic() + RELEASE_SECONDS
-        per_step, begun = self.config.trainer.groups_per_step, None
-        with waiting("the trainer to finish its step", on=TRAINER) as wait:
-            while time.monotonic() < deadline:
-                trainer = self.fleet.trainer()
-                counts = await self._redis.call(self.board.counts)
-                begun = counts.last_step if begun is None else begun
-                done = counts.last_step > begun or counts.last_step >= self.config.run.steps
-                train = (await self._redis.call(self.board.queues))[-1]
-                if trainer is None or done or train.waiting + train.held < per_step:
-                    break
-                wait.on = trainer.replica_id
-                wait.reason = (
-                    f"{trainer.replica_id} to finish step {counts.last_step + 1}, {RELEASE_SECONDS:.0f} s at most"
-                )
-                await self._changed.wait(WATCH_SECONDS)
-        await self._drop_open(DropReason.RUN_ENDED)
-
-    async def _drop_open(self, reason: DropReason) -> None:
-        await self._redis.call(self.board.set_gate, term=self.context.term, oldest_version=None, open=False)
-        groups = await self._redis.call(self.board.open_groups)
-        await self._redis.call(self.board.drop_groups, groups, term=self.context.term, reason=reason, counts="")
-        await self._redis.call(self.board.purge, term=self.context.term)
 
     # --- records --------------------------------------------------------------------------------------------------
 

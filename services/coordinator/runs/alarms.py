@@ -1,4 +1,4 @@
-"""The alarms of the active run: things that a person should check while the run continues."""
+"""The alarms of the active run: things that a person should check while the run continues; and drops that pause it."""
 
 import asyncio
 import contextlib
@@ -13,12 +13,15 @@ from typing import Any
 from relaxd.alerts.rules import RuleWatch, parse_rule
 from relaxd.board import Counts, DroppedGroup, DropReason
 from relaxd.config import RunConfig
+from relaxd.drop_reasons import most_frequent
 from relaxd.logprob_gap import GapWatch
 from relaxd.v1 import coordinator_pb2 as pb
 from relaxd.waiting import duration
+from services.coordinator.fleet.run_fleet import RunContext
 from services.coordinator.runs.tracking import Tracking
 from services.coordinator.runs.wait_reasons import Reason
 from services.coordinator.state.records import Health, HealthRecord, Phase, RunRecord
+from services.coordinator.state.retries import RedisRetry
 
 logger = logging.getLogger(__name__)
 
@@ -111,6 +114,42 @@ class RefusedGroups:
         if monotonic() - self._time > REFUSED_SECONDS:
             return {}
         return {"": f"groups are dropped because of the weights that wrote them, {self._count} so far: {self._detail}"}
+
+
+def too_many_drops(config: RunConfig, *, failed: int, filtered: int) -> str:
+    """Return the reason to pause a run after this many drops since its last step; "" if there is none."""
+    per_step, board = config.trainer.groups_per_step, config.board
+    max_failed = board.max_consecutive_drops or max(64, 2 * per_step)
+    if failed > max_failed:
+        return (
+            f"{failed} groups in a row failed without a trained step (board.max_consecutive_drops allows {max_failed})"
+        )
+    max_filtered = board.max_filtered_steps * per_step
+    if 0 < max_filtered < filtered:
+        who = "the algorithm and data.curriculum.filter" if config.data.curriculum.filter else "the algorithm"
+        return (
+            f"{who} filtered {filtered} groups in a row without a trained step (board.max_filtered_steps = "
+            f"{board.max_filtered_steps} allows {max_filtered})"
+        )
+    return ""
+
+
+async def drops_to_pause_for(context: RunContext, record: RunRecord, redis: RedisRetry, counts: Counts) -> str:
+    """Return the reason to pause a run whose groups are dropped one after the other; "" if there is none."""
+    problem = too_many_drops(
+        context.config,
+        failed=counts.consecutive_drops - record.forgiven_drops,
+        filtered=counts.consecutive_filtered - record.forgiven_filtered,
+    )
+    if not problem:
+        return ""
+    reasons = ", ".join(f"{count} {reason}" for reason, count in sorted(counts.dropped_by_reason.items()))
+    dropped = await redis.call(context.board.dropped)
+    unexplained = most_frequent(group.reason for group in dropped if not group.detail)
+    cause = f"; lately most as {unexplained}" if unexplained else ""
+    failure = next((group.detail for group in dropped if group.detail), "")
+    advice = f"; the last failure: {failure}; once repaired: relaxd resume {record.run_id}" if failure else ""
+    return f"{problem}; dropped so far: {reasons}{cause}{advice}"
 
 
 class RunAlarms:

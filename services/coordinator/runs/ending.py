@@ -1,4 +1,6 @@
-"""The end of a run: early stopping, the last checkpoint and export, and retention in Redis. The run's folder stays."""
+"""The end of a run: early stopping, the last groups, weights, checkpoint and export, and retention in Redis. The run's
+folder stays.
+"""
 
 import asyncio
 import time
@@ -12,7 +14,8 @@ import grpc
 
 from relaxd.best_checkpoint import parse_metric
 from relaxd.config.run import StopEarlyConfig
-from relaxd.roles import TRAINER
+from relaxd.drop_reasons import DropReason
+from relaxd.roles import ROLLOUT, TRAINER
 from relaxd.rpc.errors import explain
 from relaxd.v1.trainer_pb2 import ExportHuggingFaceRequest, TrainerSaveCheckpointRequest
 from relaxd.v1.trainer_pb2_grpc import TrainerStub
@@ -20,8 +23,14 @@ from relaxd.waiting import Wait, waiting
 from services.coordinator.fleet.peers import LONG_CALL_SECONDS, NoAnswer, answer
 from services.coordinator.fleet.run_fleet import RunContext
 from services.coordinator.state.records import Evaluation, RunRecord
+from services.coordinator.state.retries import RedisRetry
+from services.coordinator.weights.weight_sync import WeightSync
 
 POLL_SECONDS = 1.0
+WATCH_SECONDS = 0.3
+"""Seconds between two checks of the board or the engines."""
+RELEASE_SECONDS = 30.0
+"""Time for the trainer to finish its step when a run is stopped early."""
 DISK_SECONDS = 5.0
 """Seconds between two attempts to write to a full disk."""
 PASSING = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
@@ -55,6 +64,61 @@ def reason_to_stop_early(settings: StopEarlyConfig, evaluations: Sequence[Evalua
                 f"since {values[best]:.4g} at step {best}"
             )
     return ""
+
+
+async def await_last_version(context: RunContext, sync: WeightSync, version: int) -> str:
+    """Wait until the engines serve a run's last version. Returns the reason why they don't, or "".
+
+    The time limit does not run while a trainer or engine starts.
+    """
+    fleet, weights = context.fleet, context.config.weights
+    limit = 2 * (weights.connect_timeout_seconds + weights.timeout_seconds)
+    seen = unable = time.monotonic()
+    while True:
+        announced, now = sync.announced, time.monotonic()
+        if announced is not None and announced.version == version and sync.up_to_date():
+            return ""
+        if fleet.has(TRAINER, ROLLOUT):
+            seen = now
+        if fleet.trainer() is None or not fleet.engines():
+            unable = now
+        if (lost := fleet.failure()) is not None:
+            return lost.reason
+        if now - seen > context.config.health.role_timeout_seconds:
+            return f"there is no {' and no '.join(fleet.missing())}"
+        if now - unable > limit:
+            return sync.last_failure or "no synchronisation began"
+        await context.registry.changed.wait(WATCH_SECONDS)  # named: by the run
+
+
+async def clear_board(context: RunContext, redis: RedisRetry) -> None:
+    """Drop the open groups, once the trainer has finished a step that it may be working on.
+
+    A step is open to loss until it is complete: then the trainer starts it over without the dropped groups.
+    """
+    deadline = time.monotonic() + RELEASE_SECONDS
+    per_step, begun = context.config.trainer.groups_per_step, None
+    with waiting("the trainer to finish its step", on=TRAINER) as wait:
+        while time.monotonic() < deadline:
+            trainer = context.fleet.trainer()
+            counts = await redis.call(context.board.counts)
+            begun = counts.last_step if begun is None else begun
+            done = counts.last_step > begun or counts.last_step >= context.config.run.steps
+            train = (await redis.call(context.board.queues))[-1]
+            if trainer is None or done or train.waiting + train.held < per_step:
+                break
+            wait.on = trainer.replica_id
+            wait.reason = f"{trainer.replica_id} to finish step {counts.last_step + 1}, {RELEASE_SECONDS:.0f} s at most"
+            await context.registry.changed.wait(WATCH_SECONDS)
+    await drop_open_groups(context, redis, DropReason.RUN_ENDED)
+
+
+async def drop_open_groups(context: RunContext, redis: RedisRetry, reason: DropReason) -> None:
+    """Shut the gate, and drop all open groups."""
+    await redis.call(context.board.set_gate, term=context.term, oldest_version=None, open=False)
+    groups = await redis.call(context.board.open_groups)
+    await redis.call(context.board.drop_groups, groups, term=context.term, reason=reason, counts="")
+    await redis.call(context.board.purge, term=context.term)
 
 
 async def export_model(context: RunContext) -> str:
