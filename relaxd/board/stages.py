@@ -1,5 +1,6 @@
 """The stages of the dataflow, with the columns that each needs and writes."""
 
+from collections import defaultdict
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
@@ -133,33 +134,28 @@ def stages_for(config: RunConfig) -> tuple[Stage, ...]:
     asked |= set(schema.OF_CREDIT[credit])
     optional = asked & written
     trained = optional if config.trainer.routing_replay == "rollout" else optional - {schema.ROUTED_EXPERTS}
-    own = {"advantage": (*needs.advantages, *(FILTER_COLUMNS if config.data.curriculum.filter else ()))}
-    own["advantage"] = (*own["advantage"], *schema.OF_CREDIT[credit])
+    own: defaultdict[str, tuple[str, ...]] = defaultdict(tuple)
+    own["advantage"] = (*needs.advantages, *(FILTER_COLUMNS if config.data.curriculum.filter else ()))
+    own["advantage"] += schema.OF_CREDIT[credit]
     if config.has_privileged_teacher:
-        own["teacher"] = (schema.TEACHER_PROMPT_TOKENS,)
+        own["teacher"] += (schema.TEACHER_PROMPT_TOKENS,)
     if schema.STUDENT_CANDIDATES in asked:
-        own["teacher"] = (*own.get("teacher", ()), schema.STUDENT_CANDIDATES)
+        own["teacher"] += (schema.STUDENT_CANDIDATES,)
     if config.roles.teacher.models:
-        own["teacher"] = (*own.get("teacher", ()), "prompt")  # it says which source the group is of
+        own["teacher"] += ("prompt",)  # it says which source the group is of
     if partial.mask_off_policy:
-        own["reward"] = (schema.OFF_POLICY_TOKENS,)  # the model wrote them, too
+        own["reward"] += (schema.OFF_POLICY_TOKENS,)  # the model wrote them, too
     if config.reward.media:
-        own["reward"] = (*own.get("reward", ()), *of_prompts, *of_sequences)
+        own["reward"] += (*of_prompts, *of_sequences)
     if any(source.sampling for source in config.data.sources) or config.agent.is_there:
-        own["rollout"] = ("prompt",)  # it says how the answers of its source are sampled, and what environments get
-    own["rollout"] = (*own.get("rollout", ()), *of_prompts)
+        own["rollout"] += ("prompt",)  # it says how the answers of its source are sampled, and what environments get
+    own["rollout"] += of_prompts
     for name in ("reference", "teacher"):
-        own[name] = (*own.get(name, ()), *of_prompts, *of_sequences)
+        own[name] += (*of_prompts, *of_sequences)
     if config.agent.is_there:
-        own["reward"] = (
-            *own.get("reward", ()),
-            schema.RESPONSE_MESSAGES,
-            schema.ENVIRONMENT_REWARD,
-            schema.ENVIRONMENT_INFO,
-        )
+        own["reward"] += (schema.RESPONSE_MESSAGES, schema.ENVIRONMENT_REWARD, schema.ENVIRONMENT_INFO)
     return tuple(
-        _stage(name, trained if name == TRAIN else optional, own.get(name, ()), candidates, before=names)
-        for name in names
+        _stage(name, trained if name == TRAIN else optional, own[name], candidates, before=names) for name in names
     )
 
 

@@ -100,7 +100,31 @@ RAW_REPLIES = ("XREADGROUP", "XPENDING")
 """Commands whose replies redis-py would convert to dictionaries."""
 
 
-class RedisConnection:
+class _Connection:
+    """Settings and client of a connection, blocking or in asyncio."""
+
+    def __init__(
+        self,
+        connect: Callable[..., Any],
+        url: str,
+        *,
+        tag: str,
+        timeout_seconds: float,
+        retry_seconds: float,
+        **own: Any,
+    ) -> None:
+        """`tag`: the run, whose keys are in one slot of a cluster. `own`: settings of one kind of client."""
+        self.url = url
+        self.retry_seconds = retry_seconds
+        # A write's reply comes before a read gives up.
+        self._waits: dict[str, Any] = {"replicas": parse(url).wait_replicas, "seconds": timeout_seconds / 2}
+        common: dict[str, Any] = {"protocol": 2, "decode_responses": False, "socket_keepalive": True}
+        self.client = connect(url, tag=tag, seconds=timeout_seconds, **common, **own)
+        for name in RAW_REPLIES:
+            del self.client.response_callbacks[name]
+
+
+class RedisConnection(_Connection):
     """A thread-safe connection pool that retries operations while Redis is unavailable.
 
     Operations must be idempotent: one whose reply was lost, or that too few replicas have, runs again.
@@ -108,24 +132,10 @@ class RedisConnection:
     BoardUnavailable is raised. What `write` did survives the primary, if the URL has `wait_replicas`.
     """
 
-    def __init__(self, url: str, *, tag: str, timeout_seconds: float, retry_seconds: float) -> None:
-        """`tag`: the run, whose keys are in one slot of a cluster."""
-        self.url = url
-        self.timeout_seconds = timeout_seconds
-        self.retry_seconds = retry_seconds
-        self._replicas = parse(url).wait_replicas
-        self.client: redis.Redis = connect(
-            url,
-            tag=tag,
-            protocol=2,
-            decode_responses=False,
-            seconds=timeout_seconds,
-            socket_keepalive=True,
-            retry=Retry(NoBackoff(), 0),
-            command_packer=CommandPacker(),
-        )
-        for name in RAW_REPLIES:
-            del self.client.response_callbacks[name]
+    client: redis.Redis
+
+    def __init__(self, url: str, **settings: Any) -> None:
+        super().__init__(connect, url, retry=Retry(NoBackoff(), 0), command_packer=CommandPacker(), **settings)
 
     def send(self, request: Request) -> list[Any]:
         """Execute an operation's request."""
@@ -137,8 +147,7 @@ class RedisConnection:
 
     def write(self, commands: Sequence[Command]) -> list[Any]:
         """Send commands in one round trip. Returns their replies once the replicas have the writes."""
-        seconds = self.timeout_seconds / 2  # so that its reply comes before a read gives up
-        return self.run(lambda client: acknowledged(client, commands, replicas=self._replicas, seconds=seconds))
+        return self.run(lambda client: acknowledged(client, commands, **self._waits))
 
     def run(self, operation: Callable[[redis.Redis], T]) -> T:
         """Run an operation, retrying it with back-off on connection and transient errors (see PASSING)."""
@@ -176,28 +185,14 @@ AT_ONCE = 64
 """Maximum number of concurrent operations, one connection each; further ones wait."""
 
 
-class AsyncRedisConnection:
+class AsyncRedisConnection(_Connection):
     """A connection pool for one event loop. See RedisConnection."""
 
-    def __init__(self, url: str, *, tag: str, timeout_seconds: float, retry_seconds: float) -> None:
-        """`tag`: the run, whose keys are in one slot of a cluster."""
-        self.url = url
-        self.timeout_seconds = timeout_seconds
-        self.retry_seconds = retry_seconds
-        self._replicas = parse(url).wait_replicas
+    client: redis.asyncio.Redis
+
+    def __init__(self, url: str, **settings: Any) -> None:
+        super().__init__(connect_async, url, retry=AsyncRetry(NoBackoff(), 0), packer=CommandPacker(), **settings)
         self._turns = asyncio.Semaphore(AT_ONCE)
-        self.client: redis.asyncio.Redis = connect_async(
-            url,
-            tag=tag,
-            protocol=2,
-            decode_responses=False,
-            seconds=timeout_seconds,
-            socket_keepalive=True,
-            retry=AsyncRetry(NoBackoff(), 0),
-            packer=CommandPacker(),
-        )
-        for name in RAW_REPLIES:
-            del self.client.response_callbacks[name]
 
     async def send(self, request: Request) -> list[Any]:
         """Execute an operation's request."""
@@ -209,8 +204,7 @@ class AsyncRedisConnection:
 
     async def write(self, commands: Sequence[Command]) -> list[Any]:
         """Send commands in one round trip. Returns their replies once the replicas have the writes."""
-        how: dict[str, Any] = {"replicas": self._replicas, "seconds": self.timeout_seconds / 2}
-        return await self.run(lambda client: acknowledged_async(client, commands, **how))
+        return await self.run(lambda client: acknowledged_async(client, commands, **self._waits))
 
     async def run(self, operation: Callable[[redis.asyncio.Redis], Awaitable[T]]) -> T:
         """Run an operation, retrying it with back-off on connection and transient errors (see PASSING)."""
