@@ -52,9 +52,7 @@ def channel(
 
     Raises ValueError for invalid TLS files, OSError or ValueError for an invalid token in the environment.
     """
-    plain = open_channel(
-        grpc.aio, address, channel_options(max_message_bytes), TlsFiles.from_environment() if tls is None else tls
-    )
+    plain = open_channel(grpc.aio, address, channel_options(max_message_bytes), tls or TlsFiles.from_environment())
     metadata = call_metadata(token, term, stack)
     return AsyncChannel(plain, metadata, address, DEFAULT_DEADLINE_SECONDS, DEFAULT_STREAM_DEADLINE_SECONDS)
 
@@ -66,12 +64,9 @@ def sync_channel(
     tls: TlsFiles | None = None,
     term: int = 0,
     stack: str | None = None,
-    max_message_bytes: int = MAX_MESSAGE_BYTES,
 ) -> grpc.Channel:
     """Open a channel for threads and the command line; otherwise like `channel`."""
-    plain = open_channel(
-        grpc, address, channel_options(max_message_bytes), TlsFiles.from_environment() if tls is None else tls
-    )
+    plain = open_channel(grpc, address, channel_options(), tls or TlsFiles.from_environment())
     return grpc.intercept_channel(plain, _SyncInterceptor(call_metadata(token, term, stack)))
 
 

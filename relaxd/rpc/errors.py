@@ -135,8 +135,8 @@ class Unavailable(RpcError):
 
     code = grpc.StatusCode.UNAVAILABLE
 
-    def __init__(self, message: str, *, reason: str = "", retry_seconds: float = 1.0) -> None:
-        super().__init__(message, [_retry_info(retry_seconds)], reason=reason)
+    def __init__(self, message: str, *, retry_seconds: float = 1.0) -> None:
+        super().__init__(message, [_retry_info(retry_seconds)])
 
 
 class ResourceExhausted(RpcError):

@@ -9,7 +9,6 @@ that grpcurl sends, is accepted, except for registrations.
 import os
 import re
 import secrets
-from collections.abc import Mapping
 from pathlib import Path
 
 from relaxd.rpc.errors import FailedPrecondition
@@ -32,9 +31,9 @@ def make_stack_identity(folder: Path) -> str:
     return f"{name}-{secrets.token_hex(4)}"
 
 
-def read_stack_identity(environment: Mapping[str, str] | None = None) -> str:
+def read_stack_identity() -> str:
     """Return the identity in RELAXD_STACK; empty if it isn't set."""
-    return (os.environ if environment is None else environment).get(STACK_VARIABLE, "")
+    return os.environ.get(STACK_VARIABLE, "")
 
 
 def checked_stack_identity(text: str) -> str:

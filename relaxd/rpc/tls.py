@@ -4,7 +4,6 @@ import logging
 import os
 import socket
 import ssl
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,10 +32,9 @@ class TlsFiles:
     """Name to expect in servers' certificates; empty: the host of the address."""
 
     @classmethod
-    def from_environment(cls, environment: Mapping[str, str] | None = None) -> "TlsFiles":
+    def from_environment(cls) -> "TlsFiles":
         """Read RELAXD_TLS_CERTIFICATE, _KEY, _CA, _CLIENT_CA and _NAME."""
-        environment = os.environ if environment is None else environment
-        return cls(**{field: environment.get(f"RELAXD_TLS_{field.upper()}", "") for field in cls.__dataclass_fields__})
+        return cls(**{field: os.environ.get(f"RELAXD_TLS_{field.upper()}", "") for field in cls.__dataclass_fields__})
 
     def check(self) -> None:
         """Raise ValueError unless the files exist, are valid and match."""

@@ -247,11 +247,10 @@ def part_span(name: str, attributes: Mapping[str, AttributeValue]) -> Iterator[S
 
 
 @contextmanager
-def root_span(name: str, *, attributes: Attributes = None, links: Iterable[Mapping[str, str]] = ()) -> Iterator[Span]:
-    """Open a span in a new trace, such as a step's or a weight synchronisation's; `links` are carriers."""
+def root_span(name: str, *, attributes: Attributes = None) -> Iterator[Span]:
+    """Open a span in a new trace, such as a step's or a weight synchronisation's."""
     if not enabled():
         yield INVALID_SPAN
         return
-    found = [link for link in map(link_from, links) if link is not None]
-    with tracer().start_as_current_span(name, Context(), attributes=attributes, links=found) as span:
+    with tracer().start_as_current_span(name, Context(), attributes=attributes) as span:
         yield span
