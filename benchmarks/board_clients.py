@@ -35,9 +35,9 @@ from redis.connection import PythonRespSerializer
 from benchmarks.board import redis_server
 from benchmarks.reporting import report
 from relaxd.board import AsyncBoard, Board, Delivery, NewGroup, Stage, decode_columns
-from relaxd.board.connections.command_packing import CommandPacker
-from relaxd.board.connections.scripts import script_call
-from relaxd.board.payloads.attempts import places
+from relaxd.board.attempts import places
+from relaxd.board.command_packing import CommandPacker
+from relaxd.board.scripts import script_call
 from relaxd.config import BoardConfig
 
 IN_FLIGHT = (1, 16, 256)

@@ -26,9 +26,8 @@ from benchmarks.reporting import report
 from benchmarks.weight_sync import write_model
 from relaxd.board import WEIGHT_RECEIPTS
 from relaxd.config.operation import WeightsConfig
-from relaxd.weights.buckets import TensorSpec, plan_buckets
+from relaxd.weights.buckets import TensorSpec, checksums, plan_buckets
 from relaxd.weights.receipts import digest_of
-from relaxd.weights.sent_buckets import checksums
 from services.trainer.batch.groups import TrainGroup
 from services.trainer.batch.weight_receipts import ReceiptCheck
 from services.trainer.model.architectures import read_architecture

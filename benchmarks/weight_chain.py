@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.reporting import report
-from relaxd.weights.sent_buckets import checksums
+from relaxd.weights.buckets import checksums
 from relaxd.weights.weight_group import Rendezvous, Transport, WeightGroup, host_store
 from tests.kit.namespaces import INTERFACE, Node, namespaces
 

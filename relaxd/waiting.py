@@ -1,4 +1,5 @@
-"""Waits: what this process waits for, on whom and since when, and the back-off between attempts.
+"""Waits: what this process waits for, on whom and since when, the back-off between attempts, and a clock
+that never goes back while the process lives.
 
 Whatever may wait for long does so inside `waiting`. `waits` lists what a process waits for at the moment: replicas
 report the longest wait in their status, and the coordinator builds `Run.waiting_for` from its own. A wait that lasts is
@@ -137,3 +138,11 @@ class Backoff:
     def spread_pause(self, failures: int) -> float:
         """Return `pause` with up to half of it added at random, so that many callers don't return at once."""
         return self.pause(failures) * (1 + random.random() / 2)
+
+
+_START = time.time() - time.monotonic()
+
+
+def steady_time() -> float:
+    """Return the Unix time, in seconds, as if the system's clock had not been set since this process began."""
+    return _START + time.monotonic()

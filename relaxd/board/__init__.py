@@ -1,5 +1,6 @@
 """The sample board: groups move from stage to stage through Redis, each trained or dropped exactly once."""
 
+from relaxd.board.column_encoding import decode_columns, encode_columns
 from relaxd.board.errors import (
     BoardError,
     BoardUnavailable,
@@ -14,7 +15,6 @@ from relaxd.board.errors import (
 )
 from relaxd.board.faces import AsyncBoard, Board
 from relaxd.board.group_contents import GroupSequence, read_sequences
-from relaxd.board.payloads.column_encoding import decode_columns, encode_columns
 from relaxd.board.schema import (
     ADVANTAGES,
     CANDIDATES,

@@ -1,6 +1,6 @@
 """The sample board of a run: two faces of the same operations."""
 
-from relaxd.board.connections.connection import AsynchronousFace, BlockingFace
+from relaxd.board.connection import AsynchronousFace, BlockingFace
 from relaxd.board.sides.coordinator_side import CoordinatorSide
 from relaxd.board.sides.stage_side import StageSide
 from relaxd.board.sides.trainer_side import TrainerSide

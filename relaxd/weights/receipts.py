@@ -1,7 +1,7 @@
 """Receipts for weights: what engines say of the weights that wrote a sample, as digests.
 
 The digest of a version covers the names of all tensors that a broadcast sends and, by their checksums
-(relaxd.weights.sent_buckets), every bit of them. It doesn't cover what isn't sent, such as a tower that isn't trained.
+(relaxd.weights.buckets), every bit of them. It doesn't cover what isn't sent, such as a tower that isn't trained.
 The trainer takes the checksums of what it sends, the engine those of the memory from which it generates.
 """
 

@@ -3,7 +3,7 @@
 from functools import cache
 from typing import NamedTuple
 
-from relaxd.board.connections.scripts import script_hash, script_names, script_text
+from relaxd.board.scripts import script_hash, script_names, script_text
 
 WORDS = 2
 """So many words of a command make its name."""

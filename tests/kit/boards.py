@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from relaxd.board import Board, Column, Delivery, LedgerEntry, NewGroup, Stage
+from relaxd.board.attempts import all_places
 from relaxd.board.committed_steps import CommittedSteps
-from relaxd.board.payloads.attempts import all_places
 from relaxd.config import BoardConfig
 
 STAGES = (

@@ -6,12 +6,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from relaxd.board.connections.scripts import explain_limit, run_script
+from relaxd.board import attempts as data_nodes
+from relaxd.board import payload_transfer
+from relaxd.board.attempts import Attempt, all_places, new_names
 from relaxd.board.errors import BoardError, BoardUnavailable
 from relaxd.board.group_contents import facts_json, parse_fate
-from relaxd.board.payloads import attempts as data_nodes
-from relaxd.board.payloads import payload_transfer
-from relaxd.board.payloads.attempts import Attempt, all_places, new_names
+from relaxd.board.scripts import explain_limit, run_script
 from relaxd.board.sides.side_base import BoardCore, GroupAttempt, reading
 from relaxd.board.sizes import NO_EVICTION, RedisMemory
 from relaxd.board.stages import PUBLISH, TRAIN

@@ -6,12 +6,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple
 
-from relaxd.board.connections.connection import Servers
-from relaxd.board.connections.scripts import run_script, script_call, script_loads
+from relaxd.board import payload_transfer
+from relaxd.board.attempts import Attempt, all_places, new_names
+from relaxd.board.column_encoding import decode_columns
+from relaxd.board.connection import Servers
 from relaxd.board.errors import BoardError, ColumnsTooLarge, RunMissing, TooLate
-from relaxd.board.payloads import payload_transfer
-from relaxd.board.payloads.attempts import Attempt, all_places, new_names
-from relaxd.board.payloads.column_encoding import decode_columns
+from relaxd.board.scripts import run_script, script_call, script_loads
 from relaxd.board.stages import PUBLISH, Stage, producers
 from relaxd.board.types import Column, Counts, DroppedGroup, HeldGroup, QueueDepth
 from relaxd.config import BoardConfig

@@ -4,10 +4,10 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from relaxd.board.connections.scripts import run_script
+from relaxd.board import payload_transfer
+from relaxd.board.attempts import Place, decode_sample, sample_places, samples_attempt
 from relaxd.board.errors import LedgerTrimmed, RunMissing
-from relaxd.board.payloads import payload_transfer
-from relaxd.board.payloads.attempts import Place, decode_sample, sample_places, samples_attempt
+from relaxd.board.scripts import run_script
 from relaxd.board.sides.side_base import BoardCore, GroupAttempt, reading
 from relaxd.board.stages import SAMPLES, TRAIN
 from relaxd.board.types import CriticOrders, GroupTimes, LedgerEntry, parse_times
@@ -104,7 +104,7 @@ class TrainerSide(BoardCore):
 
         `plan["groups"]` lists the groups' ids in order; `plan` and `metrics` must be JSON. Repeating a commit (same
         term, step and plan) does nothing. `samples` are what people are shown: they are written before the script runs,
-        up to relaxd.board.payloads.attempts.SHOWN_BYTES of them, but at least one. Raises Fenced when another trainer
+        up to relaxd.board.attempts.SHOWN_BYTES of them, but at least one. Raises Fenced when another trainer
         has taken over, StepConflict when the step is not the last plus one or a group is not open, TooLate.
         """
         count, shown = samples_attempt(self.prefix, step, samples)

@@ -9,12 +9,12 @@ from dataclasses import dataclass, field
 from google.protobuf import json_format
 
 from relaxd.rpc.errors import NotFound, ResourceExhausted, Unavailable
-from relaxd.steady_clock import steady_time
 from relaxd.v1.coordinator_pb2 import Registration
 from relaxd.v1.replica_pb2 import (
     REPLICA_STATE_READY,
     ReplicaStatus,
 )
+from relaxd.waiting import steady_time
 from services.coordinator.fleet.changes import Signal
 from services.coordinator.fleet.gpu_allocation import (
     GpuHolders,

@@ -3,9 +3,9 @@
 import time
 from collections.abc import AsyncIterator, Iterable
 
-from relaxd.steady_clock import steady_time
 from relaxd.v1.coordinator_pb2 import CallableReplica, WatchReplicasResponse
 from relaxd.v1.replica_pb2 import REPLICA_STATE_READY
+from relaxd.waiting import steady_time
 from services.coordinator.fleet.changes import Signal
 from services.coordinator.fleet.registry import Registry, Replica
 

@@ -16,9 +16,9 @@ from relaxd import telemetry
 from relaxd.board import BoardUnavailable
 from relaxd.roles import ROLES
 from relaxd.rpc.errors import RpcError, explain
-from relaxd.steady_clock import steady_time
 from relaxd.v1.launcher_pb2 import LauncherRestartRequest
 from relaxd.v1.replica_pb2 import GetStatusRequest, RestartRequest
+from relaxd.waiting import steady_time
 from services.coordinator.fleet.checkpoints import save_checkpoint
 from services.coordinator.fleet.peers import Peers
 from services.coordinator.fleet.run_fleet import RunContext

@@ -18,9 +18,9 @@ from relaxd.models.folders import resolve_model
 from relaxd.report.group_outcomes import ConditionError, Test, condition, of_prompt, outcome_message, read_fates
 from relaxd.rpc.errors import FailedPrecondition, Violations
 from relaxd.run_folder import LOGS
-from relaxd.steady_clock import steady_time
 from relaxd.v1 import coordinator_pb2 as pb
 from relaxd.v1 import health_pb2
+from relaxd.waiting import steady_time
 from services.coordinator.health.policy import recent
 from services.coordinator.runs.starting import check_run_id
 from services.coordinator.state.records import Event, Health, HealthRecord, Phase, RunRecord

@@ -18,8 +18,7 @@ from relaxd import telemetry
 from relaxd.board import BoardUnavailable
 from relaxd.roles import ROLLOUT
 from relaxd.rpc.errors import FailedPrecondition
-from relaxd.steady_clock import steady_time
-from relaxd.waiting import Backoff
+from relaxd.waiting import Backoff, steady_time
 from services.coordinator.fleet.registry import Replica
 from services.coordinator.fleet.run_fleet import RunContext
 from services.coordinator.state.records import Announcement, GroupRecord, Member, RoleFailure, WeightsRecord

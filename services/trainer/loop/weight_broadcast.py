@@ -17,8 +17,18 @@ import torch
 
 from relaxd.engines import ENGINES
 from relaxd.v1.trainer_pb2 import BroadcastWeightsResponse
-from relaxd.weights.buckets import TensorBucket, TensorSpec, pack, plan_buckets
-from relaxd.weights.sent_buckets import Layout, as_sent, broadcast_layout, checksums, piece_bytes, pieces
+from relaxd.weights.buckets import (
+    Layout,
+    TensorBucket,
+    TensorSpec,
+    as_sent,
+    broadcast_layout,
+    checksums,
+    pack,
+    piece_bytes,
+    pieces,
+    plan_buckets,
+)
 from relaxd.weights.stock_group import StockWeightGroup
 from relaxd.weights.weight_group import Rendezvous, Transfer, WeightGroup, WeightGroupError
 from services.trainer.learner.learner import Learner

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import redis
 
-from relaxd.board.payloads.attempts import all_places
+from relaxd.board.attempts import all_places
 from relaxd.redis_client import key_prefix
 
 SWEEP_SECONDS = 20.0

@@ -10,7 +10,7 @@ from redis.backoff import NoBackoff
 from redis.retry import Retry
 
 from relaxd.board import Board
-from relaxd.board.connections.command_packing import CommandPacker, Payload
+from relaxd.board.command_packing import CommandPacker, Payload
 from relaxd.config import BoardConfig
 from tests.chaos.commands import CommandStream
 from tests.chaos.proxy import Link, Loop

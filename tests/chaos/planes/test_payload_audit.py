@@ -8,8 +8,8 @@ import pytest
 import redis
 
 from relaxd.board import Board
-from relaxd.board.connections.scripts import run_script
-from relaxd.board.payloads.attempts import all_places
+from relaxd.board.attempts import all_places
+from relaxd.board.scripts import run_script
 from tests.chaos.planes.payloads import Payloads
 from tests.kit.boards import advance, group, make_board, make_overdue, output, payload_keys, take
 from tests.kit.redis.redis_server import RedisServer

@@ -10,7 +10,7 @@ import pytest
 import redis
 
 from relaxd.board import AsyncBoard, Board, BoardUnavailable, Fenced, NewGroup
-from relaxd.board.connections.connection import AT_ONCE
+from relaxd.board.connection import AT_ONCE
 from relaxd.config import BoardConfig
 from relaxd.redis_client.operations import Operation
 from tests.kit.boards import LARGE, STAGES, advance, audit, group, make_board, output, take

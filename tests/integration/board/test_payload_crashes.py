@@ -9,9 +9,8 @@ from typing import Any, TypeAlias
 
 import pytest
 
-from relaxd.board import Board, Delivery, NewGroup, Stage
-from relaxd.board.connections.connection import RedisConnection
-from relaxd.board.payloads import payload_transfer
+from relaxd.board import Board, Delivery, NewGroup, Stage, payload_transfer
+from relaxd.board.connection import RedisConnection
 from relaxd.config import BoardConfig
 from tests.kit.boards import LARGE, advance, audit, end_leases, group, make_board, make_overdue, output, take
 

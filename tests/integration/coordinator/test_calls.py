@@ -12,7 +12,7 @@ import redis
 from typer.testing import CliRunner
 
 from relaxd import PROTOCOL_VERSION
-from relaxd.board.payloads.attempts import samples_attempt
+from relaxd.board.attempts import samples_attempt
 from relaxd.cli.main import app
 from relaxd.client import CliError
 from relaxd.client.coordinator_client import CoordinatorClient

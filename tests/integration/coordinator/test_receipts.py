@@ -20,9 +20,8 @@ from relaxd.roles import ROLLOUT, TRAINER
 from relaxd.run_folder import WEIGHTS, read_lines
 from relaxd.v1 import coordinator_pb2 as pb
 from relaxd.v1 import rollout_pb2, rollout_pb2_grpc, trainer_pb2, trainer_pb2_grpc
-from relaxd.weights.buckets import TensorSpec, from_proto, pack, plan_buckets, to_proto
+from relaxd.weights.buckets import TensorSpec, checksum, from_proto, pack, plan_buckets, to_proto
 from relaxd.weights.receipts import Receipt, digest_of
-from relaxd.weights.sent_buckets import checksum
 from relaxd.weights.weight_group import Rendezvous, WeightGroup, host_store
 from services.coordinator.runs.alarms import weight_problems
 from services.coordinator.runs.run_files import RunFiles

@@ -13,8 +13,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from relaxd.weights.buckets import TensorSpec, pack, plan_buckets, to_proto
-from relaxd.weights.sent_buckets import checksum
+from relaxd.weights.buckets import TensorSpec, checksum, pack, plan_buckets, to_proto
 from relaxd.weights.weight_group import Rendezvous, WeightGroup, WeightGroupError, host_store
 
 

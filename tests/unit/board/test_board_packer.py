@@ -3,7 +3,7 @@ import pytest
 from redis.connection import PythonRespSerializer
 from redis.exceptions import DataError
 
-from relaxd.board.connections.command_packing import LARGE_BYTES, CommandPacker, Payload
+from relaxd.board.command_packing import LARGE_BYTES, CommandPacker, Payload
 
 
 def encode(argument):

@@ -21,10 +21,9 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from relaxd.board import BoardError, Delivery, Fenced, GateClosed, StepConflict
-from relaxd.board.connections.connection import RedisConnection
-from relaxd.board.payloads import payload_transfer
-from relaxd.board.payloads.attempts import Attempt, new_names
+from relaxd.board import BoardError, Delivery, Fenced, GateClosed, StepConflict, payload_transfer
+from relaxd.board.attempts import Attempt, new_names
+from relaxd.board.connection import RedisConnection
 from relaxd.board.sides.side_base import GroupAttempt
 from tests.kit.boards import LARGE, STAGES, audit, end_leases, group, make_board, make_overdue, output, take
 

@@ -8,9 +8,8 @@ import pytest
 import redis
 from pydantic import ValidationError
 
-from relaxd.board import Board, BoardUnavailable, NewGroup, RunExists, RunMissing
-from relaxd.board.connections.scripts import run_script
-from relaxd.board.payloads import payload_transfer
+from relaxd.board import Board, BoardUnavailable, NewGroup, RunExists, RunMissing, payload_transfer
+from relaxd.board.scripts import run_script
 from relaxd.config import BoardConfig
 from tests.kit.boards import LARGE, advance, audit, group, make_board, make_overdue, output, take
 from tests.kit.redis.redis_server import RedisServer

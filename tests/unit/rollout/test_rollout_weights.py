@@ -8,8 +8,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from relaxd.weights.buckets import ManifestMismatch, TensorBucket, TensorSpec, pack, plan_buckets
-from relaxd.weights.sent_buckets import checksum
+from relaxd.weights.buckets import ManifestMismatch, TensorBucket, TensorSpec, checksum, pack, plan_buckets
 from relaxd.weights.weight_group import Rendezvous, WeightGroup, WeightGroupError, host_store
 from services.rollout.engines.request_types import EngineError, Version
 from services.rollout.engines.transformers.transformers_engine import TransformersEngine

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
+from relaxd.weights.buckets import checksum
 from relaxd.weights.gloo import PIECE_BYTES
-from relaxd.weights.sent_buckets import checksum
 from relaxd.weights.weight_group import Rendezvous, Transport, WeightGroup, WeightGroupError, host_store
 
 SIZE = 4

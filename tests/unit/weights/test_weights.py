@@ -10,15 +10,20 @@ from relaxd.weights.buckets import (
     ManifestError,
     TensorBucket,
     TensorSpec,
+    as_sent,
+    broadcast_layout,
+    checksum,
+    checksums,
     from_proto,
     pack,
+    piece_bytes,
+    pieces,
     plan_buckets,
     to_proto,
     unpack,
 )
 from relaxd.weights.nccl import NcclError, check_environment
 from relaxd.weights.receipts import Receipt, digest_of
-from relaxd.weights.sent_buckets import as_sent, broadcast_layout, checksum, checksums, piece_bytes, pieces
 
 SPECS = [
     TensorSpec("a", torch.float32, (3, 5)),

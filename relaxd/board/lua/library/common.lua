@@ -19,12 +19,12 @@
 --                                         forgiven_attempt:<stage> is the last of them
 --   stage:<name>     stream, consumer group "workers": group, trace and attempts (where there are any), @<writer> ...
 --   columns:<name>:<bytes>[:<column>:<slice>]  payloads of an attempt; its pointer is
---                    "<name>:<bytes>[,<column>:<bytes>:<slices>[@<data node>]]..." (relaxd.board.payloads.attempts). Slices
+--                    "<name>:<bytes>[,<column>:<bytes>:<slices>[@<data node>]]..." (relaxd.board.attempts). Slices
 --                    expire until the attempt is accepted; those on a data node until just before.
 --   data_nodes       URLs of the run's data nodes (JSON), where there are any
 --   pending          sorted set: pointers of attempts whose slices are being written -> when they are given up (milliseconds)
 --   garbage          set: pointers that no group has any more, or that came too late; sweep frees what they name
---   unwanted         list: keys of payloads that the transaction under way sets, but shall not leave (relaxd.board.connections.scripts)
+--   unwanted         list: keys of payloads that the transaction under way sets, but shall not leave (relaxd.board.scripts)
 --   publishes        sorted set: a pointer of each of the last publishes -> groups published by then; one that comes again
 --                    does nothing
 --   ledger           stream, id "<step>-0": the newest steps (LEDGER_STEPS); all are in the run's folder

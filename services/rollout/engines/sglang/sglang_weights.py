@@ -12,14 +12,18 @@ from typing import Any
 import torch
 
 from relaxd.v1 import weights_pb2
-from relaxd.weights.buckets import ManifestError, ManifestMismatch, TensorBucket, from_proto, unpack
-from relaxd.weights.sent_buckets import (
+from relaxd.weights.buckets import (
     Layout,
+    ManifestError,
+    ManifestMismatch,
+    TensorBucket,
     begin_checksums,
     broadcast_layout,
+    from_proto,
     piece_bytes,
     pieces,
     read_checksums,
+    unpack,
 )
 from relaxd.weights.weight_group import Rendezvous, Transfer, WeightGroup, WeightGroupError
 from services.rollout.engines.sglang.loader_copies import Destination, find_destinations

@@ -6,8 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 from transformers import PreTrainedModel
 
-from relaxd.weights.buckets import ManifestMismatch, TensorBucket, TensorSpec, unpack
-from relaxd.weights.sent_buckets import checksum
+from relaxd.weights.buckets import ManifestMismatch, TensorBucket, TensorSpec, checksum, unpack
 from relaxd.weights.weight_group import Transfer, WeightGroup
 from services.rollout.engines.request_types import Version
 from services.rollout.engines.transformers.transformers_engine import TransformersEngine

@@ -12,8 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from relaxd.weights.buckets import TensorBucket, TensorSpec, pack, plan_buckets, to_proto
-from relaxd.weights.sent_buckets import as_sent, checksum
+from relaxd.weights.buckets import TensorBucket, TensorSpec, as_sent, checksum, pack, plan_buckets, to_proto
 from relaxd.weights.weight_group import Rendezvous, WeightGroup, host_store
 from tests.kit.ports import free_port
 from tests.kit.processes import Partner

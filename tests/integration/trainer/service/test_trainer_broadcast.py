@@ -7,8 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from relaxd.weights.buckets import TensorSpec, plan_buckets
-from relaxd.weights.sent_buckets import checksum, piece_bytes, pieces
+from relaxd.weights.buckets import TensorSpec, checksum, piece_bytes, pieces, plan_buckets
 from relaxd.weights.weight_group import Rendezvous, WeightGroup, host_store
 from services.trainer.model.architectures import read_architecture
 from services.trainer.model.hf_weights import hf_tensor_specs

@@ -14,8 +14,7 @@ import torch
 from safetensors.numpy import load_file
 
 from relaxd.v1 import replica_pb2, trainer_pb2, weights_pb2
-from relaxd.weights.buckets import from_proto
-from relaxd.weights.sent_buckets import checksum
+from relaxd.weights.buckets import checksum, from_proto
 from tests.integration.trainer.service_kit import (
     Receiver,
     TrainerProcess,

@@ -16,7 +16,7 @@ from typing import TypeAlias
 import numpy as np
 from numpy import ndarray
 
-from relaxd.board.connections.command_packing import Payload
+from relaxd.board.command_packing import Payload
 from relaxd.board.errors import ColumnError
 from relaxd.board.types import Column
 

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeVar
 
-from relaxd.board.payloads.attempts import Attempt, Place, Slice
+from relaxd.board.attempts import Attempt, Place, Slice
 from relaxd.redis_client.operations import At, Command, RedisOperation, Send, ask
 
 T = TypeVar("T")

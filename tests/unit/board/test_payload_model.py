@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 
 from relaxd.board import NewGroup, Stage
-from relaxd.board.connections.scripts import run_script
-from relaxd.board.payloads import attempts as attempts
+from relaxd.board import attempts as attempts
+from relaxd.board.scripts import run_script
 from relaxd.board.sides.side_base import GroupAttempt
 from tests.kit.boards import audit, make_board, payload_keys
-from tests.unit.board.payloads.payload_model import (
+from tests.unit.board.payload_model import (
     SLICES,
     WRITERS,
     Action,

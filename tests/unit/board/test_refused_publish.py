@@ -11,9 +11,9 @@ from relaxd.board import (
     GateClosed,
     NewGroup,
     RunMissing,
+    payload_transfer,
 )
-from relaxd.board.connections.scripts import run_script
-from relaxd.board.payloads import payload_transfer
+from relaxd.board.scripts import run_script
 from relaxd.board.sides import side_base
 from relaxd.redis_client import passing
 from tests.kit.boards import LARGE, audit, commands_of, group, make_board, make_overdue, take

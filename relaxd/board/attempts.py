@@ -22,9 +22,9 @@ from zlib import crc32
 
 import numpy as np
 
-from relaxd.board.connections.command_packing import Payload
+from relaxd.board.column_encoding import decode_columns, encode_column, payload_of
+from relaxd.board.command_packing import Payload
 from relaxd.board.errors import ColumnError
-from relaxd.board.payloads.column_encoding import decode_columns, encode_column, payload_of
 from relaxd.board.sizes import NO_EVICTION, RedisMemory
 from relaxd.board.types import Column
 from relaxd.config import LARGE_COLUMN_BYTES

@@ -12,9 +12,9 @@ from redis.backoff import NoBackoff
 from redis.exceptions import NoScriptError, ResponseError
 from redis.retry import Retry
 
-from relaxd.board.connections.command_packing import CommandPacker
-from relaxd.board.connections.scripts import loading, script_loads, translate
+from relaxd.board.command_packing import CommandPacker
 from relaxd.board.errors import BoardError, BoardUnavailable
+from relaxd.board.scripts import loading, script_loads, translate
 from relaxd.redis_client import (
     acknowledged,
     acknowledged_async,
@@ -116,12 +116,17 @@ class _Connection:
         """`tag`: the run, whose keys are in one slot of a cluster. `own`: settings of one kind of client."""
         self.url = url
         self.retry_seconds = retry_seconds
-        # A write's reply comes before a read gives up.
-        self._waits: dict[str, Any] = {"replicas": parse(url).wait_replicas, "seconds": timeout_seconds / 2}
+        self.timeout_seconds = timeout_seconds
+        self._replicas = parse(url).wait_replicas
         common: dict[str, Any] = {"protocol": 2, "decode_responses": False, "socket_keepalive": True}
         self.client = connect(url, tag=tag, seconds=timeout_seconds, **common, **own)
         for name in RAW_REPLIES:
             del self.client.response_callbacks[name]
+
+    @property
+    def _waits(self) -> dict[str, Any]:
+        """How long a write waits for its replicas: its reply comes before a read gives up."""
+        return {"replicas": self._replicas, "seconds": self.timeout_seconds / 2}
 
 
 class RedisConnection(_Connection):

@@ -1,1 +1,0 @@
-"""The board's connections to Redis, blocking or in asyncio. They execute operations."""

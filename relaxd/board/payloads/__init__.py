@@ -1,1 +1,0 @@
-"""Columns as payloads: their encoding, their keys, their way to Redis and back."""
