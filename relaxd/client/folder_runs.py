@@ -6,11 +6,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import datetime
 from itertools import islice
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from google.protobuf.json_format import ParseDict
 
 from relaxd.client import CliError, NotFoundError
+from relaxd.client.coordinator_client import CoordinatorClient
 from relaxd.client.metric_series import read_series
 from relaxd.run_folder import (
     CONFIG,
@@ -27,33 +28,6 @@ from relaxd.run_folder import (
 from relaxd.v1 import coordinator_pb2 as pb
 
 ENDED_PHASES = ("STOPPED", "FAILED")
-
-
-class RunReader(Protocol):
-    """Reads runs: from a coordinator, or from their folders."""
-
-    def run(self, run_id: str = "") -> pb.Run:
-        """Return a run, by default the newest."""
-
-    def runs(self) -> Iterator[pb.Run]:
-        """Yield all runs, newest first."""
-
-    def samples(
-        self, run_id: str = "", step: int = 0, limit: int = 16, *, patience_seconds: float = 0.0
-    ) -> list[pb.TrainedSample]:
-        """List trained samples, newest first."""
-
-    def series(self, request: pb.GetMetricsRequest) -> list[pb.MetricSeries]:
-        """Return numbers of a run's steps."""
-
-    def watch(
-        self,
-        run_id: str = "",
-        while_away: Callable[[str], None] = lambda reason: None,
-        away_seconds: float = 0.0,
-        after_step: int | None = None,
-    ) -> Iterator[pb.WatchRunResponse]:
-        """Yield a run's updates until it ends, with the steps after a given one; by default only future steps."""
 
 
 class FolderRuns:
@@ -117,6 +91,10 @@ class FolderRuns:
         for line in step_lines(Path(run.folder)):
             response.steps.add(step=line["step"], metrics=_numbers(line))
         yield response
+
+
+RunReader = CoordinatorClient | FolderRuns
+"""Reads runs: from a coordinator, or from their folders."""
 
 
 def read_sample(line: Mapping[str, Any]) -> pb.TrainedSample:
