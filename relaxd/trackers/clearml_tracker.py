@@ -7,7 +7,7 @@ from typing import Any
 
 from clearml import Task
 
-from relaxd.trackers.tracker import Edition, TrackedRun, Tracker
+from relaxd.trackers.tracker import Edition, TrackedRun, Tracker, table_of
 
 FOLDER = "clearml"
 """Subfolder of the run's folder. Its subfolder offline has the session, and later the closed session's zip file."""
@@ -61,9 +61,8 @@ class ClearMLTracker(Tracker):
             logger.report_scalar(title=name, series=name, value=value, iteration=step)
 
     def log_samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
-        names = list(rows[0])
-        table = [names, *([row.get(name) for name in names] for row in rows)]
-        self._task.get_logger().report_table("samples", "samples", iteration=step, table_plot=table)
+        names, cells = table_of(rows)
+        self._task.get_logger().report_table("samples", "samples", iteration=step, table_plot=[names, *cells])
 
     def flush(self) -> None:
         self._task.flush(wait_for_uploads=True)

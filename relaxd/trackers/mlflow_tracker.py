@@ -11,7 +11,7 @@ import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from relaxd.trackers.tracker import Edition, TrackedRun, Tracker, flatten
+from relaxd.trackers.tracker import Edition, TrackedRun, Tracker, flatten, table_of
 
 CALL_SECONDS = 30.0
 """Deadline of a call of the server."""
@@ -52,8 +52,8 @@ class MLflowTracker(Tracker):
         """Store samples as a table, if the server stores artifacts."""
         if not self._artifacts.startswith(ARTIFACTS):
             return
-        names = list(rows[0])
-        table = {"columns": names, "data": [[row.get(name) for name in names] for row in rows]}
+        names, cells = table_of(rows)
+        table = {"columns": names, "data": cells}
         path = f"{urllib.parse.urlsplit(self._artifacts).path.strip('/')}/samples/step-{step:06d}.json"
         self._send("PUT", f"api/2.0/mlflow-artifacts/artifacts/{urllib.parse.quote(path)}", table)
 

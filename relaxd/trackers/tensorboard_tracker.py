@@ -10,7 +10,7 @@ from tensorboard.compat.proto import event_pb2, summary_pb2, tensor_pb2, tensor_
 from tensorboard.plugins.text import metadata
 from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
-from relaxd.trackers.tracker import Edition, TrackedRun, Tracker
+from relaxd.trackers.tracker import Edition, TrackedRun, Tracker, table_of
 
 FOLDER = "tensorboard"
 """Folder in the run's folder: `tensorboard --logdir runs` shows all runs."""
@@ -72,8 +72,8 @@ def _await_later_name(earlier: Iterable[Path]) -> None:
 
 def markdown_table(rows: Sequence[Mapping[str, Any]]) -> str:
     """Return rows as a Markdown table; the first row's keys are the titles."""
-    names = list(rows[0])
-    lines = [names, ["---"] * len(names), *([_cell(row.get(name)) for name in names] for row in rows)]
+    names, rows_of_cells = table_of(rows)
+    lines = [names, ["---"] * len(names), *(list(map(_cell, cells)) for cells in rows_of_cells)]
     return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
 
 

@@ -83,38 +83,36 @@ class Tracker:
         """Release everything; `ended` says whether the run has ended."""
 
 
+TRACKERS = {
+    "tensorboard": "relaxd.trackers.tensorboard_tracker:TensorBoardTracker",
+    "wandb": "relaxd.trackers.wandb_tracker:WandbTracker",
+    "mlflow": "relaxd.trackers.mlflow_tracker:MLflowTracker",
+    "clearml": "relaxd.trackers.clearml_tracker:ClearMLTracker",
+    "trackio": "relaxd.trackers.trackio_tracker:TrackioTracker",
+}
+"""Classes of the bundled trackers, each in a module that imports the tracker's package."""
+
+
 def load_tracker(name: str) -> Tracker:
     """Return the tracker that a configuration names. Raises ImportProblem if it can't be imported."""
     try:
-        if name == "tensorboard":
-            from relaxd.trackers.tensorboard_tracker import TensorBoardTracker
-
-            return TensorBoardTracker()
-        if name == "wandb":
-            from relaxd.trackers.wandb_tracker import WandbTracker
-
-            return WandbTracker()
-        if name == "mlflow":
-            from relaxd.trackers.mlflow_tracker import MLflowTracker
-
-            return MLflowTracker()
-        if name == "clearml":
-            from relaxd.trackers.clearml_tracker import ClearMLTracker
-
-            return ClearMLTracker()
-        if name == "trackio":
-            from relaxd.trackers.trackio_tracker import TrackioTracker
-
-            return TrackioTracker()
-    except ImportError as error:
+        found: Tracker = import_own(TRACKERS.get(name, name))()
+    except ImportProblem as error:
+        if name not in TRACKERS:
+            raise
         package = "trackio" if name == "trackio" else "relaxd[trackers]"
         raise ImportProblem(
-            f'{error}: "pip install {package}", or set tracking.python to an interpreter that has it'
+            f'{error.__cause__ or error}: "pip install {package}", or set tracking.python to an interpreter that has it'
         ) from error
-    own: Tracker = import_own(name)()
-    if missing := [method for method in ("start", "log_step") if not callable(getattr(own, method, None))]:
+    if missing := [method for method in ("start", "log_step") if not callable(getattr(found, method, None))]:
         raise ImportProblem(f"{name} has no {missing[0]}: derive it from relaxd.trackers.Tracker")
-    return own
+    return found
+
+
+def table_of(rows: Sequence[Mapping[str, Any]]) -> tuple[list[str], list[list[Any]]]:
+    """Return the columns of samples, which are the first row's keys, and the cells of each row."""
+    names = list(rows[0])
+    return names, [[row.get(name) for name in names] for row in rows]
 
 
 def redact(value: Any, name: str = "") -> Any:

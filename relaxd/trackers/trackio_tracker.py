@@ -6,7 +6,7 @@ from typing import Any
 import trackio
 from trackio.sqlite_storage import SQLiteStorage
 
-from relaxd.trackers.tracker import Edition, TrackedRun, Tracker, flatten
+from relaxd.trackers.tracker import Edition, TrackedRun, Tracker, flatten, table_of
 
 
 class TrackioTracker(Tracker):
@@ -35,9 +35,8 @@ class TrackioTracker(Tracker):
         self._run.log(dict(numbers), step=step)
 
     def log_samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
-        names = list(rows[0])
-        table = trackio.Table(columns=names, data=[[row.get(name) for name in names] for row in rows])
-        self._run.log({"samples": table}, step=step)
+        names, cells = table_of(rows)
+        self._run.log({"samples": trackio.Table(columns=names, data=cells)}, step=step)
 
     def close(self, *, ended: bool) -> None:
         trackio.finish()

@@ -6,7 +6,7 @@ from typing import Any
 
 import wandb
 
-from relaxd.trackers.tracker import Edition, TrackedRun, Tracker
+from relaxd.trackers.tracker import Edition, TrackedRun, Tracker, table_of
 
 FOLDER = "wandb"
 """Folder in the run's folder."""
@@ -46,9 +46,8 @@ class WandbTracker(Tracker):
         self._run.log({"step": step, **numbers})
 
     def log_samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
-        names: list[str | int] = list(rows[0])
-        table = wandb.Table(columns=names, data=[[row.get(str(name)) for name in names] for row in rows])
-        self._run.log({"step": step, "samples": table})
+        names, cells = table_of(rows)
+        self._run.log({"step": step, "samples": wandb.Table(columns=[*names], data=cells)})
 
     def close(self, *, ended: bool) -> None:
         self._run.finish()
