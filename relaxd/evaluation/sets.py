@@ -3,7 +3,8 @@
 import difflib
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 from relaxd.config import AgentConfig, RewardConfig, RunConfig
 from relaxd.config.evaluation import EvalSet
@@ -51,16 +52,13 @@ class ResolvedSet:
 
     def sampling(self, index: int) -> SamplingParams:
         """Return the sampling parameters of the answers to a prompt."""
-        return SamplingParams(
-            max_new_tokens=self.max_new_tokens,
-            temperature=self.temperature,
-            top_p=self.top_p,
-            top_k=self.top_k,
-            stop=self.stop,
-            stop_token_ids=self.stop_token_ids,
-            min_new_tokens=self.min_new_tokens,
-            seed=self.prompt_seed(index),
-        )
+        return SamplingParams(**self.sampling_settings, seed=self.prompt_seed(index))
+
+    @property
+    def sampling_settings(self) -> dict[str, Any]:
+        """Sampling parameters of all answers, without the seed."""
+        names = ("max_new_tokens", "temperature", "top_p", "top_k", "stop", "stop_token_ids", "min_new_tokens")
+        return {name: getattr(self, name) for name in names}
 
     @property
     def prefix(self) -> str:
@@ -73,25 +71,18 @@ def sets_of(config: RunConfig) -> list[ResolvedSet]:
     own, rollout = config.eval, config.rollout
     agent = config.agent if config.agent.is_there else None
     longest = own.max_new_tokens or rollout.max_new_tokens
-    found = []
-    if own.prompts:
-        found.append(
-            ResolvedSet(
-                name=HELD_OUT,
-                prompts=own.prompts,
-                samples_per_prompt=1,
-                sizes=(1,),
-                temperature=0.0,
-                top_p=1.0,
-                top_k=0,
-                max_new_tokens=longest,
-                min_new_tokens=rollout.min_new_tokens,
-                stop=rollout.stop,
-                stop_token_ids=rollout.stop_token_ids,
-                seed=config.run.seed,
-                agent=agent,
-            )
-        )
+    greedy_set = replace(
+        training_set(config, own.prompts),
+        name=HELD_OUT,
+        samples_per_prompt=1,
+        sizes=(1,),
+        temperature=0.0,
+        top_p=1.0,
+        top_k=0,
+        max_new_tokens=longest,
+        agent=agent,
+    )
+    found = [greedy_set] if own.prompts else []
     for one in own.sets:
         greedy = one.samples_per_prompt == 1
         found.append(
