@@ -199,68 +199,54 @@ def reason(name: str) -> str:
     return next((why for pattern, why in _REASONS.items() if re.fullmatch(pattern, name)), "there is no such setting")
 
 
-def _uses_reference(reader: Reader) -> bool:
-    return bool(reader.get("actor.use_kl_loss") or reader.get("algorithm.use_kl_in_reward"))
-
-
-_OFF: tuple[tuple[str, Callable[[Reader], bool]], ...] = (
-    (r"(.*\.)?_target_", lambda reader: True),
-    (
-        r"critic\..*",
-        lambda reader: reader.out.values["algorithm.name"] != "ppo" and not reader.get("critic.enable"),
+_OFF_WITHOUT: Mapping[str, str] = {
+    r"reward\.reward_model\..*": "reward.reward_model.enable",
+    r"reward_model\.(enable|enable_resource_pool|n_gpus_per_node|nnodes|strategy|model_path|model\..*|rollout\..*|"
+    r"micro_batch_size.*|max_length|use_dynamic_bsz|forward_max_token_len_per_gpu|ulysses.*)": "reward_model.enable",
+    r"reward\.reward_manager\.module\..*": "reward.reward_manager.module.path",
+    r"reward_manager\.module\..*": "reward_manager.module.path",
+    r"reward_model\.sandbox_fusion\..*": "reward_model.sandbox_fusion.url",
+    r"distillation\..*": "distillation.enabled",
+    r"rollout\.multi_turn\..*": "rollout.multi_turn.enable",
+    r"rollout\.trace\..*": "rollout.trace.backend",
+    r"rollout\.prometheus\..*": "rollout.prometheus.enable",
+    r"rollout\.skip\..*": "rollout.skip.enable",
+    r"rollout\.disaggregation\..*": "rollout.disaggregation.enabled",
+    r"actor\.profiler\..*": "actor.profiler.enable",
+    r"global_profiler\..*": "global_profiler.tool",
+    r"(model|rollout)\.mtp\..*": "model.mtp.enable",
+    r"model\.tiled_mlp\..*": "model.tiled_mlp.enabled",
+    r"model\.(lora_alpha|target_modules|exclude_modules)": "model.lora_rank",
+    r"model\.fused_kernel_options\..*": "model.use_fused_kernels",
+    r"algorithm\.kl_(ctrl\..*|penalty)": "algorithm.use_kl_in_reward",
+    r"algorithm\.pf_ppo\..*": "algorithm.use_pf_ppo",
+    r"algorithm\.filter_groups\.(?!enable).*": "algorithm.filter_groups.enable",
+    r"transfer_queue\..*": "transfer_queue.enable",
+    r"skip\..*": "skip.rollout.enable",
+}
+"""Patterns of keys without actor_rollout_ref, and the key whose feature they belong to."""
+_OFF: Mapping[str, Callable[[Reader], bool]] = {
+    r"(.*\.)?_target_": lambda reader: True,
+    r"critic\..*": lambda reader: reader.out.values["algorithm.name"] != "ppo" and not reader.get("critic.enable"),
+    r"ref\..*": lambda reader: not (reader.get("actor.use_kl_loss") or reader.get("algorithm.use_kl_in_reward")),
+    r"(reward\.)?sandbox_fusion\..*": lambda reader: (
+        not reader.first("reward.sandbox_fusion.url", "sandbox_fusion.url")
     ),
-    (r"ref\..*", lambda reader: not _uses_reference(reader)),
-    (r"reward\.reward_model\..*", lambda reader: not reader.get("reward.reward_model.enable")),
-    (
-        r"reward_model\.(enable|enable_resource_pool|n_gpus_per_node|nnodes|strategy|model_path|model\..*|rollout\..*|"
-        r"micro_batch_size.*|max_length|use_dynamic_bsz|forward_max_token_len_per_gpu|ulysses.*)",
-        lambda reader: not reader.get("reward_model.enable"),
+    r"rollout\.profiler\..*": lambda reader: reader.get("rollout.profiler.enable") is not True,
+    r"actor\.router_replay\..*": lambda reader: reader.get("actor.router_replay.mode", "disabled") == "disabled",
+    r"algorithm\.rollout_correction\.rollout_(is|rs)_.*": lambda reader: (
+        not reader.first("algorithm.rollout_correction.rollout_is", "algorithm.rollout_correction.rollout_rs")
     ),
-    (r"reward\.reward_manager\.module\..*", lambda reader: not reader.get("reward.reward_manager.module.path")),
-    (r"reward_manager\.module\..*", lambda reader: not reader.get("reward_manager.module.path")),
-    (
-        r"(reward\.)?sandbox_fusion\..*",
-        lambda reader: not reader.first("reward.sandbox_fusion.url", "sandbox_fusion.url"),
+    r"actor\.policy_loss\.(clip_cov|kl_cov|ppo_kl).*": lambda reader: (
+        reader.get("actor.policy_loss.loss_mode", "vanilla") not in ("clip_cov", "kl_cov")
     ),
-    (r"reward_model\.sandbox_fusion\..*", lambda reader: not reader.get("reward_model.sandbox_fusion.url")),
-    (r"distillation\..*", lambda reader: not reader.get("distillation.enabled")),
-    (r"rollout\.multi_turn\..*", lambda reader: not reader.get("rollout.multi_turn.enable")),
-    (r"rollout\.trace\..*", lambda reader: not reader.get("rollout.trace.backend")),
-    (r"rollout\.prometheus\..*", lambda reader: not reader.get("rollout.prometheus.enable")),
-    (r"rollout\.skip\..*", lambda reader: not reader.get("rollout.skip.enable")),
-    (r"rollout\.disaggregation\..*", lambda reader: not reader.get("rollout.disaggregation.enabled")),
-    (r"actor\.profiler\..*", lambda reader: not reader.get("actor.profiler.enable")),
-    (r"rollout\.profiler\..*", lambda reader: reader.get("rollout.profiler.enable") is not True),
-    (r"global_profiler\..*", lambda reader: not reader.get("global_profiler.tool")),
-    (r"actor\.router_replay\..*", lambda reader: reader.get("actor.router_replay.mode", "disabled") == "disabled"),
-    (r"(model|rollout)\.mtp\..*", lambda reader: not reader.get("model.mtp.enable")),
-    (r"model\.tiled_mlp\..*", lambda reader: not reader.get("model.tiled_mlp.enabled")),
-    (r"model\.(lora_alpha|target_modules|exclude_modules)", lambda reader: not reader.get("model.lora_rank")),
-    (r"model\.fused_kernel_options\..*", lambda reader: not reader.get("model.use_fused_kernels")),
-    (r"algorithm\.kl_(ctrl\..*|penalty)", lambda reader: not reader.get("algorithm.use_kl_in_reward")),
-    (r"algorithm\.pf_ppo\..*", lambda reader: not reader.get("algorithm.use_pf_ppo")),
-    (r"algorithm\.filter_groups\.(?!enable).*", lambda reader: not reader.get("algorithm.filter_groups.enable")),
-    (
-        r"algorithm\.rollout_correction\.rollout_(is|rs)_.*",
-        lambda reader: (
-            not reader.first("algorithm.rollout_correction.rollout_is", "algorithm.rollout_correction.rollout_rs")
-        ),
-    ),
-    (
-        r"actor\.policy_loss\.(clip_cov|kl_cov|ppo_kl).*",
-        lambda reader: reader.get("actor.policy_loss.loss_mode", "vanilla") not in ("clip_cov", "kl_cov"),
-    ),
-    (r"transfer_queue\..*", lambda reader: not reader.get("transfer_queue.enable")),
-    (r"skip\..*", lambda reader: not reader.get("skip.rollout.enable")),
-    (r"trainer\.resume_from_path", lambda reader: reader.get("trainer.resume_mode", "auto") != "resume_path"),
-    (
-        r"trainer\.v1\.(?!trainer_mode).*",
-        lambda reader: reader.get("trainer.v1.trainer_mode", "sync") == "sync",
-    ),
-)
-"""Patterns of keys without actor_rollout_ref, and a test whether another key disables them."""
+    r"trainer\.resume_from_path": lambda reader: reader.get("trainer.resume_mode", "auto") != "resume_path",
+    r"trainer\.v1\.(?!trainer_mode).*": lambda reader: reader.get("trainer.v1.trainer_mode", "sync") == "sync",
+}
+"""Patterns of keys without actor_rollout_ref, and a test whether other keys disable them."""
 
 
 def is_off(reader: Reader, name: str) -> bool:
     """Return whether verl ignores a key because its feature is off; `name` is without actor_rollout_ref."""
-    return any(re.fullmatch(pattern, name) and off(reader) for pattern, off in _OFF)
+    without = any(re.fullmatch(pattern, name) and not reader.get(key) for pattern, key in _OFF_WITHOUT.items())
+    return without or any(re.fullmatch(pattern, name) and off(reader) for pattern, off in _OFF.items())

@@ -6,7 +6,7 @@ from typing import Any
 
 from relaxd.run_folder import HELD_OUT
 from relaxd.tools.migrate.key_fates import Lost, Reader, listed
-from relaxd.tools.migrate.verl_training import Conversion, off
+from relaxd.tools.migrate.verl_training import Conversion, converted, off
 
 _PLAIN = ("test", "val", "valid", "validation", "dev", "eval", "train")
 """File names without a meaning outside of their folder."""
@@ -86,10 +86,6 @@ def _names(files: list[str]) -> list[str]:
     return names
 
 
-def _filter_overlong(reader: Reader, value: Any) -> None:
-    reader.set("data.overlong", "skip" if value else "error")
-
-
 def _truncation(reader: Reader, value: Any) -> None:
     if value != "error":
         raise Lost("relaxd never cuts a prompt: data.overlong says what becomes of long ones")
@@ -106,7 +102,7 @@ DATA: dict[str, Conversion] = {
     "rollout.val_kwargs.top_k": _sets,
     "rollout.val_kwargs.do_sample": _sets,
     "data.validation_shuffle": off("evaluations take the first prompts of a set"),
-    "data.filter_overlong_prompts": _filter_overlong,
+    "data.filter_overlong_prompts": converted("data.overlong", lambda skips: "skip" if skips else "error"),
     "data.truncation": _truncation,
     "data.custom_cls.path": off("a data set's class is written anew: a class of rows (docs/data.md)"),
     "data.custom_cls.name": off("a data set's class is written anew: a class of rows (docs/data.md)"),

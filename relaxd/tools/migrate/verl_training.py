@@ -86,6 +86,30 @@ def off(why: str = "", *, implied: tuple[Any, ...] = ()) -> Conversion:
     return convert
 
 
+def converted(setting: str, convert: Callable[[Any], Any]) -> Conversion:
+    """Return the conversion of a key whose value only has another form here."""
+    return lambda reader, value: reader.set(setting, convert(value))
+
+
+def renamed(setting: str, names: Mapping[str, str]) -> Conversion:
+    """Return the conversion of a key whose values have other names here."""
+
+    def convert(reader: Reader, value: Any) -> None:
+        if value not in names:
+            raise Lost(f"there are {', '.join(names)}")
+        reader.set(setting, names[value])
+
+    return convert
+
+
+def _interval(value: Any) -> int:
+    return max(0, int(value or 0))
+
+
+def _bucket_bytes(value: Any) -> int:
+    return int(value) << 20
+
+
 # --- algorithm --------------------------------------------------------------------------------------------------------
 
 
@@ -127,12 +151,6 @@ def _kl_loss_type(reader: Reader, value: Any) -> None:
         reader.set("algorithm.kl_estimator", KL_ESTIMATORS[value])
 
 
-def _aggregation(reader: Reader, value: Any) -> None:
-    if value not in AGGREGATIONS:
-        raise Lost(f"there are {', '.join(AGGREGATIONS)}")
-    reader.set("algorithm.loss_aggregation", AGGREGATIONS[value])
-
-
 def _correction(reader: Reader, value: Any) -> None:
     if value in (None, "null"):
         return
@@ -150,12 +168,6 @@ def _tis_cap(reader: Reader, value: Any) -> None:
 def _tis(reader: Reader) -> None:
     reader.set("algorithm.correction", "tis")
     reader.set("algorithm.old_logprobs", "current")  # as in verl, and as the correction needs
-
-
-def _routing_replay(reader: Reader, value: Any) -> None:
-    if value not in ROUTING_REPLAYS:
-        raise Lost(f"there are {', '.join(ROUTING_REPLAYS)}")
-    reader.set("trainer.routing_replay", ROUTING_REPLAYS[value])
 
 
 # --- trainer ----------------------------------------------------------------------------------------------------------
@@ -180,10 +192,6 @@ def _epochs(reader: Reader, value: Any) -> None:
         )
 
 
-def _interval(setting: str) -> Conversion:
-    return lambda reader, value: reader.set(setting, max(0, int(value or 0)))
-
-
 def _mode(reader: Reader, value: Any) -> None:
     if value == "separate_async":
         reader.set("run.colocate", False)
@@ -195,10 +203,6 @@ def _mode(reader: Reader, value: Any) -> None:
 def _colocate(reader: Reader, value: Any) -> None:
     if reader.get("trainer.v1.trainer_mode") != "separate_async":
         reader.set("run.colocate", bool(value))
-
-
-def _recompute(reader: Reader, value: Any) -> None:
-    reader.set("trainer.recompute", "full" if value else "none")
 
 
 def _context_parallel(reader: Reader, value: Any) -> None:
@@ -253,14 +257,6 @@ def _engine(reader: Reader, value: Any) -> None:
         reader.note(f'rollout.engine: verl used {value}; relaxd has no vLLM, so this is "sglang"')
 
 
-def _top_k(reader: Reader, value: Any) -> None:
-    reader.set("rollout.top_k", max(0, int(value)))
-
-
-def _bucket(reader: Reader, value: Any) -> None:
-    reader.set("weights.bucket_bytes", int(value) << 20)
-
-
 def _prompt_length(reader: Reader, value: Any) -> None:
     if value != reader.get("data.max_prompt_length", 512):
         raise Lost("data.max_prompt_length is the length of prompts")
@@ -277,24 +273,24 @@ TRAINING: dict[str, Conversion] = {
     "algorithm.kl_ctrl.kl_coef": _kl_reward,
     "algorithm.kl_ctrl.type": off("the coefficient is fixed", implied=("fixed",)),
     "algorithm.use_pf_ppo": off("there is no preference feedback"),
-    "actor.loss_agg_mode": _aggregation,
+    "actor.loss_agg_mode": renamed("algorithm.loss_aggregation", AGGREGATIONS),
     "actor.shuffle": off("mini-batches are groups in the order of the board"),
     "actor.tis_imp_ratio_cap": _tis_cap,
     "algorithm.rollout_correction.rollout_is": _correction,
     "algorithm.rollout_correction.bypass_mode": off('algorithm.old_logprobs = "rollout" is the default'),
-    "actor.router_replay.mode": _routing_replay,
+    "actor.router_replay.mode": renamed("trainer.routing_replay", ROUTING_REPLAYS),
     "actor.ppo_mini_batch_size": _mini_batch,
     "trainer.n_gpus_per_node": _gpus,
     "trainer.nnodes": _gpus,
     "trainer.total_epochs": _epochs,
-    "trainer.save_freq": _interval("trainer.checkpoint.every"),
-    "trainer.test_freq": _interval("eval.interval"),
+    "trainer.save_freq": converted("trainer.checkpoint.every", _interval),
+    "trainer.test_freq": converted("eval.interval", _interval),
     "trainer.critic_warmup": off("policy and critic are trained from the first step on"),
     "trainer.v1.trainer_mode": _mode,
     "trainer.use_v1": off(implied=(True,)),
     "trainer.device": off("NVIDIA's GPUs, or CPUs", implied=("cuda",)),
     "hybrid_engine": _colocate,
-    "model.enable_gradient_checkpointing": _recompute,
+    "model.enable_gradient_checkpointing": converted("trainer.recompute", lambda on: "full" if on else "none"),
     "actor.fsdp_config.ulysses_sequence_parallel_size": _context_parallel,
     "actor.optim.optimizer": off("there is AdamW", implied=("AdamW",)),
     "actor.optim.total_training_steps": off("a schedule ends at run.steps"),
@@ -311,9 +307,9 @@ TRAINING: dict[str, Conversion] = {
     "rollout.ignore_eos": off("training samples answers up to an end token"),
     "rollout.do_sample": off("training samples answers", implied=(True,)),
     "rollout.prompt_length": _prompt_length,
-    "rollout.top_k": _top_k,
-    "rollout.update_weights_bucket_megabytes": _bucket,
-    "rollout.checkpoint_engine.update_weights_bucket_megabytes": _bucket,
+    "rollout.top_k": converted("rollout.top_k", lambda value: max(0, int(value))),
+    "rollout.update_weights_bucket_megabytes": converted("weights.bucket_bytes", _bucket_bytes),
+    "rollout.checkpoint_engine.update_weights_bucket_megabytes": converted("weights.bucket_bytes", _bucket_bytes),
     "model.lora_rank": off("there is no LoRA"),
 }
 """verl options that need conversion, not only renaming."""
