@@ -1,6 +1,6 @@
 """Bytes that the GPUs of each role hold, engines and the answers that their key-value caches have room for included."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from relaxd.config import CPU_TRANSPORTS, JudgeConfig, RolloutConfig, RunConfig
@@ -104,12 +104,20 @@ def on_trainer(config: RunConfig, models: Models, layout: Layout, hardware: Hard
         trained.append(TrainedModelShape("critic", models.policy, critic.cpu_offload, critic.moment_bytes))
     batch = micro_batch(config, config.micro_batch_tokens)
     bucket = 0 if config.weights.transport in CPU_TRANSPORTS else config.weights.bucket_bytes
-    found = []
-    for stage in range(layout.pipeline):
-        own = trainer_stage(trained, models.frozen, layout, stage, batch, hardware.gpu_bytes, bucket_bytes=bucket)
-        place = f"stage {stage}" if layout.pipeline > 1 else ""
-        found.append(Held(TRAINER, place, {**own, "process": PROCESS_BYTES}, hardware.room))
-    return found
+
+    def of_stage(stage: int) -> Bytes:
+        return trainer_stage(trained, models.frozen, layout, stage, batch, hardware.gpu_bytes, bucket_bytes=bucket)
+
+    return _by_stage(TRAINER, layout, hardware, of_stage)
+
+
+def _by_stage(role: str, layout: Layout, hardware: Hardware, of_stage: Callable[[int], Bytes]) -> list[Held]:
+    """Return the memory of a role's ranks by pipeline stage, given the bytes of a stage's tensors."""
+    places = [f"stage {stage}" for stage in range(layout.pipeline)] if layout.pipeline > 1 else [""]
+    return [
+        Held(role, place, {**of_stage(stage), "process": PROCESS_BYTES}, hardware.room)
+        for stage, place in enumerate(places)
+    ]
 
 
 def on_frozen(config: RunConfig, role: str, hardware: Hardware) -> list[Held]:
@@ -119,12 +127,7 @@ def on_frozen(config: RunConfig, role: str, hardware: Hardware) -> list[Held]:
     shapes = [read_shape(folder, f"{own.section}.model") for folder in folders.values()]
     check_layout(layout, shapes, own.section, hardware)
     batch = micro_batch(config, own.micro_batch_tokens or config.micro_batch_tokens)
-    found = []
-    for stage in range(layout.pipeline):
-        place = f"stage {stage}" if layout.pipeline > 1 else ""
-        of_stage = {**frozen_stage(shapes, layout, stage, batch), "process": PROCESS_BYTES}
-        found.append(Held(role, place, of_stage, hardware.room))
-    return found
+    return _by_stage(role, layout, hardware, lambda stage: frozen_stage(shapes, layout, stage, batch))
 
 
 def on_critic(config: RunConfig, models: Models, hardware: Hardware) -> list[Held]:
@@ -141,12 +144,8 @@ def on_critic(config: RunConfig, models: Models, hardware: Hardware) -> list[Hel
     check_layout(layout, [models.policy], own.section, hardware)
     model = TrainedModelShape("critic", models.policy, own.optimizer.cpu_offload, own.optimizer.moment_bytes)
     batch = micro_batch(config, own.micro_batch_tokens or config.micro_batch_tokens)
-    found = []
-    for stage in range(layout.pipeline):
-        place = f"stage {stage}" if layout.pipeline > 1 else ""
-        of_stage = critic_stage(model, layout, stage, batch, hardware.gpu_bytes)
-        found.append(Held("critic", place, {**of_stage, "process": PROCESS_BYTES}, hardware.room))
-    return found
+    gpu_bytes = hardware.gpu_bytes
+    return _by_stage("critic", layout, hardware, lambda stage: critic_stage(model, layout, stage, batch, gpu_bytes))
 
 
 def engines(config: RunConfig, hardware: Hardware) -> dict[str, EngineMemory]:

@@ -176,8 +176,39 @@ class ResourceLimit:
 
 def limits(found: Measured) -> list[ResourceLimit]:
     """Return all limits, the nearest first. Twice the sizes use twice as much of each."""
-    file_seconds = found.step_file_seconds * found.scale.payload
-    rows = [
+    engines = found.engines.mean(found.first.time, found.last.time)
+    cores = [
+        (
+            "Redis's thread",
+            found.cpu("redis"),
+            "give Redis a faster processor; fewer, larger groups cost it fewer commands",
+        ),
+        (
+            "the coordinator's process",
+            found.cpu("coordinator"),
+            "use fewer rollout replicas with more GPUs each (rollout.tensor_parallel): each costs heartbeats",
+        ),
+        (
+            "host work of a trainer rank",
+            found.cpu("trainer") / found.scale.ranks,
+            "use more data-parallel ranks; rank 0 packs every group and writes the step file",
+        ),
+        (
+            "the reward replica",
+            found.cpu("reward"),
+            "start more reward replicas (relaxd up --reward N), each with reward.workers processes",
+        ),
+        (
+            "the advantage replica",
+            found.cpu("advantage"),
+            "start more advantage replicas (relaxd up --advantage N)",
+        ),
+        ("the host of a rollout replica", found.cpu("rollout") / engines, "use more rollout replicas"),
+    ]
+    if found.scale.agents:
+        cores.append(("an agent replica", found.cpu("agent") / found.scale.agents, "use more agent replicas (--agent)"))
+    rows = [ResourceLimit(name, used, 1.0, "cores", advice) for name, used, advice in cores]
+    rows += [
         ResourceLimit(
             "a step's groups in Redis",
             found.written,
@@ -193,13 +224,6 @@ def limits(found: Measured) -> list[ResourceLimit]:
             "raise board.max_group_bytes (up to 16 GiB), or lower rollout.samples_per_prompt or max_new_tokens",
         ),
         ResourceLimit(
-            "Redis's thread",
-            found.cpu("redis"),
-            1.0,
-            "cores",
-            "give Redis a faster processor; fewer, larger groups cost it fewer commands",
-        ),
-        ResourceLimit(
             "Redis's network (10 Gbit/s)",
             (found.written + found.read) / found.step_seconds,
             NETWORK_BYTES,
@@ -207,69 +231,17 @@ def limits(found: Measured) -> list[ResourceLimit]:
             "give Redis a faster network; rollout.return_routed_experts is the largest column if it is set",
         ),
         ResourceLimit(
-            "the coordinator's process",
-            found.cpu("coordinator"),
-            1.0,
-            "cores",
-            "use fewer rollout replicas with more GPUs each (rollout.tensor_parallel): each costs heartbeats",
-        ),
-        ResourceLimit(
-            "host work of a trainer rank",
-            found.cpu("trainer") / found.scale.ranks,
-            1.0,
-            "cores",
-            "use more data-parallel ranks; rank 0 packs every group and writes the step file",
-        ),
-        ResourceLimit(
             "writing the step file",
-            file_seconds,
+            found.step_file_seconds * found.scale.payload,
             found.step_seconds,
             "s a step",
             "put run.folder on a faster disk, or make steps smaller",
         ),
-        ResourceLimit(
-            "the reward replica",
-            found.cpu("reward"),
-            1.0,
-            "cores",
-            "start more reward replicas (relaxd up --reward N), each with reward.workers processes",
-        ),
-        ResourceLimit(
-            "the advantage replica",
-            found.cpu("advantage"),
-            1.0,
-            "cores",
-            "start more advantage replicas (relaxd up --advantage N)",
-        ),
-        ResourceLimit(
-            "the host of a rollout replica",
-            found.cpu("rollout") / found.engines.mean(found.first.time, found.last.time),
-            1.0,
-            "cores",
-            "use more rollout replicas",
-        ),
     ]
-    if found.scale.agents:
-        rows.append(
-            ResourceLimit(
-                "an agent replica",
-                found.cpu("agent") / found.scale.agents,
-                1.0,
-                "cores",
-                "use more agent replicas (--agent)",
-            )
-        )
     beats = found.call_times.heartbeat_at_rest
     if beats is not None and not found.busy_at_rest:  # else heartbeats waited for this machine
-        rows.append(
-            ResourceLimit(
-                "the coordinator's answers (p99 of Heartbeat)",
-                beats,
-                capacity.HEARTBEAT_SECONDS,
-                "s",
-                "use fewer rollout replicas",
-            )
-        )
+        name, goal = "the coordinator's answers (p99 of Heartbeat)", capacity.HEARTBEAT_SECONDS
+        rows.append(ResourceLimit(name, beats, goal, "s", "use fewer rollout replicas"))
     return sorted(rows, key=lambda limit: limit.factor)
 
 
