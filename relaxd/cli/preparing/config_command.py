@@ -1,7 +1,7 @@
 """`relaxd config`: show a configuration, and check it against itself, the model and the data."""
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -23,7 +23,7 @@ from relaxd.config.write_toml import dump_changes, dump_explained
 from relaxd.data.curriculum.run_curriculum import own_problems
 from relaxd.data.dataset import load_data
 from relaxd.data.templating import JUDGE_OVERRIDE, chat_template_text, load_chat_template
-from relaxd.engines import ENGINES, MODEL_KINDS, list_engines
+from relaxd.engines import ENGINES, MODEL_KINDS, EngineCapabilities, list_engines
 from relaxd.evaluation.set_checks import context_problems, environment_problems, set_problems
 from relaxd.json_text import parse_json
 from relaxd.local.placement import machine_problems
@@ -97,156 +97,132 @@ def check_algorithm(config: RunConfig) -> list[Problem]:
     return []
 
 
-def _check_sizes(config: RunConfig) -> list[Problem]:
-    problems = []
+def _check_sizes(config: RunConfig) -> Iterator[Problem]:
     trainer, rollout = config.trainer, config.rollout
     if trainer.groups_per_step % trainer.data_parallel:
-        problems.append(
-            Problem(
-                "trainer.groups_per_step",
-                f"= {trainer.groups_per_step} does not divide among {trainer.data_parallel} data-parallel ranks "
-                f"(ranks {trainer.ranks} / (tensor x pipeline x context parallel)): use a multiple",
-            )
+        yield Problem(
+            "trainer.groups_per_step",
+            f"= {trainer.groups_per_step} does not divide among {trainer.data_parallel} data-parallel ranks "
+            f"(ranks {trainer.ranks} / (tensor x pipeline x context parallel)): use a multiple",
         )
     longest = config.data.max_prompt_tokens + rollout.max_new_tokens
-    rows = {
-        "trainer.micro_batch_tokens": config.micro_batch_tokens,
-        **{f"{own.section}.micro_batch_tokens": own.micro_batch_tokens or longest for own in _frozen(config).values()},
-    }
+    rows = {"trainer": config.micro_batch_tokens}
+    rows |= {own.section: own.micro_batch_tokens or longest for own in _frozen(config).values()}
     if (critic := config.roles.critic).placement == "service":
-        rows[f"{critic.section}.micro_batch_tokens"] = critic.micro_batch_tokens or longest
+        rows[critic.section] = critic.micro_batch_tokens or longest
     if config.has_privileged_teacher and ENGINES[config.roles.teacher.engine].in_ranks:
-        problems += _check_privileged(config)
-    problems += [
-        Problem(
-            setting,
-            f"= {tokens} is too small for one sample: data.max_prompt_tokens + rollout.max_new_tokens = {longest}",
-        )
-        for setting, tokens in rows.items()
-        if longest > tokens
-    ]
-    for section, optimizer in (
-        ("trainer.optimizer", trainer.optimizer),
-        ("roles.critic.optimizer", config.roles.critic.optimizer),
-    ):
+        yield from _check_privileged(config)
+    for section, tokens in rows.items():
+        if longest > tokens:
+            limits = f"data.max_prompt_tokens + rollout.max_new_tokens = {longest}"
+            yield Problem(f"{section}.micro_batch_tokens", f"= {tokens} is too small for one sample: {limits}")
+    for section, optimizer in (("trainer", trainer.optimizer), (critic.section, critic.optimizer)):
         if optimizer.warmup_steps >= config.run.steps and optimizer.warmup_steps:
             problem = f"= {optimizer.warmup_steps}: set it to at most {config.run.steps - 1}, run.steps less one"
-            problems.append(Problem(f"{section}.warmup_steps", problem))
+            yield Problem(f"{section}.optimizer.warmup_steps", problem)
         if optimizer.min_lr > optimizer.lr:
-            problems.append(Problem(f"{section}.min_lr", f"= {optimizer.min_lr} is above lr = {optimizer.lr}"))
-    return problems
+            yield Problem(f"{section}.optimizer.min_lr", f"= {optimizer.min_lr} is above lr = {optimizer.lr}")
 
 
-def _check_privileged(config: RunConfig) -> list[Problem]:
+def _check_privileged(config: RunConfig) -> Iterator[Problem]:
     """Check that a micro-batch has room for a sample with the teacher's prompt."""
     teacher, longest = config.roles.teacher, config.teacher_prompt_tokens + config.rollout.max_new_tokens
-    setting = "trainer.micro_batch_tokens"
-    if teacher.placement == "service" and teacher.micro_batch_tokens:
-        setting = f"{teacher.section}.micro_batch_tokens"
+    section = teacher.section if teacher.placement == "service" and teacher.micro_batch_tokens else "trainer"
     tokens = teacher.micro_batch_tokens or config.micro_batch_tokens
-    if tokens >= longest:
-        return []
-    return [
-        Problem(
-            setting,
+    if tokens < longest:
+        yield Problem(
+            f"{section}.micro_batch_tokens",
             f"= {tokens} is too small for one sample with the teacher's prompt: roles.teacher.max_prompt_tokens + "
             f"rollout.max_new_tokens = {longest}",
         )
-    ]
 
 
-def _check_model(config: RunConfig, folder: Path) -> list[Problem]:
+def _check_model(config: RunConfig, folder: Path) -> Iterator[Problem]:
     file = folder / "config.json"
     try:
         model = decoder_config(parse_json(file.read_text()))
     except (OSError, ValueError, KeyError) as error:
-        return [Problem("model.path", f"= {str(folder)!r} is no model folder: {file}: {error}")]
-    found = []
+        yield Problem("model.path", f"= {str(folder)!r} is no model folder: {file}: {error}")
+        return
     longest = config.data.max_prompt_tokens + config.rollout.max_new_tokens
     context = model.get("max_position_embeddings")
     if isinstance(context, int) and longest > context:
-        found.append(
-            Problem(
-                "rollout.max_new_tokens",
-                f"+ data.max_prompt_tokens = {longest}, but the model's context has only {context} tokens",
-            )
-        )
+        problem = f"+ data.max_prompt_tokens = {longest}, but the model's context has only {context} tokens"
+        yield Problem("rollout.max_new_tokens", problem)
     size = model.get("vocab_size")
     if isinstance(size, int) and (beyond := [token for token in config.rollout.stop_token_ids if token >= size]):
-        found.append(Problem("rollout.stop_token_ids", f"has {beyond[0]}, but the model's tokens are 0 to {size - 1}"))
+        yield Problem("rollout.stop_token_ids", f"has {beyond[0]}, but the model's tokens are 0 to {size - 1}")
     if config.has_media and not sees(model):
         wrong = f"is set, but models of type {model.get('model_type')!r} take no media in the trainer"
-        found.append(Problem(config.media_setting, f"{wrong}: {', '.join(SEEING)} do"))
-    found += _check_engine(config, str(model.get("model_type")))
+        yield Problem(config.media_setting, f"{wrong}: {', '.join(SEEING)} do")
+    yield from _check_engine(config, str(model.get("model_type")))
     replay, returned = config.trainer.routing_replay, config.rollout.return_routed_experts
     for setting, value, asked in (
         ("trainer.routing_replay", f'"{replay}"', replay != "none"),
         ("rollout.return_routed_experts", "true", returned),
     ):
         if asked and not model.get("num_experts_per_tok"):
-            found.append(Problem(setting, f"= {value}, but the model ({model.get('model_type')}) has no experts"))
+            yield Problem(setting, f"= {value}, but the model ({model.get('model_type')}) has no experts")
     if (critic := config.roles.critic).placement == "service":
-        found += _check_division("model.path", folder, critic, config.trainer.attention)
-    return found + _check_division("model.path", folder, config.trainer, config.trainer.attention)
+        yield from _check_division("model.path", folder, critic, config.trainer.attention)
+    yield from _check_division("model.path", folder, config.trainer, config.trainer.attention)
 
 
-def _check_engine(config: RunConfig, model_type: str) -> list[Problem]:
+def _check_engine(config: RunConfig, model_type: str) -> Iterator[Problem]:
     """Check that the rollout engine supports a type of model, and the run's media with it."""
     engine = ENGINES[config.rollout.engine]
-    if (refused := _check_type("rollout", engine.name, model_type)) or model_type not in SEEING:
-        return refused
-    lacking = [kind for kind in config.media_kinds if engine.takes(kind) and not engine.takes(kind, model_type)]
-    return [Problem("rollout.engine", config.engine_problem(kind, model_type)) for kind in lacking]
+    yield from _check_type("rollout", engine, model_type)
+    if model_type in SEEING and model_type not in engine.refused_models:
+        for kind in config.media_kinds:
+            if engine.takes(kind) and not engine.takes(kind, model_type):
+                yield Problem("rollout.engine", config.engine_problem(kind, model_type))
 
 
-def _check_type(section: str, engine: str, model_type: str) -> list[Problem]:
+def _check_type(section: str, engine: EngineCapabilities, model_type: str) -> Iterator[Problem]:
     """Check that the engine of a section runs a type of model."""
-    if model_type not in ENGINES[engine].refused_models:
-        return []
-    able = list_engines(section, lambda one: model_type not in one.refused_models)
-    what = f'= "{engine}", which isn\'t known to run models of type {model_type!r} as the trainer does'
-    return [Problem(f"{section}.engine", f"{what}: {able} does")]
+    if model_type in engine.refused_models:
+        able = list_engines(section, lambda one: model_type not in one.refused_models)
+        what = f'= "{engine.name}", which isn\'t known to run models of type {model_type!r} as the trainer does'
+        yield Problem(f"{section}.engine", f"{what}: {able} does")
 
 
-def _check_frozen_models(config: RunConfig) -> list[Problem]:
+def _check_frozen_models(config: RunConfig) -> Iterator[Problem]:
     """Check the reference's and the teacher's models, if the run has them."""
-    found = []
     for role, own in _frozen(config).items():
         try:
             folders = frozen_models(config, role, weights=False)
             check_vocabularies(config, role)
         except DataError as error:
-            found.append(Problem(error.field, error.message))
+            yield Problem(error.field, error.message)
             continue
         for setting, name in own.settings.items():
             try:
                 model = decoder_config(parse_json((folders[name] / "config.json").read_text()))
             except (OSError, ValueError, KeyError) as error:
-                found.append(Problem(setting, f"= {name!r} is no model folder: {error}"))
+                yield Problem(setting, f"= {name!r} is no model folder: {error}")
                 continue
             model_type = str(model.get("model_type"))
             if lacking := [kind for kind in config.media_kinds if kind not in MODEL_KINDS.get(model_type, ())]:
                 taken = ", ".join(MODEL_KINDS.get(model_type, ())) or "none"
                 wrong = f"takes no {lacking[0]}, which the run has ({config.media_setting})"
-                found.append(Problem(setting, f"= {name!r} {wrong}: media of type {model_type!r} are {taken}"))
+                yield Problem(setting, f"= {name!r} {wrong}: media of type {model_type!r} are {taken}")
             if role == TEACHER:
-                found += _check_candidates(config, model)
+                yield from _check_candidates(config, model)
             if role == TEACHER and not ENGINES[config.roles.teacher.engine].in_ranks:
-                found += _check_teacher_engine(config, model)
+                yield from _check_teacher_engine(config, model)
                 continue
             sizes = config.trainer if own.placement == "trainer" else own
-            found += _check_division(setting, folders[name], sizes, config.trainer.attention)
-    return found
+            yield from _check_division(setting, folders[name], sizes, config.trainer.attention)
 
 
-def _check_teacher_engine(config: RunConfig, model: Mapping[str, Any]) -> list[Problem]:
+def _check_teacher_engine(config: RunConfig, model: Mapping[str, Any]) -> Iterator[Problem]:
     """Check that a teacher's engine supports its model, its division, and the longest sample."""
     teacher = config.roles.teacher
-    problems = _check_type(teacher.section, teacher.engine, str(model.get("model_type")))
+    yield from _check_type(teacher.section, ENGINES[teacher.engine], str(model.get("model_type")))
     heads, context = model.get("num_attention_heads"), model.get("max_position_embeddings")
     if isinstance(heads, int) and heads % teacher.tensor_parallel:
         problem = f"= {teacher.tensor_parallel} does not divide the model's num_attention_heads = {heads}"
-        problems.append(Problem(f"{teacher.section}.tensor_parallel", problem))
+        yield Problem(f"{teacher.section}.tensor_parallel", problem)
     setting = f"{teacher.section}.model"
     if isinstance(given := teacher.sglang.get("context_length"), int):
         setting, context = f"{teacher.section}.sglang.context_length", given
@@ -254,19 +230,17 @@ def _check_teacher_engine(config: RunConfig, model: Mapping[str, Any]) -> list[P
     if isinstance(context, int) and longest > context:
         prompts = f"{teacher.section}.max_prompt_tokens" if config.has_privileged_teacher else "data.max_prompt_tokens"
         problem = f"has a context of {context} tokens, but {prompts} + rollout.max_new_tokens = {longest}"
-        problems.append(Problem(setting, problem))
-    return problems
+        yield Problem(setting, problem)
 
 
-def _check_candidates(config: RunConfig, teacher: Mapping[str, Any]) -> list[Problem]:
+def _check_candidates(config: RunConfig, teacher: Mapping[str, Any]) -> Iterator[Problem]:
     """Check that the teacher's vocabulary has as many tokens as the loss compares."""
     top_k, size = getattr(config.algorithm, "distill_top_k", 0), teacher.get("vocab_size")
-    if not isinstance(size, int) or top_k <= size:
-        return []
-    return [Problem("algorithm.distill_top_k", f"= {top_k}, but the teacher has only {size} tokens")]
+    if isinstance(size, int) and top_k > size:
+        yield Problem("algorithm.distill_top_k", f"= {top_k}, but the teacher has only {size} tokens")
 
 
-def _check_judge(config: RunConfig) -> list[Problem]:
+def _check_judge(config: RunConfig) -> Iterator[Problem]:
     """Check the folder of the judge's model, and that a reply fits into its context.
 
     Any model that its engine can load will do: nothing compares a judge's log-probs with the trainer's.
@@ -276,21 +250,21 @@ def _check_judge(config: RunConfig) -> list[Problem]:
         folder = resolve_model(judge.model, weights=False, setting="roles.judge.model")
         model = parse_json((folder / "config.json").read_text())
     except DataError as error:
-        return [Problem(error.field, error.message)]
+        yield Problem(error.field, error.message)
+        return
     except (OSError, ValueError) as error:
-        return [Problem("roles.judge.model", f"= {judge.model!r} is no model folder: {error}")]
+        yield Problem("roles.judge.model", f"= {judge.model!r} is no model folder: {error}")
+        return
     try:
         if judge.chat_template is not None:
             load_chat_template(folder, chat_template_text(judge.chat_template, JUDGE_OVERRIDE))
     except DataError as error:
-        return [Problem(JUDGE_OVERRIDE, error.message)]
+        yield Problem(JUDGE_OVERRIDE, error.message)
+        return
     context = model.get("max_position_embeddings")
     if isinstance(context, int) and judge.max_new_tokens >= context:
-        problem = (
-            f"= {judge.max_new_tokens}, but the judge's context has only {context} tokens, the question's included"
-        )
-        return [Problem("roles.judge.max_new_tokens", problem)]
-    return []
+        limit = f"the judge's context has only {context} tokens, the question's included"
+        yield Problem("roles.judge.max_new_tokens", f"= {judge.max_new_tokens}, but {limit}")
 
 
 def _frozen(config: RunConfig) -> dict[str, FrozenModelConfig]:
@@ -298,7 +272,7 @@ def _frozen(config: RunConfig) -> dict[str, FrozenModelConfig]:
     return {role: config.roles.frozen[role] for role in config.frozen_roles()}
 
 
-def _check_division(setting: str, folder: Path, sizes: TrainerConfig | ReplicaSizes, kernel: str) -> list[Problem]:
+def _check_division(setting: str, folder: Path, sizes: TrainerConfig | ReplicaSizes, kernel: str) -> Iterator[Problem]:
     """Check that the trainer knows a model, and that it divides among the ranks of a section.
 
     Args:
@@ -311,24 +285,22 @@ def _check_division(setting: str, folder: Path, sizes: TrainerConfig | ReplicaSi
     try:
         shape = read_shape(folder, setting)
     except DataError as error:
-        return [Problem(error.field, error.message)]
+        yield Problem(error.field, error.message)
+        return
     if contradiction := weights_contradiction(folder, shape.tied):
-        return [Problem(setting, contradiction)]
+        yield Problem(setting, contradiction)
+        return
     layout = Layout.of_trainer(sizes) if isinstance(sizes, TrainerConfig) else Layout.of_replica(sizes)
-    if found := problems(layout, shape):
-        return [Problem(f"{section}.{field}", wrong) for field, wrong in found]
-    if kernel == "cudnn" and layout.division(shape).gathering > 1:
-        dividing = [
-            size for size in range(1, layout.context) if replace(layout, context=size).division(shape).gathering == 1
-        ]
-        return [
-            Problem(
-                f"{section}.context_parallel",
-                f"is {layout.context}, among which the model's {shape.heads} query heads don't divide, as "
-                f'trainer.attention = "cudnn" needs; sizes that do: {", ".join(map(str, dividing))}',
-            )
-        ]
-    return []
+    found = problems(layout, shape)
+    yield from (Problem(f"{section}.{field}", wrong) for field, wrong in found)
+    if not found and kernel == "cudnn" and layout.division(shape).gathering > 1:
+        smaller = (replace(layout, context=size) for size in range(1, layout.context))
+        dividing = [one.context for one in smaller if one.division(shape).gathering == 1]
+        yield Problem(
+            f"{section}.context_parallel",
+            f"is {layout.context}, among which the model's {shape.heads} query heads don't divide, as "
+            f'trainer.attention = "cudnn" needs; sizes that do: {", ".join(map(str, dividing))}',
+        )
 
 
 config_app = typer.Typer(help="Show or check a configuration.", no_args_is_help=True)
