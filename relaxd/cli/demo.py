@@ -12,8 +12,9 @@ from typing import Annotated
 
 import typer
 
-from relaxd.cli.execute import Where, check_run_id, execute, free_folder, new_run_id, sayer
+from relaxd.cli.execute import Where, check_run_id, execute, free_folder, new_run_id
 from relaxd.cli.options import DEFAULT_STATE, KeepUpOption, RunIdOption, StateOption, new_console
+from relaxd.cli.output import sayer
 from relaxd.cli.preparing.first_steps import demo_overrides, example
 from relaxd.client import CliError
 from relaxd.config import RunConfig

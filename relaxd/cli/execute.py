@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from statistics import fmean
 
 import typer
 from rich.console import Console
@@ -20,7 +20,8 @@ from rich.text import Text
 
 from relaxd.board import roles_for
 from relaxd.board.sides.side_base import RESERVED_RUN_ID, RUN_ID, RUN_ID_RULE
-from relaxd.cli.options import console_wanted
+from relaxd.cli.options import console_wanted, data_errors
+from relaxd.cli.output import sayer
 from relaxd.cli.preparing.config_command import check, check_algorithm
 from relaxd.cli.preparing.doctor_command import PREFLIGHT_SECONDS, scope_of, warn_of_machine
 from relaxd.cli.preparing.first_steps import prepare_model
@@ -31,7 +32,7 @@ from relaxd.client import CliError, RunFailedError
 from relaxd.client.coordinator_client import AWAY_SECONDS, ENDED, CoordinatorClient
 from relaxd.client.folder_runs import read_run
 from relaxd.config import PlacementConfig, RunConfig
-from relaxd.config.load_toml import ConfigError, Problem, load_recorded
+from relaxd.config.load_toml import ConfigError, load_recorded
 from relaxd.config.write_toml import dump
 from relaxd.data.files.opening import is_hub_path
 from relaxd.data.templating import with_template_texts
@@ -41,7 +42,6 @@ from relaxd.local import compose, stack
 from relaxd.local.placement import machine_problems, placed_replicas
 from relaxd.local.stack import open_client, why_silent
 from relaxd.local.state_folder import StackState, StateFolder
-from relaxd.models import DataError
 from relaxd.process.ports import LOOPBACK
 from relaxd.replica.gpus import visible_gpus
 from relaxd.report.report_files import write_report
@@ -132,8 +132,10 @@ def execute(config: RunConfig, run_id: str, where: Where, console: Console) -> P
         say("[placement] is for services that are started: those that are up stay as they are (relaxd scale)")
     if where.address is not None and (where.in_container or not where.address.startswith((LOOPBACK, "localhost"))):
         # Paths, the run's folder included, are those of the coordinator's machine.
+        with data_errors():
+            config = with_template_texts(config, absolute=False)
         with open_client(where.address, where.folder.path) as coordinator:
-            return _train(coordinator, _starting(_with_local_templates(config), run_id), where, console)
+            return _train(coordinator, _starting(config, run_id), where, console)
     run_folder = free_folder(config.run.folder, run_id)
     if problems := check_algorithm(config):
         raise ConfigError(problems)
@@ -342,22 +344,21 @@ def result_table(folder: Path) -> Table:
     table = Table(title=f"run {summary.get('run_id')}", title_justify="left", show_header=True, header_style="dim")
     for title in ("", "before", "after", "change"):
         table.add_column(title, justify="right" if title else "left")
-    evaluated = results(summary)
-    for name, before, after in evaluated:
-        style = "bold green" if after > before else ""
-        table.add_row(f"held-out {name}", f"{before:.2f}", f"{after:.2f}", Text(f"{after - before:+.2f}", style))
-    for row, last in _first_and_last(result.set_rows):
+
+    def add(label: str, before: float, after: float, digits: int = 2) -> None:
+        change = Text(f"{after - before:+.{digits}f}", "bold green" if after > before else "")
+        table.add_row(label, f"{before:.{digits}f}", f"{after:.{digits}f}", change)
+
+    held_out, sets = results(summary), _first_and_last(result.set_rows)
+    for name, before, after in held_out:
+        add(f"held-out {name}", before, after)
+    for first, last in sets:
         for name in ("reward", *last.estimates[:1]):
-            before, after = row.values.get(name, math.nan), last.values[name]
-            style = "bold green" if after > before else ""
-            label, change = f"{last.name} {shown_name(name)}", Text(f"{after - before:+.2f}", style)
-            table.add_row(label, f"{before:.2f}", f"{after:.2f}", change)
-        evaluated.append((last.name, row.values["reward"], last.values["reward"]))
-    if not evaluated and len(rewards := _rewards(result.steps)) > 1:
+            add(f"{last.name} {shown_name(name)}", first.values.get(name, math.nan), last.values[name])
+    rewards = [step["reward_mean"] for step in result.steps]
+    if not held_out and not sets and len(rewards) > 1:
         shown = min(SHOWN_STEPS, len(rewards) // 2)
-        before, after = _mean(rewards[:shown]), _mean(rewards[-shown:])
-        style = "bold green" if after > before else ""
-        table.add_row("training reward", f"{before:.3f}", f"{after:.3f}", Text(f"{after - before:+.3f}", style))
+        add("training reward", fmean(rewards[:shown]), fmean(rewards[-shown:]), digits=3)
     table.add_section()
     table.add_row("steps", "", str(summary.get("steps")), "")
     table.add_row("wall time", "", f"{summary.get('wall_seconds', 0):.0f} s", "")
@@ -378,30 +379,12 @@ def _first_and_last(rows: Sequence[SetRow]) -> list[tuple[SetRow, SetRow]]:
     return [(of_set[0], of_set[-1]) for of_set in sets.values() if len(of_set) > 1]
 
 
-def _rewards(steps: Sequence[Mapping[str, Any]]) -> list[float]:
-    return [step["reward_mean"] for step in steps if step.get("reward_mean") is not None]
-
-
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values)
-
-
 def result_paths(folder: Path) -> list[str]:
     """List a run's result files, one line each."""
     names = {"report": "report.html", "curve": "curve.png", "model": "model", "summary": "summary.json"}
-    return [f"{name:<8} {_shown(folder / path)}" for name, path in names.items() if (folder / path).exists()]
-
-
-def _shown(path: Path) -> Path:
-    return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
-
-
-def _with_local_templates(config: RunConfig) -> RunConfig:
-    """Read the files of chat templates that are on this machine, for a coordinator elsewhere. Raises ConfigError."""
-    try:
-        return with_template_texts(config, absolute=False)
-    except DataError as error:
-        raise ConfigError([Problem(error.field, error.message)]) from error
+    here = Path.cwd()
+    shown = folder.relative_to(here) if folder.is_relative_to(here) else folder
+    return [f"{name:<8} {shown / path}" for name, path in names.items() if (folder / path).exists()]
 
 
 def with_absolute_paths(config: RunConfig) -> RunConfig:
@@ -464,8 +447,3 @@ def _with_shared_cores(config: RunConfig, replicas: Mapping[str, int]) -> RunCon
         update={role: own.model_copy(update={"threads": own.threads or threads}) for role, own in sizes.items()}
     )
     return config.model_copy(update={"trainer": trainer, "rollout": rollout, "roles": roles})
-
-
-def sayer(console: Console) -> Callable[[str], None]:
-    """Return a function that prints a progress line."""
-    return lambda text: console.print(text, style="dim", markup=False, highlight=False, soft_wrap=True)

@@ -3,11 +3,11 @@
 import os
 import select
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -47,7 +47,6 @@ from relaxd.cli.reading import run_tables
 from relaxd.cli.reading.evaluation_command import evaluation
 from relaxd.cli.reading.ledger_command import ledger
 from relaxd.cli.reading.logs_command import logs, trace
-from relaxd.cli.reading.run_tables import report
 from relaxd.cli.reading.status_command import address_lines, print_status, why
 from relaxd.cli.rehearse_command import rehearse
 from relaxd.cli.run_checkpoints import save_of_run_in_progress
@@ -161,12 +160,14 @@ def _root(
         os.environ.pop("RELAXD_TOKEN", None)  # the option takes precedence
 
 
-app.command()(demo)
-app.command()(init)
-app.command(context_settings=PASS_ON)(data)
-app.command(context_settings=PASS_ON)(fit)
-app.command(context_settings=PASS_ON)(rehearse)
-app.command(context_settings=PASS_ON)(doctor)
+def _add(*commands: Callable[..., None], **settings: Any) -> None:
+    """Add commands, which the help lists in this order."""
+    for command in commands:
+        app.command(**settings)(command)
+
+
+_add(demo, init)
+_add(data, fit, rehearse, doctor, context_settings=PASS_ON)
 
 
 @app.command(context_settings=PASS_ON)
@@ -308,34 +309,12 @@ def status(
         print_status(client, folder.read(), console, shown, run_id)
 
 
-app.command()(run_tables.watch)
-app.command()(console)
-app.command()(why)
-app.command()(run_commands.pause)
-app.command()(run_commands.resume)
-app.command()(run_commands.checkpoint)
-app.command()(run_commands.stop)
-app.command()(run_commands.delete)
-
-
-app.command()(scale)
-app.command()(autoscale)
-app.command()(run_tables.samples)
-app.command()(run_tables.metrics)
-app.command()(run_tables.runs)
-app.command()(logs)
-app.command()(trace)
-app.command()(report)
-app.command()(evaluation)
-app.command()(ledger)
-app.command("eval", context_settings=PASS_ON)(evaluate)
-app.command()(run_checkpoints.checkpoints)
-app.command()(run_checkpoints.replay)
-app.command()(run_checkpoints.export)
-app.command()(fork)
-app.command()(bundle)
-app.command()(push)
-app.command()(sweep)
+_add(run_tables.watch, console, why)
+_add(run_commands.pause, run_commands.resume, run_commands.checkpoint, run_commands.stop, run_commands.delete)
+_add(scale, autoscale)
+_add(run_tables.samples, run_tables.metrics, run_tables.runs, logs, trace, run_tables.report, evaluation, ledger)
+_add(evaluate, name="eval", context_settings=PASS_ON)
+_add(run_checkpoints.checkpoints, run_checkpoints.replay, run_checkpoints.export, fork, bundle, push, sweep)
 
 
 READING = ("watch", "why", "samples", "metrics", "runs", "logs", "trace", "report", "evaluation", "ledger", "status")

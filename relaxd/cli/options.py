@@ -3,7 +3,8 @@
 import functools
 import inspect
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -13,7 +14,8 @@ from rich.console import Console
 from relaxd.cli.output import EscapingConsole
 from relaxd.client import CliError
 from relaxd.config import RunConfig
-from relaxd.config.load_toml import load_file
+from relaxd.config.load_toml import ConfigError, Problem, load_file
+from relaxd.models import DataError
 from relaxd.roles import ROLES, SCALABLE_ROLES
 
 StateOption = Annotated[
@@ -98,6 +100,15 @@ def with_replica_options(command: Callable[..., None]) -> Callable[..., None]:
     with_options.__signature__ = inspect.Signature(list(parameters.values()))  # type: ignore[attr-defined]
     with_options.__annotations__ = {name: parameter.annotation for name, parameter in parameters.items()}
     return with_options
+
+
+@contextmanager
+def data_errors() -> Iterator[None]:
+    """Raise DataError as ConfigError, which names the setting."""
+    try:
+        yield
+    except DataError as error:
+        raise ConfigError([Problem(error.field, error.message)]) from error
 
 
 def load_words(words: list[str]) -> tuple[Path, RunConfig]:

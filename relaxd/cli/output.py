@@ -3,11 +3,12 @@
 import errno
 import json
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import Any, TextIO
 
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.segment import Segment
+from rich.table import Table
 
 from relaxd.telemetry.logs import escape, escape_lines
 
@@ -29,6 +30,19 @@ class EscapingConsole(Console):
 def show(*parts: object, file: TextIO | None = None, flush: bool = False, end: str = "\n") -> None:
     """Print as `print` does, with control characters escaped, except the ends of lines."""
     print(escape_lines(" ".join(map(str, parts))), file=file or sys.stdout, flush=flush, end=end)
+
+
+def sayer(console: Console) -> Callable[[str], None]:
+    """Return a function that prints a progress line."""
+    return lambda text: console.print(text, style="dim", markup=False, highlight=False, soft_wrap=True)
+
+
+def plain_table(*titles: str, right: Collection[str] = (), title: str | None = None) -> Table:
+    """Make a table without lines between its cells; the columns in `right` have numbers."""
+    table = Table(box=None, header_style="dim", padding=(0, 2, 0, 0), title=title, title_justify="left")
+    for name in titles:
+        table.add_column(name, justify="right" if name in right else "left", overflow="fold")
+    return table
 
 
 def show_line(text: str) -> None:

@@ -11,6 +11,7 @@ from rich.table import Table
 
 from relaxd.cli.execute import with_absolute_paths
 from relaxd.cli.options import DEFAULT_STATE, StateOption, WordsArgument, load_words, new_console
+from relaxd.cli.output import sayer
 from relaxd.cli.preparing.config_command import check_algorithm
 from relaxd.client import CliError
 from relaxd.config import RunConfig
@@ -91,10 +92,7 @@ def rehearse(
     agent = agent or (_own_replicas(config, state, AGENT) if config.agent.is_there else 0)
     scale = Scale(rollout, time_scale, payload, ranks, agent)
     logs = Path(f"rehearsal-{path.stem}-{datetime.now(UTC):%Y%m%d-%H%M%S}-logs")
-
-    def say(text: str) -> None:
-        console.print(text, style="dim", markup=False, highlight=False, soft_wrap=True)
-
+    say = sayer(console)
     agents = f", {agent} agent replicas" if agent else ""
     sizes = f"{rollout} rollout replicas{agents}, time / {time_scale:g}, payloads / {payload}, {ranks} trainer rank(s)"
     say(f"{path}: {sizes}")

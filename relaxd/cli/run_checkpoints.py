@@ -19,7 +19,7 @@ from rich.table import Table
 from relaxd.amounts import byte_amount
 from relaxd.best_checkpoint import BestCheckpoint, find_best
 from relaxd.cli.options import FolderOption, RunNameArgument, new_console
-from relaxd.cli.output import show
+from relaxd.cli.output import plain_table, show
 from relaxd.cli.reading.run_source import RUNS
 from relaxd.client import CliError
 from relaxd.client.coordinator_client import ENDED, CoordinatorClient
@@ -157,18 +157,14 @@ def checkpoints(run_id: RunNameArgument, folder: FolderOption = None) -> None:
         show(f"run {run_id} has no checkpoint yet")
         return
     best = _best_of(found)
-    table = Table(box=None, header_style="dim", padding=(0, 2, 0, 0))
-    for title in ("step", "taken", "size", ""):
-        table.add_column(title, justify="right" if title in ("step", "size") else "left")
+    table = plain_table("step", "taken", "size", "", right=("step", "size"))
     for step in steps:
         path = checkpoint_path(found, step)
         marks = ["newest"] if step == steps[0] else []
-        marks += (
-            [f"best ({config_of(found).trainer.checkpoint.keep_best} = {best.value:.4g})"]
-            if (best is not None and best.step == step)
-            else []
-        )
-        marks += ["kept: relaxd checkpoint took it"] if (path / KEPT).exists() else []
+        if best is not None and best.step == step:
+            marks.append(f"best ({config_of(found).trainer.checkpoint.keep_best} = {best.value:.4g})")
+        if (path / KEPT).exists():
+            marks.append("kept: relaxd checkpoint took it")
         taken = datetime.fromtimestamp((path / CHECKPOINT_STATE).stat().st_mtime, UTC)
         size = sum(file.stat().st_size for file in path.iterdir())
         table.add_row(str(step), f"{taken:%Y-%m-%d %H:%M}", byte_amount(size), ", ".join(marks))

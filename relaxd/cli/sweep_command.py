@@ -3,6 +3,7 @@
 import csv
 import hashlib
 import itertools
+import math
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -13,11 +14,11 @@ from typing import Annotated, Any
 import typer
 from pydantic import Field, ValidationError, field_validator
 from rich.console import Console
-from rich.table import Table
 
 from relaxd.best_checkpoint import WatchedMetric, parse_metric
 from relaxd.cli.execute import Where, execute, execute_again, find_services, unfinished
 from relaxd.cli.options import DEFAULT_STATE, CoordinatorOption, StateOption, new_console, with_replica_options
+from relaxd.cli.output import plain_table
 from relaxd.client import CliError
 from relaxd.config import RunConfig
 from relaxd.config.load_toml import MAX_CHARACTERS, ConfigError, load_file, override
@@ -102,7 +103,7 @@ MAX_COLORS = 10
 LINES = ("-", "--", ":", "-.")
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class SweepRow:
     """One run of a sweep."""
 
@@ -134,11 +135,6 @@ class SweepRow:
         """Return the metric by step, the initial model's included."""
         lines = self.result.lines if self.result else []
         return {line["step"]: line[metric.key] for line in lines if line.get(metric.key) is not None}
-
-
-def read_row(run_id: str, settings: Mapping[str, Any], folder: Path) -> SweepRow:
-    """Read the results of a run, which may not have begun."""
-    return SweepRow(run_id=run_id, settings=settings, result=read_result(folder) if is_run(folder) else None)
 
 
 def sweep_table(rows: Sequence[SweepRow], metric: WatchedMetric | None) -> tuple[list[str], list[list[str]]]:
@@ -234,8 +230,12 @@ def sweep(
         except (CliError, ConfigError) as error:  # the others may do better
             failed += 1
             console.print(f"run {run.run_id} failed: {error}", style="red", markup=False, soft_wrap=True)
-    rows = [read_row(run.run_id, run.settings, run.folder) for run in runs]
-    console.print(_table(rows, metric))
+    rows = [SweepRow(run.run_id, run.settings, read_result(run.folder) if is_run(run.folder) else None) for run in runs]
+    titles, cells = sweep_table(rows, metric)
+    table = plain_table(*titles)
+    for line in cells:
+        table.add_row(*line)
+    console.print(table)
     for path in write_sweep(runs[0].folder.parent / f"{sweep_name(file, given)}.sweep", rows, metric):
         console.print(str(path), soft_wrap=True)
     if failed or any(row.state != "completed" for row in rows):
@@ -280,10 +280,7 @@ def plan_runs(file: Path, given: Sweep) -> list[SweepRun]:
     """Return the runs of a sweep; each id depends only on the run's settings. Raises CliError, ConfigError."""
     of_runs = list(given.runs)
     if given.grid:
-        count = 1
-        for values in given.grid.values():
-            count *= len(values)
-        if count > MAX_RUNS:
+        if (count := math.prod(map(len, given.grid.values()))) > MAX_RUNS:
             raise CliError(f"{file}: grid has {count} combinations, more than {MAX_RUNS}")
         of_runs = [dict(zip(given.grid, values, strict=True)) for values in itertools.product(*given.grid.values())]
     found: dict[str, SweepRun] = {}
@@ -298,13 +295,3 @@ def plan_runs(file: Path, given: Sweep) -> list[SweepRun]:
             raise CliError(f"{file}: two runs have the same settings: {settings}", "remove one of them")
         found[run_id] = SweepRun(run_id, settings, config)
     return list(found.values())
-
-
-def _table(rows: list[SweepRow], metric: WatchedMetric | None) -> Table:
-    table = Table(box=None, header_style="dim", padding=(0, 2, 0, 0))
-    titles, cells = sweep_table(rows, metric)
-    for title in titles:
-        table.add_column(title, overflow="fold")
-    for row in cells:
-        table.add_row(*row)
-    return table

@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from relaxd.cli.options import WordsArgument, new_console, split_words
+from relaxd.cli.options import WordsArgument, data_errors, new_console, split_words
 from relaxd.cli.preparing.first_steps import prepare_model
 from relaxd.client import CliError
 from relaxd.config import RunConfig
@@ -28,7 +28,6 @@ from relaxd.data.sources.evaluation_sets import read_set
 from relaxd.data.sources.run_sources import Share, Source, mixture_weights, read_sources
 from relaxd.data.tokenizer import PromptTokenizer
 from relaxd.data.vision import normalise
-from relaxd.models import DataError
 from relaxd.models.folders import resolve_model
 from relaxd.run_folder import HELD_OUT
 from relaxd.telemetry.logs import escape
@@ -92,7 +91,7 @@ def data(
     config = load_words_or_prompts(words, lambda path: 'reward.name = "dummy"')
     console = new_console()
     prepare_model(config, lambda text: console.print(text, markup=False, highlight=False, soft_wrap=True))
-    try:
+    with data_errors():
         folder = resolve_model(config.model.path, weights=False)
         tokenizer = PromptTokenizer.of_run(config, folder)
         sources, held_out = read_sources(config)
@@ -104,8 +103,6 @@ def data(
         for one in sets:
             if len(one.examples):
                 _show(one, tokenizer, config, 0, console)
-    except DataError as error:
-        raise ConfigError([Problem(error.field, error.message)]) from error
 
 
 def _show(

@@ -12,7 +12,7 @@ import grpc
 import typer
 from rich.console import Console
 
-from relaxd.cli.options import PASS_ON, load_words, new_console
+from relaxd.cli.options import PASS_ON, data_errors, load_words, new_console
 from relaxd.cli.preparing.reward_command import first_prompts
 from relaxd.client import CliError
 from relaxd.config.agent import SERVICE, check_environment
@@ -28,7 +28,6 @@ from relaxd.evaluation.set_checks import environment_problems
 from relaxd.json_text import parse_json
 from relaxd.media import shown_text
 from relaxd.media.prompt_media import StoredMedia
-from relaxd.models import DataError
 from relaxd.models.folders import resolve_model
 from relaxd.process.child import ChildError
 from relaxd.rpc.client import channel
@@ -128,11 +127,9 @@ def _trial_of_run(words: list[str]) -> _Trial:
     first = first_prompts(config)[0]
     messages = first.messages
     if first.media:
-        try:
+        with data_errors():
             vision = read_vision(resolve_model(config.model.path), config.data, config.media_kinds)
             messages = with_media(messages, [StoredMedia.of(one).uri for one in normalise(first, vision)])
-        except DataError as error:
-            raise ConfigError([Problem(error.field, error.message)]) from error
     return _Trial(
         agent.environment,
         agent.settings,

@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from relaxd.cli.options import WordsArgument, new_console
+from relaxd.cli.options import WordsArgument, data_errors, new_console
 from relaxd.cli.preparing.data_command import load_words_or_prompts, set_of
 from relaxd.cli.preparing.first_steps import prepare_model
 from relaxd.cli.preparing.reward_command import try_reward
@@ -27,7 +27,6 @@ from relaxd.evaluation.set_checks import context_problems, set_problems
 from relaxd.evaluation.sets import TRAINING, ResolvedSet, sets_of, training_set, unknown_set
 from relaxd.local.programs import ROLLOUT_OFFLINE, stream_program
 from relaxd.media.messages import with_parts
-from relaxd.models import DataError
 from relaxd.models.folders import resolve_model
 from relaxd.report.run_result import set_rows
 from relaxd.rewards import RewardInput
@@ -108,12 +107,10 @@ def evaluate_model(
             f'agent.environment is "{config.agent.environment}", but relaxd eval has no environments',
             "the evaluations of a run have (relaxd run)",
         )
-    try:
+    with data_errors():
         found = {one.name for one in sets}
         data = {TRAINING: load_data(config).train} if training else load_evaluation(config, found)
         problems = context_problems(config, resolve_model(config.model.path, weights=False))
-    except DataError as error:
-        raise ConfigError([Problem(error.field, error.message)]) from error
     if problems := [*problems, *set_problems(config, data, found)]:
         raise ConfigError([Problem(setting, message) for setting, message in problems])
     if (folder / RESULTS).exists():
@@ -170,25 +167,14 @@ def _answer(
     config: RunConfig, one: ResolvedSet, data: PromptDataset, device: Device, count: int
 ) -> Iterator[_Answered]:
     """Yield the answers of the model to a set's prompts, as they end. Raises CliError."""
-    try:
+    with data_errors():
         prompts = [data.prompt(index) for index in range(count)]
-    except DataError as error:
-        raise ConfigError([Problem(error.field, error.message)]) from error
-    sampling = {
-        "max_new_tokens": one.max_new_tokens,
-        "temperature": one.temperature,
-        "top_p": one.top_p,
-        "top_k": one.top_k,
-        "stop": one.stop,
-        "stop_token_ids": one.stop_token_ids,
-        "min_new_tokens": one.min_new_tokens,
-    }
     questions = [
         {
             "prompt": prompt.tokens.tolist(),
             "media": prompt.media.to_json(),
             "n": one.samples_per_prompt,
-            "sampling": sampling | {"seed": one.prompt_seed(prompt.index)},
+            "sampling": one.sampling_settings | {"seed": one.prompt_seed(prompt.index)},
         }
         for prompt in prompts
     ]

@@ -9,13 +9,12 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from relaxd.cli.options import WordsArgument, load_words, new_console
+from relaxd.cli.options import WordsArgument, data_errors, load_words, new_console
 from relaxd.cli.output import show
 from relaxd.client import CliError
 from relaxd.config import RunConfig
-from relaxd.config.load_toml import ConfigError, Problem
+from relaxd.config.load_toml import ConfigError
 from relaxd.local.placement import placed_replicas, placement_problems
-from relaxd.models import DataError
 from relaxd.roles import JUDGE, ROLES
 from relaxd.tools.fitting.fit import Fit
 from relaxd.tools.fitting.fit import fit as compute
@@ -39,13 +38,12 @@ def fit(
     """Say what each GPU will hold, whether it fits, and which layout of the trainer would be the fastest that does."""
     path, config = load_words(words)
     given = {} if judge is None else {JUDGE: judge}
+    if problems := placement_problems(config, given):
+        raise ConfigError(problems)
+    replicas = placed_replicas(config, given)
     try:
-        if problems := placement_problems(config, given):
-            raise ConfigError(problems)
-        replicas = placed_replicas(config, given)
-        found = compute(config, Hardware(int(gpu_gib * GIB), gpus_per_node), max(1, replicas[JUDGE]))
-    except DataError as error:
-        raise ConfigError([Problem(error.field, error.message)]) from error
+        with data_errors():
+            found = compute(config, Hardware(int(gpu_gib * GIB), gpus_per_node), max(1, replicas[JUDGE]))
     except FitError as error:
         raise CliError(str(error)) from error
     if as_json:

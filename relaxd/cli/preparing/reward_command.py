@@ -13,7 +13,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from relaxd.cli.options import DEFAULT_STATE, PASS_ON, WordsArgument, load_words, new_console
+from relaxd.cli.options import DEFAULT_STATE, PASS_ON, WordsArgument, data_errors, load_words, new_console
 from relaxd.cli.output import show
 from relaxd.cli.preparing.first_steps import prepare_model
 from relaxd.client import CliError
@@ -28,7 +28,6 @@ from relaxd.local.programs import REWARD_TRIAL, ROLLOUT_OFFLINE, run_program, st
 from relaxd.local.state_folder import StateFolder
 from relaxd.media.messages import Message, with_parts
 from relaxd.media.prompt_media import PromptMedia, with_references
-from relaxd.models import DataError
 from relaxd.models.folders import resolve_model
 from relaxd.rewards import RewardInput
 from relaxd.rewards.interface import references
@@ -57,11 +56,9 @@ def reward_test(
     """Score three prompts of the data with made-up answers and the reference answer. Starts no service."""
     _, config = load_words(words)
     examples = first_prompts(config)
-    try:
+    with data_errors():
         generated = _generate(config, examples, generate) if generate else [[]] * len(examples)
         media = _media_of(config, examples)
-    except DataError as error:
-        raise ConfigError([Problem(error.field, error.message)]) from error
     samples = [
         RewardInput(
             prompt=example.text,
@@ -89,11 +86,9 @@ def reward_test(
 
 def first_prompts(config: RunConfig) -> list[Example]:
     """Return the first prompts of each source. Raises ConfigError."""
-    try:
+    with data_errors():
         sources, _ = read_sources(config)
         each = max(1, PROMPTS // len(sources))
-    except DataError as error:
-        raise ConfigError([Problem(error.field, error.message)]) from error
     found: list[Example] = []
     for source in sources:
         try:

@@ -8,7 +8,7 @@ from rich.table import Table
 from rich.text import Text
 
 from relaxd.cli.options import DEFAULT_STATE, CoordinatorOption, FolderOption, RunArgument, StateOption, new_console
-from relaxd.cli.output import show_json
+from relaxd.cli.output import plain_table, show_json
 from relaxd.cli.reading.live_view import printable
 from relaxd.cli.reading.run_source import open_run
 from relaxd.client import CliError
@@ -54,10 +54,9 @@ def evaluation(
 def results_table(rows: Sequence[SetRow]) -> Table:
     """Format results of evaluations, a metric per row, with 95 % confidence intervals in brackets."""
     titles, cells = table_of(rows)
-    table = Table(box=None, header_style="dim", padding=(0, 2, 0, 0))
-    table.add_column("set", overflow="fold")
-    for title in ("step", "metric", "value"):
-        table.add_column(title, justify="right" if title == "step" else "left", no_wrap=True)
+    table = plain_table("set", "step", "metric", "value", right=("step",))
+    for column in table.columns[1:]:
+        column.no_wrap = True
     for name, step, *values in cells:
         place = [name, step]
         for metric, value in zip(titles[2:], values, strict=True):

@@ -3,15 +3,13 @@
 import math
 import sys
 from itertools import islice
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.table import Table
 
 from relaxd.cli.options import DEFAULT_STATE, CoordinatorOption, FolderOption, RunArgument, StateOption, new_console
-from relaxd.cli.output import show, show_json
+from relaxd.cli.output import plain_table, show, show_json
 from relaxd.cli.reading.run_source import open_run
 from relaxd.client import CliError
 from relaxd.config import RunConfig
@@ -73,17 +71,16 @@ def ledger(
         elif tests:
             _print_groups(list(islice(found, limit + 1)), limit, new_console())
         else:
-            console, curriculum = new_console(), _curriculum(source.folder)
+            console = new_console()
+            curriculum = RunConfig.model_validate_json((source.folder / CONFIG).read_bytes()).data.curriculum
             prompts = GrowingRecord(curriculum)
             _print_summary(summarise_fates(source.folder, prompts.observe), console)
             _print_prompts(prompts.record, curriculum, console)
 
 
 def _print_groups(lines: list[dict[str, Any]], limit: int, console: Console) -> None:
-    table = Table(box=None, header_style="dim", padding=(0, 2, 0, 0))
-    continued = any("continued" in line for line in lines)  # only runs with partial rollout count it
-    for name in ("group", "row", "source", "fate", "at", "tokens", "reward", *(["continued"] if continued else [])):
-        table.add_column(name)
+    continued = ["continued"] if any("continued" in line for line in lines) else []  # only with partial rollout
+    table = plain_table("group", "row", "source", "fate", "at", "tokens", "reward", *continued)
     for line in lines[:limit]:
         table.add_row(
             line["group"],
@@ -93,7 +90,7 @@ def _print_groups(lines: list[dict[str, Any]], limit: int, console: Console) -> 
             line.get("stage", ""),
             _shown(line.get("tokens")),
             _shown(line.get("reward")),
-            *([_shown(line.get("continued"))] if continued else []),
+            *(_shown(line.get(name)) for name in continued),
         )
     console.print(table if lines else "no group matches")
     if len(lines) > limit:
@@ -113,16 +110,13 @@ def _print_summary(summary: Summary, console: Console) -> None:
         f"{summary.continued} have answers that were cut off and continued\n",
         soft_wrap=True,
     )
-    table = Table(box=None, header_style="dim", padding=(0, 2, 0, 0), title="means", title_justify="left")
-    for name in ("", "published", "trained"):
-        table.add_column(name, justify="right" if name else "left")
+    table = plain_table("", "published", "trained", right=("published", "trained"), title="means")
     for name, (of_all, of_trained) in summary.means.items():
         table.add_row(MEANS[name], _shown(of_all.value), _shown(of_trained.value))
     console.print(table, "")
     for dimension, buckets in summary.by.items():
-        table = Table(box=None, header_style="dim", padding=(0, 2, 0, 0), title=f"by {dimension}", title_justify="left")
-        for name in ("", "published", "of all", "trained", "of all trained", "dropped"):
-            table.add_column(name, justify="left" if name in ("", "dropped") else "right")
+        counts = ("published", "of all", "trained", "of all trained")
+        table = plain_table("", *counts, "dropped", right=counts, title=f"by {dimension}")
         for label, bucket in buckets.items():
             table.add_row(
                 label,
@@ -135,15 +129,10 @@ def _print_summary(summary: Summary, console: Console) -> None:
         console.print(table, "")
 
 
-def _curriculum(folder: Path) -> CurriculumConfig:
-    return RunConfig.model_validate_json((folder / CONFIG).read_bytes()).data.curriculum
-
-
 def _print_prompts(record: PromptRecord, curriculum: CurriculumConfig, console: Console) -> None:
     """Print how many prompts have which pass rate."""
-    table = Table(box=None, header_style="dim", padding=(0, 2, 0, 0), title="prompts tried", title_justify="left")
-    for name in ("pass rate", "prompts", "of all tried"):
-        table.add_column(name, justify="left" if name == "pass rate" else "right")
+    counts = ("prompts", "of all tried")
+    table = plain_table("pass rate", *counts, right=counts, title="prompts tried")
     for bucket, count in enumerate(record.histogram):
         if count:
             rates = f"{bucket / BUCKETS:g} to {(bucket + 1) / BUCKETS:g}"

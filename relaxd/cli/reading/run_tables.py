@@ -21,7 +21,7 @@ from relaxd.cli.options import (
     StateOption,
     new_console,
 )
-from relaxd.cli.output import show, show_json
+from relaxd.cli.output import plain_table, show, show_json
 from relaxd.cli.reading.follow import follow, interrupt_code
 from relaxd.cli.reading.live_view import samples_table
 from relaxd.cli.reading.run_source import RUNS, left_note, open_run
@@ -68,15 +68,15 @@ def watch(
             console = new_console()
             # textual reads standard input and draws on standard error.
             on_terminal = console.is_terminal and sys.stdin.isatty() and sys.stderr.isatty()
-            if not on_terminal or source.run.state in ENDED:
-                follow(source.reader, source.run.run_id, console, healthy=healthy)
-            elif find_spec("textual") is None:
-                console.print("pip install 'relaxd[watch]' brings the full screen", style="dim")
-                follow(source.reader, source.run.run_id, console, healthy=healthy)
-            else:
+            in_place = not on_terminal or source.run.state in ENDED
+            if not in_place and find_spec("textual") is not None:
                 from relaxd.cli.reading.full_screen import follow_full_screen  # takes half a second
 
                 follow_full_screen(source.reader, source.run, console, healthy)
+                return
+            if not in_place:
+                console.print("pip install 'relaxd[watch]' brings the full screen", style="dim")
+            follow(source.reader, source.run.run_id, console, healthy=healthy)
         except KeyboardInterrupt as interrupt:
             raise typer.Exit(interrupt_code(interrupt)) from None
 
@@ -131,24 +131,18 @@ def metrics(
         if not lines:
             show("no metrics yet: they come with the first trained step")
             return
-        known = sorted(
-            {name for line in lines for name, value in line.items() if as_json or not isinstance(value, dict)}
-        )
-        known.remove("step")
+        shown = {name for line in lines for name, value in line.items() if as_json or not isinstance(value, dict)}
+        known = sorted(shown - {"step"})
         for name in names or ():
             if name not in known:
                 raise CliError(f"run {source.run.run_id} has no metric {name!r}", f"there are {', '.join(known)}")
         lines = lines[-last:]
         if as_json:
-            chosen = ["step", *names] if names else ["step", *known]
             for line in lines:
-                show(json.dumps({name: line[name] for name in chosen if name in line}))
+                show(json.dumps({name: line[name] for name in ("step", *(names or known)) if name in line}))
         else:
             console = new_console()
-            console.print(
-                *metrics_tables(lines, names or shown_metrics(known), console.width),
-                sep="\n",
-            )
+            console.print(*metrics_tables(lines, names or shown_metrics(known), console.width), sep="\n")
 
 
 def runs(state: StateOption = DEFAULT_STATE, coordinator: CoordinatorOption = None) -> None:
@@ -196,10 +190,9 @@ def print_runs(state: Path, coordinator: str | None, console: Console, run_id: s
 
 def _runs_table(runs: Sequence[pb.Run], live: set[str], *, known_to_live: bool) -> Table:
     """List runs. A run that hasn't ended and isn't in `live` counts as interrupted, if `live` is known."""
-    table = Table(box=None, header_style="dim", padding=(0, 2, 0, 0))
-    table.add_column("run", no_wrap=True, overflow="fold")  # ids are copied
-    for title in ("state", "step", "reward", "held-out", "started", "time"):
-        table.add_column(title, justify="right" if title in ("step", "reward", "held-out", "time") else "left")
+    numbers = ("step", "reward", "held-out", "time")
+    table = plain_table("run", "state", "step", "reward", "held-out", "started", "time", right=numbers)
+    table.columns[0].no_wrap = True  # ids are copied
     for run in runs:
         left = known_to_live and run.state not in ENDED and run.run_id not in live
         started = run.create_time.ToDatetime()
@@ -269,9 +262,8 @@ def _width(columns: Sequence[Sequence[str]]) -> int:
 
 
 def _table(columns: Sequence[Sequence[str]]) -> Table:
-    table = Table(box=None, header_style="dim", padding=(0, GAP, 0, 0))
-    for title, *_ in columns:
-        table.add_column(title, justify="right", overflow="fold")
+    titles = [title for title, *_ in columns]
+    table = plain_table(*titles, right=titles)
     for row in list(zip(*columns, strict=True))[1:]:
         table.add_row(*row)
     return table

@@ -94,9 +94,9 @@ def _curriculum(metrics: Mapping[str, float]) -> str:
 
 
 def _table(title: str, *columns: str) -> Table:
-    table = Table(title=title, title_justify="left", title_style="bold", header_style="dim", box=None)
-    for column in columns:
-        table.add_column(column, overflow="fold")
+    table = Table(*columns, title=title, title_justify="left", title_style="bold", header_style="dim", box=None)
+    for column in table.columns:
+        column.overflow = "fold"
     return table
 
 
