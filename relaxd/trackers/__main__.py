@@ -12,6 +12,7 @@ import os
 import sys
 import threading
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -34,15 +35,8 @@ class Reports:
         self._lock = threading.Lock()
         self._problems: dict[tuple[str, str], str] = {}
 
-    def set(self, tracker: str, problem: str) -> None:
-        """Set a tracker's problem, "" if it works; it is written only if it changed."""
-        self._set("tracker", tracker, problem)
-
-    def set_notifier(self, notifier: str, problem: str) -> None:
-        """Set the problem of notifications to an address, as `set`."""
-        self._set("notifier", notifier, problem)
-
-    def _set(self, kind: str, name: str, problem: str) -> None:
+    def set(self, kind: str, name: str, problem: str) -> None:
+        """Set the problem of a "tracker" or "notifier", "" if it works; it is written only if it changed."""
         with self._lock:
             if self._problems.get((kind, name)) != problem:
                 self._problems[kind, name] = problem
@@ -75,16 +69,17 @@ def make_notifiers(given: dict[str, Any], folder: Path, reports: Reports) -> lis
     try:
         urls = read_urls(settings["urls_file"], environment)
     except UrlProblem as problem:
-        reports.set_notifier("", str(problem))
+        reports.set("notifier", "", str(problem))
         return []
-    return [Notifier(url, given["run_id"], folder, settings, reports.set_notifier) for url in urls]
+    report = partial(reports.set, "notifier")
+    return [Notifier(url, given["run_id"], folder, settings, report) for url in urls]
 
 
 def run_trackers(given: dict[str, Any], reports: Reports) -> None:
     """Feed a run's trackers and notifiers until the input ends, and for up to END_SECONDS longer."""
     run = tracked_run(given)
     notifiers = make_notifiers(given, run.folder, reports)
-    feeds = [Feed(name, run, reports.set) for name in run.settings["trackers"]]
+    feeds = [Feed(name, run, partial(reports.set, "tracker")) for name in run.settings["trackers"]]
     ending = threading.Event()
 
     def await_end() -> None:
