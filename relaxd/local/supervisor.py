@@ -349,13 +349,12 @@ class Supervisor:
 
 
 def _prepare() -> None:
-    """Prepare a forked child: the kernel ends it when the supervisor dies (Linux only).
+    """Prepare a forked child: the kernel ends it when the supervisor dies.
 
     SIGXFSZ is ignored so that a write beyond a file-size limit fails with an error, which Redis can handle.
     """
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def _describe_exit(code: int | None) -> str:

@@ -46,7 +46,7 @@ _STATUS_OFFSET = 40
 
 def check_system(scope: Scope) -> Iterator[Finding]:
     """Describe this machine, for reports of errors."""
-    cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count()
+    cores = len(os.sched_getaffinity(0))
     yield Finding(
         "ok",
         "system",
@@ -57,8 +57,6 @@ def check_system(scope: Scope) -> Iterator[Finding]:
 
 def check_shared_memory(scope: Scope) -> Iterator[Finding]:
     """Check the free shared memory of a machine with GPUs."""
-    if sys.platform != "linux":
-        return
     try:
         found = os.statvfs(SHARED_MEMORY)
     except OSError as error:
@@ -213,8 +211,6 @@ def _cgroups() -> list[Path]:
 
 def _is_synchronised() -> bool | None:
     """Return whether the kernel's clock is synchronised; None if unknown."""
-    if sys.platform != "linux":
-        return None
     times = ctypes.create_string_buffer(256)  # a struct timex of zeros only reads
     if ctypes.CDLL(None).adjtimex(times) < 0:
         return None
@@ -231,10 +227,8 @@ def check_disk(scope: Scope) -> Iterator[Finding]:
     """Check that the state folder, the runs' folder and the folder of temporary files can be written and have room."""
     needed = None
     if scope.config is not None:
-        try:
+        with contextlib.suppress(DataError):  # `relaxd config check` names the model that is wrong
             needed = sum(written(scope.config).values())
-        except DataError:  # `relaxd config check` names the model that is wrong
-            needed = None
     yield folder_finding("state folder", scope.folder.path, "--state DIR")
     yield folder_finding("run folder", scope.runs, "--run.folder DIR", needed)
     yield folder_finding("temporary folder", Path(tempfile.gettempdir()), "export TMPDIR=DIR")
