@@ -22,6 +22,7 @@ from relaxd.data.vision import VisionModel
 from relaxd.media import AUDIO, NormalMedia, decode_wav
 from relaxd.tools.sight_beginner import MERGE, PATCH, TEXT, TOWER, UPDATES, Task, processor, teach, tokenizer_of_task
 from relaxd.tools.tone_pitches import PITCHES, PROMPT, RATE, draw, encoded
+from relaxd.tools.tool_beginner import save
 
 TASK = Task(
     AUDIO, PROMPT.removeprefix("<audio>"), list(map(str, range(PITCHES))), lambda seed: encoded(draw(seed)[1]), PATCH
@@ -65,9 +66,7 @@ def _random_model(folder: Path, tokenizer: PreTrainedTokenizerFast, task: Task) 
         # With transformers' small weights what a sound is would be lost beside where its frames are.
         if isinstance(module, torch.nn.Conv2d | torch.nn.Linear):
             module.reset_parameters()
-    model.generation_config.eos_token_id, model.generation_config.pad_token_id = 1, 0
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
+    save(folder, model, tokenizer)
     extractor = {
         "feature_extractor_type": "WhisperFeatureExtractor",
         "feature_size": BANDS,

@@ -24,7 +24,7 @@ from relaxd.data.vision import VisionModel, normalise, read_vision
 from relaxd.media import AUDIO, IMAGE, VIDEO, MediaItem, NormalMedia, decode_png
 from relaxd.tools import digit_pictures, moving_dots
 from relaxd.tools.digit_pictures import encoded
-from relaxd.tools.tool_beginner import END, labels, tokenizer_of
+from relaxd.tools.tool_beginner import END, labels, save, tokenizer_of
 
 IMAGE_MARKS = {"image_token_id": "<|image|>"}
 VIDEO_MARKS = {"video_token_id": "<|video|>", "vision_start_token_id": "<|start|>", "vision_end_token_id": "<|stop|>"}
@@ -157,9 +157,7 @@ def random_model(
     model = Qwen3VLForConditionalGeneration(
         Qwen3VLConfig(text_config=text, vision_config=tower, tie_word_embeddings=False, **ids)
     )
-    model.generation_config.eos_token_id, model.generation_config.pad_token_id = 1, 0
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
+    save(folder, model, tokenizer)
     return model
 
 

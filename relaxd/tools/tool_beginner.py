@@ -11,7 +11,7 @@ from random import Random
 
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
 from relaxd.data.examples import Message
 from relaxd.data.sources.addition_source import addition
@@ -73,6 +73,11 @@ def teach(folder: Path, tokenizer: PreTrainedTokenizerFast, batches: int, text: 
         return lesson_loss(model(input_ids=ids).logits, ids)
 
     train(model, batches, LEARNING_RATE, loss)
+    save(folder, model, tokenizer)
+
+
+def save(folder: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast) -> None:
+    """Write a model and its tokenizer, whose first two tokens are for padding and for ends."""
     model.generation_config.eos_token_id, model.generation_config.pad_token_id = 1, 0
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
