@@ -24,7 +24,7 @@ _waiting: dict[str, None] = {}
 
 
 def notify(text: str) -> None:
-    """Send a message to the people who watch the run. It is an alarm: on the screen, and where `[alerts]` sends alarms.
+    """Send a message to the people who watch the run, as an alarm: on the screen, and where `[alerts]` sends alarms.
 
     Call it in rewards and environments, from any thread. A message stays an alarm until it wasn't repeated for ten
     minutes. Outside of a run nothing happens.

@@ -218,48 +218,44 @@ def _on_own_services(begin: Begin, run_id: str, run_folder: Path, where: Where, 
     Raises CliError before it touches anything if the state folder has services, or another command starts some there.
     """
     with where.folder.starting(f"relaxd run --run-id {run_id}"):
-        return _start_and_follow(begin, run_id, run_folder, where, console)
-
-
-def _start_and_follow(begin: Begin, run_id: str, run_folder: Path, where: Where, console: Console) -> Path:
-    say = sayer(console)
-    folder = where.folder
-    shared = where.keep_up or where.shared_redis
-    redis_data = _redis_data(where, run_id)
-    plan = stack.make_plan(
-        folder,
-        port=None,
-        replicas=where.replicas,
-        redis_data=redis_data,
-        stop_with_parent=not where.keep_up,
-        engines=where.engines,
-        console=where.console,
-    )
-    stay = False
-    try:
-        say("starting Redis and the services")
-        state = stack.up(folder, plan, say, None if shared else run_folder / LOGS)
-        say(f"up: {', '.join(f'{service.name} ({service.pid})' for service in state.services)}")
-        if plan.console:
-            say(f"the console is at {plan.console}")
-        with CoordinatorClient(plan.coordinator, plan.stack, why_silent(folder.path)) as coordinator:
-            found = _train(coordinator, begin, where, console)
-        stay = where.keep_up
-        return found
-    except KeyboardInterrupt:  # before the run began
-        raise typer.Exit(130) from None
-    finally:
-        if stay:
-            say(f"the services stay up at {plan.coordinator}; relaxd down stops them")
-        else:
-            if folder.is_up():
-                say("stopping the services")
-            stack.down(folder, say)
-            if unfinished(run_folder):
-                command = "relaxd up" if shared else resume_command(run_id, run_folder, where.folder.path)
-                say(f"run {run_id} has not ended: {command} continues it")
-            elif not shared:
-                shutil.rmtree(redis_data, ignore_errors=True)
+        say = sayer(console)
+        folder = where.folder
+        shared = where.keep_up or where.shared_redis
+        redis_data = _redis_data(where, run_id)
+        plan = stack.make_plan(
+            folder,
+            port=None,
+            replicas=where.replicas,
+            redis_data=redis_data,
+            stop_with_parent=not where.keep_up,
+            engines=where.engines,
+            console=where.console,
+        )
+        stay = False
+        try:
+            say("starting Redis and the services")
+            state = stack.up(folder, plan, say, None if shared else run_folder / LOGS)
+            say(f"up: {', '.join(f'{service.name} ({service.pid})' for service in state.services)}")
+            if plan.console:
+                say(f"the console is at {plan.console}")
+            with CoordinatorClient(plan.coordinator, plan.stack, why_silent(folder.path)) as coordinator:
+                found = _train(coordinator, begin, where, console)
+            stay = where.keep_up
+            return found
+        except KeyboardInterrupt:  # before the run began
+            raise typer.Exit(130) from None
+        finally:
+            if stay:
+                say(f"the services stay up at {plan.coordinator}; relaxd down stops them")
+            else:
+                if folder.is_up():
+                    say("stopping the services")
+                stack.down(folder, say)
+                if unfinished(run_folder):
+                    command = "relaxd up" if shared else resume_command(run_id, run_folder, where.folder.path)
+                    say(f"run {run_id} has not ended: {command} continues it")
+                elif not shared:
+                    shutil.rmtree(redis_data, ignore_errors=True)
 
 
 def unfinished(run_folder: Path) -> bool:

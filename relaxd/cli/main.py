@@ -32,7 +32,7 @@ from relaxd.cli.options import (
     new_console,
     with_replica_options,
 )
-from relaxd.cli.output import EscapingConsole, show
+from relaxd.cli.output import EscapingConsole, sayer, show
 from relaxd.cli.preparing.alerts_command import alerts_app
 from relaxd.cli.preparing.config_command import check_algorithm, config_app
 from relaxd.cli.preparing.data_command import data
@@ -247,7 +247,7 @@ def up(
             port,
             replicas,
             grace_seconds,
-            lambda text: console.print(text, style="dim"),
+            sayer(console),
             console=web_console,
         )
         console.print(f"up: the coordinator is at {containers.coordinator}, `docker compose logs` has the logs")
@@ -264,7 +264,7 @@ def up(
             engines=engines,
             console=web_console,
         )
-        stack.up(folder, plan, lambda text: console.print(text, style="dim"))
+        stack.up(folder, plan, sayer(console))
     console.print(f"up: the coordinator is at {plan.coordinator}, logs are in {folder.logs}")
     if plan.console:
         console.print(f"the console is at {plan.console}")

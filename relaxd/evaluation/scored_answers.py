@@ -3,7 +3,7 @@
 import logging
 import re
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -33,7 +33,7 @@ class ScoredAnswer:
     """Finish reason, by relaxd.finish_reasons."""
     vote: str = ""
     """The answer's vote in maj@k; "" for none."""
-    parts: Mapping[str, float] = field(default_factory=dict)
+    parts: dict[str, float] = field(default_factory=dict)
     error: str = ""
     """Reason why the answer couldn't be scored."""
     turns: int = 0
@@ -41,15 +41,9 @@ class ScoredAnswer:
 
     def to_json(self) -> dict[str, Any]:
         """Return the line of an evaluation's file, without the texts."""
-        return {
-            "index": self.index,
-            "sample": self.sample,
-            "reward": self.reward,
-            "parts": dict(self.parts),
-            "error": self.error,
-            "length": self.length,
-            "finish_reason": self.finish_reason,
-        } | ({"turns": self.turns} if self.turns else {})
+        names = ["index", "sample", "reward", "parts", "error", "length", "finish_reason"]
+        names += ["turns"] if self.turns else []
+        return {name: getattr(self, name) for name in names}
 
 
 def summarise_set(one: ResolvedSet, answers: Sequence[ScoredAnswer]) -> dict[str, float]:

@@ -128,7 +128,9 @@ def _one_condition(text: str) -> Test:
     name, sign, given = match.groups()
     if name not in FIELDS:
         near = difflib.get_close_matches(name, FIELDS, n=1)
-        raise ConditionError(f"{name!r} is unknown: {f'did you mean {near[0]}?' if near else 'there are ' + _names()}")
+        raise ConditionError(
+            f"{name!r} is unknown: {f'did you mean {near[0]}?' if near else 'there are ' + ', '.join(FIELDS)}"
+        )
     value = _value(given.strip("\"'"))
     compare = OPERATORS[sign]
 
@@ -139,10 +141,6 @@ def _one_condition(text: str) -> Test:
         return compare(found, value)
 
     return test
-
-
-def _names() -> str:
-    return ", ".join(FIELDS)
 
 
 def _value(text: str) -> str | float:
@@ -258,10 +256,6 @@ def _length(line: dict[str, Any]) -> str:
     return f"{low}-{2 * low - 1} tokens"
 
 
-def _source(line: dict[str, Any]) -> str:
-    return str(line.get("source", "no data_source"))
-
-
 def _difficulty(line: dict[str, Any]) -> str:
     reward = line.get("reward")
     if reward is None:
@@ -284,7 +278,7 @@ def _order(label: str) -> tuple[int, float, str]:
 
 DIMENSIONS: dict[str, Callable[[dict[str, Any]], str]] = {
     "length of the answers": _length,
-    "source": _source,
+    "source": lambda line: str(line.get("source", "no data_source")),
     "difficulty": _difficulty,
 }
 """Dimensions of the summary, with the function that labels a group."""

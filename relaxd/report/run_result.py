@@ -48,7 +48,7 @@ class SetRow:
     def estimates(self) -> list[str]:
         """Names of pass@k and maj@k, in order of k."""
         names = [name for name in self.values if is_estimate(name) and not is_end(name)]
-        return sorted(names, key=lambda name: (name.startswith("maj"), int(name.rpartition("_")[2])))
+        return sorted(names, key=_estimate_order)
 
     @property
     def parts(self) -> list[str]:
@@ -61,6 +61,10 @@ class SetRow:
             return ""
         low, high = self.values.get(f"{name}_low"), self.values.get(f"{name}_high")
         return f"{value:.3f}" + (f" [{low:.3f}, {high:.3f}]" if low is not None and high is not None else "")
+
+
+def _estimate_order(name: str) -> tuple[bool, int]:
+    return name.startswith("maj"), int(name.rpartition("_")[2])
 
 
 def set_rows(lines: Iterable[Mapping[str, Any]]) -> list[SetRow]:
@@ -83,10 +87,7 @@ def set_rows(lines: Iterable[Mapping[str, Any]]) -> list[SetRow]:
 def table_of(rows: Iterable[SetRow]) -> tuple[list[str], list[list[str]]]:
     """Return titles and cells of the table, with the columns that any row fills."""
     rows = list(rows)
-    estimates = sorted(
-        {name for row in rows for name in row.estimates},
-        key=lambda name: (name.startswith("maj"), int(name.rpartition("_")[2])),
-    )
+    estimates = sorted({name for row in rows for name in row.estimates}, key=_estimate_order)
     unscored = any(row.values.get("unscored") for row in rows)
     titles = ["set", "step", "prompts", "reward", *map(shown_name, estimates), "length", "cut off"]
     cells = [

@@ -81,19 +81,16 @@ def env_test(
 ) -> None:
     """Play one conversation with an environment, with given replies, and show it turn by turn."""
     trial = _trial_of_run(words) if words[0].endswith(".toml") else _trial_of_name(words)
-    own: dict[str, Any] = {}
-    if prompt is not None:
-        own["messages"] = [{"role": "user", "content": prompt}]
-    if answer is not None:
-        own["answer"] = answer
-    if metadata is not None:
-        own["metadata"] = _object("--metadata", metadata)
-    if seed is not None:
-        own["seed"] = seed
+    given: dict[str, Any] = {
+        "messages": None if prompt is None else [{"role": "user", "content": prompt}],
+        "answer": answer,
+        "metadata": None if metadata is None else _object("--metadata", metadata),
+        "seed": seed,
+    }
     trial = replace(
         trial,
         settings=trial.settings | _settings(trial.environment, settings or []),
-        sample=replace(trial.sample, **own),
+        sample=replace(trial.sample, **{name: value for name, value in given.items() if value is not None}),
         call_seconds=call_seconds or trial.call_seconds,
     )
     replies = [_reply(text) for text in reply or DEFAULT_REPLIES]

@@ -2,7 +2,7 @@
 
 import json
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from enum import StrEnum
@@ -145,16 +145,14 @@ def _evaluate_set(
     scored_by = config.model_copy(update={"reward": one.reward or config.reward})
     console.print(f"{one.name}: {count} prompts, {one.samples_per_prompt} answers each", highlight=False)
 
-    def say(done: int) -> None:
-        console.print(f"{one.name}: {done} of {total} answers", style="dim", highlight=False)
-
     with (folder / f"{one.name}.jsonl").open("w", encoding="utf-8") as file:
         waiting: list[_Answered] = []
         for answered in _answer(config, one, data, device, count):
             waiting.append(answered)
             if time.monotonic() - said > PROGRESS_SECONDS:
                 said = time.monotonic()
-                say(len(answers) + len(waiting))
+                done = len(answers) + len(waiting)
+                console.print(f"{one.name}: {done} of {total} answers", style="dim", highlight=False)
             if len(waiting) == SCORED_TOGETHER:
                 answers += _score(scored_by, one, waiting, file.write)
                 waiting = []
@@ -187,37 +185,32 @@ def _answer(
 
 def _score(config: RunConfig, one: ResolvedSet, answered: Sequence[_Answered], write: Any) -> list[ScoredAnswer]:
     """Score answers with the configuration's reward, and write a line about each."""
-    outcomes = try_reward(config, [_sample(config, each) for each in answered], workers=config.reward.workers)
+    samples = [
+        RewardInput(
+            prompt=each.prompt.text,
+            response=each.text,
+            answer=each.prompt.answer,
+            metadata=each.prompt.metadata,
+            finish_reason=each.finish_reason,
+            prompt_messages=with_parts(each.prompt.messages),
+            tokens=each.length,
+            media=each.prompt.media.by_hash() if config.reward.media else {},
+        )
+        for each in answered
+    ]
     answers = []
-    for each, outcome in zip(answered, outcomes, strict=True):
-        answer = _scored(one, each, outcome)
+    for each, outcome in zip(answered, try_reward(config, samples, workers=config.reward.workers), strict=True):
+        answer = ScoredAnswer(
+            index=each.prompt.index,
+            sample=each.sample,
+            reward=outcome.get("reward", 0.0),
+            length=each.length,
+            finish_reason=each.finish_reason,
+            vote=vote_of(each.text) if one.samples_per_prompt > 1 else "",
+            parts=outcome.get("parts", {}),
+            error=outcome.get("error", ""),
+        )
         texts = {"prompt": each.prompt.text, "answer": each.prompt.answer, "response": each.text}
         write(json.dumps(answer.to_json() | texts) + "\n")
         answers.append(answer)
     return answers
-
-
-def _sample(config: RunConfig, each: _Answered) -> RewardInput:
-    return RewardInput(
-        prompt=each.prompt.text,
-        response=each.text,
-        answer=each.prompt.answer,
-        metadata=each.prompt.metadata,
-        finish_reason=each.finish_reason,
-        prompt_messages=with_parts(each.prompt.messages),
-        tokens=each.length,
-        media=each.prompt.media.by_hash() if config.reward.media else {},
-    )
-
-
-def _scored(one: ResolvedSet, each: _Answered, outcome: Mapping[str, Any]) -> ScoredAnswer:
-    return ScoredAnswer(
-        index=each.prompt.index,
-        sample=each.sample,
-        reward=outcome.get("reward", 0.0),
-        length=each.length,
-        finish_reason=each.finish_reason,
-        vote=vote_of(each.text) if one.samples_per_prompt > 1 else "",
-        parts=outcome.get("parts", {}),
-        error=outcome.get("error", ""),
-    )
