@@ -7,9 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.integration.trainer.checkpoints.checkpoint_worlds import CheckpointJob, run_world
-from tests.integration.trainer.trainer_worlds import make_model
-from tests.kit.ports import free_port
+from tests.integration.trainer.checkpoints.checkpoint_worlds import CheckpointJob
+from tests.integration.trainer.trainer_worlds import make_model, run_named
 
 pytestmark = pytest.mark.gpu(2)
 
@@ -29,7 +28,7 @@ def test_weights_come_back_and_training_goes_on(tmp_path: Path, facts: Callable[
         "offloaded again": CheckpointJob(model, OFFLOADED, load=tmp_path / "offloaded", same_layout=True),
         "TP2 to PP2": CheckpointJob(model, PP2, load=tmp_path / "TP2"),
     }
-    found = dict(zip(jobs, run_world(list(jobs.values()), 2, tmp_path / "world", free_port()), strict=True))
+    found = run_named(jobs, 2, tmp_path / "world")
     facts("stall_seconds", round(max(rank["stall"] for rank in found["DP2"]), 3))
     for before, after in (
         ("TP2", "TP2 again"),

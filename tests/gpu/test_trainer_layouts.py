@@ -14,8 +14,7 @@ import pytest
 import torch
 import transformers
 
-from tests.integration.trainer.trainer_worlds import Job, make_model, make_samples, run_world
-from tests.kit.ports import free_port
+from tests.integration.trainer.trainer_worlds import Job, make_model, make_samples, run_named
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 
@@ -74,11 +73,8 @@ def run(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> di
     jobs = {count: make_jobs(models, count) for count in LAYOUTS if count <= torch.cuda.device_count()}
     folders = {count: tmp_path_factory.mktemp(f"world-{count}") for count in jobs}
     with ThreadPoolExecutor() as pool:
-        worlds = {
-            count: pool.submit(run_world, list(some.values()), count, folders[count], free_port(), timeout=100)
-            for count, some in jobs.items()
-        }
-        return {count: dict(zip(jobs[count], world.result(), strict=True)) for count, world in worlds.items()}
+        worlds = {count: pool.submit(run_named, some, count, folders[count]) for count, some in jobs.items()}
+        return {count: world.result() for count, world in worlds.items()}
 
 
 def make_jobs(models: dict[str, Path], count: int) -> dict[tuple[str, str], Job]:

@@ -92,7 +92,7 @@ ALSO_STARTED = {
         *("tests.integration.rpc.echo_child", "tests.integration.rpc.leaving_parent"),
         "tests.integration.telemetry.group_main",
     ),
-    "heavy": ("tests.integration.trainer.", "tests.integration.tools.fitting.", "tests.integration.weights.member"),
+    "heavy": ("tests.integration.trainer.", "tests.integration.weights.member"),
     "sglang": (
         *("tests.integration.rollout.sglang.weights_member", "tests.integration.rollout.sglang.option_cases"),
         *("tests.integration.rollout.sglang.held_engine", "benchmarks.engine_process"),

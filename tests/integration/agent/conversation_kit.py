@@ -22,7 +22,6 @@ from tests.kit.models import byte_tokenizer
 
 ECHO = "tests.integration.envs.conversations:Echo"
 ASKED = Example([{"role": "user", "content": "hello"}], "42", {"level": 1})
-OPENED = "hello 42 {'level': 1} 7"
 
 
 def config_of(environment: str, **agent: Any) -> RunConfig:

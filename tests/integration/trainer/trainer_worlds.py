@@ -11,17 +11,18 @@ import pickle
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from multiprocessing import connection
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import psutil
 
 from relaxd.config import TrainerConfig
 from relaxd.config.algorithm import ALGORITHM
+from tests.kit.ports import free_port
 from tests.kit.processes import kill, start_python
 from tests.kit.waiting import PATIENCE
 from tests.warm.programs import GPU_DRIVER
@@ -70,6 +71,13 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_moe_bias": ("qwen3_moe", {"head_dim": 32, **EXPERTS, "attention_bias": True, "rope_parameters": YARN}),
 }
 """Models: `model_type` and settings. Windows and contexts are shorter than the samples, so that they matter."""
+TP2, PP2 = {"tensor_parallel": 2}, {"pipeline_parallel": 2}
+CP2, EP2 = {"context_parallel": 2}, {"expert_parallel": 2}
+LAYOUTS: dict[str, dict[str, Any]] = {"TP2": TP2, "PP2": PP2, "DP2": {}, "CP2": CP2}
+"""Layouts of two ranks that any model has, by name."""
+WORLD_SECONDS = 240.0
+"""Longest time of a world on a quiet machine."""
+Name = TypeVar("Name", bound=Hashable)
 VOCAB = 259
 """Odd, so that two tensor-parallel ranks have to pad it."""
 
@@ -315,26 +323,24 @@ def copied(learner: Any) -> dict[str, np.ndarray]:
     return {name: tensor.float().cpu().numpy().copy() for name, tensor in learner.iter_hf_tensors()}
 
 
-def run_world(
-    jobs: Sequence[Any], ranks: int, folder: Path, port: int, timeout: float = 240, program: str = __name__
-) -> list[list[dict[str, Any]]]:
-    """Run jobs in a world of `ranks` gloo processes, each of which runs the module `program`, which calls `work`.
+def run_world(jobs: Sequence[Any], ranks: int, folder: Path) -> list[list[dict[str, Any]]]:
+    """Run jobs in a world of `ranks` gloo processes. Each is run by `run_job(job, ranks)` of its class's module.
 
     Returns:
         For each job the results of each rank.
     """
     folder.mkdir(exist_ok=True)
     (folder / "jobs.pickle").write_bytes(pickle.dumps(jobs))
-    environment = _meeting_place(ranks, port)
+    environment = _meeting_place(ranks, free_port())
     process = start_python(
-        *("-m", program, str(folder)),
+        *("-m", __name__, str(folder)),
         environment=environment,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
     )
     try:
-        output = process.communicate(timeout=timeout * PATIENCE)[0]
+        output = process.communicate(timeout=WORLD_SECONDS * PATIENCE)[0]
     finally:
         if process.poll() is None:
             for member in psutil.Process(process.pid).children():
@@ -343,6 +349,11 @@ def run_world(
     assert process.returncode == 0, f"a rank failed:\n{output}"
     by_rank = [pickle.loads((folder / f"rank-{rank}.pickle").read_bytes()) for rank in range(ranks)]
     return [list(results) for results in zip(*by_rank, strict=True)]
+
+
+def run_named(jobs: Mapping[Name, Any], ranks: int, folder: Path) -> dict[Name, list[dict[str, Any]]]:
+    """Run jobs that have names in one world. Returns the results of each rank by the job's name."""
+    return dict(zip(jobs, run_world(list(jobs.values()), ranks, folder), strict=True))
 
 
 def start_ranks(program: str, *words: str, ranks: int, port: int, **options: Any) -> "list[subprocess.Popen[str]]":
@@ -361,7 +372,7 @@ def _meeting_place(ranks: int, port: int) -> dict[str, str]:
     return {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(ranks)}
 
 
-def work(run: Callable[[Any, int], dict[str, Any]]) -> None:
+def work() -> None:
     """Be a world: import what every rank needs, then run every job in a fork per rank. One that fails ends all.
 
     Where there are GPUs each rank is a new process: a fork has none, if an import has asked for them before.
@@ -369,7 +380,8 @@ def work(run: Callable[[Any, int], dict[str, Any]]) -> None:
     import services.trainer.learner.learner  # noqa: F401
 
     method: Any = multiprocessing.get_context("spawn" if GPU_DRIVER.exists() else "fork")
-    members = [method.Process(target=_be_rank, args=(run, rank)) for rank in range(int(os.environ["WORLD_SIZE"]))]
+    jobs = pickle.loads(Path(sys.argv[1], "jobs.pickle").read_bytes())
+    members = [method.Process(target=_be_rank, args=(jobs, rank)) for rank in range(int(os.environ["WORLD_SIZE"]))]
     for member in members:
         member.start()
     running = members
@@ -382,12 +394,11 @@ def work(run: Callable[[Any, int], dict[str, Any]]) -> None:
         running = [member for member in running if member.exitcode is None]
 
 
-def _be_rank(run: Callable[[Any, int], dict[str, Any]], rank: int) -> None:
+def _be_rank(jobs: Sequence[Any], rank: int) -> None:
     faulthandler.enable()
     os.environ["RANK"] = str(rank)
     folder, ranks = Path(sys.argv[1]), int(os.environ["WORLD_SIZE"])
-    jobs: list[Any] = pickle.loads((folder / "jobs.pickle").read_bytes())
-    results = [run(job, ranks) for job in jobs]
+    results = [sys.modules[type(job).__module__].run_job(job, ranks) for job in jobs]
     (folder / f"rank-{rank}.pickle").write_bytes(pickle.dumps(results))
     import torch.distributed as dist
 
@@ -398,4 +409,4 @@ if __name__ == "__main__":
     # Under its own name, or the pickled jobs would be of another class than __main__'s.
     from tests.integration.trainer import trainer_worlds
 
-    trainer_worlds.work(trainer_worlds.run_job)
+    trainer_worlds.work()

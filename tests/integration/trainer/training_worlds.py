@@ -12,7 +12,6 @@ from typing import Any
 from relaxd.config import RunConfig
 from relaxd.roles import TEACHER
 from services.trainer.megatron.rank_messages import message
-from tests.integration.trainer import trainer_worlds
 from tests.integration.trainer.service_kit import RUN_ID
 from tests.integration.trainer.trainer_worlds import copied
 
@@ -145,10 +144,3 @@ def run_job(job: RunJob, ranks: int = 1) -> dict[str, Any]:
 
     leave_layout()
     return result
-
-
-if __name__ == "__main__":
-    # Under its own name, or the pickled jobs would be of another class than __main__'s.
-    from tests.integration.trainer import training_worlds
-
-    trainer_worlds.work(training_worlds.run_job)

@@ -119,11 +119,3 @@ def _step(job: Job, ranks: int) -> dict[str, Any]:
 
 def _optimizers(optimizer: Any) -> list[Any]:
     return [one.optimizer for one in optimizer.chained_optimizers if one.optimizer is not None]
-
-
-if __name__ == "__main__":
-    # Under its own name, or the pickled jobs would be of another class than __main__'s.
-    from tests.integration.tools.fitting import fit_worlds
-    from tests.integration.trainer import trainer_worlds
-
-    trainer_worlds.work(fit_worlds.run_job)

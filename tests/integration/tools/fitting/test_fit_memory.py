@@ -12,7 +12,6 @@ from relaxd.tools.fitting.activations import MicroBatch, saved_by_part
 from relaxd.tools.fitting.trainer_memory import in_flight, sharded_parameters
 from tests.integration.tools.fitting.fit_worlds import LENGTH, Job, run_job, write_model
 from tests.integration.trainer.trainer_worlds import KINDS, run_world, trainer_config
-from tests.kit.ports import free_port
 
 RECOMPUTE = ("none", "selective", "full")
 
@@ -74,7 +73,6 @@ def test_what_two_ranks_hold(tmp_path: Path) -> None:
     jobs += [Job((folder,), settings, micro_batches=2) for folder in wide for settings in divided]
     jobs += [Job(tuple(mixtures), {"expert_parallel": 2}), Job((wide[1],), {"expert_parallel": 2}, micro_batches=2)]
     jobs.append(Job((wide[0],), {"pipeline_parallel": 2, "pipeline_chunks": 2}, micro_batches=6))
-    program = "tests.integration.tools.fitting.fit_worlds"
-    results = run_world(jobs, 2, tmp_path / "world", free_port(), timeout=150, program=program)
+    results = run_world(jobs, 2, tmp_path / "world")
     for job, found in ((job, found) for job, ranks in zip(jobs, results, strict=True) for found in ranks):
         (check_step if job.micro_batches else check_parameters)(job, found, 2)

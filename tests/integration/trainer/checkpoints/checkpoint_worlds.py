@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 
-from tests.integration.trainer import trainer_worlds
 from tests.integration.trainer.trainer_worlds import Job, copied, make_learner, make_samples, micro_batches
 
 
@@ -105,15 +104,3 @@ def run_job(job: CheckpointJob, ranks: int = 1) -> dict[str, Any]:
 
     leave_layout()
     return result
-
-
-def run_world(jobs: list[CheckpointJob], ranks: int, folder: Path, port: int) -> list[list[dict[str, Any]]]:
-    """Run jobs in a world of `ranks` gloo processes. Returns for each job the results of each rank."""
-    return trainer_worlds.run_world(jobs, ranks, folder, port, program=__name__)
-
-
-if __name__ == "__main__":
-    # Under its own name, or the pickled jobs would be of another class than __main__'s.
-    from tests.integration.trainer.checkpoints import checkpoint_worlds
-
-    trainer_worlds.work(checkpoint_worlds.run_job)

@@ -13,14 +13,12 @@ from safetensors import safe_open
 from services.trainer.learner.snapshots import other_state, snapshot
 from services.trainer.learner.snapshots.snapshot import COMMON
 from services.trainer.megatron.world import shut_down
-from tests.integration.trainer.checkpoints.checkpoint_worlds import CheckpointJob, run_job, run_world
-from tests.integration.trainer.trainer_worlds import Job, make_learner, make_model
-from tests.kit.ports import free_port
+from tests.integration.trainer.checkpoints.checkpoint_worlds import CheckpointJob, run_job
+from tests.integration.trainer.trainer_worlds import CP2, EP2, PP2, TP2, Job, make_learner, make_model, run_named
 
 pytestmark = pytest.mark.night  # every layout is saved and loaded in every other one
 
-TP2, PP2, DP2, EP2 = {"tensor_parallel": 2}, {"pipeline_parallel": 2}, {}, {"expert_parallel": 2}
-CP2 = {"context_parallel": 2}
+DP2: dict[str, Any] = {}
 UNEVEN: dict[str, Any] = {**PP2, "pipeline_layers": (2, 1)}
 CHUNKS: dict[str, Any] = {**PP2, "pipeline_chunks": 2}
 BF16: dict[str, Any] = {"dtype": "bfloat16"}
@@ -57,7 +55,7 @@ def saved(folder: Path, models: dict[str, Path]) -> Results:
         "DP1 moments": CheckpointJob(qwen3, MOMENTS, save=folder / "DP1-moments"),
         "DP1 float8": CheckpointJob(qwen3, FLOAT8, save=folder / "DP1-float8"),
     }
-    found = dict(zip(jobs, run_world(list(jobs.values()), 1, folder / "alone", free_port()), strict=True))
+    found = run_named(jobs, 1, folder / "alone")
     jobs = {
         "DP1 to DP2": CheckpointJob(qwen3, load=folder / "DP1"),
         "DP1 moments to DP2": CheckpointJob(qwen3, MOMENTS, load=folder / "DP1-moments"),
@@ -112,14 +110,12 @@ def saved(folder: Path, models: dict[str, Path]) -> Results:
         "no chunks": CheckpointJob(models["deeper"], PP2, save=folder / "no-chunks"),
         "none to chunks": CheckpointJob(models["deeper"], CHUNKS, load=folder / "no-chunks"),
     }
-    results = run_world(list(jobs.values()), 2, folder / "world", free_port())
-    found |= dict(zip(jobs, results, strict=True))
+    found |= run_named(jobs, 2, folder / "world")
     jobs = {
         "DP2 to DP1": CheckpointJob(qwen3, load=folder / "DP2"),
         "moments to DP1": CheckpointJob(qwen3, MOMENTS, load=folder / "moments"),
     }
-    results = run_world(list(jobs.values()), 1, folder / "alone", free_port())
-    return found | dict(zip(jobs, results, strict=True))
+    return found | run_named(jobs, 1, folder / "alone")
 
 
 @pytest.fixture(scope="module")
@@ -132,7 +128,7 @@ def of_four(folder: Path, models: dict[str, Path]) -> Results:
         jobs[way] = CheckpointJob(model, parallel, save=first)
         jobs[f"{way} otherwise"] = CheckpointJob(model, other, load=first, save=second)
         jobs[f"{way} back"] = CheckpointJob(model, parallel, load=second)
-    return dict(zip(jobs, run_world(list(jobs.values()), 4, folder / "four", free_port()), strict=True))
+    return run_named(jobs, 4, folder / "four")
 
 
 @pytest.fixture

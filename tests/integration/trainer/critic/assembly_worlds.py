@@ -42,7 +42,7 @@ class End:
         raise Ended
 
 
-def run_job(job: AssemblyJob) -> dict[str, Any]:
+def run_job(job: AssemblyJob, ranks: int) -> dict[str, Any]:
     """Assemble the step on this rank.
 
     Returns:

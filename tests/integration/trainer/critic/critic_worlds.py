@@ -1,4 +1,4 @@
-"""Worlds of two processes that train a critic, too: whole runs, checkpoints, and large steps."""
+"""Worlds of two processes that save and load checkpoints of policy and critic."""
 
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -6,11 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from tests.integration.trainer import trainer_worlds, training_worlds
-from tests.integration.trainer.critic import assembly_worlds
-from tests.integration.trainer.critic.assembly_worlds import AssemblyJob
 from tests.integration.trainer.trainer_worlds import Job, copied, make_learner, make_samples, micro_batches
-from tests.integration.trainer.training_worlds import RunJob
 
 COLUMNS = ("rollout_logprobs", "advantages", "values", "returns")
 
@@ -57,12 +53,8 @@ def train(learner: Any, steps: int, *, nap: bool = False) -> list[tuple[float, .
     return found
 
 
-def run_job(job: RunJob | CheckpointJob | AssemblyJob, ranks: int = 1) -> dict[str, Any]:
+def run_job(job: CheckpointJob, ranks: int = 1) -> dict[str, Any]:
     """Run one job on this rank."""
-    if isinstance(job, RunJob):
-        return training_worlds.run_job(job, ranks)
-    if isinstance(job, AssemblyJob):
-        return assembly_worlds.run_job(job)
     import torch.distributed as dist
 
     learner = make_learner(Job(job.model, job.parallel, {"name": "ppo"}), ranks)
@@ -82,10 +74,3 @@ def run_job(job: RunJob | CheckpointJob | AssemblyJob, ranks: int = 1) -> dict[s
 
     leave_layout()
     return result
-
-
-if __name__ == "__main__":
-    # Under its own name, or the pickled jobs would be of another class than __main__'s.
-    from tests.integration.trainer.critic import critic_worlds
-
-    trainer_worlds.work(critic_worlds.run_job)

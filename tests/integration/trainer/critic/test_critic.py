@@ -20,7 +20,6 @@ from services.trainer.learner.snapshots.snapshot import CheckpointError
 from services.trainer.megatron.world import shut_down
 from services.trainer.model.architecture import ModelError
 from services.trainer.offline.replay import replay
-from tests.integration.trainer.critic import critic_worlds
 from tests.integration.trainer.critic.assembly_worlds import AssemblyJob
 from tests.integration.trainer.critic.critic_kit import (
     COMPARED,
@@ -32,10 +31,9 @@ from tests.integration.trainer.critic.critic_kit import (
 )
 from tests.integration.trainer.critic.critic_worlds import CheckpointJob, train
 from tests.integration.trainer.service_kit import Feeder
-from tests.integration.trainer.trainer_worlds import Job, make_learner, make_samples, run_world
+from tests.integration.trainer.trainer_worlds import LAYOUTS, Job, make_learner, make_samples, run_world
 from tests.integration.trainer.training_worlds import run_job
 from tests.kit.models import make_tiny_model
-from tests.kit.ports import free_port
 from tests.kit.redis.redis_server import RedisServer
 
 # --- the reference ------------------------------------------------------------------------------------------------
@@ -69,13 +67,6 @@ def test_updates_are_those_of_a_plain_loop(tiny_qwen3: Path, redis_url: str, tmp
 
 # --- any layout ---------------------------------------------------------------------------------------------------
 
-WAYS: dict[str, dict[str, int]] = {
-    "DP2": {},
-    "TP2": {"tensor_parallel": 2},
-    "PP2": {"pipeline_parallel": 2},
-    "CP2": {"context_parallel": 2},
-}
-
 
 @pytest.mark.night
 def test_updates_are_the_same_under_every_layout_and_micro_batch_size(
@@ -85,16 +76,16 @@ def test_updates_are_the_same_under_every_layout_and_micro_batch_size(
         client.flushall()
     jobs = {
         way: prepare_run(session_redis.url, number + 1, config_of(tiny_qwen3, ranks=2, **parallel), tmp_path / way)
-        for number, (way, parallel) in enumerate(WAYS.items())
+        for number, (way, parallel) in enumerate(LAYOUTS.items())
     }
-    saved, layouts = [], (WAYS["DP2"], WAYS["TP2"])
+    saved, layouts = [], (LAYOUTS["DP2"], LAYOUTS["TP2"])
     for number, parallel in enumerate(layouts):
         folder = tmp_path / f"checkpoint-{number}"
         saved += [CheckpointJob(tiny_qwen3, folder, parallel), CheckpointJob(tiny_qwen3, folder, parallel, load=True)]
         other = layouts[1 - number]
         saved.append(CheckpointJob(tiny_qwen3, folder, other, load=True, same_layout=False))
     everything = [*jobs.values(), *saved]
-    worlds = run_world(everything, 2, tmp_path / "ranks", free_port(), program=critic_worlds.__name__)
+    worlds = run_world(everything, 2, tmp_path / "ranks")
     check_checkpoints(worlds[len(jobs) :])
     found = dict(zip(jobs, worlds, strict=False))
     for number, tokens in enumerate((48, 24)):
@@ -154,7 +145,7 @@ def test_neither_memory_nor_time_of_a_command_grows_with_the_step(
         large_step(session_redis.url, number + 1, tiny_qwen3, tmp_path, bundle_bytes)
         for number, bundle_bytes in enumerate((IN_BUNDLES, AT_ONCE))
     ]
-    in_bundles, at_once = run_world(jobs, 2, tmp_path / "ranks", free_port(), program=critic_worlds.__name__)
+    in_bundles, at_once = run_world(jobs, 2, tmp_path / "ranks")
     expected = at_once[0]["checksums"]
     assert len(expected) == len(set(expected.values())) == LARGE_GROUPS
     assert all(rank["checksums"] == expected for rank in (*in_bundles, *at_once))

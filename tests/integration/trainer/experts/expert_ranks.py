@@ -4,7 +4,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from relaxd.config import TrainerConfig
-from tests.integration.trainer import trainer_worlds
 
 HIDDEN, FFN = 16, 12
 
@@ -60,10 +59,3 @@ def run_job(job: ExpertJob, ranks: int) -> dict[str, Any]:
     gradients = (x.grad, weights.grad, layer.linear_fc1.grad, layer.linear_fc2.grad)
     found = dict(zip(("x", "weights", "fc1", "fc2"), gradients, strict=True), output=output.detach())
     return {name: tensor.numpy() for name, tensor in found.items() if tensor is not None}
-
-
-if __name__ == "__main__":
-    # Under its own name, or the pickled jobs would be of another class than __main__'s.
-    from tests.integration.trainer.experts import expert_ranks
-
-    trainer_worlds.work(expert_ranks.run_job)

@@ -7,19 +7,15 @@ import pytest
 import torch
 
 from tests.integration.trainer.experts.expert_ranks import ExpertJob, tensors
-from tests.integration.trainer.trainer_worlds import run_world
+from tests.integration.trainer.trainer_worlds import run_named
 from tests.kit.expert_formulas import LOADS, mixture
-from tests.kit.ports import free_port
 
 JOBS = {load: ExpertJob(load, (20, 33)) for load in LOADS}
 
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
-    folder = tmp_path_factory.mktemp("world")
-    program = "tests.integration.trainer.experts.expert_ranks"
-    results = run_world(list(JOBS.values()), 2, folder, free_port(), program=program)
-    return dict(zip(JOBS, results, strict=True))
+    return run_named(JOBS, 2, tmp_path_factory.mktemp("world"))
 
 
 @pytest.mark.parametrize("load", LOADS)  # under "one expert", one rank gets no rows at all

@@ -20,10 +20,13 @@ from services.trainer.batch.step_file import read_committed
 from services.trainer.learner.learner import Learner
 from services.trainer.megatron.world import shut_down
 from services.trainer.model.architecture import ModelError
-from tests.integration.trainer import training_worlds
 from tests.integration.trainer.learner import image_worlds
 from tests.integration.trainer.service_kit import Feeder, make_config
 from tests.integration.trainer.trainer_worlds import (
+    CP2,
+    EP2,
+    PP2,
+    TP2,
     Job,
     make_learner,
     make_model,
@@ -32,7 +35,6 @@ from tests.integration.trainer.trainer_worlds import (
 )
 from tests.integration.trainer.training_worlds import RunJob, run_job
 from tests.kit import vision
-from tests.kit.ports import free_port
 from tests.kit.redis.redis_server import RedisServer
 
 LAYERS, EXPERTS, TOP_K = 2, 4, 2
@@ -191,10 +193,10 @@ def test_a_model_without_experts_is_refused(tiny_qwen3: Path) -> None:
 
 MODES = ("rollout", "trainer")
 WAYS: dict[tuple[str, str], dict[str, Any]] = {
-    ("rollout", "TP2"): {"tensor_parallel": 2, "recompute": "full"},
-    ("rollout", "EP2"): {"expert_parallel": 2},
-    ("rollout", "PP2"): {"pipeline_parallel": 2, "recompute": "selective"},
-    ("rollout", "CP2"): {"context_parallel": 2},
+    ("rollout", "TP2"): TP2 | {"recompute": "full"},
+    ("rollout", "EP2"): EP2,
+    ("rollout", "PP2"): PP2 | {"recompute": "selective"},
+    ("rollout", "CP2"): CP2,
     ("trainer", "DP2"): {},
     ("trainer", "TP2"): {"tensor_parallel": 2},
     ("trainer", "PP2"): {"pipeline_parallel": 2},
@@ -293,8 +295,7 @@ def test_steps_are_the_same_under_every_layout(
     for number, ((mode, way), parallel) in enumerate(WAYS.items()):
         config = config_of(model, mode, ranks=2, **parallel)
         jobs[mode, way] = prepare_run(redis_url, number + 1, config, tmp_path / mode / way)
-    program = training_worlds.__name__
-    results = run_world(list(jobs.values()), 2, tmp_path / "world", free_port(), program=program)
+    results = run_world(list(jobs.values()), 2, tmp_path / "world")
     with contextlib.closing(redis.Redis.from_url(session_redis.url)) as client:
         client.flushall()
     alone_on_one_rank = {}

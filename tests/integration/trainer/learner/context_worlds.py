@@ -67,11 +67,3 @@ def run_job(job: Job, ranks: int = 1) -> dict[str, Any]:
     result |= {"loss": stats.loss, "grad_norm": stats.grad_norm}
     leave_layout()
     return result
-
-
-if __name__ == "__main__":
-    # Under its own name, or the pickled jobs would be of another class than __main__'s.
-    from tests.integration.trainer.learner import context_worlds
-    from tests.integration.trainer.trainer_worlds import work
-
-    work(context_worlds.run_job)

@@ -218,11 +218,3 @@ def check_tensors(ranks: Sequence[dict[str, Any]], expected: dict[str, Any], way
         for name, tensor in rank["tensors"].items():
             # A fifth of the learning rate, since Adam makes steps of its size from gradients that are all rounding.
             np.testing.assert_allclose(tensor, expected["tensors"][name], rtol=0, atol=2e-3, err_msg=f"{way} {name}")
-
-
-if __name__ == "__main__":
-    # Under its own name, or the pickled jobs would be of another class than __main__'s.
-    from tests.integration.trainer.learner import image_worlds
-    from tests.integration.trainer.trainer_worlds import work
-
-    work(image_worlds.run_job)

@@ -7,25 +7,21 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.integration.trainer.learner import image_worlds
+from tests.integration.trainer import trainer_worlds
 from tests.integration.trainer.learner.image_worlds import Job, check_tensors, run_job
-from tests.integration.trainer.trainer_worlds import run_world
-from tests.kit.ports import free_port
+from tests.integration.trainer.trainer_worlds import EP2, PP2, TP2, run_world
 
 ALL = {"freeze": []}
 """Settings that train the towers, too."""
 LAYOUTS: dict[str, dict[str, Any]] = {
-    "TP2": {"tensor_parallel": 2},
-    "TP2 recomputed": {"tensor_parallel": 2, "recompute": "full"},
-    "TP2 selective": {"tensor_parallel": 2, "recompute": "selective"},
-    "CP2": {"context_parallel": 2},
-    "PP2": {"pipeline_parallel": 2},
-    "PP2 of 3 and 1": {"pipeline_parallel": 2, "pipeline_layers": [3, 1]},
-    "DP2": {},
+    **trainer_worlds.LAYOUTS,
+    "TP2 recomputed": TP2 | {"recompute": "full"},
+    "TP2 selective": TP2 | {"recompute": "selective"},
+    "PP2 of 3 and 1": PP2 | {"pipeline_layers": [3, 1]},
     "DP2 overlapped": {"overlap_grad_reduce": True},
     "DP2 sharded": {"shard_gradients": True},
-    "EP2": {"expert_parallel": 2},
-    "TP2 EP2": {"tensor_parallel": 2, "expert_parallel": 2},
+    "EP2": EP2,
+    "TP2 EP2": TP2 | EP2,
 }
 
 
@@ -33,7 +29,7 @@ def check_layouts(layouts: Mapping[Path, tuple[str, ...]], folder: Path) -> None
     """Compare two steps on two ranks with those of one process. `layouts`: names in LAYOUTS, by model."""
     jobs = [(name, Job(model, ALL | LAYOUTS[name], steps=2)) for model, names in layouts.items() for name in names]
     alone = {model: run_job(Job(model, ALL, steps=2)) for model in layouts}
-    results = run_world([job for _, job in jobs], 2, folder, free_port(), program=image_worlds.__name__)
+    results = run_world([job for _, job in jobs], 2, folder)
     for (name, job), ranks in zip(jobs, results, strict=True):
         one, way = alone[job.model], f"{name} of {job.model.name}"
         for rank in ranks:

@@ -1,17 +1,22 @@
 """Worlds of pipelines: jobs of `trainer_worlds`, and the experts that a pipeline records and replays."""
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from tests.integration.trainer import trainer_worlds
-from tests.integration.trainer.trainer_worlds import EXPERTS, Job, make_learner, make_samples, work
+from tests.integration.trainer.trainer_worlds import EXPERTS, Job, make_learner, make_samples
 
 RECORDING = {"routing_replay": "trainer", "groups_per_step": 2, "mini_batches": 2}
 
 
-def run_job(job: Job, ranks: int = 1) -> dict[str, Any]:
+@dataclass(frozen=True)
+class PipelineJob(Job):
+    """A job of which `run_job` here finds more."""
+
+
+def run_job(job: PipelineJob, ranks: int = 1) -> dict[str, Any]:
     """Run one job on this rank; of a mixture of experts also return what its routers choose, by micro-batch.
 
     And the log-probs with experts that they don't choose.
@@ -30,7 +35,3 @@ def run_job(job: Job, ranks: int = 1) -> dict[str, Any]:
         result["replayed"] = learner.log_probs(given)
         leave_layout()
     return result
-
-
-if __name__ == "__main__":
-    work(run_job)

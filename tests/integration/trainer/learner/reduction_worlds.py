@@ -9,7 +9,7 @@ from unittest import mock
 
 import numpy as np
 
-from tests.integration.trainer import trainer_worlds, training_worlds
+from tests.integration.trainer import training_worlds
 from tests.integration.trainer.critic.critic_worlds import COLUMNS, valued_samples
 from tests.integration.trainer.service_kit import Feeder, make_config
 from tests.integration.trainer.trainer_worlds import Job, copied, make_learner, micro_batches
@@ -50,7 +50,12 @@ class ReductionJob:
     updates: int = 4
 
 
-def run_of(model: Path, redis_url: str, number: int, folder: Path, **trainer: Any) -> RunJob:
+@dataclass(frozen=True)
+class ReductionRun(RunJob):
+    """A run with small buckets."""
+
+
+def run_of(model: Path, redis_url: str, number: int, folder: Path, **trainer: Any) -> ReductionRun:
     """A run of two steps of four groups, which all wait for it."""
     settings = {
         "ranks": 2,
@@ -69,7 +74,7 @@ def run_of(model: Path, redis_url: str, number: int, folder: Path, **trainer: An
     for length in LENGTHS:
         feeder.feed(1, 0, length=length)
     feeder.board.close()
-    return RunJob(config, url, folder)
+    return ReductionRun(config, url, folder)
 
 
 def merged(shares: list[dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
@@ -85,7 +90,7 @@ def merged(shares: list[dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
     return whole
 
 
-def run_job(job: ReductionJob | RunJob, ranks: int = 1) -> dict[str, Any]:
+def run_job(job: ReductionJob | ReductionRun, ranks: int = 1) -> dict[str, Any]:
     """Run one job on this rank."""
     from services.trainer.learner import data_parallel
 
@@ -222,10 +227,3 @@ def _reduced(model: Any, bucket: Any, kept: slice) -> Any:
         return bucket.grad_data[kept]
     (own,) = (one for one in model.sharded.buckets if one.whole is bucket.grad_data)
     return own.shard
-
-
-if __name__ == "__main__":
-    # Under its own name, or the pickled jobs would be of another class than __main__'s.
-    from tests.integration.trainer.learner import reduction_worlds
-
-    trainer_worlds.work(reduction_worlds.run_job)

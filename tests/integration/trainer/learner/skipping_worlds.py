@@ -4,7 +4,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tests.integration.trainer import trainer_worlds
 from tests.integration.trainer.trainer_worlds import Job, copied, make_learner, make_samples
 
 
@@ -47,10 +46,3 @@ def run_job(job: NaNJob, ranks: int = 1) -> dict[str, Any]:
 
     leave_layout()
     return result
-
-
-if __name__ == "__main__":
-    # Under its own name, or the pickled jobs would be of another class than __main__'s.
-    from tests.integration.trainer.learner import skipping_worlds
-
-    trainer_worlds.work(skipping_worlds.run_job)

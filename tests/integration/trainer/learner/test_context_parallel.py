@@ -7,10 +7,9 @@ import numpy as np
 import pytest
 
 from tests.integration.trainer.learner.context_worlds import Job, run_job
-from tests.integration.trainer.trainer_worlds import make_model, run_world
-from tests.kit.ports import free_port
+from tests.integration.trainer.trainer_worlds import CP2, make_model, run_named
 
-CP2, CP4 = {"context_parallel": 2}, {"context_parallel": 4}
+CP4 = {"context_parallel": 4}
 SIZES: dict[str, tuple[str, int, int]] = {
     "4 heads, 2 kv": ("qwen3", 4, 2),
     "4 heads, 1 kv": ("qwen3", 4, 1),
@@ -63,16 +62,15 @@ def check(models: dict[str, Path], ways: dict[tuple[str, str], dict[str, Any]], 
         key: Job(models[key[0]], way, "experts" in key[0], *((LONG, True) if "long" in key[1] else ()))
         for key, way in ways.items()
     }
-    program = "tests.integration.trainer.learner.context_worlds"
-    found = run_world(list(jobs.values()), ranks, folder, free_port(), program=program)
+    found = run_named(jobs, ranks, folder)
     alone = {
         (name, tokens): run_job(Job(models[name], {}, "experts" in name, tokens))
         for name, tokens in {(name, job.prompt_tokens) for (name, _), job in jobs.items()}
     }
-    for (key, job), results in zip(jobs.items(), found, strict=True):
+    for key, job in jobs.items():
         expected = alone[key[0], job.prompt_tokens]
         replicas = 2 if "DP2" in key[1] else 1
-        for result in results:
+        for result in found[key]:
             assert result["sliced"] or "long" not in key[1]
             np.testing.assert_allclose(result["logprobs"], expected["logprobs"], atol=2e-5, err_msg=str(key))
             assert result["loss"] == pytest.approx(replicas * expected["loss"], rel=1e-4, abs=1e-5), key

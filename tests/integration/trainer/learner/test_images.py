@@ -26,9 +26,8 @@ from services.trainer.model.policy_model import PolicyModel, check_divisible
 from services.trainer.model.towers import KEPT_BYTES
 from tests.integration.trainer.learner.image_worlds import Job, make_samples, run_job
 from tests.integration.trainer.learner.media_layouts import ALL, LAYOUTS, check_layouts
+from tests.integration.trainer.trainer_worlds import CP2, TP2, make_learner, run_world, trainer_config
 from tests.integration.trainer.trainer_worlds import Job as LearnerJob
-from tests.integration.trainer.trainer_worlds import make_learner, run_world, trainer_config
-from tests.kit.ports import free_port
 from tests.kit.vision import (
     EXPERTS,
     STACKED,
@@ -39,8 +38,6 @@ from tests.kit.vision import (
     seen_by_transformers,
     with_published_experts,
 )
-
-PROGRAM = "tests.integration.trainer.learner.image_worlds"
 
 MIXTURE: dict[str, Any] = {"tied": False, "model_type": "qwen3_vl_moe", **EXPERTS}
 """Fields of a Qwen3-VL-MoE."""
@@ -283,8 +280,8 @@ def test_two_ranks_train_as_one_does(models: Callable[..., Path], alone: None, t
 
 @pytest.mark.night  # two ranks
 def test_a_frozen_tower_sees_an_image_once_on_each_rank(models: Callable[..., Path], tmp_path: Path) -> None:
-    jobs = [Job(models(), own, steps=3) for own in ({}, {"tensor_parallel": 2}, {"context_parallel": 2})]
-    for ranks in run_world(jobs, 2, tmp_path / "world", free_port(), program=PROGRAM):
+    jobs = [Job(models(), own, steps=3) for own in ({}, TP2, CP2)]
+    for ranks in run_world(jobs, 2, tmp_path / "world"):
         for rank in ranks:
             assert rank["tower_runs"] == 7
             assert rank["tower_asked"] > 3 * rank["tower_runs"] / 2
@@ -309,7 +306,7 @@ def published(models: Callable[..., Path]) -> Path:
 def test_every_layout_has_the_files_stacked_experts(published: Path, alone: None, tmp_path: Path) -> None:
     jobs = [Job(published, ALL | LAYOUTS[name], steps=0) for name in EXPERT_LAYOUTS]
     expected = load_file(published / "model.safetensors")
-    results = run_world(jobs, 2, tmp_path / "world", free_port(), program=PROGRAM)
+    results = run_world(jobs, 2, tmp_path / "world")
     for way, ranks in zip(EXPERT_LAYOUTS, results, strict=True):
         found = {name: tensor for rank in ranks for name, tensor in rank["tensors"].items()}
         assert found.keys() == expected.keys(), way

@@ -9,10 +9,8 @@ import numpy as np
 import pytest
 import redis
 
-from tests.integration.trainer.learner import reduction_worlds
 from tests.integration.trainer.learner.reduction_worlds import ReductionJob, merged, run_of
-from tests.integration.trainer.trainer_worlds import make_model, run_world
-from tests.kit.ports import free_port
+from tests.integration.trainer.trainer_worlds import make_model, run_named
 from tests.kit.redis.redis_server import RedisServer
 
 pytestmark = pytest.mark.night
@@ -78,16 +76,14 @@ def results(session_redis: RedisServer, tmp_path_factory: pytest.TempPathFactory
             key, own = name if overlap else f"{name}, plain", {**settings, "overlap_grad_reduce": overlap}
             jobs[key] = run_of(root / "qwen3-False-2", session_redis.url, number, root / key, **own)
         jobs[f"{name}, again"] = jobs[name]  # the next trainer, which repeats the steps from their files
-    found = run_world(list(jobs.values()), 2, root / "ranks", free_port(), program=reduction_worlds.__name__)
-    return dict(zip(jobs, found, strict=True))
+    return run_named(jobs, 2, root / "ranks")
 
 
 @pytest.fixture(scope="module")
 def wide(tmp_path_factory: pytest.TempPathFactory) -> Results:
     root = tmp_path_factory.mktemp("wide")
     jobs = jobs_of(WIDE, root)
-    found = run_world(list(jobs.values()), 4, root / "ranks", free_port(), program=reduction_worlds.__name__)
-    return dict(zip(jobs, found, strict=True))
+    return run_named(jobs, 4, root / "ranks")
 
 
 def check_same(ours: list[dict[str, Any]], theirs: list[dict[str, Any]], replicas: list[list[int]]) -> None:

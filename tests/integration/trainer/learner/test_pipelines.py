@@ -9,10 +9,8 @@ from safetensors.numpy import load_file
 
 from services.trainer.megatron.world import shut_down
 from services.trainer.model.architecture import ModelError
-from tests.integration.trainer.learner import pipeline_worlds
-from tests.integration.trainer.learner.pipeline_worlds import run_job
-from tests.integration.trainer.trainer_worlds import Job, make_learner, make_model, run_world
-from tests.kit.ports import free_port
+from tests.integration.trainer.learner.pipeline_worlds import PipelineJob, run_job
+from tests.integration.trainer.trainer_worlds import PP2, Job, make_learner, make_model, run_named, run_world
 
 pytestmark = pytest.mark.slow  # two processes load torch and Megatron
 
@@ -55,16 +53,13 @@ def pipelines(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory)
     folder = tmp_path_factory.mktemp("world")
     settings = {case: {**TRAIN, **SCHEDULES.get(case, {})} for case in CASES}
     settings["chunks, tied"]["save"] = models["llama_tied"].with_name(SAVED)
-    jobs = [
-        Job(models[model], {"pipeline_parallel": 2, **own}, **settings[case]) for case, (model, own) in CASES.items()
-    ]
-    results = run_world(jobs, 2, folder, free_port(), timeout=240, program=pipeline_worlds.__name__)
-    return dict(zip(CASES, results, strict=True))
+    jobs = {case: PipelineJob(models[model], PP2 | own, **settings[case]) for case, (model, own) in CASES.items()}
+    return run_named(jobs, 2, folder)
 
 
 @pytest.fixture(scope="module")
 def alone(models: dict[str, Path]) -> dict[str, dict[str, Any]]:
-    found = {name: run_job(Job(folder, **TRAIN)) for name, folder in models.items()}
+    found = {name: run_job(PipelineJob(folder, **TRAIN)) for name, folder in models.items()}
     shut_down()
     return found
 
@@ -146,9 +141,10 @@ def test_a_model_in_chunks_is_saved_whole(models: dict[str, Path], pipelines: Re
 def test_four_stages_of_two_chunks(tmp_path: Path) -> None:
     """Stages have other neighbours before and after them; 5 micro-batches are not a multiple of them."""
     model = make_model(tmp_path / "deep", "qwen3", num_hidden_layers=8)
-    job = Job(model, {"pipeline_parallel": 4, **CHUNKS}, one_schedule=True, **{**TRAIN, "steps": 2, "pieces": 7})
-    (ranks,) = run_world([job], 4, tmp_path / "world", free_port(), program=pipeline_worlds.__name__)
-    expected = run_job(Job(model, **{**TRAIN, "steps": 2}))
+    train = TRAIN | {"steps": 2}
+    job = PipelineJob(model, {"pipeline_parallel": 4, **CHUNKS}, one_schedule=True, **train | {"pieces": 7})
+    (ranks,) = run_world([job], 4, tmp_path / "world")
+    expected = run_job(PipelineJob(model, **train))
     shut_down()
     for rank in ranks:
         check_trained(rank, expected)

@@ -21,14 +21,12 @@ from relaxd.config import RunConfig
 from services.trainer.batch.step_file import read_committed
 from services.trainer.megatron.world import shut_down
 from services.trainer.offline.replay import replay
-from tests.integration.trainer import training_worlds
 from tests.integration.trainer.critic.critic_kit import GAMMA, LAMBDA, generalized
-from tests.integration.trainer.learner.updates_kit import WAYS, PlainLoop, prepare_rewarded_run, with_steps
+from tests.integration.trainer.learner.updates_kit import PlainLoop, prepare_rewarded_run, with_steps
 from tests.integration.trainer.service_kit import RUN_ID, Feeder, several_updates
-from tests.integration.trainer.trainer_worlds import run_world
+from tests.integration.trainer.trainer_worlds import LAYOUTS, run_named
 from tests.integration.trainer.training_worlds import RunJob, run_job
 from tests.kit.models import make_tiny_model
-from tests.kit.ports import free_port
 from tests.kit.redis.redis_server import RedisServer
 
 pytestmark = pytest.mark.usefixtures("alone")
@@ -295,10 +293,9 @@ def test_advantages_are_the_same_under_every_layout_and_micro_batch_size(
         way: prepare_rewarded_run(
             session_redis.url, number + 1, with_both(tiny_qwen3, teacher, ranks=2, **parallel), tmp_path / way, **MASKS
         )
-        for number, (way, parallel) in enumerate(WAYS.items())
+        for number, (way, parallel) in enumerate(LAYOUTS.items())
     }
-    worlds = run_world(list(jobs.values()), 2, tmp_path / "ranks", free_port(), program=training_worlds.__name__)
-    found, folders = dict(zip(jobs, worlds, strict=True)), {way: job.folder for way, job in jobs.items()}
+    found, folders = run_named(jobs, 2, tmp_path / "ranks"), {way: job.folder for way, job in jobs.items()}
     for number, tokens in enumerate((48, 24)):
         shut_down()
         config, way = with_both(tiny_qwen3, teacher, micro_batch_tokens=tokens), f"{tokens} tokens"

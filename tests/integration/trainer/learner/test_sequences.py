@@ -24,9 +24,8 @@ from services.trainer.loop.step_phases import StepBuilder
 from services.trainer.loop.training_queue import TrainingQueue
 from services.trainer.megatron.world import shut_down
 from tests.integration.trainer.service_kit import Feeder, make_config, trainer_service
-from tests.integration.trainer.trainer_worlds import Job, make_model, run_job, run_world
+from tests.integration.trainer.trainer_worlds import LAYOUTS, Job, make_model, run_job, run_named
 from tests.kit.boards import kept_samples
-from tests.kit.ports import free_port
 from tests.kit.processes import run_python
 
 # --- one more column ----------------------------------------------------------------------------------------------
@@ -273,9 +272,6 @@ OF_TOKENS: dict[str, dict[str, Any]] = {
 """Losses whose terms are of one token each, and what they have besides advantages."""
 
 
-WAYS = {
-    "TP2": {"tensor_parallel": 2}, "PP2": {"pipeline_parallel": 2}, "DP2": {}, "CP2": {"context_parallel": 2},
-}  # fmt: skip
 LEAVES_OUT = {
     "gspo": ("clip_fraction",),
     "grpo with masks": ("clip_fraction", "veto_fraction", "opsm_fraction"),
@@ -307,10 +303,9 @@ def test_losses_are_the_same_however_ranks_and_micro_batches_are_arranged(
     divided = {
         (name, way): replace(job, parallel=parallel, pieces=2)
         for name, job in made.items()
-        for way, parallel in WAYS.items()
+        for way, parallel in LAYOUTS.items()
     }
-    by_job = run_world(list(divided.values()), 2, tmp_path / "world", free_port())
-    for key, ranks in zip(divided, by_job, strict=True):
+    for key, ranks in run_named(divided, 2, tmp_path / "world").items():
         assert ranks[0]["trajectory"] == ranks[1]["trajectory"], key
         for ours, theirs in zip(ranks[0]["trajectory"], whole[key[0]]["trajectory"], strict=True):
             assert ours.loss == pytest.approx(theirs.loss, rel=1e-5, abs=1e-5), key

@@ -21,21 +21,18 @@ from services.trainer.batch.step_plan import StepPlan
 from services.trainer.learner.update import NonFiniteGradients
 from services.trainer.megatron.world import shut_down
 from services.trainer.offline.replay import replay
-from tests.integration.trainer import training_worlds
 from tests.integration.trainer.learner.updates_kit import (
     LENGTHS,
     NORMALISED,
     RATES,
-    WAYS,
     PlainLoop,
     config_of,
     normalisation,
     prepare_run,
 )
 from tests.integration.trainer.service_kit import trainer_service
-from tests.integration.trainer.trainer_worlds import run_world
+from tests.integration.trainer.trainer_worlds import LAYOUTS, run_named
 from tests.integration.trainer.training_worlds import run_job
-from tests.kit.ports import free_port
 from tests.kit.redis.redis_server import RedisServer
 
 UNEVEN: dict[str, dict[str, Any]] = {
@@ -133,16 +130,15 @@ def worlds(
     jobs = {}
     with contextlib.closing(redis.Redis.from_url(session_redis.url)) as client:
         client.flushall()
-    for number, (way, parallel) in enumerate(WAYS.items()):
+    for number, (way, parallel) in enumerate(LAYOUTS.items()):
         config = config_of(tiny_qwen3, WITH_KL, ranks=2, **parallel)
         jobs[way] = prepare_run(session_redis.url, number + 1, config, root / way)
-    for way, parallel in WAYS.items():
+    for way, parallel in LAYOUTS.items():
         config, name = config_of(tiny_qwen3, NORMALISED, ranks=2, **ONE_UPDATE, **parallel), f"normalised, {way}"
         jobs[name] = prepare_run(session_redis.url, len(jobs) + 1, config, root / name, **UNEVEN)
     config = long_step(tiny_qwen3)
     jobs["long step"] = prepare_run(session_redis.url, len(jobs) + 1, config, root / "long")
-    results = run_world(list(jobs.values()), 2, root / "ranks", free_port(), program=training_worlds.__name__)
-    return dict(zip(jobs, results, strict=True))
+    return run_named(jobs, 2, root / "ranks")
 
 
 def long_step(model: Path) -> RunConfig:
@@ -179,7 +175,7 @@ def test_advantages_are_normalised_over_all_ranks(
 ) -> None:
     config = config_of(tiny_qwen3, NORMALISED, **ONE_UPDATE)
     alone_on_one_rank = run_job(prepare_run(redis_url, 1, config, tmp_path / "run", **UNEVEN))
-    for way in WAYS:
+    for way in LAYOUTS:
         ranks = worlds[f"normalised, {way}"]
         for ours, theirs in zip(ranks[0]["ledger"], alone_on_one_rank["ledger"], strict=True):
             assert ours.plan["whitening"] == theirs.plan["whitening"], "bit for bit"

@@ -12,10 +12,8 @@ import redis
 from relaxd.models.layouts import Layout, stage_parameters
 from relaxd.models.shape import read_shape
 from relaxd.tools.fitting.trainer_memory import buckets_in_memory, sharded_parameters
-from tests.integration.trainer.learner import reduction_worlds
-from tests.integration.trainer.learner.reduction_worlds import ReductionJob, merged, run_of
-from tests.integration.trainer.trainer_worlds import make_model, run_world, trainer_config
-from tests.kit.ports import free_port
+from tests.integration.trainer.learner.reduction_worlds import BUCKET, ReductionJob, merged, run_of
+from tests.integration.trainer.trainer_worlds import make_model, run_named, trainer_config
 from tests.kit.redis.redis_server import RedisServer
 
 pytestmark = pytest.mark.slow
@@ -86,8 +84,7 @@ def jobs(session_redis: RedisServer, tmp_path_factory: pytest.TempPathFactory) -
 @pytest.fixture(scope="module")
 def results(jobs: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> Results:
     root = tmp_path_factory.mktemp("world")
-    found = run_world(list(jobs.values()), 2, root / "ranks", free_port(), program=reduction_worlds.__name__)
-    return dict(zip(jobs, found, strict=True))
+    return run_named(jobs, 2, root / "ranks")
 
 
 @pytest.fixture(scope="module")
@@ -98,8 +95,7 @@ def wide_jobs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def wide(wide_jobs: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> Results:
     root = tmp_path_factory.mktemp("wide")
-    found = run_world(list(wide_jobs.values()), 4, root / "ranks", free_port(), program=reduction_worlds.__name__)
-    return dict(zip(wide_jobs, found, strict=True))
+    return run_named(wide_jobs, 4, root / "ranks")
 
 
 def check_close(ours: list[dict[str, Any]], theirs: list[dict[str, Any]], replicas: list[list[int]]) -> None:
@@ -143,7 +139,7 @@ def check_memory(job: ReductionJob, ours: list[dict[str, Any]], theirs: list[dic
             assert whole <= plain["bytes"][0][0] < 1.1 * whole
         for policy, _ in mine["bytes"]:
             assert 0.95 * sharded <= policy < 1.1 * sharded, "between micro-batches"
-        buckets = buckets_in_memory(shape, layout, stage, least=reduction_worlds.BUCKET)
+        buckets = buckets_in_memory(shape, layout, stage, least=BUCKET)
         assert mine["peaks"][0] <= 1.1 * sharded + 1.1 * buckets
         assert mine["peaks"][0] >= 0.95 * sharded + 0.4 * buckets
 

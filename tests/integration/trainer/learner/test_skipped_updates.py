@@ -18,12 +18,18 @@ from services.trainer.batch.step_file import step_file_path
 from services.trainer.learner.learner import Learner
 from services.trainer.learner.update import NonFiniteGradients
 from services.trainer.megatron.world import shut_down
-from tests.integration.trainer import trainer_worlds
-from tests.integration.trainer.learner import skipping_worlds
 from tests.integration.trainer.learner.skipping_worlds import NaNJob
 from tests.integration.trainer.service_kit import Feeder, export, make_config, trainer_service
-from tests.integration.trainer.trainer_worlds import Job, make_learner, make_model, make_samples
-from tests.kit.ports import free_port
+from tests.integration.trainer.trainer_worlds import (
+    EP2,
+    LAYOUTS,
+    TP2,
+    Job,
+    make_learner,
+    make_model,
+    make_samples,
+    run_named,
+)
 
 OVERFLOWING = 1e38
 """An advantage that float32 can hold, as the advantage service allows it, but not the gradient that it makes."""
@@ -133,21 +139,15 @@ def worlds(tmp_path_factory: pytest.TempPathFactory, model: Path) -> dict[str, l
     folder = tmp_path_factory.mktemp("worlds")
     moe = make_model(folder / "moe", "qwen3_moe")
     jobs = {
-        "DP2": NaNJob(model),
-        "TP2": NaNJob(model, {"tensor_parallel": 2}),
-        "PP2": NaNJob(model, {"pipeline_parallel": 2}),
-        "CP2": NaNJob(model, {"context_parallel": 2}),
-        "EP2": NaNJob(moe, {"expert_parallel": 2}),
-        "MoE TP2": NaNJob(moe, {"tensor_parallel": 2}),
+        **{way: NaNJob(model, parallel) for way, parallel in LAYOUTS.items()},
+        "EP2": NaNJob(moe, EP2),
+        "MoE TP2": NaNJob(moe, TP2),
     }
-    results = trainer_worlds.run_world(
-        list(jobs.values()), 2, folder / "world", free_port(), program=skipping_worlds.__name__
-    )
-    return dict(zip(jobs, results, strict=True))
+    return run_named(jobs, 2, folder / "world")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("way", ["DP2", "TP2", "PP2", "CP2", "EP2", "MoE TP2"])
+@pytest.mark.parametrize("way", [*LAYOUTS, "EP2", "MoE TP2"])
 def test_a_nan_on_one_rank_is_seen_by_all(worlds: dict[str, list[dict[str, Any]]], way: str) -> None:
     for rank in worlds[way]:
         assert len(rank["names"]) > 4

@@ -29,7 +29,6 @@ from tests.integration.trainer.trainer_worlds import (
     micro_batches,
     run_world,
 )
-from tests.kit.ports import free_port
 
 MakeLearner = Callable[..., Learner]
 
@@ -227,7 +226,7 @@ def test_replay_in_fresh_processes_gives_identical_weights(model: Path, tmp_path
     folders = [tmp_path / "first", tmp_path / "second"]
     for folder in folders:
         folder.mkdir()
-    first, second = (run_world(jobs, 1, folder, free_port())[0][0] for folder in folders)
+    first, second = (run_world(jobs, 1, folder)[0][0] for folder in folders)
     assert first["trajectory"] == second["trajectory"]
     for name, tensor in first["tensors"].items():
         assert np.array_equal(tensor, second["tensors"][name]), name

@@ -13,7 +13,6 @@ from services.trainer.learner.learner import Learner
 from services.trainer.learner.offload import Offload, state_tensors
 from services.trainer.megatron.world import shut_down
 from tests.integration.trainer.trainer_worlds import Job, make_learner, make_model, make_samples, run_world
-from tests.kit.ports import free_port
 
 
 @pytest.fixture(scope="module")
@@ -73,7 +72,7 @@ def test_every_pipeline_stage_keeps_its_gradients(model: Path, tmp_path: Path) -
     """Also those that know nothing of the loss."""
     cut = {"pipeline_parallel": 2}
     jobs = [Job(model, parallel=dict(cut), steps=3, pieces=4, nap=nap) for nap in (False, True)]
-    plain, napped = run_world(jobs, 2, tmp_path / "world", free_port(), timeout=240)
+    plain, napped = run_world(jobs, 2, tmp_path / "world")
     assert len(plain[0]["trajectory"]) == 3
     for one, other in zip(plain, napped, strict=True):
         assert one["trajectory"] == other["trajectory"]

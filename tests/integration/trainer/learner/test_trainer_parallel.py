@@ -10,14 +10,23 @@ import transformers
 from safetensors.torch import load_file
 
 from services.trainer.batch.micro_batch import pack
-from tests.integration.trainer.trainer_worlds import KINDS, Job, make_model, make_samples, run_job, run_world
-from tests.kit.ports import free_port
+from tests.integration.trainer.trainer_worlds import (
+    CP2,
+    EP2,
+    KINDS,
+    LAYOUTS,
+    PP2,
+    TP2,
+    Job,
+    make_model,
+    make_samples,
+    run_job,
+    run_named,
+)
 
 pytestmark = pytest.mark.slow  # every layout takes minutes
 
-TP, PP, DP, EP = {"tensor_parallel": 2}, {"pipeline_parallel": 2}, {}, {"expert_parallel": 2}
-CP = {"context_parallel": 2}
-WAYS: dict[str, dict[str, int]] = {"TP2": TP, "PP2": PP, "DP2": DP, "EP2": EP, "CP2": CP}
+WAYS = LAYOUTS | {"EP2": EP2}
 
 CANDIDATES: dict[str, Any] = {
     "candidates": 6,
@@ -42,16 +51,16 @@ def jobs(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> d
     made = {key: job for key, job in made.items() if key[1] != "EP2" or key[0] == "qwen3_moe"}
     made |= {("qwen2_moe", way): Job(models["qwen2_moe"], WAYS[way], **train) for way in ("TP2", "EP2", "PP2")}
     made |= {("qwen3_5_text", way): Job(models["qwen3_5_text"], WAYS[way], **train) for way in ("TP2", "PP2", "DP2")}
-    made["qwen3_5_text", "TP2 recompute"] = Job(models["qwen3_5_text"], {**TP, "recompute": "full"}, **train)
-    made["llama3", "TP2"] = Job(models["llama3"], TP, **train)  # biases of a row-parallel layer
-    made["qwen3", "CP2 recompute"] = Job(models["qwen3"], {**CP, "recompute": "full"}, **train)
+    made["qwen3_5_text", "TP2 recompute"] = Job(models["qwen3_5_text"], {**TP2, "recompute": "full"}, **train)
+    made["llama3", "TP2"] = Job(models["llama3"], TP2, **train)  # biases of a row-parallel layer
+    made["qwen3", "CP2 recompute"] = Job(models["qwen3"], {**CP2, "recompute": "full"}, **train)
     for model, way in (("qwen3", "TP2"), ("qwen2_moe", "TP2"), ("qwen3_moe", "EP2")):
         made[model, f"{way} selective"] = Job(models[model], {**WAYS[way], "recompute": "selective"}, **train)
     made["qwen3_moe", "PP2 one layer"] = Job(
-        models["qwen3_moe"], {**PP, "recompute": "full", "recompute_layers": 1}, **train
+        models["qwen3_moe"], {**PP2, "recompute": "full", "recompute_layers": 1}, **train
     )
     for model in ("qwen3", "qwen2_moe"):
-        made[model, "PP2 one schedule"] = Job(models[model], PP, **train, one_schedule=True)
+        made[model, "PP2 one schedule"] = Job(models[model], PP2, **train, one_schedule=True)
     for way in WAYS:
         if way != "EP2":
             made["qwen3", f"{way} candidates"] = Job(models["qwen3"], WAYS[way], **{**train, **CANDIDATES})
@@ -60,15 +69,15 @@ def jobs(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> d
     made["qwen3", "bf16 offloaded"] = Job(models["qwen3"], {**bf16, "optimizer": {"cpu_offload": True}}, steps=3)
     for model in ("llama_tied", "qwen3"):
         for head in (False, True):
-            own = {**bf16, **TP, "fp32_lm_head": head}
+            own = {**bf16, **TP2, "fp32_lm_head": head}
             made[model, f"bf16 TP2 head {head}"] = Job(models[model], own, logits=True)
-    made["qwen3", "CP2 untrained"] = Job(models["qwen3"], CP)
-    made["qwen2_sliding", "CP2 untrained"] = Job(models["qwen2_sliding"], CP)
+    made["qwen3", "CP2 untrained"] = Job(models["qwen3"], CP2)
+    made["qwen2_sliding", "CP2 untrained"] = Job(models["qwen2_sliding"], CP2)
     for model in (*KINDS, "llama_tied"):
-        made[model, "TP2 untrained"] = Job(models[model], TP, logits=True, save=saved / f"{model}-tp")
-        made[model, "PP2 untrained"] = Job(models[model], PP, logits=True, save=saved / f"{model}-pp")
+        made[model, "TP2 untrained"] = Job(models[model], TP2, logits=True, save=saved / f"{model}-tp")
+        made[model, "PP2 untrained"] = Job(models[model], PP2, logits=True, save=saved / f"{model}-pp")
     for model in ("qwen2_moe", "qwen3_moe", "qwen3_moe_bias", "qwen3_next_moe", "qwen3_5_moe_text"):
-        made[model, "EP2 untrained"] = Job(models[model], EP, save=saved / f"{model}-ep")
+        made[model, "EP2 untrained"] = Job(models[model], EP2, save=saved / f"{model}-ep")
     return made
 
 
@@ -76,8 +85,7 @@ def jobs(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> d
 def two_ranks(
     jobs: dict[tuple[str, str], Job], tmp_path_factory: pytest.TempPathFactory
 ) -> dict[tuple[str, str], list[dict[str, Any]]]:
-    results = run_world(list(jobs.values()), 2, tmp_path_factory.mktemp("world"), free_port(), timeout=240)
-    return dict(zip(jobs, results, strict=True))
+    return run_named(jobs, 2, tmp_path_factory.mktemp("world"))
 
 
 @pytest.fixture(scope="module")

@@ -118,11 +118,3 @@ def normalisation(groups: dict[str, dict[str, Any]]) -> tuple[float, float]:
     values = [float(advantage) for one in pairs for advantage, trained in one if trained]
     mean = math.fsum(values) / len(values)
     return mean, math.sqrt(math.fsum((value - mean) ** 2 for value in values) / len(values))
-
-
-WAYS = {
-    "DP2": {},
-    "TP2": {"tensor_parallel": 2},
-    "PP2": {"pipeline_parallel": 2},
-    "CP2": {"context_parallel": 2},
-}

@@ -4,9 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tests.integration.trainer import trainer_worlds, training_worlds
 from tests.integration.trainer.trainer_worlds import Job, make_learner, make_samples
-from tests.integration.trainer.training_worlds import RunJob
 
 WITH_KL = {"kl_coef": 0.3, "kl_estimator": "k2"}
 STEPS, REFRESHED_AFTER = 3, 2
@@ -22,14 +20,8 @@ class RefreshJob:
     """Where they are exported to."""
 
 
-def run_job(job: RunJob | RefreshJob, ranks: int = 1) -> dict[str, Any]:
-    """Run one job on this rank.
-
-    Returns:
-        For a `RefreshJob` the log-probs [T] of policy and reference after each step.
-    """
-    if isinstance(job, RunJob):
-        return training_worlds.run_job(job, ranks)
+def run_job(job: RefreshJob, ranks: int) -> dict[str, Any]:
+    """Run one job on this rank. Returns the log-probs [T] of policy and reference after each step."""
     from services.trainer.batch.micro_batch import pack
     from services.trainer.megatron.world import leave_layout
 
@@ -45,10 +37,3 @@ def run_job(job: RunJob | RefreshJob, ranks: int = 1) -> dict[str, Any]:
             learner.save_hf(job.folder)
     leave_layout()
     return {"policy": policy, "reference": reference}
-
-
-if __name__ == "__main__":
-    # Under its own name, or the pickled jobs would be of another class than __main__'s.
-    from tests.integration.trainer.reference_models import refresh_worlds
-
-    trainer_worlds.work(refresh_worlds.run_job)

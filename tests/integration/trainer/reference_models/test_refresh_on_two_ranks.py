@@ -14,7 +14,6 @@ from services.trainer.batch.micro_batch import pack
 from services.trainer.batch.step_file import read_committed
 from services.trainer.checkpoints.reference_weights import weights_path
 from services.trainer.megatron.world import shut_down
-from tests.integration.trainer.reference_models import refresh_worlds
 from tests.integration.trainer.reference_models.reference_kit import (
     AS_SERVICE,
     REFRESHED,
@@ -24,12 +23,10 @@ from tests.integration.trainer.reference_models.reference_kit import (
     prepare_run,
 )
 from tests.integration.trainer.reference_models.refresh_worlds import REFRESHED_AFTER, RefreshJob
-from tests.integration.trainer.trainer_worlds import make_model, make_samples, run_world
+from tests.integration.trainer.trainer_worlds import TP2, make_model, make_samples, run_world
 from tests.integration.trainer.training_worlds import RunJob, run_job
-from tests.kit.ports import free_port
 
 pytestmark = pytest.mark.usefixtures("alone")
-TP2 = {"tensor_parallel": 2}
 
 
 @pytest.fixture(scope="module")
@@ -69,9 +66,7 @@ def test_a_refreshed_reference_gives_the_log_probs_of_the_policy_at_that_step(
     served = prepare_run(redis_url, 3, config_of(model, AS_SERVICE | TP2, ranks=2, **TP2), tmp_path / "served")
     with contextlib.closing(Reference(served)) as reference:
         jobs = [RefreshJob(model, TP2, exported), inside, served]
-        of_step, of_inside, of_served = run_world(
-            jobs, 2, tmp_path / "ranks", free_port(), program=refresh_worlds.__name__
-        )
+        of_step, of_inside, of_served = run_world(jobs, 2, tmp_path / "ranks")
         assert reference.coordinator.status.gauges["ranks"] == 2
 
     samples, at = make_samples(), REFRESHED_AFTER - 1

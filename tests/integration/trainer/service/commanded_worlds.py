@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Any
 
 from services.trainer.megatron.rank_messages import message
-from tests.integration.trainer import trainer_worlds
 from tests.integration.trainer.trainer_worlds import Job, copied, make_learner, make_samples
 from tests.kit.waiting import wait_until
 
@@ -105,10 +104,3 @@ def command(rank: Any, folder: Path) -> dict[str, Any]:
         "memory": [*slept, *woken],
         "exported": rank.run(training_commands.Export(folder / "export")),
     }
-
-
-if __name__ == "__main__":
-    # Under its own name, or the pickled jobs would be of another class than __main__'s.
-    from tests.integration.trainer.service import commanded_worlds
-
-    trainer_worlds.work(commanded_worlds.run_job)

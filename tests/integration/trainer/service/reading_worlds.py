@@ -11,7 +11,6 @@ import numpy as np
 from relaxd.board import Board, BoardUnavailable, ColumnError, LedgerTrimmed, stages_for
 from relaxd.config import RunConfig
 from services.trainer.megatron.rank_messages import message
-from tests.integration.trainer import trainer_worlds
 from tests.integration.trainer.service_kit import RUN_ID
 from tests.kit.waiting import wait_until
 
@@ -216,10 +215,3 @@ def checksum(columns: Mapping[str, Any]) -> int:
         for name, value in sorted(columns.items())
     ]
     return zlib.crc32(repr(described).encode())
-
-
-if __name__ == "__main__":
-    # Under its own name, or the pickled jobs would be of another class than __main__'s.
-    from tests.integration.trainer.service import reading_worlds
-
-    trainer_worlds.work(reading_worlds.run_job)

@@ -7,11 +7,9 @@ from typing import Any
 import pytest
 import redis
 
-from tests.integration.trainer.service import reading_worlds
 from tests.integration.trainer.service.reading_worlds import FaultJob, StepJob
 from tests.integration.trainer.service_kit import Feeder, make_config
-from tests.integration.trainer.trainer_worlds import run_world
-from tests.kit.ports import free_port
+from tests.integration.trainer.trainer_worlds import run_named
 from tests.kit.redis.redis_server import RedisServer
 
 pytestmark = pytest.mark.slow
@@ -48,8 +46,7 @@ def worlds(
         feeder.board.close()
         late = 3 if name == "late" else 0
         jobs[name] = (FaultJob if name == "faults" else StepJob)(config, url, folder, late)
-    results = run_world(list(jobs.values()), 4, folder / "ranks", free_port(), program=reading_worlds.__name__)
-    return dict(zip(jobs, results, strict=True))
+    return run_named(jobs, 4, folder / "ranks")
 
 
 @pytest.mark.parametrize("name", STEPS)

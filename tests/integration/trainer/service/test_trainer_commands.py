@@ -7,10 +7,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from tests.integration.trainer.service import commanded_worlds
 from tests.integration.trainer.service.commanded_worlds import CommandJob
 from tests.integration.trainer.trainer_worlds import make_model, run_world
-from tests.kit.ports import free_port
 
 
 @pytest.fixture(scope="module")
@@ -22,7 +20,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def world(folder: Path) -> list[dict[str, Any]]:
     """The results of both ranks."""
     job = CommandJob(make_model(folder / "model", "qwen3"), folder)
-    return run_world([job], 2, folder / "ranks", free_port(), program=commanded_worlds.__name__)[0]
+    return run_world([job], 2, folder / "ranks")[0]
 
 
 def test_all_ranks_do_what_rank_0_does(world: list[dict[str, Any]], folder: Path) -> None:
