@@ -271,12 +271,10 @@ class WeightSync:
                     logger.error("%s: they are quarantined until the weights are sent again", error)
                 silent = await self._client.abort(sync_id, self.record.group, engines, error.silent)
                 await self._save(running=False, group=None)
-                blamed = error.blamed | silent
-                if trainer in silent or (len(engines) > 1 and blamed.issuperset(engines)):
-                    blamed = frozenset()  # the trainer, or all engines at once: no engine is to blame
-                raise SyncFailed(
-                    str(error), blamed, refused=error.refused, unfit=error.unfit, changed=error.changed
-                ) from error
+                error.blamed |= silent
+                if trainer in silent or (len(engines) > 1 and error.blamed.issuperset(engines)):
+                    error.blamed = frozenset()  # the trainer, or all engines at once: no engine is to blame
+                raise
         seconds = time.monotonic() - started
         if then is not None:
             await then()
