@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from services.coordinator.runs.run_manager import MAX_BOARDS
+from services.coordinator.state.store import MAX_BOARDS
 from tests.fuzz.attack import LEFT_OUT, TOGETHER, Report, attack
 from tests.fuzz.fleet import Fleet, fleet
 

@@ -37,7 +37,7 @@ from services.coordinator.fleet.checkpoints import NoCriticCheckpoint, await_cri
 from services.coordinator.fleet.peers import Peers
 from services.coordinator.fleet.registry import Registry, Replica
 from services.coordinator.fleet.replica_feed import ReplicaFeed
-from services.coordinator.runs.run_manager import RunManager, read_board
+from services.coordinator.runs.run_manager import RunManager
 from services.coordinator.runs.run_messages import find_groups, group_tests, read_logs, sample_message, token_texts
 from services.coordinator.runs.starting import check_run_id
 from services.coordinator.runs.watch_stream import RunFeed
@@ -45,6 +45,7 @@ from services.coordinator.scaling.autoscaler import Autoscaler
 from services.coordinator.scaling.scale_log import MAX_REQUESTS, scale_message
 from services.coordinator.scaling.scaler import Scaler
 from services.coordinator.state.records import Announcement
+from services.coordinator.state.store import read_board
 
 MAX_REASON_BYTES = 2000
 MAX_PAGE = 1000

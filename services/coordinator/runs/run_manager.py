@@ -3,15 +3,14 @@
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
-from relaxd.board import BoardUnavailable, roles_for, stages_for
+from relaxd.board import roles_for, stages_for
 from relaxd.config import BoardConfig, RunConfig
 from relaxd.data.dataset import RunData, load_data
 from relaxd.models import DataError
@@ -33,20 +32,13 @@ from services.coordinator.runs.run_messages import health_messages, run_message,
 from services.coordinator.runs.starting import check_same_prompts, prepare, request_digest
 from services.coordinator.state.records import Event, Outcome, Phase, RunRecord
 from services.coordinator.state.retries import MediaHostRetry, RedisRetry, outlives_caller
-from services.coordinator.state.store import AnotherRunActive, AsyncStore, RunBoard, RunIdTaken
+from services.coordinator.state.store import AnotherRunActive, AsyncStore, RunBoard, RunBoards, RunIdTaken, read_board
 
 logger = logging.getLogger(__name__)
 Result = TypeVar("Result")
 
 MAX_ENDED_RUNS = 1000
 """Ended runs that are cached."""
-MAX_BOARDS = 8
-"""Boards of ended runs that stay connected."""
-
-
-READERS = ThreadPoolExecutor(8, thread_name_prefix="reader")
-"""Threads of calls that only read boards and files. While Redis is away each occupies one for seconds: calls that
-replicas depend on, such as Register, must not wait for them."""
 
 
 @dataclass(frozen=True)
@@ -57,19 +49,6 @@ class RunDigest:
     reason: str
     step: int
     """The last step that the coordinator saw; 0 if the run isn't active."""
-
-
-async def read_board(reading: Awaitable[Result]) -> Result:
-    """Await a read of a board. Raises Unavailable if Redis doesn't answer."""
-    try:
-        return await reading
-    except BoardUnavailable as error:
-        raise Unavailable(str(error)) from error
-
-
-async def read_in_thread(operation: Callable[..., Result], *arguments: Any) -> Result:
-    """Run a read of a board and a run's files in a thread. Raises Unavailable if Redis doesn't answer."""
-    return await read_board(asyncio.get_running_loop().run_in_executor(READERS, operation, *arguments))
 
 
 class RunManager:
@@ -93,8 +72,7 @@ class RunManager:
         self._starting = asyncio.Lock()
         self._task: asyncio.Task[None] | None = None
         self._closing = False
-        self._boards: dict[str, RunBoard] = {}
-        self._closings: set[asyncio.Task[None]] = set()
+        self._boards = RunBoards(settings.redis)
         self._ended_runs: dict[str, pb.Run] = {}
         """Messages of ended runs, which never change."""
         self._last_active = pb.Run()
@@ -286,7 +264,7 @@ class RunManager:
         board = self.board(record)
         await self._store.begin_delete(record.run_id, record.request_id)
         self._ended_runs.pop(record.run_id, None)
-        self._boards.pop(record.run_id, None)
+        self._boards.forget(record.run_id)
         await self._delete_board(record.run_id, board)
 
     async def _end_deletion(self, run_id: str) -> None:
@@ -311,8 +289,7 @@ class RunManager:
         if self._task is not None:
             self._task.cancel()
             await asyncio.wait([self._task])
-        for board in self._boards.values():
-            await board.close()
+        await self._boards.close()
 
     async def _create(self, record: RunRecord) -> None:
         """Record a run as the active one, as soon as Redis answers; nothing may fail between this and `_launch`.
@@ -345,7 +322,7 @@ class RunManager:
         freeze_objects()  # also those of the last run are collected
         self.active = active
         self._ended_runs.pop(active.record.run_id, None)  # an earlier run of this id
-        self._boards[active.record.run_id] = active.board
+        self._boards.keep(active.board)
         self._task = asyncio.create_task(self._drive(active, held))
         self._task.add_done_callback(self._on_end)
         self._registry.changed.fire()
@@ -411,21 +388,7 @@ class RunManager:
 
     def board(self, record: RunRecord) -> RunBoard:
         """Return the board of a run, connected."""
-        board = self._boards.pop(record.run_id, None)
-        if board is None:
-            config = RunConfig.model_validate_json(record.config_json)
-            board = RunBoard(self._settings.redis, record.run_id, stages_for(config), config.board)
-        self._boards[record.run_id] = board  # the most recently used comes last
-        self._close_boards()
-        return board
-
-    def _close_boards(self) -> None:
-        """Close the least recently used boards: each has connections to Redis."""
-        active = self.active.record.run_id if self.active else None
-        for run_id in [run_id for run_id in self._boards if run_id != active][:-MAX_BOARDS]:
-            closing = asyncio.create_task(self._boards.pop(run_id).close())
-            self._closings.add(closing)
-            closing.add_done_callback(self._closings.discard)
+        return self._boards.open(record, active=self.active.record.run_id if self.active else None)
 
     def glance(self, record: RunRecord) -> RunDigest:
         """Return the state of a run that is known without reading Redis."""

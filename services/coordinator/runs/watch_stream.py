@@ -14,10 +14,11 @@ from relaxd.rpc.errors import Violations
 from relaxd.rpc.message_parts import MAX_WATCH_SECONDS, watch_seconds
 from relaxd.v1 import coordinator_pb2 as pb
 from services.coordinator.fleet.changes import Signal
-from services.coordinator.runs.run_manager import RunDigest, RunManager, read_in_thread
+from services.coordinator.runs.run_manager import RunDigest, RunManager
 from services.coordinator.runs.run_messages import event_messages, step_messages
 from services.coordinator.runs.starting import check_run_id
 from services.coordinator.state.records import RunRecord
+from services.coordinator.state.store import read_in_thread
 
 TOKEN = re.compile(r"([0-9]{1,18})(?:-([0-9]{1,18}))?", re.ASCII)
 TICK_SECONDS = 0.25

@@ -1,17 +1,20 @@
-"""The coordinator's state in Redis. Every write is fenced by the coordinator's term."""
+"""The coordinator's state in Redis, and its runs' boards. Every write is fenced by the coordinator's term."""
 
+import asyncio
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import redis
 from redis.asyncio.retry import Retry as AsyncRetry
 from redis.backoff import ExponentialBackoff
 from redis.retry import Retry
 
-from relaxd.board import AsyncBoard, Board
+from relaxd.board import AsyncBoard, Board, BoardUnavailable, stages_for
+from relaxd.config import RunConfig
 from relaxd.redis_client import (
     COORDINATOR,
     acknowledged,
@@ -50,6 +53,13 @@ WEIGHTS = PREFIX + "weights"
 SCALING = PREFIX + "scaling"
 
 SETTINGS: dict[str, Any] = {"protocol": 2, "decode_responses": True, "health_check_interval": 15}
+MAX_BOARDS = 8
+"""Boards of ended runs that stay connected."""
+READERS = ThreadPoolExecutor(8, thread_name_prefix="reader")
+"""Threads of calls that only read boards and files. While Redis is away each occupies one for seconds: calls that
+replicas depend on, such as Register, must not wait for them."""
+Result = TypeVar("Result")
+
 BACKOFF, RETRIES = ExponentialBackoff(cap=0.2, base=0.02), 2
 """Retries of redis-py itself."""
 
@@ -120,20 +130,20 @@ class _Leadership:
     superseded: bool = False
 
 
-class StoreMoves:
+class StoreOperations:
     """The operations of both stores."""
 
-    _standing: _Leadership
+    _leadership: _Leadership
 
     @property
     def term(self) -> int:
         """Term of this coordinator; 0 before `take_over`."""
-        return self._standing.term
+        return self._leadership.term
 
     @property
     def superseded(self) -> bool:
         """A newer coordinator has taken over this Redis."""
-        return self._standing.superseded
+        return self._leadership.superseded
 
     @operation
     def is_cluster_node(self) -> RedisOperation[bool]:
@@ -143,7 +153,7 @@ class StoreMoves:
     @operation
     def take_over(self) -> RedisOperation[int]:
         """Start a new term, which fences all older coordinators."""
-        self._standing.term = int((yield from self._script(_TAKE_OVER, [TERM_KEY])))
+        self._leadership.term = int((yield from self._script(_TAKE_OVER, [TERM_KEY])))
         return self.term
 
     @operation
@@ -301,17 +311,17 @@ class StoreMoves:
 
     def _check(self, answer: str) -> None:
         if answer != "OK":
-            self._standing.superseded = True
+            self._leadership.superseded = True
             raise Superseded(f"a newer coordinator has taken over this Redis (this one has term {self.term})")
 
 
-class Store(StoreMoves, Blocking):
+class Store(StoreOperations, Blocking):
     """Reads and writes records. Blocks, and is thread-safe."""
 
     def __init__(self, redis_url: str, *, timeout_seconds: float = 3.0) -> None:
         self.redis_url = redis_url
         self.timeout_seconds = timeout_seconds
-        self._standing = _Leadership()
+        self._leadership = _Leadership()
         self._replicas = parse(redis_url).wait_replicas
         settings = {**SETTINGS, "retry": Retry(BACKOFF, RETRIES)}
         self._redis = connect(redis_url, tag=COORDINATOR, seconds=timeout_seconds, **settings)
@@ -329,12 +339,12 @@ class Store(StoreMoves, Blocking):
             return read(self._redis, request.commands)
 
 
-class AsyncStore(StoreMoves, Asynchronous):
+class AsyncStore(StoreOperations, Asynchronous):
     """Store for one event loop, under the term of a store that has taken over, which is `in_threads`."""
 
     def __init__(self, store: Store) -> None:
         self.in_threads = store
-        self._standing = store._standing
+        self._leadership = store._leadership
         self._replicas = store._replicas
         self._seconds = store.timeout_seconds
         settings = {**SETTINGS, "retry": AsyncRetry(BACKOFF, RETRIES)}
@@ -386,3 +396,52 @@ class RunBoard(AsyncBoard):
         """Close all connections to Redis. Whoever still reads connects again."""
         await super().close()
         self.in_threads.close()
+
+
+class RunBoards:
+    """Connected boards of the active run and of the runs that were asked for last. Lives in the event loop."""
+
+    def __init__(self, redis_url: str) -> None:
+        self._redis_url = redis_url
+        self._boards: dict[str, RunBoard] = {}
+        """Boards by run id, the most recently used last."""
+        self._closings: set[asyncio.Task[None]] = set()
+
+    def open(self, record: RunRecord, *, active: str | None) -> RunBoard:
+        """Return the board of a run, and close boards beyond MAX_BOARDS; `active`: id of the active run."""
+        board = self._boards.pop(record.run_id, None)
+        if board is None:
+            config = RunConfig.model_validate_json(record.config_json)
+            board = RunBoard(self._redis_url, record.run_id, stages_for(config), config.board)
+        self.keep(board)
+        for run_id in [run_id for run_id in self._boards if run_id != active][:-MAX_BOARDS]:
+            closing = asyncio.create_task(self._boards.pop(run_id).close())
+            self._closings.add(closing)
+            closing.add_done_callback(self._closings.discard)
+        return board
+
+    def keep(self, board: RunBoard) -> None:
+        """Keep a board connected, as the most recently used."""
+        self._boards[board.run_id] = board
+
+    def forget(self, run_id: str) -> None:
+        """Keep a run's board no longer; the caller closes it."""
+        self._boards.pop(run_id, None)
+
+    async def close(self) -> None:
+        """Close all boards."""
+        for board in self._boards.values():
+            await board.close()
+
+
+async def read_board(reading: Awaitable[Result]) -> Result:
+    """Await a read of a board. Raises Unavailable if Redis doesn't answer."""
+    try:
+        return await reading
+    except BoardUnavailable as error:
+        raise Unavailable(str(error)) from error
+
+
+async def read_in_thread(operation: Callable[..., Result], *arguments: Any) -> Result:
+    """Run a read of a board and a run's files in a thread. Raises Unavailable if Redis doesn't answer."""
+    return await read_board(asyncio.get_running_loop().run_in_executor(READERS, operation, *arguments))

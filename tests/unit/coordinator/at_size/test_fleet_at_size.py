@@ -12,8 +12,7 @@ from relaxd.v1.replica_pb2 import REPLICA_STATE_READY, ReplicaStatus, WeightVers
 from services.coordinator.fleet.changes import GAP_SECONDS, Signal, SignalFollower
 from services.coordinator.fleet.gpu_allocation import OWN, SHARED, GpuHolders, uuid_of
 from services.coordinator.fleet.registry import Registry
-from services.coordinator.runs.run_manager import READERS, read_in_thread
-from services.coordinator.state.store import AsyncStore, Store
+from services.coordinator.state.store import READERS, AsyncStore, Store, read_in_thread
 
 
 async def test_many_changes_wake_their_waiters_a_few_times_and_none_is_missed() -> None:
