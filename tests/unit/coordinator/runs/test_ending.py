@@ -1,8 +1,10 @@
-"""When evaluations that no longer improve end a run."""
+"""When a run ends early, and how long ended runs stay in Redis."""
+
+from datetime import UTC, datetime, timedelta
 
 from relaxd.config.run import StopEarlyConfig
-from services.coordinator.runs.ending import reason_to_stop_early
-from services.coordinator.state.records import Evaluation
+from services.coordinator.runs.ending import Retention, reason_to_stop_early
+from services.coordinator.state.records import Evaluation, Phase, RunRecord
 from tests.kit.cases import each
 
 METRIC = "eval.held_out.reward"
@@ -33,3 +35,21 @@ def test_run_ends_after_patience_is_exhausted(
     found = reason_to_stop_early(given, [initial, *evaluations], since)
     assert reason in found
     assert bool(reason) == bool(found)
+
+
+NOW = datetime(2026, 6, 1, tzinfo=UTC)
+
+
+def run(name: str, days_ago: float, phase: Phase = Phase.STOPPED) -> RunRecord:
+    ended = NOW - timedelta(days=days_ago)
+    return RunRecord(run_id=name, config_json="{}", folder="/", phase=phase, create_time=ended, end_time=ended)
+
+
+def test_runs_expire_by_number_bytes_and_age() -> None:
+    runs = [(run("active", 0, Phase.RUNNING), 500), *((run(f"{days} days", days), 100) for days in (1, 2, 3, 40))]
+    assert Retention(10, 10_000, 30).expired(runs, NOW) == ["40 days"]
+    assert Retention(2, 10_000, 100).expired(runs, NOW) == ["3 days", "40 days"]
+    assert Retention(10, 250, 100).expired(runs, NOW) == ["3 days", "40 days"]
+    # The newest run stays even if it exceeds every limit.
+    assert Retention(0, 0, 0).expired(runs, NOW) == ["2 days", "3 days", "40 days"]
+    assert Retention(10, 10_000, 30).expired([(run("old", 90), 1 << 40)], NOW) == []
