@@ -1,16 +1,251 @@
-"""The program of a confined process: runs a script or a tool's program, answers calls of functions, or runs tests."""
+"""The program of a confined process: runs a script or a tool's program, answers calls of functions, or runs tests.
 
+Tests run in a process that the tested program never enters: its functions are called over the channel. Only names that
+the tests use and nothing else defines are the program's. Builtins, standard modules, and what the tests or the
+beginning of the program (the prompt's) define never are, or else a program could define `abs` to suit the tests.
+"""
+
+import ast
+import builtins
 import io
 import random
+import symtable
 import sys
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
+from importlib import import_module
 from types import ModuleType
 from typing import Any
 
 from relaxd.sandbox.channel import Channel, NotPlain, decode, encode
-from relaxd.sandbox.loading import PROGRAM, load
-from relaxd.sandbox.testing import describe, run_tests
+
+CONTEST = (
+    *("string", "re", "datetime", "collections", "heapq", "bisect", "copy", "math", "random", "statistics"),
+    *("itertools", "functools", "operator", "io", "sys", "json", "builtins", "typing"),
+)
+"""Modules whose names programs for contests can use without importing, in verl's order: later ones win."""
+PROGRAM = "<answer>"
+"""Name of a program in tracebacks."""
+RECURSION_LIMIT = 600_000
+"""Recursion limit of programs for contests, as in verl."""
+
+
+def contest_names() -> dict[str, Any]:
+    """Return the names that a program for a contest finds imported, with their values."""
+    space: dict[str, Any] = {}
+    for one in CONTEST:
+        found = vars(import_module(one))
+        shown = found.get("__all__") or [key for key in found if not key.startswith("_")]
+        space |= {key: found[key] for key in shown}
+    return space | {one: import_module(one) for one in CONTEST}
+
+
+def load(job: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """Run the first of a job's programs that compiles, as a module. Returns its contents."""
+    module = ModuleType(name)
+    sys.modules[name] = module
+    space = vars(module)
+    if job["contest"]:
+        sys.setrecursionlimit(RECURSION_LIMIT)
+        space |= contest_names()
+    refusal: BaseException | None = None
+    for text in job["programs"]:
+        try:
+            code = compile(text, PROGRAM, "exec", dont_inherit=True)
+            break
+        except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+            refusal = refusal or error
+    else:
+        assert refusal is not None
+        raise refusal
+    before = dict(space)
+    exec(code, space)
+    return {key: value for key, value in space.items() if key not in before or before[key] is not value} | {
+        "__name__": name
+    }
+
+
+Names = Collection[str]
+
+
+class AmbiguousError(ValueError):
+    """The tested function is ambiguous."""
+
+
+def run_tests(channel: Channel, job: Mapping[str, Any]) -> None:
+    """Run requested tests. The functions are in another process, or with job["programs"] in this one."""
+    texts = [job["setup"], *job["tests"]]
+    try:
+        codes = [compile(text, f"<test {number}>", "exec") for number, text in enumerate(job["tests"])]
+        setup = compile(job["setup"], "<tests>", "exec")
+        beginning = {} if "programs" in job else _beginning(job["prefix"])
+        wanted, own = sort_names(texts, job["entry_point"], beginning)
+    except AmbiguousError as error:
+        channel.send({"broken": str(error)})
+        return
+    except (SyntaxError, ValueError) as error:
+        channel.send({"broken": f"the tests can't be compiled: {type(error).__name__}: {error}"})
+        return
+    space: dict[str, Any] = {**own, "__name__": "tests"}
+    try:
+        if "programs" in job:
+            found = load(job, "solution")
+            space |= {name: found[name] for name in wanted if name in found}
+        else:
+            for name in wanted:
+                beginning.pop(name, None)
+            beginning |= own | _Proxies(channel).of(job["names"], wanted)
+            space = beginning  # where its functions find the program's
+        exec(setup, space)
+    except BaseException as error:
+        channel.send(describe(error))
+        return
+    channel.send({"ready": True})
+    while True:
+        asked = channel.receive()
+        try:
+            exec(codes[asked["test"]], space)
+            channel.send({"passed": True})
+        except BaseException as error:
+            channel.send(describe(error))
+
+
+def sort_names(texts: Sequence[str], entry_point: str, defined: Names) -> tuple[set[str], dict[str, Any]]:
+    """Return the names that tests take from the program, and standard modules and functions that they use unimported.
+
+    Args:
+        texts: the tests' sources, which share their names.
+        entry_point: the tested function, as an expression; "" if it isn't known.
+        defined: names that are defined besides.
+
+    Raises AmbiguousError, SyntaxError, ValueError.
+    """
+    entry = {node.id for node in ast.walk(ast.parse(entry_point or "None")) if isinstance(node, ast.Name)}
+    used: set[str] = set()
+    bound: set[str] = set()
+    not_modules: set[str] = set()
+    for text in texts:
+        _collect(symtable.symtable(text, "<tests>", "exec"), used, bound)
+        not_modules |= _used_alone(ast.parse(text))
+    free = used - bound - set(defined) - entry
+    own: dict[str, Any] = {
+        name: import_module(name) for name in free if name in sys.stdlib_module_names and name not in not_modules
+    }
+    built_in = {name for name in free if hasattr(builtins, name)}
+    wanted = free - own.keys() - built_in
+    if entry and wanted:
+        standard = contest_names()
+        own |= {name: standard[name] for name in wanted if name in standard}
+    if not entry and not wanted and built_in:  # a function named like a builtin, such as MBPP's `sum`
+        functions = {name for name in built_in if not isinstance(getattr(builtins, name), type)} or built_in
+        if len(functions) > 1:
+            listed = ", ".join(sorted(functions))
+            raise AmbiguousError(
+                f"the tests use only names of builtins ({listed}): name the tested function in metadata.entry_point"
+            )
+        return functions, own
+    return (wanted - own.keys()) | entry, own
+
+
+def _collect(table: symtable.SymbolTable, used: set[str], bound: set[str]) -> None:
+    """Add the global names that a module uses, and those that it binds."""
+    top = table.get_type() == "module"
+    for symbol in table.get_symbols():
+        if not top and not symbol.is_global():
+            continue
+        if symbol.is_assigned() or symbol.is_imported():
+            bound.add(symbol.get_name())
+        elif symbol.is_referenced():
+            used.add(symbol.get_name())
+    for child in table.get_children():
+        _collect(child, used, bound)
+
+
+def _used_alone(tree: ast.AST) -> set[str]:
+    """Return names that are used otherwise than as NAME.ATTRIBUTE."""
+    bases = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+    return {node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and id(node) not in bases}
+
+
+def _beginning(prefix: str) -> dict[str, Any]:
+    """Return the names that the beginning of a program defines; {} if it can't run.
+
+    It may end in a function without a body. Functions of which it has no more than a docstring are left out.
+    """
+    for text in (prefix, f"{prefix}\n    pass\n"):
+        space: dict[str, Any] = {"__name__": "tests"}
+        with suppress(Exception):
+            tree = ast.parse(text, "<prompt>")
+            exec(compile(tree, "<prompt>", "exec"), space)
+            for node in tree.body:
+                if isinstance(node, ast.FunctionDef) and all(map(_does_nothing, node.body)):
+                    space.pop(node.name, None)
+            return space
+    return {}
+
+
+def _does_nothing(node: ast.stmt) -> bool:
+    return isinstance(node, ast.Pass) or (isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant))
+
+
+class _Proxies:
+    """Functions of a program in another process."""
+
+    def __init__(self, channel: Channel) -> None:
+        self._channel = channel
+        self._names: dict[int, str] = {}
+
+    def of(self, names: Mapping[str, Any], wanted: Names) -> dict[str, Any]:
+        """Return stand-ins for the requested names of a program, as described by `relaxd.sandbox.program`."""
+        found: dict[str, Any] = {name: self._function(name) for name in names["functions"] if name in wanted}
+        return found | {name: decode(value) for name, value in names["values"].items() if name in wanted}
+
+    def _function(self, name: str) -> Callable[..., Any]:
+        def call(*arguments: Any, **keywords: Any) -> Any:
+            def name_of(value: Any) -> str | None:
+                return self._names.get(id(value))
+
+            asked = {
+                "call": name,
+                "arguments": [encode(one, name_of) for one in arguments],
+                "keywords": {key: encode(one, name_of) for key, one in keywords.items()},
+            }
+            self._channel.send(asked)
+            answer = self._channel.receive()
+            if "value" in answer:
+                return decode(answer["value"])
+            raise _rebuilt(answer)
+
+        call.__name__ = name
+        self._names[id(call)] = name
+        return call
+
+
+def describe(error: BaseException) -> dict[str, Any]:
+    """Return an exception as a message."""
+    try:
+        text = str(error)[:500]
+    except BaseException:  # its own __str__ may raise
+        text = ""
+    return {"error": type(error).__name__, "text": text, "unplain": isinstance(error, NotPlain)}
+
+
+def _rebuilt(answer: Mapping[str, Any]) -> BaseException:
+    """Return an exception of the other process: a built-in one of its name, or else a RuntimeError.
+
+    Those that end an iteration are no exceptions to the tests: `for` over the function's values would just end.
+    """
+    if answer.get("unplain"):
+        return NotPlain(str(answer.get("text")))
+    kind = getattr(builtins, str(answer.get("error")), None)
+    ends_iteration = kind in (StopIteration, StopAsyncIteration)
+    if isinstance(kind, type) and issubclass(kind, Exception) and not ends_iteration:
+        try:
+            return kind(str(answer.get("text")))
+        except TypeError:  # such as UnicodeDecodeError, which takes more
+            pass
+    return RuntimeError(f"{answer.get('error')}: {answer.get('text')}")
 
 
 def run(channel: Channel) -> None:

@@ -17,7 +17,7 @@ from importlib import import_module
 from relaxd.sandbox import program
 from relaxd.sandbox.channel import Channel
 from relaxd.sandbox.limits import Limits, confine, make_rules
-from relaxd.sandbox.loading import CONTEST
+from relaxd.sandbox.program import CONTEST
 
 CHANNEL = 3
 """Descriptor of a child's socket."""

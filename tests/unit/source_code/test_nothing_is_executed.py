@@ -17,8 +17,7 @@ ARGUED = {
     "services/trainer/learner/snapshots/pieces.py": SHARDS,
     "services/trainer/transformer/mlp/experts.py": SHARDS,
     "services/trainer/megatron/cpu_support.py": "compiles Megatron's own source, as it is installed",
-    "relaxd/sandbox/loading.py": "a model's code, in a confined process: that is what it is for",
-    "relaxd/sandbox/testing.py": "tests of a model's code, in a confined process",
+    "relaxd/sandbox/program.py": "a model's code and its tests, in a confined process: that is what it is for",
     "relaxd/data/tools_file.py": "yaml.safe_load, which makes plain values; the configuration names the file",
     "relaxd/tools/migrate/verl.py": "yaml.safe_load, which makes plain values; a person names the file",
     "services/rollout/engines/sglang/scheduler.py": "SGLang's scheduler is a child process of SGLang's own making",
@@ -57,8 +56,7 @@ def test_only_code_that_a_configuration_names_is_imported_by_a_name_that_is_give
     assert found == {
         "relaxd/importing.py",  # names in the run's configuration; Compute refuses an algorithm's
         "relaxd/rewards/loading.py",  # a name in the run's configuration; Score takes no other
-        "relaxd/sandbox/loading.py",  # a constant list of standard modules
-        "relaxd/sandbox/testing.py",  # standard modules, in a confined process
+        "relaxd/sandbox/program.py",  # standard modules, in a confined process
         "relaxd/sandbox/zygote.py",  # a constant list of standard modules
         "services/rollout/service/rollout_service.py",  # a module of the table of engines, relaxd/engines.py
         "services/trainer/model/architectures/__init__.py",  # the files beside it
