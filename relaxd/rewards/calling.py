@@ -1,10 +1,10 @@
-"""Calling of rewards: their signatures, their place in the source, and coroutines among them."""
+"""Calling of rewards: coroutines among them, their place in the source, and the stack of a slow one."""
 
 import asyncio
-import difflib
 import inspect
+import re
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextvars import Context, copy_context
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -12,84 +12,36 @@ from typing import Any, cast
 
 from relaxd.rewards.interface import BadRewardError, Reward, RewardInput, RewardOutput, check_output
 from relaxd.rewards.logged import Logged, collect_into, logged_parts
-from relaxd.rewards.other_interfaces import VERL, VERL_BATCH, scored_parameters, takes_group
 
 MACHINERY = str(Path(__file__).parent)
 """Folder of the files that call and import rewards; bundled rewards are in its subfolders."""
-NOT_SETTINGS = VERL | VERL_BATCH | {"sample", "samples"}
-"""Parameters of functions that receive what is scored, not settings."""
-SIGNATURE = (
-    "def {name}(sample), with sample.prompt, .response, .answer and .metadata; or def {name}(samples), which returns a "
-    "list for a group"
-)
-
-
-FORMS = (
-    (
-        "TRL",
-        {"completions"},
-        "sample.prompt and sample.response stand for prompts and completions, metadata for columns",
-    ),
-    ("TRL", {"completion_ids"}, "sample.response has the text of completion_ids"),
-    ("slime", {"args", "sample"}, "settings are in reward.settings, and sample.response, .answer and .metadata in it"),
-    ("slime", {"args", "samples"}, "settings are in reward.settings, and .response, .answer and .metadata in a sample"),
-    ("OpenRLHF", {"queries"}, "sample.response stands for queries, sample.answer for labels"),
-    ("verl", {"solution_str"}, f"verl passes only {', '.join(sorted(VERL))}; other parameters are settings"),
-    ("verl", {"solution_strs"}, f"verl passes only {', '.join(sorted(VERL_BATCH))}; other parameters are settings"),
-)
-"""Other frameworks, the parameters of their rewards that receive what is scored, and relaxd's equivalents."""
-
-
-def check_signature(reward: Callable[..., Any]) -> None:
-    """Check that a reward can be called with a sample.
-
-    Raises:
-        BadRewardError: it takes something else; the message says what, where, and what would be right.
-    """
-    try:
-        signature = inspect.signature(reward)
-    except (TypeError, ValueError):  # some builtins have none
-        return
-    scored = scored_parameters(signature.parameters)
-    for framework, names, instead in FORMS:
-        if scored >= names:
-            right, taken = SIGNATURE.format(name=_name(reward)), ", ".join(signature.parameters)
-            raise BadRewardError(
-                f"{place(reward)} takes ({taken}), the form of {framework}; here a reward is {right}. {instead}"
-            )
-    try:
-        signature.bind(None)
-    except TypeError as error:
-        right = SIGNATURE.format(name=_name(reward))
-        taken = ", ".join(signature.parameters)
-        raise BadRewardError(f"{place(reward)} takes ({taken}), but a reward takes one sample: {right}") from error
-
-
-def check_settings(name: str, reward: Callable[..., Any], settings: Mapping[str, Any]) -> None:
-    """Check that a function or class takes these settings as keyword arguments.
-
-    Raises:
-        BadRewardError: it doesn't know one of them, or a class lacks one; the message says which, and which it takes.
-    """
-    try:
-        parameters = inspect.signature(reward).parameters
-    except (TypeError, ValueError):  # some builtins have none
-        return
-    is_class = inspect.isclass(reward)
-    known = [one for one in parameters if is_class or one not in NOT_SETTINGS]
-    if not any(one.kind is one.VAR_KEYWORD for one in parameters.values()):
-        for wrong in settings.keys() - set(known):
-            near = difflib.get_close_matches(wrong, known, n=1)
-            hint = f"did you mean {near[0]}?" if near else f"it takes {', '.join(known) or 'none'}"
-            raise BadRewardError(f'reward.settings.{wrong} is not a setting of the reward "{name}": {hint}')
-    for one in parameters.values() if is_class else ():
-        needed = one.default is one.empty and one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)
-        if needed and one.name not in settings:
-            raise BadRewardError(f'reward.settings.{one.name} is missing: the reward "{name}" needs it')
-
-
 Outcome = RewardOutput | BaseException
 """A sample's score, or the exception in its place."""
+DUMP = re.compile(r"Timeout \(\d+:\d\d:\d\d(\.\d+)?\)!")
+THREAD = re.compile(r"(Current thread|Thread) 0x[0-9a-f]+.* \(most recent call first\):")
+FRAME = re.compile(r'  File "(.*)", line (\d+) in (.*)')
+OTHER = ("", "  ...", "  <no Python frame>")
+"""Further lines of a dump. Dots stand for frames beyond the first hundred."""
+
+
+def takes_group(reward: Callable[..., Any]) -> bool:
+    """Return whether a reward scores all samples of a group at once: its first parameter is `samples`."""
+    return next(iter(parameters_of(reward)), "") == "samples"
+
+
+def awaits(reward: Callable[..., Any]) -> bool:
+    """Return whether a reward is a coroutine function, or a class with a coroutine as call."""
+    function = inspect.unwrap(getattr(reward, "func", reward))
+    function = getattr(function, "reward", function)  # of `adapt`
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
+
+
+def parameters_of(function: Callable[..., Any]) -> dict[str, inspect.Parameter]:
+    """Return the parameters of a function or a class; none of a builtin without a signature."""
+    try:
+        return dict(inspect.signature(function).parameters)
+    except (TypeError, ValueError):  # some builtins have none
+        return {}
 
 
 def call(reward: Reward, samples: Sequence[RewardInput], runner: asyncio.Runner, key: str = "") -> list[Outcome]:
@@ -184,7 +136,7 @@ def place(reward: Callable[..., Any]) -> str:
     function = getattr(reward, "func", reward)  # of functools.partial
     function = inspect.unwrap(getattr(function, "reward", function))
     code = getattr(function, "__code__", None)
-    return f"{_name(reward)} ({shown_file(code.co_filename)}:{code.co_firstlineno})" if code else _name(reward)
+    return f"{name_of(reward)} ({shown_file(code.co_filename)}:{code.co_firstlineno})" if code else name_of(reward)
 
 
 def describe_error(error: BaseException) -> str:
@@ -209,7 +161,8 @@ def _frames(error: BaseException) -> list[traceback.FrameSummary]:
     return [frame for frame in below if "importlib" not in frame.filename]
 
 
-def _name(reward: Callable[..., Any]) -> str:
+def name_of(reward: Callable[..., Any]) -> str:
+    """Return the name of a function, or of an instance's class."""
     reward = getattr(reward, "func", reward)
     return getattr(reward, "__name__", None) or type(reward).__name__
 
@@ -218,3 +171,55 @@ def shown_file(name: str) -> str:
     """Return a file's path, relative if the file is in the current folder."""
     path = Path(name)
     return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else name
+
+
+class RewardStacks:
+    """Filters a worker's output: of a stack dump it passes only the reward's own frames, and remembers their place."""
+
+    def __init__(self) -> None:
+        self.place = ""
+        """Place of the reward in the newest dump: "reward.py:12, in score"; "" if it was in no stack, such as an async
+        reward that awaits something. It is the innermost line in the file of the reward, as in `describe_error`."""
+        self._in_dump = False
+        self._own: list[tuple[str, str, str]] | None = None
+        """This thread's frames so far, innermost first; None once its stack has been passed or dropped."""
+
+    def forget(self) -> None:
+        """Forget the place, because another call begins."""
+        self.place = ""
+
+    def filter(self, line: str) -> list[str]:
+        """Return the lines to pass in place of one line of output."""
+        if DUMP.fullmatch(line):
+            self._in_dump, self._own = True, None
+            return []
+        if not self._in_dump:
+            return [line]
+        if THREAD.fullmatch(line):
+            self._own = []
+        elif frame := FRAME.fullmatch(line):
+            return self._add(frame[1], frame[2], frame[3])
+        elif line == "  ..." and self._own:  # a recursion of the reward's: no thread of relaxd has that many frames
+            return self._pass()
+        elif line not in OTHER:
+            self._in_dump = False
+            return [line]
+        return []
+
+    def _add(self, file: str, number: str, function: str) -> list[str]:
+        if self._own is None:
+            return []
+        if str(Path(file).parent) != MACHINERY:
+            self._own.append((file, number, function))
+            return []
+        if not self._own or self._own[-1][0] == asyncio.runners.__file__:
+            self._own = None
+            return []
+        return self._pass()
+
+    def _pass(self) -> list[str]:
+        own, self._own = self._own or [], None
+        file, number, function = next(frame for frame in own if frame[0] == own[-1][0])
+        self.place = f"{shown_file(file)}:{number}, in {function}"
+        stack = [f'  File "{file}", line {number} in {function}' for file, number, function in own]
+        return ["the reward takes long; it is here (most recent call first):", *stack]

@@ -229,6 +229,12 @@ def references(answer: str) -> list[str]:
     return [answer]
 
 
+def ground_truth(sample: RewardInput) -> Any:
+    """Return verl's ground truth: metadata.reward_model.ground_truth unchanged, or else the answer."""
+    model = sample.metadata.get("reward_model")
+    return model["ground_truth"] if isinstance(model, dict) and "ground_truth" in model else sample.answer
+
+
 def best_of_references(reward: Callable[[RewardInput], Any]) -> Callable[[RewardInput], Any]:
     """Return a reward that gives the maximum over the references."""
 

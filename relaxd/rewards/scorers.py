@@ -6,11 +6,10 @@ from typing import Any, Protocol
 
 from relaxd.config import RewardConfig
 from relaxd.config.reward import RewardTerm
-from relaxd.rewards.calling import Outcome, call
+from relaxd.rewards.calling import Outcome, awaits, call, takes_group
 from relaxd.rewards.interface import RewardInput, RewardOutput
 from relaxd.rewards.loading import resolve
 from relaxd.rewards.logged import is_logged
-from relaxd.rewards.other_interfaces import awaits, takes_group
 from relaxd.rewards.table import UnknownRewardError, check_name, is_bundled, reward_of_data_source
 
 

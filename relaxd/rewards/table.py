@@ -1,11 +1,11 @@
 """Tables of names: the bundled rewards, and verl's data sources with the bundled reward closest to verl's."""
 
 import difflib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from relaxd.importing import OWN_NAME
-from relaxd.rewards.coding.code import Code
 from relaxd.rewards.hub.addition import addition
+from relaxd.rewards.hub.code import Code
 from relaxd.rewards.hub.dummy import dummy
 from relaxd.rewards.hub.environment import environment
 from relaxd.rewards.hub.exact_match import exact_match
@@ -20,6 +20,7 @@ from relaxd.rewards.hub.random import random
 from relaxd.rewards.hub.reasoning_gym import reasoning_gym
 from relaxd.rewards.hub.regex import regex
 from relaxd.rewards.hub.search_r1 import search_r1
+from relaxd.rewards.hub.verl_tools import VerlToolsReward
 from relaxd.rewards.interface import Reward
 from relaxd.rewards.judge.pairs import judge_pairs
 from relaxd.rewards.judge.single import judge
@@ -28,7 +29,6 @@ from relaxd.rewards.mathematics.deepscaler import deepscaler
 from relaxd.rewards.mathematics.geo3k import geo3k
 from relaxd.rewards.mathematics.math import math
 from relaxd.rewards.mathematics.openr1mm import openr1mm
-from relaxd.rewards.verl_tools_reward import VerlToolsReward
 
 REWARDS: Mapping[str, Reward | type[Code] | type[VerlToolsReward]] = {
     reward.__name__: reward
@@ -94,35 +94,26 @@ def describe(name: str) -> str:
     return (REWARDS[name].__doc__ or "").strip().partition("\n")[0]
 
 
-_REWARDS = {
-    "openai/gsm8k": "gsm8k",
-    "lighteval/MATH": "math",
-    "DigitalLearningGmbH/MATH-lighteval": "math",
-    "HuggingFaceH4/MATH-500": "math",
-    "math": "dapo",
-    "math_dapo": "dapo",
-    "math_dapo_reasoning": "dapo",
-    "numina_aops_forum": "math",
-    "numina_synthetic_math": "math",
-    "numina_amc_aime": "math",
-    "numina_synthetic_amc": "math",
-    "numina_cn_k12": "math",
-    "numina_olympiads": "math",
-    "hiyouga/geometry3k": "geo3k",
-    "apps": "code",
-    "codecontests": "code",
-    "codeforces": "code",
-    "taco": "code",
-    "searchR1_nq": "search_r1",
-    "searchR1_triviaqa": "search_r1",
-    "searchR1_popqa": "search_r1",
-    "searchR1_hotpotqa": "search_r1",
-    "searchR1_2wikimultihopqa": "search_r1",
-    "searchR1_musique": "search_r1",
-    "searchR1_bamboogle": "search_r1",
+_DATA_SOURCES: Mapping[str, Sequence[str]] = {
+    "gsm8k": ("openai/gsm8k",),
+    "math": (
+        *("lighteval/MATH", "DigitalLearningGmbH/MATH-lighteval", "HuggingFaceH4/MATH-500"),
+        *("numina_aops_forum", "numina_synthetic_math", "numina_amc_aime", "numina_synthetic_amc"),
+        *("numina_cn_k12", "numina_olympiads"),
+    ),
+    "dapo": ("math", "math_dapo", "math_dapo_reasoning"),
+    "geo3k": ("hiyouga/geometry3k",),
+    "code": ("apps", "codecontests", "codeforces", "taco"),
+    "search_r1": (
+        *("searchR1_nq", "searchR1_triviaqa", "searchR1_popqa", "searchR1_hotpotqa", "searchR1_2wikimultihopqa"),
+        *("searchR1_musique", "searchR1_bamboogle"),
+    ),
 }
+"""verl's data sources by the closest bundled reward."""
 
 
 def reward_of_data_source(name: str) -> str | None:
     """Return the name of the bundled reward for one of verl's data sources; None if there is none."""
-    return "dapo" if name.startswith("aime") else _REWARDS.get(name)
+    if name.startswith("aime"):
+        return "dapo"
+    return next((reward for reward, sources in _DATA_SOURCES.items() if name in sources), None)

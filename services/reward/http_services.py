@@ -16,7 +16,7 @@ import aiohttp
 from relaxd.config import JudgeConfig, RewardConfig
 from relaxd.rewards import RewardInput, RewardOutput
 from relaxd.rewards.interface import BadRewardError, check_output
-from relaxd.rewards.judge.asking import JudgeError
+from relaxd.rewards.judge import JudgeError
 from relaxd.rpc.message_parts import numbers
 from relaxd.rpc.service_settings import JUDGE_KEY
 from relaxd.v1.content_pb2 import Message

@@ -12,7 +12,7 @@ from relaxd import telemetry
 from relaxd.config import JudgeConfig
 from relaxd.process.child_channel import Requests
 from relaxd.replica.peer_replicas import NoReplicaError, Peer, PeerReplicas
-from relaxd.rewards.judge.asking import JudgeError, NoJudgeError
+from relaxd.rewards.judge import JudgeError, NoJudgeError
 from relaxd.roles import JUDGE
 from relaxd.rpc.errors import RpcError, explain
 from relaxd.rpc.service_settings import ServiceSettings

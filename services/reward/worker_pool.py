@@ -12,7 +12,7 @@ from relaxd.alerts.user_messages import Told, ignore
 from relaxd.config import RewardConfig
 from relaxd.process.child import Child, ChildError, ChildExited
 from relaxd.rewards import RewardInput, RewardOutput
-from relaxd.rewards.stacks import RewardStacks
+from relaxd.rewards.calling import RewardStacks
 from relaxd.sandbox.enclosure import Measure
 from relaxd.v1.reward_worker_pb2 import LoadRewardRequest, LoadRewardResponse, ScoreSamplesRequest
 from relaxd.v1.reward_worker_pb2_grpc import RewardWorkerStub

@@ -19,7 +19,7 @@ from relaxd.config import RewardConfig
 from relaxd.process.child_server import ChildServer, Outbox
 from relaxd.rewards import BadRewardError, RewardOutput, UnknownRewardError
 from relaxd.rewards.calling import Outcome, describe_error, user_traceback
-from relaxd.rewards.judge.asking import JudgeError, NoJudgeError, connect
+from relaxd.rewards.judge import JudgeError, NoJudgeError, connect
 from relaxd.rewards.scorers import Scorer, Single, scorer_of
 from relaxd.sandbox.enclosure import PROCESSES, Measure, Plan
 from relaxd.v1 import reward_pb2, reward_worker_pb2_grpc

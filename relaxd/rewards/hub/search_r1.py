@@ -5,8 +5,7 @@ from typing import Any
 
 from relaxd.media.messages import tagged
 from relaxd.rewards.hub.f1 import words
-from relaxd.rewards.interface import RewardInput, references
-from relaxd.rewards.other_interfaces import ground_truth
+from relaxd.rewards.interface import RewardInput, ground_truth, references
 
 _MOST_TAGS = 10
 """Number of <answer> or </answer> tags above which a right reply gets a quarter, because it tries many answers."""

@@ -1,5 +1,135 @@
-"""Judges: `await judge.ask(...)` for rewards of your own, and the bundled rewards that use it."""
+"""Judges: `await judge.ask(...)` for rewards of your own, and the bundled rewards that use it.
 
-from relaxd.rewards.judge.asking import JudgeError, NoJudgeError, UnreadableReplyError, ask
+The service, which has the judge's address and credentials, passes the questions on.
+"""
+
+import hashlib
+import json
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol, TypeVar, overload
+
+from relaxd.media.messages import to_proto
+from relaxd.media.placeholders import KINDS
+from relaxd.v1.judge_pb2 import AskRequest, AskResponse
 
 __all__ = ["JudgeError", "NoJudgeError", "UnreadableReplyError", "ask"]
+
+T = TypeVar("T")
+Messages = str | Sequence[Mapping[str, Any]]
+"""The user's message, or chat messages: {"role": ..., "content": text}, or with a list of parts as content, where the
+judge is at an address: {"type": "text", "text": ...} and {"type": "image", "uri": data URI}, or OpenAI's form
+{"type": "image_url", "image_url": {"url": data URI}}."""
+FORMS = (
+    '{"type": "text", "text": ...}, {"type": "image", "uri": a data URI} or '
+    '{"type": "image_url", "image_url": {"url": ...}}'
+)
+"""The forms of parts, for errors."""
+SHOWN = 200
+"""Characters of an unreadable reply in errors."""
+
+
+class JudgeError(Exception):
+    """The judge gave no reply that can be used."""
+
+
+class NoJudgeError(JudgeError):
+    """The run has no judge."""
+
+
+class UnreadableReplyError(JudgeError):
+    """No reply could be parsed."""
+
+
+class Line(Protocol):
+    """The way to the judge."""
+
+    async def ask(self, question: AskRequest) -> AskResponse:
+        """Return the reply. Raises JudgeError."""
+
+    def count_unreadable(self) -> None:
+        """Count a reply that could not be read."""
+
+
+_line: Line | None = None
+
+
+def connect(line: Line | None) -> None:
+    """Set this process's connection to the judge."""
+    global _line
+    _line = line
+
+
+@overload
+async def ask(messages: Messages, *, read: None = None, retries: int = 2, seed: int = 0) -> str: ...
+@overload
+async def ask(messages: Messages, *, read: Callable[[str], T], retries: int = 2, seed: int = 0) -> T: ...
+async def ask(messages: Messages, *, read: Callable[[str], Any] | None = None, retries: int = 2, seed: int = 0) -> Any:
+    """Ask the judge, and wait for its reply; the time doesn't count in reward.timeout_seconds.
+
+    Args:
+        messages: the user's message, or a conversation.
+        read: reads a reply, and raises ValueError for one that makes no sense. The judge is then asked again, with
+            another seed. Without it, the reply's text is returned.
+        retries: how often it is asked again.
+        seed: a number for each of several votes on the same question.
+
+    Returns what `read` returns. Raises NoJudgeError, UnreadableReplyError, or another JudgeError: the judge refuses the
+    question, takes too long, or was away for too long; or a message has a wrong form.
+    """
+    if _line is None:
+        raise NoJudgeError("there is no judge here: the reward service asks it, in a run with roles.judge.model")
+    chat = [{"role": "user", "content": messages}] if isinstance(messages, str) else _with_uris(messages)
+    problem = ""
+    for attempt in range(retries + 1):
+        question = AskRequest(messages=to_proto(chat), seed=_seed(chat, seed, attempt))
+        text = (await _line.ask(question)).text
+        if read is None:
+            return text
+        try:
+            return read(text)
+        except ValueError as error:
+            _line.count_unreadable()
+            problem = f"{error}; the reply: {_shortened(text)!r}"
+    times = f"{retries + 1} replies" if retries else "the reply"
+    raise UnreadableReplyError(f"{times} of the judge could not be read: {problem}")
+
+
+def _with_uris(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Return messages with images by their URIs, also those of OpenAI's form. Raises JudgeError: a form is wrong."""
+    chat: list[Mapping[str, Any]] = []
+    for number, message in enumerate(messages):
+        content = message.get("content")
+        if not isinstance(message.get("role"), str) or not isinstance(content, str | list | tuple | None):
+            form = '{"role": "user", "content": a text or a list of parts}'
+            raise JudgeError(f"messages[{number}] of the question to the judge must look like {form}")
+        if isinstance(content, list | tuple):
+            content = [_with_uri(part, f"messages[{number}].content[{place}]") for place, part in enumerate(content)]
+        chat.append({**message, "content": content})
+    return chat
+
+
+def _with_uri(part: Any, place: str) -> Mapping[str, Any]:
+    kind = part.get("type") if isinstance(part, Mapping) else None
+    if kind == "text" and isinstance(part.get("text"), str):
+        return part
+    uri = part.get("uri") if kind in KINDS else None
+    if kind == "image_url":
+        found = part.get("image_url")
+        uri = found.get("url") if isinstance(found, Mapping) else found
+    if not isinstance(uri, str):
+        what = f"has the type {kind!r}" if isinstance(kind, str) else "is no part"
+        raise JudgeError(
+            f"{place} of the question to the judge {what}, or lacks what belongs to it: it must be {FORMS}"
+        )
+    return {"type": "image", "uri": uri} if kind == "image_url" else part
+
+
+def _seed(chat: Sequence[Mapping[str, Any]], seed: int, attempt: int) -> int:
+    """Return the seed of a question, which depends only on it, so that a repeated run asks the same."""
+    text = json.dumps([chat, seed, attempt], sort_keys=True)
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 33
+
+
+def _shortened(text: str) -> str:
+    line = " ".join(text.split())
+    return line if len(line) <= SHOWN else "…" + line[-SHOWN + 1 :]

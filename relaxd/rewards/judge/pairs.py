@@ -4,8 +4,8 @@ import asyncio
 from collections.abc import Sequence
 
 from relaxd.rewards.interface import RewardInput
-from relaxd.rewards.judge.asking import ask
-from relaxd.rewards.judge.questions_and_replies import GIVEN, REFERENCE, TASK, conversation, fill, read_side, visible
+from relaxd.rewards.judge import ask
+from relaxd.rewards.judge.single import GIVEN, REFERENCE, TASK, conversation, fill, read_side, visible
 
 _PAIR = "\n<answer_A>\n{first}\n</answer_A>\n\n<answer_B>\n{second}\n</answer_B>\n"
 _TOLD = (

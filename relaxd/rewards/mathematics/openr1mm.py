@@ -1,12 +1,19 @@
-"""Open-R1's reward for multimodal mathematics: math-verify, or the answer's exact text."""
+"""Open-R1's reward for multimodal mathematics: math-verify, or the answer's exact text.
+
+math-verify gets the formula of a sentence, as LaTeX between dollars.
+"""
 
 import logging
+
+# ruff: noqa: RUF001 (signs that look like others are what this is about)
 import re
+import unicodedata
+from itertools import pairwise
 
 from relaxd.media.messages import tagged
 from relaxd.rewards.interface import RewardInput, TooSlow, time_limit
+from relaxd.rewards.mathematics.equality import written_out
 from relaxd.rewards.mathematics.normal_forms import reference
-from relaxd.rewards.mathematics.sentences import formula_of, has_marks, with_improper_fractions
 
 VERIFY_SECONDS = 3.0
 """Maximum seconds for math-verify to read and compare two answers, which then count as different."""
@@ -66,3 +73,127 @@ def _is_verified(expected: str, response: str) -> bool:
 def _marked(text: str) -> str | None:
     """Return a text with its formulas in dollars or boxes; None for a sentence with none or several."""
     return with_improper_fractions(text) if has_marks(text) else formula_of(text)
+
+
+_NAMES = (
+    "sqrt", "sin", "cos", "tan", "cot", "sec", "csc", "arcsin", "arccos", "arctan", "log", "ln", "exp", "pi",
+    "infinity",
+)  # fmt: skip
+"""Names of functions and constants, which have a backslash in LaTeX."""
+_SMALL = frozenset({
+    "a", "an", "and", "are", "as", "at", "be", "by", "do", "for", "get", "gets", "has", "he", "hence", "if", "in",
+    "is", "it", "its", "just", "me", "my", "no", "not", "of", "on", "one", "or", "our", "out", "she", "so", "the",
+    "then", "thus", "to", "two", "us", "was", "we", "yes", "you",
+    "cm", "ft", "hr", "kg", "km", "lb", "lbs", "mg", "min", "ml", "mm", "mph", "oz",
+})  # fmt: skip
+"""Short words and units. Others of up to three letters may be products of variables."""
+_WORD = re.compile(
+    r"(?:\\(?:text|textrm|mathrm|mbox)\s*\{([^{}]*[A-Za-z]{2}[^{}]*)\}|(?<![\\A-Za-z_^{])([A-Za-z]{2,})(?![A-Za-z(]))"
+    r"(?:\s*\^\s*\{?[0-9]\}?)?"
+)
+"""A word or a text within LaTeX, with the power of a unit."""
+_CONTENT = re.compile(rf"[0-9\\π√∞¼-¾|]|(?<![A-Za-z])(?:{'|'.join(_NAMES)})(?![A-Za-z])|[A-Za-z]\s*[-+*/^=<>(]")
+"""Pattern that makes a piece of a sentence a formula."""
+_MARKS = re.compile(r"\$|\\boxed|(?<!\\)\\[(\[]")
+_STATED = re.compile(r"\b(?i:answer)\s*(?:(?i:is)|:|=)+")
+_MIXED = re.compile(
+    r"(?<![\w.,/\\^}])([0-9]{1,9})(?:\s+([0-9]{1,9})/([0-9]{1,9})|\s*\\[dt]?frac\s*\{([0-9]{1,9})\}\s*\{([0-9]{1,9})\})"
+    r"(?![\w./])"
+)
+_ROOT = re.compile(r"(?:(?<![\\A-Za-z])sqrt\s*|√\s*)\(")
+_SHORT_ROOT = re.compile(r"√\s*([0-9]+|[A-Za-z])")
+_MOST_ROOTS = 20
+_ROW_GAP = re.compile(r"(?<=\\\\)\s*\[[^\[\]]*\]")
+"""Distance of a matrix's rows, which math-verify doesn't read."""
+_NAME = re.compile(rf"(?<![\\A-Za-z])({'|'.join(_NAMES)})(?![A-Za-z])")
+_POWER = re.compile(r"\^\s*(?:\(([^()]*)\)|(-?[0-9]{2,}|-[0-9a-z]))")
+_SIGNS = {
+    "π": r"\pi ", "∞": r"\infty ", "−": "-", "×": r"\times ", "·": r"\cdot ", "÷": "/", "≤": r"\le ", "≥": r"\ge ",
+    "<=": r"\le ", ">=": r"\ge ", "**": "^", r"\infinity": r"\infty", "*": r"\cdot ",
+}  # fmt: skip
+"""Signs that LaTeX writes as commands, in the order of replacement."""
+_SUPERSCRIPTS = re.compile(r"[⁰¹²³⁴⁵⁶⁷⁸⁹]+")
+
+
+def has_marks(text: str) -> bool:
+    """Return whether a text has formulas in dollars or boxes, or in brackets such as \\(...\\)."""
+    return _MARKS.search(text) is not None
+
+
+def formula_of(text: str) -> str | None:
+    """Return the only formula of the sentence that states an answer, between dollars.
+
+    The sentence is that with the last "answer is", or else the last one. Several formulas that "or" or "and" joins are
+    one list. None if the sentence has none, or several.
+    """
+    said = _sentence(text)
+    pieces, joints, place = [], [], 0
+    for word in _WORD.finditer(said):
+        inside = (word[1] or word[2]).strip().lower()
+        if word[2] and (inside in _NAMES or (len(inside) < 4 and inside not in _SMALL)):
+            continue
+        pieces.append(said[place : word.start()])
+        joints.append(inside)
+        place = word.end()
+    pieces.append(said[place:])
+    if not joints:
+        return f"${_latex(said)}$" if said else None
+    found = [number for number, piece in enumerate(pieces) if _CONTENT.search(piece)]
+    if not found:
+        return None
+    if any(set(joints[one:other]) - {"or", "and"} for one, other in pairwise(found)):
+        return None
+    return f"${', '.join(_latex(_trimmed(pieces[number])) for number in found)}$"
+
+
+def with_improper_fractions(text: str) -> str:
+    """Write mixed numbers such as "2 1/2" as one fraction: math-verify would read a product, or the fraction alone."""
+    return _MIXED.sub(_improper, text)
+
+
+def _improper(mixed: re.Match[str]) -> str:
+    whole, above, below = int(mixed[1]), int(mixed[2] or mixed[4]), int(mixed[3] or mixed[5])
+    return f"{whole * below + above}/{below}"
+
+
+def _sentence(text: str) -> str:
+    stated = list(_STATED.finditer(text))
+    said = text[stated[-1].end() :] if stated else text
+    if "\\begin" not in said:
+        said = said.strip(" \t\r\n:=*")
+        sentences = [one for one in re.split(r"(?<=[.?])\s+|\n", said) if one.strip(" \t\r.*")]
+        said = (sentences[0] if stated else sentences[-1]) if sentences else ""
+    said = re.sub(r"\*\*(?!\s*[0-9a-z(])|(?<![0-9a-z)])\*\*", "", said, flags=re.IGNORECASE)
+    return said.replace("\n", " ").strip(" \t\r*#").rstrip(".").strip()
+
+
+def _trimmed(piece: str) -> str:
+    return re.sub(r"\\[,;: ]\s*\Z", "", piece.strip()).strip(" \t,;:.").lstrip("=)]}").rstrip("=([{").strip()
+
+
+def _latex(formula: str) -> str:
+    """Return a formula, also one in Python's syntax or with Unicode's signs, as LaTeX."""
+    text = _SUPERSCRIPTS.sub(lambda digits: f"^{{{unicodedata.normalize('NFKC', digits[0])}}}", formula)
+    text = re.sub("[¼-¾⅐-⅞]", lambda found: f" {unicodedata.normalize('NFKC', found[0]).replace('⁄', '/')}", text)
+    text = written_out(with_improper_fractions(text.strip()))
+    text = _with_roots(_SHORT_ROOT.sub(r"\\sqrt{\1}", _ROW_GAP.sub("", text)))
+    text = _NAME.sub(r"\\\1 ", text)
+    for sign, command in _SIGNS.items():
+        text = text.replace(sign, command)
+    return _POWER.sub(lambda power: f"^{{{power[1] or power[2]}}}", text)
+
+
+def _with_roots(text: str) -> str:
+    """Write sqrt(...) in LaTeX; an unclosed root, and the text after it, is left unchanged."""
+    for _ in range(_MOST_ROOTS):
+        opened = _ROOT.search(text)
+        if opened is None:
+            break
+        depth, end = 1, opened.end()
+        while depth and end < len(text):
+            depth += (text[end] == "(") - (text[end] == ")")
+            end += 1
+        if depth:
+            break
+        text = rf"{text[: opened.start()]}\sqrt{{{text[opened.end() : end - 1]}}}{text[end:]}"
+    return text

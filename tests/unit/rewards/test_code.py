@@ -12,8 +12,8 @@ import psutil
 import pytest
 
 from relaxd.rewards import RewardInput, UnknownRewardError, check_output, resolve
-from relaxd.rewards.coding.cases import code_in
-from relaxd.rewards.coding.judging import same_output, same_value
+from relaxd.rewards.hub.code import same_output, same_value
+from relaxd.rewards.hub.code_cases import code_in
 from relaxd.sandbox.limits import Limits
 from relaxd.sandbox.processes import Sandbox
 from tests.kit.processes import is_alive, start_python
@@ -225,7 +225,7 @@ def test_tests_after_the_time_of_all_fail():
 PAUSED = """
 import os, signal, threading
 from relaxd.rewards import RewardInput
-from relaxd.rewards.coding.code import Code
+from relaxd.rewards.hub.code import Code
 from relaxd.sandbox.processes import Sandbox
 
 start = Sandbox.start

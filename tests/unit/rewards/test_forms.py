@@ -10,8 +10,8 @@ from relaxd.config import RewardConfig
 from relaxd.config.load_toml import ConfigError, load
 from relaxd.config.write_toml import dump
 from relaxd.rewards import BadRewardError, RewardInput, UnknownRewardError, check_output
-from relaxd.rewards.calling import call, check_signature
-from relaxd.rewards.other_interfaces import adapt
+from relaxd.rewards.calling import call
+from relaxd.rewards.loading import adapt, check_signature
 from relaxd.rewards.scorers import check_names, scorer_of
 
 FORMS = '''

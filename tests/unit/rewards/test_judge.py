@@ -18,8 +18,8 @@ from relaxd.config import JudgeConfig, RewardConfig
 from relaxd.media.messages import to_proto
 from relaxd.media.sources import data_uri
 from relaxd.rewards import RewardInput, RewardOutput, resolve
-from relaxd.rewards.judge import JudgeError, NoJudgeError, UnreadableReplyError, ask, asking
-from relaxd.rewards.judge.questions_and_replies import read_field, read_number, read_side, read_yes_no
+from relaxd.rewards.judge import JudgeError, NoJudgeError, UnreadableReplyError, ask, connect
+from relaxd.rewards.judge.single import read_field, read_number, read_side, read_yes_no
 from relaxd.rpc.errors import InvalidArgument
 from relaxd.v1.judge_pb2 import AskRequest, AskResponse
 from relaxd.waiting import Backoff, waits
@@ -145,11 +145,11 @@ class Scripted:
 
 
 def run(line: Scripted | None, name: str, scored: Any, **settings: Any) -> Any:
-    asking.connect(line)
+    connect(line)
     try:
         return asyncio.run(resolve(name, settings)(scored))
     finally:
-        asking.connect(None)
+        connect(None)
 
 
 SAMPLE = RewardInput("1+1?", "<think>hm</think>It is {2}, {prompt}", "2", {"subject": "sums"})
@@ -203,11 +203,11 @@ def test_a_reply_that_makes_no_sense_is_asked_for_again_and_then_fails():
 
 
 def ask_about(line: Scripted, *parts: Any) -> str:
-    asking.connect(line)
+    connect(line)
     try:
         return asyncio.run(ask([{"role": "user", "content": parts}]))
     finally:
-        asking.connect(None)
+        connect(None)
 
 
 def test_images_may_have_the_form_of_openai():
@@ -244,10 +244,10 @@ def test_parts_of_other_forms_are_refused_by_their_place(part):
 
 def test_messages_of_other_forms_are_refused_by_their_place():
     for message in ({"content": "Well?"}, {"role": "user", "content": 7}):
-        asking.connect(Scripted(lambda text, number: "fine"))
+        connect(Scripted(lambda text, number: "fine"))
         with pytest.raises(JudgeError, match=r"messages\[0\] of the question to the judge must look like"):
             asyncio.run(ask([message]))
-        asking.connect(None)
+        connect(None)
 
 
 @each(
@@ -673,8 +673,8 @@ async def test_a_reward_asks_the_judge_by_its_call_not_by_the_words_of_its_error
 
 
 async def test_asking_without_reading_returns_the_text():
-    asking.connect(Scripted(lambda text, number: f"you said {text}"))
+    connect(Scripted(lambda text, number: f"you said {text}"))
     try:
         assert await ask([{"role": "user", "content": "hello"}]) == "you said hello"
     finally:
-        asking.connect(None)
+        connect(None)

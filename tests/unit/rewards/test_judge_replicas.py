@@ -8,7 +8,7 @@ from contextlib import AsyncExitStack
 import pytest
 
 from relaxd.config import JudgeConfig
-from relaxd.rewards.judge.asking import JudgeError
+from relaxd.rewards.judge import JudgeError
 from relaxd.roles import JUDGE
 from relaxd.rpc.client import channel
 from relaxd.rpc.server import start_server

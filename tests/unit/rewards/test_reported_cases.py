@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from relaxd.media.messages import without_thinking
-from relaxd.rewards.coding.cases import code_in
-from relaxd.rewards.coding.judging import same_output, same_value
+from relaxd.rewards.hub.code import same_output, same_value
+from relaxd.rewards.hub.code_cases import code_in
 from tests.kit.cases import each
 from tests.unit.rewards.scoring import SECONDS, score
 

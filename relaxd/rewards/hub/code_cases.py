@@ -7,8 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from relaxd.media.messages import THINKING
-from relaxd.rewards.interface import RewardInput
-from relaxd.rewards.other_interfaces import ground_truth
+from relaxd.rewards.interface import RewardInput, ground_truth
 
 _MARKERS = re.compile(r"[ \t]*+(?:(?:[-*+]|[0-9]{1,9}[.)])[ \t]++|>[ \t]*+)*+")
 """Marks of lists and quotes at the beginning of a line."""

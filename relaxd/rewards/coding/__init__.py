@@ -1,1 +1,0 @@
-"""The reward `code`: runs the answer's Python code in a sandbox, against tests."""
