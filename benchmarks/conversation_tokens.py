@@ -17,10 +17,9 @@ from benchmarks.reporting import report
 from relaxd.data import templating
 from relaxd.data.examples import Example
 from relaxd.data.tokenizer import PromptTokenizer
-from relaxd.envs.replies import PROBE_TOOLS
-from relaxd.envs.reply_formats import ParsedReply
+from relaxd.envs.environment import ToolCall
+from relaxd.envs.replies import PROBE_TOOLS, ParsedReply
 from relaxd.envs.token_history import TokenHistory
-from relaxd.envs.tool_calls import ToolCall
 from tests.kit.templates import template_tokenizer
 
 TEMPLATES = ("qwen3", "qwen3_8", "llama3_1", "gptoss", "glm4moe")

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from relaxd.data.vision import VisionModel
 from relaxd.media import SoundRule
-from relaxd.media.cache import RecentItems
+from relaxd.media.kinds import RecentItems
 from relaxd.media.patches import SCALE
 
 if TYPE_CHECKING:

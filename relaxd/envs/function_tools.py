@@ -8,9 +8,8 @@ from typing import Any, Protocol, get_type_hints
 
 from pydantic import BaseModel, ConfigDict, ValidationError, create_model
 
-from relaxd.envs.environment import BadEnvironmentError, Environment, Reply, Step, tool_message
+from relaxd.envs.environment import BadEnvironmentError, Environment, Reply, Step, ToolCall, tool_message
 from relaxd.envs.observation_media import content_of_result
-from relaxd.envs.tool_calls import ToolCall
 
 _PARAMETER = re.compile(r"^\s*\*{0,2}(\w+)\s*(?:\([^)]*\))?:\s*(.*)$")
 

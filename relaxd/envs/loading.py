@@ -1,13 +1,15 @@
 """Loading of environments by name, in every supported form."""
 
 import inspect
+import json
 from collections.abc import Callable, Mapping
+from types import SimpleNamespace
 from typing import Any
 
-from relaxd.envs.environment import BadEnvironmentError, Environment
+from relaxd.envs.environment import BadEnvironmentError, Environment, Reply, Sample, Step
 from relaxd.envs.function_tools import FunctionTool, ToolsEnvironment
-from relaxd.envs.other_interfaces import GymEnvironment, RelaxEnvironment
 from relaxd.importing import ImportProblem, check_known_or_own, import_own
+from relaxd.media.placeholders import KINDS
 
 BUNDLED: Mapping[str, str] = {
     "calculator": "relaxd.envs.calculator:Calculator",
@@ -93,3 +95,128 @@ def _any_settings(**settings: Any) -> None:
 
 def _no_settings() -> None:
     """Take the settings of functions, which have none."""
+
+
+class RelaxEnvironment(Environment):
+    """An environment of Relax: build_env(sample, args) makes one with reset, step and close.
+
+    `sample` has prompt (messages), label (the answer), metadata and seed; `args` has the settings as attributes. What
+    reset returns isn't shown to the model, as in Relax. The number `reward` of step's info is the step's reward.
+    """
+
+    def __init__(self, build: Callable[..., Any], settings: Mapping[str, Any]) -> None:
+        self._build = build
+        self._args = SimpleNamespace(**settings)
+        self._environment: Any = None
+
+    def open(self, sample: Sample) -> Any:
+        """Create the environment and reset it."""
+        given = SimpleNamespace(
+            prompt=list(sample.messages), label=sample.answer, metadata=dict(sample.metadata), seed=sample.seed
+        )
+        if _takes(self._build, "sample", "args"):
+            self._environment = self._build(sample=given, args=self._args)
+        else:
+            self._environment = self._build(given, self._args)
+        return _then(self._environment.reset(), lambda _: None)
+
+    def step(self, reply: Reply) -> Any:
+        """Process a message's text, with its tool calls in Hermes's and Qwen's form."""
+        calls = [json.dumps({"name": call.name, "arguments": call.arguments}) for call in reply.tool_calls]
+        text = "\n".join(filter(None, [reply.text, *(f"<tool_call>\n{one}\n</tool_call>" for one in calls)]))
+        return _then(self._environment.step(text), self._step_of)
+
+    def _step_of(self, returned: Any) -> Step:
+        if not isinstance(returned, tuple) or len(returned) != 3:
+            raise BadEnvironmentError(f"step() returned {returned!r:.80}: it must return (observation, done, info)")
+        observation, done, info = returned
+        info = info if isinstance(info, Mapping) else {}
+        message = None if done else self._message(observation)
+        return Step(message, info.get("reward", 0.0), bool(done), info)
+
+    def close(self) -> Any:
+        """Close the environment."""
+        return self._environment.close() if hasattr(self._environment, "close") else None
+
+    def _message(self, observation: Any) -> dict[str, Any]:
+        format_observation = getattr(self._environment, "format_observation", None)
+        if format_observation is not None:
+            message = dict(format_observation(observation))
+        elif isinstance(observation, Mapping):
+            message = {"role": "user", "content": _content(observation)}
+        else:
+            raise BadEnvironmentError(f"step() returned the observation {observation!r:.80}: it must have obs_str")
+        parts = message.get("content")
+        if isinstance(parts, list) and all(isinstance(part, Mapping) and part.get("type") == "text" for part in parts):
+            message["content"] = "\n".join(str(part["text"]) for part in parts)
+        return message
+
+
+class GymEnvironment(Environment):
+    """An environment of gymnasium whose observations and actions are texts.
+
+    What reset returns follows the prompt. An action is the text of the model's message.
+    """
+
+    def __init__(self, environment: Any) -> None:
+        self._environment = environment
+
+    def open(self, sample: Sample) -> Any:
+        """Reset the environment with the group's seed, and with the sample as its options."""
+        options = {"messages": list(sample.messages), "answer": sample.answer, "metadata": dict(sample.metadata)}
+        given: dict[str, Any] = {"seed": sample.seed, "options": options}
+        reset = self._environment.reset
+        returned = reset(**{name: value for name, value in given.items() if _takes(reset, name)})
+        return _then(returned, lambda one: _text(one[0] if isinstance(one, tuple) else one, "reset()"))
+
+    def step(self, reply: Reply) -> Any:
+        """Take the text of a message as an action."""
+        return _then(self._environment.step(reply.text), self._step_of)
+
+    def _step_of(self, returned: Any) -> Step:
+        if not isinstance(returned, tuple) or len(returned) != 5:
+            raise BadEnvironmentError(
+                f"step() returned {returned!r:.80}: it must return (observation, reward, terminated, truncated, info)"
+            )
+        observation, reward, terminated, truncated, info = returned
+        return Step(_text(observation, "step()"), reward, bool(terminated or truncated), info)
+
+    def close(self) -> Any:
+        """Close the environment."""
+        return self._environment.close() if hasattr(self._environment, "close") else None
+
+
+def _content(observation: Mapping[str, Any]) -> str | list[Any]:
+    """Return an observation of Relax as message content, its media before its text."""
+    text, media = observation.get("obs_str", ""), observation.get("multi_modal_data") or {}
+    if other := [kind for kind in media if kind not in KINDS]:
+        known = ", ".join(KINDS)
+        raise BadEnvironmentError(f"step() returned an observation with multi_modal_data of {other[0]!r}: only {known}")
+    parts = []
+    for kind, given in media.items():
+        items = given if isinstance(given, list | tuple) else [given] if given is not None else []
+        parts += [{"type": kind, kind: item} for item in items]
+    return [*parts, {"type": "text", "text": text}] if parts else text
+
+
+def _text(observation: Any, what: str) -> str:
+    if not isinstance(observation, str):
+        raise BadEnvironmentError(f"{what} returned the observation {observation!r:.80}: it must be text")
+    return observation
+
+
+def _takes(function: Callable[..., Any], *names: str) -> bool:
+    """Return whether a function takes arguments of these names."""
+    parameters = inspect.signature(function).parameters
+    return any(one.kind is one.VAR_KEYWORD for one in parameters.values()) or all(name in parameters for name in names)
+
+
+def _then(result: Any, follow: Callable[[Any], Any]) -> Any:
+    """Return the value of `follow` for a result; for an awaitable result, an awaitable."""
+    if not inspect.isawaitable(result):
+        return follow(result)
+
+    async def wait() -> Any:
+        return follow(await result)
+
+    return wait()

@@ -6,9 +6,8 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from relaxd.envs.environment import BadEnvironmentError, Sample, shorten
+from relaxd.envs.environment import BadEnvironmentError, Sample, ToolCall, shorten
 from relaxd.envs.function_tools import ToolsEnvironment
-from relaxd.envs.tool_calls import ToolCall
 
 try:
     import httpx2

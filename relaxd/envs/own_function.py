@@ -12,14 +12,14 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from relaxd.data.examples import Message
-from relaxd.envs.environment import BadEnvironmentError, Reply, Sample, Step
+from relaxd.envs.environment import BadEnvironmentError, Reply, Sample, Step, ToolCall, call_of
 from relaxd.envs.observation_media import put_media, take_media
-from relaxd.envs.sessions import MAX_STUCK
-from relaxd.envs.tool_calls import ToolCall, call_of
 from relaxd.importing import ImportProblem, describe_error, import_own
 
 __all__ = ["Answer", "ConversationOver", "Model"]
 
+MAX_STUCK = 200
+"""Maximum number of ended calls and functions that still run. Above it the process ends, and a new one is started."""
 OVER = ("max_turns", "context_length_exceeded", "conversation_over", "no_session")
 """Error codes after which no further request is answered."""
 _log = logging.getLogger(__name__)

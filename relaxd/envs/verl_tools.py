@@ -1,4 +1,4 @@
-"""verl's tools, made from a file and used in one conversation, in the interface of environments: reset, step, close."""
+"""verl's tools, made from a file, and the environment whose conversations use them."""
 
 import asyncio
 import inspect
@@ -11,8 +11,7 @@ from typing import Any
 from uuid import uuid4
 
 from relaxd.data.tools_file import ToolEntry, ToolsFileError, read_tools
-from relaxd.envs.environment import Environment, Reply, Sample, Step, tool_message
-from relaxd.envs.tool_calls import ToolCall, calls_in
+from relaxd.envs.environment import Environment, Reply, Sample, Step, ToolCall, tool_message
 from relaxd.envs.verl_stand_ins import provide_verl, tool_schema
 from relaxd.importing import ImportProblem, describe_error, import_own
 
@@ -58,35 +57,23 @@ class VerlTools:
         self._max_calls = max_calls
         self._instances: dict[str, Any] = {}
 
-    async def reset(self) -> tuple[dict[str, str], dict[str, Any]]:
-        """Create every tool's instance. Returns an empty observation and an empty info. Raises ToolFailure."""
+    async def reset(self) -> None:
+        """Create every tool's instance. Raises ToolFailure."""
         for name in self._tools:
             given = self._given(name, "create")
             own = str(uuid4())
             created = await self._must(name, "create", own, **given, create_kwargs=given)
             instance = created[0] if isinstance(created, tuple) else created
             self._instances[name] = own if instance is None else instance
-        return _observation([]), {}
-
-    async def step(self, text: str) -> tuple[dict[str, str], bool, dict[str, float]]:
-        """Execute the calls of a reply, one after the other.
-
-        What a tool raises, an unknown name and bad JSON are answered with "Error: ...".
-
-        Returns:
-            The tools' answers as an observation; whether the reply calls none, which ends the conversation; and an info
-            with reward (the sum of step rewards), calls (their number) and errors (how many came to nothing).
-
-        Raises BadToolResult: a tool returned what is no answer.
-        """
-        calls = calls_in(text)
-        answers, info = await self.execute(calls)
-        return _observation(answers), not calls, info
 
     async def execute(self, calls: Sequence[ToolCall]) -> tuple[list[str], dict[str, float]]:
-        """Execute calls in order. Returns their answers and an info, like `step`. Raises BadToolResult.
+        """Execute calls, one after the other. What a tool raises, and a call of none, is answered with "Error: ...".
 
-        Raises BadToolResult.
+        Returns:
+            The tools' answers, and an info with reward (the sum of step rewards), calls (their number) and errors (how
+            many came to nothing).
+
+        Raises BadToolResult: a tool returned what is no answer.
         """
         answers, reward, errors = [], 0.0, 0
         for call in calls[: self._max_calls or None]:
@@ -165,10 +152,6 @@ class VerlTools:
                 raise
             what = getattr(method, "__qualname__", str(method))
             raise TimeoutError(f"{what} took longer than {self._call_seconds:g} s") from error
-
-
-def _observation(answers: list[str]) -> dict[str, str]:
-    return {"role": "tool", "obs_str": "\n".join(f"<tool_response>\n{one}\n</tool_response>" for one in answers)}
 
 
 def _text(answer: Any) -> str:

@@ -6,9 +6,8 @@ tokens are, `prompt_media` stores them with a group, and `cache` and `patches` t
 get.
 """
 
-from relaxd.media.cache import MediaCache
 from relaxd.media.images import ImageRule, ImageSize, NormalImage, decode_png, measure_image, normalise_image
-from relaxd.media.kinds import MEDIA_KINDS, MediaKind, MediaSize, NormalMedia
+from relaxd.media.kinds import MEDIA_KINDS, MediaCache, MediaKind, MediaSize, NormalMedia
 from relaxd.media.media_tokens import Grid, Layout, MediaTokens, expand, lay_out
 from relaxd.media.patches import patches
 from relaxd.media.placeholders import AUDIO, IMAGE, KINDS, VIDEO, MediaColumn, MediaItem, MediaReader, shown_text

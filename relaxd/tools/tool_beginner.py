@@ -16,8 +16,8 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrai
 from relaxd.data.examples import Message
 from relaxd.data.sources.addition_source import addition
 from relaxd.envs.calculator import Calculator
-from relaxd.envs.reply_formats import ParsedReply
-from relaxd.envs.tool_calls import ToolCall
+from relaxd.envs.environment import ToolCall
+from relaxd.envs.replies import ParsedReply
 
 DIGITS = 2
 PADDING, END, ASSISTANT = "<|padding|>", "<|end|>", "<|assistant|>"

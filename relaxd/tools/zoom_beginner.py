@@ -15,9 +15,9 @@ from transformers import PreTrainedTokenizerFast, Qwen3VLForConditionalGeneratio
 
 from relaxd.data.examples import Message
 from relaxd.data.vision import VisionModel, read_vision
+from relaxd.envs.environment import ToolCall
 from relaxd.envs.function_tools import FunctionTool
-from relaxd.envs.reply_formats import ParsedReply
-from relaxd.envs.tool_calls import ToolCall
+from relaxd.envs.replies import ParsedReply
 from relaxd.envs.zoom import Zoom
 from relaxd.media import Grid, expand
 from relaxd.tools.digit_pictures import DIGITS, SIDE, draw

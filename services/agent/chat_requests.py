@@ -8,7 +8,7 @@ from itertools import takewhile
 from typing import Any, Literal
 
 from relaxd.data.examples import Message
-from relaxd.envs.reply_formats import ParsedReply
+from relaxd.envs.replies import ParsedReply
 
 
 class BadRequest(Exception):

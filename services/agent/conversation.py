@@ -19,7 +19,7 @@ from relaxd.data.vision import normalise_shown
 from relaxd.envs.client import EnvironmentFailed
 from relaxd.envs.environment import Reply, Sample
 from relaxd.envs.observation_media import with_media
-from relaxd.envs.reply_formats import ParsedReply
+from relaxd.envs.replies import ParsedReply
 from relaxd.envs.token_history import CannotContinue, TokenHistory
 from relaxd.media import MediaError, MediaItem
 from relaxd.media.prompt_media import NO_MEDIA, PromptMedia, StoredMedia, hashes_of, with_references, without_missing

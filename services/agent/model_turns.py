@@ -10,8 +10,7 @@ from relaxd import telemetry
 from relaxd.config import RunConfig
 from relaxd.data.examples import Message
 from relaxd.data.tokenizer import LONG_TEXT, PromptTokenizer
-from relaxd.envs.replies import ReplyFormat, read_reply
-from relaxd.envs.reply_formats import ParsedReply
+from relaxd.envs.replies import ParsedReply, ReplyFormat, read_reply
 from relaxd.envs.token_history import TokenHistory
 from relaxd.media.prompt_media import PromptMedia, StoredMedia
 from relaxd.seeds import seed_of

@@ -13,10 +13,9 @@ from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
 from relaxd.data.examples import Message
-from relaxd.envs.environment import Reply, Sample
+from relaxd.envs.environment import Reply, Sample, ToolCall
 from relaxd.envs.number_guessing import NumberGuessing
-from relaxd.envs.reply_formats import ParsedReply
-from relaxd.envs.tool_calls import ToolCall
+from relaxd.envs.replies import ParsedReply
 from relaxd.tools.tool_beginner import CHAT_TEMPLATE, teach, tokenizer_of
 
 DOORS, CODES = range(10, 50), range(50, 90)

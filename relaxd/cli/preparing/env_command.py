@@ -22,8 +22,7 @@ from relaxd.data.vision import normalise, read_vision
 from relaxd.envs.client import EnvironmentClient, EnvironmentFailed, hosted
 from relaxd.envs.environment import BadEnvironmentError, Reply, Sample
 from relaxd.envs.observation_media import with_media
-from relaxd.envs.replies import parse_reply
-from relaxd.envs.reply_formats import REPLY_FORMATS
+from relaxd.envs.replies import REPLY_FORMATS, parse_reply
 from relaxd.evaluation.set_checks import environment_problems
 from relaxd.json_text import parse_json
 from relaxd.media import shown_text

@@ -3,7 +3,7 @@
 from typing import Any
 
 from relaxd.envs.environment import Sample, Step
-from relaxd.envs.other_interfaces import GymEnvironment
+from relaxd.envs.loading import GymEnvironment
 from relaxd.seeds import SEEDS, seeding
 
 try:

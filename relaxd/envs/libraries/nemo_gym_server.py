@@ -8,8 +8,7 @@ from uuid import uuid4
 
 import aiohttp
 
-from relaxd.envs.environment import BadEnvironmentError, Environment, Reply, Sample, Step, tool_message
-from relaxd.envs.tool_calls import ToolCall
+from relaxd.envs.environment import BadEnvironmentError, Environment, Reply, Sample, Step, ToolCall, tool_message
 
 PARAMETERS = "responses_create_params"
 """Field of a row with the request of OpenAI's responses: input and tools."""

@@ -4,6 +4,7 @@ results."""
 from contextlib import suppress
 from pathlib import Path
 
+from relaxd.envs.environment import calls_in
 from relaxd.envs.verl_tools import CALL_SECONDS, BadToolResult, ToolFailure, VerlTools, load_tools, tools_kwargs
 from relaxd.rewards.interface import BadRewardError, RewardInput
 
@@ -37,7 +38,7 @@ class VerlToolsReward:
         conversation = VerlTools(self._tools, tools_kwargs(sample.metadata), self._call_seconds, self._max_calls)
         try:
             await conversation.reset()
-            _, _, info = await conversation.step(sample.response)
+            _, info = await conversation.execute(calls_in(sample.response))
             reward = info["reward"] + await conversation.final_reward()
         except BaseException as error:
             with suppress(ToolFailure):  # the first failure says more

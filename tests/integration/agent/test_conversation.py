@@ -8,9 +8,8 @@ import pytest
 from relaxd.config import RunConfig
 from relaxd.data.examples import Example
 from relaxd.data.tokenizer import PromptTokenizer
-from relaxd.envs.replies import reply_format
-from relaxd.envs.reply_formats import ParsedReply
-from relaxd.envs.tool_calls import ToolCall
+from relaxd.envs.environment import ToolCall
+from relaxd.envs.replies import ParsedReply, reply_format
 from services.agent.conversation import Conversation, EnvironmentConversations
 from services.agent.environments import Environments
 from services.agent.model_turns import BadPrompt, PolicyModel

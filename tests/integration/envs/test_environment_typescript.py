@@ -7,8 +7,7 @@ import grpc
 import pytest
 
 from relaxd.envs.client import EnvironmentClient, EnvironmentFailed, SessionStep
-from relaxd.envs.environment import Reply, Sample
-from relaxd.envs.tool_calls import ToolCall
+from relaxd.envs.environment import Reply, Sample, ToolCall
 from tests.kit.ports import free_port
 from tests.kit.processes import kill
 from tests.kit.typescript import build_example

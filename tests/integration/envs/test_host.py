@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from relaxd.envs.client import EnvironmentClient, EnvironmentFailed, hosted
-from relaxd.envs.environment import BadEnvironmentError, Reply, Sample
-from relaxd.envs.tool_calls import ToolCall
+from relaxd.envs.environment import BadEnvironmentError, Reply, Sample, ToolCall
 from tests.kit.waiting import eventually
 
 SAMPLE = Sample([{"role": "user", "content": "hello"}], "42", {"level": 1}, seed=7)

@@ -13,8 +13,7 @@ from typing import Any
 import pytest
 
 from relaxd.envs.client import EnvironmentClient, EnvironmentFailed, SessionStep, hosted
-from relaxd.envs.environment import Reply, Sample
-from relaxd.envs.tool_calls import ToolCall
+from relaxd.envs.environment import Reply, Sample, ToolCall
 from tests.kit.ports import free_port
 from tests.kit.processes import kill, start_python
 from tests.kit.waiting import eventually

@@ -8,9 +8,8 @@ from typing import Any
 import pytest
 
 from relaxd.envs.client import EnvironmentClient, EnvironmentFailed, hosted
-from relaxd.envs.environment import BadEnvironmentError, Reply, Sample
+from relaxd.envs.environment import BadEnvironmentError, Reply, Sample, ToolCall
 from relaxd.envs.mcp_tools import McpTools
-from relaxd.envs.tool_calls import ToolCall
 from tests.kit.ports import free_port
 from tests.kit.processes import ROOT, kill, start_python
 from tests.kit.waiting import eventually

@@ -8,9 +8,8 @@ from typing import Any
 import pytest
 
 from relaxd.envs.client import EnvironmentClient, hosted
-from relaxd.envs.environment import Reply, Sample
+from relaxd.envs.environment import Reply, Sample, ToolCall
 from relaxd.envs.loading import load_environment
-from relaxd.envs.tool_calls import ToolCall
 from relaxd.importing import write_environment
 
 CELL = """

@@ -5,8 +5,7 @@ from typing import Any
 import pytest
 
 from relaxd.envs.client import EnvironmentClient, SessionStep, hosted
-from relaxd.envs.environment import Reply, Sample
-from relaxd.envs.tool_calls import ToolCall
+from relaxd.envs.environment import Reply, Sample, ToolCall
 
 OWN = "tests.integration.envs.other_conversations:"
 

@@ -7,11 +7,10 @@ from typing import Any
 import pytest
 
 from relaxd.data.sources.reasoning_gym_source import KEY, make_task
-from relaxd.envs.environment import Reply, Sample, Step
+from relaxd.envs.environment import Reply, Sample, Step, ToolCall
 from relaxd.envs.python_sandbox import PythonSandbox
 from relaxd.envs.reasoning_gym_hints import ReasoningGymHints
 from relaxd.envs.search import Bm25, Search
-from relaxd.envs.tool_calls import ToolCall
 
 
 @pytest.fixture(scope="module")

@@ -9,9 +9,17 @@ import numpy as np
 import pytest
 
 from relaxd.envs import observation_media
-from relaxd.envs.environment import BadEnvironmentError, Reply, Sample, Step, check_step, check_tools, messages_of
-from relaxd.envs.other_interfaces import RelaxEnvironment
-from relaxd.envs.tool_calls import ToolCall
+from relaxd.envs.environment import (
+    BadEnvironmentError,
+    Reply,
+    Sample,
+    Step,
+    ToolCall,
+    check_step,
+    check_tools,
+    messages_of,
+)
+from relaxd.envs.loading import RelaxEnvironment
 from tests.kit.cases import each
 from tests.kit.vision import encoded, picture
 

@@ -4,9 +4,8 @@ from typing import Any, Literal
 
 import pytest
 
-from relaxd.envs.environment import BadEnvironmentError
+from relaxd.envs.environment import BadEnvironmentError, ToolCall
 from relaxd.envs.function_tools import FunctionTool
-from relaxd.envs.tool_calls import ToolCall
 from tests.kit.vision import picture
 
 

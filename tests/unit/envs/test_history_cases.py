@@ -13,9 +13,9 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from relaxd.data.examples import Example, Message
 from relaxd.data.tokenizer import PromptTokenizer
 from relaxd.data.vision import VisionModel
+from relaxd.envs.environment import ToolCall
 from relaxd.envs.replies import ParsedReply
 from relaxd.envs.token_history import CannotContinue, TokenHistory
-from relaxd.envs.tool_calls import ToolCall
 from relaxd.media import ImageRule, MediaTokens, lay_out
 from relaxd.media.prompt_media import StoredMedia
 from relaxd.models import DataError

@@ -3,9 +3,8 @@
 import time
 
 from relaxd.data.templating import ChatTemplate
-from relaxd.envs.replies import parse_reply, reply_format
-from relaxd.envs.reply_formats import DSML, REPLY_FORMATS, ParsedReply
-from relaxd.envs.tool_calls import ToolCall
+from relaxd.envs.environment import ToolCall
+from relaxd.envs.replies import DSML, REPLY_FORMATS, ParsedReply, parse_reply, reply_format
 from tests.kit.cases import each
 from tests.kit.templates import TEMPLATES, template_tokenizer
 

@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from relaxd.data.examples import Example, Message
+from relaxd.envs.environment import ToolCall
 from relaxd.envs.replies import ParsedReply, read_reply, reply_format
 from relaxd.envs.token_history import TokenHistory
-from relaxd.envs.tool_calls import ToolCall
 from relaxd.models import DataError
 from tests.kit.templates import FOLDER, TEMPLATES, template_tokenizer
 

@@ -15,9 +15,8 @@ from relaxd.config import DataConfig
 from relaxd.config.load_toml import load_file
 from relaxd.data.dataset import load_data
 from relaxd.data.vision import normalise_shown, read_vision
-from relaxd.envs.environment import BadEnvironmentError, Reply, Sample, Step
+from relaxd.envs.environment import BadEnvironmentError, Reply, Sample, Step, ToolCall
 from relaxd.envs.observation_media import with_media
-from relaxd.envs.tool_calls import ToolCall
 from relaxd.envs.zoom import Zoom
 from relaxd.media.images import ORIENTATION
 from relaxd.media.placeholders import IMAGE

@@ -9,9 +9,8 @@ import pytest
 
 from relaxd.config import RewardConfig
 from relaxd.data.tools_file import ToolsFileError, read_tools, schemas_of
-from relaxd.envs.environment import Reply, Sample
+from relaxd.envs.environment import Reply, Sample, ToolCall, calls_in
 from relaxd.envs.loading import load_environment
-from relaxd.envs.tool_calls import ToolCall, calls_in
 from relaxd.envs.verl_tools import ToolFailure, VerlTools, load_tools
 from relaxd.rewards import BadRewardError, RewardInput, UnknownRewardError, resolve
 from relaxd.rewards.scorers import scorer_of
@@ -226,17 +225,12 @@ async def test_a_conversation_of_several_turns(write):
     tools = load_tools(write(ADD, SEARCH))
     kwargs = {"add": {"create_kwargs": {"ground_truth": "7"}}, "search": {"create_kwargs": {"documents": {"x": "X!"}}}}
     conversation = VerlTools(tools, kwargs)
-    assert await conversation.reset() == ({"role": "tool", "obs_str": ""}, {})
-    observation, done, info = await conversation.step("Look. " + call("search", query="x"))
-    assert observation == {"role": "tool", "obs_str": "<tool_response>\nX!\n</tool_response>"}
-    assert (done, info) == (False, {"reward": 0.25, "calls": 1, "errors": 0})
-    observation, done, info = await conversation.step(
-        call("add", a=3, b=4) + call("search", query="x", as_mapping=True)
-    )
-    assert "\n7\n" in observation["obs_str"]
-    assert "\nX!\n" in observation["obs_str"]
-    assert (done, info) == (False, {"reward": 0.5, "calls": 2, "errors": 0})
-    assert (await conversation.step("It is 7."))[1:] == (True, {"reward": 0, "calls": 0, "errors": 0})
+    await conversation.reset()
+    answers, info = await conversation.execute(calls_in("Look. " + call("search", query="x")))
+    assert (answers, info) == (["X!"], {"reward": 0.25, "calls": 1, "errors": 0})
+    both = call("add", a=3, b=4) + call("search", query="x", as_mapping=True)
+    assert await conversation.execute(calls_in(both)) == (["7", "X!"], {"reward": 0.5, "calls": 2, "errors": 0})
+    assert await conversation.execute(calls_in("It is 7.")) == ([], {"reward": 0, "calls": 0, "errors": 0})
     assert await conversation.final_reward() == 1
     await conversation.close()
     await conversation.close()
@@ -256,10 +250,10 @@ async def test_what_goes_wrong_is_observed(write):
         (call("broken"), "Error: KeyError: 'page'"),
     ]
     for text, error in bad:
-        observation, done, info = await conversation.step(text)
-        assert error in observation["obs_str"]
-        assert (done, info) == (False, {"reward": 0, "calls": 1, "errors": 1})
-    _, _, info = await conversation.step("".join(text for text, _ in bad) + call("add", a=1, b=2))
+        (answer,), info = await conversation.execute(calls_in(text))
+        assert error in answer
+        assert info == {"reward": 0, "calls": 1, "errors": 1}
+    _, info = await conversation.execute(calls_in("".join(text for text, _ in bad) + call("add", a=1, b=2)))
     assert info == {"reward": 0.5, "calls": 7, "errors": 6}
     await conversation.close()
     assert history("new_tools") == [("release", None)]

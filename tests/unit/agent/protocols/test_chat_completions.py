@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from relaxd.envs.reply_formats import ParsedReply
-from relaxd.envs.tool_calls import ToolCall
+from relaxd.envs.environment import ToolCall
+from relaxd.envs.replies import ParsedReply
 from services.agent.chat_requests import AnswerIds, BadRequest, ChatAnswer, StoredMessages, answer_message
 from services.agent.protocols.chat_completions import CHAT_COMPLETIONS
 from services.agent.protocols.protocol import read_object
