@@ -45,7 +45,10 @@ from relaxd.config import DataConfig, RunConfig
 from relaxd.data.examples import Example
 from relaxd.data.media_ahead import KEPT, THREADS, MediaAhead
 from relaxd.data.vision import read_vision
-from relaxd.media import MediaItem, NormalMedia, expand, normalise_image
+from relaxd.media.images import normalise_image
+from relaxd.media.kinds import NormalMedia
+from relaxd.media.media_tokens import expand
+from relaxd.media.placeholders import MediaItem
 from relaxd.media.prompt_media import to_columns
 from tests.integration.trainer.service_kit import Feeder, make_config
 from tests.kit.redis.redis_server import RedisServer

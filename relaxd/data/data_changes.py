@@ -16,7 +16,7 @@ from relaxd.data.examples import Example
 from relaxd.data.files.rows import Joined
 from relaxd.data.prompt_checks import evenly_spread
 from relaxd.data.sources.prompt_columns import Examples
-from relaxd.media import NormalMedia
+from relaxd.media.kinds import NormalMedia
 
 logger = logging.getLogger(__name__)
 

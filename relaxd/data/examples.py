@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
-from relaxd.media import MediaItem, shown_text
+from relaxd.media.placeholders import MediaItem, shown_text
 
 Message = dict[str, Any]
 """A chat message: {"role": "user" | "assistant" | "system" | ..., "content": text}, perhaps with further fields such as

@@ -8,7 +8,7 @@ from threading import RLock
 
 from relaxd.data.examples import Example
 from relaxd.data.vision import PromptHostAway, VisionModel, normalise
-from relaxd.media import NormalMedia
+from relaxd.media.kinds import NormalMedia
 from relaxd.media.sources import RemoteItem, with_hosts
 from relaxd.models import DataError
 

@@ -16,7 +16,9 @@ from relaxd.config import RunConfig
 from relaxd.data.examples import Example
 from relaxd.data.templating import load_chat_template
 from relaxd.data.vision import VisionModel, measure, read_vision, unseen
-from relaxd.media import MediaError, MediaSize, NormalMedia, expand
+from relaxd.media.kinds import MediaSize, NormalMedia
+from relaxd.media.media_tokens import expand
+from relaxd.media.sources import MediaError
 from relaxd.models import DataError
 
 MEASURING_THREADS = 8

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from relaxd.data.vision import VisionModel
-from relaxd.media import SoundRule
 from relaxd.media.kinds import RecentItems
 from relaxd.media.patches import SCALE
+from relaxd.media.sounds import SoundRule
 
 if TYPE_CHECKING:
     from transformers import WhisperFeatureExtractor

@@ -12,26 +12,14 @@ from relaxd.config import DataConfig
 from relaxd.data.examples import Example
 from relaxd.data.special_tokens import read_object
 from relaxd.engines import MODEL_KINDS
-from relaxd.media import (
-    AUDIO,
-    IMAGE,
-    MEDIA_KINDS,
-    VIDEO,
-    Grid,
-    ImageRule,
-    MediaError,
-    MediaKind,
-    MediaSize,
-    MediaTokens,
-    NormalMedia,
-    SoundRule,
-    VideoRule,
-    patches,
-)
-from relaxd.media.media_tokens import NONE, SECOND_FRAMES, SECOND_TOKENS
-from relaxd.media.patches import SCALE, cut_patches
-from relaxd.media.sources import MediaHostAway, with_hosts
-from relaxd.media.videos import BlockRule
+from relaxd.media.images import ImageRule
+from relaxd.media.kinds import MEDIA_KINDS, MediaKind, MediaSize, NormalMedia
+from relaxd.media.media_tokens import NONE, SECOND_FRAMES, SECOND_TOKENS, Grid, MediaTokens
+from relaxd.media.patches import SCALE, cut_patches, patches
+from relaxd.media.placeholders import AUDIO, IMAGE, VIDEO
+from relaxd.media.sounds import SoundRule
+from relaxd.media.sources import MediaError, MediaHostAway, with_hosts
+from relaxd.media.videos import BlockRule, VideoRule
 from relaxd.models import DataError
 
 SHARED_FILE = "processor_config.json"

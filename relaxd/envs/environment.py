@@ -9,8 +9,9 @@ from typing import Any
 
 from relaxd.data.examples import Message
 from relaxd.envs.observation_media import put_media, take_media
-from relaxd.media import MediaError, MediaItem
 from relaxd.media.messages import tagged
+from relaxd.media.placeholders import MediaItem
+from relaxd.media.sources import MediaError
 
 
 @dataclass(frozen=True)

@@ -10,10 +10,9 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from relaxd.media import MediaError, MediaItem, MediaReader
-from relaxd.media.placeholders import IMAGE, PARTS, Content
+from relaxd.media.placeholders import IMAGE, PARTS, Content, MediaItem, MediaReader
 from relaxd.media.sounds import ARRAY, wav_of_array
-from relaxd.media.sources import data_uri, read_source
+from relaxd.media.sources import MediaError, data_uri, read_source
 
 MAX_MEDIA_BYTES = 32 << 20
 """Maximum number of bytes of the media of an observation."""

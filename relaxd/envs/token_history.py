@@ -29,9 +29,9 @@ from relaxd.data.examples import Example, Message
 from relaxd.data.templating import REASONING
 from relaxd.data.tokenizer import PromptTokenizer
 from relaxd.envs.replies import THINKING_TAGS
-from relaxd.media import MediaError
 from relaxd.media.placeholders import KINDS
 from relaxd.media.prompt_media import StoredMedia, expand_at
+from relaxd.media.sources import MediaError
 from relaxd.models import DataError
 
 

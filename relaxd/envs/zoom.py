@@ -4,9 +4,9 @@ from typing import Any
 
 from relaxd.envs.environment import BadEnvironmentError, Sample
 from relaxd.envs.function_tools import FunctionTool, ToolsEnvironment
-from relaxd.media import MediaError
 from relaxd.media.images import MIN_SIDE, open_upright
 from relaxd.media.placeholders import IMAGE
+from relaxd.media.sources import MediaError
 
 FULL = 1000
 """Coordinate of a picture's right and lower edge."""

@@ -15,8 +15,9 @@ from numbers import Real
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
-from relaxd.media import decode_wav, frames_of
 from relaxd.media.messages import Message, text_message
+from relaxd.media.sounds import decode_wav
+from relaxd.media.videos import frames_of
 
 if TYPE_CHECKING:
     import numpy as np

@@ -19,7 +19,9 @@ from transformers import (
 
 from relaxd.data.towers import spectrogram
 from relaxd.data.vision import VisionModel
-from relaxd.media import AUDIO, NormalMedia, decode_wav
+from relaxd.media.kinds import NormalMedia
+from relaxd.media.placeholders import AUDIO
+from relaxd.media.sounds import decode_wav
 from relaxd.tools.sight_beginner import MERGE, PATCH, TEXT, TOWER, UPDATES, Task, processor, teach, tokenizer_of_task
 from relaxd.tools.tone_pitches import PITCHES, PROMPT, RATE, draw, encoded
 from relaxd.tools.tool_beginner import save

@@ -21,7 +21,9 @@ from relaxd.config import DataConfig
 from relaxd.data.examples import Example
 from relaxd.data.tokenizer import PromptTokenizer
 from relaxd.data.vision import VisionModel, normalise, read_vision
-from relaxd.media import AUDIO, IMAGE, VIDEO, MediaItem, NormalMedia, decode_png
+from relaxd.media.images import decode_png
+from relaxd.media.kinds import NormalMedia
+from relaxd.media.placeholders import AUDIO, IMAGE, VIDEO, MediaItem
 from relaxd.tools import digit_pictures, moving_dots
 from relaxd.tools.digit_pictures import encoded
 from relaxd.tools.tool_beginner import END, labels, save, tokenizer_of

@@ -19,7 +19,7 @@ from relaxd.envs.environment import ToolCall
 from relaxd.envs.function_tools import FunctionTool
 from relaxd.envs.replies import ParsedReply
 from relaxd.envs.zoom import Zoom
-from relaxd.media import Grid, expand
+from relaxd.media.media_tokens import Grid, expand
 from relaxd.tools.digit_pictures import DIGITS, SIDE, draw
 from relaxd.tools.sight_beginner import IMAGE_MARKS, PATCH, processor, random_model
 from relaxd.tools.tool_beginner import CHAT_TEMPLATE, lesson_loss, tokenizer_of, train

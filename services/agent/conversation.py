@@ -21,8 +21,9 @@ from relaxd.envs.environment import Reply, Sample
 from relaxd.envs.observation_media import with_media
 from relaxd.envs.replies import ParsedReply
 from relaxd.envs.token_history import CannotContinue, TokenHistory
-from relaxd.media import MediaError, MediaItem
+from relaxd.media.placeholders import MediaItem
 from relaxd.media.prompt_media import NO_MEDIA, PromptMedia, StoredMedia, hashes_of, with_references, without_missing
+from relaxd.media.sources import MediaError
 from relaxd.models import DataError
 from relaxd.seeds import seed_of
 from relaxd.weights.receipts import Receipt

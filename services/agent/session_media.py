@@ -8,9 +8,9 @@ from typing import Any
 from relaxd.data.examples import Message
 from relaxd.data.vision import VisionModel, normalise_shown
 from relaxd.envs.observation_media import is_sent
-from relaxd.media import MediaError
 from relaxd.media.placeholders import Content
 from relaxd.media.prompt_media import StoredMedia, reference_part
+from relaxd.media.sources import MediaError
 from services.agent.chat_requests import BadRequest
 
 

@@ -9,9 +9,9 @@ from typing import Any
 from relaxd.config import DataConfig
 from relaxd.data.vision import VisionModel, normalise_shown, read_vision
 from relaxd.envs.environment import Reply, Sample
-from relaxd.media import MediaError
 from relaxd.media.placeholders import AUDIO, IMAGE, VIDEO
 from relaxd.media.prompt_media import MediaRecord, StoredMedia, contents_of_group
+from relaxd.media.sources import MediaError
 from services.trainer.batch.step_file import read_step_file
 from tests.chaos.environment import Moody
 from tests.kit.media_server import media_server

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from relaxd.data.vision import normalise_shown, read_vision
-from relaxd.media import NormalMedia
+from relaxd.media.kinds import NormalMedia
 from relaxd.media.prompt_media import StoredMedia, to_columns, to_sequence_columns
 from services.trainer.batch.step_file import step_file_path, write_step_file
 from services.trainer.batch.step_plan import StepPlan

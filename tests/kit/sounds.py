@@ -13,8 +13,8 @@ from relaxd.config import DataConfig
 from relaxd.data.examples import Example
 from relaxd.data.tokenizer import PromptTokenizer
 from relaxd.data.vision import read_vision
-from relaxd.media import encode_wav
 from relaxd.media.prompt_media import PromptMedia
+from relaxd.media.sounds import encode_wav
 from tests.kit.tokenizer import write_tokenizer
 from tests.kit.vision import PROCESSOR, TEXT, TOWER, Item, SoundClip, normal_media, seen_by_transformers
 

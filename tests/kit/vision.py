@@ -14,17 +14,12 @@ from tokenizers import Tokenizer
 
 from relaxd.config import DataConfig
 from relaxd.data.vision import CLIP_MEAN, CLIP_STD, VisionModel
-from relaxd.media import (
-    NormalMedia,
-    VideoRule,
-    encode_wav,
-    expand,
-    normalise_image,
-    normalise_sound,
-    normalise_video,
-)
+from relaxd.media.images import normalise_image
+from relaxd.media.kinds import NormalMedia
+from relaxd.media.media_tokens import expand
 from relaxd.media.prompt_media import PromptMedia
-from relaxd.media.videos import BlockRule
+from relaxd.media.sounds import encode_wav, normalise_sound
+from relaxd.media.videos import BlockRule, VideoRule, normalise_video
 from tests.kit.tokenizer import write_tokenizer
 
 if TYPE_CHECKING:

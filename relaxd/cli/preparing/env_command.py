@@ -25,7 +25,7 @@ from relaxd.envs.observation_media import with_media
 from relaxd.envs.replies import REPLY_FORMATS, parse_reply
 from relaxd.evaluation.set_checks import environment_problems
 from relaxd.json_text import parse_json
-from relaxd.media import shown_text
+from relaxd.media.placeholders import shown_text
 from relaxd.media.prompt_media import StoredMedia
 from relaxd.models.folders import resolve_model
 from relaxd.process.child import ChildError

@@ -13,7 +13,7 @@ from relaxd.data.examples import Example, Message
 from relaxd.data.files.rows import OnDemand, Rows, kind_of, plain, stranger
 from relaxd.importing import describe_error
 from relaxd.json_text import parse_json
-from relaxd.media import IMAGE, MediaColumn, MediaReader
+from relaxd.media.placeholders import IMAGE, MediaColumn, MediaReader
 from relaxd.media.sources import without_bytes
 
 ALL = "*"

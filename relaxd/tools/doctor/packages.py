@@ -14,7 +14,7 @@ import relaxd
 from relaxd.board import roles_for
 from relaxd.config import RunConfig, TrackingConfig
 from relaxd.engines import ENGINES
-from relaxd.media import IMAGE
+from relaxd.media.placeholders import IMAGE
 from relaxd.replica.gpus import visible_gpus
 from relaxd.rewards.table import BOXED, PACKAGES
 from relaxd.roles import JUDGE, ROLLOUT, TEACHER

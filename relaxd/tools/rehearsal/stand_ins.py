@@ -13,7 +13,7 @@ import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from relaxd.envs.environment import Environment, Reply, Step
-from relaxd.media import AUDIO, VIDEO
+from relaxd.media.placeholders import AUDIO, VIDEO
 from relaxd.rewards.interface import RewardInput
 
 CHATML = (

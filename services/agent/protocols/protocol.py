@@ -9,8 +9,8 @@ from typing import Any
 from relaxd.data.examples import Message
 from relaxd.envs.environment import BadEnvironmentError, check_tools
 from relaxd.json_text import parse_json
-from relaxd.media import MediaError
 from relaxd.media.placeholders import Content
+from relaxd.media.sources import MediaError
 from services.agent.chat_requests import BadRequest, ChatAnswer, ChatRequest, StoredMessages, shown
 from services.agent.session_media import SessionMedia, joined
 

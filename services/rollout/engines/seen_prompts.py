@@ -10,8 +10,8 @@ import numpy as np
 from relaxd.data.special_tokens import read_object
 from relaxd.data.vision import VisionModel, read_vision
 from relaxd.engines import ENGINES
-from relaxd.media import MEDIA_KINDS, Grid, Layout, MediaError, lay_out
-from relaxd.media.media_tokens import is_sound
+from relaxd.media.kinds import MEDIA_KINDS
+from relaxd.media.media_tokens import Grid, Layout, is_sound, lay_out
 from relaxd.media.prompt_media import (
     begins_of,
     contents_of,
@@ -22,6 +22,7 @@ from relaxd.media.prompt_media import (
     times_of,
     with_own_sounds,
 )
+from relaxd.media.sources import MediaError
 from services.rollout.engines.request_types import EngineError, Request
 
 

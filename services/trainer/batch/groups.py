@@ -18,7 +18,7 @@ from relaxd.board import (
     SEQUENCE_MEDIA,
     TEACHER_PROMPT_TOKENS,
 )
-from relaxd.media import MediaTokens
+from relaxd.media.media_tokens import MediaTokens
 from services.trainer.batch.micro_batch import TrainSequence
 from services.trainer.batch.sequence_media import GroupMediaReader, check_media
 

@@ -10,7 +10,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from relaxd.board import MEDIA_CONTENTS, PROMPT_MEDIA, SEQUENCE_CONTENTS, SEQUENCE_MEDIA
-from relaxd.media import AUDIO, IMAGE, Grid, MediaCache, MediaError, MediaTokens, lay_out
+from relaxd.media.kinds import MediaCache
+from relaxd.media.media_tokens import Grid, MediaTokens, lay_out
+from relaxd.media.placeholders import AUDIO, IMAGE
 from relaxd.media.prompt_media import (
     MediaRecord,
     contents_of,
@@ -22,6 +24,7 @@ from relaxd.media.prompt_media import (
     times_of,
     with_own_sounds,
 )
+from relaxd.media.sources import MediaError
 from services.trainer.megatron.rank_messages import message
 
 KEPT_BYTES = 1 << 30
@@ -39,7 +42,7 @@ class DecodedItem:
     values: NDArray[Any]
     """Pixels, uint8 [height, width, 3], of a video with one frame below the other; or samples, int16 [samples]."""
     kind: str = IMAGE
-    """One of `relaxd.media.KINDS`."""
+    """One of `relaxd.media.placeholders.KINDS`."""
     times: tuple[float, ...] = ()
     """Seconds of a video's times."""
     sound: NDArray[np.int16] | None = None

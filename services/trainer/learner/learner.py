@@ -42,7 +42,7 @@ from relaxd.algorithms import create
 from relaxd.algorithms.base import WithCritic
 from relaxd.algorithms.results import unexplained
 from relaxd.config import AlgorithmConfig, CriticConfig, RunConfig, TrainerConfig
-from relaxd.media import MediaTokens
+from relaxd.media.media_tokens import MediaTokens
 from relaxd.models.folders import models_in_trainer, resolve_model
 from relaxd.models.shape import ModelShape, read_shape
 from relaxd.roles import REFERENCE

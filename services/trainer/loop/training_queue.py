@@ -16,7 +16,7 @@ from typing import Any
 
 from relaxd.board import REFERENCE_WEIGHTS, TRAIN, Board, BoardUnavailable, Delivery, DropReason
 from relaxd.board.worker import Drop
-from relaxd.media import MediaTokens
+from relaxd.media.media_tokens import MediaTokens
 from relaxd.roles import CRITIC, REFERENCE, ROLES
 from services.trainer.batch.groups import MalformedGroup, RoutingShape, TrainGroup, check_group
 from services.trainer.batch.step_membership import (

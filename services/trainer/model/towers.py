@@ -24,7 +24,8 @@ from megatron.core import parallel_state
 from torch import Tensor
 
 from relaxd.data.towers import TowerOutputs
-from relaxd.media import AUDIO, IMAGE, VIDEO, Grid
+from relaxd.media.media_tokens import Grid
+from relaxd.media.placeholders import AUDIO, IMAGE, VIDEO
 from services.trainer.model.architecture import AUDIO_TOWER, VISUAL, ModelError, TowerArchitecture
 from services.trainer.transformer.attention.sequence_layout import DeepStack
 

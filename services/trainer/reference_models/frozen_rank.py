@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from relaxd.algorithms import create
 from relaxd.board import REFERENCE_WEIGHTS, STUDENT_CANDIDATES, TEACHER_PROMPT_TOKENS, Board, stages_for
 from relaxd.config import RunConfig, TrainerConfig
-from relaxd.media import MediaTokens
+from relaxd.media.media_tokens import MediaTokens
 from relaxd.models.folders import frozen_models, resolve_model
 from relaxd.process.child_server import ChildServer
 from relaxd.process.upkeep import freeze_objects

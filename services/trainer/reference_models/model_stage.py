@@ -22,7 +22,7 @@ from relaxd.board import (
     read_sequences,
 )
 from relaxd.board.worker import Result
-from relaxd.media import MediaTokens
+from relaxd.media.media_tokens import MediaTokens
 from relaxd.roles import ROLES
 from services.trainer.batch.micro_batch import PackedMicroBatch, TrainSequence, pack
 from services.trainer.batch.micro_batch_division import Packer

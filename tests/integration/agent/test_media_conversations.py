@@ -19,8 +19,9 @@ from relaxd.config import GRPOConfig
 from relaxd.data.examples import Example
 from relaxd.data.tokenizer import PromptTokenizer
 from relaxd.data.vision import normalise, read_vision
-from relaxd.media import ImageRule, MediaItem, normalise_image, shown_text
+from relaxd.media.images import ImageRule, normalise_image
 from relaxd.media.messages import to_proto
+from relaxd.media.placeholders import MediaItem, shown_text
 from relaxd.media.prompt_media import PromptMedia, with_references
 from relaxd.media.sources import data_uri
 from relaxd.v1.reward_pb2 import ScoreRequest

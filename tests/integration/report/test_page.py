@@ -8,8 +8,8 @@ import pytest
 from playwright.sync_api import expect
 
 from relaxd.config.load_toml import load
-from relaxd.media import encode_wav
 from relaxd.media.shown import shown_media
+from relaxd.media.sounds import encode_wav
 from relaxd.report.report_files import write_report
 from tests.kit.browser import browser_page, unreadable
 from tests.kit.waiting import wait_until

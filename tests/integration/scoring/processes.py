@@ -14,7 +14,7 @@ import numpy as np
 
 from relaxd.board import Board, Delivery, NewGroup, stages_for
 from relaxd.config import RunConfig
-from relaxd.media import NormalImage
+from relaxd.media.images import NormalImage
 from relaxd.media.prompt_media import to_columns, with_references
 from relaxd.rpc.client import channel
 from relaxd.rpc.errors import NotFound

@@ -15,7 +15,7 @@ import pytest
 import redis
 from PIL import Image
 
-from relaxd.media import ImageRule, normalise_image
+from relaxd.media.images import ImageRule, normalise_image
 from relaxd.media.messages import to_proto
 from relaxd.media.prompt_media import PromptMedia, with_references
 from relaxd.redis_client import key_prefix

@@ -12,9 +12,10 @@ from rich.console import Console
 
 from relaxd.cli.execute import result_table
 from relaxd.cli.reading.live_view import Picture, RunView, samples_table, sparkline, step_line
-from relaxd.media import ImageRule, VideoRule, normalise_image, normalise_video
+from relaxd.media.images import ImageRule, normalise_image
 from relaxd.media.prompt_media import PromptMedia
 from relaxd.media.shown import THUMBNAIL_URI, shown_media, shown_message
+from relaxd.media.videos import VideoRule, normalise_video
 from relaxd.report.run_result import sample_values
 from relaxd.v1 import coordinator_pb2 as pb
 from services.coordinator.runs.run_messages import sample_message

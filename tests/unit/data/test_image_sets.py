@@ -12,7 +12,7 @@ import pytest
 from relaxd.config.load_toml import load_file
 from relaxd.data.dataset import load_data
 from relaxd.data.vision import read_vision
-from relaxd.media import normalise_image
+from relaxd.media.images import normalise_image
 from relaxd.media.prompt_media import PromptMedia
 from relaxd.rewards import RewardInput, resolve
 from tests.kit.vision import encoded, picture, write_vision_model

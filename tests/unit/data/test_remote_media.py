@@ -19,8 +19,11 @@ from relaxd.data.examples import Example
 from relaxd.data.media_ahead import MediaAhead
 from relaxd.data.tokenizer import MEASURING_THREADS
 from relaxd.data.vision import PromptHostAway, read_vision
-from relaxd.media import MediaItem, fetching, normalise_image, normalise_video
+from relaxd.media import fetching
+from relaxd.media.images import normalise_image
+from relaxd.media.placeholders import MediaItem
 from relaxd.media.prompt_media import PromptMedia
+from relaxd.media.videos import normalise_video
 from relaxd.models import DataError
 from relaxd.waiting import Backoff
 from tests.kit.media_server import MediaServer, media_server

@@ -28,10 +28,11 @@ from relaxd.data.dataset import load_data
 from relaxd.data.examples import Example
 from relaxd.data.tokenizer import PromptTokenizer
 from relaxd.data.vision import normalise, read_vision
-from relaxd.media import MediaItem, SoundRule, encode_wav, lay_out, normalise_sound
-from relaxd.media.media_tokens import sound_tokens
+from relaxd.media.media_tokens import lay_out, sound_tokens
+from relaxd.media.placeholders import MediaItem
 from relaxd.media.prompt_media import PromptMedia
 from relaxd.media.shown import media_line, shown_media
+from relaxd.media.sounds import SoundRule, encode_wav, normalise_sound
 from relaxd.media.videos import BlockRule
 from relaxd.models import DataError
 from tests.kit.sounds import WITH_ALL, WITH_SOUND, encoded_sound, features_of, sound, write_omni_model

@@ -5,7 +5,8 @@ import torch
 
 from relaxd.data.towers import normalised
 from relaxd.data.vision import CLIP_MEAN, CLIP_STD, VisionModel
-from relaxd.media import ImageRule, MediaTokens
+from relaxd.media.images import ImageRule
+from relaxd.media.media_tokens import MediaTokens
 from relaxd.media.patches import cut_patches
 
 

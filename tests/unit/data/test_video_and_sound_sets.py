@@ -12,8 +12,10 @@ import pytest
 from relaxd.config.load_toml import load_file
 from relaxd.data.dataset import PromptDataset, load_data
 from relaxd.data.vision import read_vision
-from relaxd.media import encode_wav, normalise_image, normalise_sound, normalise_video
+from relaxd.media.images import normalise_image
 from relaxd.media.prompt_media import PromptMedia
+from relaxd.media.sounds import encode_wav, normalise_sound
+from relaxd.media.videos import normalise_video
 from relaxd.models import DataError
 from tests.kit.cases import each
 from tests.kit.sounds import sound, write_omni_model

@@ -21,7 +21,8 @@ from relaxd.data.dataset import load_data
 from relaxd.data.examples import Example
 from relaxd.data.tokenizer import PromptTokenizer
 from relaxd.data.vision import normalise, read_vision
-from relaxd.media import MediaItem, lay_out
+from relaxd.media.media_tokens import lay_out
+from relaxd.media.placeholders import MediaItem
 from relaxd.models import DataError
 from tests.kit.vision import TOKENS, WITH_VIDEO, clip, encoded, encoded_clip, picture, write_vision_model
 

@@ -18,7 +18,8 @@ from relaxd.data.dataset import Cursor, load_data
 from relaxd.data.examples import Example
 from relaxd.data.vision import VisionModel, normalise, read_vision
 from relaxd.engines import MODEL_KINDS
-from relaxd.media import MediaItem, NormalImage, normalise_image
+from relaxd.media.images import NormalImage, normalise_image
+from relaxd.media.placeholders import MediaItem
 from relaxd.media.prompt_media import PromptMedia
 from relaxd.models import DataError
 from relaxd.models.shape import SEEING

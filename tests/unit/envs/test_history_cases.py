@@ -16,7 +16,8 @@ from relaxd.data.vision import VisionModel
 from relaxd.envs.environment import ToolCall
 from relaxd.envs.replies import ParsedReply
 from relaxd.envs.token_history import CannotContinue, TokenHistory
-from relaxd.media import ImageRule, MediaTokens, lay_out
+from relaxd.media.images import ImageRule
+from relaxd.media.media_tokens import MediaTokens, lay_out
 from relaxd.media.prompt_media import StoredMedia
 from relaxd.models import DataError
 from tests.kit.cases import each

@@ -7,8 +7,8 @@ import pytest
 from pydantic import ValidationError
 
 from relaxd.config import DataConfig
-from relaxd.media import MediaError, fetching
-from relaxd.media.sources import MediaHostAway, RemoteItem, content_hash, read_source, with_hosts
+from relaxd.media import fetching
+from relaxd.media.sources import MediaError, MediaHostAway, RemoteItem, content_hash, read_source, with_hosts
 from relaxd.waiting import Backoff
 from tests.kit.media_server import MediaServer, media_server
 from tests.kit.ports import free_port

@@ -13,8 +13,9 @@ import pytest
 from PIL import Image
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil, smart_resize
 
-from relaxd.media import ImageRule, MediaError, measure_image, normalise_image
 from relaxd.media import sources as media_sources
+from relaxd.media.images import ImageRule, measure_image, normalise_image
+from relaxd.media.sources import MediaError
 from tests.kit.vision import encoded, picture
 
 RULE = ImageRule(patch=16, merge=2, min_pixels=32 * 32 * 4, max_pixels=32 * 32 * 64)

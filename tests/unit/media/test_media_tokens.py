@@ -10,7 +10,9 @@ from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VLModel
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLModel
 
-from relaxd.media import ImageRule, MediaError, MediaTokens, expand, lay_out, normalise_image
+from relaxd.media.images import ImageRule, normalise_image
+from relaxd.media.media_tokens import MediaTokens, expand, lay_out
+from relaxd.media.sources import MediaError
 from tests.kit.vision import encoded, picture, write_vision_model
 
 SIZES: dict[str, list[tuple[int, int]]] = {

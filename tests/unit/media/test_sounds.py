@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from relaxd.data.towers import spectrogram
-from relaxd.media import MediaError, SoundRule, decode_wav, expand, lay_out, normalise_sound
-from relaxd.media.media_tokens import MediaTokens, sound_tokens
-from relaxd.media.sounds import measure_sound
+from relaxd.media.media_tokens import MediaTokens, expand, lay_out, sound_tokens
+from relaxd.media.sounds import SoundRule, decode_wav, measure_sound, normalise_sound
+from relaxd.media.sources import MediaError
 from relaxd.rewards.interface import RewardInput
 from tests.kit.sounds import encoded_sound, sound
 from tests.kit.vision import encoded, encoded_clip, picture

@@ -14,19 +14,13 @@ from PIL import Image
 from transformers.models.qwen3_vl.video_processing_qwen3_vl import Qwen3VLVideoProcessor, smart_resize
 from transformers.video_utils import VideoMetadata
 
-from relaxd.media import (
-    MediaError,
-    SoundRule,
-    VideoRule,
-    decode_wav,
-    measure_video,
-    normalise_video,
-    patches,
-    videos,
-)
+from relaxd.media import videos
 from relaxd.media.images import decode_png
+from relaxd.media.patches import patches
 from relaxd.media.prompt_media import PromptMedia, with_own_sounds, with_references
-from relaxd.media.videos import BlockRule, own_sound
+from relaxd.media.sounds import SoundRule, decode_wav
+from relaxd.media.sources import MediaError
+from relaxd.media.videos import BlockRule, VideoRule, measure_video, normalise_video, own_sound
 from relaxd.rewards import RewardInput
 from tests.kit.sounds import sound
 from tests.kit.vision import clip, encoded, encoded_clip

@@ -8,10 +8,10 @@ from fractions import Fraction
 import numpy as np
 import pytest
 
-from relaxd.media import SoundRule, normalise_video
 from relaxd.media.messages import text_and_media, to_proto, with_parts
 from relaxd.media.prompt_media import PromptMedia, with_references
-from relaxd.media.videos import BlockRule
+from relaxd.media.sounds import SoundRule
+from relaxd.media.videos import BlockRule, normalise_video
 from relaxd.rewards import (
     REWARDS,
     BadRewardError,

@@ -9,7 +9,9 @@ from transformers import AutoTokenizer
 
 from relaxd.config import DataConfig
 from relaxd.data.vision import read_vision
-from relaxd.media import measure_image, measure_video, normalise_image, normalise_sound, normalise_video
+from relaxd.media.images import measure_image, normalise_image
+from relaxd.media.sounds import normalise_sound
+from relaxd.media.videos import measure_video, normalise_video
 from relaxd.tools import pitches_beginner
 from relaxd.tools.digit_pictures import DigitPictures
 from relaxd.tools.moving_dots import MovingDots

@@ -5,7 +5,7 @@ from pathlib import Path
 from relaxd.data.tokenizer import PromptTokenizer
 from relaxd.data.vision import read_vision
 from relaxd.envs.replies import read_reply, reply_format
-from relaxd.media import measure_image
+from relaxd.media.images import measure_image
 from relaxd.tools.digit_pictures import DIGITS
 from relaxd.tools.zoom_beginner import Lessons, make
 from relaxd.tools.zoom_pictures import HALVES, ZoomPictures, draw_wide

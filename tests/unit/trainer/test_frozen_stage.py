@@ -27,7 +27,8 @@ from relaxd.board import (
 from relaxd.board.schema import OF_CONVERSATIONS
 from relaxd.config import RunConfig
 from relaxd.data.vision import read_vision
-from relaxd.media import expand, normalise_image
+from relaxd.media.images import normalise_image
+from relaxd.media.media_tokens import expand
 from relaxd.media.prompt_media import StoredMedia, to_columns, to_sequence_columns
 from services.trainer.batch.micro_batch import PackedMicroBatch
 from services.trainer.megatron.rank_messages import decode, encode, parse

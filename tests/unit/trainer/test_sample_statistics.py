@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from relaxd.media import ImageRule, normalise_image
+from relaxd.media.images import ImageRule, normalise_image
 from relaxd.media.prompt_media import PromptMedia, StoredMedia, to_sequence_columns
 from services.trainer.loop.sample_statistics import MAX_SOURCES, repeats, sample_statistics
 from services.trainer.loop.step_metrics import all_samples, group_metrics, shown_samples

@@ -17,8 +17,7 @@ from transformers import (
 from relaxd.data.special_tokens import read_object
 from relaxd.data.towers import TowerOutputs, normalised, spectrogram
 from relaxd.data.vision import VisionModel
-from relaxd.media import Grid
-from relaxd.media.media_tokens import IMAGE, TEXT, VIDEO
+from relaxd.media.media_tokens import IMAGE, TEXT, VIDEO, Grid
 from services.rollout.engines.seen_prompts import SeenPrompt, read_model_vision
 
 TOWERS = ("model.visual.", "model.audio_tower.")

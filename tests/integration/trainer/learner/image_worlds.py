@@ -9,7 +9,9 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from relaxd.data.vision import VisionModel, read_vision
-from relaxd.media import MEDIA_KINDS, NormalVideo, decode_wav
+from relaxd.media.kinds import MEDIA_KINDS
+from relaxd.media.sounds import decode_wav
+from relaxd.media.videos import NormalVideo
 from tests.integration.trainer.trainer_worlds import HYBRID, copied, make_learner
 from tests.integration.trainer.trainer_worlds import Job as LearnerJob
 from tests.kit.sounds import sound

@@ -11,7 +11,8 @@ import pytest
 from relaxd.board import MEDIA_CONTENTS, PROMPT_MEDIA, SEQUENCE_CONTENTS, SEQUENCE_MEDIA, NewGroup
 from relaxd.config import RunConfig
 from relaxd.data.vision import read_vision
-from relaxd.media import expand, normalise_image
+from relaxd.media.images import normalise_image
+from relaxd.media.media_tokens import expand
 from relaxd.media.prompt_media import StoredMedia, to_columns, to_sequence_columns
 from services.trainer.megatron.world import shut_down
 from tests.integration.trainer.service_kit import Feeder, make_config

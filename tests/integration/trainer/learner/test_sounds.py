@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from transformers import Qwen3OmniMoeForConditionalGeneration, Qwen3OmniMoeThinkerForConditionalGeneration
 
 from relaxd.data.vision import read_vision
-from relaxd.media import frames_of
+from relaxd.media.videos import frames_of
 from services.trainer.batch.sequence_media import DecodedItem
 from tests.integration.trainer.learner.image_worlds import Job, make_samples, run_job
 from tests.integration.trainer.learner.media_layouts import ALL, check_layouts

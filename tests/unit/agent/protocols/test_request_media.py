@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 
 from relaxd.data.vision import read_vision
-from relaxd.media import normalise_image, normalise_video
+from relaxd.media.images import normalise_image
 from relaxd.media.prompt_media import StoredMedia, reference_part
 from relaxd.media.sources import data_uri
+from relaxd.media.videos import normalise_video
 from services.agent.chat_requests import BadRequest, StoredMessages, new_messages
 from services.agent.protocols.anthropic_messages import ANTHROPIC_MESSAGES
 from services.agent.protocols.chat_completions import CHAT_COMPLETIONS

@@ -11,7 +11,8 @@ from relaxd.algorithms import create
 from relaxd.board import MEDIA_CONTENTS, PROMPT_MEDIA, SEQUENCE_CONTENTS, SEQUENCE_MEDIA
 from relaxd.config import GRPOConfig
 from relaxd.data.vision import VisionModel, read_vision
-from relaxd.media import expand, lay_out, normalise_image
+from relaxd.media.images import normalise_image
+from relaxd.media.media_tokens import expand, lay_out
 from relaxd.media.prompt_media import (
     PromptMedia,
     StoredMedia,
