@@ -149,21 +149,21 @@ def check_step(value: object, calls: Sequence[ToolCall] = ()) -> Step:
     if isinstance(value, tuple) and 2 <= len(value) <= 4:
         value = Step(*value)
     if not isinstance(value, Step):
-        raise BadEnvironmentError(f"step() returned {_shown(value)}: {STEP}")
-    if not isinstance(_as_python(value.done), bool):
-        raise BadEnvironmentError(f"step() returned done = {_shown(value.done)}: it must be True or False")
+        raise BadEnvironmentError(f"step() returned {shown(value)}: {STEP}")
+    if not isinstance(as_python(value.done), bool):
+        raise BadEnvironmentError(f"step() returned done = {shown(value.done)}: it must be True or False")
     if not isinstance(value.info, Mapping):
-        raise BadEnvironmentError(f"step() returned info = {_shown(value.info)}: it must be a dict of numbers")
+        raise BadEnvironmentError(f"step() returned info = {shown(value.info)}: it must be a dict of numbers")
     numbers = {
         name: finite_number(number, f"step() returned info[{name!r}] =")
         for name, number in value.info.items()
-        if isinstance(name, str) and isinstance(_as_python(number), Real)
+        if isinstance(name, str) and isinstance(as_python(number), Real)
     }
     check_size(list(numbers), "step() returned info with")
     reward = finite_number(value.reward, "step() returned the reward")
     player = player_number(value.player, "step() returned player =")
     if not isinstance(value.rewards, Mapping):
-        raise BadEnvironmentError(f"step() returned rewards = {_shown(value.rewards)}: it must be a dict of numbers")
+        raise BadEnvironmentError(f"step() returned rewards = {shown(value.rewards)}: it must be a dict of numbers")
     rewards = {
         player_number(other, "step() returned rewards for the player"): finite_number(
             number, f"step() returned rewards[{other!r}] ="
@@ -176,18 +176,18 @@ def check_step(value: object, calls: Sequence[ToolCall] = ()) -> Step:
 
 def player_number(value: object, what: str) -> int:
     """Return the number of a player. Raises BadEnvironmentError, beginning with `what`, for an invalid one."""
-    number = _as_python(value)
+    number = as_python(value)
     if type(number) is not int or not 0 <= number < 2**31:
-        raise BadEnvironmentError(f"{what} {_shown(value)}: it must be a number from 0 to agent.players - 1")
+        raise BadEnvironmentError(f"{what} {shown(value)}: it must be a number from 0 to agent.players - 1")
     return number
 
 
 def finite_number(value: object, what: str) -> float:
     """Return a number of Python, numpy or torch as float. Raises BadEnvironmentError, beginning with `what`, for
     anything else."""
-    number = _as_python(value)
+    number = as_python(value)
     if not isinstance(number, Real):
-        raise BadEnvironmentError(f"{what} {_shown(value)}: it must be a finite number")
+        raise BadEnvironmentError(f"{what} {shown(value)}: it must be a finite number")
     try:
         found = float(number)
     except OverflowError as error:
@@ -220,13 +220,13 @@ def read_observation(
     messages = [observation] if isinstance(observation, Mapping) else observation
     if not isinstance(messages, Sequence) or isinstance(messages, bytes | bytearray):
         raise BadEnvironmentError(
-            f"{what} the observation {_shown(observation)}: it must be a text, a message, a list of messages or None"
+            f"{what} the observation {shown(observation)}: it must be a text, a message, a list of messages or None"
         )
     found = list[tuple[Message, list[MediaItem]]]()
     for index, message in enumerate(messages):
         if not isinstance(message, Mapping) or not isinstance(message.get("role"), str) or not message["role"]:
             raise BadEnvironmentError(
-                f'{what} the message {_shown(message)}: it must be like {{"role": "user", "content": "..."}}'
+                f'{what} the message {shown(message)}: it must be like {{"role": "user", "content": "..."}}'
             )
         content, items = message.get("content"), list[MediaItem]()
         if isinstance(content, list | tuple):
@@ -236,7 +236,7 @@ def read_observation(
                 raise BadEnvironmentError(f"{what} messages of which {error}") from error
         if not isinstance(content, str | list):
             raise BadEnvironmentError(
-                f"{what} a message with the content {_shown(content)}: it must be text, or a list of parts, "
+                f"{what} a message with the content {shown(content)}: it must be text, or a list of parts, "
                 '{"type": "text", "text": "..."} or media such as {"type": "image", "image": ...}'
             )
         if len(content) > MAX_BYTES:
@@ -262,12 +262,12 @@ def shorten(text: str, most: int) -> str:
 def check_tools(tools: object, what: str = "the environment has") -> list[dict[str, Any]]:
     """Return schemas of tools. Raises BadEnvironmentError, beginning with `what`, if they are invalid."""
     if not isinstance(tools, Sequence) or isinstance(tools, str | bytes):
-        raise BadEnvironmentError(f"{what} tools = {_shown(tools)}: they must be a list of schemas in OpenAI's form")
+        raise BadEnvironmentError(f"{what} tools = {shown(tools)}: they must be a list of schemas in OpenAI's form")
     for tool in tools:
         function = tool.get("function") if isinstance(tool, Mapping) else None
         if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
             raise BadEnvironmentError(
-                f'{what} the tool {_shown(tool)}: it must be like {{"type": "function", "function": {{"name": "add", '
+                f'{what} the tool {shown(tool)}: it must be like {{"type": "function", "function": {{"name": "add", '
                 '"description": "...", "parameters": {"type": "object", "properties": {}}}}'
             )
     check_size(list(tools), f"{what} tools with")
@@ -293,12 +293,13 @@ def _too_large(what: str, size: int) -> BadEnvironmentError:
     return BadEnvironmentError(f"{what} {size} bytes, which is more than {MAX_BYTES}: shorten them")
 
 
-def _as_python(value: object) -> object:
+def as_python(value: object) -> object:
     """Return the value of a scalar of numpy or torch, such as np.bool_, which is no number of Python's."""
     item = getattr(value, "item", None)
     return item() if callable(item) and getattr(value, "ndim", None) == 0 else value
 
 
-def _shown(value: object) -> str:
+def shown(value: object) -> str:
+    """Return a value and its type for an error."""
     text = repr(value)
     return f"{text if len(text) <= 80 else text[:77] + '...'} ({type(value).__name__})"

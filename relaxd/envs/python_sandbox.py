@@ -73,34 +73,14 @@ class _Pool:
         self._free = [Sandbox(limits) for _ in range(os.cpu_count() or 1)]
         self._turn = threading.Semaphore(len(self._free))
 
-    def run(self, code: str) -> tuple[str, str]:
-        """Run a program; return its output and the reason for its stop, or "". Raises ConfinementError."""
+    def run(self, code: str) -> tuple[str, Stopped | None]:
+        """Run a program; return its output and the reason for its stop, if any. Raises ConfinementError."""
         with self._turn:
             sandbox = self._free.pop()
             try:
-                return _run(sandbox, code)
+                return sandbox.run({"kind": "program", "programs": [code], "contest": False}, float("inf"))
             finally:
                 self._free.append(sandbox)
 
 
 _pool = lru_cache(maxsize=1)(_Pool)  # a host has one environment, with the same settings in all conversations
-
-
-def _run(sandbox: Sandbox, code: str) -> tuple[str, str]:
-    job = {"kind": "program", "programs": [code], "contest": False}
-    problem = ""
-    output = os.memfd_create("output")
-    null = os.open(os.devnull, os.O_RDONLY)
-    try:
-        process = sandbox.start(job, float("inf"), null, output)
-        try:
-            process.receive()
-        finally:
-            process.end()
-    except Stopped as error:
-        problem = str(error)
-    finally:
-        os.close(null)
-        printed = os.pread(output, OUTPUT_BYTES, 0).decode(errors="replace")
-        os.close(output)
-    return printed, problem

@@ -68,30 +68,16 @@ def _control_tokens(tokenizer: PromptTokenizer) -> _ControlTokens:
 
 LONGEST_TAG = 32
 """Maximum number of tokens of a thinking tag with white space after it."""
-_DTYPES = {"tokens": np.int32, "loss_mask": np.uint8, "logprobs": np.float32, "versions": np.int64}
-"""Columns of a history, and their types."""
+COLUMNS = np.dtype([("tokens", np.int32), ("loss_mask", np.uint8), ("logprobs", np.float32), ("versions", np.int64)])
+"""Columns of a history, those of `relaxd.board.schema`."""
 
 
-@dataclass
-class _Segment:
-    """Tokens of one reply or of the messages between two replies, in the columns of `relaxd.board.schema`."""
-
-    tokens: np.ndarray
-    loss_mask: np.ndarray
-    logprobs: np.ndarray
-    versions: np.ndarray
-
-    @classmethod
-    def of(cls, tokens: Sequence[int], mask: int, logprobs: Sequence[float] | float, versions: Any) -> "_Segment":
-        """Create a segment; log-probs and versions may be one number for all tokens."""
-        columns = [np.empty(len(tokens), dtype) for dtype in _DTYPES.values()]
-        for column, values in zip(columns, (tokens, mask, logprobs, versions), strict=True):
-            column[:] = values
-        return cls(*columns)
-
-    def without_last(self) -> "_Segment":
-        """Return all but the last token."""
-        return _Segment(self.tokens[:-1], self.loss_mask[:-1], self.logprobs[:-1], self.versions[:-1])
+def _segment(tokens: Sequence[int], mask: int, logprobs: Sequence[float] | float, versions: Any) -> np.ndarray:
+    """Return the tokens of one reply, or of the messages between two; log-probs and versions may be one number."""
+    segment = np.empty(len(tokens), COLUMNS)
+    for name, values in zip(COLUMNS.fields or (), (tokens, mask, logprobs, versions), strict=True):
+        segment[name] = values
+    return segment
 
 
 class TokenHistory:
@@ -139,11 +125,11 @@ class TokenHistory:
         """Media in the context, with their positions."""
         self.prompt_tokens: list[int] = list(tokens)
         """Token ids of the first prompt of the engine."""
-        if not tokens:
-            short = self._encode(tokenizer.render(asked, self._now), None)
-            self.prompt_tokens, self.media = self._expanded(short, media)
         if tokens:
             self._note_end(tokens)
+        else:
+            short = self._encode(tokenizer.render(asked, self._now), None)
+            self.prompt_tokens, self.media = self._expanded(short, media)
         if not self.prompt_tokens:
             raise DataError("data", f"{example.place} has no tokens")
         self._messages = asked.messages
@@ -153,10 +139,11 @@ class TokenHistory:
         """Messages before the first reply."""
         self._text_arguments = False
         """True if the template needs the arguments of calls as text."""
-        self._segments: list[_Segment] = []
-        self._to_reply: list[_Segment] = []
+        self._segments: list[np.ndarray] = []
+        self._to_reply: list[np.ndarray] = []
         """Segments up to the end of the last reply, in their state at that time."""
-        self._media_to_reply: list[StoredMedia] = []
+        self.media_to_last_reply: list[StoredMedia] = []
+        """Media in the context up to the end of the last reply."""
         self._reply_ends: list[int] = []
         self._replied = False
         self._stop: int | None = None
@@ -165,41 +152,23 @@ class TokenHistory:
     @property
     def context(self) -> list[int]:
         """Token ids of the engine's next prompt."""
-        return self.prompt_tokens + self.tokens.tolist()
+        return self.prompt_tokens + self.columns["tokens"].tolist()
 
     @property
     def length(self) -> int:
         """Number of tokens after the prompt."""
-        return sum(len(one.tokens) for one in self._segments)
+        return sum(map(len, self._segments))
 
     @property
-    def tokens(self) -> np.ndarray:
-        """Token ids after the prompt, int32."""
-        return _joined(self._segments, "tokens")
-
-    @property
-    def loss_mask(self) -> np.ndarray:
-        """1 for tokens that the model wrote, else 0, uint8."""
-        return _joined(self._segments, "loss_mask")
-
-    @property
-    def logprobs(self) -> np.ndarray:
-        """Log-probs of the model's tokens, float32; 0 for others."""
-        return _joined(self._segments, "logprobs")
-
-    @property
-    def versions(self) -> np.ndarray:
-        """Versions of the weights that wrote the model's tokens, int64; other tokens have the version before them."""
-        return _joined(self._segments, "versions")
+    def columns(self) -> np.ndarray:
+        """Tokens after the prompt with COLUMNS as fields. The model wrote those with loss_mask 1; others have the
+        log-prob 0 and the version before them."""
+        return _joined(self._segments)
 
     def to_last_reply(self) -> dict[str, np.ndarray]:
         """Return the columns tokens, loss_mask, logprobs and versions up to the end of the last reply."""
-        return {name: _joined(self._to_reply, name) for name in _DTYPES}
-
-    @property
-    def media_to_last_reply(self) -> list[StoredMedia]:
-        """Media in the context up to the end of the last reply."""
-        return self._media_to_reply
+        joined = _joined(self._to_reply)
+        return {name: np.ascontiguousarray(joined[name]) for name in COLUMNS.fields or ()}
 
     def reply_lengths(self) -> list[int]:
         """Return the numbers of tokens from the end of a reply, or of the prompt, to the end of the next reply."""
@@ -232,8 +201,8 @@ class TokenHistory:
                 f"a reply has {len(tokens)} tokens, {len(logprobs)} logprobs and {len(versions)} versions: they must "
                 "be as many, and at least 1"
             )
-        self._segments.append(_Segment.of(tokens, 1, logprobs, versions))
-        self._to_reply, self._media_to_reply = list(self._segments), list(self.media)
+        self._segments.append(_segment(tokens, 1, logprobs, versions))
+        self._to_reply, self.media_to_last_reply = list(self._segments), list(self.media)
         self._reply_ends.append(self.length)
         last = int(tokens[-1])
         self._stop = last if stopped and last in self._controls.special else None
@@ -268,12 +237,12 @@ class TokenHistory:
         tokens, placed = self._expanded(self._encode(text, anchor), media)
         if not tokens:
             raise CannotContinue("the chat template writes nothing after the model's message")
-        version = int(self._segments[-1].versions[-1])
+        version = int(self._segments[-1]["versions"][-1])
         if not keeps_stop:
-            self._segments[-1] = self._segments[-1].without_last()
+            self._segments[-1] = self._segments[-1][:-1]
         before = len(self.prompt_tokens) + self.length
         self.media = [*self.media, *(item.shifted(before) for item in placed)]
-        self._segments.append(_Segment.of(tokens, 0, 0.0, version))
+        self._segments.append(_segment(tokens, 0, 0.0, version))
         self._messages = [*self._messages, *new]
         self._replied = False
         return len(tokens)
@@ -294,11 +263,11 @@ class TokenHistory:
         history."""
         if not (kept := self.kept_by(prompt)):
             raise ValueError("add_tokens needs a prompt that continues the history, with a reply before")
-        version, new = int(self._segments[-1].versions[-1]), prompt[kept:]
+        version, new = int(self._segments[-1]["versions"][-1]), prompt[kept:]
         if kept < len(self.context):
-            self._segments[-1] = self._segments[-1].without_last()
+            self._segments[-1] = self._segments[-1][:-1]
         if new:
-            self._segments.append(_Segment.of(new, 0, 0.0, version))
+            self._segments.append(_segment(new, 0, 0.0, version))
             self._note_end(new)
         self._replied = False
 
@@ -366,7 +335,7 @@ class TokenHistory:
         stop = self._controls.special.get(-1 if self._stop is None else self._stop)
         if stop and stop in end:
             return tail[end.rindex(stop) :]
-        written = set(self._segments[-1].tokens.tolist())
+        written = set(self._segments[-1]["tokens"].tolist())
         closes = [end.rfind(text) for token, text in self._controls.special.items() if token not in written]
         at = max(closes, default=-1)
         return tail[at if at >= 0 else len(end) :]
@@ -455,8 +424,8 @@ def _opens_thinking(text: str) -> bool:
     return text.rstrip().endswith(tuple(begin for begin, _ in THINKING_TAGS))
 
 
-def _joined(segments: Sequence[_Segment], name: str) -> np.ndarray:
-    return np.concatenate([np.empty(0, _DTYPES[name]), *(getattr(one, name) for one in segments)])
+def _joined(segments: Sequence[np.ndarray]) -> np.ndarray:
+    return np.concatenate([np.empty(0, COLUMNS), *segments])
 
 
 def _with_arguments(message: Message, as_text: bool) -> Message:

@@ -15,6 +15,7 @@ from numbers import Real
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
+from relaxd.envs.environment import as_python, shown
 from relaxd.media.messages import Message, text_message
 from relaxd.media.sounds import decode_wav
 from relaxd.media.videos import frames_of
@@ -157,22 +158,15 @@ def check_output(value: object, key: str = "") -> RewardOutput:
     numbers = {
         name: _number(f"part {name!r} of the reward", number)
         for name, part in parts.items()
-        if isinstance(number := _as_python(part), Real)
+        if isinstance(number := as_python(part), Real)
     }
     return RewardOutput(_number("the reward", value[found]), numbers)
 
 
-def _as_python(value: object) -> object:
-    """Return the value of a scalar of numpy or torch, such as np.bool_, which is no number of Python's."""
-    item = getattr(value, "item", None)
-    return item() if callable(item) and getattr(value, "ndim", None) == 0 else value
-
-
 def _number(what: str, value: object) -> float:
-    value = _as_python(value)
+    value = as_python(value)
     if not isinstance(value, Real):
-        shown = f"{_shorten(repr(value))} ({type(value).__name__})"
-        raise BadRewardError(f"{what} is {shown}: it must be a number; return {RIGHT}")
+        raise BadRewardError(f"{what} is {shown(value)}: it must be a number; return {RIGHT}")
     try:
         number = float(value)
     except OverflowError as error:
@@ -180,10 +174,6 @@ def _number(what: str, value: object) -> float:
     if not math.isfinite(number):
         raise BadRewardError(f"{what} is {number}: it must be finite")
     return number
-
-
-def _shorten(text: str) -> str:
-    return text if len(text) <= 80 else text[:77] + "..."
 
 
 _AGAIN_SECONDS = 0.1

@@ -75,6 +75,26 @@ class Sandbox:
             raise
         return process
 
+    def run(self, job: dict[str, Any], deadline: float, stdin: str = "") -> "tuple[str, Stopped | None]":
+        """Run a job to its end. Returns what it printed, and why it was stopped or failed, if it was or did.
+
+        Raises ConfinementError.
+        """
+        with open(os.memfd_create("stdin"), "w+b") as given, open(os.memfd_create("stdout"), "rb") as printed:
+            given.write(stdin.encode())
+            given.seek(0)
+            problem: Stopped | None = None
+            try:
+                process = self.start(job, deadline, given.fileno(), printed.fileno())
+                try:
+                    found = process.receive()
+                    problem = None if "ended" in found else Stopped(str(found))
+                finally:
+                    process.end()
+            except Stopped as error:
+                problem = error
+            return os.pread(printed.fileno(), self.limits.output_bytes, 0).decode(errors="replace"), problem
+
     def end(self, pid: int) -> int:
         """Kill a process that was started, and return its wait status."""
         return int(self._ask(b"end %d" % pid))

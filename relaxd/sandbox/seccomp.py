@@ -8,9 +8,11 @@ import platform
 import socket
 import struct
 import termios
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
-DENIED: dict[str, tuple[int, int | None]] = {
+_Numbers = tuple[int, int | None]
+"""A call's number on x86-64 and on arm64; None: it isn't there."""
+DENIED: dict[str, _Numbers] = {
     # Connections. Socket pairs are in ARGUMENTS: asyncio needs one. Nobody can see the addresses of sendmsg.
     "socket": (41, 198),
     "connect": (42, 203),
@@ -130,7 +132,7 @@ DENIED: dict[str, tuple[int, int | None]] = {
     "ioperm": (173, None),
     "personality": (135, 92),
 }
-WRITING: dict[str, tuple[int, int | None]] = {
+WRITING: dict[str, _Numbers] = {
     "creat": (85, None),
     "truncate": (76, 45),
     "rename": (82, None),
@@ -149,7 +151,7 @@ WRITING: dict[str, tuple[int, int | None]] = {
 }
 """Denied calls that write; Landlock forbids these, too. `openat2` isn't used by Python, and a filter can't see its
 flags."""
-ARGUMENTS: dict[str, tuple[int, int | None]] = {
+ARGUMENTS: dict[str, _Numbers] = {
     "clone": (56, 220),
     "clone3": (435, 435),
     "kill": (62, 129),
@@ -164,7 +166,7 @@ ARGUMENTS: dict[str, tuple[int, int | None]] = {
     "ioctl": (16, 29),
 }
 """Calls that are allowed with some arguments; `relaxd.sandbox.seccomp` describes which."""
-SOCKETS: dict[str, tuple[int, int]] = {"socket": (41, 198), "socketpair": (53, 199)}
+SOCKETS: dict[str, _Numbers] = {"socket": (41, 198), "socketpair": (53, 199)}
 """Calls that create sockets; their first argument is the family."""
 ADMINISTRATION = (
     *("unshare", "setns", "mount", "umount2", "pivot_root", "chroot", "move_mount", "open_tree", "fsopen", "fsconfig"),
@@ -215,12 +217,6 @@ def filter_calls(pid: int) -> None:
     It may signal only itself, start threads but no processes, open files only for reading, and send only to the other
     end of a pair of stream sockets.
     """
-    column, architecture = _ARCHITECTURES[platform.machine()]
-    code = [_step(_LOAD, _ARCHITECTURE), _step(_EQUAL, architecture, 1, 0), _step(_RETURN, _KILL)]
-    code += [_step(_LOAD, _NUMBER), _step(_AT_LEAST, _X32, 0, 1), _deny(errno.EPERM)]
-    for numbers in (*DENIED.values(), *WRITING.values()):
-        if (number := numbers[column]) is not None:
-            code += [_step(_EQUAL, number, 0, 1), _deny(errno.EPERM)]
     rules = {
         "clone": _unless(_step(_ANY_BIT, _CLONE_THREAD, 1, 0)),
         "clone3": [_deny(errno.ENOSYS)],  # its flags can't be seen; libraries then use clone
@@ -242,10 +238,7 @@ def filter_calls(pid: int) -> None:
         "fcntl": _only(_FCNTL, argument=1),
         "ioctl": _only(_IOCTL, argument=1),
     }
-    for name, numbers in ARGUMENTS.items():
-        if (number := numbers[column]) is not None:
-            code += [_step(_EQUAL, number, 0, len(rules[name])), *rules[name]]
-    _install([*code, _step(_RETURN, _ALLOW)])
+    _install([*DENIED.values(), *WRITING.values()], [(ARGUMENTS[name], rule) for name, rule in rules.items()], _KILL)
 
 
 def filter_programs(network: bool) -> None:
@@ -256,27 +249,28 @@ def filter_programs(network: bool) -> None:
     """
     if not supported():
         raise OSError(errno.ENOSYS, "the filter of system calls (seccomp) needs x86-64 or arm64")
-    column, architecture = _ARCHITECTURES[platform.machine()]
-    code = [_step(_LOAD, _ARCHITECTURE), _step(_EQUAL, architecture, 1, 0), _deny(errno.EPERM)]
-    code += [_step(_LOAD, _NUMBER), _step(_AT_LEAST, _X32, 0, 1), _deny(errno.EPERM)]
-    for name in ADMINISTRATION:
-        if (number := DENIED[name][column]) is not None:
-            code += [_step(_EQUAL, number, 0, 1), _deny(errno.EPERM)]
-    rules = {
-        "clone": _unless(_step(_ANY_BIT, _CLONE_NAMESPACES, 0, 1)),
-        "clone3": [_deny(errno.ENOSYS)],  # its flags can't be seen; libraries then use clone
-    }
-    numbers: dict[str, tuple[int, int | None]] = {name: ARGUMENTS[name] for name in rules}
+    rules: list[tuple[_Numbers, list[bytes]]] = [
+        (ARGUMENTS["clone"], _unless(_step(_ANY_BIT, _CLONE_NAMESPACES, 0, 1))),
+        (ARGUMENTS["clone3"], [_deny(errno.ENOSYS)]),  # its flags can't be seen; libraries then use clone
+    ]
     if not network:
-        rules |= dict.fromkeys(SOCKETS, _unless(_step(_EQUAL, socket.AF_UNIX, 1, 0), error=errno.ENETUNREACH))
-        numbers |= SOCKETS
-    for name, rule in rules.items():
-        if (number := numbers[name][column]) is not None:
+        local = _unless(_step(_EQUAL, socket.AF_UNIX, 1, 0), error=errno.ENETUNREACH)
+        rules += [(numbers, local) for numbers in SOCKETS.values()]
+    _install([DENIED[name] for name in ADMINISTRATION], rules, _ERROR | errno.EPERM)
+
+
+def _install(denied: Iterable[_Numbers], rules: Iterable[tuple[_Numbers, list[bytes]]], foreign: int) -> None:
+    """Install the filter: it refuses the `denied` calls, has a rule for others, and allows the rest.
+
+    `foreign` is the answer to calls of another architecture. Raises OSError.
+    """
+    column, architecture = _ARCHITECTURES[platform.machine()]
+    code = [_step(_LOAD, _ARCHITECTURE), _step(_EQUAL, architecture, 1, 0), _step(_RETURN, foreign)]
+    code += [_step(_LOAD, _NUMBER), _step(_AT_LEAST, _X32, 0, 1), _deny(errno.EPERM)]
+    for numbers, rule in (*((numbers, [_deny(errno.EPERM)]) for numbers in denied), *rules):
+        if (number := numbers[column]) is not None:
             code += [_step(_EQUAL, number, 0, len(rule)), *rule]
-    _install([*code, _step(_RETURN, _ALLOW)])
-
-
-def _install(code: Sequence[bytes]) -> None:
+    code.append(_step(_RETURN, _ALLOW))
     text = ctypes.create_string_buffer(b"".join(code))
     program = _Program(len(code), ctypes.addressof(text))
     libc = ctypes.CDLL(None, use_errno=True)

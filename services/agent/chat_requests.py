@@ -74,6 +74,12 @@ class ChatAnswer:
     ids: AnswerIds | None = None
     """Token ids of the answer, if the request asks for them."""
 
+    @property
+    def usage(self) -> dict[str, int]:
+        """Numbers of tokens, in the form of chat completions."""
+        prompt, completion = self.prompt_tokens, self.completion_tokens
+        return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
+
 
 def answer_message(parsed: ParsedReply, text: str) -> Message:
     """Return a reply in the form for the program: unreadable calls stay in the text, unless others are readable."""

@@ -85,25 +85,11 @@ def parse_score_request(
         violations.check(name in sets, "evaluation_set", f"is {name!r}: {must}")
     count = len(request.responses)
     violations.check(0 < count <= MAX_RESPONSES, "responses", f"has {count} entries: give 1 to {MAX_RESPONSES}")
-    reasons = len(request.finish_reasons)
-    violations.check(
-        reasons in (0, count),
-        "finish_reasons",
-        f"has {reasons} entries for {count} responses: give one each, or none at all",
-    )
-    lengths = len(request.response_tokens)
-    violations.check(
-        lengths in (0, count),
-        "response_tokens",
-        f"has {lengths} entries for {count} responses: give one each, or none at all",
-    )
-    outcomes = request.environment_outcomes
-    violations.check(
-        len(outcomes) in (0, count),
-        "environment_outcomes",
-        f"has {len(outcomes)} entries for {count} responses: give one each, or none at all",
-    )
-    for number, outcome in enumerate(outcomes):
+    for field in ("finish_reasons", "response_tokens", "environment_outcomes"):
+        given = len(getattr(request, field))
+        must = "give one each, or none at all"
+        violations.check(given in (0, count), field, f"has {given} entries for {count} responses: {must}")
+    for number, outcome in enumerate(request.environment_outcomes):
         for name, value in (("reward", outcome.reward), *outcome.info.items()):
             finite = math.isfinite(value)
             violations.check(finite, f"environment_outcomes[{number}]", f"{name} is {value}: it must be finite")

@@ -109,24 +109,19 @@ class MissingVariableError(Exception):
     """reward.environment names a variable that is not set in the reward service."""
 
 
-def worker_environment(variables: Sequence[str], environment: Mapping[str, str] | None = None) -> dict[str, str]:
-    """Return the environment of a worker.
-
-    Args:
-        variables: further variables to pass on (reward.environment).
-        environment: the service's environment; by default os.environ.
+def worker_environment(variables: Sequence[str]) -> dict[str, str]:
+    """Return the environment of a worker, with further variables (reward.environment).
 
     Raises MissingVariableError when one of `variables` is not set.
     """
-    environment = os.environ if environment is None else environment
-    if missing := [name for name in variables if name not in environment]:
+    if missing := [name for name in variables if name not in os.environ]:
         raise MissingVariableError(
             f"reward.environment names {', '.join(missing)}, not set in the reward service's environment: set it where "
             "that service is started"
         )
     passed = {
         name: value
-        for name, value in environment.items()
+        for name, value in os.environ.items()
         if name in PASSED or name.startswith(PASSED_PREFIXES) or name in variables
     }
     return passed | {"PYTHONUNBUFFERED": "1"}  # a worker is killed in the end: what a reward has printed isn't lost

@@ -4,7 +4,6 @@ Each program runs in a confined process that never sees what is expected of it; 
 """
 
 import math
-import os
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
@@ -197,25 +196,10 @@ def judge(sandbox: Sandbox, code: str, cases: Cases, deadline: float, separate: 
 
 
 def _run_script(sandbox: Sandbox, code: str, case: Script, deadline: float) -> bool:
-    stdin, stdout = os.memfd_create("stdin"), os.memfd_create("stdout")
-    try:
-        with os.fdopen(os.dup(stdin), "wb") as file:
-            file.write(case.stdin.encode())
-        os.lseek(stdin, 0, os.SEEK_SET)
-        process = sandbox.start({"kind": "script", "programs": [code], "contest": True}, deadline, stdin, stdout)
-        try:
-            ended = "ended" in process.receive()
-        except Ended as error:  # os._exit is an end, too
-            ended = error.exit_code == 0
-        finally:
-            process.end()
-        printed = os.pread(stdout, sandbox.limits.output_bytes, 0).decode(errors="replace")
-        return ended and same_output(printed, case.stdout)
-    except Stopped:
-        return False
-    finally:
-        os.close(stdin)
-        os.close(stdout)
+    job = {"kind": "script", "programs": [code], "contest": True}
+    printed, problem = sandbox.run(job, deadline, case.stdin)
+    ended = problem is None or (isinstance(problem, Ended) and problem.exit_code == 0)  # os._exit is an end, too
+    return ended and same_output(printed, case.stdout)
 
 
 def _run_call(functions: "_Functions", case: Call) -> Verdict:

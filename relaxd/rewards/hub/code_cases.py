@@ -192,7 +192,7 @@ def cases_of(sample: RewardInput) -> Cases:
         )
     if tests := metadata.get("test_list"):
         if not isinstance(tests, list) or not all(isinstance(one, str) for one in tests):
-            raise ValueError(f"metadata.test_list is {_short(tests)}: it must be a list of asserts, as text")
+            raise ValueError(f"metadata.test_list is {tests!r:.80}: it must be a list of asserts, as text")
         imports = metadata.get("test_imports") or []
         setup = [*([imports] if isinstance(imports, str) else imports), str(metadata.get("test_setup_code") or "")]
         return Asserts("\n".join(setup), tuple(tests), entry_point=str(metadata.get("entry_point") or ""))
@@ -224,7 +224,7 @@ def _value(where: str, given: Any) -> Any:
     try:
         return json.loads(given)
     except ValueError as error:
-        raise ValueError(f"{where} is {_short(given)}: with fn_name it must be JSON") from error
+        raise ValueError(f"{where} is {given!r:.80}: with fn_name it must be JSON") from error
 
 
 def _text(given: Any) -> str:
@@ -242,8 +242,3 @@ def _mapping(given: Any) -> Mapping[str, Any] | None:
 
 def _count(given: Any) -> str:
     return str(len(given)) if isinstance(given, list) else "no list of"
-
-
-def _short(given: Any) -> str:
-    text = repr(given)
-    return text if len(text) <= 80 else text[:77] + "..."

@@ -130,7 +130,7 @@ def _calls(place: str, calls: Any) -> list[dict[str, Any]]:
 def completion(answer: ChatAnswer, asked: Mapping[str, Any]) -> dict[str, Any]:
     """Return a complete answer."""
     choice = {"index": 0, "message": _wire(answer), "finish_reason": answer.finish_reason, **_ids(answer, asked)}
-    whole = {**_head("chat.completion", answer, asked), "choices": [choice], "usage": _usage(answer)}
+    whole = {**_head("chat.completion", answer, asked), "choices": [choice], "usage": answer.usage}
     return whole | _prompt_ids(answer, asked)
 
 
@@ -144,7 +144,7 @@ def events(answer: ChatAnswer, asked: Mapping[str, Any]) -> Iterator[str]:
     last = {"index": 0, "delta": {}, "finish_reason": answer.finish_reason, "logprobs": None}
     chunks = [{**head, "choices": [first], **_prompt_ids(answer, asked)}, {**head, "choices": [last]}]
     if isinstance(options, dict) and options.get("include_usage") is True:
-        chunks.append({**head, "choices": [], "usage": _usage(answer)})
+        chunks.append({**head, "choices": [], "usage": answer.usage})
     yield from (f"data: {json.dumps(chunk)}\n\n" for chunk in chunks)
     yield "data: [DONE]\n\n"
 
@@ -171,14 +171,6 @@ def _prompt_ids(answer: ChatAnswer, asked: Mapping[str, Any]) -> dict[str, list[
     if answer.ids and asked.get("return_token_ids"):
         return {"prompt_token_ids": list(answer.ids.prompt)}
     return {}
-
-
-def _usage(answer: ChatAnswer) -> dict[str, int]:
-    return {
-        "prompt_tokens": answer.prompt_tokens,
-        "completion_tokens": answer.completion_tokens,
-        "total_tokens": answer.prompt_tokens + answer.completion_tokens,
-    }
 
 
 def _wire(answer: ChatAnswer) -> dict[str, Any]:

@@ -75,12 +75,7 @@ def whole(answer: ChatAnswer, asked: Mapping[str, Any]) -> dict[str, Any]:
         "logprobs": {"content": content},
         "finish_reason": "length" if answer.finish_reason == "length" else "stop",
     }
-    usage = {
-        "prompt_tokens": answer.prompt_tokens,
-        "completion_tokens": answer.completion_tokens,
-        "total_tokens": answer.prompt_tokens + answer.completion_tokens,
-    }
-    return {"request_id": f"gen-{answer.id}", "choices": [choice], "usage": usage}
+    return {"request_id": f"gen-{answer.id}", "choices": [choice], "usage": answer.usage}
 
 
 def events(answer: ChatAnswer, asked: Mapping[str, Any]) -> Iterator[str]:

@@ -66,13 +66,15 @@ def test_a_stop_token_that_the_template_has_otherwise_is_not_trained_on() -> Non
     tokenizer = template_tokenizer("gptoss")
     history = TokenHistory(tokenizer, ASKED)
     reply(history, tokenizer, "<|channel|>final<|message|>5<|return|>")
-    assert history.loss_mask.all()
-    before = len(history.tokens)
+    assert history.columns["loss_mask"].all()
+    before = len(history.columns["tokens"])
     text = added(history, tokenizer, {"role": "user", "content": "Sure?"})
     assert text == "<|end|><|start|>user<|message|>Sure?<|end|><|start|>assistant"
     assert "<|return|>" not in tokenizer.decode(history.context, special=True)
-    assert history.loss_mask.tolist() == [1] * (before - 1) + [0] * (len(history.tokens) - before + 1)
-    assert history.logprobs.tolist() == [-float(mask) for mask in history.loss_mask]
+    assert history.columns["loss_mask"].tolist() == [1] * (before - 1) + [0] * (
+        len(history.columns["tokens"]) - before + 1
+    )
+    assert history.columns["logprobs"].tolist() == [-float(mask) for mask in history.columns["loss_mask"]]
 
 
 @pytest.mark.parametrize(

@@ -138,21 +138,26 @@ def test_the_trainer_gets_what_the_engine_saw_and_returned(name: str, data: st.D
         masks[kept - len(history.prompt_tokens) :] = [0] * added
     engine.answer(history, [400, 401], said("end"), stopped=False)
     last, (tokens, _, _) = engine.prompts[-1], engine.replies[-1]
-    assert history.prompt_tokens + history.tokens.tolist() == last + tokens
-    assert history.loss_mask.tolist() == [*masks, 1, 1]
-    columns = (history.tokens, history.loss_mask, history.logprobs, history.versions)
+    assert history.prompt_tokens + history.columns["tokens"].tolist() == last + tokens
+    assert history.columns["loss_mask"].tolist() == [*masks, 1, 1]
+    columns = (
+        history.columns["tokens"],
+        history.columns["loss_mask"],
+        history.columns["logprobs"],
+        history.columns["versions"],
+    )
     assert [column.dtype for column in columns] == [np.int32, np.uint8, np.float32, np.int64]
     assert len({len(column) for column in columns}) == 1
     place = 0
     for (tokens, logprobs, versions), prompt in zip(engine.replies, engine.prompts, strict=True):
         place = len(prompt) - len(history.prompt_tokens)
-        own = history.loss_mask[place : place + len(tokens)] == 1
+        own = history.columns["loss_mask"][place : place + len(tokens)] == 1
         assert own[:-1].all()
-        assert np.array_equal(history.tokens[place : place + len(tokens)][own], np.array(tokens)[own])
-        assert np.array_equal(history.logprobs[place : place + len(tokens)][own], np.float32(logprobs)[own])
-        assert np.array_equal(history.versions[place : place + len(tokens)][own], np.array(versions)[own])
-    assert (history.logprobs[history.loss_mask == 0] == 0).all()
-    assert (history.versions >= 5).all()
+        assert np.array_equal(history.columns["tokens"][place : place + len(tokens)][own], np.array(tokens)[own])
+        assert np.array_equal(history.columns["logprobs"][place : place + len(tokens)][own], np.float32(logprobs)[own])
+        assert np.array_equal(history.columns["versions"][place : place + len(tokens)][own], np.array(versions)[own])
+    assert (history.columns["logprobs"][history.columns["loss_mask"] == 0] == 0).all()
+    assert (history.columns["versions"] >= 5).all()
 
 
 # --- and what the template writes -------------------------------------------------------------------------------------
