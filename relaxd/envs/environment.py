@@ -120,7 +120,7 @@ class Step:
 
 
 class Environment:
-    """An environment. An instance is one conversation, and is made with agent.settings.
+    """An environment. An instance holds a single conversation, and is made with agent.settings.
 
     A class need not inherit from this class: it only needs a method `step`. Methods may be async.
     """

@@ -100,7 +100,7 @@ async def _body(answer: aiohttp.ClientResponse) -> bytes:
 
 
 def _parsed(address: str) -> URL:
-    """Return an address as aiohttp takes it, so that the host that is checked is the one that is asked."""
+    """Return an address as aiohttp takes it, so that the checked host is the requested host."""
     try:
         return URL(address)
     except ValueError:

@@ -65,7 +65,7 @@ class MediaTokens:
     video: int = NONE
     """Id of the video token."""
     start: int = NONE
-    """Id of the token before each time of a video; NONE: a video is one block."""
+    """Id of the token before each time of a video; NONE: a video is a single block."""
     end: int = NONE
     """Id of the token after each time of a video."""
     audio: int = NONE
@@ -75,7 +75,7 @@ class MediaTokens:
     sound_end: int = NONE
     """Id of the token after a video with sound."""
     second: int = 0
-    """By how much the positions of a video that is one block grow in a second."""
+    """Positions that a second of a single-block video takes."""
 
     @property
     def modalities(self) -> dict[int, int]:
@@ -95,11 +95,11 @@ class MediaTokens:
 
         Args:
             grid: the item's size.
-            times: of a video, in seconds; they count where a video is one block.
+            times: of a video, in seconds; they count where a video is a single block.
 
         Raises:
-            MediaError: a video that is one block has wrong times or other ones than its size says, or the model doesn't
-                hear its own sound.
+            MediaError: a video that is a single block has wrong times or other ones than its size says, or the model
+                doesn't hear its own sound.
         """
         if is_sound(grid):
             count = self.count(grid)
@@ -240,8 +240,8 @@ def lay_out(
     """Return modality and positions of expanded ids.
 
     An image of h rows and w columns of tokens that begins at p has the positions (p, p + row, p + column), and what
-    follows it goes on at p + max(h, w). So does each time of a video. Where a video is one block, the time at s seconds
-    has p + 13 s in place of p, and what follows goes on behind the largest position. Text and sound have equal
+    follows it goes on at p + max(h, w). So does each time of a video. Where a video is a single block, the time at s
+    seconds has p + 13 s in place of p, and what follows goes on behind the largest position. Text and sound have equal
     positions on all axes.
 
     Args:
@@ -251,7 +251,7 @@ def lay_out(
         start: position of the first token, for a part that follows an answer.
         begins: index of each item's first token of media, for ids that have answers in them; None: every token of
             media is an item's. Each further time of a video begins with the next token of media.
-        times: seconds of each item's times, in the same order; empty: no item is a video that is one block.
+        times: seconds of each item's times, in the same order; empty: no item is a video that is a single block.
 
     Raises:
         MediaError: the tokens of media aren't those of these items.

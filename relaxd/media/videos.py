@@ -152,7 +152,7 @@ class VideoSize:
     def of(
         cls, width: int, height: int, frames: int, rate: float, rule: VideoRule, sound: SoundSize | None = None
     ) -> Self:
-        """Return the sizes of a video and of its own sound.
+        """Return the sizes of a video and its sound.
 
         Raises MediaError: its frames are too many, too few, or of a wrong size.
         """

@@ -76,7 +76,7 @@ class Sandbox:
         return process
 
     def run(self, job: dict[str, Any], deadline: float, stdin: str = "") -> "tuple[str, Stopped | None]":
-        """Run a job to its end. Returns what it printed, and why it was stopped or failed, if it was or did.
+        """Run a job to its end. Returns its output, and the reason if it was stopped or failed.
 
         Raises ConfinementError.
         """

@@ -68,7 +68,7 @@ def parse_score_request(
     """Return the samples of a request. Raises InvalidArgument naming every wrong field.
 
     `has_run` says whether the service has a run, whose reward an empty name means; `sets` are the evaluation sets of
-    that run that have a reward of their own.
+    that run with separate rewards.
     """
     violations = Violations()
     try:

@@ -12,7 +12,7 @@ _MOST_TAGS = 10
 
 
 def search_r1(sample: RewardInput) -> dict[str, float]:
-    """1 if the text in the reply's last <answer>...</answer> is one of the right answers, else 0.
+    """1 if the text in the reply's last <answer>...</answer> is among the right answers, else 0.
 
     They are compared as f1 compares words: without case, punctuation and articles. Right are those of
     metadata.reward_model.ground_truth.target, a text or a list, as in verl's data, or else the answer's

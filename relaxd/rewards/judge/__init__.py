@@ -70,11 +70,11 @@ async def ask(messages: Messages, *, read: Callable[[str], Any] | None = None, r
         messages: the user's message, or a conversation.
         read: reads a reply, and raises ValueError for one that makes no sense. The judge is then asked again, with
             another seed. Without it, the reply's text is returned.
-        retries: how often it is asked again.
+        retries: maximum number of further requests.
         seed: a number for each of several votes on the same question.
 
-    Returns what `read` returns. Raises NoJudgeError, UnreadableReplyError, or another JudgeError: the judge refuses the
-    question, takes too long, or was away for too long; or a message has a wrong form.
+    Returns the result of `read`. Raises NoJudgeError, UnreadableReplyError, or another JudgeError: the judge refuses
+    the question, takes too long, or was away for too long; or a message has a wrong form.
     """
     if _line is None:
         raise NoJudgeError("there is no judge here: the reward service asks it, in a run with roles.judge.model")

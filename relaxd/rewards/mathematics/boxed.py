@@ -17,7 +17,7 @@ _TOKEN = re.compile(r"\\(?:(?:boxed|fbox)(?:\s*\{| +(?P<bare>[^\s{}$]+))|(?<!\\\
 def last_boxed(text: str) -> str | None:
     """Return the content of the last \\boxed{...} or \\fbox{...}, or None if there is none.
 
-    Last is the one that begins last: of "\\boxed{\\boxed{5}}" the content is "5". Its braces must be balanced, except
+    Last is the box that begins last: of "\\boxed{\\boxed{5}}" the content is "5". Its braces must be balanced, except
     for escaped ones; a box that isn't closed, as in an answer that was cut off, is none. "\\boxed 5" counts, too. Takes
     time linear in the text.
     """
