@@ -50,8 +50,6 @@ async def try_reward(
 
     Once `max_late` samples took longer than their deadline, those that have not begun are left out; 0: none are.
     """
-    if config.address:
-        return await _try_remote(config, samples, workers)
     judges = ChatCompletions(judge, read_token(variable=JUDGE_KEY)) if judge is not None and judge.address else None
 
     async def ask(question: AskRequest) -> AskResponse:
@@ -65,53 +63,45 @@ async def try_reward(
             raise JudgeError(f"the judge at {judge.address} can't be asked: {error}") from error
 
     own = of_workers(config)
-    terms: RemoteTerms | None = None
+    pool: WorkerPool | None = None
+    remote: RemoteScorer | RemoteTerms | None = None
     try:
-        pool = WorkerPool(workers, own or config, ask, secret_files=secret_files)
-        terms = RemoteTerms(config, pool) if config.calls_services else None
+        if config.address:
+            remote = RemoteScorer(config)
+        else:
+            pool = WorkerPool(workers, own or config, ask, secret_files=secret_files)
+            remote = RemoteTerms(config, pool) if config.calls_services else None
     except (MissingVariableError, MissingPathError) as error:
         return {"error": str(error)}
+
+    async def score(samples: Sequence[RewardInput]) -> Scored:
+        if remote is not None:
+            return await remote.score(samples)
+        assert pool is not None
+        return await pool.score(REWARD_OF_RUN, samples, config.timeout_seconds)
+
     try:
-        if own is not None and (failure := await pool.load(REWARD_OF_RUN)):
+        if pool is not None and own is not None and (failure := await pool.load(REWARD_OF_RUN)):
             return {"error": failure.reason}
-        if terms is not None:
-            await terms.probe()
-
-        async def score(samples: Sequence[RewardInput]) -> Scored:
-            return await pool.score(REWARD_OF_RUN, samples, config.timeout_seconds)
-
-        scorer, to_come = score if terms is None else terms.score, judge is not None and judge.has_replicas
-        return {"outcomes": await _try_all(scorer, samples, workers, max_late, judge_to_come=to_come)}
-    except UnreachableError as error:
-        return {"error": f"a reward service of reward.terms can't be reached: {error}"}
+        if remote is not None:
+            await remote.probe()
+        to_come = judge is not None and judge.has_replicas
+        return {"outcomes": await _try_all(score, samples, workers, max_late, judge_to_come=to_come)}
+    except UnreachableError as error:  # an error here: nobody waits for it
+        what = f"the reward service at {config.address}" if config.address else "a reward service of reward.terms"
+        return {"error": f"{what} can't be reached: {error}"}
     except (MismatchError, WorkerStartError) as error:
         return {"error": str(error)}
     finally:
-        pool.close()
-        for client in (judges, terms):
+        if pool is not None:
+            pool.close()
+        for client in (judges, remote):
             if client is not None:
                 await client.close()
 
 
-async def _try_remote(config: RewardConfig, samples: Sequence[RewardInput], workers: int) -> dict[str, Any]:
-    """Try a remote reward. An unreachable service is an error here: nobody waits for it."""
-    try:
-        remote = RemoteScorer(config)
-    except MissingVariableError as error:
-        return {"error": str(error)}
-    try:
-        await remote.probe()
-        return {"outcomes": await _try_all(remote.score, samples, workers)}
-    except UnreachableError as error:
-        return {"error": f"the reward service at {config.address} can't be reached: {error}"}
-    except MismatchError as error:
-        return {"error": str(error)}
-    finally:
-        await remote.close()
-
-
 async def _try_all(
-    score: Score, samples: Sequence[RewardInput], workers: int, max_late: int = 0, *, judge_to_come: bool = False
+    score: Score, samples: Sequence[RewardInput], workers: int, max_late: int, *, judge_to_come: bool
 ) -> list[dict[str, Any]]:
     room, late = asyncio.Semaphore(workers), list[Failure]()
 
