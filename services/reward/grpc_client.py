@@ -67,7 +67,8 @@ class GrpcClient:
     async def score(self, samples: Sequence[RewardInput], seconds: float) -> list[RewardOutput | Failure]:
         """Score samples of one prompt. Raises UnreachableError, MismatchError."""
         request = self._request(samples)
-        clock = Deadline(2 * seconds)  # gRPC's own, of absolute time, comes before
+        clock = Deadline(2 * seconds)  # gRPC's own, of absolute time, comes before, unless this process is very busy
+        late = f"scoring {len(samples)} answers took longer than {seconds:g} s"
         try:
             async with clock:
                 answer = await self._stub.ScoreAnswers(request, timeout=seconds, metadata=self._token)
@@ -84,10 +85,12 @@ class GrpcClient:
                     f"limit, so raise the service's limit for what it receives: {_describe(error)}"
                 )
             elif error.code() == grpc.StatusCode.DEADLINE_EXCEEDED:
-                what = f"scoring {len(samples)} answers took longer than {seconds:g} s"
+                what = late
             else:
                 what = _describe(error)
             return [Failure(f"{self._who}: {what}")] * len(samples)
+        except TimeoutError:
+            return [Failure(f"{self._who}: {late}")] * len(samples)
         if len(answer.scores) != len(samples):
             raise self._mismatch(f"it returned {len(answer.scores)} scores for {len(samples)} answers")
         return [self._outcome(score) for score in answer.scores]
