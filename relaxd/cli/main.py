@@ -6,7 +6,6 @@ import sys
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import replace
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -14,7 +13,6 @@ import typer
 from relaxd import __version__
 from relaxd.cli import run_checkpoints, run_commands
 from relaxd.cli.bundle_command import bundle
-from relaxd.cli.console_command import console
 from relaxd.cli.demo import demo
 from relaxd.cli.execute import execute, find_services, new_run_id
 from relaxd.cli.fork_command import fork
@@ -24,7 +22,6 @@ from relaxd.cli.options import (
     ConsoleOption,
     CoordinatorOption,
     KeepUpOption,
-    RunArgument,
     RunIdOption,
     StateOption,
     WordsArgument,
@@ -32,11 +29,11 @@ from relaxd.cli.options import (
     new_console,
     with_replica_options,
 )
-from relaxd.cli.output import EscapingConsole, sayer, show
+from relaxd.cli.output import EscapingConsole, show
 from relaxd.cli.preparing.alerts_command import alerts_app
-from relaxd.cli.preparing.config_command import check_algorithm, config_app
+from relaxd.cli.preparing.config_command import config_app
 from relaxd.cli.preparing.data_command import data
-from relaxd.cli.preparing.doctor_command import PREFLIGHT_SECONDS, doctor, scope_of, warn_of_machine
+from relaxd.cli.preparing.doctor_command import doctor
 from relaxd.cli.preparing.env_command import env_app
 from relaxd.cli.preparing.eval_command import evaluate
 from relaxd.cli.preparing.first_steps import init, migrate_app, model_app
@@ -47,20 +44,13 @@ from relaxd.cli.reading import run_tables
 from relaxd.cli.reading.evaluation_command import evaluation
 from relaxd.cli.reading.ledger_command import ledger
 from relaxd.cli.reading.logs_command import logs, trace
-from relaxd.cli.reading.status_command import address_lines, print_status, why
+from relaxd.cli.reading.status_command import why
 from relaxd.cli.rehearse_command import rehearse
-from relaxd.cli.run_checkpoints import save_of_run_in_progress
 from relaxd.cli.scale import autoscale, scale
+from relaxd.cli.stack_commands import console, down, status, up
 from relaxd.cli.sweep_command import sweep
 from relaxd.client import CliError
-from relaxd.config.load_toml import ConfigError, load_file
-from relaxd.local import compose, stack
-from relaxd.local.placement import default_replicas, placed_replicas, placement_problems
-from relaxd.local.stack import address_here, open_client
-from relaxd.local.stack import coordinator_address as _address
-from relaxd.local.state_folder import StateFolder
-from relaxd.roles import ROLES, TEACHER
-from relaxd.rpc.stack_identity import read_stack_identity
+from relaxd.config.load_toml import ConfigError
 
 HELP = """
 relaxd post-trains language models by reinforcement learning, asynchronously, as five gRPC services:
@@ -187,128 +177,7 @@ def run(
     execute(config, run_id or new_run_id(path.stem), where, new_console())
 
 
-@app.command()
-@with_replica_options
-def up(
-    replicas: Mapping[str, int],
-    file: Annotated[
-        Path | None,
-        typer.Argument(
-            metavar="[FILE.toml]",
-            help="Configuration of a run that is meant: its \\[placement] says what to start.",
-            show_default=False,
-        ),
-    ] = None,
-    port: Annotated[int, typer.Option(min=0, max=65535, help="The coordinator's port; 0 picks a free one.")] = (
-        stack.COORDINATOR_PORT
-    ),
-    grace_seconds: Annotated[
-        float, typer.Option(min=0, help="Seconds that services may drain when they are stopped.")
-    ] = 20.0,
-    as_containers: Annotated[
-        bool, typer.Option("--compose", help="Run them in containers, with docker compose (docs/deploy.md).")
-    ] = False,
-    teacher_engine: Annotated[
-        str,
-        typer.Option(
-            help="What holds the model in teacher replicas, megatron or sglang: roles.teacher.engine of runs to come."
-            " Default: that of FILE, or else megatron."
-        ),
-    ] = "",
-    web_console: ConsoleOption = True,
-    state: StateOption = DEFAULT_STATE,
-) -> None:
-    """Start Redis and the services in the background, as processes or as containers."""
-    console, folder = new_console(), StateFolder(state)
-    if folder.is_up() or compose.read(folder):
-        raise CliError(
-            f"services are already up (in {folder.path})", "relaxd status shows them, relaxd down stops them"
-        )
-    config = load_file(file) if file else None
-    if config is not None and (wrong := check_algorithm(config) or placement_problems(config, replicas)):
-        raise ConfigError(wrong)
-    replicas = placed_replicas(config, replicas) if config else default_replicas() | dict(replicas)
-    teacher_engine = teacher_engine or (config.roles.teacher.engine if config else "megatron")
-    engines = {TEACHER: teacher_engine}
-    if teacher_engine not in ROLES[TEACHER].modules:
-        raise CliError(
-            f"--teacher-engine is {teacher_engine!r}: it must be one of {', '.join(ROLES[TEACHER].modules)}",
-            "it is what roles.teacher.engine is in the runs to come",
-        )
-    if as_containers and ROLES[TEACHER].modules[teacher_engine] != ROLES[TEACHER].module:
-        raise CliError(
-            f"--teacher-engine {teacher_engine} is for services that are processes",
-            "for containers, add compose.teacher.yaml to COMPOSE_FILE (docs/deploy.md)",
-        )
-    if as_containers:
-        warn_of_machine("compose", scope_of(state, None, None, PREFLIGHT_SECONDS, containers=True), console)
-        containers = compose.up(
-            folder,
-            port,
-            replicas,
-            grace_seconds,
-            sayer(console),
-            console=web_console,
-        )
-        console.print(f"up: the coordinator is at {containers.coordinator}, `docker compose logs` has the logs")
-        if containers.console:
-            console.print(f"the console is at {containers.console}, for the token in {containers.token_file}")
-        return
-    warn_of_machine("up", scope_of(state, None, None, PREFLIGHT_SECONDS), console)
-    with folder.starting("relaxd up"):
-        plan = stack.make_plan(
-            folder,
-            port=port,
-            replicas=replicas,
-            grace_seconds=grace_seconds,
-            engines=engines,
-            console=web_console,
-        )
-        stack.up(folder, plan, sayer(console))
-    console.print(f"up: the coordinator is at {plan.coordinator}, logs are in {folder.logs}")
-    if plan.console:
-        console.print(f"the console is at {plan.console}")
-
-
-@app.command()
-def down(state: StateOption = DEFAULT_STATE) -> None:
-    """Stop the services that `relaxd up` started. Each hands back the groups that it holds.
-
-    A run in progress gets a checkpoint first. It goes on with the next `relaxd up`.
-    """
-    folder = StateFolder(state)
-    address = address_here(state, None)
-    run_id = save_of_run_in_progress(address, state, show) if address else ""
-    was_up = [compose.down(folder), stack.down(folder, show)]
-    show("down" if any(was_up) else f"nothing is up (in {folder.path})")
-    if run_id:
-        show(f"run {run_id} has not ended: relaxd up continues it")
-
-
-@app.command()
-def status(
-    run_id: RunArgument = "",
-    addresses: Annotated[
-        bool, typer.Option("--addresses", help="Print only the services' addresses, as variables of a shell.")
-    ] = False,
-    state: StateOption = DEFAULT_STATE,
-    coordinator: CoordinatorOption = None,
-) -> None:
-    """Show the services, the runs and the queue of each stage."""
-    folder, console = StateFolder(state), new_console()
-    if not addresses and address_here(state, coordinator) is None:
-        console.print(f"no services are up here (in {folder.path}): relaxd up starts them", soft_wrap=True)
-        run_tables.print_runs(state, None, console, run_id)
-        return
-    containers = compose.read(folder) if coordinator is None else None
-    with open_client(_address(state, coordinator), state) as client:
-        if addresses:
-            show("\n".join(address_lines(client.address, client.replicas(), read_stack_identity())))
-            return
-        shown = compose.containers(containers) if containers else None
-        print_status(client, folder.read(), console, shown, run_id)
-
-
+_add(up, down, status)
 _add(run_tables.watch, console, why)
 _add(run_commands.pause, run_commands.resume, run_commands.checkpoint, run_commands.stop, run_commands.delete)
 _add(scale, autoscale)

@@ -68,7 +68,7 @@ def read_group_trace(run_folder: Path, group_id: str) -> GroupTrace | None:
 
 
 def read_step_spans(run_folder: Path, step: int) -> list[TracedSpan]:
-    """Read the spans of a step: those of its own trace, of its traced groups, and of the broadcast of its version.
+    """Read the spans of a step: of its trace, of its traced groups, and of the broadcast of its version.
 
     Nothing if the step was not traced. Of a step that was repeated, the last one counts.
     """

@@ -35,7 +35,7 @@ SEEING_TEMPLATE = CHAT_TEMPLATE.replace(
 {%- endfor -%}
 {%- endif -%}""",
 )
-"""Template of `tool_beginner` with support for message parts: an image is one token."""
+"""Template of `tool_beginner` with support for message parts: an image becomes a token."""
 SMALLEST = SHOWN[0] * SHOWN[1]
 UPDATES = 600
 BATCH = 16

@@ -39,7 +39,7 @@ class Edition:
     """A tracker's account of a run, from the first step on.
 
     When steps that were logged are trained again with other numbers, as after a loss of Redis, another edition begins,
-    which gets all steps and replaces the one before, so that no curve forks.
+    which gets all steps and replaces the earlier edition, so that no curve forks.
     """
 
     id: str

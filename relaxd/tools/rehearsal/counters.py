@@ -43,7 +43,7 @@ class EngineNumbers:
         return max(number for _, number in self.changes)
 
     def observe(self, time: float, found: Autoscaler) -> None:
-        """Add what the autoscaler shows at a time that isn't earlier than the one before."""
+        """Add the autoscaler's state at a time. Times never decrease."""
         if found.replicas != self.last:
             self.changes.append((time, found.replicas))
         new = max(0, len(found.decisions) - len(self.decisions))

@@ -7,7 +7,7 @@ from urllib.request import urlopen
 
 import pytest
 
-from relaxd.cli.console_command import console
+from relaxd.cli.stack_commands import console
 from relaxd.client import CliError
 from tests.kit.ports import free_port
 from tests.kit.processes import start_python
