@@ -51,7 +51,7 @@ def measure(shape: str, device: str, repeats: int) -> dict[str, Any]:
     """Measure one model."""
     with tempfile.TemporaryDirectory() as folder:
         write_model(shape, Path(folder))
-        sent = hf_tensor_specs(read_architecture(Path(folder)), torch.bfloat16, pp_size=1, ep_size=1)
+        sent = hf_tensor_specs(read_architecture(Path(folder)), torch.bfloat16)
     specs = [TensorSpec(spec.name, torch.bfloat16, tuple(spec.shape)) for spec in sent]
     tensors = {spec.name: torch.randn(spec.shape, device=device, dtype=spec.dtype) for spec in specs}
     buckets = plan_buckets(specs, WeightsConfig().bucket_bytes, source_rank=0)

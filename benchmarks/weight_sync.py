@@ -40,7 +40,7 @@ def write_model(shape: str, folder: Path) -> None:
     config.save_pretrained(folder)
     header: dict[str, Any] = {}
     size = 0
-    for spec in hf_tensor_specs(read_architecture(folder), torch.bfloat16, pp_size=1, ep_size=1):
+    for spec in hf_tensor_specs(read_architecture(folder), torch.bfloat16):
         end = size + 2 * torch.Size(spec.shape).numel()
         header[spec.name] = {"dtype": "BF16", "shape": spec.shape, "data_offsets": [size, end]}
         size = end

@@ -131,7 +131,11 @@ class Layout:
 
     @property
     def expert_tensor(self) -> int:
-        """Ranks that share each expert's matrices: ranks divide either whole experts or each expert."""
+        """Ranks that share each expert's matrices: ranks divide either whole experts or each expert.
+
+        Without expert parallelism, Megatron treats experts as ordinary parameters and wouldn't sum the gradients of
+        experts that tensor-parallel ranks hold whole.
+        """
         return self.tensor if self.expert == 1 else 1
 
     @property

@@ -10,13 +10,17 @@ from services.trainer.batch.micro_batch import TrainSequence, pack
 from services.trainer.learner.logprobs import VocabShard, token_logprobs
 from services.trainer.transformer.attention.attention_kernels import attention_kernel, slice_by_varlen, varlen_attention
 from services.trainer.transformer.attention.heads import Rotary, rotary_table, rotate, split_heads
-from services.trainer.transformer.attention.sequence_layout import cudnn_batches, sequence_layout
-from services.trainer.transformer.attention.slots import gather_from_sequences, scatter_to_sequences
+from services.trainer.transformer.attention.sequence_layout import (
+    cudnn_batches,
+    gather_from_sequences,
+    scatter_to_sequences,
+    sequence_layout,
+)
 from services.trainer.transformer.kernels.products import grouped_kernels
 from services.trainer.transformer.kernels.swiglu import swiglu
-from services.trainer.transformer.mlp.expert_rows import sort_by_expert
-from services.trainer.transformer.mlp.experts import _Experts
+from services.trainer.transformer.mlp.mlp import _Experts
 from services.trainer.transformer.mlp.router import float32_logits
+from services.trainer.transformer.mlp.routing import sort_by_expert
 from tests.kit.expert_formulas import EXPERTS, LOADS, choose, mixture
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
@@ -272,7 +276,7 @@ def test_router_logits() -> None:
 @pytest.mark.parametrize("width", [256, 2560, 4096])
 @pytest.mark.parametrize("adds", [True, False])
 def test_norm_of_a_sum(adds: bool, width: int) -> None:
-    from services.trainer.transformer.kernels.norm_kernels import norm_backward, norm_forward
+    from services.trainer.transformer.kernels.layer_kernels import norm_backward, norm_forward
 
     x, addend, weight = leaf(3001, 1, width), leaf(3001, 1, width), leaf(width)
     grad_total, grad = torch.randn_like(x), torch.randn_like(x)

@@ -162,7 +162,7 @@ def backward_work(shape: ModelShape, layout: Layout, batch: MicroBatch) -> int:
 
 
 DELTA_CHUNK = 64
-"""Tokens of a chunk in gated delta nets, as in services/trainer/transformer/delta_net/chunk_tree.py."""
+"""Tokens of a chunk in gated delta nets, as in services/trainer/transformer/delta_rule.py."""
 
 
 def delta_net_work(shape: ModelShape, batch: MicroBatch) -> int:

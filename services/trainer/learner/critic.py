@@ -22,7 +22,7 @@ from services.trainer.learner.optimizer import build_optimizer, build_schedule
 from services.trainer.learner.snapshots.snapshot import TrainedModel
 from services.trainer.learner.update import PendingUpdate
 from services.trainer.model.policy_model import freeze_routers, routers
-from services.trainer.transformer.mlp import routing_record
+from services.trainer.transformer.mlp.router import reset_counters
 
 VALUE_LOSS = "value_loss"
 """Name under which micro-batches report their sum of the critic's loss."""
@@ -96,7 +96,7 @@ class Critic:
 
     def discard(self) -> None:
         """Drop the accumulated gradients."""
-        routing_record.reset(self._routers)
+        reset_counters(self._routers)
         self.model.zero_grad_buffer()
         self.optimizer.zero_grad()
 

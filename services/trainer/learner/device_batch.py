@@ -16,8 +16,12 @@ from services.trainer.megatron.world import World
 from services.trainer.model.towers import TOWER_OF_KIND, DeviceMedia
 from services.trainer.transformer.attention.context_parallel import ContextRanks
 from services.trainer.transformer.attention.heads import Rotary, rotary_table
-from services.trainer.transformer.attention.sequence_layout import AttentionKernel, SequenceLayout, sequence_layout
-from services.trainer.transformer.attention.slots import to_device
+from services.trainer.transformer.attention.sequence_layout import (
+    AttentionKernel,
+    SequenceLayout,
+    sequence_layout,
+    to_device,
+)
 from services.trainer.transformer.mlp.routing import RouterInputs
 
 

@@ -36,8 +36,8 @@ from services.trainer.megatron.stage_exchange import StageExchange, pipeline_gro
 from services.trainer.megatron.world import World, initialize
 from services.trainer.model.architecture import ModelError
 from services.trainer.model.architectures import read_architecture
-from services.trainer.model.freezing import freeze
 from services.trainer.model.hf_weights import load_hf
+from services.trainer.model.parameter_entries import freeze
 from services.trainer.model.policy_model import (
     VALUE_HEAD,
     InterleavedModel,
@@ -318,7 +318,7 @@ class Forward:
         With several chunks Megatron's needs as many as there are stages.
         """
         missing = self.world.pp_size - len(micro_batches)
-        if self.world.pipeline_chunks == 1 or missing <= 0:
+        if self.world.layout.pipeline_chunks == 1 or missing <= 0:
             return micro_batches
         return [*micro_batches, *[empty_micro_batch(micro_batches[0].columns)] * missing]
 

@@ -53,7 +53,6 @@ from services.trainer.learner.critic import VALUE_LOSS, Critic
 from services.trainer.learner.data_parallel import DataParallel
 from services.trainer.learner.forward import Forward
 from services.trainer.learner.frozen_model import COLUMNS_OF, FrozenModel, Student
-from services.trainer.learner.kept_weights import KeptWeights
 from services.trainer.learner.measures import bit_sum, merge_reported, reduce_over_ranks
 from services.trainer.learner.offload import TRIM_EVERY_STEPS, Offload, memory_in_use, state_tensors, trim_heap
 from services.trainer.learner.optimizer import build_optimizer, build_schedule
@@ -65,14 +64,14 @@ from services.trainer.learner.update import PendingUpdate, UpdateStats, update_w
 from services.trainer.model.architecture import ModelError
 from services.trainer.model.hf_weights import (
     HFTensorSpec,
+    KeptWeights,
     exported_parameters,
     gather_hf_tensors,
     hf_tensor_specs,
     save_hf,
 )
 from services.trainer.model.policy_model import freeze_routers, routers
-from services.trainer.transformer.mlp import routing_record
-from services.trainer.transformer.mlp.routing_record import recorded_experts, recording
+from services.trainer.transformer.mlp.router import recorded_experts, recording, reset_counters, routing_metrics
 
 
 @dataclass(frozen=True)
@@ -343,7 +342,7 @@ class Learner:
     def discard(self) -> None:
         """Drop the gradients accumulated since the last `update`."""
         self._sums, self._accumulated = {}, False
-        routing_record.reset(self._routers)
+        reset_counters(self._routers)
         self._model.zero_grad_buffer()
         self._optimizer.zero_grad()
         if self._critic is not None:
@@ -402,9 +401,7 @@ class Learner:
     def hf_tensor_specs(self) -> list[HFTensorSpec]:
         """Return the specs of all stages' tensors, in the order of `iter_hf_tensors`. Doesn't gather."""
         dtype = self._forward.megatron_config.params_dtype
-        world = self.world
-        division = world.pipeline_layers, world.pipeline_chunks
-        return hf_tensor_specs(self._architecture, dtype, world.pp_size, world.ep_size, *division)
+        return hf_tensor_specs(self._architecture, dtype, self.world.layout)
 
     def keep_weights(self) -> None:
         """Copy the weights, which `iter_hf_tensors` then gathers until `end_step`, whatever updates there are.
@@ -550,7 +547,7 @@ class Learner:
             return {}
         moe = self._config.moe
         with_losses = moe.aux_loss_coef > 0 or moe.z_loss_coef > 0
-        return routing_record.metrics(self._routers, self.world, with_losses=with_losses)
+        return routing_metrics(self._routers, self.world, with_losses=with_losses)
 
     def _record_weights_changed(self) -> None:
         if self._changed is not None:

@@ -21,7 +21,7 @@ from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from torch.distributed import distributed_c10d
 
 from relaxd.config import TrainerConfig
-from relaxd.models.layouts import chunk_layers
+from relaxd.models.layouts import Layout, chunk_layers
 from relaxd.weights.weight_group import host_store
 from services.trainer.megatron import ATTEMPT_VARIABLE
 from services.trainer.megatron.channels import all_gather
@@ -56,6 +56,8 @@ class World:
     """Global rank."""
     size: int
     """Number of ranks."""
+    layout: Layout
+    """Division of the model among the ranks."""
     device: torch.device
     """This rank's device."""
     tp_rank: int
@@ -66,10 +68,6 @@ class World:
     """Pipeline stage."""
     pp_size: int
     """Number of pipeline stages."""
-    pipeline_layers: tuple[int, ...]
-    """`trainer.pipeline_layers`."""
-    pipeline_chunks: int
-    """`trainer.pipeline_chunks`."""
     cp_rank: int
     """Rank among the ranks that share each micro-batch's tokens."""
     cp_size: int
@@ -95,7 +93,8 @@ class World:
 
     def stage_layers(self, layers: int) -> list[list[int]]:
         """Return each stage's layers of a model with `layers` layers, chunk after chunk."""
-        stages = chunk_layers(layers, self.pp_size, self.pipeline_layers, self.pipeline_chunks)
+        layout = self.layout
+        stages = chunk_layers(layers, self.pp_size, layout.pipeline_layers, layout.pipeline_chunks)
         return [[layer for chunk in chunks for layer in chunk] for chunks in stages]
 
     def layers_of(self, layers: int) -> list[int]:
@@ -130,7 +129,7 @@ def initialize(config: TrainerConfig, seed: int) -> World:
     """
     global _store
     timeout = timedelta(seconds=config.collective_timeout_seconds)
-    cuda = torch.cuda.is_available()
+    cuda, layout = torch.cuda.is_available(), Layout.of_trainer(config)
     if config.tensor_parallel > 1:
         # With one hardware queue, communication that is launched first also starts first and overlaps the products
         # after it. CUDA reads this when it starts.
@@ -160,7 +159,7 @@ def initialize(config: TrainerConfig, seed: int) -> World:
         pipeline_model_parallel_size=config.pipeline_parallel,
         context_parallel_size=config.context_parallel,
         expert_model_parallel_size=config.expert_parallel,
-        expert_tensor_parallel_size=expert_tensor_parallel(config),
+        expert_tensor_parallel_size=layout.expert_tensor,
         distributed_timeout_minutes=config.collective_timeout_seconds / 60,
     )
     torch.manual_seed(seed)
@@ -169,13 +168,12 @@ def initialize(config: TrainerConfig, seed: int) -> World:
     return World(
         rank=dist.get_rank(),
         size=dist.get_world_size(),
+        layout=layout,
         device=torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu"),
         tp_rank=parallel_state.get_tensor_model_parallel_rank(),
         tp_size=parallel_state.get_tensor_model_parallel_world_size(),
         pp_rank=parallel_state.get_pipeline_model_parallel_rank(),
         pp_size=parallel_state.get_pipeline_model_parallel_world_size(),
-        pipeline_layers=config.pipeline_layers,
-        pipeline_chunks=config.pipeline_chunks,
         cp_rank=parallel_state.get_context_parallel_rank(),
         cp_size=parallel_state.get_context_parallel_world_size(),
         ep_rank=parallel_state.get_expert_model_parallel_rank(),
@@ -210,15 +208,6 @@ def _disk_work(store: dist.Store, rank: int, size: int, config: TrainerConfig) -
     # A separate connection: a thread that waits for a key blocks all others on its connection.
     connection: Any = store if isinstance(store, dist.HashStore) else store.clone()  # type: ignore[attr-defined]
     return DiskWork(dist.PrefixStore(f"disk/{next(_worlds)}", connection), rank, size, config.disk_stall_seconds)
-
-
-def expert_tensor_parallel(config: TrainerConfig) -> int:
-    """Return the number of ranks that share each expert's matrices: ranks divide either whole experts or each expert.
-
-    Without expert parallelism, Megatron treats experts as ordinary parameters and wouldn't sum the gradients of experts
-    that tensor-parallel ranks hold whole.
-    """
-    return config.tensor_parallel if config.expert_parallel == 1 else 1
 
 
 def leave_layout() -> None:

@@ -1,10 +1,17 @@
-"""The trainer's view of a model: its sizes and switches, independent of Hugging Face's names for them."""
+"""The trainer's view of a model: its sizes and switches, independent of Hugging Face's names for them, and its rotary
+position embedding (RoFormer, arXiv 2104.09864) with the scalings to longer contexts, as in transformers.
+"""
 
-from dataclasses import dataclass
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
 
 from relaxd.models.shape import DeltaNetSizes
 from relaxd.rpc.errors import FailedPrecondition, InvalidArgument
-from services.trainer.model.rope import Rope
+from services.trainer.transformer.attention.heads import Rotary
 
 
 class ModelError(InvalidArgument):
@@ -13,6 +20,143 @@ class ModelError(InvalidArgument):
 
 class ModelFileError(FailedPrecondition):
     """A file of a model folder is missing or unreadable at the moment, for instance on an unreachable file system."""
+
+
+@dataclass(frozen=True)
+class Rope:
+    """A model's rotary embedding."""
+
+    theta: float
+    """Base of the frequencies."""
+    scaling: str = "default"
+    """The scaling: a key of `SCALINGS`."""
+    parameters: dict[str, Any] = field(default_factory=dict)
+    """The scaling's parameters, under transformers' names."""
+    share: float = 1.0
+    """Share of a head, its beginning, that is rotated (`partial_rotary_factor`)."""
+    sections: tuple[int, ...] = ()
+    """Frequencies for time, row and column in M-RoPE (Qwen2-VL, arXiv 2409.12191), interleaved as in Qwen3-VL; none:
+    positions have one axis."""
+
+    def rotated(self, head_size: int) -> int:
+        """Return the width of the rotated part of a head."""
+        return int(head_size * self.share)
+
+    def rotary(self, head_size: int) -> Rotary:
+        """Return the frequencies for heads of `head_size`, in float32 on the CPU, and the factor of cosine and sine."""
+        size = self.rotated(head_size)
+        found = SCALINGS[self.scaling](self, size)
+        if not self.sections:
+            return found
+        axes = torch.zeros(size // 2, dtype=torch.int64)  # time, row, column, time, row, ... time
+        for axis in (1, 2):
+            axes[axis : 3 * self.sections[axis] : 3] = axis
+        return found._replace(axes=axes)
+
+
+def read_rope(config: dict[str, Any], *, partial: bool = False) -> Rope:
+    """Read a config.json: `rope_parameters` (transformers 5), or `rope_theta` and `rope_scaling` (older releases).
+
+    Args:
+        config: the config.json.
+        partial: whether the family may rotate only a part of each head.
+
+    Raises:
+        ModelError: the scaling isn't supported or lacks a parameter.
+    """
+    found = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
+    if any(isinstance(value, dict) for value in found.values()):
+        raise ModelError(f"rope_parameters differ by layer type ({', '.join(found)}): only one for all is supported")
+    theta = found.pop("rope_theta", None) or config.get("rope_theta") or 10000.0
+    old_name = found.pop("type", "default")
+    scaling = found.pop("rope_type", old_name)
+    share = found.pop("partial_rotary_factor", config.get("partial_rotary_factor")) or 1.0
+    if share != 1.0 and not partial:
+        raise ModelError(f"partial_rotary_factor is {share}: only 1.0 is supported (all of a head is rotated)")
+    if scaling not in SCALINGS:
+        hint = (
+            "; its frequencies change with a sequence's length. Up to max_position_embeddings "
+            f'({config["max_position_embeddings"]} tokens) "default" is the same'
+            if scaling == "dynamic"
+            else ""
+        )
+        supported = ", ".join(f'"{name}"' for name in SCALINGS)
+        raise ModelError(f'rope_type is "{scaling}": supported are {supported}{hint}')
+    if scaling in ("llama3", "yarn"):
+        trained = config.get("original_max_position_embeddings") or found.get("original_max_position_embeddings")
+        found["original_max_position_embeddings"] = trained or config["max_position_embeddings"]
+    if scaling == "yarn" and found.get("factor") is None:
+        found["factor"] = config["max_position_embeddings"] / found["original_max_position_embeddings"]
+    missing = [name for name in _NEEDED[scaling] if found.get(name) is None]
+    if missing:
+        raise ModelError(f'rope_type "{scaling}" needs {" and ".join(missing)}')
+    return Rope(float(theta), scaling, found, float(share))
+
+
+_NEEDED = {
+    "default": (),
+    "linear": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
+    "yarn": ("factor",),
+}
+
+
+def _default(rope: Rope, size: int) -> Rotary:
+    exponents = torch.arange(0, size, 2, dtype=torch.int64).float() / size
+    return Rotary(1.0 / (rope.theta**exponents))
+
+
+def _linear(rope: Rope, size: int) -> Rotary:
+    """Position interpolation (arXiv 2306.15595): positions divided by the factor."""
+    return Rotary(_default(rope, size).frequencies / rope.parameters["factor"])
+
+
+def _llama3(rope: Rope, size: int) -> Rotary:
+    """Scale the low frequencies down as Llama 3.1 does (arXiv 2407.21783, section 3.4)."""
+    given, frequencies = rope.parameters, _default(rope, size).frequencies
+    low, high = given["low_freq_factor"], given["high_freq_factor"]
+    wavelengths = 2 * math.pi / frequencies
+    share = ((given["original_max_position_embeddings"] / wavelengths - low) / (high - low)).clamp(0, 1)
+    return Rotary((1 - share) * frequencies / given["factor"] + share * frequencies)
+
+
+def _yarn(rope: Rope, size: int) -> Rotary:
+    """YaRN (arXiv 2309.00071, section 3): interpolate low frequencies, keep high ones, and scale the scores."""
+    given, frequencies = rope.parameters, _default(rope, size).frequencies
+    factor, trained = given["factor"], given["original_max_position_embeddings"]
+
+    def dimension(rotations: float) -> float:
+        """Return the dimension that makes `rotations` rotations over the context of the training."""
+        return size * math.log(trained / (rotations * 2 * math.pi)) / (2 * math.log(rope.theta))
+
+    low, high = dimension(given.get("beta_fast") or 32), dimension(given.get("beta_slow") or 1)
+    if given.get("truncate", True):
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, size - 1)
+    width = high - low or 0.001
+    interpolated = ((torch.arange(size // 2, dtype=torch.float32) - low) / width).clamp(0, 1)
+    scaled = interpolated * frequencies / factor + (1 - interpolated) * frequencies
+    return Rotary(scaled, _yarn_score_scale(given))
+
+
+def _yarn_score_scale(given: dict[str, Any]) -> float:
+    def scale(weight: float) -> float:
+        return 0.1 * weight * math.log(given["factor"]) + 1.0 if given["factor"] > 1 else 1.0
+
+    if given.get("attention_factor") is not None:
+        return float(given["attention_factor"])
+    if given.get("mscale") and given.get("mscale_all_dim"):
+        return scale(given["mscale"]) / scale(given["mscale_all_dim"])
+    return scale(1.0)
+
+
+SCALINGS: dict[str, Callable[[Rope, int], Rotary]] = {
+    "default": _default,
+    "linear": _linear,
+    "llama3": _llama3,
+    "yarn": _yarn,
+}
+"""Scalings by transformers' names."""
 
 
 @dataclass(frozen=True)

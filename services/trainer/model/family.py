@@ -4,8 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from services.trainer.model.architecture import Architecture, ExpertArchitecture, ModelError
-from services.trainer.model.rope import RopeError, read_rope
+from services.trainer.model.architecture import Architecture, ExpertArchitecture, ModelError, read_rope
 from services.trainer.model.tensor_rules import EXPERT, Rule, layer_rules
 
 Config = dict[str, Any]
@@ -44,10 +43,6 @@ def decoder(config: Config, *, partial_rotary: bool = False, **switches: Any) ->
     refuse(config, mlp_bias=False, hidden_act="silu")
     if config.get("quantization_config"):
         raise ModelError("quantization_config: the weights are quantised. Train the unquantised model")
-    try:
-        rope = read_rope(config, partial=partial_rotary)
-    except RopeError as error:
-        raise ModelError(str(error)) from error
     heads = _size(config, "num_attention_heads")
     kv_heads = _size(config, "num_key_value_heads") if config.get("num_key_value_heads") else heads
     if heads % kv_heads:
@@ -64,7 +59,7 @@ def decoder(config: Config, *, partial_rotary: bool = False, **switches: Any) ->
         norm_epsilon=config["rms_norm_eps"],
         max_positions=_size(config, "max_position_embeddings"),
         tied_embeddings=config.get("tie_word_embeddings", False),
-        rope=rope,
+        rope=read_rope(config, partial=partial_rotary),
         **switches,
     )
 

@@ -1,5 +1,10 @@
-"""Weights in Hugging Face's format: loading a folder, gathering full tensors, writing a folder."""
+"""Weights in Hugging Face's format: loading a folder, gathering full tensors, writing a folder; and copies of weights
+for broadcasts.
+"""
 
+import services.trainer.megatron.cpu_support  # noqa: F401  must come before Megatron
+
+# isort: split
 import json
 import math
 import os
@@ -8,9 +13,6 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import services.trainer.megatron.cpu_support  # noqa: F401  must come before Megatron
-
-# isort: split
 import torch
 import torch.distributed as dist
 from safetensors import safe_open
@@ -18,13 +20,14 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from relaxd.data.templating import MORE_TEMPLATES
+from relaxd.models.layouts import Layout
 from relaxd.models.model_contradictions import weights_contradiction
 from services.trainer.batch.disk_files import errors_of_the_system
 from services.trainer.megatron.channels import all_gather
 from services.trainer.megatron.disk_work import DiskRefused, DiskWorkFailed
 from services.trainer.megatron.world import GatherGroups, World
 from services.trainer.model.architecture import Architecture, ModelError, ModelFileError
-from services.trainer.model.parameter_entries import HFTensor, ParameterEntry, entries
+from services.trainer.model.parameter_entries import ALONE, HFTensor, ParameterEntry, entries
 from services.trainer.model.tensor_rules import Replicated, views_of
 
 MAX_FILE_BYTES = 4 << 30
@@ -47,19 +50,12 @@ class HFTensorSpec:
     """Pipeline stage of its source rank."""
 
 
-def hf_tensor_specs(
-    shape: Architecture,
-    dtype: torch.dtype,
-    pp_size: int,
-    ep_size: int,
-    pipeline_layers: Sequence[int] = (),
-    pipeline_chunks: int = 1,
-) -> list[HFTensorSpec]:
+def hf_tensor_specs(shape: Architecture, dtype: torch.dtype, layout: Layout = ALONE) -> list[HFTensorSpec]:
     """List the exported tensors of all stages, in the order of `gather_hf_tensors`."""
     return [
         HFTensorSpec(part.name, dtype, part.whole_shape, stage)
-        for stage in range(pp_size)
-        for entry in entries(shape, stage, pp_size, ep_size, pipeline_layers, pipeline_chunks)
+        for stage in range(layout.pipeline)
+        for entry in entries(shape, stage, layout)
         if entry.exported
         for parts in entry.parts
         for part in parts
@@ -144,7 +140,7 @@ def load_hf(
             raise ModelError(problem)
         parameters = dict(model.named_parameters())
         missing = {name for name in parameters if not name.endswith(tuple(without))}
-        for entry in _stage_entries(shape, world.pp_rank, world):
+        for entry in entries(shape, world.pp_rank, world.layout):
             if entry.megatron.endswith(tuple(without)):
                 continue
             mine = entry.parts[world.ep_rank if entry.expert else 0]
@@ -163,11 +159,6 @@ def load_hf(
             progress(part.nbytes)
         if missing:
             raise AssertionError(f"no rule of the mapping loads {sorted(missing)}")
-
-
-def _stage_entries(shape: Architecture, stage: int, world: World) -> Iterator[ParameterEntry]:
-    """Yield the entries of a stage of this world's pipeline."""
-    yield from entries(shape, stage, world.pp_size, world.ep_size, world.pipeline_layers, world.pipeline_chunks)
 
 
 class ExportedParameter:
@@ -208,7 +199,7 @@ def exported_parameters(model: torch.nn.Module, shape: Architecture, world: Worl
     parameters = dict(model.named_parameters())
     return [
         ExportedParameter(entry, parameters[entry.megatron])
-        for entry in _stage_entries(shape, world.pp_rank, world)
+        for entry in entries(shape, world.pp_rank, world.layout)
         if entry.exported
     ]
 
@@ -349,7 +340,7 @@ def _file_numbers(shape: Architecture, stage: int, world: World, dtype: torch.dt
     A layer's experts, which may be one tensor, are in one file.
     """
     numbers, number, size = [], 0, 0
-    for entry in _stage_entries(shape, stage, world):
+    for entry in entries(shape, stage, world.layout):
         if entry.exported:
             if size >= MAX_FILE_BYTES and not entry.expert:
                 number, size = number + 1, 0
@@ -386,3 +377,45 @@ def copy_small_files(original: Path, folder: Path, dtype: torch.dtype, chat_temp
         (folder / "chat_template.jinja").write_text(chat_template, encoding="utf-8")
     elif (original / MORE_TEMPLATES).is_dir():
         shutil.copytree(original / MORE_TEMPLATES, folder / MORE_TEMPLATES, dirs_exist_ok=True)
+
+
+class KeptWeights:
+    """Copies of the parameters that this rank gathers or sends. Their memory is allocated once, pinned for a GPU."""
+
+    def __init__(self, exported: Sequence[ExportedParameter], world: World) -> None:
+        """`exported` are the parameters that may change."""
+        self._device = world.device
+        self._copies: dict[int, tuple[Tensor, Tensor]] = {}
+        """Each parameter with its copy, by the parameter's id: experts of a layer share one."""
+        self.exported: list[ExportedParameter] = []
+        """The copies, for `gather_hf_tensors`."""
+        for one in exported:
+            if (world.gather.experts if one.entry.expert else world.gather.dense) is None:
+                continue  # `gather_hf_tensors` skips it on this rank
+            source = one.parameter
+            if id(source) not in self._copies:
+                copy = torch.empty(source.shape, dtype=source.dtype, pin_memory=self._device.type == "cuda")
+                self._copies[id(source)] = (source, copy)
+            self.exported.append(_KeptParameter(one.entry, self._copies[id(source)][1], self._device))
+
+    def copy(self) -> None:
+        """Copy the weights as they are now, and wait until they are copied."""
+        for source, copy in self._copies.values():
+            copy.copy_(source.detach(), non_blocking=True)
+        if self._device.type == "cuda":
+            torch.cuda.current_stream(self._device).synchronize()
+
+
+class _KeptParameter(ExportedParameter):
+    """A copied parameter, or an expert's part of it, which goes to the device when it is sent."""
+
+    def __init__(self, entry: ParameterEntry, copy: Tensor, device: torch.device) -> None:
+        super().__init__(entry, copy)
+        self._device = device
+
+    @property
+    def part(self) -> Tensor:
+        return self.entry.of(self.parameter).to(self._device, non_blocking=True)
+
+    def own_tensors(self, shape: Architecture) -> list[tuple[HFTensor, Tensor]]:
+        return self.tensors([self.part], 0, shape)

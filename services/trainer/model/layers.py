@@ -45,7 +45,7 @@ from services.trainer.transformer.attention.context_parallel import (
     tokens_to_heads,
 )
 from services.trainer.transformer.attention.heads import rms_norm, split_gates, split_heads
-from services.trainer.transformer.delta_net.gated_delta_net import GatedDeltaNet
+from services.trainer.transformer.gated_delta_net import GatedDeltaNet
 from services.trainer.transformer.mlp.mlp import DenseMLP
 
 
@@ -153,7 +153,7 @@ class RMSNorm(torch.nn.Module):
 class _NormOfSum(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, addend: Tensor | None, weight: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
-        from services.trainer.transformer.kernels.norm_kernels import norm_forward
+        from services.trainer.transformer.kernels.layer_kernels import norm_forward
 
         x = x.contiguous()
         total, output, inverses = norm_forward(x, None if addend is None else addend.contiguous(), weight, epsilon)
@@ -163,7 +163,7 @@ class _NormOfSum(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        from services.trainer.transformer.kernels.norm_kernels import norm_backward
+        from services.trainer.transformer.kernels.layer_kernels import norm_backward
 
         grad, grad_weight = norm_backward(*ctx.saved_tensors, *grads)
         return grad, grad if ctx.adds else None, grad_weight, None

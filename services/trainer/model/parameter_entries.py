@@ -1,12 +1,23 @@
-"""The parameters of a pipeline stage and the Hugging Face tensors in them, for both loading and exporting."""
+"""The parameters of a pipeline stage and the Hugging Face tensors in them, for loading and exporting; and which of them
+are trained (`trainer.freeze`, `trainer.train_only`).
+"""
 
+import services.trainer.megatron.cpu_support  # noqa: F401  must come before Megatron
+
+# isort: split
+import re
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
+import torch
 from torch import Tensor
 
-from relaxd.models.layouts import chunk_layers
-from services.trainer.model.architecture import Architecture
+from relaxd.config import TrainerConfig
+from relaxd.config.trainer import PARTS
+from relaxd.models.layouts import Layout, chunk_layers
+from services.trainer.megatron.world import World
+from services.trainer.model.architecture import Architecture, ModelError
 from services.trainer.model.architectures import FAMILIES
 from services.trainer.model.family import Family
 from services.trainer.model.tensor_rules import (
@@ -71,29 +82,23 @@ class ParameterEntry:
         return parameter if self.index is None else parameter[self.index].flatten(0, -2)
 
 
-def entries(
-    shape: Architecture,
-    pp_rank: int,
-    pp_size: int,
-    ep_size: int,
-    pipeline_layers: Sequence[int] = (),
-    pipeline_chunks: int = 1,
-) -> Iterator[ParameterEntry]:
+ALONE = Layout(1)
+"""The layout of a single rank."""
+
+
+def entries(shape: Architecture, stage: int = 0, layout: Layout = ALONE) -> Iterator[ParameterEntry]:
     """Yield the entries of a pipeline stage, in the order shared by loading, gathering and specs.
 
     Args:
         shape: the model's architecture.
-        pp_rank: the stage.
-        pp_size: number of stages.
-        ep_size: number of ranks that share the experts.
-        pipeline_layers: see `stage_layers`.
-        pipeline_chunks: see `chunk_layers`. With several, the stage is an `InterleavedModel`.
+        stage: the stage.
+        layout: division of the model among ranks. With several chunks the stage is an `InterleavedModel`.
     """
-    chunks = chunk_layers(shape.layers, pp_size, pipeline_layers, pipeline_chunks)[pp_rank]
+    chunks = chunk_layers(shape.layers, layout.pipeline, layout.pipeline_layers, layout.pipeline_chunks)[stage]
     for chunk, layers in enumerate(chunks):
-        first, last = pp_rank == chunk == 0, (pp_rank, chunk) == (pp_size - 1, pipeline_chunks - 1)
-        for entry in _chunk_entries(shape, layers, ep_size, first=first, last=last):
-            yield entry if pipeline_chunks == 1 else replace(entry, megatron=f"chunks.{chunk}.{entry.megatron}")
+        first, last = stage == chunk == 0, (stage, chunk) == (layout.pipeline - 1, layout.pipeline_chunks - 1)
+        for entry in _chunk_entries(shape, layers, layout.expert, first=first, last=last):
+            yield entry if len(chunks) == 1 else replace(entry, megatron=f"chunks.{chunk}.{entry.megatron}")
 
 
 def _chunk_entries(
@@ -179,3 +184,42 @@ def _named(name: str, family: Family) -> str:
     """Return a rule's name of a tensor with the family's prefix."""
     rest = name.removeprefix("model.")
     return f"{family.outer}{name}" if rest == name else family.prefix + rest
+
+
+def freeze(model: torch.nn.Module, shape: Architecture, world: World, config: TrainerConfig) -> None:
+    """Exclude the parameters from training that the settings exclude. Call it before `DataParallel`.
+
+    All ranks look at the whole model, so that they raise the same error.
+
+    Raises:
+        ModelError: a pattern is found in no name, tensors in one parameter differ, or a pipeline stage has nothing to
+            train.
+    """
+    setting = "train_only" if config.train_only else "freeze"
+    patterns = [pattern for pattern in config.train_only or config.freeze if pattern not in PARTS]
+    names: list[str] = []
+    for stage in range(world.pp_size):
+        tensors: defaultdict[str, list[str]] = defaultdict(list)
+        for entry in entries(shape, stage, world.layout):
+            tensors[entry.megatron] += [part.name for parts in entry.parts for part in parts]
+        trained = {}
+        for parameter, own in tensors.items():
+            names += own
+            by_fate = {config.trains(name): name for name in own}
+            if len(by_fate) > 1:
+                raise ModelError(
+                    f"trainer.{setting} trains {by_fate[True]} but not {by_fate[False]}, which are one parameter in "
+                    "the trainer: name both or none"
+                )
+            trained[parameter] = True in by_fate
+        if not any(trained.values()):
+            raise ModelError(
+                f"trainer.{setting} leaves nothing to train in pipeline stage {stage}: choose fewer tensors to freeze, "
+                "or fewer stages"
+            )
+        if stage == world.pp_rank:
+            for name, weight in model.named_parameters():
+                weight.requires_grad_(trained[name])
+    for pattern in patterns:
+        if not any(re.search(pattern, name) for name in names):
+            raise ModelError(f"trainer.{setting} has {pattern!r}, which is found in no name: they are like {names[-1]}")

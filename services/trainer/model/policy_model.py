@@ -23,7 +23,7 @@ from relaxd.data.towers import TowerOutputs
 from relaxd.models.layouts import Layout, problem, stage_layers
 from relaxd.models.shape import read_shape
 from services.trainer.megatron.gradient_accumulation import replace_apex
-from services.trainer.megatron.world import World, expert_tensor_parallel
+from services.trainer.megatron.world import World
 from services.trainer.model.architecture import Architecture, ModelError
 from services.trainer.model.layers import PolicyConfig, block_spec
 from services.trainer.model.towers import KEPT_BYTES, DeviceMedia, build_tower, media_rows
@@ -113,7 +113,7 @@ def transformer_config(shape: Architecture, config: TrainerConfig) -> PolicyConf
         batch_p2p_comm=config.pipeline_chunks == 1,
         context_parallel_size=config.context_parallel,
         expert_model_parallel_size=config.expert_parallel,
-        expert_tensor_parallel_size=expert_tensor_parallel(config),
+        expert_tensor_parallel_size=Layout.of_trainer(config).expert_tensor,
         sequence_parallel=config.tensor_parallel > 1,
         # Micro-batches differ in length: `StageExchange` knows the shapes.
         variable_seq_lengths=config.pipeline_parallel > 1,
@@ -241,7 +241,7 @@ def build_policy(
     kind: type[PolicyModel], shape: Architecture, config: PolicyConfig, world: World, **settings: Any
 ) -> StageModel:
     """Build this rank's stage of a kind of model, without loading weights. `settings`: arguments of its constructor."""
-    last = world.pipeline_chunks - 1
+    last = world.layout.pipeline_chunks - 1
     chunks = [
         kind(
             config=own,
@@ -264,11 +264,11 @@ def build_policy(
 
 def _chunks(config: PolicyConfig, world: World) -> list[tuple[int | None, PolicyConfig]]:
     """Return the stage's chunks and their configurations: the stage's first `recompute_num_layers` are recomputed."""
-    if world.pipeline_chunks == 1:
+    if world.layout.pipeline_chunks == 1:
         return [(None, config)]
     found: list[tuple[int | None, PolicyConfig]] = []
-    layers, left = config.num_layers // world.pp_size // world.pipeline_chunks, config.recompute_num_layers
-    for chunk in range(world.pipeline_chunks):
+    layers, left = config.num_layers // world.pp_size // world.layout.pipeline_chunks, config.recompute_num_layers
+    for chunk in range(world.layout.pipeline_chunks):
         own = copy(config)
         if left is not None:
             own.recompute_num_layers = min(left, layers)

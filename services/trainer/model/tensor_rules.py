@@ -1,8 +1,8 @@
 """Rules of tensors: which Hugging Face tensors make up a Megatron parameter, and how to fuse and shard them, and
 back."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -163,102 +163,74 @@ LAST_UNTIED = (Rule("output_layer.weight", ShardedRows, (("lm_head.weight", "voc
 LAST_TIED = (Rule("output_layer.weight", ShardedRows, (_EMBEDDING,), exported=False),)
 """The last stage's copy of a tied embedding, unless it is also the first stage."""
 
+
+def layer_rule(megatron: str, layout: type[ParameterLayout], parts: Mapping[str, str]) -> Rule:
+    """Return a rule of a layer: names are those within the layer."""
+    named = tuple((f"{HF_LAYER}.{name}", sizes) for name, sizes in parts.items())
+    return Rule(f"{LAYER}.{megatron}", layout, named)
+
+
 NORMS = (
-    Rule(f"{LAYER}.input_layernorm.weight", Replicated, ((f"{HF_LAYER}.input_layernorm.weight", "hidden"),)),
-    Rule(f"{LAYER}.pre_mlp_layernorm.weight", Replicated, ((f"{HF_LAYER}.post_attention_layernorm.weight", "hidden"),)),
+    layer_rule("input_layernorm.weight", Replicated, {"input_layernorm.weight": "hidden"}),
+    layer_rule("pre_mlp_layernorm.weight", Replicated, {"post_attention_layernorm.weight": "hidden"}),
 )
 """The norms before attention and MLP."""
 
 
-def _qkv(queries: str) -> tuple[Rule, ...]:
-    return (
-        Rule(
-            f"{LAYER}.self_attention.linear_qkv.weight",
-            QueryKeyValue,
-            (
-                (f"{HF_LAYER}.self_attn.q_proj.weight", f"{queries} hidden"),
-                (f"{HF_LAYER}.self_attn.k_proj.weight", "kv hidden"),
-                (f"{HF_LAYER}.self_attn.v_proj.weight", "kv hidden"),
-            ),
-        ),
-    )
+def _qkv(queries: str) -> Rule:
+    sizes = {"q": queries, "k": "kv", "v": "kv"}
+    parts = {f"self_attn.{x}_proj.weight": f"{size} hidden" for x, size in sizes.items()}
+    return layer_rule("self_attention.linear_qkv.weight", QueryKeyValue, parts)
 
 
 QKV = _qkv("query")
 """Queries, keys and values."""
-
 GATED_QKV = _qkv("query+query")
 """Queries, keys and values, each query head followed by its output gate."""
-
-OUTPUT = (
-    Rule(
-        f"{LAYER}.self_attention.linear_proj.weight",
-        ShardedColumns,
-        ((f"{HF_LAYER}.self_attn.o_proj.weight", "hidden query"),),
-    ),
-)
-"""Attention's output projection."""
-
 QK_NORM = tuple(
-    Rule(
-        f"{LAYER}.self_attention.{x}_layernorm.weight",
-        Replicated,
-        ((f"{HF_LAYER}.self_attn.{x}_norm.weight", "head"),),
-    )
-    for x in "qk"
+    layer_rule(f"self_attention.{x}_layernorm.weight", Replicated, {f"self_attn.{x}_norm.weight": "head"}) for x in "qk"
 )
 """Norms of queries and keys."""
-
-QKV_BIAS = (
-    Rule(
-        f"{LAYER}.self_attention.linear_qkv.bias",
-        QueryKeyValueBias,
-        (
-            (f"{HF_LAYER}.self_attn.q_proj.bias", "query"),
-            (f"{HF_LAYER}.self_attn.k_proj.bias", "kv"),
-            (f"{HF_LAYER}.self_attn.v_proj.bias", "kv"),
-        ),
-    ),
+QKV_BIAS = layer_rule(
+    "self_attention.linear_qkv.bias",
+    QueryKeyValueBias,
+    {"self_attn.q_proj.bias": "query", "self_attn.k_proj.bias": "kv", "self_attn.v_proj.bias": "kv"},
 )
 """Biases of queries, keys and values."""
-
-OUTPUT_BIAS = (
-    Rule(
-        f"{LAYER}.self_attention.linear_proj.bias",
-        Replicated,
-        ((f"{HF_LAYER}.self_attn.o_proj.bias", "hidden"),),
-    ),
-)
+OUTPUT = layer_rule("self_attention.linear_proj.weight", ShardedColumns, {"self_attn.o_proj.weight": "hidden query"})
+"""Attention's output projection."""
+OUTPUT_BIAS = layer_rule("self_attention.linear_proj.bias", Replicated, {"self_attn.o_proj.bias": "hidden"})
 """The bias of attention's output."""
 
-GATE_UP = (
-    Rule(
-        f"{LAYER}.mlp.linear_fc1.weight",
-        ShardedRows,
-        ((f"{HF_LAYER}.mlp.gate_proj.weight", "ffn hidden"), (f"{HF_LAYER}.mlp.up_proj.weight", "ffn hidden")),
-    ),
-)
+
+def _gate_up(megatron: str, mlp: str, width: str) -> Rule:
+    parts = {f"{mlp}.{x}_proj.weight": f"{width} hidden" for x in ("gate", "up")}
+    return layer_rule(megatron, ShardedRows, parts)
+
+
+GATE_UP = _gate_up("mlp.linear_fc1.weight", "mlp", "ffn")
 """The first product of a dense layer's MLP."""
-
-DOWN = (Rule(f"{LAYER}.mlp.linear_fc2.weight", ShardedColumns, ((f"{HF_LAYER}.mlp.down_proj.weight", "hidden ffn"),)),)
+DOWN = layer_rule("mlp.linear_fc2.weight", ShardedColumns, {"mlp.down_proj.weight": "hidden ffn"})
 """The second product."""
-
-ROUTER = (Rule(f"{LAYER}.mlp.router.weight", Replicated, ((f"{HF_LAYER}.mlp.gate.weight", "experts hidden"),)),)
+ROUTER = layer_rule("mlp.router.weight", Replicated, {"mlp.gate.weight": "experts hidden"})
 """The router."""
-
-EXPERTS, _HF_EXPERT = f"{LAYER}.mlp.experts", f"{HF_LAYER}.mlp.experts.{{expert}}"
 EXPERT = (
-    Rule(
-        f"{EXPERTS}.linear_fc1",
-        ShardedRows,
-        (
-            (f"{_HF_EXPERT}.gate_proj.weight", "expert_ffn hidden"),
-            (f"{_HF_EXPERT}.up_proj.weight", "expert_ffn hidden"),
-        ),
+    _gate_up("mlp.experts.linear_fc1", "mlp.experts.{expert}", "expert_ffn"),
+    layer_rule(
+        "mlp.experts.linear_fc2", ShardedColumns, {"mlp.experts.{expert}.down_proj.weight": "hidden expert_ffn"}
     ),
-    Rule(f"{EXPERTS}.linear_fc2", ShardedColumns, ((f"{_HF_EXPERT}.down_proj.weight", "hidden expert_ffn"),)),
 )
 """One expert: its part of the parameters of all the rank's experts."""
+SHARED_EXPERT = (
+    _gate_up("mlp.shared_expert.linear_fc1.weight", "mlp.shared_expert", "shared_ffn"),
+    layer_rule(
+        "mlp.shared_expert.linear_fc2.weight",
+        ShardedColumns,
+        {"mlp.shared_expert.down_proj.weight": "hidden shared_ffn"},
+    ),
+    layer_rule("mlp.shared_expert_gate.weight", Replicated, {"mlp.shared_expert_gate.weight": "one hidden"}),
+)
+"""The shared expert and its gate."""
 
 
 def stacked_expert(
@@ -268,29 +240,11 @@ def stacked_expert(
 
     `gate_up` and `down` are layout and shape of one expert's part of each of the two tensors.
     """
+    products = {"linear_fc1": ("gate_up_proj", *gate_up), "linear_fc2": ("down_proj", *down)}
     return tuple(
-        Rule(f"{EXPERTS}.{megatron}", layout, ((f"{HF_LAYER}.mlp.experts.{name}", part),), stacked=True)
-        for megatron, name, (layout, part) in (
-            ("linear_fc1", "gate_up_proj", gate_up),
-            ("linear_fc2", "down_proj", down),
-        )
+        replace(layer_rule(f"mlp.experts.{megatron}", layout, {f"mlp.experts.{name}": part}), stacked=True)
+        for megatron, (name, layout, part) in products.items()
     )
-
-
-_SHARED, _HF_SHARED = f"{LAYER}.mlp.shared_expert", f"{HF_LAYER}.mlp.shared_expert"
-SHARED_EXPERT = (
-    Rule(
-        f"{_SHARED}.linear_fc1.weight",
-        ShardedRows,
-        (
-            (f"{_HF_SHARED}.gate_proj.weight", "shared_ffn hidden"),
-            (f"{_HF_SHARED}.up_proj.weight", "shared_ffn hidden"),
-        ),
-    ),
-    Rule(f"{_SHARED}.linear_fc2.weight", ShardedColumns, ((f"{_HF_SHARED}.down_proj.weight", "hidden shared_ffn"),)),
-    Rule(f"{_SHARED}_gate.weight", Replicated, ((f"{_HF_SHARED}_gate.weight", "one hidden"),)),
-)
-"""The shared expert and its gate."""
 
 
 def layer_rules(shape: Architecture, layer: int) -> tuple[Rule, ...]:
@@ -301,11 +255,11 @@ def layer_rules(shape: Architecture, layer: int) -> tuple[Rule, ...]:
 def attention_rules(shape: Architecture) -> tuple[Rule, ...]:
     """Return the rules of a layer's attention."""
     return (
-        *(GATED_QKV if shape.output_gate else QKV),
-        *OUTPUT,
+        GATED_QKV if shape.output_gate else QKV,
+        OUTPUT,
         *(QK_NORM if shape.qk_norm else ()),
-        *(QKV_BIAS if shape.qkv_bias else ()),
-        *(OUTPUT_BIAS if shape.output_bias else ()),
+        *([QKV_BIAS] if shape.qkv_bias else ()),
+        *([OUTPUT_BIAS] if shape.output_bias else ()),
     )
 
 
@@ -313,6 +267,6 @@ def mlp_rules(shape: Architecture) -> tuple[Rule, ...]:
     """Return the rules of a layer's MLP, without its routed experts' rules."""
     experts = shape.experts
     return (
-        *((*GATE_UP, *DOWN) if experts is None else ROUTER),
+        *([GATE_UP, DOWN] if experts is None else [ROUTER]),
         *(SHARED_EXPERT if experts is not None and experts.shared_ffn_size is not None else ()),
     )

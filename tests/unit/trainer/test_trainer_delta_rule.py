@@ -9,8 +9,7 @@ from torch import Tensor
 
 from relaxd.board import ADVANTAGES
 from services.trainer.batch.micro_batch import PackedMicroBatch, TrainSequence, pack, with_padding
-from services.trainer.transformer.delta_net.chunk_tree import CHUNK, chunk_tree
-from services.trainer.transformer.delta_net.delta_rule import causal_convolution, gated_delta_rule, unit
+from services.trainer.transformer.delta_rule import CHUNK, causal_convolution, chunk_tree, gated_delta_rule, unit
 
 CPU = torch.device("cpu")
 HEADS, SHARED, KEY, VALUE = 2, 3, 8, 5

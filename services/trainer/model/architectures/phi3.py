@@ -7,7 +7,7 @@ from torch import Tensor
 
 from services.trainer.model.architecture import Architecture, ModelError
 from services.trainer.model.family import Config, Family, decoder, windows
-from services.trainer.model.tensor_rules import DOWN, HF_LAYER, LAYER, NORMS, OUTPUT, QueryKeyValue, Rule, ShardedRows
+from services.trainer.model.tensor_rules import DOWN, NORMS, OUTPUT, QueryKeyValue, ShardedRows, layer_rule
 
 
 def read(config: Config) -> Architecture:
@@ -49,13 +49,9 @@ class FusedGateUp:
         return [torch.cat(ShardedRows.merge(shards, [(rows // 2, columns)] * 2, shape))]
 
 
-QKV = Rule(
-    f"{LAYER}.self_attention.linear_qkv.weight",
-    FusedQueryKeyValue,
-    ((f"{HF_LAYER}.self_attn.qkv_proj.weight", "query+kv+kv hidden"),),
+QKV = layer_rule(
+    "self_attention.linear_qkv.weight", FusedQueryKeyValue, {"self_attn.qkv_proj.weight": "query+kv+kv hidden"}
 )
-GATE_UP = Rule(
-    f"{LAYER}.mlp.linear_fc1.weight", FusedGateUp, ((f"{HF_LAYER}.mlp.gate_up_proj.weight", "ffn+ffn hidden"),)
-)
+GATE_UP = layer_rule("mlp.linear_fc1.weight", FusedGateUp, {"mlp.gate_up_proj.weight": "ffn+ffn hidden"})
 
-FAMILY = Family(read, rules=lambda shape, layer: (*NORMS, QKV, *OUTPUT, GATE_UP, *DOWN))
+FAMILY = Family(read, rules=lambda shape, layer: (*NORMS, QKV, OUTPUT, GATE_UP, DOWN))

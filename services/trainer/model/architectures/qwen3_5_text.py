@@ -3,7 +3,7 @@
 from services.trainer.model.architecture import Architecture
 from services.trainer.model.architectures.qwen3_next import FusedKeyHeads, hybrid, rules
 from services.trainer.model.family import Config, Family
-from services.trainer.model.tensor_rules import HF_LAYER, LAYER, Rule
+from services.trainer.model.tensor_rules import layer_rule
 
 
 def read(config: Config) -> Architecture:
@@ -11,16 +11,15 @@ def read(config: Config) -> Architecture:
     return hybrid({"num_key_value_heads": 4, **config})
 
 
-_THEIRS = f"{HF_LAYER}.linear_attn"
-INPUT = Rule(
-    f"{LAYER}.self_attention.linear_in.weight",
+INPUT = layer_rule(
+    "self_attention.linear_in.weight",
     FusedKeyHeads,
-    (
-        (f"{_THEIRS}.in_proj_qkv.weight", "delta_keys+delta_keys+delta_values hidden"),
-        (f"{_THEIRS}.in_proj_z.weight", "delta_values hidden"),
-        (f"{_THEIRS}.in_proj_b.weight", "delta_heads hidden"),
-        (f"{_THEIRS}.in_proj_a.weight", "delta_heads hidden"),
-    ),
+    {
+        "linear_attn.in_proj_qkv.weight": "delta_keys+delta_keys+delta_values hidden",
+        "linear_attn.in_proj_z.weight": "delta_values hidden",
+        "linear_attn.in_proj_b.weight": "delta_heads hidden",
+        "linear_attn.in_proj_a.weight": "delta_heads hidden",
+    },
 )
 
 FAMILY = Family(read, rules=lambda shape, layer: rules(shape, layer, INPUT))

@@ -13,14 +13,13 @@ from relaxd.models.shape import read_delta_net
 from services.trainer.model.architecture import Architecture, ModelError
 from services.trainer.model.family import Config, Family, decoder, experts, refuse
 from services.trainer.model.tensor_rules import (
-    HF_LAYER,
-    LAYER,
     NORMS,
     Replicated,
     Rule,
     ShardedColumns,
     ShardedRows,
     attention_rules,
+    layer_rule,
     mlp_rules,
 )
 
@@ -93,25 +92,23 @@ def _key_heads(shape: Architecture) -> int:
     return shape.delta_net.key_heads
 
 
-_OURS, _THEIRS = f"{LAYER}.self_attention", f"{HF_LAYER}.linear_attn"
-INPUT = Rule(
-    f"{_OURS}.linear_in.weight",
+INPUT = layer_rule(
+    "self_attention.linear_in.weight",
     KeyHeads,
-    (
-        (f"{_THEIRS}.in_proj_qkvz.weight", "delta_keys+delta_keys+delta_values+delta_values hidden"),
-        (f"{_THEIRS}.in_proj_ba.weight", "delta_heads+delta_heads hidden"),
-    ),
+    {
+        "linear_attn.in_proj_qkvz.weight": "delta_keys+delta_keys+delta_values+delta_values hidden",
+        "linear_attn.in_proj_ba.weight": "delta_heads+delta_heads hidden",
+    },
 )
-DELTA_NET = (
-    Rule(
-        f"{_OURS}.convolution",
-        FusedKeyHeads,
-        ((f"{_THEIRS}.conv1d.weight", "delta_keys+delta_keys+delta_values one convolution"),),
-    ),
-    Rule(f"{_OURS}.A_log", ShardedRows, ((f"{_THEIRS}.A_log", "delta_heads"),)),
-    Rule(f"{_OURS}.dt_bias", ShardedRows, ((f"{_THEIRS}.dt_bias", "delta_heads"),)),
-    Rule(f"{_OURS}.norm", Replicated, ((f"{_THEIRS}.norm.weight", "delta_value"),)),
-    Rule(f"{_OURS}.linear_out.weight", ShardedColumns, ((f"{_THEIRS}.out_proj.weight", "hidden delta_values"),)),
+DELTA_NET = tuple(
+    layer_rule(f"self_attention.{name}", layout, {f"linear_attn.{theirs}": sizes})
+    for name, layout, theirs, sizes in (
+        ("convolution", FusedKeyHeads, "conv1d.weight", "delta_keys+delta_keys+delta_values one convolution"),
+        ("A_log", ShardedRows, "A_log", "delta_heads"),
+        ("dt_bias", ShardedRows, "dt_bias", "delta_heads"),
+        ("norm", Replicated, "norm.weight", "delta_value"),
+        ("linear_out.weight", ShardedColumns, "out_proj.weight", "hidden delta_values"),
+    )
 )
 """A gated delta net without its first projection."""
 

@@ -14,8 +14,12 @@ from megatron.core.transformer.utils import is_layer_window_attention
 from torch import Tensor
 
 from services.trainer.transformer.attention.attention_kernels import slice_by_varlen, varlen_attention, visible
-from services.trainer.transformer.attention.sequence_layout import QuerySlice, SequenceLayout
-from services.trainer.transformer.attention.slots import gather_from_sequences, scatter_to_sequences
+from services.trainer.transformer.attention.sequence_layout import (
+    QuerySlice,
+    SequenceLayout,
+    gather_from_sequences,
+    scatter_to_sequences,
+)
 from services.trainer.transformer.recompute import Recompute
 
 

@@ -17,8 +17,8 @@ from services.trainer.transformer.attention.sequence_layout import (
     QuerySlice,
     cudnn_batches,
     query_slice,
+    scatter_to_sequences,
 )
-from services.trainer.transformer.attention.slots import scatter_to_sequences
 
 logger = logging.getLogger(__name__)
 

@@ -42,7 +42,7 @@ def _sum_of_rows(rows, places, output, width, COPIES: tl.constexpr, BLOCK: tl.co
 
 
 def copy_to_rows(x: Tensor, places: Tensor) -> Tensor:
-    """Copy each token to its rows; see `expert_rows.copy_to_rows`."""
+    """Copy each token to its rows; see `routing.copy_to_rows`."""
     (tokens, copies), width = places.shape, x.shape[1]
     rows = x.new_empty(tokens * copies, width)
     if rows.numel():
@@ -51,7 +51,7 @@ def copy_to_rows(x: Tensor, places: Tensor) -> Tensor:
 
 
 def sum_of_rows(rows: Tensor, places: Tensor) -> Tensor:
-    """Add up the rows of each token; see `expert_rows.sum_of_rows`."""
+    """Add up the rows of each token; see `routing.sum_of_rows`."""
     (tokens, copies), width = places.shape, rows.shape[1]
     output = rows.new_empty(tokens, width)
     if output.numel():
@@ -142,7 +142,7 @@ def _add_grouped_products(
 
 
 def add_grouped_products_(total: Tensor, left: Tensor, right: Tensor, ends: Tensor) -> None:
-    """total[e] += left[rows of e].T @ right[rows of e]; see `grouped_products.add_grouped_products_`."""
+    """total[e] += left[rows of e].T @ right[rows of e]; see `products.add_grouped_products_`."""
     experts, m, n = total.shape
     grid = (triton.cdiv(m, TILES["BLOCK_M"]) * triton.cdiv(n, TILES["BLOCK_N"]), experts)
     _add_grouped_products[grid](total, left, right, ends, m, n, **TILES)

@@ -4,22 +4,175 @@ import services.trainer.megatron.cpu_support  # noqa: F401  must come before Meg
 
 # isort: split
 from copy import copy
+from typing import Any
 
+import torch
+from megatron.core import parallel_state
+from megatron.core.dist_checkpointing import ShardedTensor
 from megatron.core.models.backends import LocalSpecProvider
+from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
+from megatron.core.tensor_parallel.mappings import (
+    gather_from_sequence_parallel_region,
+    reduce_scatter_to_sequence_parallel_region,
+)
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
+from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from services.trainer.transformer.kernels.swiglu import swiglu
+from services.trainer.megatron.gradient_accumulation import writable
+from services.trainer.transformer.kernels.products import add_grouped_products_, grouped_product
+from services.trainer.transformer.kernels.swiglu import swiglu, weighted_swiglu, weighted_swiglu_backward
+from services.trainer.transformer.mlp.router import Router, float32_logits
+from services.trainer.transformer.mlp.routing import (
+    CopyToRows,
+    ExpertExchange,
+    RouterInputs,
+    Routing,
+    SumOfRows,
+    copy_to_rows,
+    sort_by_expert,
+    sum_of_rows,
+)
 from services.trainer.transformer.recompute import Recompute
 
-# isort: split
-import torch
-from megatron.core.transformer.module import MegatronModule
 
-from services.trainer.transformer.mlp.experts import Experts
-from services.trainer.transformer.mlp.router import Router, float32_logits
-from services.trainer.transformer.mlp.routing import RouterInputs
+class Experts(MegatronModule):
+    """This rank's experts, or its columns of all experts.
+
+    Attributes:
+        linear_fc1: [experts, 2, ffn, hidden], gate and up.
+        linear_fc2: [experts, hidden, ffn], down.
+    """
+
+    def __init__(self, config: TransformerConfig) -> None:
+        super().__init__(config=config)
+        self.expert_group = parallel_state.get_expert_model_parallel_group()
+        self.tensor_group = parallel_state.get_expert_tensor_parallel_group()
+        self.data_group = parallel_state.get_expert_data_parallel_group()
+        assert config.num_moe_experts is not None
+        assert config.moe_ffn_hidden_size is not None
+        self.count = config.num_moe_experts
+        here, ffn = self.count // self.expert_group.size(), config.moe_ffn_hidden_size // self.tensor_group.size()
+        self.linear_fc1 = self._parameter(here, 2, ffn, config.hidden_size, cut=2)
+        self.linear_fc2 = self._parameter(here, config.hidden_size, ffn, cut=2)
+
+    def _parameter(self, *shape: int, cut: int) -> torch.nn.Parameter:
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        parameter = torch.nn.Parameter(torch.empty(shape, dtype=self.config.params_dtype, device=device))
+        set_tensor_model_parallel_attributes(parameter, is_parallel=True, dim=cut, stride=1)
+        # Tells Megatron to reduce it over the ranks that have the same experts. Set for every layout, so that a
+        # checkpoint's optimizer state is divided alike in all of them.
+        parameter.allreduce = False  # type: ignore[attr-defined]
+        return parameter
+
+    def forward(self, x: Tensor, routing: Routing, *, recompute: bool = False) -> Tensor:
+        """Compute the weighted sum of each token's experts.
+
+        Args:
+            x: [T, hidden], this rank's tokens.
+            routing: their experts and weights.
+            recompute: compute the first product again in the backward pass instead of keeping it.
+
+        Returns:
+            [T, hidden].
+        """
+        experts, weights = routing.experts, routing.weights
+        if self.expert_group.size() > 1:
+            return self._forward_expert_parallel(x, experts, weights, recompute)
+        if self.tensor_group.size() == 1:
+            places, ends = sort_by_expert(experts, self.count)
+            return self._compute(x, weights, places, ends, recompute)
+        x, experts, weights = (
+            gather_from_sequence_parallel_region(tensor, group=self.tensor_group) for tensor in (x, experts, weights)
+        )
+        places, ends = sort_by_expert(experts, self.count)
+        output: Tensor = reduce_scatter_to_sequence_parallel_region(
+            self._compute(x, weights, places, ends, recompute), group=self.tensor_group
+        )
+        return output
+
+    def _forward_expert_parallel(self, x: Tensor, experts: Tensor, weights: Tensor, recompute: bool) -> Tensor:
+        places, ends = sort_by_expert(experts, self.count)
+        exchange = ExpertExchange(ends, self.expert_group)
+        rows = CopyToRows.apply(x, places)  # overlaps the copy of the sizes to the host
+        row_weights = CopyToRows.apply(weights.reshape(-1, 1), places.view(-1, 1))
+        rows, row_weights = exchange.to_experts(rows), exchange.to_experts(row_weights)
+        received_places, received_ends = exchange.sort()
+        output = self._compute(rows, row_weights, received_places, received_ends, recompute)
+        summed: Tensor = SumOfRows.apply(exchange.to_tokens(output), places)
+        return summed
+
+    def _compute(self, x: Tensor, weights: Tensor, places: Tensor, ends: Tensor, recompute: bool) -> Tensor:
+        output: Tensor = _Experts.apply(x, weights, self.linear_fc1, self.linear_fc2, places, ends, recompute)
+        return output
+
+    def sharded_state_dict(
+        self,
+        prefix: str = "",
+        sharded_offsets: tuple[tuple[int, int, int], ...] = (),
+        metadata: dict[str, Any] | None = None,
+    ) -> dict[str, Any]:
+        """Return the parameters as shards, for a checkpoint that any parallel layout can load."""
+        before = len(sharded_offsets)
+        offsets = (
+            *sharded_offsets,
+            (before, self.expert_group.rank(), self.expert_group.size()),
+            (before + 2, self.tensor_group.rank(), self.tensor_group.size()),
+        )
+        return {
+            f"{prefix}{name}": ShardedTensor.from_rank_offsets(
+                f"{prefix}{name}",
+                parameter,
+                *offsets,
+                replica_id=(0, 0, self.data_group.rank()),
+                prepend_axis_num=before,
+            )
+            for name, parameter in self.named_parameters()
+        }
+
+
+class _Experts(torch.autograd.Function):
+    """The experts' MLPs on tokens, with one row per token and expert.
+
+    The backward pass keeps the inputs and, without `recompute`, the first product. It recomputes the tokens' copies and
+    the second product's input, at the cost of one pass over memory each.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weights: Tensor, fc1: Tensor, fc2: Tensor, places: Tensor, ends: Tensor, recompute: bool
+    ) -> Tensor:
+        first = grouped_product(copy_to_rows(x, places), fc1.flatten(1, 2).transpose(1, 2), ends)
+        row_weights = copy_to_rows(weights.reshape(-1, 1), places.view(-1, 1)).squeeze(1)
+        rows = grouped_product(weighted_swiglu(first, row_weights), fc2.transpose(1, 2), ends)
+        ctx.save_for_backward(x, None if recompute else first, row_weights, fc1, fc2, places, ends)
+        ctx.main_grads = getattr(fc1, "main_grad", None), getattr(fc2, "main_grad", None)
+        return sum_of_rows(rows, places)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        x, first, row_weights, fc1, fc2, places, ends = ctx.saved_tensors
+        matrix = fc1.flatten(1, 2)
+        if first is None:
+            first = grouped_product(copy_to_rows(x, places), matrix.transpose(1, 2), ends)
+        grad_rows = copy_to_rows(grads[0].contiguous(), places)
+        grad_second = grouped_product(grad_rows, fc2, ends)
+        grad_first, grad_weights, second = weighted_swiglu_backward(first, row_weights, grad_second)
+        del first, grad_second
+        into_fc1, into_fc2 = ctx.main_grads
+        grad_fc1 = grad_fc2 = None
+        if ctx.needs_input_grad[3]:
+            total = torch.zeros_like(fc2, dtype=torch.float32) if into_fc2 is None else writable(into_fc2)
+            add_grouped_products_(total, grad_rows, second, ends)
+            grad_fc2 = total.to(fc2.dtype) if into_fc2 is None else None
+        del grad_rows, second
+        if ctx.needs_input_grad[2]:
+            total = torch.zeros_like(fc1, dtype=torch.float32) if into_fc1 is None else writable(into_fc1)
+            add_grouped_products_(total.flatten(1, 2), grad_first, copy_to_rows(x, places), ends)
+            grad_fc1 = total.to(fc1.dtype) if into_fc1 is None else None
+        grad_x = sum_of_rows(grouped_product(grad_first, matrix, ends), places)
+        return grad_x, grad_weights[places], grad_fc1, grad_fc2, None, None, None
 
 
 class DenseMLP(MLP):

@@ -37,7 +37,7 @@ def run_job(job: ExpertJob, ranks: int) -> dict[str, Any]:
 
     from services.trainer.megatron.world import initialize, leave_layout
     from services.trainer.model.layers import PolicyConfig
-    from services.trainer.transformer.mlp.experts import Experts
+    from services.trainer.transformer.mlp.mlp import Experts
     from services.trainer.transformer.mlp.routing import Routing
     from tests.kit.expert_formulas import EXPERTS
 

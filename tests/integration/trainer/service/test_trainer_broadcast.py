@@ -7,6 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from relaxd.models.layouts import Layout
 from relaxd.weights.buckets import TensorSpec, checksum, piece_bytes, pieces, plan_buckets
 from relaxd.weights.weight_group import Rendezvous, WeightGroup, host_store
 from services.trainer.model.architectures import read_architecture
@@ -35,7 +36,7 @@ def test_what_is_sent_directly_is_the_model(arrangement: str, tmp_path: Path) ->
         group = WeightGroup(rendezvous, stages)
         group.connect(PATIENCE)
         expected = load_file(model / "model.safetensors")
-        specs = hf_tensor_specs(read_architecture(model), torch.float32, stages, 1)
+        specs = hf_tensor_specs(read_architecture(model), torch.float32, Layout(stages, pipeline=stages))
         buckets = [
             bucket
             for stage in range(stages)

@@ -22,7 +22,7 @@ SHAPES = [
 def test_they_are_the_merged_tensors_whatever_changes(tmp_path: Path, changes: dict) -> None:
     shape = read_architecture(write(tmp_path, **changes))
     assert shape.model_type in FAMILIES
-    for entry in entries(shape, 0, 1, 1):
+    for entry in entries(shape):
         sizes = [part.shape for part in entry.parts[0]]
         whole = entry.layout.shard([torch.randn(size) for size in sizes], 0, 1, shape)
         # Of experts there is one tensor, in which each has a part.

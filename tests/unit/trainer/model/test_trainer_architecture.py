@@ -10,10 +10,9 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from relaxd.config import TrainerConfig
-from services.trainer.model.architecture import ModelError, ModelFileError
+from services.trainer.model.architecture import ModelError, ModelFileError, Rope
 from services.trainer.model.architectures import FAMILIES, read_architecture
 from services.trainer.model.policy_model import check_divisible
-from services.trainer.model.rope import Rope
 from tests.unit.trainer.model.model_configs import LLAMA, MOE, write
 
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}

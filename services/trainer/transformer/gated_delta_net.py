@@ -17,8 +17,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from relaxd.models.shape import DeltaNetSizes
-from services.trainer.transformer.delta_net.chunk_tree import ChunkTree
-from services.trainer.transformer.delta_net.delta_rule import causal_convolution, gated_delta_rule, gated_norm, unit
+from services.trainer.transformer.delta_rule import ChunkTree, causal_convolution, gated_delta_rule, gated_norm, unit
 
 
 class GatedDeltaNet(MegatronModule):

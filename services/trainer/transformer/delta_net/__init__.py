@@ -1,1 +1,0 @@
-"""Gated delta nets: layers that carry a state from token to token in place of attention."""
