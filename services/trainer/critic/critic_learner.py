@@ -1,5 +1,5 @@
 """The critic of one rank of its service: values, training on a step's file, snapshots, and the commands that ranks
-execute together.
+call together.
 """
 
 import logging
@@ -39,7 +39,7 @@ from services.trainer.learner.snapshots.checkpoint_copies import HostCopies
 from services.trainer.learner.snapshots.snapshot import Kept, Snapshot, Stateful, load_snapshot, prepare
 from services.trainer.learner.update import TooManySkippedUpdates, UpdateStats, step_metrics, update_weights
 from services.trainer.loop.commanded_rank import CommandedRank
-from services.trainer.megatron.rank_messages import message
+from services.trainer.megatron.rank_messages import command
 from services.trainer.reference_models.model_rank import world_config
 
 COLUMNS = ("prompt_tokens", "tokens", "lengths", "sample_of_sequence", "shares_prompt", "loss_mask", "reward", VALUES)
@@ -242,29 +242,15 @@ class CriticRank(CommandedRank):
         return CommittedSteps(self.board.ledger, self.steps_of)
 
 
-@message
-@dataclass(frozen=True)
-class Value:
-    """Compute the values of micro-batches."""
-
-    micro_batches: Sequence[PackedMicroBatch]
-
-    def execute(self, rank: CriticRank) -> list[dict[str, NDArray[Any]]]:
-        """Return their columns."""
-        return rank.learner.values(self.micro_batches)
+@command
+def compute_values(rank: CriticRank, micro_batches: Sequence[PackedMicroBatch]) -> list[dict[str, NDArray[Any]]]:
+    """Return the columns of micro-batches with their values."""
+    return rank.learner.values(micro_batches)
 
 
-@message
-@dataclass(frozen=True)
-class TrainStep:
-    """Train on a committed step."""
-
-    step: int
-    plan: Mapping[str, Any]
-    """The step's plan in the ledger."""
-
-    def execute(self, rank: CriticRank) -> None:
-        """Read the step's file, and train. Raises StepFileError."""
-        with rank.channel.disk.all_ranks(f"reading the file of step {self.step}") as progress:
-            file = read_committed(rank.steps_of, self.step, self.plan, progress, (*COLUMNS, RETURNS))
-        rank.learner.train(file, rank.progress)
+@command
+def train_step(rank: CriticRank, step: int, plan: Mapping[str, Any]) -> None:
+    """Read a committed step's file, and train on it; `plan` is the one in the ledger. Raises StepFileError."""
+    with rank.channel.disk.all_ranks(f"reading the file of step {step}") as progress:
+        file = read_committed(rank.steps_of, step, plan, progress, (*COLUMNS, RETURNS))
+    rank.learner.train(file, rank.progress)

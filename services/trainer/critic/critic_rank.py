@@ -17,7 +17,7 @@ from relaxd.v1 import rank_pb2 as pb
 from relaxd.v1 import rank_pb2_grpc
 from services.trainer.batch.micro_batch import PackedMicroBatch
 from services.trainer.checkpoints.rank_part import CheckpointPart
-from services.trainer.critic.critic_learner import CriticLearner, CriticRank, Value
+from services.trainer.critic.critic_learner import CriticLearner, CriticRank, compute_values
 from services.trainer.critic.follower import Follower
 from services.trainer.loop.checkpoint_control import REMOVAL_SECONDS
 from services.trainer.megatron.channels import RankChannel
@@ -55,7 +55,7 @@ class CriticServiceRank(ModelRank):
 
         def compute(name: str, micro_batches: Sequence[PackedMicroBatch]) -> list[dict[str, NDArray[Any]]]:
             self._report_progress()
-            return rank.run(Value(micro_batches))
+            return rank.run(compute_values, micro_batches)
 
         self._stage = ModelStage(
             rank.board,

@@ -14,7 +14,7 @@ from relaxd.board import BoardUnavailable, Column, CriticOrders, LedgerEntry
 from relaxd.config import RunConfig
 from relaxd.roles import CRITIC
 from services.trainer.batch.step_file import step_file_path
-from services.trainer.critic.critic_learner import CriticRank, TrainStep
+from services.trainer.critic.critic_learner import CriticRank, train_step
 from services.trainer.loop.checkpoint_control import Answer, Checkpoints
 from services.trainer.loop.checkpoint_restore import restore
 from services.trainer.megatron import TICK_SECONDS
@@ -172,7 +172,7 @@ class Follower:
         await_file(file, CRITIC, self._still_waiting)
         self.checkpoints.wait_for_copies()
         began = time.monotonic()
-        self._rank.run(TrainStep(entry.step, entry.plan))
+        self._rank.run(train_step, entry.step, entry.plan)
         self._trained = entry
         numbers = {name: float(f"{value:.4g}") for name, value in self._rank.learner.metrics.items()}
         seconds = time.monotonic() - began

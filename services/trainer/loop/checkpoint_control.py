@@ -23,10 +23,10 @@ from services.trainer.checkpoints import checkpoint_folders as folders
 from services.trainer.checkpoints.checkpoint_folders import BoardState, CheckpointState, Ledger
 from services.trainer.loop.checkpoint_restore import Schedule
 from services.trainer.loop.commanded_rank import (
-    BeginCheckpoint,
     CommandedRank,
-    EndCheckpoint,
-    PrepareCheckpoints,
+    begin_checkpoint,
+    end_checkpoint,
+    prepare_checkpoints,
 )
 from services.trainer.megatron import TICK_SECONDS
 from services.trainer.megatron.disk_work import DiskRefused
@@ -77,7 +77,7 @@ class Checkpoints:
     def prepare(self) -> None:
         """Have the ranks prepare the memory for the first checkpoint, if the run takes any."""
         if self._settings.every:
-            self._rank.run(PrepareCheckpoints())
+            self._rank.run(prepare_checkpoints)
 
     def after_step(self, step: int, seconds: float, file: Path) -> None:
         """Schedule a checkpoint if one is due after a committed step, given the `seconds` of work on it, and its step
@@ -150,7 +150,7 @@ class Checkpoints:
         if problem:
             self._fail(answers, f"{partial} can't be created: {problem}")
             return
-        checksum, size = self._rank.run(BeginCheckpoint(partial))
+        checksum, size = self._rank.run(begin_checkpoint, partial)
         state = state.model_copy(update={"weights_checksum": checksum})
         self._stalled += time.monotonic() - began
         self._saving = _Saving(
@@ -186,7 +186,7 @@ class Checkpoints:
             more = f"; so did {len(errors) - SHOWN_ERRORS} more" if len(errors) > SHOWN_ERRORS else ""
             self._abandon(saving, "; ".join(errors[:SHOWN_ERRORS]) + more)
         else:
-            self._rank.run(EndCheckpoint())
+            self._rank.run(end_checkpoint)
             files = {name: file for report in reports for name, file in report["files"].items()}
             saving.sealed = self._sealer.submit(self._seal, saving, files)
 
@@ -238,7 +238,7 @@ class Checkpoints:
 
     def _abandon(self, saving: "_Saving", reason: str) -> None:
         self._saving = None
-        self._rank.run(EndCheckpoint())
+        self._rank.run(end_checkpoint)
         with self._rank.rank0_only(f"removing {saving.partial}"):
             shutil.rmtree(saving.partial, ignore_errors=True)
         self._fail(saving.answers, f"{reason}; {self._room(saving)}")

@@ -11,7 +11,7 @@ from relaxd.config.trainer import CheckpointConfig
 from relaxd.run_folder import checkpoint_path, checkpoint_steps
 from services.trainer.checkpoints import checkpoint_folders as folders
 from services.trainer.checkpoints.checkpoint_folders import CheckpointBroken, CheckpointState
-from services.trainer.loop.commanded_rank import CommandedRank, Restore, VerifyCheckpoint
+from services.trainer.loop.commanded_rank import CommandedRank, restore_checkpoint, verify_checkpoint
 
 logger = logging.getLogger(__name__)
 
@@ -40,7 +40,7 @@ def restore(rank: CommandedRank, config: RunConfig, term: int) -> tuple[int, Led
         if step > last:  # if it stayed, it would be taken for one of the step that will have this number
             _put_aside(rank, path, f"the ledger ends earlier, at step {last}")
             continue
-        if not rank.run(VerifyCheckpoint(path)):
+        if not rank.run(verify_checkpoint, path):
             _put_aside(rank, path, "it is broken")
             continue
         try:
@@ -55,7 +55,7 @@ def restore(rank: CommandedRank, config: RunConfig, term: int) -> tuple[int, Led
         same = same_layout(state, config)
         if not same:
             logger.warning("checkpoint %s has another parallel layout: sums will differ in their order", path.name)
-        rank.run(Restore(path, step, same))
+        rank.run(restore_checkpoint, path, step, same_layout=same)
         logger.info("checkpoint %s is loaded", path.name)
         return step, entry
     return 0, None

@@ -1,20 +1,21 @@
-"""A rank that executes rank 0's commands, its thread, and the commands of every world that learns: disk work,
+"""A rank that calls rank 0's commands, its thread, and the commands of every world that learns: disk work,
 checkpoints.
 
-Rank 0 sends a command over the rank channel, and all ranks, rank 0 included, execute it. All ranks execute the same
-commands in the same order, so a command may contain collectives. Rank 0 gets the results.
+A command is a function. Rank 0 sends its name and arguments over the rank channel, and all ranks, rank 0 included, call
+it, in their training threads. All ranks call the same commands in the same order, so a command may contain collectives.
+Rank 0 gets the results.
 """
 
 import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import NoReturn, Protocol, TypeVar
+from typing import Any, Concatenate, NoReturn, ParamSpec, TypeVar
 
 from torch.profiler import record_function
 
@@ -30,20 +31,13 @@ from services.trainer.checkpoints.rank_part import CheckpointPart
 from services.trainer.learner.snapshots.snapshot import Checkpointed
 from services.trainer.megatron.channels import RankChannel
 from services.trainer.megatron.disk_work import Progress
-from services.trainer.megatron.rank_messages import message
+from services.trainer.megatron.rank_messages import command
 
 logger = logging.getLogger(__name__)
 
-T_co = TypeVar("T_co", covariant=True)
-R_contra = TypeVar("R_contra", contravariant=True)
+P = ParamSpec("P")
+T = TypeVar("T")
 R = TypeVar("R", bound="CommandedRank")
-
-
-class Command(Protocol[R_contra, T_co]):
-    """A command."""
-
-    def execute(self, rank: R_contra) -> T_co:
-        """Execute this rank's part, in its training thread. All ranks call it together."""
 
 
 @dataclass
@@ -71,29 +65,29 @@ class CommandedRank:
         """The run's committed steps."""
         return CommittedSteps(self.board.ledger, self.run_folder)
 
-    def run(self: R, command: Command[R, T_co]) -> T_co:
-        """Rank 0: execute a command on all ranks. Return this rank's result."""
-        self.channel.send(command)
-        return self._execute(command)
+    def run(self: R, function: Callable[Concatenate[R, P], T], *arguments: P.args, **named: P.kwargs) -> T:
+        """Rank 0: call a command on all ranks. Return this rank's result."""
+        self.channel.send((function, arguments, named))
+        return self._call(function, arguments, named)
 
     def follow(self) -> NoReturn:
-        """Other ranks: execute rank 0's commands.
+        """Other ranks: call rank 0's commands.
 
         Raises:
             RuntimeError: rank 0 is gone, or was silent for longer than the channel's deadline.
             BoardUnavailable: the board was unavailable for longer than half of that deadline.
         """
         while True:
-            self._execute(self.channel.receive())
+            self._call(*self.channel.receive())
 
-    def _execute(self: R, command: Command[R, T_co]) -> T_co:
-        with record_function(type(command).__name__):  # its name in a profile
-            return command.execute(self)
+    def _call(self, function: Callable[..., T], arguments: Sequence[Any], named: Mapping[str, Any]) -> T:
+        with record_function(function.__name__.title().replace("_", "")):  # its name in a profile
+            return function(self, *arguments, **named)
 
     @contextmanager
     def rank0_only(self, work: str) -> Iterator[Progress]:
         """Rank 0: do disk work in the block while the other ranks wait; see `DiskWork.all_ranks`."""
-        self.channel.send(WaitForDisk(work))
+        self.channel.send((wait_for_disk, (work,), {}))
         with self.channel.disk.all_ranks(work) as progress:
             yield progress
 
@@ -102,79 +96,48 @@ class CommandedRank:
         return self.channel.sum_over_ranks(self.learner.checksum())
 
 
-@message
-@dataclass(frozen=True)
-class WaitForDisk:
+@command
+def wait_for_disk(rank: CommandedRank, work: str) -> None:
     """Wait for disk work of rank 0, which sends this in `CommandedRank.rank0_only`."""
-
-    work: str
-
-    def execute(self, rank: CommandedRank) -> None:
-        """Wait."""
-        with rank.channel.disk.all_ranks(self.work):
-            pass
+    with rank.channel.disk.all_ranks(work):
+        pass
 
 
-@message
-@dataclass(frozen=True)
-class PrepareCheckpoints:
+@command
+def prepare_checkpoints(rank: CommandedRank) -> None:
     """Prepare for the first checkpoint, which would otherwise wait."""
-
-    def execute(self, rank: CommandedRank) -> None:
-        """Prepare the checkpoints."""
-        rank.learner.prepare_snapshots()
+    rank.learner.prepare_snapshots()
 
 
-@message
-@dataclass(frozen=True)
-class BeginCheckpoint:
-    """Take a snapshot and start writing it to an empty folder, if there is room for it."""
+@command
+def begin_checkpoint(rank: CommandedRank, folder: Path) -> tuple[int, int]:
+    """Take a snapshot and start writing it to an empty folder, if there is room for it.
 
-    folder: Path
-
-    def execute(self, rank: CommandedRank) -> tuple[int, int]:
-        """Return the checksum of the weights, and the bytes that all ranks will write."""
-        checksum = rank.checksum()
-        size = rank.channel.sum_over_ranks(rank.checkpoint.begin(self.folder))
-        fits = rank.channel.all_ranks_agree(has_room(self.folder, size))
-        rank.checkpoint.write("" if fits else "nothing of it was written, because it doesn't fit")
-        return checksum, size
+    Return the checksum of the weights, and the bytes that all ranks will write.
+    """
+    checksum = rank.checksum()
+    size = rank.channel.sum_over_ranks(rank.checkpoint.begin(folder))
+    fits = rank.channel.all_ranks_agree(has_room(folder, size))
+    rank.checkpoint.write("" if fits else "nothing of it was written, because it doesn't fit")
+    return checksum, size
 
 
-@message
-@dataclass(frozen=True)
-class EndCheckpoint:
+@command
+def end_checkpoint(rank: CommandedRank) -> None:
     """Drop the snapshot, once every rank has reported the end of its writing, or is late."""
-
-    def execute(self, rank: CommandedRank) -> None:
-        """Drop the snapshot."""
-        rank.checkpoint.end()
+    rank.checkpoint.end()
 
 
-@message
-@dataclass(frozen=True)
-class VerifyCheckpoint:
-    """Compare a checkpoint's files with its manifest."""
-
-    folder: Path
-
-    def execute(self, rank: CommandedRank) -> bool:
-        """Return whether all files are intact; each rank reads a share of them."""
-        return rank.channel.all_ranks_agree(rank.checkpoint.intact(self.folder))
+@command
+def verify_checkpoint(rank: CommandedRank, folder: Path) -> bool:
+    """Return whether all files of a checkpoint are intact; each rank reads a share of them."""
+    return rank.channel.all_ranks_agree(rank.checkpoint.intact(folder))
 
 
-@message
-@dataclass(frozen=True)
-class Restore:
-    """Load a checkpoint; see `Learner.restore`."""
-
-    folder: Path
-    step: int
-    same_layout: bool
-
-    def execute(self, rank: CommandedRank) -> None:
-        """Load this rank's part. Raises CheckpointError if it doesn't fit this model."""
-        rank.learner.restore(self.folder, self.step, same_layout=self.same_layout)
+@command
+def restore_checkpoint(rank: CommandedRank, folder: Path, step: int, *, same_layout: bool) -> None:
+    """Load this rank's part of a checkpoint. Raises CheckpointError if it doesn't fit this model."""
+    rank.learner.restore(folder, step, same_layout=same_layout)
 
 
 END_SECONDS = 5.0

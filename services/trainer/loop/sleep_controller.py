@@ -5,7 +5,7 @@ from collections.abc import Mapping
 
 from relaxd.v1.weights_pb2 import MemoryChange
 from services.trainer.learner.offload import memory_in_use
-from services.trainer.loop.training_commands import OffloadState, TrainingRank
+from services.trainer.loop.training_commands import TrainingRank, offload_state
 from services.trainer.loop.weight_read_lock import WeightReadLock
 from services.trainer.megatron import TICK_SECONDS
 
@@ -26,7 +26,7 @@ class SleepController:
             return self._no_change()
         started = time.monotonic()
         self._weights.begin_change("it is going to sleep", self._rank.channel.tick, TICK_SECONDS)
-        before, after = self._rank.run(OffloadState(to_host=True))
+        before, after = self._rank.run(offload_state, to_host=True)
         self.asleep, self._asleep_since = True, started
         return MemoryChange(before_bytes=before, after_bytes=after, seconds=time.monotonic() - started)
 
@@ -40,7 +40,7 @@ class SleepController:
         if not self.asleep:
             return self._no_change()
         started = time.monotonic()
-        before, after = self._rank.run(OffloadState(to_host=False))
+        before, after = self._rank.run(offload_state, to_host=False)
         self._weights.publish(self._rank.learner.step)
         self.asleep = False
         ended = time.monotonic()

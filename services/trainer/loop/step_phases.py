@@ -35,7 +35,7 @@ from services.trainer.batch.micro_batch_division import (
 from services.trainer.batch.step_membership import DeliveredGroup
 from services.trainer.batch.step_plan import MicroBatchRound, MiniBatch, StepPlan, schedule_length
 from services.trainer.loop.round_runner import GroupFailed
-from services.trainer.loop.training_commands import Assemble, Prepare, Round, TrainingRank
+from services.trainer.loop.training_commands import TrainingRank, assemble, prepare, train_round
 from services.trainer.megatron.disk_work import Progress
 
 logger = logging.getLogger(__name__)
@@ -192,7 +192,7 @@ class TrainedWhileFilling(_Phases):
     def take(self, open_step: StepBuilder, entry: MicroBatchRound, *, last: bool) -> None:
         """Run forward and backward. The last round also starts the reduction, so no other may follow."""
         self._rank.groups = open_step.groups
-        self._rank.run(Round(entry, open_step.deliveries_of(entry), last=last))
+        self._rank.run(train_round, entry, open_step.deliveries_of(entry), last=last)
         open_step.rounds.append(entry)
         open_step.sealed = last
 
@@ -214,7 +214,7 @@ class PreparedThenTrained(_Phases):
         """Run the forward passes."""
         self._rank.groups = open_step.groups
         if self._rank.runner.prepares:
-            self._rank.run(Prepare(entry, open_step.deliveries_of(entry)))
+            self._rank.run(prepare, entry, open_step.deliveries_of(entry))
 
     def close(self, open_step: StepBuilder) -> bool:
         """Measure the advantages; divide the groups into mini-batches; hand them out with their prepared columns."""
@@ -269,12 +269,13 @@ class PreparedThenTrained(_Phases):
         dp_ranks, done = dp_ranks_of_groups(open_step.mini_batches), 0
         for bundle in bundles(groups, BUNDLE_BYTES):
             ids = [group.group_id for group in bundle]
-            command = Assemble(
+            everywhere = self._rank.run(
+                assemble,
                 tuple(open_step.members[group_id].delivery for group_id in ids),
                 {group_id: columns[group_id] for group_id in ids},
                 {group_id: dp_ranks[group_id] for group_id in ids},
             )
-            if not self._rank.run(command):
+            if not everywhere:
                 return False
             done += len(bundle)
             self._rank.channel.disk.report(f"step {open_step.number}: {done} of {len(groups)} groups are handed out")

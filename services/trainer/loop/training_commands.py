@@ -1,4 +1,4 @@
-"""Training commands, which the ranks execute together."""
+"""Training commands, which the ranks call together."""
 
 import time
 from collections.abc import Collection, Mapping, Sequence
@@ -22,7 +22,7 @@ from services.trainer.loop.step_profiler import ProfileOptions, StepProfiler
 from services.trainer.megatron import TICK_SECONDS
 from services.trainer.megatron.channels import ModelParallelChannel
 from services.trainer.megatron.disk_work import DiskRefused
-from services.trainer.megatron.rank_messages import message
+from services.trainer.megatron.rank_messages import command, message
 
 message(Delivery)
 message(Whitening)
@@ -96,188 +96,142 @@ class TrainingRank(CommandedRank):
         self.prepared.clear()
 
 
-@message
-@dataclass(frozen=True)
-class Round:
-    """Run forward and backward of a round."""
+@command
+def train_round(
+    rank: TrainingRank,
+    entry: MicroBatchRound,
+    deliveries: Collection[Delivery],
+    whitening: Whitening | None = None,
+    *,
+    last: bool = False,
+) -> None:
+    """Get this rank's missing groups, and run forward and backward of a round.
 
-    micro_batches: MicroBatchRound
-    deliveries: tuple[Delivery, ...]
-    """Deliveries of its groups."""
-    whitening: Whitening | None = None
-    """`StepPlan.whitening`."""
-    last: bool = False
-    """True for the last round of its update."""
-
-    def execute(self, rank: TrainingRank) -> None:
-        """Get this rank's missing groups and accumulate gradients."""
-        rank.load_missing(rank.runner.own_groups(self.micro_batches), self.deliveries)
-        rank.runner.run(self.micro_batches, rank.groups, self.whitening, last=self.last)
-
-
-@message
-@dataclass(frozen=True)
-class Prepare:
-    """Compute columns of a round's groups by forward passes, before the step's first update."""
-
-    micro_batches: MicroBatchRound
-    deliveries: tuple[Delivery, ...]
-    """Deliveries of its groups."""
-
-    def execute(self, rank: TrainingRank) -> None:
-        """Get this rank's missing groups, compute its part of the columns, and pass them to rank 0."""
-        rank.load_missing(rank.runner.own_groups(self.micro_batches), self.deliveries)
-        own = rank.runner.prepare(self.micro_batches, rank.groups)
-        world = rank.learner.world
-        first = world.tp_rank == world.cp_rank == world.pp_rank == 0  # the others have computed the same
-        # One micro-batch at a time: those of a pipeline's schedule may have gigabytes.
-        for found in own:
-            for columns in rank.channel.gather(found if first else {}):
-                rank.prepared |= columns
+    Args:
+        rank: this rank.
+        entry: the round.
+        deliveries: those of its groups.
+        whitening: `StepPlan.whitening`.
+        last: whether it is the last round of its update.
+    """
+    rank.load_missing(rank.runner.own_groups(entry), deliveries)
+    rank.runner.run(entry, rank.groups, whitening, last=last)
 
 
-@message
-@dataclass(frozen=True)
-class Assemble:
+@command
+def prepare(rank: TrainingRank, entry: MicroBatchRound, deliveries: Collection[Delivery]) -> None:
+    """Compute columns of a round's groups by forward passes, before the step's first update. Pass them to rank 0."""
+    rank.load_missing(rank.runner.own_groups(entry), deliveries)
+    own = rank.runner.prepare(entry, rank.groups)
+    # One micro-batch at a time: those of a pipeline's schedule may have gigabytes.
+    for found in own:
+        for columns in rank.channel.gather(found if rank.learner.world.first_of_replica else {}):
+            rank.prepared |= columns
+
+
+@command
+def assemble(
+    rank: TrainingRank,
+    deliveries: Collection[Delivery],
+    columns: Mapping[str, Mapping[str, NDArray[Any]]],
+    dp_ranks: Mapping[str, frozenset[int]],
+) -> bool:
     """Have some of a step's groups, with their prepared columns, on the ranks that train on them.
 
     Once all groups of a step are assembled, no update depends on the board. Repeating it does no harm.
+
+    Args:
+        rank: this rank.
+        deliveries: those of the groups.
+        columns: the prepared columns of each group.
+        dp_ranks: the data-parallel ranks that train on each group.
+
+    Returns:
+        Whether all ranks have their groups; if not, some were closed.
     """
-
-    deliveries: tuple[Delivery, ...]
-    """Deliveries of the groups."""
-    columns: Mapping[str, Mapping[str, NDArray[Any]]]
-    """The prepared columns of each group."""
-    dp_ranks: Mapping[str, frozenset[int]]
-    """The data-parallel ranks that train on each group."""
-
-    def execute(self, rank: TrainingRank) -> bool:
-        """Return whether all ranks have their groups; if not, some were closed."""
-        world = rank.learner.world
-        needed = {group_id for group_id, dp_ranks in self.dp_ranks.items() if world.dp_rank in dp_ranks}
-        rank.load_missing(needed, self.deliveries)
-        kept = self.columns.keys() if world.rank == 0 else needed  # rank 0 writes all of them to the step file
-        for group_id, columns in self.columns.items():
-            group = rank.groups.pop(group_id, None)
-            if group is not None and group_id in kept:
-                rank.groups[group_id] = group.with_columns(columns)
-        rank.shared -= self.columns.keys() - needed
-        return rank.channel.all_ranks_agree(needed <= rank.groups.keys())
+    world = rank.learner.world
+    needed = {group_id for group_id, ranks in dp_ranks.items() if world.dp_rank in ranks}
+    rank.load_missing(needed, deliveries)
+    kept = columns.keys() if world.rank == 0 else needed  # rank 0 writes all of them to the step file
+    for group_id, prepared in columns.items():
+        group = rank.groups.pop(group_id, None)
+        if group is not None and group_id in kept:
+            rank.groups[group_id] = group.with_columns(prepared)
+    rank.shared -= columns.keys() - needed
+    return rank.channel.all_ranks_agree(needed <= rank.groups.keys())
 
 
-@message
-@dataclass(frozen=True)
-class Update:
+@command
+def update(rank: TrainingRank, normalizer: float) -> UpdateStats:
     """Update the weights; `normalizer` divides the summed loss of the accumulated micro-batches."""
-
-    normalizer: float
-
-    def execute(self, rank: TrainingRank) -> UpdateStats:
-        """Return the update's statistics."""
-        return rank.learner.update(self.normalizer)
+    return rank.learner.update(normalizer)
 
 
-@message
-@dataclass(frozen=True)
-class KeepWeights:
+@command
+def keep_weights(rank: TrainingRank) -> None:
     """Have broadcasts send the weights as they are now until the step ends."""
-
-    def execute(self, rank: TrainingRank) -> None:
-        """Copy them."""
-        rank.learner.keep_weights()
+    rank.learner.keep_weights()
 
 
-@message
-@dataclass(frozen=True)
-class EndStep:
-    """Count a step whose updates are done, and forget its groups."""
+@command
+def end_step(rank: TrainingRank, refreshed: Collection[str] = ()) -> int:
+    """Count a step whose updates are done, and forget its groups. Return the checksum of the new weights.
 
-    refreshed: tuple[str, ...] = ()
-    """`StepPlan.refreshed`."""
-
-    def execute(self, rank: TrainingRank) -> int:
-        """Return the checksum of the new weights."""
-        rank.learner.end_step(self.refreshed)
-        rank.forget_step()
-        return rank.checksum()
+    `refreshed`: `StepPlan.refreshed`.
+    """
+    rank.learner.end_step(refreshed)
+    rank.forget_step()
+    return rank.checksum()
 
 
-@message
-@dataclass(frozen=True)
-class Discard:
+@command
+def discard(rank: TrainingRank) -> None:
     """Drop the open step's gradients and groups."""
-
-    def execute(self, rank: TrainingRank) -> None:
-        """Drop the gradients and groups."""
-        rank.learner.discard()
-        rank.forget_step()
+    rank.learner.discard()
+    rank.forget_step()
 
 
-@message
-@dataclass(frozen=True)
-class Replay:
-    """Repeat a committed step from its file."""
+@command
+def replay(rank: TrainingRank, step: int, plan: Mapping[str, Any]) -> tuple[list[UpdateStats], int]:
+    """Repeat a committed step from its file.
 
-    step: int
-    plan: Mapping[str, Any]
-    """The step's plan in the ledger."""
-
-    def execute(self, rank: TrainingRank) -> tuple[list[UpdateStats], int]:
-        """Return the statistics of the step's updates and the checksum of the new weights. Raises StepFileError."""
-        with rank.channel.disk.all_ranks(f"reading the file of step {self.step}") as progress:
-            file = read_committed(rank.run_folder, self.step, self.plan, progress)
-        updates = rank.runner.replay(file, self.plan.get(OUTCOME))
-        return updates, rank.checksum()
+    `plan`: the step's plan in the ledger. Return the statistics of the step's updates and the checksum of the new
+    weights. Raises StepFileError.
+    """
+    with rank.channel.disk.all_ranks(f"reading the file of step {step}") as progress:
+        file = read_committed(rank.run_folder, step, plan, progress)
+    return rank.runner.replay(file, plan.get(OUTCOME)), rank.checksum()
 
 
-@message
-@dataclass(frozen=True)
-class Export:
-    """Write the weights as a Hugging Face folder."""
+@command
+def export(rank: TrainingRank, folder: Path) -> int | DiskRefused:
+    """Write the weights as a Hugging Face folder.
 
-    folder: Path
-
-    def execute(self, rank: TrainingRank) -> int | DiskRefused:
-        """Return the version of the weights, or the reason why they can't be written."""
-        try:
-            rank.learner.save_hf(self.folder)
-        except DiskRefused as error:
-            return error
-        return rank.learner.step
+    Return the version of the weights, or the reason why they can't be written.
+    """
+    try:
+        rank.learner.save_hf(folder)
+    except DiskRefused as error:
+        return error
+    return rank.learner.step
 
 
-@message
-@dataclass(frozen=True)
-class OffloadState:
-    """Move the state from the devices to the host's memory, or back."""
-
-    to_host: bool
-
-    def execute(self, rank: TrainingRank) -> tuple[int, int]:
-        """Return the bytes in use on all devices before and after."""
-        before, after = rank.learner.offload() if self.to_host else rank.learner.onload()
-        return rank.channel.sum_over_ranks(before), rank.channel.sum_over_ranks(after)
+@command
+def offload_state(rank: TrainingRank, *, to_host: bool) -> tuple[int, int]:
+    """Move the state from the devices to the host's memory, or back. Return the bytes in use on all devices before and
+    after."""
+    before, after = rank.learner.offload() if to_host else rank.learner.onload()
+    return rank.channel.sum_over_ranks(before), rank.channel.sum_over_ranks(after)
 
 
-@message
-@dataclass(frozen=True)
-class BeginProfile:
-    """Start recording a step."""
-
-    step: int
-    options: ProfileOptions
-
-    def execute(self, rank: TrainingRank) -> None:
-        """Start recording, if the options name this rank."""
-        rank.profiler.begin(self.step, self.options)
+@command
+def begin_profile(rank: TrainingRank, step: int, options: ProfileOptions) -> None:
+    """Start recording a step, if the options name this rank."""
+    rank.profiler.begin(step, options)
 
 
-@message
-@dataclass(frozen=True)
-class EndProfile:
-    """End the recording of a step."""
-
-    def execute(self, rank: TrainingRank) -> None:
-        """Write this rank's files while the other ranks wait."""
-        with rank.channel.disk.all_ranks("writing profiles"):
-            rank.profiler.end()
+@command
+def end_profile(rank: TrainingRank) -> None:
+    """End the recording of a step: write this rank's files while the other ranks wait."""
+    with rank.channel.disk.all_ranks("writing profiles"):
+        rank.profiler.end()

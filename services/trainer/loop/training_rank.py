@@ -39,7 +39,7 @@ from services.trainer.loop.commanded_rank import RankThread
 from services.trainer.loop.round_runner import RoundRunner
 from services.trainer.loop.step_profiler import ProfileOptions, ProfilePlan, step_profiler
 from services.trainer.loop.thread_requests import Controls, result_of
-from services.trainer.loop.training_commands import Export, TrainingRank
+from services.trainer.loop.training_commands import TrainingRank, export
 from services.trainer.loop.training_queue import TrainingQueue
 from services.trainer.loop.training_thread import Training
 from services.trainer.loop.weight_broadcast import WeightBroadcaster, weight_buckets
@@ -117,8 +117,10 @@ class Rank(trainer_pb2_grpc.TrainerServicer, rank_pb2_grpc.RankServicer):
 
     def ExportHuggingFace(self, request: pb.ExportHuggingFaceRequest, context: Any) -> pb.ExportHuggingFaceResponse:
         """Have the ranks write the weights, to an absolute path."""
-        export = Export(Path(request.folder))
-        version = self._controls.requests.ask(lambda training: training.rank.run(export), context.time_remaining())
+        folder = Path(request.folder)
+        version = self._controls.requests.ask(
+            lambda training: training.rank.run(export, folder), context.time_remaining()
+        )
         if isinstance(version, DiskRefused):
             raise ResourceExhausted(str(version))
         # A run ends with it: after its last evaluation, and without another checkpoint.

@@ -40,16 +40,16 @@ from services.trainer.loop.step_phases import StepBuilder, phases_for
 from services.trainer.loop.step_profiler import ProfilePlan
 from services.trainer.loop.thread_requests import Controls
 from services.trainer.loop.training_commands import (
-    BeginProfile,
-    Discard,
-    EndProfile,
-    EndStep,
-    Export,
-    KeepWeights,
-    Replay,
-    Round,
     TrainingRank,
-    Update,
+    begin_profile,
+    discard,
+    end_profile,
+    end_step,
+    export,
+    keep_weights,
+    replay,
+    train_round,
+    update,
 )
 from services.trainer.loop.training_queue import TrainingQueue
 from services.trainer.loop.weight_read_lock import WeightReadLock
@@ -153,7 +153,7 @@ class Training:
     def _begin_profile(self, step: int) -> None:
         """Record the step on all ranks, if that is planned. One that starts over is recorded from its first start."""
         if options := self._profiles.begin(step):
-            self.rank.run(BeginProfile(step, options))
+            self.rank.run(begin_profile, step, options)
             self._profiled = True
 
     def _end_profile(self) -> None:
@@ -161,7 +161,7 @@ class Training:
         if self._profiled:
             self._profiled = False
             self._report("writing profiles")
-            self.rank.run(EndProfile())
+            self.rank.run(end_profile)
 
     def _fill(self, open_step: StepBuilder) -> StepBuilder | None:
         """Take groups and process them as they arrive, until the step may close. Return None if it was discarded."""
@@ -208,7 +208,7 @@ class Training:
             logger.warning("step %d starts over: groups %s were closed", open_step.number, ", ".join(lost))
             self._intake.forget(lost)
             open_step.end_spans()
-            self.rank.run(Discard())
+            self.rank.run(discard)
         return bool(lost)
 
     def _write(self, open_step: StepBuilder, plan: StepPlan, groups: Sequence[TrainGroup]) -> bool:
@@ -283,7 +283,7 @@ class Training:
     def _problem_of_export(self, folder: Path) -> str:
         """Try to write the weights. Return "" or, in readable form, the wait of the step."""
         self._report(f"writing {folder}")
-        refused: object = self.rank.run(Export(folder))
+        refused: object = self.rank.run(export, folder)
         if not isinstance(refused, DiskRefused):
             with self.rank.rank0_only(f"syncing {folder}"):
                 try:
@@ -324,14 +324,14 @@ class Training:
             for number, entry in enumerate(rounds, 1):
                 self._report(place)
                 self._abandon_if_draining()
-                self.rank.run(Round(entry, (), plan.whitening, last=number == len(rounds)))
+                self.rank.run(train_round, entry, (), plan.whitening, last=number == len(rounds))
             if not updates:
                 open_step.held_back = self._begin_change(plan.step)
                 if keeps:
-                    self.rank.run(KeepWeights())
+                    self.rank.run(keep_weights)
                     self._weights.publish(plan.step - 1)
             self._report(place)
-            stats = self.rank.run(Update(mini_batch.normalizer))
+            stats = self.rank.run(update, mini_batch.normalizer)
             updates.append(stats)
             groups = plan.groups_of(mini_batch)
             if stats.skipped:
@@ -343,7 +343,7 @@ class Training:
             self._skipped.record(plan.step, groups, skipped=stats.skipped)
         if keeps:
             open_step.held_back += self._begin_change(plan.step)
-        self._weights_checksum = self.rank.run(EndStep(plan.refreshed))
+        self._weights_checksum = self.rank.run(end_step, plan.refreshed)
         return updates
 
     def _abandon_if_draining(self) -> None:
@@ -475,7 +475,7 @@ class Training:
         """Replay one step of the ledger on all ranks."""
         self._report(f"replaying step {entry.step}")
         began = time.monotonic()
-        updates, checksum = self.rank.run(Replay(entry.step, entry.plan))
+        updates, checksum = self.rank.run(replay, entry.step, entry.plan)
         self.checkpoints.after_replay(time.monotonic() - began, step_file_path(self._run_folder, entry.step))
         self._export_if_due(entry.step)  # the trainer may have died before
         was, now = entry.metrics.get("grad_norm"), step_metrics(updates, 1)["grad_norm"]
@@ -491,7 +491,7 @@ class Training:
         if not every or step % every or folder.exists():
             return
         self._report(f"exporting the model of step {step}")
-        exported = self.rank.run(Export(folder))
+        exported = self.rank.run(export, folder)
         if isinstance(exported, DiskRefused):
             logger.error("the model of step %d is not exported: %s", step, exported)
         else:

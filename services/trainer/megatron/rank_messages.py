@@ -1,20 +1,23 @@
-"""Messages between ranks, as bytes: JSON, with arrays beside it. Nothing that is received is executed.
+"""Messages between ranks, as bytes: JSON, with arrays beside it. Only registered functions are ever called.
 
-A message is made of plain values, arrays, paths and registered dataclasses. Ranks of one program know the same
-classes; a name that isn't registered is refused.
+A message is made of plain values, arrays, paths, and registered dataclasses and functions, which are sent by name.
+Ranks of one program know the same ones; a name that isn't registered is refused.
 """
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import fields, is_dataclass
 from pathlib import Path
+from types import FunctionType
 from typing import Any, TypeVar
 
 import numpy as np
 
 T = TypeVar("T")
+F = TypeVar("F", bound=Callable[..., Any])
 
 _TYPES: dict[str, type] = {}
+_COMMANDS: dict[str, Callable[..., Any]] = {}
 KIND = "$"
 """Key of a JSON object that represents a value that JSON lacks."""
 
@@ -31,8 +34,14 @@ def message(cls: type[T]) -> type[T]:
     return cls
 
 
-def _name(cls: type) -> str:
-    return f"{cls.__module__}.{cls.__qualname__}"
+def command(function: F) -> F:
+    """Register a function, which rank 0 can have other ranks call. Decorator."""
+    _COMMANDS[_name(function)] = function
+    return function
+
+
+def _name(registered: Any) -> str:
+    return f"{registered.__module__}.{registered.__qualname__}"
 
 
 def encode(value: Any) -> list[memoryview]:
@@ -79,11 +88,13 @@ def _to_json(value: Any, arrays: list[memoryview]) -> Any:
         return {KIND: "dict", "items": [[_to_json(key, arrays), _to_json(of, arrays)] for key, of in value.items()]}
     if isinstance(value, Path):
         return {KIND: "path", "path": str(value)}
+    if isinstance(value, FunctionType) and _COMMANDS.get(_name(value)) is value:
+        return {KIND: "command", "name": _name(value)}
     name = _name(type(value))
     if _TYPES.get(name) is type(value) and is_dataclass(value):
         values = {field.name: _to_json(getattr(value, field.name), arrays) for field in fields(value) if field.init}
         return {KIND: "message", "name": name, "values": values}
-    raise MessageError(f"a {name} can't be sent to another rank; `message` registers a dataclass")
+    raise MessageError(f"a {name} can't be sent to another rank; `message` registers a dataclass, `command` a function")
 
 
 def _sequence(make: Callable[[Iterator[Any]], Any]) -> Callable[[dict[str, Any], Iterator[memoryview]], Any]:
@@ -109,6 +120,7 @@ _KINDS: dict[str, Callable[[dict[str, Any], Iterator[memoryview]], Any]] = {
     "frozenset": _sequence(frozenset),
     "dict": lambda node, arrays: {_from_json(key, arrays): _from_json(of, arrays) for key, of in node["items"]},
     "path": lambda node, arrays: Path(node["path"]),
+    "command": lambda node, arrays: _COMMANDS[node["name"]],
     "message": _message,
 }
 """Functions that convert a JSON object with `KIND` to a value. Arrays come in the order in which they were sent."""

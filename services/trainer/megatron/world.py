@@ -111,6 +111,11 @@ class World:
         """True if this rank computes log-probs and the loss."""
         return self.pp_rank == self.pp_size - 1
 
+    @property
+    def first_of_replica(self) -> bool:
+        """True if this rank is the first of those with its data-parallel rank, which get the same results of a pass."""
+        return self.tp_rank == self.cp_rank == self.pp_rank == 0
+
 
 def initialize(config: TrainerConfig, seed: int) -> World:
     """Join the process group and create the parallel layout.

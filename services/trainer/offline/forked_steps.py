@@ -79,9 +79,8 @@ class ForkedSteps:
         prepared: PreparedColumns = {}
         if not self.runner.prepares:
             return prepared
-        first = self._world.tp_rank == self._world.cp_rank == self._world.pp_rank == 0  # the others have the same
         for entry in (entry for one in plan.mini_batches for entry in one.rounds):
             for found in self.runner.prepare(entry, groups):
-                for columns in all_gather(found if first else {}):
+                for columns in all_gather(found if self._world.first_of_replica else {}):
                     prepared |= columns
         return prepared

@@ -1,4 +1,4 @@
-"""One rank of a frozen model's replica, a child process of the service, and the commands that its ranks execute
+"""One rank of a frozen model's replica, a child process of the service, and the commands that its ranks call
 together.
 
 Rank 0 takes groups from the board and sends their packed tokens to the other ranks; all of them run the model.
@@ -6,7 +6,6 @@ Rank 0 takes groups from the board and sends their packed tokens to the other ra
 
 import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,7 +27,7 @@ from services.trainer.learner.forward import Forward
 from services.trainer.learner.frozen_model import FrozenModel, model_of
 from services.trainer.megatron import TICK_SECONDS
 from services.trainer.megatron.channels import RankChannel
-from services.trainer.megatron.rank_messages import message
+from services.trainer.megatron.rank_messages import command
 from services.trainer.megatron.world import World
 from services.trainer.model.architecture import ModelError
 from services.trainer.model.architectures import read_architecture
@@ -42,31 +41,19 @@ Models = Mapping[str, FrozenModel]
 """The models of this rank, by name."""
 
 
-@message
-@dataclass(frozen=True)
-class ComputeColumns:
-    """Compute a model's columns for micro-batches."""
-
-    model: str
-    """Name of the model."""
-    micro_batches: Sequence[PackedMicroBatch]
-
-    def execute(self, models: Models) -> list[dict[str, NDArray[Any]]]:
-        """Return the columns of each micro-batch."""
-        return models[self.model].compute(self.micro_batches)
+@command
+def compute_columns(
+    models: Models, name: str, micro_batches: Sequence[PackedMicroBatch]
+) -> list[dict[str, NDArray[Any]]]:
+    """Return the columns that a model gives to each micro-batch."""
+    return models[name].compute(micro_batches)
 
 
-@message
-@dataclass(frozen=True)
-class TakeOver:
-    """Take over the weights of a Hugging Face folder."""
-
-    folder: Path
-
-    def execute(self, models: Models) -> None:
-        """Load them into the only model. Raises ModelError, ModelFileError."""
-        (model,) = models.values()
-        model.load(self.folder)
+@command
+def take_over(models: Models, folder: Path) -> None:
+    """Load the weights of a Hugging Face folder into the only model. Raises ModelError, ModelFileError."""
+    (model,) = models.values()
+    model.load(folder)
 
 
 class FrozenModelRank(ModelRank):
@@ -83,16 +70,17 @@ class FrozenModelRank(ModelRank):
         channel = RankChannel(trainer.collective_timeout_seconds, world.disk)
         if self._thread.number != 0:
             while True:
-                channel.receive().execute(models)
+                function, arguments = channel.receive()
+                function(models, *arguments)
+
+        def run(function: Callable[..., Any], *arguments: Any) -> Any:
+            channel.send((function, arguments))
+            return function(models, *arguments)
 
         def compute(name: str, micro_batches: Sequence[PackedMicroBatch]) -> list[dict[str, NDArray[Any]]]:
             self._report_progress()
-            channel.send(command := ComputeColumns(name, micro_batches))
-            return command.execute(models)
-
-        def take_over(folder: Path) -> None:
-            channel.send(command := TakeOver(folder))
-            command.execute(models)
+            found: list[dict[str, NDArray[Any]]] = run(compute_columns, name, micro_batches)
+            return found
 
         board = Board(request.redis, request.run_id, tuple(stages.values()), config.board)
         candidates = create(config.algorithm).needs.candidates
@@ -126,7 +114,7 @@ class FrozenModelRank(ModelRank):
         weights: LedgerWeights | None = None
         if REFERENCE_WEIGHTS in own_stage.writes:
             (initial,) = (model.forward.folder for model in models.values())
-            weights = LedgerWeights(board, Path(request.folder), initial, take_over, still_waiting)
+            weights = LedgerWeights(board, Path(request.folder), initial, partial(run, take_over), still_waiting)
             weights.follow()
         stage.worker.start()
         self._thread.events.put(pb.WorkResponse(loaded=pb.RankLoaded()))

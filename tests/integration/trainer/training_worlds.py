@@ -11,7 +11,7 @@ from typing import Any
 
 from relaxd.config import RunConfig
 from relaxd.roles import TEACHER
-from services.trainer.megatron.rank_messages import message
+from services.trainer.megatron.rank_messages import command
 from tests.integration.trainer.service_kit import RUN_ID
 from tests.integration.trainer.trainer_worlds import copied
 
@@ -33,13 +33,10 @@ class Done(Exception):
     """The last version was announced."""
 
 
-@message
-@dataclass(frozen=True)
-class End:
+@command
+def end(rank: Any) -> None:
     """End `TrainingRank.follow`, which otherwise ends with its process."""
-
-    def execute(self, rank: Any) -> None:
-        raise Done
+    raise Done
 
 
 def run_job(job: RunJob, ranks: int = 1) -> dict[str, Any]:
@@ -132,7 +129,7 @@ def run_job(job: RunJob, ranks: int = 1) -> dict[str, Any]:
         ).run()
     except Done:
         if learner.world.rank == 0:
-            rank.channel.send(End())
+            rank.channel.send((end, (), {}))
             result = {"ledger": board.ledger(), "optimizer_steps": learner.optimizer_steps}
     finally:
         if intake is not None:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from services.trainer.megatron.rank_messages import MessageError, decode, encode, message, parse
+from services.trainer.megatron.rank_messages import MessageError, command, decode, encode, message, parse
 
 
 @message
@@ -25,6 +25,11 @@ class Command:
 @dataclass(frozen=True)
 class Unknown:
     name: str
+
+
+@command
+def registered() -> None:
+    """Called by other ranks."""
 
 
 def copied(value: Any) -> Any:
@@ -46,6 +51,7 @@ def test_values_arrive_as_they_were() -> None:
         {"$": "array", 5: {"dtype": "x"}, (1, 2): ()},
         Path("runs/a b"),
         Command("a", ((1, 2), ()), {"$": 1}, Path("/tmp")),
+        registered,
         {"a": Command("$", (), {})},
     )
     for value in values:
@@ -82,6 +88,7 @@ def test_arrays_arrive_with_their_bits_and_cannot_be_written_to() -> None:
     [
         (Unknown("a"), "Unknown can't be sent"),
         ([print], "builtin_function_or_method can't be sent"),
+        (copied, "function can't be sent"),
         ({"a": np.array([object()])}, "an array of object can't be sent"),
     ],
 )
@@ -95,6 +102,7 @@ def test_what_cannot_be_sent_is_named(value: Any, named: str) -> None:
     [
         {"$": "message", "name": "os.system", "values": {"command": "true"}},
         {"$": "message", "name": f"{__name__}.Command", "values": {"wrong": 1}},
+        {"$": "command", "name": "os.system"},
         {"$": "unheard of"},
         {"no": "kind"},
         {"$": "array", "dtype": "<i4", "shape": [1]},

@@ -12,7 +12,7 @@ import numpy as np
 
 from relaxd.config import RunConfig
 from services.trainer.loop.step_profiler import step_profiler
-from services.trainer.megatron.rank_messages import message
+from services.trainer.megatron.rank_messages import command
 from tests.integration.trainer.service_kit import RUN_ID
 
 COLLECTIVE_SECONDS = 120.0
@@ -33,13 +33,10 @@ class Ended(Exception):
     """The step is assembled."""
 
 
-@message
-@dataclass(frozen=True)
-class End:
+@command
+def end(rank: Any) -> None:
     """End `TrainingRank.follow`, which otherwise ends with its process."""
-
-    def execute(self, rank: Any) -> None:
-        raise Ended
+    raise Ended
 
 
 def run_job(job: AssemblyJob, ranks: int) -> dict[str, Any]:
@@ -55,7 +52,7 @@ def run_job(job: AssemblyJob, ranks: int) -> dict[str, Any]:
     from services.trainer.loop import step_phases
     from services.trainer.loop.round_runner import RoundRunner
     from services.trainer.loop.step_phases import StepBuilder
-    from services.trainer.loop.training_commands import Assemble, TrainingRank
+    from services.trainer.loop.training_commands import TrainingRank, assemble
     from services.trainer.loop.training_queue import TrainingQueue
     from services.trainer.megatron.channels import ModelParallelChannel, RankChannel
     from services.trainer.megatron.world import leave_layout
@@ -79,12 +76,12 @@ def run_job(job: AssemblyJob, ranks: int) -> dict[str, Any]:
                 yield progress
                 works_alone = False
 
-        def run(self, command: Any) -> Any:
-            if not isinstance(command, Assemble):
-                return super().run(command)
+        def run(self, function: Any, *arguments: Any, **named: Any) -> Any:
+            if function is not assemble:
+                return super().run(function, *arguments, **named)
             tracemalloc.reset_peak()
             before = tracemalloc.get_traced_memory()[0]
-            result = super().run(command)
+            result = super().run(function, *arguments, **named)
             memory.append(tracemalloc.get_traced_memory()[1] - before)
             return result
 
@@ -129,7 +126,7 @@ def run_job(job: AssemblyJob, ranks: int) -> dict[str, Any]:
         # It is never stopped: that may crash while a thread without the GIL allocates (CPython's issue 128679).
         tracemalloc.start()
         assert phases.close(open_step)
-        rank.run(End())
+        rank.run(end)
     except Ended:
         pass
     finally:

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from services.trainer.megatron.rank_messages import message
+from services.trainer.megatron.rank_messages import command
 from tests.integration.trainer.trainer_worlds import Job, copied, make_learner, make_samples
 from tests.kit.waiting import wait_until
 
@@ -21,24 +21,18 @@ class Ended(Exception):
     """The last command was executed."""
 
 
-@message
-@dataclass(frozen=True)
-class Accumulate:
+@command
+def accumulate(rank: Any) -> None:
     """Run forward and backward of made-up samples."""
+    from services.trainer.batch.micro_batch import pack
 
-    def execute(self, rank: Any) -> None:
-        from services.trainer.batch.micro_batch import pack
-
-        rank.learner.accumulate([pack(make_samples())])
+    rank.learner.accumulate([pack(make_samples())])
 
 
-@message
-@dataclass(frozen=True)
-class End:
+@command
+def end(rank: Any) -> None:
     """End `TrainingRank.follow`, which otherwise ends with its process."""
-
-    def execute(self, rank: Any) -> None:
-        raise Ended
+    raise Ended
 
 
 def run_job(job: CommandJob, ranks: int = 1) -> dict[str, Any]:
@@ -55,8 +49,8 @@ def run_job(job: CommandJob, ranks: int = 1) -> dict[str, Any]:
     result: dict[str, Any] = {}
     try:
         if learner.world.rank == 0:
-            result = command(rank, job.folder)
-            rank.run(End())
+            result = run_commands(rank, job.folder)
+            rank.run(end)
         else:
             rank.follow()
     except Ended:
@@ -68,39 +62,39 @@ def run_job(job: CommandJob, ranks: int = 1) -> dict[str, Any]:
     return result
 
 
-def command(rank: Any, folder: Path) -> dict[str, Any]:
+def run_commands(rank: Any, folder: Path) -> dict[str, Any]:
     """Rank 0's part."""
     from services.trainer.loop import commanded_rank, training_commands
     from services.trainer.megatron.channels import TICK
 
-    rank.run(Accumulate())
-    rank.run(training_commands.Discard())
-    rank.run(Accumulate())
-    first, at_1 = rank.run(training_commands.Update(20.0)), rank.run(training_commands.EndStep())
+    rank.run(accumulate)
+    rank.run(training_commands.discard)
+    rank.run(accumulate)
+    first, at_1 = rank.run(training_commands.update, 20.0), rank.run(training_commands.end_step)
     rank.channel.send(TICK)
     checkpoint, abandoned, refused = folder / "checkpoint", folder / "abandoned", folder / "refused"
     checkpoint.mkdir()
     abandoned.mkdir()
-    saved, _ = rank.run(commanded_rank.BeginCheckpoint(checkpoint))
+    saved, _ = rank.run(commanded_rank.begin_checkpoint, checkpoint)
     wait_until(lambda: rank.checkpoint.reports() is not None, "both ranks have written")
-    rank.run(commanded_rank.EndCheckpoint())
-    rank.run(Accumulate())
-    slept = rank.run(training_commands.OffloadState(to_host=True))
-    woken = rank.run(training_commands.OffloadState(to_host=False))
-    second, at_2 = rank.run(training_commands.Update(20.0)), rank.run(training_commands.EndStep())
-    rank.run(commanded_rank.Restore(checkpoint, 1, same_layout=True))
-    restored, _ = rank.run(commanded_rank.BeginCheckpoint(abandoned))
-    rank.run(commanded_rank.EndCheckpoint())
+    rank.run(commanded_rank.end_checkpoint)
+    rank.run(accumulate)
+    slept = rank.run(training_commands.offload_state, to_host=True)
+    woken = rank.run(training_commands.offload_state, to_host=False)
+    second, at_2 = rank.run(training_commands.update, 20.0), rank.run(training_commands.end_step)
+    rank.run(commanded_rank.restore_checkpoint, checkpoint, 1, same_layout=True)
+    restored, _ = rank.run(commanded_rank.begin_checkpoint, abandoned)
+    rank.run(commanded_rank.end_checkpoint)
     refused.mkdir()
     (refused / "rank-00001-0.safetensors").mkdir()  # where a file should go
-    rank.run(commanded_rank.BeginCheckpoint(refused))
+    rank.run(commanded_rank.begin_checkpoint, refused)
     wait_until(lambda: rank.checkpoint.reports() is not None, "both ranks have ended")
     reports = rank.checkpoint.reports()
-    rank.run(commanded_rank.EndCheckpoint())
+    rank.run(commanded_rank.end_checkpoint)
     return {
         "refused": reports[1]["error"],
         "steps": [first.step, second.step],
         "checksums": [at_1, saved, at_2, restored],
         "memory": [*slept, *woken],
-        "exported": rank.run(training_commands.Export(folder / "export")),
+        "exported": rank.run(training_commands.export, folder / "export"),
     }

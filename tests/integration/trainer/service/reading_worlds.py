@@ -10,7 +10,7 @@ import numpy as np
 
 from relaxd.board import Board, BoardUnavailable, ColumnError, LedgerTrimmed, stages_for
 from relaxd.config import RunConfig
-from services.trainer.megatron.rank_messages import message
+from services.trainer.megatron.rank_messages import command
 from tests.integration.trainer.service_kit import RUN_ID
 from tests.kit.waiting import wait_until
 
@@ -38,57 +38,41 @@ class Ended(Exception):
     """The last command was executed."""
 
 
-@message
-@dataclass(frozen=True)
-class End:
+@command
+def end(rank: Any) -> None:
     """End `TrainingRank.follow`, which otherwise ends with its process."""
-
-    def execute(self, rank: Any) -> None:
-        raise Ended
+    raise Ended
 
 
-@message
-@dataclass(frozen=True)
-class Read:
-    """Read groups while the board has a fault. Each rank notes what it gets."""
-
-    fault: str
-    deliveries: Sequence[Any]
-    seconds: float = 60.0
-    """Twice of these the board may be unavailable."""
-
-    def execute(self, rank: Any) -> None:
-        rank.board.fault = self.fault
-        rank.channel.timeout_seconds = 2 * self.seconds
-        try:
-            rank.load_missing({delivery.group_id for delivery in self.deliveries}, self.deliveries)
-            outcome = sorted(rank.groups)
-        except Exception as error:
-            outcome = f"{type(error).__name__}: {error}"
-        rank.outcomes.append(outcome)
-        rank.forget_step()
+@command
+def read(rank: Any, fault: str, deliveries: Sequence[Any], seconds: float = 60.0) -> None:
+    """Read groups while the board has a fault; it may be unavailable for `seconds`. Each rank notes what it gets."""
+    rank.board.fault = fault
+    rank.channel.timeout_seconds = 2 * seconds
+    try:
+        rank.load_missing({delivery.group_id for delivery in deliveries}, deliveries)
+        outcome = sorted(rank.groups)
+    except Exception as error:
+        outcome = f"{type(error).__name__}: {error}"
+    rank.outcomes.append(outcome)
+    rank.forget_step()
 
 
-@message
-@dataclass(frozen=True)
-class BeSilent:
+@command
+def be_silent(rank: Any, given_up: Path) -> None:
     """The rank that reads is silent until the other has given up."""
+    from services.trainer.megatron.channels import ModelParallelChannel
 
-    given_up: Path
-
-    def execute(self, rank: Any) -> None:
-        from services.trainer.megatron.channels import ModelParallelChannel
-
-        dp_rank = rank.learner.world.dp_rank
-        channel, mine = ModelParallelChannel(dp_rank, 1.0), Path(f"{self.given_up}-{dp_rank}")
-        if channel.reads:
-            wait_until(mine.exists, "the other rank gives up")
-            return
-        try:
-            channel.share(lambda: "nothing")
-        except RuntimeError:
-            rank.outcomes.append("gave up")
-            mine.touch()
+    dp_rank = rank.learner.world.dp_rank
+    channel, mine = ModelParallelChannel(dp_rank, 1.0), Path(f"{given_up}-{dp_rank}")
+    if channel.reads:
+        wait_until(mine.exists, "the other rank gives up")
+        return
+    try:
+        channel.share(lambda: "nothing")
+    except RuntimeError:
+        rank.outcomes.append("gave up")
+        mine.touch()
 
 
 class WatchedBoard(Board):
@@ -148,7 +132,7 @@ def run_job(job: StepJob, ranks: int = 4) -> dict[str, Any]:
         if learner.world.rank != 0:
             rank.follow()
         (have_faults if isinstance(job, FaultJob) else run_step)(rank, job)
-        rank.run(End())
+        rank.run(end)
     except Ended:
         checksums = {group_id: checksum(group.columns) for group_id, group in rank.groups.items()}
     board.close()
@@ -168,7 +152,7 @@ def run_step(rank: Any, job: StepJob) -> None:
     from relaxd.algorithms import create
     from services.trainer.loop import step_phases
     from services.trainer.loop.step_phases import StepBuilder
-    from services.trainer.loop.training_commands import Round
+    from services.trainer.loop.training_commands import train_round
     from services.trainer.loop.training_queue import TrainingQueue
 
     trainer, board = job.config.trainer, job.config.board
@@ -192,7 +176,7 @@ def run_step(rank: Any, job: StepJob) -> None:
         assert phases.close(open_step)
     for mini_batch in open_step.mini_batches:
         for entry in phases.rounds(mini_batch):
-            rank.run(Round(entry, ()))
+            rank.run(train_round, entry, ())
     intake.close()
 
 
@@ -201,11 +185,11 @@ def have_faults(rank: Any, job: StepJob) -> None:
     first, *rest = deliveries = rank.board.take("train", "trainer", count=16, block_seconds=5.0)
     assert rest
     for fault in ("", "away", "damaged", "malformed", "trimmed", ""):
-        rank.run(Read(fault, deliveries))
-    rank.run(Read("gone", deliveries, seconds=0.0))
+        rank.run(read, fault, deliveries)
+    rank.run(read, "gone", deliveries, seconds=0.0)
     rank.board.drop(first, reason="by_hand")
-    rank.run(Read("", deliveries))
-    rank.run(BeSilent(job.folder / "given-up"))
+    rank.run(read, "", deliveries)
+    rank.run(be_silent, job.folder / "given-up")
 
 
 def checksum(columns: Mapping[str, Any]) -> int:

@@ -46,7 +46,7 @@ def test_only_the_asked_steps_and_ranks_have_a_profile(tiny_qwen3: Path, redis_u
         wait_until(lambda: {path.name for path in (tmp_path / PROFILES).iterdir()} == wanted)
         for name in wanted:
             found = operations(tmp_path / PROFILES / name)
-            assert {"Round", "Update", "EndStep", "aten::mm"} <= found.keys()
+            assert {"TrainRound", "Update", "EndStep", "aten::mm"} <= found.keys()
         stacked = operations(tmp_path / PROFILES / names[0])
         assert any("learner.py" in name for name in stacked)
         assert not any(
