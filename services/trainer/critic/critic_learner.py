@@ -15,7 +15,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
-from megatron.core.distributed import finalize_model_grads
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -33,11 +32,16 @@ from services.trainer.batch.step_file import StepFile, StepFileError, read_commi
 from services.trainer.batch.step_plan import MicroBatchRound, MiniBatch
 from services.trainer.learner.critic import VALUE_LOSS, Critic
 from services.trainer.learner.forward import Forward
-from services.trainer.learner.measures import bit_sum, merge_reported, reduce_over_ranks
+from services.trainer.learner.measures import add_reported, bit_sum, reduce_over_ranks
 from services.trainer.learner.offload import TRIM_EVERY_STEPS, trim_heap
-from services.trainer.learner.snapshots.checkpoint_copies import HostCopies
-from services.trainer.learner.snapshots.snapshot import Kept, Snapshot, Stateful, load_snapshot, prepare
-from services.trainer.learner.update import TooManySkippedUpdates, UpdateStats, step_metrics, update_weights
+from services.trainer.learner.snapshots.snapshot import Checkpointed, Stateful, load_snapshot
+from services.trainer.learner.update import (
+    TooManySkippedUpdates,
+    UpdateStats,
+    reduce_gradients,
+    step_metrics,
+    update_weights,
+)
 from services.trainer.loop.commanded_rank import CommandedRank
 from services.trainer.megatron.rank_messages import command
 from services.trainer.reference_models.model_rank import world_config
@@ -48,7 +52,7 @@ COLUMNS = ("prompt_tokens", "tokens", "lengths", "sample_of_sequence", "shares_p
 logger = logging.getLogger(__name__)
 
 
-class CriticLearner:
+class CriticLearner(Checkpointed):
     """The critic, its gradients and its optimizer. All ranks make the same calls in the same order.
 
     A step has the updates of the policy's, on the same groups and with the same normalisers. Micro-batches are its own.
@@ -71,7 +75,7 @@ class CriticLearner:
         self._temperature = config.rollout.temperature
         folder, own = resolve_model(config.model.path), config.roles.critic
         self.forward = Forward(folder, trainer, seed=config.run.seed, report=report)
-        self.world = self.forward.world
+        super().__init__(self.forward.world, trainer.collective_timeout_seconds)
         start = resolve_model(own.model, setting="roles.critic.model") if own.model else folder
         self._critic = Critic(self.forward, self._algorithm, trainer, own, start, steps=config.run.steps)
         self.step = 0
@@ -79,8 +83,6 @@ class CriticLearner:
         self.metrics: dict[str, float] = {}
         """Metrics of the critic in that step."""
         self._optimizer_steps = self._skipped_in_a_row = 0
-        self._copies: HostCopies | None = None
-        self._kept = Kept()
         self._sums: dict[str, Tensor] = {}
 
     def values(self, micro_batches: Sequence[PackedMicroBatch]) -> list[dict[str, NDArray[Any]]]:
@@ -120,17 +122,6 @@ class CriticLearner:
         """Return the `bit_sum` of this rank's weights."""
         return bit_sum(self._critic.module.parameters(), self.world.device)
 
-    def prepare_snapshots(self) -> None:
-        prepare(self._stateful(self.step), self._kept)
-
-    def snapshot(self, folder: Path) -> Snapshot:
-        """Copy the state for a checkpoint. The next update waits until the copies are complete."""
-        self._wait_for_copies()
-        self._kept = self._kept.free_or_new()
-        snapshot = Snapshot(self._stateful(self.step), folder, self._kept)
-        self._copies = snapshot.copies
-        return snapshot
-
     def restore(self, folder: Path, step: int, *, same_layout: bool) -> None:
         self._wait_for_copies()
         loaded = load_snapshot(self._stateful(step), folder, same_layout=same_layout)
@@ -161,8 +152,7 @@ class CriticLearner:
             for micro_batch in micro_batches
         ]
         for sums in self._critic.accumulate([pack(row) for row in rows], last=last):
-            for name, value in sums.items():
-                self._sums[name] = merge_reported(name, self._sums[name], value) if name in self._sums else value
+            add_reported(self._sums, sums)
 
     def _update(self, mini_batch: MiniBatch, *, first: bool) -> UpdateStats:
         """Update the weights with the accumulated gradients, unless loss or gradient isn't finite."""
@@ -170,9 +160,7 @@ class CriticLearner:
         values = {name: float(value) for name, value in sums.items()}
         loss = values.pop(VALUE_LOSS, 0.0) / mini_batch.normalizer
         try:
-            finalize_model_grads([self._critic.model])
-            if mini_batch.normalizer != 1.0:
-                self._critic.model.scale_gradients(1.0 / mini_batch.normalizer)
+            reduce_gradients(self._critic.model, mini_batch.normalizer)
             self._wait_for_copies()
             pending = self._critic.pending(loss)
             (norm,), skipped = update_weights([pending], step=self.step + 1, first=first, skip=None)
@@ -201,11 +189,6 @@ class CriticLearner:
     def _discard(self) -> None:
         self._sums = {}
         self._critic.discard()
-
-    def _wait_for_copies(self) -> None:
-        copies, self._copies = self._copies, None
-        if copies is not None:
-            copies.wait_or_raise(self._trainer.collective_timeout_seconds)
 
     def _stateful(self, step: int) -> Stateful:
         return Stateful(

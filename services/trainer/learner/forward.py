@@ -3,6 +3,9 @@
 The learner trains the model that it loads here; a reference service only computes log-probs.
 """
 
+import services.trainer.megatron.cpu_support  # noqa: F401  must come before Megatron
+
+# isort: split
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, replace
 from datetime import timedelta
@@ -11,15 +14,15 @@ from itertools import tee
 from pathlib import Path
 from typing import Any
 
-import services.trainer.megatron.cpu_support  # noqa: F401  must come before Megatron
-
-# isort: split
 import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.model_parallel_config import ModelParallelConfig
 from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+from megatron.core.pipeline_parallel.schedules import get_schedule_table
+from megatron.core.process_groups_config import ProcessGroupCollection
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -32,7 +35,6 @@ from services.trainer.batch.micro_batch import PackedMicroBatch, empty_micro_bat
 from services.trainer.batch.step_plan import group_size
 from services.trainer.learner.device_batch import DeviceBatch, to_device_batch
 from services.trainer.learner.logprobs import TokenLogprobs, VocabShard, likeliest_tokens, token_logprobs
-from services.trainer.megatron.stage_exchange import StageExchange, pipeline_groups
 from services.trainer.megatron.world import World, initialize
 from services.trainer.model.architecture import ModelError
 from services.trainer.model.architectures import read_architecture
@@ -66,6 +68,55 @@ OFFLOAD_AHEAD = {"full": 2, "selective": 8, "none": 12}
 layer saves, but two layers' inputs."""
 OUTPUT_LAYER = "output_layer.weight"
 """Name of the parameter that a critic doesn't have."""
+
+
+Shape = list[int]
+
+
+class StageExchange(P2PCommunicator):
+    """Megatron's exchange of hidden states and their gradients in one schedule, without waiting for a GPU.
+
+    Micro-batches differ in length. Megatron then sends each tensor's shape ahead, for which the host waits until the
+    GPU has done everything before: the GPU is idle while the host prepares its next work. But all stages have the same
+    micro-batches, so each knows the shapes.
+    """
+
+    def __init__(self, config: ModelParallelConfig, shapes: Sequence[Shape]) -> None:
+        """Prepare for a schedule.
+
+        Args:
+            config: the model's configuration; with several chunks also the schedule's, which says how many
+                micro-batches go through a chunk before they go through the next.
+            shapes: of the hidden states that each micro-batch has between stages.
+        """
+        super().__init__(parallel_state.get_pipeline_model_parallel_group(), config)
+        self._forward: Iterator[Shape] = iter(shapes)
+        self._backward: Iterator[Shape] = iter(shapes)
+        if (chunks := config.virtual_pipeline_model_parallel_size) is not None:
+            # Micro-batches in the order in which they go through this stage's chunks, from the first, or backwards from
+            # the last. Nothing comes to a model's first chunk, and no gradient to its last.
+            passes = get_schedule_table(len(shapes), chunks, config.microbatch_group_size_per_vp_stage)
+            first, last = self.pp_group.rank() == 0, self.pp_group.rank() == self.pp_group.size() - 1
+            self._forward = iter([shapes[number] for number, turn in passes if turn or not first])
+            self._backward = iter([shapes[number] for number, turn in passes if turn or not last])
+
+    def _communicate_shapes(
+        self, tensor_send_next: Any, tensor_send_prev: Any, recv_prev: bool, recv_next: bool
+    ) -> tuple[Shape, Shape]:
+        """Return the shapes of the next tensors from the previous and the next stage."""
+        return next(self._forward) if recv_prev else [], next(self._backward) if recv_next else []
+
+
+def pipeline_groups() -> ProcessGroupCollection:
+    """Return the process groups that Megatron's schedules require beside an exchange."""
+    groups = ProcessGroupCollection()
+    groups.tp = parallel_state.get_tensor_model_parallel_group()
+    groups.pp = parallel_state.get_pipeline_model_parallel_group()
+    groups.cp = parallel_state.get_context_parallel_group()
+    groups.dp_cp = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    groups.embd = parallel_state.get_embedding_group(check_initialized=False)
+    groups.pos_embd = parallel_state.get_position_embedding_group(check_initialized=False)
+    return groups
 
 
 class Forward:
@@ -110,30 +161,30 @@ class Forward:
             self.architecture.heads // trainer.tensor_parallel,
             self.architecture.kv_heads // trainer.tensor_parallel,
         )
-        self._context = context_ranks(
-            parallel_state.get_context_parallel_group(),
-            division,
-            timedelta(seconds=trainer.collective_timeout_seconds),
+        timeout = timedelta(seconds=trainer.collective_timeout_seconds)
+        context = context_ranks(parallel_state.get_context_parallel_group(), division, timeout)
+        head_size, window = self.architecture.head_size, self.architecture.window
+        dtype, configured = self.megatron_config.params_dtype, trainer.attention
+        kernel = attention_kernel(
+            self.world.device, dtype, head_size, configured, window, sliced=division.gathering > 1
         )
-        self._kernel = attention_kernel(
-            self.world.device,
-            self.megatron_config.params_dtype,
-            self.architecture.head_size,
-            trainer.attention,
-            self.architecture.window,
-            sliced=division.gathering > 1,
-        )
-        head_size, windowed = self.architecture.head_size, self.architecture.window is not None
-        self._prompts_once = division.gathering == 1 and takes_prompts_once(
-            self._kernel, trainer.attention, head_size, windowed
-        )
+        prompts_once = division.gathering == 1 and takes_prompts_once(kernel, configured, head_size, window is not None)
         self._offload = None
         if trainer.activation_offload_bytes:
             limit, ahead = trainer.activation_offload_bytes, OFFLOAD_AHEAD[trainer.recompute]
             self._offload = ActivationOffload(self.world.device, limit, ahead)
-        self._rotary = self.architecture.rope.rotary(self.architecture.head_size).to(self.world.device)
         self.vision = _read_vision(folder) if self.architecture.towers else None
         """The model's rules for media; None if it accepts none."""
+        self._to_device = partial(
+            to_device_batch,
+            world=self.world,
+            kernel=kernel,
+            rotary=self.architecture.rope.rotary(head_size).to(self.world.device),
+            context=context,
+            prompts_once=prompts_once,
+            vision=self.vision,
+            convolution=0 if self.architecture.delta_net is None else self.architecture.delta_net.convolution,
+        )
 
     def load(self, *, keep_rounding: bool = False) -> StageModel:
         """Build this rank's part of the model and load its weights (`load_hf`)."""
@@ -373,18 +424,6 @@ class Forward:
             hidden = tensor_parallel.gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False)
         rows = hidden.squeeze(1).index_select(0, batch.predicting)
         return rows.float() @ weight[0].float()
-
-    def _to_device(self, batch: PackedMicroBatch) -> DeviceBatch:
-        return to_device_batch(
-            batch,
-            self.world,
-            self._kernel,
-            self._rotary,
-            self._context,
-            prompts_once=self._prompts_once,
-            vision=self.vision,
-            convolution=0 if self.architecture.delta_net is None else self.architecture.delta_net.convolution,
-        )
 
 
 def _evaluate(compute: TokenFunction, weight: Tensor, batch: DeviceBatch, hidden: Tensor) -> StageOutput:

@@ -24,8 +24,7 @@ thread may broadcast the weights meanwhile (`iter_hf_tensors`).
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -34,7 +33,6 @@ import services.trainer.megatron.cpu_support  # noqa: F401  must come before Meg
 # isort: split
 import numpy as np
 import torch
-from megatron.core.distributed import finalize_model_grads
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -53,14 +51,13 @@ from services.trainer.learner.critic import VALUE_LOSS, Critic
 from services.trainer.learner.data_parallel import DataParallel
 from services.trainer.learner.forward import Forward
 from services.trainer.learner.frozen_model import COLUMNS_OF, FrozenModel, Student
-from services.trainer.learner.measures import bit_sum, merge_reported, reduce_over_ranks
+from services.trainer.learner.measures import add_reported, bit_sum, reduce_over_ranks
 from services.trainer.learner.offload import TRIM_EVERY_STEPS, Offload, memory_in_use, state_tensors, trim_heap
 from services.trainer.learner.optimizer import build_optimizer, build_schedule
 from services.trainer.learner.policy_loss import UNEXPLAINED, PolicyLoss
-from services.trainer.learner.snapshots.checkpoint_copies import HostCopies
 from services.trainer.learner.snapshots.other_state import reset_moments
-from services.trainer.learner.snapshots.snapshot import Kept, Snapshot, Stateful, TrainedModel, load_snapshot, prepare
-from services.trainer.learner.update import PendingUpdate, UpdateStats, update_weights
+from services.trainer.learner.snapshots.snapshot import Checkpointed, Stateful, TrainedModel, load_snapshot
+from services.trainer.learner.update import PendingUpdate, UpdateStats, reduce_gradients, update_weights
 from services.trainer.model.architecture import ModelError
 from services.trainer.model.hf_weights import (
     HFTensorSpec,
@@ -74,23 +71,7 @@ from services.trainer.model.policy_model import freeze_routers, routers
 from services.trainer.transformer.mlp.router import recorded_experts, recording, reset_counters, routing_metrics
 
 
-@dataclass(frozen=True)
-class _UpdateTotals:
-    """Sums of an update's micro-batches over all ranks."""
-
-    loss: float
-    """Summed loss divided by the normalizer."""
-    value_loss: float
-    """Loss of the critic; 0 if there is none."""
-    tokens: int
-    """Trained tokens."""
-    cause: str
-    """`UpdateStats.cause`."""
-    metrics: dict[str, float]
-    """`UpdateStats.metrics`."""
-
-
-class Learner:
+class Learner(Checkpointed):
     """Model, gradients and optimizer of this rank. All ranks make the same calls in the same order."""
 
     @classmethod
@@ -158,7 +139,7 @@ class Learner:
         self._architecture = self._forward.architecture
         self.shape: ModelShape | None = read_shape(model_folder)
         """Sizes of the trained model; only a rehearsal has none."""
-        self.world = self._forward.world
+        super().__init__(self._forward.world, trainer.collective_timeout_seconds)
         self._algorithm = create(algorithm)
         self._loss = PolicyLoss(self._algorithm, self._forward.token_logprobs, context_parallel=self.world.cp_size > 1)
         self._policy = self._forward.load_trained(trainer)
@@ -177,12 +158,12 @@ class Learner:
             folder = resolve_model(critic.model) if critic.model else model_folder
             algorithm_with_critic = cast(WithCritic, self._algorithm)
             self._critic = Critic(self._forward, algorithm_with_critic, trainer, critic, folder, steps=steps)
-        self._step = 0
-        self._optimizer_steps = 0
+        self.step = 0
+        """Number of completed steps. Between steps it is the weights' version."""
+        self.optimizer_steps = 0
+        """Number of updates since the run's beginning that changed the weights."""
         self._changed_in_step = False
         """True if the open step has changed the weights."""
-        self._copies: HostCopies | None = None
-        self._kept = Kept()
         self._sums: dict[str, Tensor] = {}
         self._accumulated = False  # not the same as having `_sums`, which only the last pipeline stage has
         self._model.zero_grad_buffer()
@@ -204,11 +185,6 @@ class Learner:
         """Have `report` called at the beginning of each of several micro-batches, in any pass: see `Forward.report`."""
         for forward in (self._forward, *(model.forward for model in self._frozen)):
             forward.report = report
-
-    @property
-    def step(self) -> int:
-        """Number of completed steps. Between steps it is the weights' version."""
-        return self._step
 
     @property
     def routing(self) -> RoutingShape | None:
@@ -233,14 +209,9 @@ class Learner:
         return sizes
 
     @property
-    def optimizer_steps(self) -> int:
-        """Number of updates since the run's beginning that changed the weights."""
-        return self._optimizer_steps
-
-    @property
     def weights_version(self) -> int | None:
         """Version of the weights; None in the middle of a step that has changed them."""
-        return None if self._changed_in_step else self._step
+        return None if self._changed_in_step else self.step
 
     def accumulate(self, micro_batches: Sequence[PackedMicroBatch], *, last: bool = False) -> None:
         """Run forward and backward, adding to the accumulated gradients of the summed loss.
@@ -265,15 +236,11 @@ class Learner:
         if self._critic is not None:
             reported += self._critic.accumulate(micro_batches, last=last)
         for sums in reported:
-            for name, value in sums.items():
-                # Tensors, not floats: converting would wait for the GPU.
-                self._sums[name] = merge_reported(name, self._sums[name], value) if name in self._sums else value
+            add_reported(self._sums, sums)  # tensors, not floats: converting would wait for the GPU
 
-    def finish(
-        self, normalizer: float, before_step: AbstractContextManager[Any] | None = None, *, skip: bool | None = None
-    ) -> UpdateStats:
+    def finish(self, normalizer: float) -> UpdateStats:
         """End a step of one update: `update`, then `end_step`."""
-        stats = self.update(normalizer, before_step, skip=skip)
+        stats = self.update(normalizer)
         self.end_step()
         return stats
 
@@ -286,16 +253,14 @@ class Learner:
         for model in self._frozen:
             if model.role in refreshed:
                 model.refresh(self._policy)
-        self._step += 1
+        self.step += 1
         self._changed_in_step = False
         self._sent = self._exported
         self._reset_moments_if_due()
-        if self._step % TRIM_EVERY_STEPS == 0:
+        if self.step % TRIM_EVERY_STEPS == 0:
             trim_heap()
 
-    def update(
-        self, normalizer: float, before_step: AbstractContextManager[Any] | None = None, *, skip: bool | None = None
-    ) -> UpdateStats:
+    def update(self, normalizer: float, *, skip: bool | None = None) -> UpdateStats:
         """Sum gradients over ranks, divide them by `normalizer`, clip, update the weights, clear the gradients.
 
         An update whose loss or gradient norm isn't finite is skipped: weights, optimizer state and schedule stay
@@ -303,8 +268,6 @@ class Learner:
 
         Args:
             normalizer: `Algorithm.normalizer` of all that was accumulated, over all ranks, > 0.
-            before_step: context around the change of the weights, in which the caller can wait for a weight broadcast
-                and keep a new one from starting.
             skip: for a replayed step, whether this update was skipped before.
 
         Raises:
@@ -314,29 +277,40 @@ class Learner:
         """
         if not normalizer > 0:
             raise ValueError(f"normalizer is {normalizer}: it must be positive")
-        totals = self._reduce_sums(normalizer)
+        sums, self._sums = reduce_over_ranks(self._sums, self.world), {}
+        measured = sums.pop("mismatch", None)
+        values = {name: float(value) for name, value in sums.items()}
+        tokens = values.pop("tokens", 0.0)
+        loss, value_loss = (values.pop(name, 0.0) / normalizer for name in ("loss", VALUE_LOSS))
+        cause = unexplained(self._algorithm) if values.pop(UNEXPLAINED, 0.0) else ""
+        metrics = {name: value / max(tokens, 1.0) for name, value in values.items()}
+        metrics |= self._expert_metrics() | (measures.metrics(measured) if measured is not None else {})
+        parts = [PendingUpdate(self._optimizer, self._schedule, loss, self._config.optimizer.clip_grad)]
         try:
-            self._reduce_gradients(normalizer)
+            reduce_gradients(self._model, normalizer)
+            if self._critic is not None:
+                reduce_gradients(self._critic.model, normalizer)
+                parts.append(self._critic.pending(value_loss))
             self._wait_for_copies()
-            with before_step or nullcontext():
-                grad_norms, skipped = self._apply(totals, skip)
+            first = not self._changed_in_step
+            grad_norms, skipped = update_weights(parts, step=self.step + 1, first=first, skip=skip)
+            if not skipped:
+                self._changed_in_step = True
+                self.optimizer_steps += 1
+                self._record_weights_changed()
         finally:
             self.discard()
-        lr = float(self._optimizer.param_groups[0]["lr"])
-        metrics = totals.metrics
         if self._critic is not None:
-            of_critic = {VALUE_LOSS: totals.value_loss, "value_grad_norm": grad_norms[1], "value_lr": self._critic.lr}
-            metrics = metrics | of_critic
-        loss, tokens = totals.loss, totals.tokens
+            metrics |= {VALUE_LOSS: value_loss, "value_grad_norm": grad_norms[1], "value_lr": self._critic.lr}
         return UpdateStats(
-            step=self._step + 1,
+            step=self.step + 1,
             loss=loss,
             grad_norm=grad_norms[0],
             skipped=skipped,
-            lr=lr,
-            tokens=tokens,
+            lr=float(self._optimizer.param_groups[0]["lr"]),
+            tokens=int(tokens),
             metrics=metrics,
-            cause=totals.cause,
+            cause=cause,
         )
 
     def discard(self) -> None:
@@ -462,83 +436,27 @@ class Learner:
         self._record_weights_changed()
         return before, memory_in_use(self.world.device)
 
-    def prepare_snapshots(self) -> None:
-        prepare(self._stateful(self._step), self._kept)
-
-    def snapshot(self, folder: Path) -> Snapshot:
-        """Start a snapshot of the state, to be written to an empty folder. All ranks call it together.
-
-        The next change of the state waits until the snapshot's copies are complete.
-        """
-        self._wait_for_copies()
-        self._kept = self._kept.free_or_new()
-        snapshot = Snapshot(self._stateful(self._step), folder, self._kept)
-        self._copies = snapshot.copies
-        return snapshot
-
     def restore(self, folder: Path, step: int, *, same_layout: bool) -> None:
         """Load the snapshot of a step; see `load_snapshot`. All ranks call it together."""
         self._wait_for_copies()
-        self._optimizer_steps = load_snapshot(self._stateful(step), folder, same_layout=same_layout).optimizer_steps
-        self._step, self._changed_in_step = step, False
+        self.optimizer_steps = load_snapshot(self._stateful(step), folder, same_layout=same_layout).optimizer_steps
+        self.step, self._changed_in_step = step, False
         self._reset_moments_if_due()  # the step may have been named after its checkpoint was taken
         self.discard()
 
     def _reset_moments_if_due(self) -> None:
-        if self._config.resets_moments(self._step):
+        if self._config.resets_moments(self.step):
             self._wait_for_copies()
             reset_moments(self._optimizer)
 
-    def _reduce_sums(self, normalizer: float) -> _UpdateTotals:
-        """Add up over all ranks, and reset, the sums that `accumulate` has collected."""
-        sums, self._sums = reduce_over_ranks(self._sums, self.world), {}
-        expert_metrics = self._expert_metrics()
-        measured = sums.pop("mismatch", None)
-        values = {name: float(value) for name, value in sums.items()}
-        tokens, loss = values.pop("tokens", 0.0), values.pop("loss", 0.0) / normalizer
-        value_loss = values.pop(VALUE_LOSS, 0.0) / normalizer
-        cause = unexplained(self._algorithm) if values.pop(UNEXPLAINED, 0.0) else ""
-        metrics = {name: value / max(tokens, 1.0) for name, value in values.items()}
-        metrics |= expert_metrics | (measures.metrics(measured) if measured is not None else {})
-        return _UpdateTotals(loss, value_loss, int(tokens), cause, metrics)
-
-    def _reduce_gradients(self, normalizer: float) -> None:
-        """Sum gradients over the ranks that share parameters, and divide them by `normalizer`."""
-        for model in [self._model] if self._critic is None else [self._model, self._critic.model]:
-            finalize_model_grads([model])
-            if normalizer != 1.0:
-                model.scale_gradients(1.0 / normalizer)
-
-    def _apply(self, totals: _UpdateTotals, skip: bool | None) -> tuple[list[float], bool]:
-        """Update the weights; see `update_weights`."""
-        parts = [PendingUpdate(self._optimizer, self._schedule, totals.loss, self._config.optimizer.clip_grad)]
-        if self._critic is not None:
-            parts.append(self._critic.pending(totals.value_loss))
-        first = not self._changed_in_step
-        grad_norms, skipped = update_weights(parts, step=self._step + 1, first=first, skip=skip)
-        if not skipped:
-            self._changed_in_step = True
-            self._optimizer_steps += 1
-            self._record_weights_changed()
-        return grad_norms, skipped
-
-    def _wait_for_copies(self) -> None:
-        """Wait until the last snapshot's copies are complete, so that the state may change."""
-        copies, self._copies = self._copies, None
-        if copies is not None:
-            copies.wait_or_raise(self._config.collective_timeout_seconds)
-
     def _stateful(self, step: int) -> Stateful:
-        policy = TrainedModel(self._policy, self._optimizer, self._schedule)
-        critic = None if self._critic is None else self._critic.state
-        frozen = {model.role: model for model in self._frozen}
         return Stateful(
-            policy=policy,
-            critic=critic,
-            frozen=frozen,
+            policy=TrainedModel(self._policy, self._optimizer, self._schedule),
+            critic=None if self._critic is None else self._critic.state,
+            frozen={model.role: model for model in self._frozen},
             step=step,
             world=self.world,
-            optimizer_steps=self._optimizer_steps,
+            optimizer_steps=self.optimizer_steps,
             moments=self._config.checkpoint.moments,
         )
 

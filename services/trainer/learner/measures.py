@@ -7,7 +7,7 @@ square of w, and a histogram of |l|, with l = log p_trainer - log p_engine and w
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import Tensor
@@ -90,9 +90,11 @@ def _quantile(counts: Tensor, share: float) -> float:
     return SMALLEST * math.exp2((place - 0.5) / PER_OCTAVE) if place else 0.0
 
 
-def merge_reported(name: str, one: Tensor, other: Tensor) -> Tensor:
-    """Merge two values reported under a name: the measure "mismatch", or sums."""
-    return merge_measures(one, other) if name == "mismatch" else one + other
+def add_reported(totals: dict[str, Tensor], reported: Mapping[str, Tensor]) -> None:
+    """Add what a micro-batch or a rank reports to totals by name: sums, and the measure "mismatch"."""
+    for name, value in reported.items():
+        merge = merge_measures if name == "mismatch" else torch.add
+        totals[name] = merge(totals[name], value) if name in totals else value
 
 
 def reduce_over_ranks(sums: dict[str, Tensor], world: World) -> dict[str, Tensor]:
@@ -101,9 +103,7 @@ def reduce_over_ranks(sums: dict[str, Tensor], world: World) -> dict[str, Tensor
     own = {name: value.cpu().numpy() for name, value in sums.items()} if contributes else {}
     totals: dict[str, Tensor] = {}
     for one in all_gather(own):
-        for name, array in one.items():
-            value = torch.tensor(array)
-            totals[name] = merge_reported(name, totals[name], value) if name in totals else value
+        add_reported(totals, {name: torch.tensor(array) for name, array in one.items()})
     return totals
 
 

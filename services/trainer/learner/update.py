@@ -14,11 +14,13 @@ import services.trainer.megatron.cpu_support  # noqa: F401  must come before Meg
 from collections.abc import Mapping
 from typing import Any
 
+from megatron.core.distributed import finalize_model_grads
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from services.trainer.batch.step_plan import OUTCOME, StepPlan
+from services.trainer.learner.data_parallel import DataParallel
 
 
 class NonFiniteGradients(ArithmeticError):
@@ -70,6 +72,13 @@ def update_weights(
                 part.schedule.step(1)
             _clip_and_step(part.optimizer, part.clip_grad, norm)
     return norms, skipped
+
+
+def reduce_gradients(model: DataParallel, normalizer: float) -> None:
+    """Sum gradients over the ranks that share parameters, and divide them by `normalizer`. Collective."""
+    finalize_model_grads([model])
+    if normalizer != 1.0:
+        model.scale_gradients(1.0 / normalizer)
 
 
 def _gradient_norm(optimizer: MegatronOptimizer) -> float:

@@ -10,10 +10,11 @@ over the model's weights. Each rank copies, writes, hashes and reads only what i
 
 import hashlib
 import json
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import services.trainer.megatron.cpu_support  # noqa: F401  must come before Megatron
 
@@ -106,26 +107,6 @@ class Loaded:
     """Number of consecutive skipped updates, stored here if nowhere else."""
 
 
-class Checkpointed(Protocol):
-    """A learner that can be checkpointed: the policy's or the critic's."""
-
-    world: World
-    """This rank's place in the world."""
-
-    def checksum(self) -> int:
-        """Return the `bit_sum` of this rank's weights."""
-
-    def prepare_snapshots(self) -> None:
-        """Prepare for the first snapshot, which would otherwise wait. All ranks call it together, without a snapshot in
-        progress."""
-
-    def snapshot(self, folder: Path) -> "Snapshot":
-        """Start a snapshot of the state, to be written to an empty folder. All ranks call it together."""
-
-    def restore(self, folder: Path, step: int, *, same_layout: bool) -> None:
-        """Restore the snapshot of a step. All ranks call it together. Raises CheckpointError if it doesn't fit."""
-
-
 class Kept:
     """State kept between a learner's snapshots: host memory, and the boxes of its parameters."""
 
@@ -145,13 +126,6 @@ class Kept:
         """Return this object unless it is in use, as after a snapshot that was abandoned for taking too long; else a
         new one."""
         return Kept() if self.in_use else self
-
-
-def prepare(state: Stateful, kept: Kept) -> None:
-    """Plan a snapshot without taking it, so that the first one finds its boxes and memory ready."""
-    _fill(state)
-    _plan(state, HostCopies(state.world.device, kept.memory), kept)
-    kept.memory.touch()
 
 
 def _fill(state: Stateful) -> None:
@@ -211,6 +185,57 @@ class Snapshot:
             self.copies.check()
         finally:
             self._kept.in_use = False
+
+
+class Checkpointed(ABC):
+    """A learner that can be checkpointed: the policy's or the critic's. All ranks make the same calls."""
+
+    step: int
+    """The last step that it was trained on; 0 before the first."""
+
+    def __init__(self, world: World, timeout_seconds: float) -> None:
+        """`timeout_seconds`: deadline of a snapshot's copies, for which changes of the state wait."""
+        self.world = world
+        """This rank's place in the world."""
+        self._timeout_seconds = timeout_seconds
+        self._copies: HostCopies | None = None
+        self._kept = Kept()
+
+    @abstractmethod
+    def checksum(self) -> int:
+        """Return the `bit_sum` of this rank's weights."""
+
+    @abstractmethod
+    def restore(self, folder: Path, step: int, *, same_layout: bool) -> None:
+        """Restore the snapshot of a step. Raises CheckpointError if it doesn't fit."""
+
+    @abstractmethod
+    def _stateful(self, step: int) -> Stateful:
+        """Return what a checkpoint of a step holds."""
+
+    def prepare_snapshots(self) -> None:
+        """Plan a snapshot without taking it, so that the first one finds its boxes and memory ready."""
+        state, kept = self._stateful(self.step), self._kept
+        _fill(state)
+        _plan(state, HostCopies(state.world.device, kept.memory), kept)
+        kept.memory.touch()
+
+    def snapshot(self, folder: Path) -> Snapshot:
+        """Start a snapshot of the state, to be written to an empty folder.
+
+        The next change of the state waits until the snapshot's copies are complete.
+        """
+        self._wait_for_copies()
+        self._kept = self._kept.free_or_new()
+        snapshot = Snapshot(self._stateful(self.step), folder, self._kept)
+        self._copies = snapshot.copies
+        return snapshot
+
+    def _wait_for_copies(self) -> None:
+        """Wait until the last snapshot's copies are complete, so that the state may change."""
+        copies, self._copies = self._copies, None
+        if copies is not None and not copies.wait(self._timeout_seconds):
+            raise TimeoutError(f"copying the state for a checkpoint took longer than {self._timeout_seconds:g} s")
 
 
 def _trained(state: Stateful) -> dict[str, TrainedModel]:

@@ -37,7 +37,7 @@ def run_job(job: Job, ranks: int = 1) -> dict[str, Any]:
     samples = make_samples(prompt_tokens=job.prompt_tokens)
     settings = {**job.settings, **({"routing_replay": "rollout"} if job.replay else {})}
     learner = make_learner(LearnerJob(job.model, settings, {**ALGORITHM, "old_logprobs": "rollout"}), ranks)
-    learner._forward._prompts_once = job.prompts_once
+    learner._forward._to_device.keywords["prompts_once"] = job.prompts_once
     result: dict[str, Any] = {}
     if job.replay:
         _, result["experts"] = learner.log_probs_and_experts([pack(samples)])
