@@ -54,10 +54,10 @@ from relaxd.process.upkeep import freeze_objects
 from relaxd.run_folder import checkpoint_path, checkpoint_steps, checkpoints_folder
 from services.trainer.batch.disk_files import sync
 from services.trainer.batch.micro_batch import PackedMicroBatch
-from services.trainer.checkpoints import checkpoint_folders as folders
-from services.trainer.checkpoints.checkpoint_folders import BoardState, CheckpointState, Ledger
-from services.trainer.checkpoints.rank_part import CheckpointPart
 from services.trainer.learner.learner import Learner
+from services.trainer.loop import checkpoint_folders as folders
+from services.trainer.loop.checkpoint_folders import BoardState, CheckpointState, Ledger
+from services.trainer.loop.commanded_rank import CheckpointPart
 from services.trainer.megatron.channels import all_ranks_agree
 from services.trainer.megatron.world import shut_down
 

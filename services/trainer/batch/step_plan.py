@@ -127,7 +127,7 @@ class StepPlan:
     refreshed: tuple[str, ...] = ()
     """Roles whose models take over the weights after the step."""
     reference: str = ""
-    """Weights of the reference service that scored its groups (`reference_weights`); "": the initial ones."""
+    """Weights of the reference service that scored its groups (`weights_after`); "": the initial ones."""
     skipped_updates: tuple[int, ...] | None = None
     """Indices in `updates` of the updates skipped because their loss or gradient wasn't finite. None if unknown, as in
     a step file, which is written before the updates."""

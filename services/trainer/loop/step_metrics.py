@@ -1,45 +1,164 @@
-"""Metrics and sample records from a step's groups, and its times in each stage."""
+"""Metrics of a step: statistics of its samples (rewards, lengths and repetition, also by outcome, finish reason and
+source), speed, and its times in each stage.
 
-from collections.abc import Collection, Mapping, Sequence
+Everything is numpy over one value per sample, except the compression that finds repetition.
+"""
+
+import re
+import zlib
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from relaxd import telemetry
-from relaxd.algorithms.advantage_terms import Whitening
 from relaxd.board import (
-    ADVANTAGES,
     CRITIC_STATE,
     ENVIRONMENT_INFO,
     ENVIRONMENT_REWARD,
     ENVIRONMENT_SECONDS,
     LOSS_MASK,
-    OLD_LOGPROBS,
     OUTSIDE_SECONDS,
-    PROMPT_MEDIA,
-    RESPONSE_MESSAGES,
     RETURNS,
-    SEQUENCE_MEDIA,
     TOOL_CALLS,
     TOOL_ERRORS,
     TRAIN,
     TURNS,
     VALUES,
-    VERSIONS,
-    WEIGHT_RECEIPTS,
     StageTime,
 )
+from relaxd.board.group_contents import RIGHT_FROM
 from relaxd.board.types import MICROSECONDS
-from relaxd.media.prompt_media import MediaRecord, contents_of_group, hashes_of
-from relaxd.media.shown import SHOWN_MEDIA, shown_media, shown_message
+from relaxd.finish_reasons import TRUNCATED
 from relaxd.models.flops import peak_flops, training_flops
 from relaxd.models.shape import ModelShape
 from relaxd.rewards.logged import part_metrics
-from relaxd.weights.receipts import Receipt
 from services.trainer.batch.groups import TrainGroup, bounds_of
-from services.trainer.loop.sample_statistics import sample_statistics
+from services.trainer.loop.samples import trained_versions
 from services.trainer.loop.step_phases import StepBuilder
+
+STATISTICS: dict[str, Callable[[NDArray[Any]], Any]] = {
+    "mean": np.mean,
+    "median": np.median,
+    "min": np.min,
+    "max": np.max,
+    "std": np.std,
+}
+"""Statistics of reward and response_length, by the end of their names."""
+REPEATED_CHARACTERS = 10_000
+"""Characters at an answer's end that are compressed."""
+REPEATED_RATIO = 10.0
+"""Compression ratio of an answer's end above which the answer repeats itself."""
+MAX_COMPRESSED = 512
+"""Maximum number of a step's answers to compress, evenly spread: each takes 0.2 ms."""
+MAX_SOURCES = 32
+"""Maximum number of sources with statistics; the samples of all further sources are counted as `other`."""
+NO_NAME = re.compile(r"[^A-Za-z0-9_.\-]+")
+"""Characters of a source that can't be in a metric's name."""
+MAX_NAME = 64
+"""Maximum length of a source in a metric's name."""
+
+
+@dataclass(frozen=True)
+class StepSamples:
+    """Facts of a step's samples, each an array [n]."""
+
+    rewards: NDArray[np.float64]
+    lengths: NDArray[np.int32]
+    """Response tokens."""
+    finishes: NDArray[np.str_]
+    """Finish reason of the last sequence."""
+    texts: NDArray[np.object_]
+    """Text of the last sequence."""
+    sources: NDArray[np.str_]
+    """`metadata.data_source` of the prompt in the form for metric names; "" if there is none."""
+
+    @classmethod
+    def of(cls, groups: Sequence[TrainGroup]) -> "StepSamples":
+        """Return the samples of groups, at least one."""
+        finishes: list[str] = []
+        texts: list[str] = []
+        sources: list[str] = []
+        for group in groups:
+            columns = group.columns
+            last = np.searchsorted(columns["sample_of_sequence"], np.arange(group.samples), side="right") - 1
+            finishes += [str(columns["finish"][place]) for place in last]
+            texts += [str(columns["text"][place]) for place in last]
+            sources += [_source(columns["prompt"])] * group.samples
+        return cls(
+            rewards=np.concatenate([group.columns["reward"] for group in groups]),
+            lengths=np.concatenate([group.sample_lengths for group in groups]),
+            finishes=np.array(finishes),
+            texts=np.array(texts, dtype=np.object_),
+            sources=np.array(sources),
+        )
+
+    def part(self, chosen: NDArray[np.bool_]) -> "StepSamples":
+        """Return the samples for which `chosen` [n] is true."""
+        return StepSamples(**{name: values[chosen] for name, values in vars(self).items()})
+
+
+MEASURES: dict[str, Callable[[StepSamples], Any]] = {
+    "reward_mean": lambda samples: samples.rewards.mean(),
+    "response_length_mean": lambda samples: samples.lengths.mean(),
+    "right_share": lambda samples: (samples.rewards >= RIGHT_FROM).mean(),
+    "truncated_share": lambda samples: np.isin(samples.finishes, [*TRUNCATED]).mean(),
+}
+"""Measures of some of a step's samples, by the end of their names."""
+PARTS: dict[str, tuple[Callable[[StepSamples], dict[str, NDArray[np.bool_]]], tuple[str, ...]]] = {
+    "outcome": (
+        lambda samples: {"right": samples.rewards >= RIGHT_FROM, "wrong": samples.rewards < RIGHT_FROM},
+        ("response_length_mean", "truncated_share"),
+    ),
+    "finish": (
+        lambda samples: {reason: samples.finishes == reason for reason in np.unique(samples.finishes)},
+        ("reward_mean", "response_length_mean"),
+    ),
+    "source": (lambda samples: _by_source(samples.sources), tuple(MEASURES)),
+}
+"""Divisions of a step's samples, and the measures of each part, as `<division>/<part>/<measure>`."""
+
+
+def sample_statistics(groups: Sequence[TrainGroup]) -> dict[str, float]:
+    """Return the statistics of the samples of a step's groups, at least one, by the names of docs/metrics.md."""
+    samples = StepSamples.of(groups)
+    found: dict[str, Any] = {}
+    for name, values in (("reward", samples.rewards), ("response_length", samples.lengths)):
+        found |= {f"{name}_{statistic}": compute(values) for statistic, compute in STATISTICS.items()}
+    found |= {name: MEASURES[name](samples) for name in ("right_share", "truncated_share")}
+    compressed = np.unique(np.linspace(0, len(samples.texts) - 1, MAX_COMPRESSED).astype(int))
+    found["repetition_share"] = np.mean([repeats(text) for text in samples.texts[compressed]])
+    for division, (divide, measures) in PARTS.items():
+        for part, chosen in divide(samples).items():
+            found[f"{division}/{part}/share"] = chosen.mean()
+            if chosen.any():
+                some = samples.part(chosen)
+                found |= {f"{division}/{part}/{name}": MEASURES[name](some) for name in measures}
+    return {name: float(value) for name, value in found.items()}
+
+
+def repeats(text: str) -> bool:
+    """Return True if the last 10,000 characters of a text compress more than ten times."""
+    end = text[-REPEATED_CHARACTERS:].encode(errors="replace")
+    return len(end) > REPEATED_RATIO * len(zlib.compress(end, 1))
+
+
+def _source(prompt: Any) -> str:
+    metadata = prompt.get("metadata") if isinstance(prompt, Mapping) else None
+    source = metadata.get("data_source") if isinstance(metadata, Mapping) else None
+    return "" if source is None else NO_NAME.sub("_", str(source))[:MAX_NAME]
+
+
+def _by_source(sources: NDArray[np.str_]) -> dict[str, NDArray[np.bool_]]:
+    """Return the samples of each source: of the most frequent ones, and of all others together."""
+    counts = Counter(source for source in sources.tolist() if source)
+    parts = {source: sources == source for source, _ in counts.most_common(MAX_SOURCES)}
+    if len(counts) > MAX_SOURCES:
+        parts["other"] = (sources != "") & ~np.isin(sources, list(parts))
+    return parts
 
 
 def group_metrics(groups: Sequence[TrainGroup], step: int) -> dict[str, float]:
@@ -184,162 +303,9 @@ def record_samples(run_id: str, groups: Sequence[TrainGroup], step: int) -> None
         for index, length in enumerate(lengths):
             telemetry.record("reward", float(group.columns["reward"][index]), attributes)
             telemetry.record("response_length", int(length), attributes)
-            versions = _trained_versions(group, slice(bounds[index], bounds[index + 1]))
+            versions = trained_versions(group, slice(bounds[index], bounds[index + 1]))
             if versions.size:
                 telemetry.record("staleness", step - 1 - int(versions.min()), attributes)
-
-
-def shown_samples(
-    groups: Sequence[TrainGroup],
-    step: int,
-    limit: int,
-    whitening: Whitening | None = None,
-    traces: Mapping[str, dict[str, Any]] | None = None,
-) -> list[dict[str, Any]]:
-    """Choose samples to show, every group's first sample first, with the fields of TrainedSample in coordinator.proto.
-
-    A sample of several sequences is shown with the text of the last one.
-
-    Args:
-        groups: the step's groups.
-        step: the step.
-        limit: largest number of samples.
-        whitening: what their advantages are normalised with, if they are.
-        traces: fields of a group's samples with the ids of traces, by group.
-    """
-    places = [
-        (index, place) for place, group in enumerate(groups) for index in range(group.samples)
-    ]  # every group's sample 0, then every group's sample 1 ...
-    chosen = sorted(places)[:limit]
-    found: dict[int, list[int]] = {}
-    for index, place in chosen:
-        found.setdefault(place, []).append(index)
-    bounds = {place: bounds_of(groups[place].sample_lengths) for place in found}
-    media = {place: _media_of_samples(groups[place], own, previews=True) for place, own in found.items()}
-    return [
-        _shown(groups[place], index, bounds[place], step, whitening)
-        | media[place][index]
-        | {"tokens": _shown_tokens(groups[place], index, bounds[place], whitening)}
-        | (traces or {}).get(groups[place].group_id, {})
-        for index, place in chosen
-    ]
-
-
-def all_samples(groups: Sequence[TrainGroup], step: int, whitening: Whitening | None = None) -> list[dict[str, Any]]:
-    """Return all samples as `shown_samples` does, group by group, with their sources.
-
-    They are without tokens, and media without previews.
-    """
-    found = []
-    for group in groups:
-        prompt = group.columns["prompt"] or {}
-        bounds, media = bounds_of(group.sample_lengths), _media_of_samples(group, range(group.samples))
-        for index in range(group.samples):
-            metadata = prompt.get("metadata") or {}
-            source = {"source": metadata["data_source"]} if "data_source" in metadata else {}
-            found.append(_shown(group, index, bounds, step, whitening) | media[index] | source)
-    return found
-
-
-def _shown(
-    group: TrainGroup, index: int, bounds: NDArray[np.int64], step: int, whitening: Whitening | None
-) -> dict[str, Any]:
-    """Return a sample's record; `bounds`: the samples' offsets in the columns [T]."""
-    columns = group.columns
-    own = slice(int(bounds[index]), int(bounds[index + 1]))
-    advantages = columns["advantages"][own]
-    if whitening is not None:
-        advantages = whitening.apply(advantages, columns["loss_mask"][own])
-    length = own.stop - own.start
-    versions = _trained_versions(group, own)
-    last = int(np.searchsorted(columns["sample_of_sequence"], index, side="right")) - 1
-    prompt, found = columns["prompt"] or {}, columns.get(WEIGHT_RECEIPTS)
-    return {
-        "group_id": group.group_id,
-        "sample": index,
-        "step": step,
-        "prompt": str(prompt.get("text", "")),
-        "answer": str(prompt.get("answer", "")),
-        "response": str(columns["text"][last]),
-        "reward": float(columns["reward"][index]),
-        "reward_parts": {
-            name: values[index] for name, values in (columns["reward_parts"] or {}).items() if values[index] is not None
-        },
-        "advantage": float(advantages.mean()) if length else 0.0,
-        "version": int(versions.min()) if versions.size else 0,
-        "length": length,
-        "finish_reason": str(columns["finish"][last]),
-        **({"receipts": [Receipt(*one)._asdict() for one in found[index]]} if found else {}),
-        **(_shown_conversation(columns, index) if TURNS in columns else {}),
-    }
-
-
-SHOWN_TOKENS = 1000
-"""Maximum number of tokens of a sample that are shown."""
-TOKEN_COLUMNS = {
-    "ids": "tokens",
-    "trained": LOSS_MASK,
-    "engine_logprobs": "rollout_logprobs",
-    "trainer_logprobs": OLD_LOGPROBS,
-    "advantages": ADVANTAGES,
-    "versions": VERSIONS,
-}
-"""Fields of SampleTokens in coordinator.proto, with the columns that they contain."""
-DIGITS = 4
-"""Significant digits of their numbers."""
-
-
-def _shown_tokens(
-    group: TrainGroup, index: int, bounds: NDArray[np.int64], whitening: Whitening | None
-) -> dict[str, list[Any]]:
-    """Return the first tokens of a sample. A list of equal numbers, except ids, is reduced to one."""
-    own = slice(int(bounds[index]), min(int(bounds[index + 1]), int(bounds[index]) + SHOWN_TOKENS))
-    found = {}
-    for name, column in TOKEN_COLUMNS.items():
-        if column not in group.columns:
-            continue
-        values = group.columns[column][own]
-        if column == LOSS_MASK:
-            values = values != 0
-        elif column == ADVANTAGES and whitening is not None:
-            values = whitening.apply(values, group.columns[LOSS_MASK][own])
-        listed = [float(f"{value:.{DIGITS}g}") if isinstance(value, float) else value for value in values.tolist()]
-        found[name] = listed[:1] if name != "ids" and len(set(listed)) == 1 else listed
-    return found
-
-
-def _media_of_samples(
-    group: TrainGroup, indices: Collection[int], *, previews: bool = False
-) -> dict[int, dict[str, Any]]:
-    """Return the media to show for a group's samples: the first ones of its prompt and of each conversation."""
-    found: dict[int, list[MediaRecord]] = {index: list(group.columns.get(PROMPT_MEDIA) or ()) for index in indices}
-    # A run without conversations lacks the column, one with several players has several sequences for a sample.
-    of_sequences = zip(group.columns["sample_of_sequence"], group.columns.get(SEQUENCE_MEDIA) or (), strict=False)
-    for sample, records in of_sequences:
-        if sample in found:
-            known = hashes_of(found[sample])
-            found[sample] += [record for record in records if record["sha256"] not in known]
-    first = {index: own[:SHOWN_MEDIA] for index, own in found.items()}
-    wanted = {record["sha256"]: record for own in first.values() for record in own}
-    if not wanted:
-        return {index: {} for index in indices}
-    shown = shown_media(contents_of_group(group.columns), wanted.values(), previews=previews)
-    return {index: {"media": [shown[name] for name in hashes_of(own)]} if own else {} for index, own in first.items()}
-
-
-def _shown_conversation(columns: Mapping[str, Any], index: int) -> dict[str, Any]:
-    """Return the columns that samples show of a conversation."""
-    return {
-        "conversation": [shown_message(message) for message in columns[RESPONSE_MESSAGES][index]],
-        "turns": int(columns[TURNS][index]),
-        "environment_reward": float(columns[ENVIRONMENT_REWARD][index]),
-        "environment_seconds": float(columns[ENVIRONMENT_SECONDS][index]),
-    }
-
-
-def _trained_versions(group: TrainGroup, own: slice) -> NDArray[np.int64]:
-    """Return the versions of the tokens within `own` with mask 1."""
-    return group.columns["versions"][own][group.columns["loss_mask"][own] != 0]
 
 
 WORK_NAMES = {"rollout": "generate", "reward": "score", TRAIN: "in_step"}

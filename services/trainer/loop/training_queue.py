@@ -21,13 +21,13 @@ from relaxd.roles import CRITIC, REFERENCE, ROLES
 from services.trainer.batch.groups import MalformedGroup, RoutingShape, TrainGroup, check_group
 from services.trainer.batch.step_membership import (
     DeliveredGroup,
+    ReceiptCheck,
     Selection,
     choose,
     due_groups,
     may_close,
     oldest_allowed,
 )
-from services.trainer.batch.weight_receipts import ReceiptCheck
 
 logger = logging.getLogger(__name__)
 

@@ -30,12 +30,10 @@ from relaxd.v1 import rank_pb2_grpc, replica_pb2, trainer_pb2_grpc
 from relaxd.v1 import trainer_pb2 as pb
 from relaxd.weights.buckets import TensorBucket, to_proto
 from relaxd.weights.weight_group import Rendezvous, WeightGroupError, host_store
-from services.trainer.batch.step_membership import GroupRefusals
-from services.trainer.batch.weight_receipts import ReceiptCheck
-from services.trainer.checkpoints.rank_part import CheckpointPart
+from services.trainer.batch.step_membership import GroupRefusals, ReceiptCheck
 from services.trainer.learner.frozen_model import model_of
 from services.trainer.learner.learner import Learner
-from services.trainer.loop.commanded_rank import RankThread
+from services.trainer.loop.commanded_rank import CheckpointPart, RankThread
 from services.trainer.loop.round_runner import RoundRunner
 from services.trainer.loop.step_profiler import ProfileOptions, ProfilePlan, step_profiler
 from services.trainer.loop.thread_requests import Controls, result_of

@@ -21,19 +21,16 @@ from relaxd.waiting import Backoff, waiting
 from services.trainer.batch.groups import TrainGroup
 from services.trainer.batch.step_file import step_file_path, write_step_file
 from services.trainer.batch.step_plan import MicroBatchRound, StepPlan, bubble_share
-from services.trainer.checkpoints.reference_weights import remove_older, sync_weights, weights_after, weights_path
 from services.trainer.learner.update import SkippedUpdates, TooManySkippedUpdates, UpdateStats, step_metrics
-from services.trainer.loop.checkpoint_control import Checkpoints
-from services.trainer.loop.checkpoint_restore import restore
-from services.trainer.loop.sample_files import SampleFiles
+from services.trainer.loop.checkpoint_control import Checkpoints, restore
+from services.trainer.loop.checkpoint_folders import remove_older, sync_weights, weights_after, weights_path
+from services.trainer.loop.samples import SampleFiles, all_samples, shown_samples
 from services.trainer.loop.sleep_controller import SleepController
 from services.trainer.loop.step_metrics import (
-    all_samples,
     group_metrics,
     group_times,
     performance,
     record_samples,
-    shown_samples,
     trainer_times,
 )
 from services.trainer.loop.step_phases import StepBuilder, phases_for

@@ -16,7 +16,7 @@ from relaxd.config import RunConfig
 from relaxd.process.ports import reserve_port
 from relaxd.replica.gpus import visible_gpus
 from relaxd.run_folder import checkpoint_path, checkpoint_steps
-from services.trainer.checkpoints.checkpoint_folders import CheckpointBroken, verify
+from services.trainer.loop.checkpoint_folders import CheckpointBroken, verify
 
 logger = logging.getLogger(__name__)
 

@@ -16,7 +16,7 @@ from relaxd.process.ports import NoFreePort
 from relaxd.run_folder import LEDGER, METRICS, checkpoint_path, read_lines
 from services.trainer.batch.step_file import StepFileError, read_step_file, step_file_path
 from services.trainer.batch.step_plan import OUTCOME
-from services.trainer.checkpoints.checkpoint_folders import CheckpointBroken, read_state
+from services.trainer.loop.checkpoint_folders import CheckpointBroken, read_state
 from services.trainer.offline.program_parts import (
     OfflineError,
     newest_intact,
@@ -79,7 +79,7 @@ def learner_at(config: RunConfig, run_folder: Path, start: int) -> tuple["Learne
     Raises CheckpointError: the checkpoint doesn't fit the model.
     """
     from services.trainer.learner.learner import Learner
-    from services.trainer.loop.checkpoint_restore import same_layout
+    from services.trainer.loop.checkpoint_control import same_layout
     from services.trainer.megatron.channels import RankChannel
 
     learner = Learner.of_run(config)

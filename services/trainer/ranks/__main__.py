@@ -8,8 +8,7 @@ from relaxd.roles import RANKS
 from relaxd.rpc.server import Service
 from relaxd.rpc.service_settings import parse_settings
 from relaxd.v1 import ranks_pb2_grpc
-from services.trainer.ranks.ranks_service import RanksService
-from services.trainer.ranks.server import RanksServicer
+from services.trainer.ranks.server import RanksService, RanksServicer
 
 
 async def main() -> None:

@@ -17,7 +17,7 @@ from relaxd.rpc.errors import FailedPrecondition
 from relaxd.run_folder import begin_time
 from relaxd.waiting import waiting
 from services.trainer.batch.step_file import StepFileError
-from services.trainer.checkpoints.reference_weights import weights_after, weights_path
+from services.trainer.loop.checkpoint_folders import weights_after, weights_path
 from services.trainer.megatron import TICK_SECONDS
 
 logger = logging.getLogger(__name__)

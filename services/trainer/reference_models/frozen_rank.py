@@ -32,8 +32,7 @@ from services.trainer.megatron.world import World
 from services.trainer.model.architecture import ModelError
 from services.trainer.model.architectures import read_architecture
 from services.trainer.reference_models.followed_folder import LedgerWeights
-from services.trainer.reference_models.model_rank import ModelRank, world_config
-from services.trainer.reference_models.model_stage import ModelStage
+from services.trainer.reference_models.model_rank import ModelRank, ModelStage, world_config
 
 logger = logging.getLogger(__name__)
 

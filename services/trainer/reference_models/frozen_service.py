@@ -19,8 +19,7 @@ from relaxd.v1 import rank_pb2 as pb
 from relaxd.v1.coordinator_pb2 import Assignment
 from relaxd.weights import NCCL_ENVIRONMENT
 from services.trainer.reference_models.followed_folder import await_run_folder
-from services.trainer.service.rank_pool import RankPool
-from services.trainer.service.rank_processes import Rank, RankProcesses, rank_gauges
+from services.trainer.service.rank_processes import Rank, RankPool, RankProcesses, rank_gauges
 
 ANSWER_SECONDS = 10.0
 """Seconds after the end of a drain in which rank 0 may still answer."""

@@ -1,15 +1,303 @@
-"""One rank of a replica that holds a model and works on a stage: a child process of the service."""
+"""One rank of a replica that holds a model and works on a stage, a child process of the service; and the stage, which
+packs several groups into one forward pass and commits the columns.
+"""
 
+import logging
+import queue
 from abc import abstractmethod
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from relaxd import telemetry
+from relaxd.board import (
+    STUDENT_CANDIDATES,
+    Board,
+    Column,
+    Delivery,
+    Drop,
+    DropReason,
+    StageWorker,
+    read_sequences,
+)
+from relaxd.board.worker import Result
 from relaxd.config import RunConfig, TrainerConfig
+from relaxd.media import MediaTokens
+from relaxd.roles import ROLES
 from relaxd.v1 import rank_pb2 as pb
 from relaxd.v1 import rank_pb2_grpc
+from services.trainer.batch.micro_batch import PackedMicroBatch, TrainSequence, pack
+from services.trainer.batch.micro_batch_division import Packer
+from services.trainer.batch.sequence_media import GroupMediaReader, SequenceMedia, check_media
 from services.trainer.loop.commanded_rank import RankThread
-from services.trainer.reference_models.model_stage import ModelStage
+
+BATCHES_PER_STAGE = 20
+"""Micro-batches of one pass per pipeline stage after the first: stages then wait for a twentieth of the time."""
+LEAST_GROUPS = 2
+"""Minimum number of groups to hold: while one is computed, another is loaded."""
+
+logger = logging.getLogger(__name__)
+
+Compute = Callable[[str, Sequence[PackedMicroBatch]], list[dict[str, NDArray[Any]]]]
+"""Computes the stage's columns with the model of a name for micro-batches on all ranks: for each [T] or [T, k], aligned
+with its tokens."""
+
+
+@dataclass(frozen=True)
+class _Group:
+    """A group that waits for its log-probs."""
+
+    group_id: str
+    model: str
+    """Name of the model that scores the group."""
+    prompt_tokens: int
+    """Tokens of the shared prompt."""
+    sequences: list[TrainSequence]
+    lengths: list[int]
+    """Tokens of each sequence, without the shared prompt."""
+    tokens: int
+    """Tokens of the sequences, with the shared prompt counted once."""
+    columns: dict[str, NDArray[Any]] = field(default_factory=dict)
+    """The result, filled sequence by sequence: [T] or [T, k] each."""
+    answer: "Future[Result]" = field(default_factory=Future)
+
+    def fill(self, index: int, name: str, values: NDArray[Any]) -> None:
+        """Set the values of a column for the tokens of a sequence."""
+        if name not in self.columns:
+            self.columns[name] = np.zeros((sum(self.lengths), *values.shape[1:]), values.dtype)
+        begin = sum(self.lengths[:index])
+        self.columns[name][begin : begin + len(values)] = values
+
+
+class ModelStage:
+    """Works on the stage. The worker takes, holds and commits groups; `run` computes, in the caller's thread."""
+
+    def __init__(
+        self,
+        board: Board,
+        role: str,
+        consumer: str,
+        compute: Compute,
+        *,
+        vocab_sizes: Mapping[str, int],
+        model_of: Callable[[Mapping[str, Column]], str] = lambda columns: "",
+        prompt: str = "prompt_tokens",
+        temperature: float,
+        micro_batch_tokens: int,
+        of_student: int = 0,
+        media: Mapping[str, MediaTokens] = MappingProxyType({}),
+        pipeline_stages: int = 1,
+        of_each: Callable[[], Mapping[str, Column]] = dict,
+        what: str = "log-prob",
+        reason: DropReason = DropReason.NO_LOGPROBS,
+        on_failure: Callable[[str], None] = lambda reason: None,
+    ) -> None:
+        """Prepare; `worker.start` begins to take groups.
+
+        Args:
+            board: the run's board.
+            role: the role that holds the model.
+            consumer: the replica's id.
+            compute: runs the model.
+            vocab_sizes: tokens that each model has, by its name. A group with another token is dropped.
+            model_of: chooses the model by a group's columns. Raises ValueError: there is none.
+            prompt: the column with the prompt that the model gets.
+            temperature: sampling temperature.
+            micro_batch_tokens: maximum tokens of a micro-batch. A group with a longer sequence is dropped.
+            of_student: tokens to score in each place, of the column STUDENT_CANDIDATES; 0: none.
+            media: tokens for images of the models that see, by name, if prompts have images.
+            pipeline_stages: ranks that share the layers.
+            of_each: further columns, the same for all groups of a pass.
+            what: name of the model's output for each token, for errors.
+            reason: drop reason of a group without output for a token.
+            on_failure: called with the reason when the worker fails.
+        """
+        self._role, self._stage = role, ROLES[role].stage
+        self._compute = compute
+        self._vocab_sizes = vocab_sizes
+        self._model_of = model_of
+        self._prompt = prompt
+        self._temperature = temperature
+        self._budget = micro_batch_tokens
+        self._of_student = of_student
+        self._media = {name: GroupMediaReader(tokens) for name, tokens in media.items()}
+        self._of_each = of_each
+        self._what, self._reason = what, reason
+        self._batches = max(1, BATCHES_PER_STAGE * (pipeline_stages - 1))
+        self._waiting: queue.SimpleQueue[_Group] = queue.SimpleQueue()
+        self._group_tokens = 0.0
+        """Moving average of the tokens of a group."""
+        self.turns = 0
+        """Counter of passes through the model, whose length is bounded for any group size, and of idle waits."""
+        self.worker = StageWorker(
+            board, self._stage, consumer, self._process, concurrency=self._most_groups, on_failure=on_failure
+        )
+
+    def run(self, wait_seconds: float) -> bool:
+        """Compute the columns of waiting groups, one pass' worth; wait for the first. Returns whether there was one.
+
+        Raises whatever `compute` raises.
+        """
+        groups = self._next(wait_seconds)
+        if not groups:
+            self.turns += 1
+            return False
+        for model in dict.fromkeys(group.model for group in groups.values()):
+            self._run(model, {name: group for name, group in groups.items() if group.model == model})
+        for group in groups.values():
+            group.answer.set_result(self._result(group))
+        return True
+
+    def _run(self, model: str, groups: Mapping[str, _Group]) -> None:
+        """Fill the columns of at least one group for one model."""
+        packer = Packer(self._budget, dp_size=1)
+        for group in groups.values():
+            shares = [one.prompt_length for one in group.sequences]
+            packer.add(group.group_id, group.prompt_tokens, group.lengths, shares)
+        packed = packer.rest()
+        assert packed is not None
+        (micro_batches,) = packed.micro_batches
+        for begin in range(0, len(micro_batches), self._batches):
+            members = [
+                [(groups[piece.group_id], index) for piece in pieces for index in piece.sequences]
+                for pieces in micro_batches[begin : begin + self._batches]
+            ]
+            rows = [pack([group.sequences[index] for group, index in row]) for row in members]
+            for row, batch, columns in zip(members, rows, self._compute(model, rows), strict=True):
+                for (group, index), end in zip(row, batch.cu_seqlens[1:], strict=True):
+                    for name, values in columns.items():
+                        group.fill(index, name, values[end - group.lengths[index] : end])
+            self.turns += 1
+
+    def _result(self, group: _Group) -> Result:
+        """Return a group's columns, or drop the group if they aren't finite: they don't show that the models agree."""
+        for values in group.columns.values():
+            finite = np.isfinite(values).reshape(len(values), -1).all(-1)
+            if wrong := int(np.count_nonzero(~finite)):
+                return self._drop(
+                    self._reason,
+                    group.group_id,
+                    f"the {self._role} gives {wrong} of its {len(values)} tokens a {self._what} that isn't finite",
+                )
+        return {**group.columns, **self._of_each()}
+
+    def _drop(self, reason: DropReason, group_id: str, detail: str) -> Drop:
+        logger.error("group %s is dropped: %s", group_id, detail)
+        return Drop(reason, detail=detail)
+
+    def _next(self, wait_seconds: float) -> dict[str, _Group]:
+        """Return the groups of one pass: at least one unless none came within `wait_seconds`."""
+        groups: dict[str, _Group] = {}
+        try:
+            group = self._waiting.get(timeout=wait_seconds)
+            groups[group.group_id] = group
+            while sum(group.tokens for group in groups.values()) < self._batches * self._budget:
+                group = self._waiting.get_nowait()
+                groups[group.group_id] = group
+        except queue.Empty:
+            pass
+        return groups
+
+    def _process(self, delivery: Delivery, columns: Mapping[str, Column]) -> "Result | Future[Result]":
+        """Queue a group. Runs in the worker's threads."""
+        try:
+            model = self._model_of(columns)
+        except ValueError as error:
+            return self._drop(DropReason.NO_LOGPROBS, delivery.group_id, str(error))
+        try:
+            group = _group(
+                delivery.group_id,
+                model,
+                columns,
+                self._prompt,
+                self._temperature,
+                of_student=self._of_student,
+                media=self._media.get(model),
+            )
+        except ValueError as error:
+            return self._drop(DropReason.MALFORMED, delivery.group_id, str(error))
+        largest = max(int(sequence.tokens.max(initial=0)) for sequence in group.sequences)
+        if largest >= self._vocab_sizes[model]:
+            return self._drop(
+                self._reason,
+                group.group_id,
+                f"it has token {largest}, but the {self._role} has only {self._vocab_sizes[model]} tokens",
+            )
+        longest = max(len(sequence.tokens) for sequence in group.sequences)
+        if longest > self._budget:
+            return self._drop(
+                DropReason.TOO_LONG,
+                group.group_id,
+                f"a sequence has {longest} tokens with its prompt, but a micro-batch has at most {self._budget}: raise "
+                f"roles.{self._role}.micro_batch_tokens, or limit prompts and answers to fewer tokens",
+            )
+        self._group_tokens = group.tokens if not self._group_tokens else 0.9 * self._group_tokens + 0.1 * group.tokens
+        self._waiting.put(group)
+        return group.answer
+
+    def _most_groups(self) -> int:
+        """Return the number of groups to hold: enough for two passes, so that other replicas get the rest."""
+        if not self._group_tokens:
+            return LEAST_GROUPS
+        return max(LEAST_GROUPS, round(2 * self._batches * self._budget / self._group_tokens))
+
+
+def _group(
+    group_id: str,
+    model: str,
+    columns: Mapping[str, Column],
+    prompt: str,
+    temperature: float,
+    *,
+    of_student: int,
+    media: GroupMediaReader | None,
+) -> _Group:
+    """Create a group from columns; `prompt`: name of the prompt's column. Raises ValueError for malformed columns."""
+    read = read_sequences(columns, prompt)
+    lengths = [len(one.tokens) for one in read]
+    seen: Sequence[SequenceMedia | None] = [None] * len(read)
+    if media is not None:
+        check_media(columns, media.tokens)
+        seen = media.read(columns)
+    own: list[dict[str, NDArray[Any]]] = [{} for _ in read]
+    if of_student:
+        candidates = _student_candidates(columns[STUDENT_CANDIDATES], sum(lengths), of_student)
+        own = [{STUDENT_CANDIDATES: part} for part in np.split(candidates, np.cumsum(lengths)[:-1])]
+    sequences = [
+        TrainSequence.from_response(
+            one.prompt,
+            one.tokens,
+            loss_mask=one.loss_mask,
+            columns=of_sequence,
+            weight=np.zeros(len(one.tokens), np.float32),  # of the loss, which is not computed here
+            temperature=temperature,
+            media=media_of_sequence,
+        )
+        for one, of_sequence, media_of_sequence in zip(read, own, seen, strict=True)
+    ]
+    prompt_tokens = len(np.asarray(columns[prompt]))
+    return _Group(group_id, model, prompt_tokens, sequences, lengths, prompt_tokens + sum(lengths))
+
+
+def _student_candidates(column: Column, tokens: int, count: int) -> NDArray[np.integer]:
+    """Check the student's candidates, [tokens, count]. Raises ValueError."""
+    ids = np.asarray(column)
+    if ids.dtype.kind not in "iu" or ids.shape != (tokens, count):
+        raise ValueError(
+            f"{STUDENT_CANDIDATES} is {ids.dtype} {list(ids.shape)}: it must be integers [{tokens}, {count}], "
+            "algorithm.distill_top_k in the place of each of the answers' tokens"
+        )
+    ordered = np.sort(ids, axis=1)
+    repeated = (ordered[:, 1:] == ordered[:, :-1]) & (ordered[:, 1:] >= 0)
+    if repeated.any():
+        place = int(np.flatnonzero(repeated.any(1))[0])
+        raise ValueError(f"{STUDENT_CANDIDATES}[{place}] is {ids[place].tolist()}: no token may be there twice")
+    return ids
 
 
 class ModelRank(rank_pb2_grpc.RankServicer):

@@ -31,9 +31,10 @@ from relaxd.v1 import rank_pb2 as rank_pb
 from relaxd.v1 import trainer_pb2 as pb
 from services.trainer.loop.weight_read_lock import HOLD_MARGIN_SECONDS
 from services.trainer.service.host_ranks import HostRanks, TrainerHosts
-from services.trainer.service.rank_pool import RANK, RankPool
 from services.trainer.service.rank_processes import (
+    RANK,
     RankEvent,
+    RankPool,
     RankProcess,
     RankProcesses,
     RankSet,

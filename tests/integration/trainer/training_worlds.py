@@ -49,9 +49,9 @@ def run_job(job: RunJob, ranks: int = 1) -> dict[str, Any]:
     from relaxd.board import Board, stages_for
     from relaxd.models.folders import models_in_trainer
     from services.trainer.batch.step_membership import GroupRefusals
-    from services.trainer.checkpoints.rank_part import CheckpointPart
     from services.trainer.learner.frozen_model import model_of
     from services.trainer.learner.learner import Learner
+    from services.trainer.loop.commanded_rank import CheckpointPart
     from services.trainer.loop.round_runner import RoundRunner
     from services.trainer.loop.step_profiler import ProfilePlan, step_profiler
     from services.trainer.loop.thread_requests import Controls

@@ -84,7 +84,7 @@ WITHOUT_DEADLINE = {
     ENDS: {
         ("relaxd/weights/gloo.py", "ChainBroadcast.finish"),  # its pieces' deadlines
         ("relaxd/weights/gloo.py", "GlooChain.abort"),
-        ("services/trainer/service/rank_pool.py", "RankPool.close"),  # it is cancelled
+        ("services/trainer/service/rank_processes.py", "RankPool.close"),  # it is cancelled
         ("relaxd/process/child.py", "Child.wait_connected"),  # the call's deadline, or the child's end
         ("relaxd/board/worker.py", "StageWorker.stop"),  # its threads look at the stop between waits of 0.5 s
         ("relaxd/replica/assignment.py", "AssignmentFollower.dismiss"),  # STOP_RUN_SECONDS
@@ -131,7 +131,7 @@ WITHOUT_DEADLINE = {
             "HostMemory.touched",
         ),  # a thread that only writes to memory
         ("services/trainer/learner/snapshots/checkpoint_copies.py", "HostCopies.check"),  # copies within this process
-        ("services/trainer/ranks/ranks_service.py", "HostAttempt.end"),  # cancelled
+        ("services/trainer/ranks/server.py", "HostAttempt.end"),  # cancelled
         ("services/trainer/service/rank_processes.py", "RankProcesses.kill"),  # SIGKILL was sent
         ("services/trainer/service/server.py", "TrainerService.stop_run"),  # cancelled
         ("services/trainer/reference_models/frozen_service.py", "ModelService.start_run"),  # see health.start_seconds

@@ -32,7 +32,7 @@ from relaxd.media.media_tokens import expand
 from relaxd.media.prompt_media import StoredMedia, to_columns, to_sequence_columns
 from services.trainer.batch.micro_batch import PackedMicroBatch
 from services.trainer.megatron.rank_messages import decode, encode, parse
-from services.trainer.reference_models.model_stage import Compute, ModelStage
+from services.trainer.reference_models.model_rank import Compute, ModelStage
 from tests.kit.vision import encoded, picture, write_vision_model
 from tests.kit.waiting import wait_until
 

@@ -11,8 +11,7 @@ import pytest
 from relaxd.process.child import ChildError
 from relaxd.process.interfaces import address_towards, check_reaches, interface_towards
 from services.trainer.service.host_ranks import HostRanks
-from services.trainer.service.rank_pool import RankPool
-from services.trainer.service.rank_processes import MeetingPlace
+from services.trainer.service.rank_processes import MeetingPlace, RankPool
 from tests.integration.trainer.service_kit import make_config
 
 NOWHERE = "255.255.255.255"

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from services.trainer.batch.step_file import StepFileError
-from services.trainer.checkpoints.reference_weights import weights_path
+from services.trainer.loop.checkpoint_folders import weights_path
 from services.trainer.reference_models import followed_folder
 from services.trainer.reference_models.followed_folder import LedgerWeights
 from tests.kit.boards import make_board

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from services.trainer.checkpoints.reference_weights import remove_older, weights_after, weights_path
+from services.trainer.loop.checkpoint_folders import remove_older, weights_after, weights_path
 
 CASES: list[tuple[dict[str, Any], str]] = [
     ({"step": 1, "term": 1}, ""),

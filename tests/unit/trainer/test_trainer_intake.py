@@ -14,8 +14,14 @@ from relaxd.board import STAGES, Board, Delivery, Fenced
 from relaxd.config import GRPOConfig, RunConfig
 from relaxd.roles import CRITIC, REFERENCE
 from services.trainer.batch.groups import MalformedGroup, RoutingShape, TrainGroup, check_group
-from services.trainer.batch.step_membership import DeliveredGroup, choose, due_groups, may_close
-from services.trainer.batch.weight_receipts import ReceiptCheck, written_by
+from services.trainer.batch.step_membership import (
+    DeliveredGroup,
+    ReceiptCheck,
+    choose,
+    due_groups,
+    may_close,
+    written_by,
+)
 from services.trainer.loop.training_queue import TrainingQueue
 from tests.integration.trainer.service_kit import Feeder, make_config, train_group
 

@@ -12,8 +12,10 @@ import fcntl
 import hashlib
 import json
 import os
+from collections import defaultdict
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from io import FileIO
 from pathlib import Path
 from typing import Any
@@ -23,7 +25,16 @@ from torch import Tensor
 
 from services.trainer.batch.disk_files import Progress, in_parallel
 from services.trainer.learner.snapshots.checkpoint_copies import ALIGNMENT, HostCopies
-from services.trainer.learner.snapshots.pieces import Box, Elements, Piece
+from services.trainer.learner.snapshots.pieces import (
+    Box,
+    Elements,
+    Piece,
+    Rectangle,
+    elements,
+    intersection,
+    shown,
+    without,
+)
 
 FILE_BYTES = 64 << 20
 """Approximate bytes per file of a rank's part; its files are written and hashed concurrently."""
@@ -200,3 +211,220 @@ def _write(file: FileIO, content: memoryview, direct: int) -> int:
     flags = fcntl.fcntl(file, fcntl.F_GETFL)
     fcntl.fcntl(file, fcntl.F_SETFL, flags & ~os.O_DIRECT | direct)
     return file.write(content)
+
+
+STAGING_BYTES = 32 << 20
+"""Bytes in the host's memory at a time, for each file that is being read."""
+TYPES = {name: dtype for dtype, name in DTYPES.items()}
+
+
+class CheckpointError(Exception):
+    """A checkpoint doesn't fit the model or the trainer."""
+
+
+@dataclass
+class Wanted:
+    """Elements to load."""
+
+    piece: Piece
+    """The piece of the model that these elements are."""
+    target: Tensor
+    """Destination of the elements: a flat tensor of any element type on any device."""
+
+
+@dataclass(frozen=True)
+class _Read:
+    """Elements to read from a file: a rectangle of a whole tensor."""
+
+    rectangle: Rectangle
+    source: Piece
+    """The piece of the file."""
+    begin: int
+    """Place of the piece in the file, in bytes."""
+    dtype: torch.dtype
+    """The file's element type."""
+    wanted: Wanted
+
+
+class PartFile:
+    """One file of a checkpoint."""
+
+    def __init__(self, path: Path) -> None:
+        """Read the header of a file. Raises CheckpointError if it has another format."""
+        self.path = path
+        with path.open("rb", buffering=0) as file:
+            size = int.from_bytes(file.read(8), "little")
+            self._header: dict[str, Any] = json.loads(file.read(size))
+        self._begin = 8 + size
+        self._metadata: dict[str, str] = self._header.pop("__metadata__", {})
+        if PIECES not in self._metadata:
+            raise CheckpointError(f"{path} is no part of a checkpoint: its metadata has no {PIECES}")
+
+    @property
+    def generators(self) -> dict[str, Any]:
+        """States of the rank's random generators. Only the first file of a rank has them."""
+        return dict(json.loads(self._metadata[GENERATORS]))
+
+    @cached_property
+    def pieces(self) -> list[tuple[Piece, int, torch.dtype]]:
+        """Pieces in the file, with their offsets and element types."""
+        return [
+            (piece_of(one), self._begin + self._header[name]["data_offsets"][0], TYPES[self._header[name]["dtype"]])
+            for name, one in json.loads(self._metadata[PIECES]).items()
+        ]
+
+
+def part_files(folder: Path, rank: int) -> Iterator[PartFile]:
+    """Yield the files of a checkpoint's parts: first the rank's own, then its neighbours'."""
+    ranks = {path: of for path in folder.iterdir() if (of := rank_of(path.name)) is not None}
+    for path in sorted(ranks, key=lambda path: (abs(ranks[path] - rank), path.name)):
+        yield PartFile(path)
+
+
+class Loading:
+    """Elements that a rank loads from a checkpoint, and their places."""
+
+    def __init__(self, folder: Path, rank: int, wanted: list[Wanted]) -> None:
+        """Look for elements in the parts of a checkpoint.
+
+        Raises:
+            CheckpointError: they aren't all there, some are in two parts, or the tensors have other shapes.
+        """
+        self._folder = folder
+        self._reads: dict[Path, list[_Read]] = defaultdict(list)
+        self._missing = [one.piece.box.rectangles(one.piece.begin, one.piece.end) for one in wanted]
+        self._by_name: dict[tuple[str, str], list[int]] = defaultdict(list)
+        self._wanted = wanted
+        for number, one in enumerate(wanted):
+            self._by_name[one.piece.box.tensor, one.piece.state].append(number)
+        self._clipped: set[int] = set()
+        left = set(range(len(wanted)))
+        for file in part_files(folder, rank):
+            if not left:
+                break
+            for piece, begin, dtype in file.pieces:
+                for number in self._by_name.get((piece.box.tensor, piece.state), ()):
+                    self._find(number, piece, file.path, begin, dtype)
+                    if not self._missing[number]:
+                        left.discard(number)
+        if left:
+            number = min(left)
+            piece, missing = wanted[number].piece, self._missing[number]
+            self._refuse(
+                f"{elements(missing)} of {piece.end - piece.begin} elements of {piece.box.tensor} ({piece.state}) are "
+                f"missing, the first ones {shown(missing[0])}: no rank's file there has them"
+            )
+
+    def read(self, progress: Progress, device: torch.device) -> None:
+        """Read the elements into their targets, which may be on `device`. Raises OSError."""
+        work = {path.name: partial(_read_file, path, reads) for path, reads in self._reads.items()}
+        in_parallel(work, progress, partial(torch.cuda.set_device, device) if device.type == "cuda" else _nothing)
+
+    def _find(self, number: int, piece: Piece, path: Path, begin: int, dtype: torch.dtype) -> None:
+        """Plan the reads of wanted elements that a piece of a file has."""
+        one = self._wanted[number]
+        if not one.piece.box.fits(piece.box):
+            self._refuse(f"{piece.box.tensor} has the shape {piece.box.whole} there, and {one.piece.box.whole} here")
+        if number not in self._clipped:  # elements that only pad the tensor here keep their values
+            self._clipped.add(number)
+            self._missing[number] = list(_within(one.piece, piece.box.whole))
+        for rectangle in _overlaps(piece, one.piece):
+            missing = self._missing[number]
+            self._missing[number] = [rest for each in missing for rest in without(each, rectangle)]
+            if elements(missing) - elements(self._missing[number]) < elements([rectangle]):
+                other, twice = self._found(one, rectangle)
+                self._refuse(
+                    f"elements {shown(twice)} of {piece.box.tensor} ({piece.state}) are in {other.name}, and once more "
+                    f"in {path.name}"
+                )
+            self._reads[path].append(_Read(rectangle, piece, begin, dtype, one))
+
+    def _found(self, wanted: Wanted, rectangle: Rectangle) -> tuple[Path, Rectangle]:
+        """Return which file already has some of a rectangle's elements, and which."""
+        return next(
+            (path, both)
+            for path, reads in self._reads.items()
+            for read in reads
+            if read.wanted is wanted and (both := intersection(read.rectangle, rectangle)) is not None
+        )
+
+    def _refuse(self, why: str) -> None:
+        raise CheckpointError(f"{self._folder} doesn't fit this model and trainer: {why}")
+
+
+def _nothing() -> None:
+    """Start a thread without a device."""
+
+
+def _within(piece: Piece, whole: tuple[int, ...]) -> Iterator[Rectangle]:
+    """Return a piece's rectangles within a whole tensor of another shape."""
+    everything = (tuple(0 for _ in whole), whole)
+    for rectangle in piece.box.rectangles(piece.begin, piece.end):
+        if (found := intersection(rectangle, everything)) is not None:
+            yield found
+
+
+def _overlaps(source: Piece, target: Piece) -> Iterator[Rectangle]:
+    """Return the rectangles of the whole tensor that two pieces have in common, with offsets in both."""
+    if source.box.same_place(target.box):
+        begin, end = max(source.begin, target.begin), min(source.end, target.end)
+        found = target.box.rectangles(begin, end)
+    else:
+        found = [
+            both
+            for one in source.box.rectangles(source.begin, source.end)
+            for other in target.box.rectangles(target.begin, target.end)
+            if (both := intersection(one, other)) is not None
+        ]
+    whole = tuple(min(sizes) for sizes in zip(source.box.whole, target.box.whole, strict=True))
+    everything = (tuple(0 for _ in whole), whole)
+    for rectangle in found:
+        if (inside := intersection(rectangle, everything)) is not None:
+            yield inside
+
+
+@torch.no_grad()
+def _read_file(path: Path, reads: list[_Read], progress: Progress) -> None:
+    staging = torch.empty(0, dtype=torch.uint8)
+    with path.open("rb", buffering=0) as file:
+        for read in reads:
+            for rectangle in _chunks(read.rectangle, read.source.box, STAGING_BYTES // read.dtype.itemsize):
+                first, last = _ends(rectangle, read.source.box)
+                size = (last + 1 - first) * read.dtype.itemsize
+                if len(staging) < size:
+                    staging = torch.empty(size, dtype=torch.uint8)
+                file.seek(read.begin + (first - read.source.begin) * read.dtype.itemsize)
+                _read_all(file, staging[:size].numpy().data, path)
+                source = staging[:size].view(read.dtype).as_strided(rectangle[1], read.source.box.strides)
+                target, box = read.wanted.target, read.wanted.piece.box
+                place = target.storage_offset() + box.place(rectangle[0]) - read.wanted.piece.begin
+                target.as_strided(rectangle[1], box.strides, place).copy_(source)
+                progress(size)
+
+
+def _chunks(rectangle: Rectangle, box: Box, most: int) -> Iterator[Rectangle]:
+    """Divide a rectangle until each part spans at most `most` elements of the box."""
+    first, last = _ends(rectangle, box)
+    starts, sizes = rectangle
+    cut = next((dimension for dimension, size in enumerate(sizes) if size > 1), None)
+    if last + 1 - first <= most or cut is None:
+        yield rectangle
+        return
+    half = sizes[cut] // 2
+    yield from _chunks((starts, (*sizes[:cut], half, *sizes[cut + 1 :])), box, most)
+    later = (*starts[:cut], starts[cut] + half, *starts[cut + 1 :])
+    yield from _chunks((later, (*sizes[:cut], sizes[cut] - half, *sizes[cut + 1 :])), box, most)
+
+
+def _ends(rectangle: Rectangle, box: Box) -> tuple[int, int]:
+    """Return the places of a rectangle's first and last element in a box."""
+    starts, sizes = rectangle
+    return box.place(starts), box.place(tuple(at + size - 1 for at, size in zip(starts, sizes, strict=True)))
+
+
+def _read_all(file: Any, memory: memoryview, path: Path) -> None:
+    while memory:
+        count = file.readinto(memory)
+        if not count:
+            raise OSError(f"{path} ends too early: it has changed since it was checked")
+        memory = memory[count:]

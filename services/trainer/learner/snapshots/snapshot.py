@@ -36,8 +36,15 @@ from services.trainer.learner.snapshots.other_state import (
     write_generators,
     write_groups,
 )
-from services.trainer.learner.snapshots.part_files import PartFiles, Stored, part_name
-from services.trainer.learner.snapshots.part_reader import CheckpointError, Loading, PartFile, Wanted
+from services.trainer.learner.snapshots.part_files import (
+    CheckpointError,
+    Loading,
+    PartFile,
+    PartFiles,
+    Stored,
+    Wanted,
+    part_name,
+)
 from services.trainer.learner.snapshots.pieces import (
     WEIGHTS,
     Boxes,

@@ -12,7 +12,7 @@ from relaxd.run_folder import checkpoint_path, checkpoint_steps, checkpoints_fol
 from relaxd.v1 import trainer_pb2
 from relaxd.v1.replica_pb2 import REPLICA_WAIT_DISK
 from services.trainer.batch.step_file import read_committed, step_file_path
-from services.trainer.checkpoints.checkpoint_folders import verify
+from services.trainer.loop.checkpoint_folders import verify
 from tests.integration.trainer.service_kit import (
     RUN_ID,
     Feeder,
@@ -98,9 +98,8 @@ def test_two_ranks_outlive_a_full_disk(tiny_qwen3: Path, redis_url: str, tmp_pat
 def test_a_checkpoint_that_does_not_fit_is_not_begun(
     redis_url: str, tmp_path: Path, alone: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from services.trainer.checkpoints.rank_part import CheckpointPart
     from services.trainer.loop.checkpoint_control import Answer, Checkpoints
-    from services.trainer.loop.commanded_rank import CommandedRank
+    from services.trainer.loop.commanded_rank import CheckpointPart, CommandedRank
     from services.trainer.megatron.channels import RankChannel
     from services.trainer.megatron.disk_work import DiskRefused
 

@@ -48,8 +48,8 @@ def run_job(job: AssemblyJob, ranks: int) -> dict[str, Any]:
     """
     from relaxd.algorithms import create
     from relaxd.board import Board, stages_for
-    from services.trainer.checkpoints.rank_part import CheckpointPart
     from services.trainer.loop import step_phases
+    from services.trainer.loop.commanded_rank import CheckpointPart
     from services.trainer.loop.round_runner import RoundRunner
     from services.trainer.loop.step_phases import StepBuilder
     from services.trainer.loop.training_commands import TrainingRank, assemble

@@ -169,8 +169,8 @@ def rewards_of(config: RunConfig, names: Any) -> dict[str, np.ndarray]:
 
 def critic_rank(config: RunConfig, run_folder: Path, board: Board) -> Any:
     """The only rank of a critic, in this process."""
-    from services.trainer.checkpoints.rank_part import CheckpointPart
     from services.trainer.critic.critic_learner import CriticLearner, CriticRank
+    from services.trainer.loop.commanded_rank import CheckpointPart
     from services.trainer.megatron.channels import RankChannel
 
     learner = CriticLearner(config)

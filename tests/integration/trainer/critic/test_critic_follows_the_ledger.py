@@ -14,11 +14,10 @@ from relaxd.config import RunConfig
 from relaxd.roles import CRITIC
 from relaxd.run_folder import KEPT, LEDGER, checkpoint_path, checkpoint_steps, checkpoints_folder, critic_folder
 from services.trainer.batch.step_file import step_file_path
-from services.trainer.critic import follower
-from services.trainer.critic.follower import Follower, LedgerWentBack
+from services.trainer.critic.critic_rank import Follower, LedgerWentBack
 from services.trainer.loop import commanded_rank
 from services.trainer.megatron.world import shut_down
-from services.trainer.reference_models.model_stage import ModelStage
+from services.trainer.reference_models.model_rank import ModelStage
 from tests.integration.trainer.critic.critic_kit import config_of, critic_rank, prepare_run
 from tests.integration.trainer.service_kit import RUN_ID
 from tests.integration.trainer.training_worlds import RunJob, run_job
@@ -158,7 +157,7 @@ def test_a_checkpoint_that_the_disk_refused_is_taken_of_a_later_step(
         assert "doesn't fit" in run.follower._problem()
         run.restore(first[:3])
         wait_until(lambda: not run.follower._train_next(), "a critic that has nothing to do")
-    monkeypatch.setattr(follower, "RETRY_SECONDS", 0.0)
+    monkeypatch.setattr("services.trainer.critic.critic_rank.RETRY_SECONDS", 0.0)
     kept = checkpoint_path(critic_folder(run.folder), 3) / KEPT
     wait_until(lambda: not run.follower._train_next() and kept.exists(), "the checkpoint that was asked for")
     assert run.follower._problem() == ""

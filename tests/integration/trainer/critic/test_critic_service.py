@@ -14,7 +14,7 @@ from relaxd.config import RunConfig
 from relaxd.roles import CRITIC, ROLES
 from relaxd.run_folder import checkpoint_path, critic_folder
 from services.trainer.batch.step_file import read_committed
-from services.trainer.checkpoints.checkpoint_folders import read_state
+from services.trainer.loop.checkpoint_folders import read_state
 from services.trainer.megatron.world import shut_down
 from tests.integration.trainer.critic.critic_kit import PlainLoop, config_of, critic_rank, prepare_run, rewards_of
 from tests.integration.trainer.service_kit import RUN_ID, ScriptedCoordinator, TrainerProcess
@@ -100,7 +100,7 @@ def service_config(model: Path, max_value_staleness: int, **sizes: int) -> RunCo
 
 def check_weights(config: RunConfig, job: RunJob, loop: PlainLoop) -> None:
     """The critic of the last checkpoint gives the values of the plain loop's; that of another step is refused."""
-    from services.trainer.loop.checkpoint_restore import restore
+    from services.trainer.loop.checkpoint_control import restore
 
     shut_down()
     board = Board(job.redis_url, RUN_ID, stages_for(config), config.board)

@@ -1,8 +1,7 @@
 """The processes that become ranks."""
 
 from relaxd.process.child import Child
-from services.trainer.service.rank_pool import RankPool
-from services.trainer.service.rank_processes import RankProcesses
+from services.trainer.service.rank_processes import RankPool, RankProcesses
 from tests.kit.waiting import eventually
 
 MODULE = "tests.integration.rpc.echo_child"

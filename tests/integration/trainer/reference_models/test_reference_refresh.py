@@ -9,7 +9,7 @@ import pytest
 
 from relaxd.board import REFERENCE_WEIGHTS
 from services.trainer.batch.step_file import read_committed
-from services.trainer.checkpoints.reference_weights import weights_path
+from services.trainer.loop.checkpoint_folders import weights_path
 from services.trainer.megatron.world import shut_down
 from tests.integration.trainer.reference_models.reference_kit import (
     AS_SERVICE,

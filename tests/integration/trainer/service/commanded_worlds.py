@@ -37,7 +37,7 @@ def end(rank: Any) -> None:
 
 def run_job(job: CommandJob, ranks: int = 1) -> dict[str, Any]:
     """Run one job on this rank."""
-    from services.trainer.checkpoints.rank_part import CheckpointPart
+    from services.trainer.loop.commanded_rank import CheckpointPart
     from services.trainer.loop.training_commands import TrainingRank
     from services.trainer.megatron.channels import RankChannel
 

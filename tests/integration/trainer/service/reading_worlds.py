@@ -98,7 +98,7 @@ class WatchedBoard(Board):
 
 def run_job(job: StepJob, ranks: int = 4) -> dict[str, Any]:
     """Run one job on this rank."""
-    from services.trainer.checkpoints.rank_part import CheckpointPart
+    from services.trainer.loop.commanded_rank import CheckpointPart
     from services.trainer.loop.round_runner import RoundRunner
     from services.trainer.loop.step_profiler import step_profiler
     from services.trainer.loop.training_commands import TrainingRank

@@ -15,7 +15,7 @@ from services.trainer.batch.step_file import (
     step_file_path,
     write_step_file,
 )
-from services.trainer.checkpoints.checkpoint_folders import plan_sha256
+from services.trainer.loop.checkpoint_folders import plan_sha256
 from tests.kit.disks import full_disk
 from tests.unit.trainer.batch.step_plans import PLAN
 

@@ -3,7 +3,7 @@
 import pytest
 
 from relaxd.config.trainer import CheckpointConfig
-from services.trainer.loop.checkpoint_restore import Schedule
+from services.trainer.loop.checkpoint_control import Schedule
 
 
 @pytest.mark.parametrize(

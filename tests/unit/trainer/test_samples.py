@@ -7,9 +7,8 @@ from pathlib import Path
 import pytest
 
 from relaxd.run_folder import all_samples_file, read_all_samples
-from services.trainer.loop import sample_files
-from services.trainer.loop.sample_files import SampleFiles
-from services.trainer.loop.step_metrics import all_samples, shown_samples
+from services.trainer.loop import samples
+from services.trainer.loop.samples import SampleFiles, all_samples, shown_samples
 from tests.unit.trainer.sampled_groups import SAMPLES, make_group
 
 
@@ -69,7 +68,7 @@ def test_a_disk_that_refuses_costs_no_step(tmp_path: Path, caplog: pytest.LogCap
 def test_a_disk_that_hangs_costs_no_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(sample_files, "PATIENCE_SECONDS", 0.05)
+    monkeypatch.setattr(samples, "PATIENCE_SECONDS", 0.05)
     (tmp_path / "samples").mkdir()
     pipe = tmp_path / "samples" / "step-000001.jsonl.gz.partial"
     os.mkfifo(pipe)  # nobody reads it: opening it hangs

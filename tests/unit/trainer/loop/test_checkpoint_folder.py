@@ -9,7 +9,7 @@ import pytest
 
 from relaxd.run_folder import checkpoint_path, checkpoint_steps
 from services.trainer.batch.step_file import step_file_path
-from services.trainer.checkpoints.checkpoint_folders import (
+from services.trainer.loop.checkpoint_folders import (
     CheckpointBroken,
     describe,
     describe_all,
@@ -24,9 +24,9 @@ from services.trainer.checkpoints.checkpoint_folders import (
     seal,
     size_of,
     verify,
+    weights_path,
 )
-from services.trainer.checkpoints.reference_weights import weights_path
-from tests.unit.trainer.checkpoints.checkpoint_states import state
+from tests.unit.trainer.loop.checkpoint_states import state
 
 
 def write_partial(run_folder: Path, step: int, ranks: int = 2) -> Path:

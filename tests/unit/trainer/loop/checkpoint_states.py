@@ -1,6 +1,6 @@
 """States of checkpoints."""
 
-from services.trainer.checkpoints.checkpoint_folders import BoardState, CheckpointState, Ledger
+from services.trainer.loop.checkpoint_folders import BoardState, CheckpointState, Ledger
 
 BOARD = BoardState(
     cursor={"epoch": 0, "position": 4},

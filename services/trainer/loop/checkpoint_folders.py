@@ -1,4 +1,5 @@
-"""The checkpoint folders of a run: content, validation, rotation, and their limit on the disk. Never imports torch.
+"""The folders of weights in a run's folder: checkpoints, with their content, validation, rotation and limit on the
+disk, and the weights that a reference service takes over (`roles.reference.refresh_every`). Never imports torch.
 
 checkpoints/step-000020/           complete: renamed to this once everything in it was on disk
     manifest.json                  size and SHA-256 of every other file
@@ -9,6 +10,11 @@ checkpoints/step-000020/           complete: renamed to this once everything in 
 checkpoints/.step-000040.3.partial being written by the trainer of term 3
 checkpoints/step-000040.broken     found damaged, renamed
 critic/checkpoints/...             the same, of a critic service
+reference/step-000050.1            Hugging Face folder of the weights after step 50, by the trainer of term 1
+reference/step-000100.1.partial    being written
+
+A reference's folder is complete before its step is committed, and the ledger says which one is in force. So nobody
+reads one of a trainer that died before it could commit, or that was replaced.
 """
 
 import hashlib
@@ -26,6 +32,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from relaxd.roles import REFERENCE
 from relaxd.run_folder import (
     CHECKPOINT_STATE,
     CHECKPOINTS,
@@ -37,7 +44,6 @@ from relaxd.run_folder import (
 )
 from services.trainer.batch.disk_files import in_parallel, sync
 from services.trainer.batch.step_plan import OUTCOME
-from services.trainer.checkpoints.reference_weights import FOLDER as REFERENCE_FOLDER
 
 logger = logging.getLogger(__name__)
 
@@ -77,6 +83,8 @@ def beyond(run_folder: Path, max_bytes: int, protected: Collection[int] = ()) ->
     return found
 
 
+REFERENCE_FOLDER = "reference"
+"""Subfolder of the run's folder for the reference's weights."""
 MANIFEST = "manifest.json"
 PART = re.compile(r"rank-(\d+)-")
 """Prefix of the names of a rank's files."""
@@ -360,3 +368,44 @@ def _remove_later(run_folder: Path, steps: Iterable[int]) -> None:
     for step in steps:
         path = checkpoint_path(run_folder, step)
         os.rename(path, path.with_name(f".{path.name}.{REMOVED_TERM}.partial"))
+
+
+WEIGHTS_NAME = re.compile(r"step-(\d+)\.(\d+)")
+"""Prefix of a folder's name, followed by step and term. An unfinished one ends with ".partial"."""
+
+
+def weights_after(plan: Mapping[str, Any]) -> str:
+    """Return the name of the reference's weights after a committed step, by its plan; "": the initial ones."""
+    if REFERENCE in plan.get("refreshed", ()):
+        return f"step-{plan['step']:06d}.{plan['term']}"
+    return str(plan.get("reference", ""))
+
+
+def weights_path(run_folder: Path, name: str) -> Path:
+    """Return the folder of weights."""
+    return run_folder / REFERENCE_FOLDER / name
+
+
+def sync_weights(folder: Path) -> None:
+    """Wait until weights are on disk. Raises OSError."""
+    for path in (*folder.iterdir(), folder, folder.parent):
+        sync(path)
+
+
+def remove_older(run_folder: Path, name: str, kept: str) -> None:
+    """Remove the weights older than those of `name`, except `kept`. Raises OSError.
+
+    A trainer that was replaced and doesn't know it yet removes none of its successor's.
+    """
+    for path in (run_folder / REFERENCE_FOLDER).iterdir():
+        if (
+            path.name != kept
+            and (found := WEIGHTS_NAME.match(path.name))
+            and _age(found) < _age(WEIGHTS_NAME.match(name))
+        ):
+            shutil.rmtree(path)
+
+
+def _age(name: re.Match[str] | None) -> tuple[int, int]:
+    assert name is not None
+    return int(name[1]), int(name[2])

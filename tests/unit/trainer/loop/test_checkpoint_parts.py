@@ -13,12 +13,11 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from services.trainer.checkpoints.checkpoint_folders import describe
-from services.trainer.learner.snapshots import checkpoint_copies, part_files, part_reader
+from services.trainer.learner.snapshots import checkpoint_copies, part_files
 from services.trainer.learner.snapshots.checkpoint_copies import HostCopies, HostMemory
-from services.trainer.learner.snapshots.part_files import PartFiles, Stored, divided
-from services.trainer.learner.snapshots.part_reader import CheckpointError, Loading, Wanted
+from services.trainer.learner.snapshots.part_files import CheckpointError, Loading, PartFiles, Stored, Wanted, divided
 from services.trainer.learner.snapshots.pieces import Box, Piece, intersection, without
+from services.trainer.loop.checkpoint_folders import describe
 
 CPU = torch.device("cpu")
 SHAPE = (3, 10, 8)
@@ -100,7 +99,7 @@ def test_a_range_of_a_box_is_rectangles_of_the_whole_tensor() -> None:
 def test_every_layout_reads_what_every_other_one_wrote(
     tmp_path: Path, tensor: np.ndarray, there: str, here: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(part_reader, "STAGING_BYTES", 100)  # so that most ranges are read in several steps
+    monkeypatch.setattr(part_files, "STAGING_BYTES", 100)  # so that most ranges are read in several steps
     save(tmp_path, there, tensor)
     for rank, piece in enumerate(pieces(here)):
         target = torch.full((piece.end - piece.begin,), torch.nan)

@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
-from services.trainer.loop.checkpoint_restore import same_layout
+from services.trainer.loop.checkpoint_control import same_layout
 from tests.integration.trainer.service_kit import make_config
-from tests.unit.trainer.checkpoints.checkpoint_states import state
+from tests.unit.trainer.loop.checkpoint_states import state
 
 PIPELINE = {"ranks": 2, "pipeline_parallel": 2}
 CHUNKS = {**PIPELINE, "pipeline_chunks": 2}

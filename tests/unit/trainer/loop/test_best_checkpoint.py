@@ -10,7 +10,7 @@ import pytest
 
 from relaxd.best_checkpoint import find_best, metric_problem, parse_metric, protected_steps
 from relaxd.run_folder import checkpoint_path, checkpoint_steps
-from services.trainer.checkpoints.checkpoint_folders import rotate
+from services.trainer.loop.checkpoint_folders import rotate
 
 METRIC = "eval.held_out.reward"
 KEEP = 1

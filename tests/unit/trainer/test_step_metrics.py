@@ -9,8 +9,8 @@ import pytest
 
 from relaxd.media.images import ImageRule, normalise_image
 from relaxd.media.prompt_media import PromptMedia, StoredMedia, to_sequence_columns
-from services.trainer.loop.sample_statistics import MAX_SOURCES, repeats, sample_statistics
-from services.trainer.loop.step_metrics import all_samples, group_metrics, shown_samples
+from services.trainer.loop.samples import all_samples, shown_samples
+from services.trainer.loop.step_metrics import MAX_SOURCES, group_metrics, repeats, sample_statistics
 from tests.kit.vision import encoded, picture
 from tests.unit.trainer.sampled_groups import SAMPLES, make_group
 
