@@ -128,7 +128,7 @@ def measure(
 
 def _pipeline(learner: Learner, batch: PackedMicroBatch, lengths: list[int], seconds: float) -> dict[str, Any]:
     """Compare the time of a pipeline's schedules with that of its stages alone."""
-    chunks = learner.world.pipeline_chunks
+    chunks = learner.world.layout.pipeline_chunks
     stages = stage_seconds(partial(learner.accumulate, [batch]))
     if chunks > 1:  # empty micro-batches fill up the schedule: one for each other stage
         empty = stage_seconds(partial(learner.accumulate, [empty_micro_batch(batch.columns)]))
@@ -136,7 +136,7 @@ def _pipeline(learner: Learner, batch: PackedMicroBatch, lengths: list[int], sec
     learner.discard()
     ideal, slowest = (ideal_seconds(times, lengths, chunks) for times in (stages, [max(stages)] * len(stages)))
     return {
-        "layers": learner.world.pipeline_layers,
+        "layers": learner.world.layout.pipeline_layers,
         "chunks": chunks,
         "bubble_share": bubble_share([MicroBatchRound((((),) * length,)) for length in lengths], len(stages), chunks),
         "schedules": lengths,
