@@ -18,7 +18,9 @@ from relaxd.board import (
     SEQUENCE_MEDIA,
     TEACHER_PROMPT_TOKENS,
 )
+from relaxd.config import RunConfig
 from relaxd.media.media_tokens import MediaTokens
+from relaxd.roles import TEACHER
 from services.trainer.batch.micro_batch import TrainSequence
 from services.trainer.batch.sequence_media import GroupMediaReader, check_media
 
@@ -290,3 +292,19 @@ def _array(columns: Mapping[str, Any], name: str) -> np.ndarray:
         shape = "[values, candidates]" if wide else "[values]"
         raise MalformedGroup(f"{name} is {what}: it must be an array {shape} of kind {' or '.join(kinds)}")
     return value
+
+
+def model_of(config: RunConfig, role: str, columns: Mapping[str, Any]) -> str:
+    """Return the name of the model that scores a group with these columns.
+
+    Raises:
+        ValueError: no teacher is for its source.
+    """
+    if role != TEACHER:
+        return config.roles.frozen[role].model
+    teacher = config.roles.teacher
+    prompt = columns.get("prompt")
+    source = prompt["metadata"].get("data_source") if isinstance(prompt, dict) else None
+    if not (model := teacher.model_of(source)):
+        raise ValueError(f"{teacher.section}.models {teacher.without(source, 'the group')}")
+    return model

@@ -23,9 +23,7 @@ from relaxd.board import (
     STUDENT_CANDIDATES,
     TEACHER_CANDIDATE_LOGPROBS,
     TEACHER_LOGPROBS,
-    Column,
 )
-from relaxd.config import RunConfig
 from relaxd.roles import REFERENCE, TEACHER
 from services.trainer.batch.micro_batch import PackedMicroBatch
 from services.trainer.learner.forward import Forward
@@ -187,19 +185,3 @@ def _without(ids: NDArray[np.int32], others: NDArray[np.int32]) -> NDArray[np.in
 
 def _side_by_side(one: Mapping[str, NDArray[Any]], other: Mapping[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
     return {name: np.concatenate([one[name], other[name]], axis=1) for name in one}
-
-
-def model_of(config: RunConfig, role: str, columns: Mapping[str, Column]) -> str:
-    """Return the name of the model that scores a group with these columns.
-
-    Raises:
-        ValueError: no teacher is for its source.
-    """
-    if role != TEACHER:
-        return config.roles.frozen[role].model
-    teacher = config.roles.teacher
-    prompt = columns.get("prompt")
-    source = prompt["metadata"].get("data_source") if isinstance(prompt, dict) else None
-    if not (model := teacher.model_of(source)):
-        raise ValueError(f"{teacher.section}.models {teacher.without(source, 'the group')}")
-    return model

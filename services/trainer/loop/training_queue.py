@@ -11,16 +11,19 @@ step s all groups must have been scored with those that the reference took over 
 import logging
 import threading
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any
+from collections.abc import Collection, Mapping, Sequence
+from types import MappingProxyType
 
+from relaxd.algorithms import create
 from relaxd.board import REFERENCE_WEIGHTS, TRAIN, Board, BoardUnavailable, Delivery, DropReason
-from relaxd.board.worker import Drop
+from relaxd.config import RunConfig
+from relaxd.engines import ENGINES
 from relaxd.media.media_tokens import MediaTokens
-from relaxd.roles import CRITIC, REFERENCE, ROLES
-from services.trainer.batch.groups import MalformedGroup, RoutingShape, TrainGroup, check_group
+from relaxd.roles import CRITIC, REFERENCE, ROLES, TEACHER
+from services.trainer.batch.groups import MalformedGroup, RoutingShape, check_group, model_of
 from services.trainer.batch.step_membership import (
     DeliveredGroup,
+    GroupRefusals,
     ReceiptCheck,
     Selection,
     choose,
@@ -42,46 +45,47 @@ class TrainingQueue:
         self,
         board: Board,
         consumer: str,
+        config: RunConfig,
         *,
-        groups_per_step: int,
-        max_staleness: int,
-        max_sequence_tokens: int,
-        lease_seconds: float,
         routing: RoutingShape | None = None,
-        candidates: int | None = None,
         media: MediaTokens | None = None,
-        max_value_staleness: int | None = None,
-        teacher_of: Callable[[Mapping[str, Any]], str] | None = None,
-        receipts: ReceiptCheck | None = None,
-        refusal: Callable[[TrainGroup], Drop | None] = lambda group: None,
+        vocab_sizes: Mapping[str, int] = MappingProxyType({}),
     ) -> None:
-        """Take groups as `consumer`; drop groups with a sequence longer than `max_sequence_tokens`.
+        """Take groups as `consumer`, and drop those that can't be trained on.
 
-        `routing` is what their routed experts must fit, if the run has them, and `candidates` what columns of
-        candidates have for each token; `media` are the model's tokens for media, if it takes any;
-        `max_value_staleness` is that of a critic service, if the run has one; `teacher_of` names the teacher of a
-        group, if the trainer has teachers. Groups for which it raises ValueError are dropped, and those for which
-        `refusal` says why (`GroupRefusals`). `receipts` checks those of each group, if the run has them; the prompts of
-        groups with which there is a problem are tried again.
+        Args:
+            board: the run's board.
+            consumer: the replica's id.
+            config: the run's configuration.
+            routing: what groups' routed experts must fit, if the run has them.
+            media: the model's tokens for media, if it takes any.
+            vocab_sizes: `Learner.vocab_sizes`.
+
+        Raises:
+            FilterError: data.curriculum.filter can't be imported, or isn't a function.
         """
         self._board = board
         self._columns = board.needs(TRAIN)
         self._consumer = consumer
-        self._groups_per_step = groups_per_step
-        self._max_staleness = max_staleness
-        self._max_sequence_tokens = max_sequence_tokens
-        self._routing, self._candidates, self._media = routing, candidates, media
-        self._max_value_staleness = max_value_staleness
-        self._teacher_of = teacher_of
-        self._receipts = receipts
-        self._refusal = refusal
+        self._config = config
+        self._routing, self._media = routing, media
+        algorithm, critic = create(config.algorithm), config.roles.critic
+        candidates = algorithm.needs.candidates
+        self._candidates = None if candidates is None else candidates.width
+        self._max_value_staleness = critic.max_value_staleness if critic.placement == "service" else None
+        self._has_teachers = TEACHER in config.frozen_roles("trainer")
+        unknown = not ENGINES[config.rollout.engine].gives_checksums
+        self._receipts = (
+            ReceiptCheck(board.sent_weights, may_be_unknown=unknown) if config.weights.has_receipts else None
+        )
+        self._refusals = GroupRefusals(config, algorithm, vocab_sizes)
         self._redone: Counter[str] = Counter()
         self._lock = threading.Lock()
         self._held: dict[str, DeliveredGroup] = {}
         self._arrivals = 0
         self._stopped = threading.Event()
         self._renewer = threading.Thread(
-            target=self._renew_forever, args=(lease_seconds / 4,), name="renew-leases", daemon=True
+            target=self._renew_forever, args=(config.board.lease_seconds / 4,), name="renew-leases", daemon=True
         )
         self._renewer.start()
 
@@ -98,7 +102,7 @@ class TrainingQueue:
         deliveries = self._board.take(TRAIN, self._consumer, count=MAX_GROUPS_PER_READ, block_seconds=block_seconds)
         if not deliveries:
             return False
-        oldest = oldest_allowed(step, self._max_staleness)
+        oldest = oldest_allowed(step, self._config.board.max_staleness)
         for delivery, columns in zip(deliveries, self._board.load(deliveries, self._columns), strict=True):
             if columns is None:  # closed since it was taken
                 continue
@@ -115,24 +119,24 @@ class TrainingQueue:
                 self._board.drop(delivery, reason=DropReason.WRONG_WEIGHTS, retry=True, detail=problem)
                 continue
             longest = max(group.sequence_tokens)
-            if longest > self._max_sequence_tokens:
+            if longest > self._config.micro_batch_tokens:
                 logger.error(
                     "group %s is dropped: a sequence has %d tokens with its prompt, but trainer.micro_batch_tokens is "
                     "%d: raise it, or limit prompts and answers to fewer tokens",
                     delivery.group_id,
                     longest,
-                    self._max_sequence_tokens,
+                    self._config.micro_batch_tokens,
                 )
                 self._board.drop(delivery, reason=DropReason.TOO_LONG)
                 continue
             try:
-                if self._teacher_of is not None:
-                    self._teacher_of(columns)
+                if self._has_teachers:
+                    model_of(self._config, TEACHER, columns)
             except ValueError as error:
                 logger.error("group %s is dropped: %s", delivery.group_id, error)
                 self._board.drop(delivery, reason=DropReason.NO_LOGPROBS, detail=str(error))
                 continue
-            if (refused := self._refusal(group)) is not None:
+            if (refused := self._refusals.refusal(group)) is not None:
                 if not refused.filtered:
                     logger.error("group %s is dropped: %s", delivery.group_id, refused.detail)
                 self._board.drop(delivery, reason=refused.reason, counts=refused.counts, detail=refused.detail)
@@ -153,7 +157,7 @@ class TrainingQueue:
             members: ids of the groups that it already has.
             reference: the weights with which a reference service must have scored its groups.
         """
-        oldest = oldest_allowed(step, self._max_staleness)
+        oldest = oldest_allowed(step, self._config.board.max_staleness)
         ready: list[DeliveredGroup] = []
         outdated: dict[str, list[DeliveredGroup]] = {}
         for taken in self._held_except(members):
@@ -174,10 +178,10 @@ class TrainingQueue:
                 ready.append(taken)
         for role, groups in outdated.items():
             self._send_back(groups, role, step)
-        due = due_groups(step, self._max_staleness, self._board.open_versions())
-        chosen = choose(ready, members, due, self._groups_per_step)
+        due = due_groups(step, self._config.board.max_staleness, self._board.open_versions())
+        chosen = choose(ready, members, due, self._config.trainer.groups_per_step)
         everyone = {*members, *(taken.group.group_id for taken in chosen)}
-        return Selection(chosen, may_close(everyone, due, self._groups_per_step))
+        return Selection(chosen, may_close(everyone, due, self._config.trainer.groups_per_step))
 
     def take_redone(self, role: str) -> int:
         """Return and reset the number of groups that went back to the critic or the reference."""

@@ -9,7 +9,6 @@ import logging
 from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import wait
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,19 +18,15 @@ from relaxd import telemetry
 from relaxd.algorithms.algorithm_trial import create_tried
 from relaxd.board import Board, stages_for
 from relaxd.config import RunConfig
-from relaxd.engines import ENGINES
 from relaxd.models.vocabulary import check_vocabularies
 from relaxd.process.child_server import ChildServer, in_turn
 from relaxd.process.upkeep import freeze_objects
-from relaxd.roles import TEACHER
 from relaxd.rpc.errors import Aborted, FailedPrecondition, ResourceExhausted, RpcError, Unavailable
 from relaxd.v1 import rank_pb2 as rank_pb
 from relaxd.v1 import rank_pb2_grpc, replica_pb2, trainer_pb2_grpc
 from relaxd.v1 import trainer_pb2 as pb
 from relaxd.weights.buckets import TensorBucket, to_proto
 from relaxd.weights.weight_group import Rendezvous, WeightGroupError, host_store
-from services.trainer.batch.step_membership import GroupRefusals, ReceiptCheck
-from services.trainer.learner.frozen_model import model_of
 from services.trainer.learner.learner import Learner
 from services.trainer.loop.commanded_rank import CheckpointPart, RankThread
 from services.trainer.loop.round_runner import RoundRunner
@@ -195,23 +190,13 @@ class Rank(trainer_pb2_grpc.TrainerServicer, rank_pb2_grpc.RankServicer):
             manifest=to_proto(buckets), source_ranks=learner.world.pp_size, store_port=store.port
         )
         self._thread.events.put(rank_pb.WorkResponse(manifest=manifest))
-        critic, candidates = config.roles.critic, algorithm.needs.candidates
-        unknown = not ENGINES[config.rollout.engine].gives_checksums
-        receipts = ReceiptCheck(board.sent_weights, may_be_unknown=unknown)
         intake = TrainingQueue(
             board,
             request.replica_id,
-            groups_per_step=config.trainer.groups_per_step,
-            max_staleness=config.board.max_staleness,
-            max_sequence_tokens=config.micro_batch_tokens,
-            lease_seconds=config.board.lease_seconds,
+            config,
             routing=learner.routing,
-            candidates=None if candidates is None else candidates.width,
             media=learner.media_tokens,
-            max_value_staleness=critic.max_value_staleness if critic.placement == "service" else None,
-            teacher_of=partial(model_of, config, TEACHER) if TEACHER in config.frozen_roles("trainer") else None,
-            receipts=receipts if config.weights.has_receipts else None,
-            refusal=GroupRefusals(config, algorithm, learner.vocab_sizes).refusal,
+            vocab_sizes=learner.vocab_sizes,
         )
         Training(
             config=config,

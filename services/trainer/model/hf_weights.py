@@ -277,7 +277,41 @@ def save_hf(
     """
     partial = folder.with_name(folder.name + ".partial")
     try:
-        _write_hf(model, folder, partial, original, shape=shape, world=world, chat_template=chat_template)
+        what = f"writing {folder}"
+        with world.disk.all_ranks(what):
+            if world.rank == 0:
+                shutil.rmtree(partial, ignore_errors=True)
+                partial.mkdir(parents=True)
+        dtype = next(model.parameters()).dtype
+        parameters = exported_parameters(model, shape, world)
+        numbers = [_file_numbers(shape, stage, world, dtype) for stage in range(world.pp_size)]
+        written: dict[str, str] = {}
+        total = 0
+        for number in range(max(map(max, numbers)) + 1):
+            file = [pair for pair, one in zip(parameters, numbers[world.pp_rank], strict=True) if one == number]
+            gathered = gather_hf_tensors(file, shape, world, world.gather_in_training)
+            tensors = {name: tensor.cpu().contiguous() for name, tensor in gathered}
+            with world.disk.all_ranks(what) as progress:
+                if tensors:
+                    name = f"model-{world.pp_rank:03d}-{number:05d}.safetensors"
+                    with errors_of_the_system(partial / name):
+                        save_file(tensors, partial / name, metadata={"format": "pt"})
+                    written |= dict.fromkeys(tensors, name)
+                    size = sum(tensor.nbytes for tensor in tensors.values())
+                    total += size
+                    progress(size)
+        all_written: list[tuple[dict[str, str], int]] = all_gather((written, total))
+        with world.disk.all_ranks(what):
+            if world.rank == 0:
+                weight_map = {name: file for files, _ in all_written for name, file in files.items()}
+                _write_index(partial, weight_map, sum(size for _, size in all_written))
+                copy_small_files(original, partial, dtype, chat_template)
+                old = folder.with_name(folder.name + ".old")
+                shutil.rmtree(old, ignore_errors=True)
+                if folder.exists():
+                    os.replace(folder, old)
+                os.replace(partial, folder)
+                shutil.rmtree(old, ignore_errors=True)
     except (OSError, DiskWorkFailed) as error:
         with world.disk.all_ranks(f"giving up {folder}"):
             pass  # until no rank writes
@@ -285,53 +319,6 @@ def save_hf(
             if world.rank == 0:
                 shutil.rmtree(partial, ignore_errors=True)
         raise DiskRefused(f"{folder} was not written: {error}") from error
-
-
-def _write_hf(
-    model: torch.nn.Module,
-    folder: Path,
-    partial: Path,
-    original: Path,
-    *,
-    shape: Architecture,
-    world: World,
-    chat_template: str | None,
-) -> None:
-    what = f"writing {folder}"
-    with world.disk.all_ranks(what):
-        if world.rank == 0:
-            shutil.rmtree(partial, ignore_errors=True)
-            partial.mkdir(parents=True)
-    dtype = next(model.parameters()).dtype
-    parameters = exported_parameters(model, shape, world)
-    numbers = [_file_numbers(shape, stage, world, dtype) for stage in range(world.pp_size)]
-    written: dict[str, str] = {}
-    total = 0
-    for number in range(max(map(max, numbers)) + 1):
-        file = [pair for pair, one in zip(parameters, numbers[world.pp_rank], strict=True) if one == number]
-        gathered = gather_hf_tensors(file, shape, world, world.gather_in_training)
-        tensors = {name: tensor.cpu().contiguous() for name, tensor in gathered}
-        with world.disk.all_ranks(what) as progress:
-            if tensors:
-                name = f"model-{world.pp_rank:03d}-{number:05d}.safetensors"
-                with errors_of_the_system(partial / name):
-                    save_file(tensors, partial / name, metadata={"format": "pt"})
-                written |= dict.fromkeys(tensors, name)
-                size = sum(tensor.nbytes for tensor in tensors.values())
-                total += size
-                progress(size)
-    all_written: list[tuple[dict[str, str], int]] = all_gather((written, total))
-    with world.disk.all_ranks(what):
-        if world.rank == 0:
-            weight_map = {name: file for files, _ in all_written for name, file in files.items()}
-            _write_index(partial, weight_map, sum(size for _, size in all_written))
-            copy_small_files(original, partial, dtype, chat_template)
-            old = folder.with_name(folder.name + ".old")
-            shutil.rmtree(old, ignore_errors=True)
-            if folder.exists():
-                os.replace(folder, old)
-            os.replace(partial, folder)
-            shutil.rmtree(old, ignore_errors=True)
 
 
 def _file_numbers(shape: Architecture, stage: int, world: World, dtype: torch.dtype) -> list[int]:

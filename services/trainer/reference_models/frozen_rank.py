@@ -22,9 +22,10 @@ from relaxd.process.upkeep import freeze_objects
 from relaxd.roles import ROLES
 from relaxd.v1 import rank_pb2 as pb
 from relaxd.v1 import rank_pb2_grpc
+from services.trainer.batch.groups import model_of
 from services.trainer.batch.micro_batch import PackedMicroBatch
 from services.trainer.learner.forward import Forward
-from services.trainer.learner.frozen_model import FrozenModel, model_of
+from services.trainer.learner.frozen_model import FrozenModel
 from services.trainer.megatron import TICK_SECONDS
 from services.trainer.megatron.channels import RankChannel
 from services.trainer.megatron.rank_messages import command

@@ -63,17 +63,13 @@ def export_folder(run_folder: Path, folder: str) -> Path:
     if any(len(os.fsencode(part)) > MAX_NAME_BYTES for part in target.parts):
         raise ValueError(f"folder is {folder!r}: no name in it may be longer than {MAX_NAME_BYTES} bytes")
     try:
-        return _checked(run_folder, folder)
+        resolved = (run_folder / folder).resolve()
+        if run_folder.resolve() not in resolved.parents:
+            raise ValueError(f"folder is {folder!r}: a link in it leads out of the run's folder")
+        if resolved.exists() and not (resolved / "config.json").is_file():
+            raise ValueError(f"folder is {folder!r}: {resolved} exists and isn't a model; it will not be replaced")
     except OSError as error:
         raise ValueError(f"folder is {folder!r}: {error.strerror or error}") from error
-
-
-def _checked(run_folder: Path, folder: str) -> Path:
-    resolved = (run_folder / folder).resolve()
-    if run_folder.resolve() not in resolved.parents:
-        raise ValueError(f"folder is {folder!r}: a link in it leads out of the run's folder")
-    if resolved.exists() and not (resolved / "config.json").is_file():
-        raise ValueError(f"folder is {folder!r}: {resolved} exists and isn't a model; it will not be replaced")
     return resolved
 
 

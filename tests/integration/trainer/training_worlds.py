@@ -5,12 +5,10 @@ The groups wait on a real board before a run begins; the run ends with its last 
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from relaxd.config import RunConfig
-from relaxd.roles import TEACHER
 from services.trainer.megatron.rank_messages import command
 from tests.integration.trainer.service_kit import RUN_ID
 from tests.integration.trainer.trainer_worlds import copied
@@ -48,8 +46,6 @@ def run_job(job: RunJob, ranks: int = 1) -> dict[str, Any]:
     from relaxd.algorithms import create
     from relaxd.board import Board, stages_for
     from relaxd.models.folders import models_in_trainer
-    from services.trainer.batch.step_membership import GroupRefusals
-    from services.trainer.learner.frozen_model import model_of
     from services.trainer.learner.learner import Learner
     from services.trainer.loop.commanded_rank import CheckpointPart
     from services.trainer.loop.round_runner import RoundRunner
@@ -87,20 +83,14 @@ def run_job(job: RunJob, ranks: int = 1) -> dict[str, Any]:
     try:
         if learner.world.rank != 0:
             rank.follow()
-        trainer, critic = config.trainer, config.roles.critic
         weights = WeightReadLock(board.new_trainer_term())
         intake = TrainingQueue(
             board,
             f"trainer-{weights.term}",
-            groups_per_step=trainer.groups_per_step,
-            max_staleness=config.board.max_staleness,
-            max_sequence_tokens=config.micro_batch_tokens,
-            lease_seconds=config.board.lease_seconds,
+            config,
             routing=learner.routing,
             media=learner.media_tokens,
-            max_value_staleness=critic.max_value_staleness if critic.placement == "service" else None,
-            teacher_of=partial(model_of, config, TEACHER) if TEACHER in config.frozen_roles("trainer") else None,
-            refusal=GroupRefusals(config, algorithm, learner.vocab_sizes).refusal,
+            vocab_sizes=learner.vocab_sizes,
         )
 
         controls = Controls()

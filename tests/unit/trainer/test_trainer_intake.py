@@ -66,19 +66,7 @@ class Trainer:
         self.feeder = Feeder(redis_url, config)
         self.board = self.feeder.board
         self.board.new_trainer_term()
-        candidates = create(config.algorithm).needs.candidates
-        receipts = ReceiptCheck(self.board.sent_weights, may_be_unknown=False)
-        self.intake = TrainingQueue(
-            self.board,
-            "trainer",
-            groups_per_step=config.trainer.groups_per_step,
-            max_staleness=config.board.max_staleness,
-            max_sequence_tokens=config.micro_batch_tokens,
-            lease_seconds=config.board.lease_seconds,
-            candidates=None if candidates is None else candidates.width,
-            max_value_staleness=1 if config.roles.critic.placement == "service" else None,
-            receipts=receipts if config.weights.has_receipts else None,
-        )
+        self.intake = TrainingQueue(self.board, "trainer", config)
 
     def take_all(self, step: int = 1) -> None:
         while self.intake.take(step, 0.05):

@@ -91,6 +91,15 @@ class HostCopies:
         """Wait until the sources may change, even if copying failed. Returns False after `seconds`."""
         return self._filled.wait(seconds)
 
+    def wait_or_raise(self, seconds: float) -> None:
+        """Wait until the sources may change.
+
+        Raises:
+            TimeoutError: copying took longer than `seconds`.
+        """
+        if not self.wait(seconds):
+            raise TimeoutError(f"copying the state for a checkpoint took longer than {seconds:g} s")
+
     def check(self) -> None:
         """Wait for the copies; raise the exception of the copying thread, if any."""
         self._filled.wait()

@@ -241,8 +241,8 @@ class Checkpointed(ABC):
     def _wait_for_copies(self) -> None:
         """Wait until the last snapshot's copies are complete, so that the state may change."""
         copies, self._copies = self._copies, None
-        if copies is not None and not copies.wait(self._timeout_seconds):
-            raise TimeoutError(f"copying the state for a checkpoint took longer than {self._timeout_seconds:g} s")
+        if copies is not None:
+            copies.wait_or_raise(self._timeout_seconds)
 
 
 def _trained(state: Stateful) -> dict[str, TrainedModel]:

@@ -7,11 +7,13 @@ from copy import copy
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.dist_checkpointing import ShardedTensor
 from megatron.core.models.backends import LocalSpecProvider
 from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from megatron.core.tensor_parallel.mappings import (
+    all_to_all,
     gather_from_sequence_parallel_region,
     reduce_scatter_to_sequence_parallel_region,
 )
@@ -26,7 +28,6 @@ from services.trainer.transformer.kernels.swiglu import swiglu, weighted_swiglu,
 from services.trainer.transformer.mlp.router import Router, float32_logits
 from services.trainer.transformer.mlp.routing import (
     CopyToRows,
-    ExpertExchange,
     RouterInputs,
     Routing,
     SumOfRows,
@@ -130,6 +131,62 @@ class Experts(MegatronModule):
             )
             for name, parameter in self.named_parameters()
         }
+
+
+class ExpertExchange:
+    """The exchange of one layer's rows with their experts' ranks.
+
+    torch's all-to-all needs the sizes on the host, so the host waits for the device once per layer, in `to_experts`.
+    Kernels enqueued between the constructor and that call overlap the wait.
+    """
+
+    def __init__(self, ends: Tensor, group: dist.ProcessGroup) -> None:
+        """Exchange row counts with the other ranks.
+
+        Args:
+            ends: int32 [experts], the end of each expert's rows on this rank.
+            group: the ranks that share the experts.
+        """
+        self._group = group
+        self._here = len(ends) // group.size()
+        counts = ends.diff(prepend=ends.new_zeros(1)).contiguous()
+        mine, theirs = counts, torch.empty_like(counts)
+        dist.all_to_all_single(theirs, mine, group=group)  # by rank, the rows for this rank's experts
+        self._received = theirs.view(group.size(), self._here)
+        sizes = torch.stack((mine.view(self._received.shape).sum(1), self._received.sum(1)))
+        self._sizes, self._ready = sizes, None
+        if sizes.is_cuda:  # a copy to pinned memory doesn't wait
+            host = torch.empty(sizes.shape, dtype=sizes.dtype, pin_memory=True)
+            self._sizes = host.copy_(sizes, non_blocking=True)
+            self._ready = torch.cuda.current_stream().record_event()
+        self._splits: tuple[list[int], list[int]] | None = None
+
+    def to_experts(self, rows: Tensor) -> Tensor:
+        """Send rows [R, width], sorted by expert; return the rows for this rank's experts, by source rank."""
+        sent, received = self._wait_for_sizes()
+        arrived: Tensor = all_to_all(self._group, rows, received, sent)
+        return arrived
+
+    def to_tokens(self, rows: Tensor) -> Tensor:
+        """Send the experts' outputs back to the rows' ranks; return this rank's rows, sorted by expert."""
+        sent, received = self._wait_for_sizes()
+        arrived: Tensor = all_to_all(self._group, rows, sent, received)
+        return arrived
+
+    def sort(self) -> tuple[Tensor, Tensor]:
+        """Return places [R, 1] that sort the received rows by expert, and the experts' ends; see `sort_by_expert`."""
+        experts = torch.arange(self._here, device=self._received.device).repeat(self._group.size())
+        each = experts.repeat_interleave(self._received.flatten(), output_size=sum(self._wait_for_sizes()[1]))
+        return sort_by_expert(each.unsqueeze(1), self._here)
+
+    def _wait_for_sizes(self) -> tuple[list[int], list[int]]:
+        """Return the numbers of rows sent to and received from each rank."""
+        if self._splits is None:
+            if self._ready is not None:
+                self._ready.synchronize()
+            sent, received = self._sizes.tolist()
+            self._splits = sent, received
+        return self._splits
 
 
 class _Experts(torch.autograd.Function):

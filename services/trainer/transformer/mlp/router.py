@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from megatron.core.transformer.transformer_config import TransformerConfig
 from numpy.typing import NDArray
 from torch import Tensor
@@ -99,8 +100,7 @@ class Router(MegatronModule):
         z_loss = logits.logsumexp(-1).square().sum() / tokens
         found = torch.stack((balance_loss.detach(), z_loss.detach(), (sizes / tokens).squeeze()))
         self.losses += weight * found
-        extra: Tensor = balance * balance_loss + z * z_loss
-        attached: Tensor = _Attach.apply(weights, extra, weight)
+        attached: Tensor = MoEAuxLossAutoScaler.apply(weights, weight * (balance * balance_loss + z * z_loss))
         return attached
 
 
@@ -109,20 +109,6 @@ def _with_given(given: Tensor, own: Tensor) -> Tensor:
     if given.shape != own.shape:
         raise ValueError(f"experts is {list(given.shape)}: it must be [tokens, top_k] = {list(own.shape)}")
     return torch.where(given < 0, own, given.long())
-
-
-class _Attach(torch.autograd.Function):
-    """Identity of x whose backward pass also starts that of a loss, with gradient `scale`."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, loss: Tensor, scale: float) -> Tensor:
-        ctx.save_for_backward(loss)
-        ctx.scale = scale
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
-        return grads[0], torch.full_like(ctx.saved_tensors[0], ctx.scale), None
 
 
 def float32_logits(x: Tensor, weight: Tensor) -> Tensor:
@@ -152,7 +138,7 @@ class _Float32Logits(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None]:
         (x, weight), grad = ctx.saved_tensors, grads[0]
         grad_x = grad_weight = None
-        if _on_tensor_cores(x):
+        if x.is_cuda and x.dtype == torch.bfloat16:  # on tensor cores
             # Split the gradient into a sum of two bf16 numbers, with 16 significant bits together: tensor cores compute
             # both products and sum them in float32.
             high = grad.bfloat16()
@@ -169,10 +155,6 @@ class _Float32Logits(torch.autograd.Function):
                 add_product_(total, part, x)
             grad_weight = total.to(weight.dtype) if into is None else None
         return grad_x, grad_weight
-
-
-def _on_tensor_cores(x: Tensor) -> bool:
-    return x.is_cuda and x.dtype == torch.bfloat16
 
 
 @contextmanager

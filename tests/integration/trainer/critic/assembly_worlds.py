@@ -94,14 +94,7 @@ def run_job(job: AssemblyJob, ranks: int) -> dict[str, Any]:
     board = Board(job.redis_url, RUN_ID, stages_for(config), config.board)
     trainer, intake = config.trainer, None
     if learner.world.rank == 0:
-        intake = TrainingQueue(
-            board,
-            "trainer",
-            groups_per_step=trainer.groups_per_step,
-            max_staleness=config.board.max_staleness,
-            max_sequence_tokens=config.micro_batch_tokens,
-            lease_seconds=config.board.lease_seconds,
-        )
+        intake = TrainingQueue(board, "trainer", config)
         while intake.held < trainer.groups_per_step:
             intake.take(1, 1.0)
     channel = RankChannel(COLLECTIVE_SECONDS, learner.world.disk)

@@ -111,14 +111,7 @@ def test_columns_that_nobody_writes_or_that_have_no_tokens_are_refused(monkeypat
 
 def taken_step(feeder: Feeder, config: RunConfig) -> StepBuilder:
     """The first step, with all groups that are there."""
-    intake = TrainingQueue(
-        feeder.board,
-        "trainer",
-        groups_per_step=config.trainer.groups_per_step,
-        max_staleness=config.board.max_staleness,
-        max_sequence_tokens=config.micro_batch_tokens,
-        lease_seconds=config.board.lease_seconds,
-    )
+    intake = TrainingQueue(feeder.board, "trainer", config)
     open_step = StepBuilder(1, Packer(config.trainer.micro_batch_tokens, 1), {})
     while intake.take(1, 0.05):
         pass

@@ -155,16 +155,8 @@ def run_step(rank: Any, job: StepJob) -> None:
     from services.trainer.loop.training_commands import train_round
     from services.trainer.loop.training_queue import TrainingQueue
 
-    trainer, board = job.config.trainer, job.config.board
-    intake = TrainingQueue(
-        rank.board,
-        "trainer",
-        groups_per_step=trainer.groups_per_step,
-        max_staleness=board.max_staleness,
-        max_sequence_tokens=job.config.micro_batch_tokens,
-        lease_seconds=board.lease_seconds,
-    )
-    while intake.held < trainer.groups_per_step:
+    intake = TrainingQueue(rank.board, "trainer", job.config)
+    while intake.held < job.config.trainer.groups_per_step:
         intake.take(1, 1.0)
     phases = step_phases.phases_for(job.config, create(job.config.algorithm), rank)
     open_step = StepBuilder(1, phases.packer(), {})
