@@ -39,7 +39,6 @@ from services.trainer.megatron.world import World, initialize
 from services.trainer.model.architecture import ModelError
 from services.trainer.model.architectures import read_architecture
 from services.trainer.model.hf_weights import load_hf
-from services.trainer.model.parameter_entries import freeze
 from services.trainer.model.policy_model import (
     VALUE_HEAD,
     InterleavedModel,
@@ -191,12 +190,6 @@ class Forward:
         model = build_model(self.architecture, self.megatron_config, self.world)
         model.offload_activations(self._offload)
         load_hf(model, self.folder, self.architecture, self.world, keep_rounding=keep_rounding)
-        return model
-
-    def load_trained(self, trainer: TrainerConfig) -> StageModel:
-        """Load this rank's part of the trained model, without gradients for frozen parameters."""
-        model = self.load(keep_rounding=True)
-        freeze(model, self.architecture, self.world, trainer)
         return model
 
     def load_critic(self, folder: Path) -> StageModel:

@@ -67,6 +67,7 @@ from services.trainer.model.hf_weights import (
     hf_tensor_specs,
     save_hf,
 )
+from services.trainer.model.parameter_entries import freeze
 from services.trainer.model.policy_model import freeze_routers, routers
 from services.trainer.transformer.mlp.router import recorded_experts, recording, reset_counters, routing_metrics
 
@@ -142,7 +143,8 @@ class Learner(Checkpointed):
         super().__init__(self._forward.world, trainer.collective_timeout_seconds)
         self._algorithm = create(algorithm)
         self._loss = PolicyLoss(self._algorithm, self._forward.token_logprobs, context_parallel=self.world.cp_size > 1)
-        self._policy = self._forward.load_trained(trainer)
+        self._policy = self._forward.load(keep_rounding=True)
+        freeze(self._policy, self._architecture, self.world, trainer)
         self._routers = routers(self._policy)
         for router in self._routers:  # not of the reference and the critic, whose routing is their own
             router.replays = trainer.routing_replay != "none"

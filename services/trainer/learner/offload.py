@@ -6,7 +6,6 @@ references stay valid. verl and slime do the same for colocated training
 """
 
 from collections.abc import Iterable, Iterator
-from typing import Any
 
 import services.trainer.megatron.cpu_support  # noqa: F401  must come before Megatron
 
@@ -17,6 +16,8 @@ import psutil
 import torch
 from megatron.core.optimizer import MegatronOptimizer
 from torch import Tensor
+
+from services.trainer.learner.snapshots.other_state import single_optimizers
 
 CHUNK_BYTES = 256 << 20
 """Size of host allocations. A power of two, because pinned memory is allocated in powers of two."""
@@ -120,16 +121,11 @@ def state_tensors(models: Iterable[torch.nn.Module], optimizer: MegatronOptimize
     for model in models:
         tensors += [parameter.data for parameter in model.parameters()]
         tensors += list(model.buffers())
-    for inner in _torch_optimizers(optimizer):
+    for inner in (one.optimizer for one in single_optimizers(optimizer) if one.optimizer is not None):
         tensors += [parameter.data for group in inner.param_groups for parameter in group["params"]]
         for state in inner.state.values():
             tensors += [value for value in state.values() if isinstance(value, Tensor)]
     return tensors
-
-
-def _torch_optimizers(optimizer: Any) -> list[torch.optim.Optimizer]:
-    chained = getattr(optimizer, "chained_optimizers", None) or [optimizer]
-    return [one.optimizer for one in chained if one.optimizer is not None]
 
 
 def memory_in_use(device: torch.device) -> int:

@@ -58,7 +58,11 @@ def update_weights(
     Raises:
         NonFiniteGradients: `skip` is False, but a loss or gradient norm isn't finite.
     """
-    norms = [_gradient_norm(part.optimizer) for part in parts]
+    # Megatron sums the squares over the whole world in float32, so all ranks get the same number. It is NaN or infinite
+    # if any rank's share has a NaN or an infinity, or if the sum overflows.
+    for part in parts:
+        part.optimizer.prepare_grads()
+    norms = [float(part.optimizer.get_grad_norm()) for part in parts]
     finite = all(math.isfinite(part.loss) and math.isfinite(norm) for part, norm in zip(parts, norms, strict=True))
     if skip is False and not finite:
         numbers = " and the critic's: ".join(
@@ -81,23 +85,13 @@ def reduce_gradients(model: DataParallel, normalizer: float) -> None:
         model.scale_gradients(1.0 / normalizer)
 
 
-def _gradient_norm(optimizer: MegatronOptimizer) -> float:
-    """Prepare the gradients for the update and return their norm over all ranks. All ranks call it together.
-
-    Megatron sums the squares over the whole world in float32, so all ranks get the same number. It is NaN or infinite
-    if any rank's share has a NaN or an infinity, or if the sum overflows.
-    """
-    optimizer.prepare_grads()
-    return float(optimizer.get_grad_norm())
-
-
 def _clip_and_step(optimizer: MegatronOptimizer, clip_grad: float, norm: float) -> None:
     """Clip the gradients and update the weights, as `MegatronOptimizer.step` does after computing the norm.
 
     Args:
         optimizer: Megatron's chained optimizer.
         clip_grad: largest norm; 0 disables clipping.
-        norm: the result of `_gradient_norm`, finite.
+        norm: the gradients' norm, finite.
     """
     for one in optimizer.chained_optimizers:
         parameters = one.get_parameters()

@@ -32,11 +32,15 @@ from relaxd.board import (
 )
 from relaxd.board.group_contents import RIGHT_FROM
 from relaxd.board.types import MICROSECONDS
+from relaxd.config import TrainerConfig
 from relaxd.finish_reasons import TRUNCATED
 from relaxd.models.flops import peak_flops, training_flops
 from relaxd.models.shape import ModelShape
 from relaxd.rewards.logged import part_metrics
 from services.trainer.batch.groups import TrainGroup, bounds_of
+from services.trainer.batch.step_plan import StepPlan, bubble_share
+from services.trainer.learner.learner import Learner
+from services.trainer.learner.update import UpdateStats, step_metrics
 from services.trainer.loop.samples import trained_versions
 from services.trainer.loop.step_phases import StepBuilder
 
@@ -159,6 +163,23 @@ def _by_source(sources: NDArray[np.str_]) -> dict[str, NDArray[np.bool_]]:
     if len(counts) > MAX_SOURCES:
         parts["other"] = (sources != "") & ~np.isin(sources, list(parts))
     return parts
+
+
+def metrics_of_step(
+    plan: StepPlan, groups: Sequence[TrainGroup], updates: Sequence[UpdateStats], learner: Learner
+) -> dict[str, float]:
+    """Return the metrics of a trained step: of its groups, its updates and its advantages."""
+    metrics = group_metrics(groups, plan.step) | step_metrics(updates, plan.epochs)
+    if plan.whitening is not None:
+        metrics |= {"advantage_mean": plan.whitening.mean, "advantage_std": plan.whitening.deviation}
+    return metrics | {"optimizer_steps": float(learner.optimizer_steps)}
+
+
+def bubble(plan: StepPlan, trainer: TrainerConfig) -> dict[str, float]:
+    """Return the pipeline's bubble over a step's updates; empty without a pipeline."""
+    rounds = [entry for mini_batch in plan.mini_batches for entry in mini_batch.rounds]
+    stages, chunks = trainer.pipeline_parallel, trainer.pipeline_chunks
+    return {"pipeline_bubble_share": bubble_share(rounds, stages, chunks)} if stages > 1 else {}
 
 
 def group_metrics(groups: Sequence[TrainGroup], step: int) -> dict[str, float]:

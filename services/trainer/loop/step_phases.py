@@ -11,8 +11,9 @@ they are packed: a group's column stays as it is, and the plan has the measure.
 
 import logging
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from numpy.typing import NDArray
 from opentelemetry.trace import Span
@@ -109,17 +110,23 @@ class StepBuilder:
                 )
             )
 
-    def plan(self, term: int, seed: int, epochs: int, refreshed: tuple[str, ...] = (), reference: str = "") -> StepPlan:
-        """Return the plan. Call it once the mini-batches are known."""
+    def plan(self, config: RunConfig, term: int, reference: str = "") -> StepPlan:
+        """Return the plan. Call it once the mini-batches are known.
+
+        Args:
+            config: the run's configuration.
+            term: term of the trainer.
+            reference: `StepPlan.reference`.
+        """
         return StepPlan(
             step=self.number,
             term=term,
-            seed=seed,
+            seed=config.run.seed,
             groups=tuple(self.members),
             mini_batches=self.mini_batches,
-            epochs=epochs,
+            epochs=config.trainer.epochs,
             whitening=self.whitening,
-            refreshed=refreshed,
+            refreshed=config.refreshed_after(self.number),
             reference=reference,
         )
 
@@ -135,12 +142,21 @@ BUNDLE_BYTES = 64 * 2**20
 for each other grows with the step."""
 
 
-class StepPhases(Protocol):
+class StepPhases(ABC):
     """The order of work in a step."""
 
-    def packer(self) -> Packer:
-        """Return an empty packer of the work while the step fills."""
+    def __init__(self, config: RunConfig, algorithm: Algorithm, rank: TrainingRank) -> None:
+        self._config = config
+        self._algorithm = algorithm
+        self._rank = rank
 
+    def packer(self) -> Packer:
+        """Return an empty packer of micro-batches. A round is one schedule of the pipeline, also in preparation."""
+        trainer = self._config.trainer
+        per_rank = schedule_length(trainer.pipeline_parallel, trainer.pipeline_chunks)
+        return Packer(self._config.micro_batch_tokens, trainer.data_parallel, per_rank)
+
+    @abstractmethod
     def take(self, open_step: StepBuilder, entry: MicroBatchRound, *, last: bool) -> None:
         """Work on the step's next round of micro-batches, while it fills.
 
@@ -150,21 +166,16 @@ class StepPhases(Protocol):
             last: whether the step closes with it.
         """
 
+    @abstractmethod
     def close(self, open_step: StepBuilder) -> bool:
         """Set the mini-batches of the full step. Return whether all ranks have their groups.
 
         If not, groups were closed meanwhile, or here, because they can't be trained on. May be repeated.
         """
 
+    @abstractmethod
     def rounds(self, update: MiniBatch) -> Sequence[MicroBatchRound]:
         """Return the rounds still to be trained before an update."""
-
-
-def training_packer(config: RunConfig) -> Packer:
-    """Return an empty packer of training micro-batches. A round is one schedule of the pipeline."""
-    trainer = config.trainer
-    per_rank = schedule_length(trainer.pipeline_parallel, trainer.pipeline_chunks)
-    return Packer(config.micro_batch_tokens, trainer.data_parallel, per_rank)
 
 
 def phases_for(config: RunConfig, algorithm: Algorithm, rank: TrainingRank) -> StepPhases:
@@ -175,18 +186,7 @@ def phases_for(config: RunConfig, algorithm: Algorithm, rank: TrainingRank) -> S
     return (TrainedWhileFilling if at_once else PreparedThenTrained)(config, algorithm, rank)
 
 
-class _Phases:
-    def __init__(self, config: RunConfig, algorithm: Algorithm, rank: TrainingRank) -> None:
-        self._config = config
-        self._algorithm = algorithm
-        self._rank = rank
-
-    def packer(self) -> Packer:
-        """Return training's packer, because column preparation also has a pipeline's whole schedules."""
-        return training_packer(self._config)
-
-
-class TrainedWhileFilling(_Phases):
+class TrainedWhileFilling(StepPhases):
     """Accumulates gradients as micro-batches come: for a step with one update."""
 
     def take(self, open_step: StepBuilder, entry: MicroBatchRound, *, last: bool) -> None:
@@ -207,7 +207,7 @@ class TrainedWhileFilling(_Phases):
         return ()
 
 
-class PreparedThenTrained(_Phases):
+class PreparedThenTrained(StepPhases):
     """Columns are prepared while the step fills, then come the updates: epochs times mini-batches."""
 
     def take(self, open_step: StepBuilder, entry: MicroBatchRound, *, last: bool) -> None:
@@ -230,8 +230,7 @@ class PreparedThenTrained(_Phases):
                     )
                 parts = split(groups, count, seed=(self._config.run.seed, open_step.number))
                 open_step.mini_batches = tuple(
-                    mini_batch(part, pack_rounds(part, training_packer(self._config)), self._algorithm)
-                    for part in parts
+                    mini_batch(part, pack_rounds(part, self.packer()), self._algorithm) for part in parts
                 )
         self._rank.groups = open_step.groups
         for group_id, problem in failed.items():

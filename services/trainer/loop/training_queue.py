@@ -160,7 +160,9 @@ class TrainingQueue:
         oldest = oldest_allowed(step, self._config.board.max_staleness)
         ready: list[DeliveredGroup] = []
         outdated: dict[str, list[DeliveredGroup]] = {}
-        for taken in self._held_except(members):
+        with self._lock:
+            others = [taken for group_id, taken in self._held.items() if group_id not in members]
+        for taken in others:
             version = taken.oldest_version
             if version is not None and version < oldest:
                 logger.warning(
@@ -226,10 +228,6 @@ class TrainingQueue:
         self._board.redo(TRAIN, self._consumer, deliveries, again=ROLES[role].stage)
         self._redone[role] += len(outdated)
         self.forget([taken.group.group_id for taken in outdated])
-
-    def _held_except(self, members: Collection[str]) -> list[DeliveredGroup]:
-        with self._lock:
-            return [taken for group_id, taken in self._held.items() if group_id not in members]
 
     def _renew_forever(self, every_seconds: float) -> None:
         unavailable = False

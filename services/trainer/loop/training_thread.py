@@ -20,15 +20,16 @@ from relaxd.v1.replica_pb2 import REPLICA_WAIT_DISK, REPLICA_WAIT_UNSPECIFIED, R
 from relaxd.waiting import Backoff, waiting
 from services.trainer.batch.groups import TrainGroup
 from services.trainer.batch.step_file import step_file_path, write_step_file
-from services.trainer.batch.step_plan import MicroBatchRound, StepPlan, bubble_share
+from services.trainer.batch.step_plan import MicroBatchRound, StepPlan
 from services.trainer.learner.update import SkippedUpdates, TooManySkippedUpdates, UpdateStats, step_metrics
 from services.trainer.loop.checkpoint_control import Checkpoints, restore
 from services.trainer.loop.checkpoint_folders import remove_older, sync_weights, weights_after, weights_path
 from services.trainer.loop.samples import SampleFiles, all_samples, shown_samples
 from services.trainer.loop.sleep_controller import SleepController
 from services.trainer.loop.step_metrics import (
-    group_metrics,
+    bubble,
     group_times,
+    metrics_of_step,
     performance,
     record_samples,
     trainer_times,
@@ -85,7 +86,6 @@ class Training:
         self._board = rank.board
         self._intake = intake
         self._learner = rank.learner
-        self._epochs = config.trainer.epochs
         self._phases = phases_for(config, algorithm, rank)
         self.rank = rank
         self._weights = weights
@@ -106,7 +106,7 @@ class Training:
         # In a colocated run every wait of this thread delays the engines' turn.
         self._take_seconds = IDLE_SECONDS if config.run.colocate else TICK_SECONDS
         rank.learner.world.disk.report = self._report
-        rank.learner.report_to(self._report_part)
+        rank.learner.report_to(lambda part: self._emit_progress(f"{self._place}, {part}"))
         self._place = ""
         self._reported = RankProgress()
         self._done_groups = 0
@@ -125,9 +125,7 @@ class Training:
                 open_step = self._fill(StepBuilder(self._learner.step + 1, packer, telemetry.inject(span)))
                 if open_step is None:
                     continue
-                refreshed = self._config.refreshed_after(open_step.number)
-                seed, reference = self._config.run.seed, self._reference
-                plan = open_step.plan(self._term, seed, self._epochs, refreshed, reference)
+                plan = open_step.plan(self._config, self._term, self._reference)
                 groups = [self.rank.groups[group_id] for group_id in plan.groups]
                 if not self._write(open_step, plan, groups):
                     continue
@@ -383,16 +381,12 @@ class Training:
         plan = replace(plan, skipped_updates=tuple(index for index, stats in enumerate(updates) if stats.skipped))
         now, ended = time.monotonic(), microseconds()
         seconds, self._last_end = now - self._last_end, now
-        metrics = group_metrics(groups, plan.step)
-        metrics |= step_metrics(updates, plan.epochs)
-        if plan.whitening is not None:
-            metrics |= {"advantage_mean": plan.whitening.mean, "advantage_std": plan.whitening.deviation}
+        metrics = metrics_of_step(plan, groups, updates, self._learner)
         if self._config.roles.critic.placement == "service":
             metrics["revalued_groups"] = float(self._intake.take_redone(CRITIC))
         if self._refreshes:
             metrics["rescored_groups"] = float(self._intake.take_redone(REFERENCE))
         metrics |= {
-            "optimizer_steps": float(self._learner.optimizer_steps),
             **trainer_times(open_step, seconds, self.checkpoints.take_stall()),
             **group_times(open_step, ended),
             **performance(
@@ -400,7 +394,7 @@ class Training:
                 *(plan.epochs, open_step.worked, self._learner.world.size),
                 *(self._learner.shape, self._learner.device_name),
             ),
-            **self._bubble(plan),
+            **bubble(plan, self._config.trainer),
             "tokens_per_second": metrics["tokens"] / max(seconds, 1e-9),
             "weights_checksum": float(self._weights_checksum),
             **self.sleeping.take_metrics(),
@@ -434,12 +428,6 @@ class Training:
             *(metrics.get(name, math.nan) for name in ("reward_mean", "loss", "grad_norm")),
             *(len(groups), seconds),
         )
-
-    def _bubble(self, plan: StepPlan) -> dict[str, float]:
-        """Return the pipeline's bubble over the step's updates; empty without a pipeline."""
-        stages, chunks = self._config.trainer.pipeline_parallel, self._config.trainer.pipeline_chunks
-        rounds = [entry for mini_batch in plan.mini_batches for entry in mini_batch.rounds]
-        return {"pipeline_bubble_share": bubble_share(rounds, stages, chunks)} if stages > 1 else {}
 
     def _announce(self, trace: dict[str, str]) -> None:
         """Allow broadcasts of the new version and announce it to the coordinator."""
@@ -525,10 +513,6 @@ class Training:
         """
         self._place = detail
         self._emit_progress(detail, wait)
-
-    def _report_part(self, part: str) -> None:
-        """Report a detail of the progress that was reported last."""
-        self._emit_progress(f"{self._place}, {part}")
 
     def _emit_progress(self, detail: str, wait: "ReplicaWait.ValueType" = REPLICA_WAIT_UNSPECIFIED) -> None:
         self._iterations += 1

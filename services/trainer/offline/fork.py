@@ -17,12 +17,10 @@ from typing import Any
 import numpy as np
 
 from relaxd.board import stages_for
-from relaxd.models import DataError
 from relaxd.process.ports import NoFreePort
 from relaxd.run_folder import METRICS, append_lines, checkpoint_steps, read_lines
 from relaxd.run_forks import REWARDS
 from services.trainer.batch.step_file import StepFileError, read_step_file
-from services.trainer.loop.checkpoint_folders import CheckpointBroken
 from services.trainer.offline.program_parts import (
     OfflineError,
     newest_intact,
@@ -46,8 +44,7 @@ def fork(run_folder: Path, out: Path, start: int, last: int) -> dict[str, Any] |
         CheckpointError: the checkpoint doesn't fit the model and the settings.
     """
     # Here, so that what is refused is refused at once: they load Megatron, which takes seconds.
-    from services.trainer.learner.update import step_metrics
-    from services.trainer.loop.step_metrics import group_metrics
+    from services.trainer.loop.step_metrics import metrics_of_step
     from services.trainer.offline.forked_steps import ForkedSteps
 
     config = read_config(out)
@@ -66,12 +63,9 @@ def fork(run_folder: Path, out: Path, start: int, last: int) -> dict[str, Any] |
             plan = file.plan
             groups = {group_id: steps.runner.recorded(group_id, file) for group_id in plan.groups}
         updates = steps.runner.train(plan, groups, skipped.get(number))
-        metrics = {**group_metrics(list(groups.values()), number), **step_metrics(updates, plan.epochs)}
-        if plan.whitening is not None:
-            metrics |= {"advantage_mean": plan.whitening.mean, "advantage_std": plan.whitening.deviation}
+        metrics = metrics_of_step(plan, list(groups.values()), updates, learner)
         metrics |= {
             "train_seconds": time.monotonic() - began,
-            "optimizer_steps": float(learner.optimizer_steps),
             "weights_checksum": float(channel.sum_over_ranks(learner.checksum())),
         }
         if learner.world.rank == 0:
@@ -127,13 +121,7 @@ def main() -> int:
                 return start_ranks(MODULE, config, sys.argv[1:])
     except (OfflineError, StepFileError, NoFreePort) as error:
         return print_error(error)
-    from services.trainer.learner.snapshots.snapshot import CheckpointError
-    from services.trainer.megatron.disk_work import DiskStalled, DiskWorkFailed
-    from services.trainer.model.architecture import ModelError, ModelFileError
-
-    broken = (OfflineError, StepFileError, CheckpointError, CheckpointBroken, DataError, ValueError, OSError)
-    expected = (*broken, ModelError, ModelFileError, DiskWorkFailed, DiskStalled)
-    return print_result(lambda: fork(folder, given.out, start, last), expected)
+    return print_result(lambda: fork(folder, given.out, start, last))
 
 
 if __name__ == "__main__":

@@ -13,9 +13,11 @@ from typing import Any
 from pydantic import ValidationError
 
 from relaxd.config import RunConfig
+from relaxd.models import DataError
 from relaxd.process.ports import reserve_port
 from relaxd.replica.gpus import visible_gpus
 from relaxd.run_folder import checkpoint_path, checkpoint_steps
+from services.trainer.batch.step_file import StepFileError
 from services.trainer.loop.checkpoint_folders import CheckpointBroken, verify
 
 logger = logging.getLogger(__name__)
@@ -92,17 +94,24 @@ def start_ranks(module: str, config: RunConfig, words: Sequence[str]) -> int:
         port.close()
 
 
-def print_result(work: Callable[[], dict[str, Any] | None], expected: tuple[type[Exception], ...]) -> int:
+def print_result(work: Callable[[], dict[str, Any] | None]) -> int:
     """Run `work` and print its result as a line of JSON, or an expected error as {"error": ...}.
 
     Returns:
         The exit code.
     """
+    # Here, so that what is refused is refused at once: they load Megatron, which takes seconds.
+    from services.trainer.learner.snapshots.part_files import CheckpointError
+    from services.trainer.megatron.disk_work import DiskRefused, DiskStalled, DiskWorkFailed
+    from services.trainer.model.architecture import ModelError, ModelFileError
+
+    of_folder = OfflineError, StepFileError, CheckpointError, CheckpointBroken, ModelError, ModelFileError, DataError
+    of_disk = DiskRefused, DiskWorkFailed, DiskStalled, OSError, ValueError
     logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(levelname)s %(message)s")
     logging.getLogger("megatron").setLevel(logging.WARNING)
     try:
         result = work()
-    except expected as error:
+    except (*of_folder, *of_disk) as error:
         return print_error(error)
     if result is not None:
         print(json.dumps(result), flush=True)

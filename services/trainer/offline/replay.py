@@ -11,12 +11,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from relaxd.config import RunConfig
-from relaxd.models import DataError
 from relaxd.process.ports import NoFreePort
 from relaxd.run_folder import LEDGER, METRICS, checkpoint_path, read_lines
-from services.trainer.batch.step_file import StepFileError, read_step_file, step_file_path
+from services.trainer.batch.step_file import read_step_file, step_file_path
 from services.trainer.batch.step_plan import OUTCOME
-from services.trainer.loop.checkpoint_folders import CheckpointBroken, read_state
+from services.trainer.loop.checkpoint_folders import read_state
 from services.trainer.offline.program_parts import (
     OfflineError,
     newest_intact,
@@ -131,13 +130,7 @@ def main() -> int:
                 return start_ranks(MODULE, config, [*sys.argv[1:], "--start", str(start)])
         except (OfflineError, NoFreePort) as error:
             return print_error(error)
-    from services.trainer.learner.snapshots.snapshot import CheckpointError
-    from services.trainer.megatron.disk_work import DiskStalled, DiskWorkFailed
-    from services.trainer.model.architecture import ModelError, ModelFileError
-
-    broken = (OfflineError, StepFileError, CheckpointError, CheckpointBroken, DataError, ValueError)
-    expected = (*broken, ModelError, ModelFileError, DiskWorkFailed, DiskStalled)
-    return print_result(lambda: replay(given.run_folder, given.step, start), expected)
+    return print_result(lambda: replay(given.run_folder, given.step, start))
 
 
 if __name__ == "__main__":

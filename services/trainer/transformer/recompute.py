@@ -32,7 +32,7 @@ class Recompute:
             active: whether tensors are recomputed.
             keep: returns what is saved of those that aren't; None: themselves.
         """
-        self._keep = keep or _itself
+        self._keep = keep or (lambda tensor: tensor)
         self._hooks: Any = None
         if active and torch.is_grad_enabled():
             self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, unpack)
@@ -97,10 +97,6 @@ class Recompute:
 
 def _storage(tensor: Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
-
-
-def _itself(tensor: Tensor) -> Tensor:
-    return tensor
 
 
 def unpack(saved: Tensor | Deferred) -> Tensor:

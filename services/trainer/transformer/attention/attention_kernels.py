@@ -135,70 +135,41 @@ def varlen_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    *,
-    cu_seqlens: Tensor,
-    longest: int,
+    begins: tuple[Tensor, Tensor],
+    longest: tuple[int, int],
     scale: float,
     window: int | None = None,
 ) -> Tensor:
     """Causal attention within each sequence by torch's variable-length kernel.
 
-    Args:
-        query: bfloat16 [T, heads, size].
-        key: bfloat16 [T, kv_heads, size]; kv_heads divide heads.
-        value: like `key`.
-        cu_seqlens: int32 [sequences + 1].
-        longest: tokens of the longest sequence.
-        scale: factor of the scores.
-        window: tokens that a token attends to, itself included; None for all before it.
-
-    Returns:
-        [T, heads, size].
-    """
-    return _varlen_attn(
-        query, key, value, begins=(cu_seqlens, cu_seqlens), longest=(longest, longest), scale=scale, window=window
-    )
-
-
-def slice_by_varlen(
-    query: Tensor, key: Tensor, value: Tensor, own: QuerySlice, scale: float, window: int | None
-) -> Tensor:
-    """Causal attention of a slice of the tokens, by torch's variable-length kernel.
+    Where a sequence has more keys than queries, its last query is that of its last key.
 
     Args:
-        query: [queries, heads, size], of the slice's tokens.
-        key: [slots, kv_heads, size], the keys in their slots; kv_heads divide heads.
+        query: bfloat16 [queries, heads, size].
+        key: bfloat16 [keys, kv_heads, size]; kv_heads divide heads.
         value: like `key`.
-        own: the slice.
+        begins: int32 [sequences + 1] each: first query and first key of each sequence, and their numbers.
+        longest: queries and keys of the longest sequence.
         scale: factor of the scores.
         window: tokens that a token attends to, itself included; None for all before it.
 
     Returns:
         [queries, heads, size].
     """
-    longest = max(queries for queries, _ in own.lengths), max(keys for _, keys in own.lengths)
-    return _varlen_attn(
-        query, key, value, begins=(own.cu_queries, own.cu_keys), longest=longest, scale=scale, window=window
-    )
-
-
-def _varlen_attn(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    *,
-    begins: tuple[Tensor, Tensor],
-    longest: tuple[int, int],
-    scale: float,
-    window: int | None,
-) -> Tensor:
-    """Attend; where a piece has more keys than queries, its last query is that of its last key."""
     from torch.nn.attention.varlen import varlen_attn
 
     before = -1 if window is None else window - 1
     settings: dict[str, Any] = {"scale": scale, "window_size": (before, 0), **_grouped_heads()}
     output: Any = varlen_attn(query, key, value, *begins, *longest, **settings)
     return output
+
+
+def slice_by_varlen(
+    query: Tensor, key: Tensor, value: Tensor, own: QuerySlice, scale: float, window: int | None
+) -> Tensor:
+    """Compute `varlen_attention` of a slice's queries, with the keys in their slots."""
+    longest = max(queries for queries, _ in own.lengths), max(keys for _, keys in own.lengths)
+    return varlen_attention(query, key, value, (own.cu_queries, own.cu_keys), longest, scale, window)
 
 
 @lru_cache
@@ -232,10 +203,8 @@ def _cudnn(query: Tensor, key: Tensor, value: Tensor, window: int | None) -> Ten
 
 
 def _varlen(query: Tensor, key: Tensor, value: Tensor, window: int | None) -> Tensor:
-    cu_seqlens = torch.tensor(np.cumsum([0, *LENGTHS]), dtype=torch.int32, device=query.device)
-    return varlen_attention(
-        query, key, value, cu_seqlens=cu_seqlens, longest=max(LENGTHS), scale=query.shape[-1] ** -0.5, window=window
-    )
+    begins, longest = torch.tensor(np.cumsum([0, *LENGTHS]), dtype=torch.int32, device=query.device), max(LENGTHS)
+    return varlen_attention(query, key, value, (begins, begins), (longest, longest), query.shape[-1] ** -0.5, window)
 
 
 def _varlen_in_slices(query: Tensor, key: Tensor, value: Tensor, window: int | None) -> Tensor:

@@ -275,6 +275,11 @@ def sequence_layout(
     padded = [np.pad(members[i], (0, width_of.get(i, lengths[i]) - lengths[i]), mode="wrap") for i in order]
     token_of_slot = np.concatenate(padded).astype(np.int64)
     cu_seqlens = np.cumsum([0, *(len(member) for member in padded)])
+    queries = None
+    if once or context.gathering is not None:  # this rank's tokens: all, unless ranks gather keys and values
+        share, rank = (1, 0) if context.gathering is None else (context.gathering.size(), context.gathering.rank())
+        here = len(batch.tokens) // share
+        queries = query_slice(sequences, len(batch.tokens), rank * here, (rank + 1) * here, device)
     return SequenceLayout(
         cu_seqlens=to_device(cu_seqlens.astype(np.int32), device),
         longest=max(lengths),
@@ -284,9 +289,7 @@ def sequence_layout(
         as_packed=np.array_equal(token_of_slot, np.arange(len(batch.tokens))),
         slots=Slots.of(token_of_slot, len(batch.tokens), device),
         shared=sum(lengths) > len(batch.tokens),
-        query_slice=_query_slice(sequences, len(batch.tokens), context, device)
-        if once or context.gathering is not None
-        else None,
+        query_slice=queries,
         context=context,
         router=router or RouterInputs(),
         chunks=chunk_tree(batch, convolution - 1, device) if convolution else None,
@@ -302,20 +305,6 @@ def _saving(lengths: Sequence[int], own_lengths: Sequence[int]) -> float:
     """
     whole, own = np.array(lengths, np.float64), np.array(own_lengths, np.float64)
     return float((whole**2).sum() / (own * (2 * whole - own)).sum())
-
-
-def _query_slice(
-    sequences: Sequence[tuple[tuple[int, int], NDArray[np.int64]]],
-    tokens: int,
-    context: ContextRanks,
-    device: torch.device,
-) -> QuerySlice:
-    """Make the slice of this rank's tokens: of all, unless ranks gather keys and values."""
-    begin, here = 0, tokens
-    if context.gathering is not None:
-        here = tokens // context.gathering.size()
-        begin = context.gathering.rank() * here
-    return query_slice(sequences, tokens, begin, begin + here, device)
 
 
 def _blocks(lengths: Sequence[int]) -> list[list[int]]:

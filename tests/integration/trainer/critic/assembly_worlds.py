@@ -112,7 +112,7 @@ def run_job(job: AssemblyJob, ranks: int) -> dict[str, Any]:
         if intake is None:
             rank.follow()
         phases = step_phases.PreparedThenTrained(config, create(config.algorithm), rank)
-        open_step = StepBuilder(1, step_phases.training_packer(config), {})
+        open_step = StepBuilder(1, phases.packer(), {})
         open_step.add(intake.select(1, ()).chosen)
         while (entry := open_step.packer.full_round() or open_step.packer.rest()) is not None:
             phases.take(open_step, entry, last=False)

@@ -85,7 +85,7 @@ def test_one_more_column_reaches_the_loss_and_the_step_file_by_itself(
     assert found == expected
 
     open_step.mini_batches = (mini_batch(open_step.groups.values(), open_step.rounds, create(config.algorithm)),)
-    plan = open_step.plan(1, 5, epochs=1)
+    plan = open_step.plan(config, 1)
     write_step_file(tmp_path / "step", plan, {name: group.columns for name, group in open_step.groups.items()})
     stats = learner.finish(plan.updates[0].normalizer)
     shut_down()
