@@ -59,7 +59,7 @@ from services.trainer.loop import checkpoint_folders as folders
 from services.trainer.loop.checkpoint_folders import BoardState, CheckpointState, Ledger
 from services.trainer.loop.commanded_rank import CheckpointPart
 from services.trainer.megatron.channels import all_ranks_agree
-from services.trainer.megatron.world import shut_down
+from tests.kit.megatron_world import shut_down
 
 BLOCK_BYTES = 16 << 20
 """Bytes that a thread writes at a time to measure the disk."""

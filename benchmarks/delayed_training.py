@@ -34,7 +34,7 @@ from relaxd.roles import TEACHER
 from services.rollout.engines.transformers.transformers_weights import named_parameters
 from services.trainer.batch.micro_batch import TrainSequence, pack
 from services.trainer.learner.learner import Learner
-from services.trainer.megatron.world import shut_down
+from tests.kit.megatron_world import shut_down
 
 MAX_DRAWS = 4
 """How often the engine answers a step's number of prompts at most, to fill a step with groups that aren't dropped."""

@@ -18,7 +18,7 @@ from benchmarks.gpu_models import count_parameters, make_config, make_learner
 from benchmarks.gpu_training import measure
 from benchmarks.reporting import report
 from benchmarks.sequential_experts import sequential_experts
-from services.trainer.megatron.world import leave_layout, shut_down
+from tests.kit.megatron_world import leave_layout, shut_down
 
 
 @dataclass(frozen=True)

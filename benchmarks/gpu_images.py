@@ -31,9 +31,9 @@ from services.trainer.batch.micro_batch import PackedMicroBatch, pack
 from services.trainer.batch.sequence_media import DecodedItem, SequenceMedia
 from services.trainer.learner import forward
 from services.trainer.learner.learner import Learner
-from services.trainer.megatron.world import shut_down
 from services.trainer.model.policy_model import PolicyModel
 from services.trainer.model.towers import KEPT_BYTES
+from tests.kit.megatron_world import shut_down
 
 TOKENS = 16384
 SIDE = 1024

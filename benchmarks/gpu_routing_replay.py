@@ -38,8 +38,8 @@ from relaxd.v1 import rollout_pb2
 from services.rollout.engines.request_types import Version
 from services.trainer.batch.micro_batch import TrainSequence, pack
 from services.trainer.learner.learner import Learner
-from services.trainer.megatron.world import shut_down
 from tests.kit.engines import EngineRunner, receive_request
+from tests.kit.megatron_world import shut_down
 from tests.kit.models import byte_tokenizer
 
 

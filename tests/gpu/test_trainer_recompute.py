@@ -11,9 +11,9 @@ from torch import Tensor
 
 from services.trainer.batch.micro_batch import PackedMicroBatch, TrainSequence, pack
 from services.trainer.learner.learner import Learner
-from services.trainer.megatron.world import shut_down
 from services.trainer.transformer.attention.attention_kernels import attention_kernel
 from tests.integration.trainer.trainer_worlds import VOCAB, Job, make_learner, make_model
+from tests.kit.megatron_world import shut_down
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 

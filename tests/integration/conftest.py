@@ -9,7 +9,7 @@ import pytest
 def alone() -> Iterator[None]:
     """Learners are made in this process: leave its Megatron world before and after."""
     # Only now: Megatron takes seconds, and most tests need none.
-    from services.trainer.megatron.world import shut_down
+    from tests.kit.megatron_world import shut_down
 
     shut_down()
     yield

@@ -1,6 +1,6 @@
 """Packing of sequences into micro-batches: pure functions on numpy arrays."""
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self, cast
 
@@ -162,20 +162,15 @@ def pack(sequences: Sequence[TrainSequence], *, share_prompts: bool = True) -> P
     attention. So the prompt is computed once, and its gradient is the sum of theirs.
 
     Args:
-        sequences: at least one. One without a prompt to share may be among others that share one.
+        sequences: at least one, all with the same columns, and either all or none with experts. One without a prompt to
+            share may be among others that share one.
         share_prompts: store a prompt once as long as the sequences that have one have the same.
 
     Raises:
-        PackingError: there are no sequences, their columns have different names, or one has arrays of different
-            lengths, no token, or trains on its prompt.
+        PackingError: there are no sequences.
     """
     if not sequences:
         raise PackingError("a micro-batch needs at least one sequence: use empty_micro_batch() as padding")
-    names = sequences[0].columns.keys()
-    for i, sequence in enumerate(sequences):
-        _check(i, sequence, names)
-        if (sequence.experts is None) != (sequences[0].experts is None):
-            raise PackingError(f"sequences 0 and {i}: one has experts and the other has none")
     starts, prefixes, previous, positions = [0], [], [], []
     owner: int | None = None
     for i, sequence in enumerate(sequences):
@@ -207,7 +202,7 @@ def pack(sequences: Sequence[TrainSequence], *, share_prompts: bool = True) -> P
         prefixes=np.array(prefixes, np.int32),
         previous=np.concatenate(previous),
         loss_mask=row(lambda one: one.loss_mask),
-        columns={name: row(lambda one, name=name: one.columns[name]) for name in names},  # type: ignore[misc]
+        columns={name: row(lambda one, name=name: one.columns[name]) for name in sequences[0].columns},  # type: ignore[misc]
         weight=row(lambda one: one.weight),
         logprobs_comparable=row(lambda one: one.logprobs_comparable),
         temperature=np.repeat(np.array([one.temperature for one in sequences], np.float32), np.diff(starts)),
@@ -292,21 +287,3 @@ def _same_prompt(first: TrainSequence, second: TrainSequence) -> bool:
 
 def _hashes(sequence: TrainSequence) -> list[str]:
     return [] if sequence.media is None else sequence.media.hashes_before(sequence.prompt_length)
-
-
-def _check(index: int, sequence: TrainSequence, names: Collection[str]) -> None:
-    count = len(sequence.tokens)
-    if count == 0:
-        raise PackingError(f"sequence {index} has no tokens")
-    if sequence.columns.keys() != names:
-        raise PackingError(f"sequence {index} has columns {list(sequence.columns)}, but the first has {list(names)}")
-    arrays = {name: getattr(sequence, name) for name in ("loss_mask", "weight", "logprobs_comparable")}
-    for name, value in {**arrays, **sequence.columns}.items():
-        if value.shape[:1] != (count,):
-            raise PackingError(f"sequence {index}: {name} is {list(value.shape)}, but tokens is [{count}]")
-    if sequence.experts is not None and len(sequence.experts) != count:
-        raise PackingError(f"sequence {index}: experts is {list(sequence.experts.shape)}, but tokens is [{count}]")
-    if sequence.loss_mask[: sequence.prompt_length].any():
-        raise PackingError(f"sequence {index}: loss_mask is 1 within the prompt, whose tokens aren't trained on")
-    if sequence.loss_mask[0]:
-        raise PackingError(f"sequence {index}: loss_mask[0] is 1, but nothing predicts the first token")

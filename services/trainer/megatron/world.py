@@ -4,7 +4,6 @@ Dimensions have Megatron's short names: tp (tensor), pp (pipeline), cp (context)
 the tensor parallelism of experts.
 """
 
-import gc
 import itertools
 import os
 from dataclasses import dataclass, replace
@@ -18,7 +17,6 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
-from torch.distributed import distributed_c10d
 
 from relaxd.config import TrainerConfig
 from relaxd.models.layouts import Layout, chunk_layers
@@ -213,30 +211,6 @@ def _disk_work(store: dist.Store, rank: int, size: int, config: TrainerConfig) -
     # A separate connection: a thread that waits for a key blocks all others on its connection.
     connection: Any = store if isinstance(store, dist.HashStore) else store.clone()  # type: ignore[attr-defined]
     return DiskWork(dist.PrefixStore(f"disk/{next(_worlds)}", connection), rank, size, config.disk_stall_seconds)
-
-
-def leave_layout() -> None:
-    """Destroy the layout and its process groups, so that `initialize` can create another with the same processes.
-
-    All ranks call this. Each gloo group has three threads, one of which wakes up a hundred times a second; they end
-    with the group. A learner's reference cycles would keep its 23 groups until Python looks for garbage by itself.
-    """
-    parallel_state.destroy_model_parallel()
-    if dist.is_initialized():
-        dist.barrier()  # until no rank uses a group any more
-        for group in [group for group in distributed_c10d._world.pg_map if group is not dist.group.WORLD]:
-            dist.destroy_process_group(group)
-    gc.collect()
-
-
-def shut_down() -> None:
-    """Leave the current world, if any, so that this process can initialize another."""
-    global _store
-    parallel_state.destroy_model_parallel()
-    if dist.is_initialized():
-        dist.destroy_process_group()
-    _store = None
-    gc.collect()  # see `leave_layout`
 
 
 def _gather_groups(timeout: timedelta) -> GatherGroups:

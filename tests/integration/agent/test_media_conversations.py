@@ -34,7 +34,6 @@ from services.reward.samples import samples_of_columns, samples_of_request
 from services.trainer.batch.groups import check_group
 from services.trainer.batch.micro_batch import pack
 from services.trainer.batch.sequence_media import GroupMediaReader
-from services.trainer.megatron.world import leave_layout
 from tests.integration.agent.conversation_kit import config_of, service_of, talks
 from tests.integration.agent.function_kit import holding as function_holding
 from tests.integration.agent.galleries import OTHER, SHOWN
@@ -43,6 +42,7 @@ from tests.integration.agent.program_kit import holding as program_holding
 from tests.integration.agent.scripted_engines import Fleet
 from tests.integration.agent.seeing_engines import SeeingFleet
 from tests.integration.trainer.trainer_worlds import Job, make_learner
+from tests.kit.megatron_world import leave_layout
 from tests.kit.models import byte_tokenizer
 from tests.kit.sounds import encoded_sound, make_omni_model, sound
 from tests.kit.vision import Item, clip, encoded, encoded_clip, make_vision_model, picture, seen_by_transformers

@@ -312,7 +312,7 @@ def run_job(job: Job, ranks: int = 1) -> dict[str, Any]:
         for _ in range(3):
             learner.save_hf(job.save)
         thread.join(60)
-    from services.trainer.megatron.world import leave_layout
+    from tests.kit.megatron_world import leave_layout
 
     leave_layout()
     return result

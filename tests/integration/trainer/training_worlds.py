@@ -127,7 +127,7 @@ def run_job(job: RunJob, ranks: int = 1) -> dict[str, Any]:
             intake.close()
         board.close()
     result |= {"tensors": copied(learner)}
-    from services.trainer.megatron.world import leave_layout
+    from tests.kit.megatron_world import leave_layout
 
     leave_layout()
     return result

@@ -68,7 +68,7 @@ def micro_batch(prompt: int, seed: int) -> Any:
 def run_job(job: Job, ranks: int = 1) -> dict[str, Any]:
     """Measure on this rank."""
     found = _step(job, ranks) if job.micro_batches else _parameters(job, ranks)
-    from services.trainer.megatron.world import leave_layout
+    from tests.kit.megatron_world import leave_layout
 
     leave_layout()
     return found

@@ -100,7 +100,7 @@ def run_job(job: CheckpointJob, ranks: int = 1) -> dict[str, Any]:
     result["trajectory"] += train(learner, 1)
     result["step"] = learner.step
     result["tensors"] = copied(learner)
-    from services.trainer.megatron.world import leave_layout
+    from tests.kit.megatron_world import leave_layout
 
     leave_layout()
     return result

@@ -12,9 +12,9 @@ from safetensors import safe_open
 
 from services.trainer.learner.snapshots import other_state, snapshot
 from services.trainer.learner.snapshots.snapshot import COMMON
-from services.trainer.megatron.world import shut_down
 from tests.integration.trainer.checkpoints.checkpoint_worlds import CheckpointJob, run_job
 from tests.integration.trainer.trainer_worlds import CP2, EP2, PP2, TP2, Job, make_learner, make_model, run_named
+from tests.kit.megatron_world import shut_down
 
 pytestmark = pytest.mark.night  # every layout is saved and loaded in every other one
 

@@ -55,8 +55,8 @@ def run_job(job: AssemblyJob, ranks: int) -> dict[str, Any]:
     from services.trainer.loop.training_commands import TrainingRank, assemble
     from services.trainer.loop.training_queue import TrainingQueue
     from services.trainer.megatron.channels import ModelParallelChannel, RankChannel
-    from services.trainer.megatron.world import leave_layout
     from services.trainer.rehearsal import ScriptedLearner
+    from tests.kit.megatron_world import leave_layout
 
     class Learner(ScriptedLearner):
         def values(self, micro_batches: Sequence[Any]) -> list[Any]:

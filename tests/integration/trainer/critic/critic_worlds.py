@@ -70,7 +70,7 @@ def run_job(job: CheckpointJob, ranks: int = 1) -> dict[str, Any]:
         dist.barrier()
     numbers = train(learner, 2)
     result = {"numbers": numbers, "checksum": learner.checksum(), "tensors": copied(learner)}
-    from services.trainer.megatron.world import leave_layout
+    from tests.kit.megatron_world import leave_layout
 
     leave_layout()
     return result

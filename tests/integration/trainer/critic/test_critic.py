@@ -17,7 +17,6 @@ from services.trainer.batch.micro_batch import pack
 from services.trainer.batch.step_file import read_committed
 from services.trainer.learner.learner import Learner
 from services.trainer.learner.snapshots.snapshot import CheckpointError
-from services.trainer.megatron.world import shut_down
 from services.trainer.model.architecture import ModelError
 from services.trainer.offline.replay import replay
 from tests.integration.trainer.critic.assembly_worlds import AssemblyJob
@@ -33,6 +32,7 @@ from tests.integration.trainer.critic.critic_worlds import CheckpointJob, train
 from tests.integration.trainer.service_kit import Feeder
 from tests.integration.trainer.trainer_worlds import LAYOUTS, Job, make_learner, make_samples, run_world
 from tests.integration.trainer.training_worlds import run_job
+from tests.kit.megatron_world import shut_down
 from tests.kit.models import make_tiny_model
 from tests.kit.redis.redis_server import RedisServer
 

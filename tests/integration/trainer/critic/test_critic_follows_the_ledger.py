@@ -16,11 +16,11 @@ from relaxd.run_folder import KEPT, LEDGER, checkpoint_path, checkpoint_steps, c
 from services.trainer.batch.step_file import step_file_path
 from services.trainer.critic.critic_rank import Follower, LedgerWentBack
 from services.trainer.loop import commanded_rank
-from services.trainer.megatron.world import shut_down
 from services.trainer.reference_models.model_rank import ModelStage
 from tests.integration.trainer.critic.critic_kit import config_of, critic_rank, prepare_run
 from tests.integration.trainer.service_kit import RUN_ID
 from tests.integration.trainer.training_worlds import RunJob, run_job
+from tests.kit.megatron_world import shut_down
 from tests.kit.waiting import wait_until
 
 STEPS = 4

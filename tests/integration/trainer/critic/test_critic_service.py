@@ -15,10 +15,10 @@ from relaxd.roles import CRITIC, ROLES
 from relaxd.run_folder import checkpoint_path, critic_folder
 from services.trainer.batch.step_file import read_committed
 from services.trainer.loop.checkpoint_folders import read_state
-from services.trainer.megatron.world import shut_down
 from tests.integration.trainer.critic.critic_kit import PlainLoop, config_of, critic_rank, prepare_run, rewards_of
 from tests.integration.trainer.service_kit import RUN_ID, ScriptedCoordinator, TrainerProcess
 from tests.integration.trainer.training_worlds import RunJob, run_job
+from tests.kit.megatron_world import shut_down
 from tests.kit.waiting import wait_until
 
 OF_UPDATES = ("value_loss", "value_grad_norm", "value_clip_fraction")

@@ -10,8 +10,8 @@ from services.trainer.batch.step_file import StepFile
 from services.trainer.batch.step_plan import MicroBatchRound, MiniBatch, SequenceSlice, StepPlan
 from services.trainer.critic.critic_learner import CriticLearner
 from services.trainer.learner.update import TooManySkippedUpdates
-from services.trainer.megatron.world import shut_down
 from tests.integration.trainer.critic.critic_kit import config_of
+from tests.kit.megatron_world import shut_down
 
 GROUPS = ("a", "b")
 TOKENS = 6

@@ -35,11 +35,12 @@ def run_job(job: ExpertJob, ranks: int) -> dict[str, Any]:
     """Run one job on this rank."""
     import torch
 
-    from services.trainer.megatron.world import initialize, leave_layout
+    from services.trainer.megatron.world import initialize
     from services.trainer.model.layers import PolicyConfig
     from services.trainer.transformer.mlp.mlp import Experts
     from services.trainer.transformer.mlp.routing import Routing
     from tests.kit.expert_formulas import EXPERTS
+    from tests.kit.megatron_world import leave_layout
 
     world = initialize(TrainerConfig(ranks=ranks, expert_parallel=ranks, threads=1), seed=0)
     config = PolicyConfig(

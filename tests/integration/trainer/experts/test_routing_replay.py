@@ -18,7 +18,6 @@ from relaxd.data.vision import read_vision
 from services.trainer.batch.micro_batch import PackedMicroBatch, TrainSequence, pack
 from services.trainer.batch.step_file import read_committed
 from services.trainer.learner.learner import Learner
-from services.trainer.megatron.world import shut_down
 from services.trainer.model.architecture import ModelError
 from tests.integration.trainer.learner import image_worlds
 from tests.integration.trainer.service_kit import Feeder, make_config
@@ -35,6 +34,7 @@ from tests.integration.trainer.trainer_worlds import (
 )
 from tests.integration.trainer.training_worlds import RunJob, run_job
 from tests.kit import vision
+from tests.kit.megatron_world import shut_down
 from tests.kit.redis.redis_server import RedisServer
 
 LAYERS, EXPERTS, TOP_K = 2, 4, 2

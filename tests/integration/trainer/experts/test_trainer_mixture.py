@@ -11,8 +11,8 @@ from torch import Tensor
 
 from services.trainer.batch.micro_batch import TrainSequence, pack
 from services.trainer.learner.learner import Learner
-from services.trainer.megatron.world import shut_down
 from tests.integration.trainer.trainer_worlds import Job, make_learner, make_model, make_samples
+from tests.kit.megatron_world import shut_down
 
 MakeLearner = Callable[..., Learner]
 KINDS = ("qwen2_moe", "qwen3_moe")

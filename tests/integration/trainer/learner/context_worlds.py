@@ -32,7 +32,7 @@ def run_job(job: Job, ranks: int = 1) -> dict[str, Any]:
     import torch.distributed as dist
 
     from services.trainer.batch.micro_batch import pack
-    from services.trainer.megatron.world import leave_layout
+    from tests.kit.megatron_world import leave_layout
 
     samples = make_samples(prompt_tokens=job.prompt_tokens)
     settings = {**job.settings, **({"routing_replay": "rollout"} if job.replay else {})}

@@ -173,7 +173,7 @@ class Job:
 def run_job(job: Job, ranks: int = 1) -> dict[str, Any]:
     """Return log-probs of trained tokens, gradients by Hugging Face's names (on one rank), loss and gradient norm."""
     from services.trainer.batch.micro_batch import pack
-    from services.trainer.megatron.world import leave_layout
+    from tests.kit.megatron_world import leave_layout
 
     learner = make_learner(LearnerJob(job.model, job.settings, {"old_logprobs": "current"}), ranks)
     samples = make_samples(read_vision(job.model), swapped=job.swapped)

@@ -24,7 +24,7 @@ def run_job(job: PipelineJob, ranks: int = 1) -> dict[str, Any]:
     result = trainer_worlds.run_job(job, ranks)
     if "moe" in job.model.name:
         from services.trainer.batch.micro_batch import pack
-        from services.trainer.megatron.world import leave_layout
+        from tests.kit.megatron_world import leave_layout
 
         samples = make_samples(job.samples)
         learner = make_learner(replace(job, parallel={**job.parallel, **RECORDING}), ranks)

@@ -100,7 +100,7 @@ def run_job(job: ReductionJob | ReductionRun, ranks: int = 1) -> dict[str, Any]:
 
 
 def _train(job: ReductionJob, ranks: int) -> dict[str, Any]:
-    from services.trainer.megatron.world import leave_layout
+    from tests.kit.megatron_world import leave_layout
 
     # The norm is rounded otherwise where buckets are others, so that clipping would change the last bits.
     parallel = {"overlap_grad_reduce": job.overlap, "shard_gradients": job.shard, **job.parallel}

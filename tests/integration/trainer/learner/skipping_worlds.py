@@ -42,7 +42,7 @@ def run_job(job: NaNJob, ranks: int = 1) -> dict[str, Any]:
         "good": learner.finish(20.0),
         "after_good": copied(learner),
     }
-    from services.trainer.megatron.world import leave_layout
+    from tests.kit.megatron_world import leave_layout
 
     leave_layout()
     return result

@@ -20,10 +20,10 @@ from services.rollout.engines.request_types import Version
 from services.rollout.engines.transformers.transformers_weights import named_parameters
 from services.trainer.batch.micro_batch import TrainSequence, pack
 from services.trainer.learner.learner import Learner
-from services.trainer.megatron.world import leave_layout
 from services.trainer.model.architecture import ModelError
 from services.trainer.model.architectures import read_architecture
 from tests.integration.trainer.trainer_worlds import VOCAB, Job, make_learner, make_model
+from tests.kit.megatron_world import leave_layout
 from tests.unit.rollout.engine_harness import Harness
 
 KIND = "qwen3_5_text"

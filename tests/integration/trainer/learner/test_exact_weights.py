@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from services.trainer.learner.optimizer import main_weights
-from services.trainer.megatron.world import shut_down
 from tests.integration.trainer.trainer_worlds import Job, make_learner, make_model
+from tests.kit.megatron_world import shut_down
 
 BFLOAT16 = {"dtype": "bfloat16"}
 LAYOUTS: dict[str, dict[str, Any]] = {

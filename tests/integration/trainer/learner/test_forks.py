@@ -12,12 +12,12 @@ from relaxd.config import RunConfig
 from relaxd.run_folder import read_lines
 from relaxd.run_forks import REWARDS
 from services.trainer.batch.step_file import step_file_path
-from services.trainer.megatron.world import shut_down
 from services.trainer.offline.fork import check, fork
 from services.trainer.offline.program_parts import OfflineError
 from tests.integration.trainer.learner.updates_kit import config_of, prepare_rewarded_run, prepare_run
 from tests.integration.trainer.service_kit import several_updates
 from tests.integration.trainer.training_worlds import RunJob, run_job
+from tests.kit.megatron_world import shut_down
 
 pytestmark = pytest.mark.usefixtures("alone")
 ONE_UPDATE = {"mini_batches": 1, "epochs": 1}

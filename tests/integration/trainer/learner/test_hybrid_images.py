@@ -12,10 +12,10 @@ from relaxd.data.vision import read_vision
 from relaxd.models.layouts import model_parameters
 from relaxd.models.shape import read_shape
 from services.trainer.batch.micro_batch import TrainSequence, pack
-from services.trainer.megatron.world import leave_layout
 from tests.integration.trainer.learner.image_worlds import make_hybrid_model, make_samples
 from tests.integration.trainer.learner.media_layouts import check_layouts
 from tests.integration.trainer.trainer_worlds import Job, make_learner
+from tests.kit.megatron_world import leave_layout
 from tests.kit.vision import (
     Item,
     clip,

@@ -14,9 +14,9 @@ from relaxd.data.vision import read_vision
 from relaxd.media.images import normalise_image
 from relaxd.media.media_tokens import expand
 from relaxd.media.prompt_media import StoredMedia, to_columns, to_sequence_columns
-from services.trainer.megatron.world import shut_down
 from tests.integration.trainer.service_kit import Feeder, make_config
 from tests.integration.trainer.training_worlds import RunJob, run_job
+from tests.kit.megatron_world import shut_down
 from tests.kit.processes import run_python
 from tests.kit.vision import encoded, make_vision_model, picture
 

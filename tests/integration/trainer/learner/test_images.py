@@ -18,7 +18,6 @@ from relaxd.data.vision import read_vision
 from services.trainer.batch.micro_batch import PackedMicroBatch, pack
 from services.trainer.batch.sequence_media import DecodedItem
 from services.trainer.learner.learner import Learner
-from services.trainer.megatron.world import leave_layout
 from services.trainer.model.architecture import ModelError
 from services.trainer.model.architectures import read_architecture
 from services.trainer.model.hf_weights import load_hf
@@ -28,6 +27,7 @@ from tests.integration.trainer.learner.image_worlds import Job, make_samples, ru
 from tests.integration.trainer.learner.media_layouts import ALL, LAYOUTS, check_layouts
 from tests.integration.trainer.trainer_worlds import CP2, TP2, make_learner, run_world, trainer_config
 from tests.integration.trainer.trainer_worlds import Job as LearnerJob
+from tests.kit.megatron_world import leave_layout
 from tests.kit.vision import (
     EXPERTS,
     STACKED,

@@ -10,9 +10,9 @@ from safetensors.torch import load_file
 from relaxd.weights.buckets import TensorBucket, TensorSpec
 from services.rollout.engines.transformers.transformers_weights import check_manifest, named_parameters
 from services.rollout.engines.transformers.vision import load_model
-from services.trainer.megatron.world import leave_layout
 from tests.integration.trainer.learner.image_worlds import make_hybrid_model
 from tests.integration.trainer.trainer_worlds import Job, make_learner
+from tests.kit.megatron_world import leave_layout
 from tests.kit.sounds import make_omni_model
 from tests.kit.vision import EXPERTS, make_vision_model, with_published_experts
 

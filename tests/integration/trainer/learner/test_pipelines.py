@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from services.trainer.megatron.world import shut_down
 from services.trainer.model.architecture import ModelError
 from tests.integration.trainer.learner.pipeline_worlds import PipelineJob, run_job
 from tests.integration.trainer.trainer_worlds import PP2, Job, make_learner, make_model, run_named, run_world
+from tests.kit.megatron_world import shut_down
 
 pytestmark = pytest.mark.slow  # two processes load torch and Megatron
 

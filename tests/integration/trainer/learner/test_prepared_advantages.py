@@ -19,13 +19,13 @@ from relaxd.algorithms import GRPO, Advantages, Algorithm, Filtered, Needs, crea
 from relaxd.board import ADVANTAGES, Board, DropReason, NewGroup, stages_for
 from relaxd.config import RunConfig
 from services.trainer.batch.step_file import read_committed
-from services.trainer.megatron.world import shut_down
 from services.trainer.offline.replay import replay
 from tests.integration.trainer.critic.critic_kit import GAMMA, LAMBDA, generalized
 from tests.integration.trainer.learner.updates_kit import PlainLoop, prepare_rewarded_run, with_steps
 from tests.integration.trainer.service_kit import RUN_ID, Feeder, several_updates
 from tests.integration.trainer.trainer_worlds import LAYOUTS, run_named
 from tests.integration.trainer.training_worlds import RunJob, run_job
+from tests.kit.megatron_world import shut_down
 from tests.kit.models import make_tiny_model
 from tests.kit.redis.redis_server import RedisServer
 

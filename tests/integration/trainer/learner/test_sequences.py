@@ -22,10 +22,10 @@ from services.trainer.learner.learner import Learner
 from services.trainer.loop.round_runner import RoundRunner
 from services.trainer.loop.step_phases import StepBuilder
 from services.trainer.loop.training_queue import TrainingQueue
-from services.trainer.megatron.world import shut_down
 from tests.integration.trainer.service_kit import Feeder, make_config, trainer_service
 from tests.integration.trainer.trainer_worlds import LAYOUTS, Job, make_model, run_job, run_named
 from tests.kit.boards import kept_samples
+from tests.kit.megatron_world import shut_down
 from tests.kit.processes import run_python
 
 # --- one more column ----------------------------------------------------------------------------------------------

@@ -19,7 +19,6 @@ from relaxd.config import RunConfig
 from services.trainer.batch.step_file import read_committed
 from services.trainer.batch.step_plan import StepPlan
 from services.trainer.learner.update import NonFiniteGradients
-from services.trainer.megatron.world import shut_down
 from services.trainer.offline.replay import replay
 from tests.integration.trainer.learner.updates_kit import (
     LENGTHS,
@@ -33,6 +32,7 @@ from tests.integration.trainer.learner.updates_kit import (
 from tests.integration.trainer.service_kit import trainer_service
 from tests.integration.trainer.trainer_worlds import LAYOUTS, run_named
 from tests.integration.trainer.training_worlds import run_job
+from tests.kit.megatron_world import shut_down
 from tests.kit.redis.redis_server import RedisServer
 
 UNEVEN: dict[str, dict[str, Any]] = {

@@ -17,7 +17,6 @@ from services.trainer.batch.micro_batch import PackedMicroBatch, pack
 from services.trainer.batch.step_file import step_file_path
 from services.trainer.learner.learner import Learner
 from services.trainer.learner.update import NonFiniteGradients
-from services.trainer.megatron.world import shut_down
 from tests.integration.trainer.learner.skipping_worlds import NaNJob
 from tests.integration.trainer.service_kit import Feeder, export, make_config, trainer_service
 from tests.integration.trainer.trainer_worlds import (
@@ -30,6 +29,7 @@ from tests.integration.trainer.trainer_worlds import (
     make_samples,
     run_named,
 )
+from tests.kit.megatron_world import shut_down
 
 OVERFLOWING = 1e38
 """An advantage that float32 can hold, as the advantage service allows it, but not the gradient that it makes."""

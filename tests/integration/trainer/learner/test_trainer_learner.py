@@ -15,7 +15,6 @@ from safetensors.torch import load_file, save_file
 
 from services.trainer.batch.micro_batch import PackedMicroBatch, TrainSequence, empty_micro_batch, pack
 from services.trainer.learner.learner import Learner
-from services.trainer.megatron.world import shut_down
 from services.trainer.model.architecture import ModelError, ModelFileError
 from tests.integration.trainer.trainer_worlds import (
     COLUMNS,
@@ -28,6 +27,7 @@ from tests.integration.trainer.trainer_worlds import (
     micro_batches,
     run_world,
 )
+from tests.kit.megatron_world import shut_down
 
 MakeLearner = Callable[..., Learner]
 

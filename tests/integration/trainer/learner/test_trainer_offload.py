@@ -11,8 +11,8 @@ from services.trainer.batch.micro_batch import pack
 from services.trainer.learner import offload
 from services.trainer.learner.learner import Learner
 from services.trainer.learner.offload import Offload, state_tensors
-from services.trainer.megatron.world import shut_down
 from tests.integration.trainer.trainer_worlds import Job, make_learner, make_model, make_samples, run_world
+from tests.kit.megatron_world import shut_down
 
 
 @pytest.fixture(scope="module")

@@ -23,7 +23,7 @@ class RefreshJob:
 def run_job(job: RefreshJob, ranks: int) -> dict[str, Any]:
     """Run one job on this rank. Returns the log-probs [T] of policy and reference after each step."""
     from services.trainer.batch.micro_batch import pack
-    from services.trainer.megatron.world import leave_layout
+    from tests.kit.megatron_world import leave_layout
 
     learner, batch = make_learner(Job(job.model, dict(job.parallel), WITH_KL), ranks), pack(make_samples())
     policy, reference = [], []

@@ -14,7 +14,6 @@ from relaxd.board import Board, stages_for
 from relaxd.config import RunConfig
 from services.trainer.batch.micro_batch import pack
 from services.trainer.batch.step_file import read_committed
-from services.trainer.megatron.world import shut_down
 from services.trainer.offline.replay import replay
 from tests.integration.trainer.reference_models.reference_kit import log_softmax
 from tests.integration.trainer.service_kit import RUN_ID, Feeder, make_config
@@ -25,6 +24,7 @@ from tests.integration.trainer.trainer_worlds import (
     make_samples,
 )
 from tests.integration.trainer.training_worlds import RunJob, run_job
+from tests.kit.megatron_world import shut_down
 
 pytestmark = pytest.mark.usefixtures("alone")
 TOP_K = 5

@@ -10,7 +10,6 @@ import pytest
 from relaxd.board import REFERENCE_WEIGHTS
 from services.trainer.batch.step_file import read_committed
 from services.trainer.loop.checkpoint_folders import weights_path
-from services.trainer.megatron.world import shut_down
 from tests.integration.trainer.reference_models.reference_kit import (
     AS_SERVICE,
     REFRESHED,
@@ -21,6 +20,7 @@ from tests.integration.trainer.reference_models.reference_kit import (
 )
 from tests.integration.trainer.trainer_worlds import make_model
 from tests.integration.trainer.training_worlds import RunJob, run_job
+from tests.kit.megatron_world import shut_down
 
 pytestmark = pytest.mark.usefixtures("alone")
 

@@ -13,7 +13,6 @@ from relaxd.board import REF_LOGPROBS
 from services.trainer.batch.micro_batch import pack
 from services.trainer.batch.step_file import read_committed
 from services.trainer.loop.checkpoint_folders import weights_path
-from services.trainer.megatron.world import shut_down
 from tests.integration.trainer.reference_models.reference_kit import (
     AS_SERVICE,
     REFRESHED,
@@ -25,6 +24,7 @@ from tests.integration.trainer.reference_models.reference_kit import (
 from tests.integration.trainer.reference_models.refresh_worlds import REFRESHED_AFTER, RefreshJob
 from tests.integration.trainer.trainer_worlds import TP2, make_model, make_samples, run_world
 from tests.integration.trainer.training_worlds import RunJob, run_job
+from tests.kit.megatron_world import shut_down
 
 pytestmark = pytest.mark.usefixtures("alone")
 

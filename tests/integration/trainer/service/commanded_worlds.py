@@ -56,7 +56,7 @@ def run_job(job: CommandJob, ranks: int = 1) -> dict[str, Any]:
     except Ended:
         pass
     result |= {"step": learner.step, "tensors": copied(learner)}
-    from services.trainer.megatron.world import leave_layout
+    from tests.kit.megatron_world import leave_layout
 
     leave_layout()
     return result

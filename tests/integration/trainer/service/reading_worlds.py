@@ -104,8 +104,8 @@ def run_job(job: StepJob, ranks: int = 4) -> dict[str, Any]:
     from services.trainer.loop.training_commands import TrainingRank
     from services.trainer.megatron import channels
     from services.trainer.megatron.channels import RankChannel
-    from services.trainer.megatron.world import leave_layout
     from services.trainer.rehearsal import ScriptedLearner
+    from tests.kit.megatron_world import leave_layout
 
     class Learner(ScriptedLearner):
         def accumulate(self, micro_batches: Sequence[Any], *, last: bool = False) -> None:

@@ -1,7 +1,5 @@
 """Packing: every token once, within the budget, clear refusals."""
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 
@@ -65,8 +63,6 @@ def test_a_sequence_with_a_prompt_of_its_own_may_be_among_those_that_share_one()
     assert batch.sequence_of_token.tolist() == [0, 0, 0, 0, 0, 1, 1, 1, 2]
     with pytest.raises(PackingError, match="prompt is empty"):
         sample(0, 3)
-    with pytest.raises(PackingError, match=r"sequence 1 has columns \['values'\], but the first has"):
-        pack([own, replace(own, columns={"values": np.zeros(3, np.float32)})])
 
 
 def test_padding_is_a_sequence_of_its_own_without_effect() -> None:
@@ -95,8 +91,6 @@ def test_experts_are_stored_with_their_tokens() -> None:
     assert (padded[8:] == UNROUTED).all()
     with pytest.raises(PackingError, match="experts has 4 rows: it must have 5, for all tokens but the last"):
         sample(3, 3, experts=first)
-    with pytest.raises(PackingError, match="sequences 0 and 1: one has experts and the other has none"):
-        pack([sample(3, 2, experts=first), sample(3, 2)])
 
 
 @pytest.mark.parametrize(
@@ -115,9 +109,3 @@ def test_samples_that_make_no_sense_are_refused(changes: dict[str, object], mess
 def test_micro_batches_that_make_no_sense_are_refused() -> None:
     with pytest.raises(PackingError, match="at least one sequence"):
         pack([])
-    first = sample(1, 2)
-    first.loss_mask[0] = 1
-    with pytest.raises(PackingError, match="sequence 0: loss_mask is 1 within the prompt"):
-        pack([first])
-    with pytest.raises(PackingError, match=r"sequence 0: loss_mask\[0\] is 1"):
-        pack([replace(first, prompt_length=0)])
