@@ -169,7 +169,7 @@ def test_queries_of_a_long_shared_prompt_once() -> None:
     ours = slice_by_varlen(query, k, v, once, 128**-0.5, None)
     q = scatter_to_sequences(query, layout.slots, sum_copies=False)
     k, v = (scatter_to_sequences(x, layout.slots, sum_copies=True) for x in (key, value))
-    whole = varlen_attention(q, k, v, (layout.cu_seqlens,) * 2, (layout.longest,) * 2, 128**-0.5)
+    whole = varlen_attention(q, k, v, (layout.cu_seqlens,) * 2, (layout.longest,) * 2, scale=128**-0.5)
     theirs = gather_from_sequences(whole, layout.slots)
     grad = torch.randn_like(ours)
     found = [ours, *torch.autograd.grad(ours, (query, key, value), grad)]
@@ -214,7 +214,7 @@ def test_attention(window: int | None, kernel: str, lengths: list[int], heads: t
         ours = cudnn_attention(query, key, value, cudnn_batches(lengths, torch.device("cuda")), scale, window)
     else:
         cu_seqlens = torch.tensor([0, *np.cumsum(lengths)], dtype=torch.int32, device="cuda")
-        ours = varlen_attention(query, key, value, (cu_seqlens,) * 2, (max(lengths),) * 2, scale, window)
+        ours = varlen_attention(query, key, value, (cu_seqlens,) * 2, (max(lengths),) * 2, scale=scale, window=window)
     exact_query, exact_key, exact_value = exact_inputs = [x.detach().float().requires_grad_() for x in inputs]
     expected = attend(exact_query, exact_key, exact_value, lengths, window)
     grad = torch.randn_like(ours)

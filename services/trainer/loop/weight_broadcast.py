@@ -20,7 +20,6 @@ from relaxd.v1.trainer_pb2 import BroadcastWeightsResponse
 from relaxd.weights.buckets import (
     Layout,
     TensorBucket,
-    TensorSpec,
     as_sent,
     broadcast_layout,
     checksums,
@@ -47,7 +46,7 @@ def weight_buckets(learner: Learner, bucket_bytes: int, *, first_alone: bool = F
         bucket
         for stage in range(learner.world.pp_size)
         for bucket in plan_buckets(
-            [TensorSpec(spec.name, spec.dtype, spec.shape) for spec in specs if spec.stage == stage],
+            [spec for spec in specs if spec.stage == stage],
             bucket_bytes,
             source_rank=stage,
             first_alone=first_alone,

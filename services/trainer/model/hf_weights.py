@@ -22,6 +22,7 @@ from torch import Tensor
 from relaxd.data.templating import MORE_TEMPLATES
 from relaxd.models.layouts import Layout
 from relaxd.models.model_contradictions import weights_contradiction
+from relaxd.weights.buckets import TensorSpec
 from services.trainer.batch.disk_files import errors_of_the_system
 from services.trainer.megatron.channels import all_gather
 from services.trainer.megatron.disk_work import DiskRefused, DiskWorkFailed
@@ -37,15 +38,9 @@ _NOT_COPIED = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack"
 
 
 @dataclass(frozen=True)
-class HFTensorSpec:
-    """Description of an exported tensor."""
+class HFTensorSpec(TensorSpec):
+    """An exported tensor, as it is on the wire."""
 
-    name: str
-    """Hugging Face's name."""
-    dtype: torch.dtype
-    """Element type."""
-    shape: tuple[int, ...]
-    """Full shape."""
     stage: int
     """Pipeline stage of its source rank."""
 

@@ -67,7 +67,7 @@ class PackedAttention(MegatronModule):
             output = cudnn_attention(query, key, value, layout.cudnn_batches, scale, self.window)
         elif layout.kernel == "varlen":
             begins, longest = (layout.cu_seqlens,) * 2, (layout.longest,) * 2
-            output = varlen_attention(query, key, value, begins, longest, scale, self.window)
+            output = varlen_attention(query, key, value, begins, longest, scale=scale, window=self.window)
         else:
             output = self._blocks(query, key, value, layout, scale)
         return output if layout.as_packed else recompute(gather_from_sequences, output, layout.slots)

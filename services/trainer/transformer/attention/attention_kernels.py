@@ -137,6 +137,7 @@ def varlen_attention(
     value: Tensor,
     begins: tuple[Tensor, Tensor],
     longest: tuple[int, int],
+    *,
     scale: float,
     window: int | None = None,
 ) -> Tensor:
@@ -169,7 +170,7 @@ def slice_by_varlen(
 ) -> Tensor:
     """Compute `varlen_attention` of a slice's queries, with the keys in their slots."""
     longest = max(queries for queries, _ in own.lengths), max(keys for _, keys in own.lengths)
-    return varlen_attention(query, key, value, (own.cu_queries, own.cu_keys), longest, scale, window)
+    return varlen_attention(query, key, value, (own.cu_queries, own.cu_keys), longest, scale=scale, window=window)
 
 
 @lru_cache
@@ -204,7 +205,9 @@ def _cudnn(query: Tensor, key: Tensor, value: Tensor, window: int | None) -> Ten
 
 def _varlen(query: Tensor, key: Tensor, value: Tensor, window: int | None) -> Tensor:
     begins, longest = torch.tensor(np.cumsum([0, *LENGTHS]), dtype=torch.int32, device=query.device), max(LENGTHS)
-    return varlen_attention(query, key, value, (begins, begins), (longest, longest), query.shape[-1] ** -0.5, window)
+    return varlen_attention(
+        query, key, value, (begins, begins), (longest, longest), scale=query.shape[-1] ** -0.5, window=window
+    )
 
 
 def _varlen_in_slices(query: Tensor, key: Tensor, value: Tensor, window: int | None) -> Tensor:
