@@ -100,6 +100,7 @@ def run_job(job: ReductionJob | ReductionRun, ranks: int = 1) -> dict[str, Any]:
 
 
 def _train(job: ReductionJob, ranks: int) -> dict[str, Any]:
+    from services.trainer.learner import learner as module
     from tests.kit.megatron_world import leave_layout
 
     # The norm is rounded otherwise where buckets are others, so that clipping would change the last bits.
@@ -134,8 +135,8 @@ def _train(job: ReductionJob, ranks: int) -> dict[str, Any]:
         result["bytes"].append([gradient_bytes(m) for m in models])
         if update == job.poison and learner.world.rank == 0:
             models[0].gradient_tensors[0][:1] = float("nan")
-        with mock.patch.object(learner, "_apply", wraps=learner._apply) as apply:
-            apply.side_effect = lambda *arguments: result["gradients"].append(_shares(models)) or mock.DEFAULT
+        with mock.patch.object(module, "update_weights", wraps=module.update_weights) as apply:
+            apply.side_effect = lambda *_, **__: result["gradients"].append(_shares(models)) or mock.DEFAULT
             stats = learner.update(20.0)
         result["checksums"].append(learner.checksum())
         result["skipped"].append(stats.skipped)
