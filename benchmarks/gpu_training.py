@@ -54,7 +54,7 @@ from benchmarks.stage_times import divided, ideal_seconds, stage_seconds
 from services.trainer.batch.micro_batch import PackedMicroBatch, empty_micro_batch
 from services.trainer.batch.step_plan import MicroBatchRound, bubble_share
 from services.trainer.learner.learner import Learner
-from services.trainer.transformer.kernels.fusion import fused_kernels
+from services.trainer.transformer.kernels import fused_kernels
 from tests.kit.megatron_world import leave_layout, shut_down
 
 SIZES = {"TP": "tensor_parallel", "PP": "pipeline_parallel", "CP": "context_parallel"}

@@ -31,7 +31,7 @@ BF16 = {"atol": 2e-2, "rtol": 1.6e-2}
 
 @pytest.fixture(autouse=True)
 def fused() -> None:
-    from services.trainer.transformer.kernels.fusion import fused_kernels
+    from services.trainer.transformer.kernels import fused_kernels
 
     torch.manual_seed(0)
     if not fused_kernels():

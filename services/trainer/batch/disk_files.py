@@ -28,7 +28,7 @@ def sync(path: Path) -> None:
 def errors_of_the_system(path: Path) -> Iterator[None]:
     """Write a file with safetensors in the block, with the permissions and errors of other files.
 
-    safetensors lets only the owner read its files, and raises errors of its own.
+    safetensors lets only the owner read its files, and raises other errors.
     """
     path.touch()
     permissions = path.stat().st_mode

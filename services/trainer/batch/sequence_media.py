@@ -116,14 +116,10 @@ class GroupMediaReader:
 
     def __init__(self, tokens: MediaTokens) -> None:
         """Make a reader for a model with these tokens for media."""
-        self._tokens = tokens
+        self.tokens = tokens
+        """The model's tokens for media."""
         self._lock = threading.Lock()
         self._cache = MediaCache(KEPT_BYTES)
-
-    @property
-    def tokens(self) -> MediaTokens:
-        """The model's tokens for media."""
-        return self._tokens
 
     def read(self, columns: Mapping[str, Any]) -> "list[SequenceMedia | None]":
         """Return the media of each sequence of a group, those of a prompt that it shares included; None without any.
@@ -149,7 +145,7 @@ class GroupMediaReader:
             ]
 
         prompt = columns["prompt_tokens"]
-        shared = SequenceMedia.of(prompt, media_of(of_prompt), self._tokens) if of_prompt else None
+        shared = SequenceMedia.of(prompt, media_of(of_prompt), self.tokens) if of_prompt else None
         in_prompt = [int(shared.places[begin]) for begin in shared.begins] if shared is not None else []
         found: list[SequenceMedia | None] = []
         bounds = np.cumsum([0, *columns["lengths"]])
@@ -160,7 +156,7 @@ class GroupMediaReader:
                 continue
             sequence = np.concatenate([before, columns["tokens"][begin:end]])
             begins = [*begins, *(len(before) + int(record["begin"]) for record in own)]
-            found.append(SequenceMedia.of(sequence, [*items, *media_of(own)], self._tokens, begins))
+            found.append(SequenceMedia.of(sequence, [*items, *media_of(own)], self.tokens, begins))
         return found
 
 

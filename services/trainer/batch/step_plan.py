@@ -219,7 +219,7 @@ def bubble_share(rounds: Iterable[MicroBatchRound], stages: int, chunks: int = 1
 
     A schedule of m micro-batches on p stages with v chunks each takes as long as m + (p - 1) / v of them (arXiv
     2104.04473, section 2.2), so that the share is (p - 1) / (v m + p - 1). If m is less than p, the second chunk's turn
-    comes only when the first micro-batch has been through the first chunks of all stages, and so on. Each round is one
+    comes only when the first micro-batch has been through the first chunks of all stages, and so on. Each round is a
     schedule.
     """
     idle = total = 0

@@ -233,7 +233,7 @@ def compute_values(rank: CriticRank, micro_batches: Sequence[PackedMicroBatch]) 
 
 @command
 def train_step(rank: CriticRank, step: int, plan: Mapping[str, Any]) -> None:
-    """Read a committed step's file, and train on it; `plan` is the one in the ledger. Raises StepFileError."""
+    """Read a committed step's file, and train on it; `plan`: its plan in the ledger. Raises StepFileError."""
     with rank.channel.disk.all_ranks(f"reading the file of step {step}") as progress:
         file = read_committed(rank.steps_of, step, plan, progress, (*COLUMNS, RETURNS))
     rank.learner.train(file, rank.progress)

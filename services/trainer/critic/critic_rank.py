@@ -78,7 +78,7 @@ class Follower:
         self._own_config = config.model_copy(update={"trainer": world_config(config, CRITIC)})
         self.checkpoints = Checkpoints(self._own_config, run_id, self._term, rank)
         """The critic's checkpoints."""
-        rank.progress = self._between_rounds
+        rank.progress = lambda: self._tell(self._detail)
         self._trained: LedgerEntry | None = None
         """The step that the critic trained on last; None before the first."""
         self._asked: tuple[int, bool] | None = None
@@ -204,9 +204,6 @@ class Follower:
         self._tell(f"waiting for {path}")
         self._rank.channel.tick()
 
-    def _between_rounds(self) -> None:
-        self._tell(self._detail)
-
     def _tell_of_disk(self, detail: str) -> None:
         self._stage.turns += 1
         self._report(detail)
@@ -214,8 +211,7 @@ class Follower:
     def _tell(self, detail: str) -> None:
         """Report progress."""
         self._detail = detail
-        self._stage.turns += 1
-        self._report(detail)
+        self._tell_of_disk(detail)
 
 
 class CriticServiceRank(ModelRank):

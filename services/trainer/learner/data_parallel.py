@@ -80,15 +80,12 @@ class DataParallel(DistributedDataParallel):
         """
         if self.sharded is not None:
             self.sharded.begin(micro_batches)
-            yield
-            self.sharded.end()
-            return
-        if self.overlapped is None:
-            yield
-            return
-        self.overlapped.begin(micro_batches, last=last)
+        elif self.overlapped is not None:
+            self.overlapped.begin(micro_batches, last=last)
         yield
-        if last:
+        if self.sharded is not None:
+            self.sharded.end()
+        elif self.overlapped is not None and last:
             self.overlapped.start_all()
 
     def wait_for_reduction(self) -> None:

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from services.trainer.megatron.gradient_accumulation import add_product_, writable
-from services.trainer.transformer.kernels.fusion import fused_kernels
+from services.trainer.transformer.kernels import fused_kernels
 from services.trainer.transformer.kernels.products import float32_product
 
 CPU_CHUNK_TOKENS = 512

@@ -151,7 +151,7 @@ class StepPhases(ABC):
         self._rank = rank
 
     def packer(self) -> Packer:
-        """Return an empty packer of micro-batches. A round is one schedule of the pipeline, also in preparation."""
+        """Return an empty packer of micro-batches. A round is a schedule of the pipeline, also in preparation."""
         trainer = self._config.trainer
         per_rank = schedule_length(trainer.pipeline_parallel, trainer.pipeline_chunks)
         return Packer(self._config.micro_batch_tokens, trainer.data_parallel, per_rank)

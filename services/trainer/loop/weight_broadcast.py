@@ -107,7 +107,7 @@ class WeightBroadcaster:
     def broadcast(self, name: str, timeout: float, with_checksums: bool) -> BroadcastWeightsResponse:
         """Take part in one broadcast. All ranks that hold parts of the weights call it together.
 
-        Returns this rank's seconds, and the bytes and checksums of its own buckets.
+        Returns this rank's seconds, and the bytes and checksums of the buckets that it sends.
 
         Raises:
             WeightGroupError: this rank isn't in the group; a member died or was late; the group was left meanwhile.

@@ -115,7 +115,7 @@ class DiskWork:
     def tell(self, work: str, text: str) -> None:
         """Report the end of this rank's background work to rank 0. Any thread may call it, once.
 
-        This needs no disk, which may be the one that is full.
+        This needs no disk, because the disk may be full.
 
         Args:
             work: a name that all ranks use for this work only.

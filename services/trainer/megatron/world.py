@@ -194,7 +194,7 @@ def initialize(config: TrainerConfig, seed: int) -> World:
 def _rendezvous_store(rank: int, seconds: float) -> dist.Store:
     """Connect to the store at MASTER_ADDR:MASTER_PORT. Rank 0 hosts it, on that address only, unless torchrun does.
 
-    Where ranks are on several hosts, a rank that is left over from an earlier start has keys of its own.
+    Where ranks are on several hosts, a rank that is left over from an earlier start has other keys.
     """
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     if rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":

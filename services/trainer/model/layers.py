@@ -24,7 +24,7 @@ from services.trainer.transformer.recompute import Recompute
 # isort: split
 import torch
 
-from services.trainer.transformer.kernels.fusion import fused_kernels
+from services.trainer.transformer.kernels import fused_kernels
 
 # isort: split
 from megatron.core.models.backends import LocalSpecProvider

@@ -232,15 +232,10 @@ def padded_vocab(vocab_size: int, tp_size: int) -> int:
     return -(-vocab_size // tp_size) * tp_size
 
 
-def build_model(shape: Architecture, config: PolicyConfig, world: World) -> StageModel:
-    """Build this rank's stage of the model, without loading weights."""
-    return build_policy(PolicyModel, shape, config, world, share_embeddings_and_output_weights=shape.tied_embeddings)
-
-
-def build_policy(
-    kind: type[PolicyModel], shape: Architecture, config: PolicyConfig, world: World, **settings: Any
+def build_model(
+    shape: Architecture, config: PolicyConfig, world: World, kind: type[PolicyModel] = PolicyModel
 ) -> StageModel:
-    """Build this rank's stage of a kind of model, without loading weights. `settings`: arguments of its constructor."""
+    """Build this rank's stage of the policy, or of another kind of model, without loading weights."""
     last = world.layout.pipeline_chunks - 1
     chunks = [
         kind(
@@ -252,7 +247,7 @@ def build_policy(
             pre_process=world.first_stage and not chunk,
             post_process=world.last_stage and chunk in (None, last),
             vp_stage=chunk,
-            **settings,
+            share_embeddings_and_output_weights=shape.tied_embeddings,
         )
         for chunk, own in _chunks(config, world)
     ]
@@ -308,7 +303,7 @@ class CriticModel(PolicyModel):
     """One pipeline stage, or chunk, of the critic. On the last one, a head of zeros replaces the output layer."""
 
     def __init__(self, **settings: Any) -> None:
-        super().__init__(**settings, share_embeddings_and_output_weights=False)
+        super().__init__(**{**settings, "share_embeddings_and_output_weights": False})
         if self.post_process:
             del self.output_layer
             self.value_head = torch.nn.Linear(self.config.hidden_size, 1, bias=False, dtype=self.config.params_dtype)
@@ -328,4 +323,4 @@ class CriticModel(PolicyModel):
 
 def build_critic(shape: Architecture, config: PolicyConfig, world: World) -> StageModel:
     """Build this rank's stage of the critic, without loading weights."""
-    return build_policy(CriticModel, shape, config, world)
+    return build_model(shape, config, world, CriticModel)

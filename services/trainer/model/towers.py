@@ -4,7 +4,7 @@ Each rank puts the rows that fall into its own slice of the tokens in place of t
 adds DeepStack's after the first layers, so that nothing has to be sent. The rows of a frozen tower are kept by item
 (`TowerOutputs`).
 
-A tower that is trained runs once for the items of a micro-batch, and has a graph of its own, which is cut from the
+A tower that is trained runs once for the items of a micro-batch, and has a separate graph, which is cut from the
 decoder's: recomputed layers have several backward passes, and a graph that they shared would be freed by the first of
 these. The decoder's gradients of the tower's output collect in leaves, and go through the tower together, once.
 """
@@ -157,7 +157,7 @@ _RUNS: dict[str, Callable[[torch.nn.Module, Sequence[Tensor], Sequence[Grid]], l
 
 
 class _PatchProduct(torch.nn.Conv3d):
-    """The convolution of a tower's first layer, each of whose inputs is one patch: a product of matrices.
+    """The convolution of a tower's first layer, as a product of matrices: each of its inputs is a patch.
 
     As a convolution it takes four times as long on a CPU, and far longer on some GPUs in bfloat16 (transformers, pull
     request 45041).

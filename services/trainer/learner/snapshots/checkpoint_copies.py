@@ -66,16 +66,12 @@ class HostCopies:
     def __init__(self, device: torch.device, memory: HostMemory) -> None:
         """Sources are on `device` or in the host's memory. Copies are in `memory`, which has no other user now."""
         memory.begin()
-        self._memory = memory
+        self.memory = memory
         self._device = device
         self._work: list[tuple[Tensor, Tensor | Float8Values]] = []
         """Targets and sources."""
         self._filled = threading.Event()
         self._error: Exception | None = None
-
-    def memory(self, size: int) -> Tensor:
-        """Return `size` bytes of the host's memory, as `HostMemory.take` does."""
-        return self._memory.take(size)
 
     def add(self, target: Tensor, source: Tensor | Float8Values) -> None:
         """Have a part of the memory filled with values of the same shape and type."""
@@ -110,7 +106,7 @@ class HostCopies:
         try:
             if self._device.type == "cuda":
                 torch.cuda.set_device(self._device)  # a new thread starts with device 0
-            self._memory.touched()
+            self.memory.touched()
             stage = _Stage(self._device)
             for target, source in self._work:
                 stage.copy(target, source)

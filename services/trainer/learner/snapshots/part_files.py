@@ -2,7 +2,7 @@
 
     rank-00003-0.safetensors rank-00003-1.safetensors ...     RANK-NUMBER, of equal size
 
-A file is one stretch of the host's memory behind a header, so that writing and hashing it need no copy and no lock.
+A file is a stretch of the host's memory behind a header, so that writing and hashing it need no copy and no lock.
 This stretch is aligned in memory and in the file, so that the disk takes it straight from there (O_DIRECT): the page
 cache would cost a copy, and new memory of the system for each page.
 """
@@ -79,7 +79,7 @@ class PartFiles:
         files = min(MAX_FILES, max(1, size // FILE_BYTES))
         for number, content in enumerate(divided(stored, files)):
             metadata = {GENERATORS: json.dumps(generators)} if number == 0 else {}
-            memory = copies.memory(sum(one.tensor.nbytes for one in content))
+            memory = copies.memory.take(sum(one.tensor.nbytes for one in content))
             begin = 0
             for one in content:
                 end = begin + one.tensor.nbytes

@@ -218,7 +218,7 @@ class Checkpointed(ABC):
 
     @abstractmethod
     def _stateful(self, step: int) -> Stateful:
-        """Return what a checkpoint of a step holds."""
+        """Return the content of a step's checkpoint."""
 
     def prepare_snapshots(self) -> None:
         """Plan a snapshot without taking it, so that the first one finds its boxes and memory ready."""

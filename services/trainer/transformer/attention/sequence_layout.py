@@ -17,7 +17,7 @@ from torch import Tensor
 from services.trainer.batch.micro_batch import PackedMicroBatch
 from services.trainer.transformer.attention.context_parallel import ContextRanks
 from services.trainer.transformer.delta_rule import ChunkTree, chunk_tree
-from services.trainer.transformer.kernels.fusion import fused_kernels
+from services.trainer.transformer.kernels import fused_kernels
 from services.trainer.transformer.mlp.routing import RouterInputs
 
 

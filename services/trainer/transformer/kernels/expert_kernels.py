@@ -1,6 +1,6 @@
 """Triton kernels of the experts: copying rows to and from experts, weighted SwiGLU, gradients of the experts' matrices.
 
-Import only if `fusion.fused_kernels()` is True.
+Import only if `fused_kernels()` is True.
 """
 
 # ruff: noqa: ANN001, ANN202  Triton has no types for kernel arguments

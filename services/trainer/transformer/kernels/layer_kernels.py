@@ -1,7 +1,7 @@
 """Triton kernels for a layer's work between matrix products: SwiGLU, query, key and value heads, shared prompts,
 and the residual with its norm.
 
-Each replaces several passes over memory by torch's own operations. Import only if `fusion.fused_kernels()` is True.
+Each replaces several passes over memory by torch's own operations. Import only if `fused_kernels()` is True.
 """
 
 # ruff: noqa: ANN001, ANN202  Triton has no types for kernel arguments

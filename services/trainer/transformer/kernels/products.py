@@ -11,7 +11,7 @@ import torch.nn.functional as functional
 from torch import Tensor
 
 from services.trainer.megatron.gradient_accumulation import add_product_
-from services.trainer.transformer.kernels.fusion import fused_kernels
+from services.trainer.transformer.kernels import fused_kernels
 
 logger = logging.getLogger(__name__)
 

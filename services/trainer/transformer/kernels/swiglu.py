@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as functional
 from torch import Tensor
 
-from services.trainer.transformer.kernels.fusion import fused_kernels
+from services.trainer.transformer.kernels import fused_kernels
 
 
 def swiglu(x: Tensor) -> Tensor:

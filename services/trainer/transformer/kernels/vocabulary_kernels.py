@@ -1,6 +1,6 @@
 """Triton kernels over a chunk of logits, one pass each: softmax statistics, and the gradient in place.
 
-Import only if `fusion.fused_kernels()` is True.
+Import only if `fused_kernels()` is True.
 """
 
 # ruff: noqa: ANN001, ANN202  Triton has no types for kernel arguments

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from services.trainer.transformer.kernels.fusion import fused_kernels
+from services.trainer.transformer.kernels import fused_kernels
 
 
 @dataclass(frozen=True)
