@@ -2,6 +2,7 @@
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -64,6 +65,11 @@ class TrainGroup:
     def sample_lengths(self) -> NDArray[np.int32]:
         """Tokens of each sample's sequences without a shared prompt, [n]."""
         return sample_lengths(self.lengths, self.columns["sample_of_sequence"], self.samples)
+
+    @property
+    def sample_slices(self) -> list[slice]:
+        """Places of each sample's tokens in the per-token columns."""
+        return [slice(*bounds) for bounds in pairwise(bounds_of(self.sample_lengths).tolist())]
 
     @property
     def sequence_tokens(self) -> list[int]:

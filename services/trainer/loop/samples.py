@@ -33,7 +33,7 @@ from relaxd.media.shown import SHOWN_MEDIA, shown_media, shown_message
 from relaxd.run_folder import all_samples_file
 from relaxd.waiting import waiting
 from relaxd.weights.receipts import Receipt
-from services.trainer.batch.groups import TrainGroup, bounds_of
+from services.trainer.batch.groups import TrainGroup
 
 logger = logging.getLogger(__name__)
 
@@ -125,12 +125,12 @@ def shown_samples(
     found: dict[int, list[int]] = {}
     for index, place in chosen:
         found.setdefault(place, []).append(index)
-    bounds = {place: bounds_of(groups[place].sample_lengths) for place in found}
+    slices = {place: groups[place].sample_slices for place in found}
     media = {place: _media_of_samples(groups[place], own, previews=True) for place, own in found.items()}
     return [
-        _shown(groups[place], index, bounds[place], step, whitening)
+        _shown(groups[place], index, slices[place][index], step, whitening)
         | media[place][index]
-        | {"tokens": _shown_tokens(groups[place], index, bounds[place], whitening)}
+        | {"tokens": _shown_tokens(groups[place], slices[place][index], whitening)}
         | (traces or {}).get(groups[place].group_id, {})
         for index, place in chosen
     ]
@@ -144,20 +144,17 @@ def all_samples(groups: Sequence[TrainGroup], step: int, whitening: Whitening | 
     found = []
     for group in groups:
         prompt = group.columns["prompt"] or {}
-        bounds, media = bounds_of(group.sample_lengths), _media_of_samples(group, range(group.samples))
-        for index in range(group.samples):
-            metadata = prompt.get("metadata") or {}
-            source = {"source": metadata["data_source"]} if "data_source" in metadata else {}
-            found.append(_shown(group, index, bounds, step, whitening) | media[index] | source)
+        metadata = prompt.get("metadata") or {}
+        source = {"source": metadata["data_source"]} if "data_source" in metadata else {}
+        media = _media_of_samples(group, range(group.samples))
+        for index, own in enumerate(group.sample_slices):
+            found.append(_shown(group, index, own, step, whitening) | media[index] | source)
     return found
 
 
-def _shown(
-    group: TrainGroup, index: int, bounds: NDArray[np.int64], step: int, whitening: Whitening | None
-) -> dict[str, Any]:
-    """Return a sample's record; `bounds`: the samples' offsets in the columns [T]."""
+def _shown(group: TrainGroup, index: int, own: slice, step: int, whitening: Whitening | None) -> dict[str, Any]:
+    """Return a sample's record; `own`: its place in `TrainGroup.sample_slices`."""
     columns = group.columns
-    own = slice(int(bounds[index]), int(bounds[index + 1]))
     advantages = columns["advantages"][own]
     if whitening is not None:
         advantages = whitening.apply(advantages, columns["loss_mask"][own])
@@ -200,11 +197,9 @@ DIGITS = 4
 """Significant digits of their numbers."""
 
 
-def _shown_tokens(
-    group: TrainGroup, index: int, bounds: NDArray[np.int64], whitening: Whitening | None
-) -> dict[str, list[Any]]:
+def _shown_tokens(group: TrainGroup, own: slice, whitening: Whitening | None) -> dict[str, list[Any]]:
     """Return the first tokens of a sample. A list of equal numbers, except ids, is reduced to one."""
-    own = slice(int(bounds[index]), min(int(bounds[index + 1]), int(bounds[index]) + SHOWN_TOKENS))
+    own = slice(own.start, min(own.stop, own.start + SHOWN_TOKENS))
     found = {}
     for name, column in TOKEN_COLUMNS.items():
         if column not in group.columns:

@@ -319,12 +319,10 @@ def record_samples(run_id: str, groups: Sequence[TrainGroup], step: int) -> None
         return
     attributes = {"relaxd.run_id": run_id}
     for group in groups:
-        lengths = group.sample_lengths
-        bounds = bounds_of(lengths)
-        for index, length in enumerate(lengths):
-            telemetry.record("reward", float(group.columns["reward"][index]), attributes)
-            telemetry.record("response_length", int(length), attributes)
-            versions = trained_versions(group, slice(bounds[index], bounds[index + 1]))
+        for reward, own in zip(group.columns["reward"], group.sample_slices, strict=True):
+            telemetry.record("reward", float(reward), attributes)
+            telemetry.record("response_length", own.stop - own.start, attributes)
+            versions = trained_versions(group, own)
             if versions.size:
                 telemetry.record("staleness", step - 1 - int(versions.min()), attributes)
 

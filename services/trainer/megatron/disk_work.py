@@ -9,7 +9,6 @@ import contextlib
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 import torch.distributed as dist
 
@@ -35,16 +34,6 @@ class DiskStalled(TimeoutError):
 
 class DiskRefused(RuntimeError):
     """The disk refused a collective write, for instance because it is full. No rank fails because of it."""
-
-
-@dataclass
-class _RankProgress:
-    """Last known progress of another rank."""
-
-    since: float
-    """Time of the last change."""
-    done: int | None = None
-    """Bytes processed; None before the start."""
 
 
 class DiskWork:
@@ -155,7 +144,7 @@ class DiskWork:
         return progress
 
     def _await_others(self, work: str) -> None:
-        pending = {other: _RankProgress(self._clock()) for other in self._others}
+        pending: dict[int, tuple[float, int | None]] = {other: (self._clock(), None) for other in self._others}
         waits, looked = 0, self._clock()
         while pending:
             if (
@@ -168,10 +157,13 @@ class DiskWork:
                 waits += 1
                 self._sleep(BACKOFF.pause(waits))
 
-    def _check(self, work: str, pending: dict[int, _RankProgress]) -> None:
-        """Remove finished ranks from `pending` and update the others. Raises DiskWorkFailed, DiskStalled."""
+    def _check(self, work: str, pending: dict[int, tuple[float, int | None]]) -> None:
+        """Remove finished ranks from `pending` and update the others. Raises DiskWorkFailed, DiskStalled.
+
+        `pending`: of each rank the time of the last change, and the bytes processed; None before the start.
+        """
         now = self._clock()
-        for other, seen in list(pending.items()):
+        for other, (since, seen) in list(pending.items()):
             if self._store.check([self._end_key(other)]):
                 if failure := self._store.get(self._end_key(other)).decode():
                     raise DiskWorkFailed(f"rank {other} failed while {work}: {failure}")
@@ -179,17 +171,17 @@ class DiskWork:
                 continue
             begun = self._store.check([self._key(other)])
             done = int(self._store.get(self._key(other))) if begun else None
-            if done != seen.done:
-                pending[other] = _RankProgress(now, done)
-            elif now - seen.since >= self._stall_seconds:
+            if done != seen:
+                pending[other] = now, done
+            elif now - since >= self._stall_seconds:
                 raise DiskStalled(
-                    f"{work}: rank {other}, which {_state(done)}, made no progress for {now - seen.since:.0f} s "
+                    f"{work}: rank {other}, which {_state(done)}, made no progress for {now - since:.0f} s "
                     f"(trainer.disk_stall_seconds = {self._stall_seconds:g})"
                 )
         if pending:
             self.report(
                 f"{work}: waiting for "
-                + ", ".join(f"rank {other}, which {_state(seen.done)}" for other, seen in pending.items())
+                + ", ".join(f"rank {other}, which {_state(done)}" for other, (_, done) in pending.items())
             )
 
     def _publish(self, done: int) -> None:
