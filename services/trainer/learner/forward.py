@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from relaxd.board import CANDIDATES, TEACHER_CANDIDATE_LOGPROBS
-from relaxd.config import TrainerConfig
+from relaxd.config import RunConfig, TrainerConfig
 from relaxd.data.vision import VisionModel, read_vision
 from relaxd.models import DataError
 from relaxd.models.layouts import context_division
@@ -184,6 +184,14 @@ class Forward:
             vision=self.vision,
             convolution=0 if self.architecture.delta_net is None else self.architecture.delta_net.convolution,
         )
+
+    def check_media(self, config: RunConfig) -> None:
+        """Raise ModelError if a run has media, but the model takes none."""
+        if config.has_media and self.vision is None:
+            raise ModelError(
+                f"the run has media ({config.media_setting}), but {self.folder} has a model of type "
+                f"{self.architecture.model_type!r}, which the trainer doesn't let see"
+            )
 
     def load(self, *, keep_rounding: bool = False) -> StageModel:
         """Build this rank's part of the model and load its weights (`load_hf`)."""

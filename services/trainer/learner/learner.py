@@ -58,7 +58,6 @@ from services.trainer.learner.policy_loss import UNEXPLAINED, PolicyLoss
 from services.trainer.learner.snapshots.other_state import reset_moments
 from services.trainer.learner.snapshots.snapshot import Checkpointed, Stateful, TrainedModel, load_snapshot
 from services.trainer.learner.update import PendingUpdate, UpdateStats, reduce_gradients, update_weights
-from services.trainer.model.architecture import ModelError
 from services.trainer.model.hf_weights import (
     HFTensorSpec,
     KeptWeights,
@@ -94,11 +93,7 @@ class Learner(Checkpointed):
             report=report,
         )
         for forward in (learner._forward, *(model.forward for model in learner._frozen)):
-            if config.has_media and forward.vision is None:
-                raise ModelError(
-                    f"the run has media ({config.media_setting}), but {forward.folder} has a model of type "
-                    f"{forward.architecture.model_type!r}, which the trainer doesn't let see"
-                )
+            forward.check_media(config)
         return learner
 
     def __init__(

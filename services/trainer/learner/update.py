@@ -125,8 +125,8 @@ class UpdateStats:
     tokens: int
     """Trained tokens in the update, over all ranks."""
     metrics: dict[str, float]
-    """The loss's sums divided by `tokens` (kl, entropy, clip_fraction ...), `expert_load.metrics`, the difference
-    between the engine's and the trainer's log-probs (`mismatch.metrics`), and the critic's numbers."""
+    """The loss's sums divided by `tokens` (kl, entropy, clip_fraction ...), `routing_metrics`, the difference
+    between the engine's and the trainer's log-probs (`measures.metrics`), and the critic's numbers."""
     cause: str = ""
     """Part of the algorithm that made the loss infinite or NaN; empty if log-probs, advantages or the critic did."""
 

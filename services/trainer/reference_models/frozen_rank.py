@@ -15,7 +15,6 @@ from numpy.typing import NDArray
 from relaxd.algorithms import create
 from relaxd.board import REFERENCE_WEIGHTS, STUDENT_CANDIDATES, TEACHER_PROMPT_TOKENS, Board, stages_for
 from relaxd.config import RunConfig, TrainerConfig
-from relaxd.media.media_tokens import MediaTokens
 from relaxd.models.folders import frozen_models, resolve_model
 from relaxd.process.child_server import ChildServer
 from relaxd.process.upkeep import freeze_objects
@@ -30,7 +29,6 @@ from services.trainer.megatron import TICK_SECONDS
 from services.trainer.megatron.channels import RankChannel
 from services.trainer.megatron.rank_messages import command
 from services.trainer.megatron.world import World
-from services.trainer.model.architecture import ModelError
 from services.trainer.model.architectures import read_architecture
 from services.trainer.reference_models.followed_folder import LedgerWeights
 from services.trainer.reference_models.model_rank import ModelRank, ModelStage, world_config
@@ -82,6 +80,7 @@ class FrozenModelRank(ModelRank):
             found: list[dict[str, NDArray[Any]]] = run(compute_columns, name, micro_batches)
             return found
 
+        visions = {name: model.forward.vision for name, model in models.items()}
         board = Board(request.redis, request.run_id, tuple(stages.values()), config.board)
         candidates = create(config.algorithm).needs.candidates
         of_student = candidates.top_k if candidates is not None and STUDENT_CANDIDATES in own_stage.needs else 0
@@ -96,7 +95,7 @@ class FrozenModelRank(ModelRank):
             temperature=config.rollout.temperature,
             micro_batch_tokens=trainer.micro_batch_tokens,
             of_student=of_student,
-            media=_media_tokens(models) if config.has_media else {},
+            media={name: vision.tokens for name, vision in visions.items() if vision} if config.has_media else {},
             pipeline_stages=trainer.pipeline_parallel,
             of_each=lambda: {} if weights is None else {REFERENCE_WEIGHTS: weights.weights},
             on_failure=self._thread.fail,
@@ -126,19 +125,6 @@ class FrozenModelRank(ModelRank):
             self._report_progress()
 
 
-def _media_tokens(models: Models) -> dict[str, MediaTokens]:
-    """Return the models' media tokens. Raises ModelError if one of them accepts no media."""
-    found = {}
-    for name, model in models.items():
-        if model.forward.vision is None:
-            raise ModelError(
-                f"the run has media (data.media_keys, agent.media), but {model.forward.folder} has a model of type "
-                f"{model.forward.architecture.model_type!r}, which the trainer doesn't let see"
-            )
-        found[name] = model.forward.vision.tokens
-    return found
-
-
 def _load_models(
     config: RunConfig,
     trainer: TrainerConfig,
@@ -154,6 +140,7 @@ def _load_models(
     for name, folder in frozen_models(config, role).items():
         forward = Forward(folder, trainer, seed=config.run.seed, report=report, world=world)
         world = forward.world
+        forward.check_media(config)
         models[name] = FrozenModel(role, forward, needs, columns, trained)
     return models
 
