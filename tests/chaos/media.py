@@ -12,7 +12,7 @@ from relaxd.envs.environment import Reply, Sample
 from relaxd.media.placeholders import AUDIO, IMAGE, VIDEO
 from relaxd.media.prompt_media import MediaRecord, StoredMedia, contents_of_group
 from relaxd.media.sources import MediaError
-from services.trainer.batch.step_file import read_step_file
+from services.trainer.batch.step_plan import read_step_file
 from tests.chaos.environment import Moody
 from tests.kit.media_server import media_server
 from tests.kit.ports import free_port

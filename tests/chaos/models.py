@@ -41,7 +41,7 @@ def audit_frozen(run_folder: Path, config: Any) -> Iterator[str]:
     import torch
     from transformers import AutoModelForCausalLM
 
-    from services.trainer.batch.step_file import read_step_file
+    from services.trainer.batch.step_plan import read_step_file
 
     sources = {
         "reference": ("ref_logprobs", config.model.path),
@@ -93,7 +93,7 @@ class UndisturbedCritic:
             yield from self._compare_checkpoint(step + 1)
 
     def _read(self, step: int) -> Any:
-        from services.trainer.batch.step_file import read_committed
+        from services.trainer.batch.step_plan import read_committed
 
         return read_committed(self._folder, step, self._plans[step - 1])
 

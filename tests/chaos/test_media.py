@@ -11,8 +11,7 @@ import pytest
 from relaxd.data.vision import normalise_shown, read_vision
 from relaxd.media.kinds import NormalMedia
 from relaxd.media.prompt_media import StoredMedia, to_columns, to_sequence_columns
-from services.trainer.batch.step_file import step_file_path, write_step_file
-from services.trainer.batch.step_plan import StepPlan
+from services.trainer.batch.step_plan import StepPlan, step_file_path, write_step_file
 from tests.chaos.media import AllKinds, Item, audit_media, item, shown_in
 from tests.kit.sounds import WITH_ALL, write_omni_model
 

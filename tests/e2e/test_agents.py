@@ -13,7 +13,7 @@ import pytest
 from relaxd.report.traces import read_group_trace
 from relaxd.run_folder import answers_file
 from services.trainer.batch.groups import TrainGroup, bounds_of
-from services.trainer.batch.step_file import read_step_file, step_file_path
+from services.trainer.batch.step_plan import read_step_file, step_file_path
 from tests.e2e.conftest import Workplace
 from tests.e2e.echo_environment import ENVIRONMENT, MODES, OBSERVED
 from tests.kit.finished_runs import check_books, read_summary

@@ -21,7 +21,7 @@ from transformers import (
 from relaxd.data.vision import read_vision
 from relaxd.run_folder import STEPS as STEPS_FOLDER
 from relaxd.run_folder import model_path
-from services.trainer.batch.step_file import read_step_file
+from services.trainer.batch.step_plan import read_step_file
 from tests.chaos.planes.payloads import Payloads
 from tests.e2e.conftest import REWARD, Workplace
 from tests.kit.finished_runs import check_books, check_receipts, read_summary

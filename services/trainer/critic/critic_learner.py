@@ -28,12 +28,11 @@ from relaxd.roles import CRITIC
 from services.trainer.batch.groups import TrainGroup, check_group
 from services.trainer.batch.micro_batch import PackedMicroBatch, pack
 from services.trainer.batch.micro_batch_division import Packer, pack_rounds
-from services.trainer.batch.step_file import StepFile, StepFileError, read_committed
-from services.trainer.batch.step_plan import MicroBatchRound, MiniBatch
+from services.trainer.batch.step_plan import MicroBatchRound, MiniBatch, StepFile, StepFileError, read_committed
 from services.trainer.learner.critic import VALUE_LOSS, Critic
 from services.trainer.learner.forward import Forward
-from services.trainer.learner.measures import add_reported, bit_sum, reduce_over_ranks
 from services.trainer.learner.offload import TRIM_EVERY_STEPS, trim_heap
+from services.trainer.learner.policy_loss import add_reported, bit_sum, reduce_over_ranks
 from services.trainer.learner.snapshots.snapshot import Checkpointed, Stateful, load_snapshot
 from services.trainer.learner.update import (
     TooManySkippedUpdates,

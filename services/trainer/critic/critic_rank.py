@@ -34,7 +34,7 @@ from relaxd.run_folder import critic_folder
 from relaxd.v1 import rank_pb2 as pb
 from relaxd.v1 import rank_pb2_grpc
 from services.trainer.batch.micro_batch import PackedMicroBatch
-from services.trainer.batch.step_file import step_file_path
+from services.trainer.batch.step_plan import step_file_path
 from services.trainer.critic.critic_learner import CriticLearner, CriticRank, compute_values, train_step
 from services.trainer.loop.checkpoint_control import REMOVAL_SECONDS, Answer, Checkpoints, restore
 from services.trainer.loop.commanded_rank import CheckpointPart

@@ -46,15 +46,20 @@ from relaxd.models.shape import ModelShape, read_shape
 from relaxd.roles import REFERENCE
 from services.trainer.batch.groups import RoutingShape
 from services.trainer.batch.micro_batch import PackedMicroBatch, no_values
-from services.trainer.learner import measures
 from services.trainer.learner.critic import VALUE_LOSS, Critic
 from services.trainer.learner.data_parallel import DataParallel
 from services.trainer.learner.forward import Forward
 from services.trainer.learner.frozen_model import COLUMNS_OF, FrozenModel, Student
-from services.trainer.learner.measures import add_reported, bit_sum, reduce_over_ranks
 from services.trainer.learner.offload import TRIM_EVERY_STEPS, Offload, memory_in_use, state_tensors, trim_heap
 from services.trainer.learner.optimizer import build_optimizer, build_schedule
-from services.trainer.learner.policy_loss import UNEXPLAINED, PolicyLoss
+from services.trainer.learner.policy_loss import (
+    UNEXPLAINED,
+    PolicyLoss,
+    add_reported,
+    bit_sum,
+    mismatch_metrics,
+    reduce_over_ranks,
+)
 from services.trainer.learner.snapshots.other_state import reset_moments
 from services.trainer.learner.snapshots.snapshot import Checkpointed, Stateful, TrainedModel, load_snapshot
 from services.trainer.learner.update import PendingUpdate, UpdateStats, reduce_gradients, update_weights
@@ -281,7 +286,7 @@ class Learner(Checkpointed):
         loss, value_loss = (values.pop(name, 0.0) / normalizer for name in ("loss", VALUE_LOSS))
         cause = unexplained(self._algorithm) if values.pop(UNEXPLAINED, 0.0) else ""
         metrics = {name: value / max(tokens, 1.0) for name, value in values.items()}
-        metrics |= self._expert_metrics() | (measures.metrics(measured) if measured is not None else {})
+        metrics |= self._expert_metrics() | (mismatch_metrics(measured) if measured is not None else {})
         parts = [PendingUpdate(self._optimizer, self._schedule, loss, self._config.optimizer.clip_grad)]
         try:
             reduce_gradients(self._model, normalizer)

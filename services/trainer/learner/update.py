@@ -126,7 +126,7 @@ class UpdateStats:
     """Trained tokens in the update, over all ranks."""
     metrics: dict[str, float]
     """The loss's sums divided by `tokens` (kl, entropy, clip_fraction ...), `routing_metrics`, the difference
-    between the engine's and the trainer's log-probs (`measures.metrics`), and the critic's numbers."""
+    between the engine's and the trainer's log-probs (`mismatch_metrics`), and the critic's numbers."""
     cause: str = ""
     """Part of the algorithm that made the loss infinite or NaN; empty if log-probs, advantages or the critic did."""
 

@@ -30,8 +30,7 @@ from relaxd.roles import TEACHER
 from services.trainer.batch.groups import TrainGroup, check_group, model_of
 from services.trainer.batch.micro_batch import PackedMicroBatch, TrainSequence, empty_micro_batch, pack
 from services.trainer.batch.sequence_media import GroupMediaReader
-from services.trainer.batch.step_file import StepFile, StepFileError
-from services.trainer.batch.step_plan import MicroBatchRound, MicroBatchSlices, StepPlan
+from services.trainer.batch.step_plan import MicroBatchRound, MicroBatchSlices, StepFile, StepFileError, StepPlan
 from services.trainer.learner.frozen_model import COLUMNS_OF
 from services.trainer.learner.learner import Learner
 from services.trainer.learner.update import UpdateStats

@@ -12,8 +12,7 @@ from numpy.typing import NDArray
 from relaxd.algorithms.advantage_terms import Whitening
 from relaxd.board import TRAIN, BoardUnavailable, Column, Delivery
 from services.trainer.batch.groups import TrainGroup, check_group
-from services.trainer.batch.step_file import read_committed
-from services.trainer.batch.step_plan import OUTCOME, MicroBatchRound
+from services.trainer.batch.step_plan import OUTCOME, MicroBatchRound, read_committed
 from services.trainer.learner.learner import Learner
 from services.trainer.learner.update import UpdateStats
 from services.trainer.loop.commanded_rank import CommandedRank

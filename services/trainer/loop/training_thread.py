@@ -19,13 +19,11 @@ from relaxd.v1.rank_pb2 import RankProgress, VersionCommitted, WorkResponse
 from relaxd.v1.replica_pb2 import REPLICA_WAIT_DISK, REPLICA_WAIT_UNSPECIFIED, ReplicaWait, WeightVersion
 from relaxd.waiting import Backoff, waiting
 from services.trainer.batch.groups import TrainGroup
-from services.trainer.batch.step_file import step_file_path, write_step_file
-from services.trainer.batch.step_plan import MicroBatchRound, StepPlan
+from services.trainer.batch.step_plan import MicroBatchRound, StepPlan, step_file_path, write_step_file
 from services.trainer.learner.update import SkippedUpdates, TooManySkippedUpdates, UpdateStats, step_metrics
 from services.trainer.loop.checkpoint_control import Checkpoints, restore
 from services.trainer.loop.checkpoint_folders import remove_older, sync_weights, weights_after, weights_path
 from services.trainer.loop.samples import SampleFiles, all_samples, shown_samples
-from services.trainer.loop.sleep_controller import SleepController
 from services.trainer.loop.step_metrics import (
     bubble,
     group_times,
@@ -36,7 +34,7 @@ from services.trainer.loop.step_metrics import (
 )
 from services.trainer.loop.step_phases import StepBuilder, phases_for
 from services.trainer.loop.step_profiler import ProfilePlan
-from services.trainer.loop.thread_requests import Controls
+from services.trainer.loop.thread_requests import Controls, SleepController
 from services.trainer.loop.training_commands import (
     TrainingRank,
     begin_profile,

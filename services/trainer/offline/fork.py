@@ -20,7 +20,7 @@ from relaxd.board import stages_for
 from relaxd.process.ports import NoFreePort
 from relaxd.run_folder import METRICS, append_lines, checkpoint_steps, read_lines
 from relaxd.run_forks import REWARDS
-from services.trainer.batch.step_file import StepFileError, read_step_file
+from services.trainer.batch.step_plan import StepFileError, read_step_file
 from services.trainer.offline.program_parts import (
     OfflineError,
     newest_intact,

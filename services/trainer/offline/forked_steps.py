@@ -10,8 +10,7 @@ from relaxd.board import ADVANTAGES, LOSS_MASK
 from relaxd.config import RunConfig
 from services.trainer.batch.groups import MalformedGroup, TrainGroup, check_group
 from services.trainer.batch.micro_batch_division import mini_batch
-from services.trainer.batch.step_file import StepFile
-from services.trainer.batch.step_plan import StepPlan
+from services.trainer.batch.step_plan import StepFile, StepPlan
 from services.trainer.learner.learner import Learner
 from services.trainer.loop.round_runner import GroupFailed, PreparedColumns, RoundRunner
 from services.trainer.megatron.channels import all_gather

@@ -17,7 +17,7 @@ from relaxd.models import DataError
 from relaxd.process.ports import reserve_port
 from relaxd.replica.gpus import visible_gpus
 from relaxd.run_folder import checkpoint_path, checkpoint_steps
-from services.trainer.batch.step_file import StepFileError
+from services.trainer.batch.step_plan import StepFileError
 from services.trainer.loop.checkpoint_folders import CheckpointBroken, verify
 
 logger = logging.getLogger(__name__)

@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any
 from relaxd.config import RunConfig
 from relaxd.process.ports import NoFreePort
 from relaxd.run_folder import LEDGER, METRICS, checkpoint_path, read_lines
-from services.trainer.batch.step_file import read_step_file, step_file_path
-from services.trainer.batch.step_plan import OUTCOME
+from services.trainer.batch.step_plan import OUTCOME, read_step_file, step_file_path
 from services.trainer.loop.checkpoint_folders import read_state
 from services.trainer.offline.program_parts import (
     OfflineError,

@@ -16,7 +16,7 @@ from relaxd.roles import REFERENCE
 from relaxd.rpc.errors import FailedPrecondition
 from relaxd.run_folder import begin_time
 from relaxd.waiting import waiting
-from services.trainer.batch.step_file import StepFileError
+from services.trainer.batch.step_plan import StepFileError
 from services.trainer.loop.checkpoint_folders import weights_after, weights_path
 from services.trainer.megatron import TICK_SECONDS
 

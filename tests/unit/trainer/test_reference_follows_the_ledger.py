@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from services.trainer.batch.step_file import StepFileError
+from services.trainer.batch.step_plan import StepFileError
 from services.trainer.loop.checkpoint_folders import weights_path
 from services.trainer.reference_models import followed_folder
 from services.trainer.reference_models.followed_folder import LedgerWeights

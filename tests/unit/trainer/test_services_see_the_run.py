@@ -9,7 +9,7 @@ from relaxd.roles import CRITIC, REFERENCE
 from relaxd.rpc.errors import FailedPrecondition
 from relaxd.v1.coordinator_pb2 import Assignment
 from services.coordinator.state.records import RunRecord
-from services.trainer.batch.step_file import StepFileError, step_file_path
+from services.trainer.batch.step_plan import StepFileError, step_file_path
 from services.trainer.reference_models import followed_folder
 from tests.integration.trainer.service_kit import BEGUN, mark_folder
 

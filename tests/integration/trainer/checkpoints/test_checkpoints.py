@@ -13,7 +13,7 @@ import pytest
 from relaxd.cli import run_checkpoints
 from relaxd.run_folder import checkpoint_path, checkpoint_steps, checkpoints_folder
 from relaxd.v1 import trainer_pb2
-from services.trainer.batch.step_file import step_file_path
+from services.trainer.batch.step_plan import step_file_path
 from services.trainer.loop.checkpoint_folders import MANIFEST, plan_sha256, read_state, verify
 from tests.integration.trainer.checkpoints.checkpoint_kit import (
     config_of,

@@ -11,7 +11,7 @@ import pytest
 from relaxd.run_folder import checkpoint_path, checkpoint_steps, checkpoints_folder
 from relaxd.v1 import trainer_pb2
 from relaxd.v1.replica_pb2 import REPLICA_WAIT_DISK
-from services.trainer.batch.step_file import read_committed, step_file_path
+from services.trainer.batch.step_plan import read_committed, step_file_path
 from services.trainer.loop.checkpoint_folders import verify
 from tests.integration.trainer.service_kit import (
     RUN_ID,

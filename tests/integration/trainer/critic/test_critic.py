@@ -14,7 +14,7 @@ import torch
 from relaxd.algorithms.ppo import PPO
 from relaxd.config.algorithm import ALGORITHM, PPOConfig
 from services.trainer.batch.micro_batch import pack
-from services.trainer.batch.step_file import read_committed
+from services.trainer.batch.step_plan import read_committed
 from services.trainer.learner.learner import Learner
 from services.trainer.learner.snapshots.snapshot import CheckpointError
 from services.trainer.model.architecture import ModelError

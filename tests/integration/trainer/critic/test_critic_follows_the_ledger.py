@@ -13,7 +13,7 @@ from relaxd.board import Board, LedgerEntry, stages_for
 from relaxd.config import RunConfig
 from relaxd.roles import CRITIC
 from relaxd.run_folder import KEPT, LEDGER, checkpoint_path, checkpoint_steps, checkpoints_folder, critic_folder
-from services.trainer.batch.step_file import step_file_path
+from services.trainer.batch.step_plan import step_file_path
 from services.trainer.critic.critic_rank import Follower, LedgerWentBack
 from services.trainer.loop import commanded_rank
 from services.trainer.reference_models.model_rank import ModelStage

@@ -13,7 +13,7 @@ from relaxd.board import CRITIC_STATE, Board, stages_for
 from relaxd.config import RunConfig
 from relaxd.roles import CRITIC, ROLES
 from relaxd.run_folder import checkpoint_path, critic_folder
-from services.trainer.batch.step_file import read_committed
+from services.trainer.batch.step_plan import read_committed
 from services.trainer.loop.checkpoint_folders import read_state
 from tests.integration.trainer.critic.critic_kit import PlainLoop, config_of, critic_rank, prepare_run, rewards_of
 from tests.integration.trainer.service_kit import RUN_ID, ScriptedCoordinator, TrainerProcess

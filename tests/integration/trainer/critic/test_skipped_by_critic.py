@@ -6,8 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from services.trainer.batch.step_file import StepFile
-from services.trainer.batch.step_plan import MicroBatchRound, MiniBatch, SequenceSlice, StepPlan
+from services.trainer.batch.step_plan import MicroBatchRound, MiniBatch, SequenceSlice, StepFile, StepPlan
 from services.trainer.critic.critic_learner import CriticLearner
 from services.trainer.learner.update import TooManySkippedUpdates
 from tests.integration.trainer.critic.critic_kit import config_of

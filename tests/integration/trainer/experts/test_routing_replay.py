@@ -16,7 +16,7 @@ from torch import Tensor
 from relaxd.config import RunConfig
 from relaxd.data.vision import read_vision
 from services.trainer.batch.micro_batch import PackedMicroBatch, TrainSequence, pack
-from services.trainer.batch.step_file import read_committed
+from services.trainer.batch.step_plan import read_committed
 from services.trainer.learner.learner import Learner
 from services.trainer.model.architecture import ModelError
 from tests.integration.trainer.learner import image_worlds

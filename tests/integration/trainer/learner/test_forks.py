@@ -11,7 +11,7 @@ import pytest
 from relaxd.config import RunConfig
 from relaxd.run_folder import read_lines
 from relaxd.run_forks import REWARDS
-from services.trainer.batch.step_file import step_file_path
+from services.trainer.batch.step_plan import step_file_path
 from services.trainer.offline.fork import check, fork
 from services.trainer.offline.program_parts import OfflineError
 from tests.integration.trainer.learner.updates_kit import config_of, prepare_rewarded_run, prepare_run

@@ -18,7 +18,7 @@ import transformers
 from relaxd.algorithms import GRPO, Advantages, Algorithm, Filtered, Needs, create
 from relaxd.board import ADVANTAGES, Board, DropReason, NewGroup, stages_for
 from relaxd.config import RunConfig
-from services.trainer.batch.step_file import read_committed
+from services.trainer.batch.step_plan import read_committed
 from services.trainer.offline.replay import replay
 from tests.integration.trainer.critic.critic_kit import GAMMA, LAMBDA, generalized
 from tests.integration.trainer.learner.updates_kit import PlainLoop, prepare_rewarded_run, with_steps

@@ -16,8 +16,7 @@ from relaxd.algorithms import GRPO, Advantages, LossInputs, LossOutput, Needs, c
 from relaxd.board import COLUMNS, ColumnSpec, stages_for
 from relaxd.config import RunConfig
 from services.trainer.batch.micro_batch_division import Packer, mini_batch
-from services.trainer.batch.step_file import read_step_file, write_step_file
-from services.trainer.batch.step_plan import MicroBatchRound
+from services.trainer.batch.step_plan import MicroBatchRound, read_step_file, write_step_file
 from services.trainer.learner.learner import Learner
 from services.trainer.loop.round_runner import RoundRunner
 from services.trainer.loop.step_phases import StepBuilder

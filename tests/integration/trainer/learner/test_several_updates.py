@@ -16,8 +16,7 @@ import transformers
 
 from relaxd.board import LedgerEntry
 from relaxd.config import RunConfig
-from services.trainer.batch.step_file import read_committed
-from services.trainer.batch.step_plan import StepPlan
+from services.trainer.batch.step_plan import StepPlan, read_committed
 from services.trainer.learner.update import NonFiniteGradients
 from services.trainer.offline.replay import replay
 from tests.integration.trainer.learner.updates_kit import (

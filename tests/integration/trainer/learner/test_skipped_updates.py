@@ -14,7 +14,7 @@ import torch
 
 from relaxd.cli import run_checkpoints
 from services.trainer.batch.micro_batch import PackedMicroBatch, pack
-from services.trainer.batch.step_file import step_file_path
+from services.trainer.batch.step_plan import step_file_path
 from services.trainer.learner.learner import Learner
 from services.trainer.learner.update import NonFiniteGradients
 from tests.integration.trainer.learner.skipping_worlds import NaNJob

@@ -13,7 +13,7 @@ import transformers
 from relaxd.board import Board, stages_for
 from relaxd.config import RunConfig
 from services.trainer.batch.micro_batch import pack
-from services.trainer.batch.step_file import read_committed
+from services.trainer.batch.step_plan import read_committed
 from services.trainer.offline.replay import replay
 from tests.integration.trainer.reference_models.reference_kit import log_softmax
 from tests.integration.trainer.service_kit import RUN_ID, Feeder, make_config

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from relaxd.board import REFERENCE_WEIGHTS
-from services.trainer.batch.step_file import read_committed
+from services.trainer.batch.step_plan import read_committed
 from services.trainer.loop.checkpoint_folders import weights_path
 from tests.integration.trainer.reference_models.reference_kit import (
     AS_SERVICE,

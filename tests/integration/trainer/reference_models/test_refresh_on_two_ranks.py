@@ -11,7 +11,7 @@ import transformers
 
 from relaxd.board import REF_LOGPROBS
 from services.trainer.batch.micro_batch import pack
-from services.trainer.batch.step_file import read_committed
+from services.trainer.batch.step_plan import read_committed
 from services.trainer.loop.checkpoint_folders import weights_path
 from tests.integration.trainer.reference_models.reference_kit import (
     AS_SERVICE,

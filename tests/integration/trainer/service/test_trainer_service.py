@@ -14,7 +14,7 @@ from safetensors.numpy import load_file
 
 from relaxd.v1 import coordinator_pb2
 from relaxd.v1.replica_pb2 import REPLICA_STATE_FAILED
-from services.trainer.batch.step_file import read_committed, step_file_path
+from services.trainer.batch.step_plan import read_committed, step_file_path
 from tests.integration.trainer.service_kit import error_code, export, make_config, trainer_service
 from tests.kit.boards import kept_samples
 from tests.kit.models import make_tiny_model

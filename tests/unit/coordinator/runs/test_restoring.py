@@ -14,8 +14,7 @@ from relaxd.rpc.errors import FailedPrecondition, InvalidArgument
 from relaxd.run_folder import is_run
 from services.coordinator.runs.restoring import read_ledger, read_run
 from services.coordinator.state.records import Outcome, Phase, RunRecord
-from services.trainer.batch.step_file import step_file_path, write_step_file
-from services.trainer.batch.step_plan import StepPlan
+from services.trainer.batch.step_plan import StepPlan, step_file_path, write_step_file
 from tests.kit.models import make_tiny_model
 from tests.unit.coordinator.runs.ledger_files import plan, write_ledger
 from tests.unit.rollout.configs import run_config

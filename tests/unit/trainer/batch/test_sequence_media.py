@@ -256,7 +256,7 @@ def test_an_image_without_content_is_refused(vision: VisionModel) -> None:
 def test_a_step_file_keeps_what_a_replay_needs(vision: VisionModel, tmp_path: Path) -> None:
     from safetensors.numpy import load_file
 
-    from services.trainer.batch.step_file import read_step_file, write_step_file
+    from services.trainer.batch.step_plan import read_step_file, write_step_file
     from tests.unit.trainer.batch.step_plans import PLAN
 
     columns = conversation_columns(vision)

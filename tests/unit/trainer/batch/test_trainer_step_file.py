@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from services.trainer.batch.step_file import (
+from services.trainer.batch.step_plan import (
     StepFileError,
     read_committed,
     read_step_file,

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from relaxd.run_folder import checkpoint_path, checkpoint_steps
-from services.trainer.batch.step_file import step_file_path
+from services.trainer.batch.step_plan import step_file_path
 from services.trainer.loop.checkpoint_folders import (
     CheckpointBroken,
     describe,
