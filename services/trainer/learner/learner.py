@@ -240,9 +240,9 @@ class Learner(Checkpointed):
         for sums in reported:
             add_reported(self._sums, sums)  # tensors, not floats: converting would wait for the GPU
 
-    def finish(self, normalizer: float) -> UpdateStats:
+    def finish(self, normalizer: float, *, skip: bool | None = None) -> UpdateStats:
         """End a step of one update: `update`, then `end_step`."""
-        stats = self.update(normalizer)
+        stats = self.update(normalizer, skip=skip)
         self.end_step()
         return stats
 
