@@ -27,7 +27,7 @@ from relaxd.board import (
 )
 from relaxd.board.worker import Result
 from relaxd.config import RunConfig, TrainerConfig
-from relaxd.media import MediaTokens
+from relaxd.media.media_tokens import MediaTokens
 from relaxd.roles import ROLES
 from relaxd.v1 import rank_pb2 as pb
 from relaxd.v1 import rank_pb2_grpc
