@@ -23,7 +23,7 @@ from relaxd.board.sides.side_base import RESERVED_RUN_ID, RUN_ID, RUN_ID_RULE
 from relaxd.cli.options import console_wanted, data_errors
 from relaxd.cli.output import sayer
 from relaxd.cli.preparing.config_command import check, check_algorithm
-from relaxd.cli.preparing.doctor_command import PREFLIGHT_SECONDS, scope_of, warn_of_machine
+from relaxd.cli.preparing.doctor_command import warn_of_machine
 from relaxd.cli.preparing.first_steps import prepare_model
 from relaxd.cli.reading.follow import Terminated, follow, interrupt_code
 from relaxd.cli.reading.run_source import began_on_up, failed_by_data, refuse_ended, resume_command
@@ -152,7 +152,7 @@ def execute(config: RunConfig, run_id: str, where: Where, console: Console) -> P
         with open_client(where.address, where.folder.path) as coordinator:
             return _train(coordinator, _starting(config, run_id), where, console)
     where = replace(where, replicas=replicas, engines=_engines(config))
-    warn_of_machine("run", scope_of(where.folder.path, config, None, PREFLIGHT_SECONDS), console)
+    warn_of_machine("run", where.folder.path, config, console)
     return _on_own_services(_starting(config, run_id), run_id, run_folder, where, console)
 
 
@@ -202,7 +202,7 @@ def execute_again(
 
     config = load_recorded(run.config_json, run_id)
     where = replace(where, replicas=_replicas(where, config), engines=_engines(config))
-    warn_of_machine("run", scope_of(where.folder.path, config, None, PREFLIGHT_SECONDS), console)
+    warn_of_machine("run", where.folder.path, config, console)
     if steps and not where.shared_redis:
         shutil.rmtree(_redis_data(where, run_id), ignore_errors=True)
     return _on_own_services(begin, run_id, run_folder, where, console)

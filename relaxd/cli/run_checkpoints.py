@@ -39,7 +39,7 @@ from relaxd.run_folder import (
     newest_lines,
     step_files,
 )
-from relaxd.v1.coordinator_pb2 import RUN_STATE_PAUSED, RUN_STATE_RUNNING, Run
+from relaxd.v1.coordinator_pb2 import RUN_STATE_PAUSED, RUN_STATE_RUNNING
 
 CONTENTS = "bundle.json"
 """Description of the bundle. All other files keep the places and names that they have in the run's folder."""
@@ -297,8 +297,8 @@ def save_last_checkpoint(coordinator: CoordinatorClient, run_id: str, say: Calla
     """Save a checkpoint of a run, if its configuration has checkpoints; Ctrl-C skips it. `say` gets the outcome."""
     try:
         run = coordinator.run(run_id)
-        if not _has_what_to_save(run):
-            return
+        if not run.step or not load_recorded(run.config_json, run_id).trainer.checkpoint.every:
+            return  # there is nothing to save
         say(f"saving a checkpoint of run {run_id} (Ctrl-C skips it)")
         saved = coordinator.save_checkpoint(run_id, rotate=True, seconds=MAX_SECONDS)
         say(f"the checkpoint of step {saved.weights.version} is on disk")
@@ -306,7 +306,3 @@ def save_last_checkpoint(coordinator: CoordinatorClient, run_id: str, say: Calla
         say(f"no checkpoint was saved: {error}; a resume repeats the steps after the last checkpoint")
     except KeyboardInterrupt:
         say("no checkpoint was saved")
-
-
-def _has_what_to_save(run: Run) -> bool:
-    return bool(run.step) and bool(load_recorded(run.config_json, run.run_id).trainer.checkpoint.every)

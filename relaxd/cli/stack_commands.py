@@ -19,7 +19,7 @@ from relaxd.cli.options import (
 )
 from relaxd.cli.output import sayer, show
 from relaxd.cli.preparing.config_command import check_algorithm
-from relaxd.cli.preparing.doctor_command import PREFLIGHT_SECONDS, scope_of, warn_of_machine
+from relaxd.cli.preparing.doctor_command import warn_of_machine
 from relaxd.cli.reading import run_tables
 from relaxd.cli.reading.status_command import address_lines, print_status
 from relaxd.cli.run_checkpoints import save_of_run_in_progress
@@ -88,7 +88,7 @@ def up(
             "for containers, add compose.teacher.yaml to COMPOSE_FILE (docs/deploy.md)",
         )
     if as_containers:
-        warn_of_machine("compose", scope_of(state, None, None, PREFLIGHT_SECONDS, containers=True), output)
+        warn_of_machine("compose", state, None, output)
         containers = compose.up(
             folder,
             port,
@@ -101,7 +101,7 @@ def up(
         if containers.console:
             output.print(f"the console is at {containers.console}, for the token in {containers.token_file}")
         return
-    warn_of_machine("up", scope_of(state, None, None, PREFLIGHT_SECONDS), output)
+    warn_of_machine("up", state, None, output)
     with folder.starting("relaxd up"):
         plan = stack.make_plan(
             folder,

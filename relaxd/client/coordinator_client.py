@@ -166,7 +166,8 @@ class CoordinatorClient:
                 for response in self._stub.WatchRun(request, timeout=75):
                     token, last_heard = response.resume_token, time.monotonic()
                     known = merge(known, response)
-                    yield _whole(response, known)
+                    parts = {"steps": response.steps, "events": response.events}
+                    yield pb.WatchRunResponse(resume_token=token, run=known, **parts)  # its reader may change the run
                     if response.run.state in ENDED:
                         return
             except grpc.RpcError as error:
@@ -273,10 +274,3 @@ class CoordinatorClient:
         if code in (grpc.StatusCode.FAILED_PRECONDITION, grpc.StatusCode.ALREADY_EXISTS):
             return CliError(error.details() or explain(error))
         return CliError(f"the coordinator at {self.address} answers: {explain(error)}")
-
-
-def _whole(response: pb.WatchRunResponse, run: pb.Run) -> pb.WatchRunResponse:
-    """Return a message with the whole run, which its reader may change."""
-    return pb.WatchRunResponse(
-        resume_token=response.resume_token, run=run, steps=response.steps, events=response.events
-    )

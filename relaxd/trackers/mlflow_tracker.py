@@ -40,7 +40,7 @@ class MLflowTracker(Tracker):
         self._id, self._artifacts = found["info"]["run_id"], found["info"]["artifact_uri"]
         self._call("runs/update", {"run_id": self._id, "status": "RUNNING"})
         if known is None:
-            self._log_parameters({**flatten(run.config), **flatten({"code": run.code})})
+            self._log_parameters(flatten({**run.config, "code": run.code}))
 
     def log_step(self, step: int, numbers: Mapping[str, float]) -> None:
         now = int(time.time() * 1000)

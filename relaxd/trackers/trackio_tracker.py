@@ -25,7 +25,7 @@ class TrackioTracker(Tracker):
         self._run = trackio.init(
             project=run.project,
             name=f"{run.name}-{edition.id}",
-            config={**flatten(run.config), **flatten({"code": run.code})},
+            config=flatten({**run.config, "code": run.code}),
             embed=False,
             auto_log_gpu=False,
             auto_log_cpu=False,

@@ -78,8 +78,9 @@ def scope_of(
     )
 
 
-def warn_of_machine(moment: Moment, scope: Scope, console: Console) -> None:
-    """Print the warnings and problems that concern a command."""
+def warn_of_machine(moment: Moment, state: Path, config: RunConfig | None, console: Console) -> None:
+    """Print the warnings and problems that concern a command which starts services of a state folder here."""
+    scope = scope_of(state, config, None, PREFLIGHT_SECONDS, containers=moment == "compose")
     for finding in examine(scope, moment):
         print_finding(finding, console)
 
