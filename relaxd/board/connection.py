@@ -125,7 +125,7 @@ class _Connection:
 
     @property
     def _waits(self) -> dict[str, Any]:
-        """How long a write waits for its replicas: its reply comes before a read gives up."""
+        """The wait of a write for its replicas, short enough that its reply comes before a read gives up."""
         return {"replicas": self._replicas, "seconds": self.timeout_seconds / 2}
 
 

@@ -66,7 +66,7 @@ class AgentConfig(Section):
     rollout.max_new_tokens, which is for a whole conversation after its prompt (a program's: for each history),
     observations included."""
     players: int = Field(default=1, ge=1, le=64)
-    """Number of players that the model plays in an environment. Each has a history of its own, and sees only what the
+    """Number of players that the model plays in an environment. Each has a separate history, and sees only what the
     environment says to it."""
     credit: Literal["sample", "sequence", "step"] = "sample"
     """Rewards that advantages follow from. sample: all players have the conversation's, in which those of the players

@@ -179,7 +179,7 @@ class DataConfig(Section):
     """Held-out prompts, in the forms of path. Without them there is no evaluation."""
     sources: tuple[DataSource, ...] = ()
     """Instead of path: several sources that are mixed, each in a table [[data.sources]] with path, weight, name, and
-    columns, system_prompt, prompt_function and sampling parameters of its own (docs/data.md)."""
+    perhaps columns, system_prompt, prompt_function and sampling parameters (docs/data.md)."""
     temperature: float | None = Field(default=None, gt=0)
     """With sources, instead of their weights: an epoch visits each source in proportion to its number of prompts to the
     power of 1 / temperature, all of them as often as there are prompts. 1: each prompt once; above 1 small sources come

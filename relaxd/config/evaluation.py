@@ -151,7 +151,7 @@ class EvalConfig(Section):
     """Number of held-out prompts of the data source to answer greedily: the set held_out. 0 turns it off."""
     sets: tuple[EvalSet, ...] = ()
     """Named sets of prompts, each in a table [[eval.sets]] with a name, its prompts (path or task), and
-    samples_per_prompt, sampling and reward of its own."""
+    perhaps samples_per_prompt, sampling parameters and a reward."""
     before: bool = True
     """Evaluate before the first step."""
     after: bool = True

@@ -96,7 +96,7 @@ class HealthConfig(Section):
     """Pause before a replica's second restart within the window, and between two rebuilds of a role; doubles each
     time."""
     role_timeout_seconds: float = Field(default=300.0, gt=0)
-    """A role without replicas for this long is rebuilt, as is one whose replicas all exceeded max_restarts."""
+    """Seconds without replicas after which a role is rebuilt, as it is if all its replicas exceeded max_restarts."""
     max_rebuilds: int = Field(default=2, ge=0)
     """Rebuilds of a role without a committed step in between, before the run fails."""
 

@@ -77,8 +77,8 @@ class ReferenceConfig(FrozenModelConfig):
     """A Hugging Face folder, the name of a fetched model, or a hub name: a model of any supported architecture and
     size, with the vocabulary of the trained model. Empty: the initial model."""
     placement: Literal["trainer", "service"] = "trainer"
-    """trainer: in the trainer's ranks, beside the model that they train. service: in reference replicas of their own,
-    which write the column ref_logprobs; the trainer then keeps no reference. Sizes and threads are the replicas'."""
+    """trainer: in the trainer's ranks, beside the trained model. service: in separate reference replicas, which
+    write the column ref_logprobs; the trainer then keeps no reference. Sizes and threads are the replicas'."""
 
 
 class TeacherModel(Section):
@@ -113,15 +113,15 @@ class TeacherConfig(FrozenModelConfig):
     max_prompt_tokens: int = Field(default=0, ge=0)
     """Maximum length of the teacher's prompts, with privileged_key; 0 means data.max_prompt_tokens."""
     placement: Literal["trainer", "service"] = "service"
-    """service: in teacher replicas of its own, which write columns. trainer: in the trainer's ranks, beside the model
-    that they train. Sizes and threads are the replicas'."""
+    """service: in separate teacher replicas, which write columns. trainer: in the trainer's ranks, beside the trained
+    model. Sizes and threads are the replicas'."""
     engine: TeacherEngineName = "megatron"
     """The processes that hold the model. megatron: ranks like the trainer's. sglang: an SGLang engine with the
     trainer's dtype on tensor_parallel GPUs, which prefills each answer; it holds one model."""
     max_tokens_in_flight: int = Field(default=131_072, ge=1)
     """Maximum number of tokens in an engine at a time, prompts included; a longer answer goes alone (sglang)."""
     gpu_share: float = Field(default=1.0, gt=0, le=1)
-    """Share of the memory of each of its GPUs that an engine has; 1: GPUs of its own. Below 1 rollout engines and a
+    """Share of the memory of each of its GPUs that an engine has; 1: the whole GPUs. Below 1 rollout engines and a
     judge may be on the same GPU: every engine of the run leaves this share free. Not with run.colocate (sglang)."""
     memory_fraction: float = Field(default=0.0, ge=0, lt=1)
     """Share of GPU memory, or of gpu_share, for weights and key-value cache; 0 lets SGLang decide (sglang)."""
@@ -205,12 +205,12 @@ class CriticConfig(ReplicaSizes):
     section: ClassVar[str] = "roles.critic"
 
     placement: Literal["trainer", "service"] = "trainer"
-    """trainer: in the trainer's ranks, with their sizes, beside the model that they train. service: in one critic
-    replica of its own, which writes the column values and trains on each step once it is committed (docs/critic.md).
+    """trainer: in the trainer's ranks, with their sizes, beside the trained model. service: in one separate
+    critic replica, which writes the column values and trains on each step once it is committed (docs/critic.md).
     Sizes and threads are the replica's."""
     max_value_staleness: int = Field(default=1, ge=0)
-    """Maximum steps that the critic hasn't seen, of those before the one in which its values are used; groups with
-    older values are valued again. 0: values are those of the critic after the step before. With placement =
+    """Maximum number of steps that the critic hasn't trained on, of those before the step that uses its values; groups
+    with older values are valued again. 0: values are those of the critic after the step before. With placement =
     "service"."""
     model: str = ""
     """Folder or name of the model from which it starts, which must have the architecture of model.path; empty: that
@@ -270,7 +270,7 @@ class JudgeConfig(Section):
     tensor_parallel: int = Field(default=1, ge=1)
     """GPUs of a replica, which share each layer's matrices (sglang)."""
     gpu_share: float = Field(default=1.0, gt=0, le=1)
-    """Share of the memory of each of its GPUs that a replica has; 1: GPUs of its own. Below 1 a rollout engine may be
+    """Share of the memory of each of its GPUs that a replica has; 1: the whole GPUs. Below 1 a rollout engine may be
     on the same GPU: every engine of the run leaves this share free. With run.colocate the judge then sleeps whenever
     the engines do."""
     memory_fraction: float = Field(default=0.0, ge=0, lt=1)

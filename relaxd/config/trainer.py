@@ -90,7 +90,7 @@ class CheckpointConfig(Section):
     """Number of newest checkpoints to keep. With two or more, a run survives a damaged one. Those that `relaxd
     checkpoint` took are never removed."""
     max_bytes: int = Field(default=0, ge=0)
-    """Maximum size of all checkpoints on disk, with the one that is being written: the oldest ones are removed earlier
+    """Maximum size of all checkpoints on disk, including an unfinished one: the oldest ones are removed earlier
     than `keep` says, except those that `relaxd checkpoint` took and the newest. At least two checkpoints. Those
     of a critic service may take as much besides. 0: no limit."""
     moments: bool = True
@@ -155,8 +155,8 @@ class TrainerConfig(Section):
     groups_per_step: int = Field(default=8, ge=1)
     """Groups in one step."""
     mini_batches: int = Field(default=1, ge=1)
-    """Divide a step's groups into this many mini-batches, with one optimizer update each. A step is one version of the
-    weights whatever its number of updates is."""
+    """Number of mini-batches that a step's groups are divided into, with an optimizer update each. A step makes one
+    version of the weights with any number of updates."""
     epochs: int = Field(default=1, ge=1)
     """Number of times that a step trains on each of its mini-batches. With several updates a step, set
     algorithm.old_logprobs = "current", so that ratios are those to the weights at the step's beginning."""
@@ -217,9 +217,9 @@ class TrainerConfig(Section):
     same. With several buckets each rank updates other parameters, so that the gradient norm is rounded differently.
     For ranks on several machines; over NVLink it was no faster."""
     shard_gradients: bool = False
-    """Where ranks share parameters, as in data parallelism: keep on each rank only its shard of the accumulated
-    gradients (ZeRO stage 2), and a few buckets of 40 million parameters or more during a backward pass. Gradients are
-    then added up over ranks in each micro-batch instead of once an update, in another order of sums. With
+    """Shard gradients among ranks that share parameters, as in data parallelism: keep on each only its shard of the
+    accumulated gradients (ZeRO stage 2), and a few buckets of 40 million parameters or more during a backward pass.
+    Gradients are then added up over ranks in each micro-batch instead of once an update, in another order of sums. With
     overlap_grad_reduce while others are computed (docs/fit.md). Not with pipeline_chunks."""
     attention: Literal["auto", "cudnn", "varlen"] = "auto"
     """Attention kernels on GPUs in bfloat16. cudnn: cuDNN's, for packed sequences (needs the package

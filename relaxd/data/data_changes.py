@@ -25,7 +25,7 @@ HASH_BYTES = 8
 NAMED_ITEMS = 4
 """Maximum number of items that a warning names."""
 NAMED_PROMPTS = 20
-"""Number of prompts with a warning of their own; it is said that there are more."""
+"""Maximum number of prompts that are warned of one by one; the last warning says that more are not named."""
 
 
 class MediaChanges:

@@ -135,9 +135,9 @@ class PromptTokenizer:
         return list(self._tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids)
 
     def labels_of(self, times: Sequence[float]) -> list[list[int]]:
-        """Return the tokens of the texts that say a video's times, as Qwen3-VL's processor writes them.
+        """Tokenise the texts of a video's times, as Qwen3-VL's processor writes them.
 
-        They are empty where a video is one block, as Qwen3-Omni has it.
+        Empty for Qwen3-Omni, whose videos are single blocks.
         """
         if self.vision is not None and self.vision.tokens.second:
             return [[] for _ in times]

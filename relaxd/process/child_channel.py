@@ -36,7 +36,7 @@ class ChildChannel(AsyncChannel):
     """A channel for stubs, whose calls differ from gRPC's own in three ways.
 
     - `timeout` has to be given; None means no deadline.
-    - They raise RpcError: the one that the child's handler raised, DeadlineExceeded after `timeout` seconds, or
+    - They raise RpcError: that of the child's handler, DeadlineExceeded after `timeout` seconds, or
       ChildExited if the child has exited or exits meanwhile.
     - A streaming call is an iterator of responses (see `Responses`).
     """
@@ -120,7 +120,7 @@ class Responses:
     """The responses of a streaming call. `aclose`, or dropping the last reference to it, cancels the call.
 
     It isn't an asynchronous generator: when an event loop ends, asyncio closes all of these at once, each together with
-    the generators that it runs, and reports errors of its own for those that are closed twice.
+    the generators that it runs, and reports errors for those that are closed twice.
     """
 
     def __init__(

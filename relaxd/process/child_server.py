@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 class ChildServer:
     """Answers the parent's calls.
 
-    A handler that is a plain function runs in a thread of its own, so that none waits for another; coroutines and
+    A handler that is a plain function runs in a separate thread, so that none waits for another; coroutines and
     asynchronous generators run in the server's event loop and must not block. Handlers fail by raising RpcError. See
     `in_turn` for those that answer a stream.
     """

@@ -30,9 +30,9 @@ MARK = f"""#!lua flags=allow-oom
 local mark = redis.call('INCR', KEYS[1])
 redis.call('EXPIRE', KEYS[1], {MARK_SECONDS})
 return mark"""
-"""A write. WAIT waits for the last write of its own connection, but what is repeated after a lost reply may find its
-work done, by another connection, and write nothing. Its number only rises, unless a primary lacks acknowledged
-writes. It is forgotten a month after the last write of its tag."""
+"""Script that writes a mark. WAIT waits for the last write of the same connection, but what is repeated after a lost
+reply may find its work done, by another connection, and write nothing. Its number only rises, unless a primary lacks
+acknowledged writes. It is forgotten a month after the last write of its tag."""
 
 DRIVER = DriverInfo()
 """The name and version that connections give. redis-py reads its version from disk for each connection that isn't

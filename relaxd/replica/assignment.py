@@ -44,7 +44,7 @@ class AssignmentFollower:
         self._service = service
         self._on_change = on_change
         self._gpus = gpus
-        gpus.call_when_lost(self.restart_run)
+        gpus.on_lost = self.restart_run
         self._drained = self._restart = False
         self._late_drains: set[asyncio.Task[int]] = set()
         self._idle = asyncio.Event()

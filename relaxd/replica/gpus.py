@@ -223,7 +223,8 @@ class GpuLeases:
         """Kills the children that use GPUs if no heartbeat was answered in time. Pass it to Child.start."""
         self.waiting = ""
         """Reason why `lease` is waiting; empty if it isn't."""
-        self._on_lost: list[Callable[[], None]] = []
+        self.on_lost: Callable[[], None] = lambda: None
+        """Called, in the event loop, whenever children were killed because the lease was over."""
         self._loop = asyncio.get_running_loop()
         self._share = 1.0
         """Share of the memory of each GPU in `held`."""
@@ -234,10 +235,6 @@ class GpuLeases:
         self._settled = True
         """True if the coordinator's record is known to match `held`."""
         self._calling = asyncio.Lock()
-
-    def call_when_lost(self, callback: Callable[[], None]) -> None:
-        """Call `callback`, in the event loop, whenever children were killed because the lease was over."""
-        self._on_lost.append(callback)
 
     async def lease(self, count: int, share: float = 1.0) -> tuple[Gpu, ...]:
         """Lease a share of `count` of the visible GPUs in the place of those held before, and return them.
@@ -325,8 +322,7 @@ class GpuLeases:
             "coordinator may soon lease the GPUs to others"
         )
         self.held, self._settled = (), False
-        for callback in self._on_lost:
-            callback()
+        self.on_lost()
 
     async def _request(self, candidates: list[str], count: int) -> set[str]:
         request = LeaseGpusRequest(

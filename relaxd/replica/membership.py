@@ -77,15 +77,12 @@ class Membership:
         self._on_contact = on_contact
         self._engine_ranks = engine_ranks
         self._tls = tls
-        self._send_now = asyncio.Event()
+        self.send_now = asyncio.Event()
+        """Set to send the next heartbeat without waiting."""
         self._away = False
         self._warns_from = time.monotonic() + STARTING_SECONDS
         """Monotonic time from which a coordinator that doesn't answer is worth a warning."""
         self._heartbeat_seconds = 1.0
-
-    def send_now(self) -> None:
-        """Send the next heartbeat without waiting."""
-        self._send_now.set()
 
     @property
     def launch_id(self) -> str:
@@ -140,7 +137,7 @@ class Membership:
         """Send one heartbeat. Returns whether this replica is still registered, as far as it knows."""
         if self._engine_ranks() != self._registration.engine_ranks:
             return False  # the coordinator counts an engine's ranks in weight groups by its registration
-        self._send_now.clear()
+        self.send_now.clear()
         request = HeartbeatRequest(replica_id=self._registration.replica_id, status=self._status())
         sent = time.monotonic()
         try:
@@ -169,7 +166,7 @@ class Membership:
             return
         try:
             async with asyncio.timeout(seconds):
-                await self._send_now.wait()
+                await self.send_now.wait()
         except TimeoutError:
             pass
 

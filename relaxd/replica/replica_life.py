@@ -142,7 +142,7 @@ class _Life:
     def send_status(self) -> None:
         """Report the status with a heartbeat now."""
         if self.membership:
-            self.membership.send_now()
+            self.membership.send_now.set()
 
     async def on_registered(self) -> None:
         """Renew the leases on GPUs, and give up if another replica has them."""
@@ -240,12 +240,12 @@ async def run_replica(
 
     Args:
         service: the service.
-        context: its process; the service has the same one.
+        context: the process of the service.
         services: gRPC services to serve besides relaxd.v1.Replica: (add function, servicer, full name).
 
     Raises SystemExit(1), after logging the reason, when the port is taken, the coordinator refuses this replica
     (another protocol version, a wrong token), or the service gave up; SystemExit(exit_codes.RESTART) when the process
-    was told to restart.
+    has to restart.
     """
     settings = context.settings
     life = _Life(service, context)

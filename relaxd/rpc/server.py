@@ -88,7 +88,7 @@ async def start_server(
         max_message_bytes: maximum size of a message; larger ones fail with RESOURCE_EXHAUSTED.
         deadline_seconds: deadline of unary calls without one, at which the handler is cancelled.
         stream_deadline_seconds: the same for streaming calls.
-        max_connection_age_seconds: age at which clients are asked to reconnect, so that those that balance over the
+        max_connection_age_seconds: age at which clients should reconnect, so that those that balance over the
             replicas behind one name find new ones; None: never. Calls in progress stay on the old connection until
             they end.
         serving: set health to SERVING at once.

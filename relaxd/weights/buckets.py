@@ -214,7 +214,7 @@ def checksums(tensors: Mapping[str, torch.Tensor]) -> dict[str, int]:
 
 
 def begin_checksums(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Enqueue the checksums of tensors. Returns what `read_checksums` reads: int64 [] each, on the tensors' device."""
+    """Enqueue the checksums of tensors. Returns them for `read_checksums`: int64 [] each, on the tensors' device."""
     return {name: _total(tensor) for name, tensor in tensors.items()}
 
 
