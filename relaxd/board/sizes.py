@@ -1,5 +1,6 @@
 """Sizes of groups, and checks that a run's steps fit into Redis."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from relaxd.amounts import byte_amount
@@ -60,10 +61,11 @@ def sample_tokens(config: RunConfig) -> int:
     return config.agent.sequences * (config.rollout.max_new_tokens + own)
 
 
-def size_problems(config: RunConfig, *, expert_bytes: int = 0, memory: RedisMemory | None = None) -> list[SizeProblem]:
-    """Return settings that the run's sizes may exceed. `memory` is that of its Redis, if known."""
+def size_problems(
+    config: RunConfig, *, expert_bytes: int = 0, memory: RedisMemory | None = None
+) -> Iterator[SizeProblem]:
+    """Yield settings that the run's sizes may exceed. `memory` is that of its Redis, if known."""
     rollout, board, trainer = config.rollout, config.board, config.trainer
-    problems = []
     length = sample_tokens(config)
     answers = rollout.samples_per_prompt * length
     bytes_of = {stage.name: stage.token_bytes for stage in stages_for(config)}
@@ -73,43 +75,35 @@ def size_problems(config: RunConfig, *, expert_bytes: int = 0, memory: RedisMemo
         what, less = "a group's answers take", "agent.max_sequences, " if config.agent.sequences > 1 else ""
         if stage != "rollout":
             what, less = f"for a group stage {stage!r} writes", f"{less}algorithm.distill_top_k, "
-        problems.append(
-            SizeProblem(
-                "board.max_group_bytes",
-                f"= {board.max_group_bytes}, but {what} up to {written} bytes ({rollout.samples_per_prompt} samples x "
-                f"{length} tokens x {bytes_of[stage]} bytes): groups of long answers would all be "
-                f"dropped. Raise it, or lower {less}rollout.max_new_tokens or rollout.samples_per_prompt",
-            )
+        yield SizeProblem(
+            "board.max_group_bytes",
+            f"= {board.max_group_bytes}, but {what} up to {written} bytes ({rollout.samples_per_prompt} samples x "
+            f"{length} tokens x {bytes_of[stage]} bytes): groups of long answers would all be "
+            f"dropped. Raise it, or lower {less}rollout.max_new_tokens or rollout.samples_per_prompt",
         )
     if (media := media_bytes(config, config.data.max_prompt_tokens)) > board.max_group_bytes:
-        problems.append(
-            SizeProblem(
-                "board.max_group_bytes",
-                f"= {board.max_group_bytes}, but the media of a prompt take up to {media} bytes "
-                f"({config.data.max_prompt_tokens} tokens x {media_bytes(config, 1)} bytes): a prompt with as many "
-                "would end the run. Raise it, or lower data.max_prompt_tokens",
-            )
+        yield SizeProblem(
+            "board.max_group_bytes",
+            f"= {board.max_group_bytes}, but the media of a prompt take up to {media} bytes "
+            f"({config.data.max_prompt_tokens} tokens x {media_bytes(config, 1)} bytes): a prompt with as many "
+            "would end the run. Raise it, or lower data.max_prompt_tokens",
         )
     if memory is None:
-        return problems
+        return
     place, any_of = "Redis", "Redis"
     if board.data_urls:
         place, any_of = "all data nodes (board.data_urls)", "Redis or a data node"
     if memory.policy != NO_EVICTION:
-        problems.append(
-            SizeProblem(
-                "",
-                f"{any_of} has maxmemory-policy {memory.policy}, with which it forgets groups when it is full: set "
-                "maxmemory-policy noeviction",
-            )
+        yield SizeProblem(
+            "",
+            f"{any_of} has maxmemory-policy {memory.policy}, with which it forgets groups when it is full: set "
+            "maxmemory-policy noeviction",
         )
     if board.high_water_bytes > memory.max_bytes:
-        problems.append(
-            SizeProblem(
-                "board.high_water_bytes",
-                f"= {board.high_water_bytes}, but {place} takes only {memory.max_bytes} bytes (its maxmemory): leave "
-                "it unset for four fifths of that, or raise maxmemory",
-            )
+        yield SizeProblem(
+            "board.high_water_bytes",
+            f"= {board.high_water_bytes}, but {place} takes only {memory.max_bytes} bytes (its maxmemory): leave "
+            "it unset for four fifths of that, or raise maxmemory",
         )
     text = worst_bytes(config, config.published_prompt_tokens, expert_bytes=expert_bytes)
     worst = trainer.groups_per_step * (text + media)
@@ -120,17 +114,14 @@ def size_problems(config: RunConfig, *, expert_bytes: int = 0, memory: RedisMemo
         advice = "If many answers are that long, the run waits until its maxmemory is raised"
         if expected > memory.max_bytes:
             advice = f"Raise its maxmemory to at least {byte_amount(expected)}, better {byte_amount(worst)}"
-        problems.append(
-            SizeProblem(
-                "trainer.groups_per_step",
-                f"= {trainer.groups_per_step}: a step takes up to {byte_amount(worst)} in {place} "
-                f"({trainer.groups_per_step} groups x {rollout.samples_per_prompt} samples x {length} "
-                f"tokens x {_stored_bytes(config) + expert_bytes} bytes{of_media}), which has room for "
-                f"{byte_amount(memory.max_bytes)}. {advice}",
-                fatal=expected > memory.max_bytes,
-            )
+        yield SizeProblem(
+            "trainer.groups_per_step",
+            f"= {trainer.groups_per_step}: a step takes up to {byte_amount(worst)} in {place} "
+            f"({trainer.groups_per_step} groups x {rollout.samples_per_prompt} samples x {length} "
+            f"tokens x {_stored_bytes(config) + expert_bytes} bytes{of_media}), which has room for "
+            f"{byte_amount(memory.max_bytes)}. {advice}",
+            fatal=expected > memory.max_bytes,
         )
-    return problems
 
 
 def message_problem(config: RunConfig, max_bytes: int) -> SizeProblem | None:

@@ -140,10 +140,8 @@ def reservations() -> list[int]:
 
 def is_free(port: int, host: str = LOOPBACK) -> bool:
     """Return True if a server can listen on `port`."""
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((host, port))
-        except OSError:
-            return False
+    try:
+        socket.create_server((host, port)).close()
+    except OSError:
+        return False
     return True

@@ -95,7 +95,7 @@ async def start_server(
 
     Raises ServerError if the port is taken, the address is not available, or `security` is too weak for it.
     """
-    security = security or ServerSecurity()
+    security, age = security or ServerSecurity(), max_connection_age_seconds
     security.check(host)
     server = grpc.aio.server(
         interceptors=[
@@ -112,7 +112,7 @@ async def start_server(
             ("grpc.max_send_message_length", max_message_bytes),
             # Otherwise two servers on one port would silently share its connections at random.
             ("grpc.so_reuseport", 0),
-            *_age_options(max_connection_age_seconds),
+            *(() if age is None else (("grpc.max_connection_age_ms", int(age * 1000)),)),
             ("grpc.keepalive_permit_without_calls", 1),
             ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
         ],
@@ -163,13 +163,6 @@ async def start_service(
         max_connection_age_seconds=max_connection_age_seconds,
         serving=serving,
     )
-
-
-def _age_options(seconds: float | None) -> list[tuple[str, int]]:
-    if seconds is None:
-        return []
-    # No grace: at its end gRPC would cut running calls, even before their deadline.
-    return [("grpc.max_connection_age_ms", int(seconds * 1000))]
 
 
 def _bind_problem(host: str, port: int) -> str:

@@ -148,7 +148,7 @@ def _check_sizes(run_id: str, config: RunConfig, data: RunData, redis_url: str) 
             memory = board.memory()
         except BoardUnavailable as error:
             raise Unavailable(str(error)) from error
-    problems = size_problems(config, expert_bytes=data.expert_bytes, memory=memory)
+    problems = list(size_problems(config, expert_bytes=data.expert_bytes, memory=memory))
     if of_message := message_problem(config, MAX_MESSAGE_BYTES):
         problems.append(of_message)
     violations = Violations()

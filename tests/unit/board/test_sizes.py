@@ -68,7 +68,7 @@ def test_each_history_of_a_program_counts_with_its_prompt() -> None:
 def test_a_step_that_cannot_fit_is_refused_with_the_numbers(
     groups: int, n: int, tokens: int, most: int, fatal: bool | None
 ) -> None:
-    problems = size_problems(config(groups, n, tokens), memory=memory(most))
+    problems = list(size_problems(config(groups, n, tokens), memory=memory(most)))
     assert [problem.fatal for problem in problems] == ([] if fatal is None else [fatal])
     for problem in problems:
         assert problem.setting == "trainer.groups_per_step"
@@ -86,7 +86,7 @@ def test_groups_that_would_all_be_refused_are_refused_once() -> None:
 
 def test_candidates_of_a_teacher_count_with_all_their_bytes() -> None:
     assert worst_bytes(config(128, 16, 16_384, top_k=64), 0) == 4096 + (32 + 64 * 8) * 16 * 16_384
-    assert size_problems(config(8, 16, 16_384, top_k=64)) == []
+    assert not list(size_problems(config(8, 16, 16_384, top_k=64)))
     (problem,) = size_problems(config(8, 16, 20_480, top_k=128))
     assert problem.setting == "board.max_group_bytes"
     assert "stage 'teacher' writes up to 335544320 bytes (16 samples x 20480 tokens x 1024 bytes)" in problem.message
@@ -119,7 +119,7 @@ def test_media_count_for_each_token_of_a_prompt(kind: str, of_token: int) -> Non
     assert media_bytes(seeing, 8192) == of_token * 8192
     assert worst_bytes(seeing, 8192) == worst_bytes(plain, 8192)
     most = 128 * (worst_bytes(plain, 8192) + of_token * 8192)
-    assert size_problems(seeing, memory=memory(most)) == []
+    assert not list(size_problems(seeing, memory=memory(most)))
     (problem,) = size_problems(seeing, memory=memory(most - 1))
     assert not problem.fatal
     assert f"for each group {byte_amount(of_token * 8192)} of its prompt's media" in problem.message
