@@ -8,6 +8,7 @@ from typer.testing import CliRunner
 
 from relaxd.cli.main import app
 from relaxd.media.sources import data_uri
+from tests.kit.cases import each
 from tests.kit.vision import encoded, picture, write_vision_model
 
 CALL = '<tool_call>{"name": "calculator", "arguments": {"expression": "6 * 7"}}</tool_call>'
@@ -32,7 +33,7 @@ def test_a_conversation_is_shown_turn_by_turn() -> None:
     ]
 
 
-@pytest.mark.parametrize(
+@each(
     ("words", "message"),
     [
         ([OWN + "WithoutStep"], "has no step"),

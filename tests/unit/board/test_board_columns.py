@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from relaxd.board import ColumnError, decode_columns, encode_columns
+from tests.kit.cases import each
 
 NAMES = st.text("abcdefgh_", min_size=1, max_size=8)
 ARRAYS = hnp.arrays(
@@ -70,7 +71,7 @@ def test_the_header_is_as_documented():
     np.testing.assert_array_equal(decode_columns(lie(b"a\t<i4\t2,2\t16"))["a"], np.zeros((2, 2)))
 
 
-@pytest.mark.parametrize(
+@each(
     "payload",
     [
         b"",

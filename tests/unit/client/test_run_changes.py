@@ -2,11 +2,10 @@
 
 import random
 
-import pytest
-
 from relaxd.client.run_changes import changes, merge
 from relaxd.v1 import coordinator_pb2 as pb
 from relaxd.v1.health_pb2 import HEALTH_STATE_HEALTHY, HEALTH_STATE_RESTARTING, Health
+from tests.kit.cases import each
 
 
 def some_run(chance: random.Random) -> pb.Run:
@@ -37,7 +36,7 @@ def some_run(chance: random.Random) -> pb.Run:
     return run
 
 
-@pytest.mark.parametrize("seed", range(20))
+@each("seed", range(20))
 def test_merged_changes_give_the_run_as_it_is(seed: int) -> None:
     chance = random.Random(seed)
     before, known = pb.Run(), pb.Run()

@@ -61,7 +61,7 @@ def test_every_setting_and_section_says_what_it_means() -> None:
     assert settings()["run", "folder"].default == "runs"
 
 
-@pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.name)
+@each("example", EXAMPLES)
 def test_what_is_written_reads_back_as_the_same(example: Path) -> None:
     config = load_file(example)
     for text in (dump(config), dump_explained(config), dump_changes(config)):

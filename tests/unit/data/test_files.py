@@ -285,7 +285,7 @@ def test_mixed_types_are_named_by_their_row(tmp_path, model_folder):
         open_rows(Path(f"{tmp_path}/a.jsonl@[5:]"), "data.path")
 
 
-@pytest.mark.parametrize(
+@each(
     ("text", "message"),
     [
         ('source = "files"', 'data.path is missing: source = "files" needs'),

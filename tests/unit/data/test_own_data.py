@@ -19,6 +19,7 @@ from relaxd.data.examples import Example
 from relaxd.data.files.opening import open_rows
 from relaxd.data.sources.prompt_columns import Columns, Examples
 from relaxd.models import DataError
+from tests.kit.cases import each
 from tests.kit.processes import run_python
 from tests.kit.tokenizer import CHATML, write_tokenizer
 
@@ -191,7 +192,7 @@ def test_rows_of_ones_own_may_have_what_numpy_has(model_folder: Path, own: str) 
             load_data(config(model_folder, source=f"{own}:Frame", settings={"other": other}))
 
 
-@pytest.mark.parametrize(
+@each(
     ("text", "message"),
     [
         ('source = "filez"', "data.source = \"filez\": did you mean 'files'?"),

@@ -10,6 +10,7 @@ from relaxd.config.load_toml import load
 from relaxd.evaluation.estimates import Z95, interval, maj_at_k, pass_at_k, vote_of
 from relaxd.evaluation.scored_answers import ScoredAnswer, summarise_set
 from relaxd.evaluation.sets import sets_of
+from tests.kit.cases import each
 
 
 def test_pass_at_k_is_the_share_of_draws_with_a_right_answer() -> None:
@@ -76,7 +77,7 @@ def test_maj_at_k_is_the_share_of_draws_whose_majority_is_right() -> None:
         maj_at_k(["a", "b"], [True, False], 3, seed=0)
 
 
-@pytest.mark.parametrize(
+@each(
     ("reply", "vote"),
     [
         (r"so \boxed{ 1{,}000 } or \boxed{\frac{1}{2}}", r"\frac{1}{2}"),

@@ -15,6 +15,7 @@ from relaxd.v1 import launcher_pb2 as pb
 from services.launcher import __main__ as program
 from services.launcher import kubernetes_host
 from services.launcher.kubernetes_host import KubernetesApi, KubernetesHost, pod_instance, pod_manifest, pod_name
+from tests.kit.cases import each
 
 DEPLOYMENT: dict[str, Any] = {
     "metadata": {"name": "r-rollout", "uid": "d-1"},
@@ -318,7 +319,7 @@ STATES: list[tuple[dict[str, Any], int, str]] = [
 ]
 
 
-@pytest.mark.parametrize(("status", "state", "detail"), STATES)
+@each(("status", "state", "detail"), STATES)
 def test_a_pod_s_state(status: dict[str, Any], state: int, detail: str) -> None:
     pod = pod_manifest(DEPLOYMENT, REQUEST, "p")
     pod["spec"]["nodeName"], pod["status"] = "node-1", status

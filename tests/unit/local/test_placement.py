@@ -11,6 +11,7 @@ from relaxd.config.placement import PLACED
 from relaxd.local.placement import check_devices, machine_problems, placed_replicas, placement_problems
 from relaxd.local.state_folder import StateFolder
 from relaxd.roles import SCALABLE_ROLES
+from tests.kit.cases import each
 
 RUN = """
 run.steps = 1
@@ -57,7 +58,7 @@ def test_only_options_that_were_given_override() -> None:
     assert found == [{"rollout": 2}]
 
 
-@pytest.mark.parametrize(
+@each(
     ("settings", "visible", "problem"),
     [
         ("placement.replicas.rollout = 3", 0, ""),
@@ -155,7 +156,7 @@ roles.teacher.tensor_parallel = 2
 IPC = SHARED + '\nweights.transport = "cuda_ipc"'
 
 
-@pytest.mark.parametrize(
+@each(
     ("settings", "engines", "visible", "expected"),
     [
         ("", 3, 0, ""),

@@ -6,6 +6,7 @@ import pytest
 
 from relaxd.data.duplicates import keys_of, overlap
 from relaxd.data.sources.prompt_columns import Columns
+from tests.kit.cases import each
 
 IMAGES = Columns(media={"image": "images"})
 IMAGE = {"type": "image"}
@@ -19,7 +20,7 @@ def user(*parts: Any) -> list[dict[str, Any]]:
     return [{"role": "user", "content": list(parts)}]
 
 
-@pytest.mark.parametrize(
+@each(
     ("row", "prompt", "found"),
     [
         ({"prompt": "<image>What?", "images": ["a"]}, user(IMAGE, text("What?")), [("a", '"images"[0]')]),
@@ -83,7 +84,7 @@ def test_prompts_that_differ_in_an_image_are_different_ones() -> None:
     assert overlap(keys_of([one]), keys_of([other])) == 0
 
 
-@pytest.mark.parametrize(
+@each(
     ("row", "complaint"),
     [
         (

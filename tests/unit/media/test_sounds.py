@@ -15,6 +15,7 @@ from relaxd.media.media_tokens import MediaTokens, expand, lay_out, sound_tokens
 from relaxd.media.sounds import SoundRule, decode_wav, measure_sound, normalise_sound
 from relaxd.media.sources import MediaError
 from relaxd.rewards.interface import RewardInput
+from tests.kit.cases import each
 from tests.kit.sounds import encoded_sound, sound
 from tests.kit.vision import encoded, encoded_clip, picture
 
@@ -79,7 +80,7 @@ def test_channels_are_mixed() -> None:
     assert np.abs(found - mean).max() <= 1
 
 
-@pytest.mark.parametrize("samples", [400, 559, 560, 12_345, 15_999, 16_000, 16_160, 17_440, 33_333])
+@each("samples", [400, 559, 560, 12_345, 15_999, 16_000, 16_160, 17_440, 33_333])
 def test_tokens_and_spectrograms_are_those_of_transformers(samples: int) -> None:
     from transformers import WhisperFeatureExtractor
     from transformers.models.qwen3_omni_moe.processing_qwen3_omni_moe import _get_feat_extract_output_lengths
@@ -129,7 +130,7 @@ def test_sounds_have_the_positions_of_text_and_images_theirs() -> None:
 BROKEN = encoded_sound(SOUND, "flac", "flac")
 
 
-@pytest.mark.parametrize(
+@each(
     ("source", "complaint"),
     [
         (b"RIFF", "is no sound in a format that is read (WAV, FLAC, MP3, Ogg, AAC, MP4 or QuickTime, WebM or Matr"),

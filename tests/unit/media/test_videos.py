@@ -22,6 +22,7 @@ from relaxd.media.sounds import SoundRule, decode_wav
 from relaxd.media.sources import MediaError
 from relaxd.media.videos import BlockRule, VideoRule, measure_video, normalise_video, own_sound
 from relaxd.rewards import RewardInput
+from tests.kit.cases import each
 from tests.kit.sounds import sound
 from tests.kit.vision import clip, encoded, encoded_clip
 
@@ -260,7 +261,7 @@ MP4 = encoded_clip(CLIP, 4, "mp4", "mpeg4", "yuv420p")
 AVI = encoded_clip(CLIP, 4, "avi", "mpeg4", "yuv420p")
 
 
-@pytest.mark.parametrize(
+@each(
     ("source", "complaint"),
     [
         (b"nothing", r"is no video in a format that is read \(MP4 or QuickTime, WebM or Matroska, AVI, GIF\)"),

@@ -11,13 +11,14 @@ from relaxd.replica.gpus import (
     visible_gpus,
     wait_until_steady,
 )
+from tests.kit.cases import each
 
 WHOLE = tuple(Gpu(f"GPU-{letter}0000000-0000-0000-0000-000000000000", index) for index, letter in enumerate("abcd"))
 PARTS = (Gpu("MIG-1", 4), Gpu("MIG-2", 4))
 A, B, C, D = WHOLE
 
 
-@pytest.mark.parametrize(
+@each(
     ("selection", "expected"),
     [
         (None, (*WHOLE, *PARTS)),

@@ -4,11 +4,10 @@ import json
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from relaxd.config.load_toml import load
 from relaxd.logprob_gap import GapWatch
 from relaxd.report.report_files import write_report
+from tests.kit.cases import each
 from tests.kit.reports import read_report
 
 NAN = float("nan")
@@ -30,7 +29,7 @@ def alarms(gaps: list[float | None], **dtypes: str) -> list[int | None]:
     return found
 
 
-@pytest.mark.parametrize(
+@each(
     ("dtypes", "gaps", "expected"),
     [
         # Below the limits of each type, and of the larger one where either side computes in bf16.

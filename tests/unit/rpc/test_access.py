@@ -15,6 +15,7 @@ from relaxd.rpc.credentials import ServerSecurity, is_loopback
 from relaxd.rpc.errors import PermissionDenied, ServerError, Unauthenticated
 from relaxd.rpc.methods import callers, may_repeat, methods, needs_term, path
 from relaxd.rpc.tls import TlsFiles
+from tests.kit.cases import each
 
 READ_TOKEN, REWARD_TOKEN, TRAINER_TOKEN, ADMIN_TOKEN = "r" * 32, "s" * 32, "t" * 32, "a" * 32
 GET, HEARTBEAT, ANNOUNCE, START = (
@@ -267,7 +268,7 @@ def test_beyond_loopback_no_token_may_be_one_that_can_be_guessed(tmp_path, text,
     assert "development" not in str(caught.value)
 
 
-@pytest.mark.parametrize("token", [*KNOWN_TOKENS, "fifteen letters"])
+@each("token", [*KNOWN_TOKENS, "fifteen letters"])
 def test_beyond_loopback_the_only_token_is_long(token):
     ServerSecurity(AccessTokens(token=token)).check("127.0.0.1")
     with pytest.raises(ServerError, match=r"RELAXD_TOKEN\(_FILE\) has \d+ characters: it must have 16 or more"):

@@ -4,8 +4,7 @@ import re
 from functools import cache
 from pathlib import Path
 
-import pytest
-
+from tests.kit.cases import each
 from tests.kit.processes import ROOT
 
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
@@ -23,7 +22,7 @@ def anchors(page: Path) -> set[str]:
     }
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+@each("page", PAGES)
 def test_links_lead_somewhere(page: Path) -> None:
     for target, anchor in LINK.findall(CODE.sub("", page.read_text())):
         file = (page.parent / target).resolve() if target else page

@@ -1,16 +1,16 @@
 """Carriers are read as OpenTelemetry's own propagator reads them."""
 
-import pytest
 from opentelemetry import trace
 from opentelemetry.context import Context
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 from relaxd import telemetry
+from tests.kit.cases import each
 
 TRACE, SPAN = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 
 
-@pytest.mark.parametrize(
+@each(
     "carrier",
     [
         {"traceparent": f"00-{TRACE}-{SPAN}-01"},

@@ -1,7 +1,6 @@
 """Which sequences go into one call of cuDNN."""
 
 import numpy as np
-import pytest
 import torch
 
 from services.trainer.transformer.attention.sequence_layout import (
@@ -11,11 +10,12 @@ from services.trainer.transformer.attention.sequence_layout import (
     cudnn_batches,
     rounded_up,
 )
+from tests.kit.cases import each
 
 CPU = torch.device("cpu")
 
 
-@pytest.mark.parametrize("seed", range(20))
+@each("seed", range(20))
 def test_every_sequence_is_in_one_run_with_its_place_and_length(seed: int) -> None:
     rng = np.random.default_rng(seed)
     lengths = [int(2 ** rng.uniform(0, 15)) for _ in range(int(rng.integers(1, 80)))]

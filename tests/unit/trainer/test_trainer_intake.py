@@ -24,6 +24,7 @@ from services.trainer.batch.step_membership import (
 )
 from services.trainer.loop.training_queue import TrainingQueue
 from tests.integration.trainer.service_kit import Feeder, make_config, train_group
+from tests.kit.cases import each
 
 
 def taken(group_id: str, arrival: int) -> DeliveredGroup:
@@ -302,7 +303,7 @@ def test_routed_experts_that_do_not_fit_are_named(experts: Any, message: str) ->
         check_group("g", columns() | {"routed_experts": experts}, (*NAMES, "routed_experts"), ROUTING)
 
 
-@pytest.mark.parametrize(
+@each(
     ("name", "value", "message"),
     [
         ("prompt_tokens", np.zeros(0, np.int32), "prompt_tokens is empty"),

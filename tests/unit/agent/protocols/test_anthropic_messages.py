@@ -9,6 +9,7 @@ from services.agent.chat_requests import BadRequest, ChatAnswer, StoredMessages
 from services.agent.protocols.anthropic_messages import ANTHROPIC_MESSAGES
 from services.agent.protocols.protocol import read_object
 from services.agent.session_media import SessionMedia
+from tests.kit.cases import each
 
 USER = {"role": "user", "content": "Hello"}
 TOOL = {"name": "add", "description": "Adds.", "input_schema": {"type": "object"}}
@@ -71,7 +72,7 @@ def test_a_thread_goes_on_from_a_stored_answer() -> None:
     assert second.tools == first.tools
 
 
-@pytest.mark.parametrize(
+@each(
     ("asked", "param"),
     [
         ({"max_tokens": 0}, "max_tokens"),

@@ -11,6 +11,7 @@ from services.agent.chat_requests import AnswerIds, BadRequest, ChatAnswer, Stor
 from services.agent.protocols.chat_completions import CHAT_COMPLETIONS
 from services.agent.protocols.protocol import read_object
 from services.agent.session_media import SessionMedia
+from tests.kit.cases import each
 
 USER = {"role": "user", "content": "Hello"}
 TOOL = {"type": "function", "function": {"name": "add", "parameters": {}}}
@@ -59,7 +60,7 @@ def test_messages_are_read_as_chat_templates_want_them() -> None:
     assert read(temperature=0.3).digest == read(temperature=0.3, stream=True).digest
 
 
-@pytest.mark.parametrize(
+@each(
     ("asked", "param"),
     [
         ({"n": 2}, "n"),

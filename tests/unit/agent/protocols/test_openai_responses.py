@@ -9,6 +9,7 @@ from services.agent.chat_requests import BadRequest, ChatAnswer, StoredMessages
 from services.agent.protocols.openai_responses import OPENAI_RESPONSES
 from services.agent.protocols.protocol import read_object
 from services.agent.session_media import SessionMedia
+from tests.kit.cases import each
 
 USER = {"role": "user", "content": "Hello"}
 TOOL = {"type": "function", "name": "add", "parameters": {}, "strict": True, "description": None}
@@ -76,7 +77,7 @@ def test_a_request_goes_on_from_a_stored_answer() -> None:
     assert [one is other for one, other in zip(x, y, strict=False)] == [True, True]  # none is kept twice
 
 
-@pytest.mark.parametrize(
+@each(
     ("asked", "param"),
     [
         ({"input": []}, "input"),

@@ -7,6 +7,7 @@ import pytest
 from services.agent.chat_requests import BadRequest
 from services.agent.protocols.chat_completions import read_tokenize_request
 from services.agent.session_media import SessionMedia
+from tests.kit.cases import each
 
 USER = {"role": "user", "content": "Hello"}
 
@@ -17,7 +18,7 @@ def test_texts_and_messages_are_read() -> None:
     assert request.messages == [USER]
 
 
-@pytest.mark.parametrize(
+@each(
     ("asked", "param"),
     [
         ({}, "messages"),

@@ -13,6 +13,7 @@ from relaxd.config import RunConfig
 from services.trainer.batch.groups import TrainGroup, check_group
 from services.trainer.batch.step_membership import GroupRefusals
 from tests.integration.trainer.service_kit import make_config
+from tests.kit.cases import each
 
 IN_REWARD = {"kl_reward_coef": 0.1}
 
@@ -51,7 +52,7 @@ def group_of(config: RunConfig, rewards: list[float], finish: str = "stop", leng
     return check_group("g", columns, stages_for(config)[-1].needs)
 
 
-@pytest.mark.parametrize(
+@each(
     ("algorithm", "rewards", "finish", "reason"),
     [
         (IN_REWARD, [0.0, 1.0], "stop", None),
