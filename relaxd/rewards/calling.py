@@ -184,10 +184,6 @@ class RewardStacks:
         self._own: list[tuple[str, str, str]] | None = None
         """This thread's frames so far, innermost first; None once its stack has been passed or dropped."""
 
-    def forget(self) -> None:
-        """Forget the place, because another call begins."""
-        self.place = ""
-
     def filter(self, line: str) -> list[str]:
         """Return the lines to pass in place of one line of output."""
         if DUMP.fullmatch(line):

@@ -13,6 +13,8 @@ _EXECUTE, _WRITE_FILE, _READ_FILE, _READ_DIR, _TRUNCATE, _DEVICES = 1, 1 << 1, 1
 _OF_FILES = _EXECUTE | _WRITE_FILE | _READ_FILE | _TRUNCATE | _DEVICES
 LIST = _READ_DIR
 """The right to list folders."""
+LOOK = _READ_FILE | _READ_DIR
+"""The rights to read files and list folders."""
 READ = _EXECUTE | _READ_FILE | _READ_DIR
 """The rights to read files, run programs, and list folders."""
 USE = READ | _WRITE_FILE | _TRUNCATE | _DEVICES
@@ -34,15 +36,6 @@ class _PathBeneath(ctypes.Structure):
 def version() -> int:
     """Return the kernel's Landlock version; 0 if it has none."""
     return max(0, int(ctypes.CDLL(None).syscall(_CREATE, None, 0, _VERSION)))
-
-
-def make_ruleset(readable: Iterable[str]) -> int:
-    """Return the descriptor of a set of rules: what may be read; nothing may be written. Raises OSError.
-
-    Paths that don't exist are left out. Connections by TCP, abstract sockets, and signals to processes outside are
-    denied as well where the kernel can.
-    """
-    return make_rules(dict.fromkeys(readable, _READ_FILE | _READ_DIR), network=False)
 
 
 def make_rules(allowed: Mapping[str, int], network: bool) -> int:

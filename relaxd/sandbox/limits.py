@@ -1,11 +1,10 @@
 """Confinement of a process and its limits: memory, output, files, and system calls."""
 
-import json
 import math
 import os
 import resource
 import sys
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 from relaxd.sandbox import landlock, seccomp
 from relaxd.sandbox.privileges import die_with_parent, drop_capabilities, no_new_privileges
@@ -24,15 +23,6 @@ class Limits:
     confine_files: bool = True
     """Hide all files except Python's own, which needs Landlock. False: all readable files stay readable, but none is
     writable."""
-
-    def to_json(self) -> str:
-        """Return JSON for `from_json`."""
-        return json.dumps(asdict(self))
-
-    @classmethod
-    def from_json(cls, text: str) -> "Limits":
-        """Read what `to_json` wrote."""
-        return cls(**json.loads(text))
 
 
 CPU_SECONDS = 600
@@ -65,7 +55,8 @@ def make_rules(limits: Limits) -> int | None:
         return None
     prefixes = {sys.prefix, sys.base_prefix}
     python = {os.path.join(prefix, name) for prefix in prefixes for name in ("lib", "lib64")}
-    return landlock.make_ruleset([*sorted(python), *_SYSTEM])
+    readable = dict.fromkeys([*sorted(python), *_SYSTEM], landlock.LOOK)
+    return landlock.make_rules(readable, network=False)
 
 
 def confine(limits: Limits, rules: int | None) -> None:

@@ -1,5 +1,6 @@
 """Confined processes, seen from their watcher."""
 
+import json
 import os
 import signal
 import socket
@@ -7,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Self
 
@@ -141,7 +143,7 @@ class Sandbox:
             os.set_inheritable(theirs.fileno(), True)
             command = [sys.executable, "-s", "-P", *ZYGOTE]
             self._zygote = subprocess.Popen(
-                [*command, str(theirs.fileno()), self.limits.to_json()],
+                [*command, str(theirs.fileno()), json.dumps(asdict(self.limits))],
                 env=environment,
                 cwd="/",
                 pass_fds=[theirs.fileno()],

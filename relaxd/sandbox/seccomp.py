@@ -166,8 +166,6 @@ ARGUMENTS: dict[str, _Numbers] = {
     "ioctl": (16, 29),
 }
 """Calls that are allowed with some arguments; `relaxd.sandbox.seccomp` describes which."""
-SOCKETS: dict[str, _Numbers] = {"socket": (41, 198), "socketpair": (53, 199)}
-"""Calls that create sockets; their first argument is the family."""
 ADMINISTRATION = (
     *("unshare", "setns", "mount", "umount2", "pivot_root", "chroot", "move_mount", "open_tree", "fsopen", "fsconfig"),
     *("fsmount", "fspick", "mount_setattr", "open_by_handle_at", "fanotify_init", "bpf", "perf_event_open"),
@@ -255,7 +253,7 @@ def filter_programs(network: bool) -> None:
     ]
     if not network:
         local = _unless(_step(_EQUAL, socket.AF_UNIX, 1, 0), error=errno.ENETUNREACH)
-        rules += [(numbers, local) for numbers in SOCKETS.values()]
+        rules += [(DENIED["socket"], local), (ARGUMENTS["socketpair"], local)]  # their first argument is the family
     _install([DENIED[name] for name in ADMINISTRATION], rules, _ERROR | errno.EPERM)
 
 

@@ -8,6 +8,7 @@ process that started it.
 """
 
 import gc
+import json
 import os
 import signal
 import socket
@@ -29,7 +30,7 @@ IMPORTED = (*CONTEST, "dataclasses", "decimal", "fractions", "queue")
 def main() -> None:
     """Fork on request until the socket's other end closes."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # from a terminal: the other side decides
-    limits = Limits.from_json(sys.argv[2])
+    limits = Limits(**json.loads(sys.argv[2]))
     rules = make_rules(limits)
     root = os.environ.pop("PYTHONPATH")
     sys.path[:] = [path for path in sys.path if path != root]

@@ -73,7 +73,7 @@ class Running:
     deadline: Deadline
 
     def __post_init__(self) -> None:
-        self.stacks.forget()
+        self.stacks.place = ""  # of another call
 
     @property
     def what(self) -> str:
@@ -171,11 +171,6 @@ class WorkerPool:
         self._free: asyncio.Queue[_Worker] = asyncio.Queue()
         for worker in self._workers:
             self._free.put_nowait(worker)
-
-    @property
-    def size(self) -> int:
-        """Number of processes."""
-        return len(self._workers)
 
     def slowest(self) -> Running | None:
         """Return the sample whose scoring has taken the longest, if it is slow."""
