@@ -103,17 +103,12 @@ class NormalImage:
 
     kind: ClassVar[str] = IMAGE
     media_type: ClassVar[str] = "image/png"
-    png: bytes
+    content: bytes
     """RGB pixels as PNG, without metadata."""
     sha256: str
     """Hexadecimal digits of the hash of pixels and rule. Another version of Pillow may write other bytes of PNG for
     the same pixels, which have the same hash."""
     size: ImageSize
-
-    @property
-    def content(self) -> bytes:
-        """The stored content: PNG."""
-        return self.png
 
 
 def measure_image(source: Any, rule: ImageRule) -> ImageSize:

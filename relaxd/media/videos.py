@@ -177,23 +177,17 @@ class NormalVideo:
     """A video in its normal form."""
 
     kind: ClassVar[str] = VIDEO
-    png: bytes
-    """RGB pixels of the frames, one below the other, as PNG without metadata."""
+    content: bytes
+    """RGB pixels of the frames, one below the other, as PNG without metadata. The video's own sound, if it is kept,
+    follows as WAV, which PNG readers ignore."""
     sha256: str
     """Hexadecimal digits of the hash of pixels and rule, and of its sound."""
     size: VideoSize
-    wav: bytes = b""
-    """WAV of the video's own sound, if it is kept."""
 
     @property
     def media_type(self) -> str:
         """MIME type of the PNG, and the number of frames in it."""
         return png_frames(len(self.size.sampled))
-
-    @property
-    def content(self) -> bytes:
-        """Stored bytes: the PNG, followed by the sound, which PNG readers ignore."""
-        return self.png + self.wav
 
 
 def measure_video(source: Any, rule: VideoRule) -> VideoSize:
@@ -235,10 +229,10 @@ def normalise_video(source: Any, rule: VideoRule) -> NormalVideo:
         raise MediaError(f"is a broken video: its file has {clip.frames} frames, but frame {lacking[0]} isn't decoded")
     pixels = np.concatenate([found[index] for index in size.sampled])
     name = pixels_sha256(pixels, FORM, rule)
-    if sound is None:
-        return NormalVideo(encode_png(pixels), name, size)
-    name = hashlib.sha256(f"{name}/{sound.sha256}".encode()).hexdigest()
-    return NormalVideo(encode_png(pixels), name, size, sound.content)
+    content = encode_png(pixels)
+    if sound is not None:
+        name, content = hashlib.sha256(f"{name}/{sound.sha256}".encode()).hexdigest(), content + sound.content
+    return NormalVideo(content, name, size)
 
 
 def own_sound(content: bytes) -> bytes:

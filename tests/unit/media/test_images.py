@@ -24,7 +24,7 @@ RED, WHITE, GREY = (255, 0, 0), (255, 255, 255), (128, 128, 128)
 
 def colour(source: Any, rule: ImageRule = RULE) -> tuple[int, ...]:
     """The mean colour of an item's normal form, whose PNG must be RGB."""
-    image = Image.open(io.BytesIO(normalise_image(source, rule).png))
+    image = Image.open(io.BytesIO(normalise_image(source, rule).content))
     assert image.mode == "RGB"
     return tuple(int(channel) for channel in np.asarray(image).reshape(-1, 3).mean(0).round())
 
@@ -114,7 +114,7 @@ def test_images_are_turned_upright_and_sized_so_before_decoding() -> None:
     found = normalise_image(content, RULE)
     assert found.size == measure_image(content, RULE)
     assert (found.size.original, found.size.normal) == ((64, 128), (64, 128))
-    pixels = np.asarray(Image.open(io.BytesIO(found.png)))
+    pixels = np.asarray(Image.open(io.BytesIO(found.content)))
     assert tuple(pixels[0, 0]) == RED
     assert tuple(pixels[127, 0]) == WHITE
 
@@ -124,7 +124,7 @@ def test_the_hash_is_of_pixels_and_rule() -> None:
     same = normalise_image(encoded(image, compress_level=1), RULE), normalise_image(encoded(image, "TIFF"), RULE)
     assert same[0].sha256 == same[1].sha256
     other = ImageRule(16, 2, RULE.min_pixels, RULE.max_pixels * 2)
-    assert normalise_image(encoded(image), other).png == same[0].png
+    assert normalise_image(encoded(image), other).content == same[0].content
     assert normalise_image(encoded(image), other).sha256 != same[0].sha256
     assert normalise_image(encoded(picture(96, 64, seed=1)), RULE).sha256 != same[0].sha256
     found = {
@@ -143,7 +143,7 @@ def test_patches_of_the_normal_form_are_those_of_the_file_in_transformers(patch:
         image = picture(width, height, number)
         found = normalise_image(encoded(image), rule)
         assert smart_resize(height, width, rule.factor, rule.min_pixels, rule.max_pixels) == found.size.normal[::-1]
-        ours = processor([Image.open(io.BytesIO(found.png))], do_resize=False, return_tensors="np")
+        ours = processor([Image.open(io.BytesIO(found.content))], do_resize=False, return_tensors="np")
         theirs = processor([image], return_tensors="np")
         assert tuple(theirs["image_grid_thw"][0]) == found.size.grid
         assert len(theirs["pixel_values"]) == 4 * found.size.tokens

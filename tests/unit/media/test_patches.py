@@ -37,7 +37,7 @@ def test_patches_are_transformers_bit_for_bit(
         found = normalise_image(encoded(image), rule)
         pixels = MediaCache(1).load(
             {found.sha256: "image"},
-            lambda hashes, png=found.png: dict.fromkeys(hashes, png),  # type: ignore[misc]
+            lambda hashes, png=found.content: dict.fromkeys(hashes, png),  # type: ignore[misc]
         )
         ours = patches(pixels[found.sha256], rule, found.size.grid, mean, std, times)
         theirs = processor([image], return_tensors="np")["pixel_values"]
@@ -52,7 +52,7 @@ def test_a_cache_fetches_what_it_lacks_at_once_and_keeps_what_was_used_last() ->
 
     def fetch(hashes: Sequence[str]) -> Mapping[str, bytes]:
         asked.append(list(hashes))
-        return {name: images[name].png for name in hashes if name in images}
+        return {name: images[name].content for name in hashes if name in images}
 
     cache = MediaCache(2 * 64 * 64 * 3)
     found = cache.load(dict.fromkeys([first, second], "image"), fetch)
@@ -75,8 +75,8 @@ def test_columns_have_each_image_once() -> None:
     assert hashes_of(records) == (one.sha256, other.sha256, one.sha256)
     assert grids_of(records) == [one.size.grid, other.size.grid, one.size.grid]
     assert contents.dtype == np.uint8
-    assert contents.size == len(one.png) + len(other.png)
-    assert contents_of(records, contents) == {one.sha256: one.png, other.sha256: other.png}
+    assert contents.size == len(one.content) + len(other.content)
+    assert contents_of(records, contents) == {one.sha256: one.content, other.sha256: other.content}
     assert contents_of(*to_columns([])) == {}
     with pytest.raises(MediaError, match="bytes of media, but prompt_media says"):
         contents_of(records, contents[1:])

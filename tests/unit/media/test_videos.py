@@ -114,7 +114,7 @@ def test_a_file_and_its_frames_are_the_same_video(tmp_path: Path) -> None:
     assert found.size.sampled == tuple(range(12))
     assert found.size.times == (0.25, 1.25, 2.25, 3.25, 4.25, 5.25)
     assert found.size.normal == (64, 96)
-    np.testing.assert_array_equal(decode_png(found.png), np.concatenate([np.asarray(frame) for frame in CLIP]))
+    np.testing.assert_array_equal(decode_png(found.content), np.concatenate([np.asarray(frame) for frame in CLIP]))
     assert normalise_video([encoded(frame) for frame in CLIP], RULE) == found
     assert normalise_video({"bytes": file.read_bytes()}, RULE) == found
     assert normalise_video(file.as_uri(), RULE) == found
@@ -164,7 +164,7 @@ def test_a_videos_own_sound_is_stored_behind_its_frames() -> None:
         with pytest.raises(MediaError, match=complaint):
             normalise_video(content, wrong)
     with pytest.raises(MediaError, match="is a broken video: its PNG has no end"):
-        own_sound(found.png[:-12])
+        own_sound(without[0].content[:-12])
 
 
 def test_frames_are_sampled_and_resized_and_the_last_one_fills_up() -> None:
@@ -174,7 +174,7 @@ def test_frames_are_sampled_and_resized_and_the_last_one_fills_up() -> None:
     assert found.size.times == (0.75, 2.75)
     assert found.size.normal == (32, 64)
     expected = [np.asarray(CLIP[index].resize((32, 64), Image.Resampling.BICUBIC)) for index in found.size.sampled]
-    np.testing.assert_array_equal(decode_png(found.png), np.concatenate(expected))
+    np.testing.assert_array_equal(decode_png(found.content), np.concatenate(expected))
     assert (found.size.grid, found.size.tokens) == ((2, 4, 2), 4)
 
 
@@ -185,7 +185,7 @@ def test_patches_are_those_of_transformers(frames: int) -> None:
     chosen = clip(frames, 64, 96, 1)
     found = normalise_video([encoded(frame) for frame in chosen], RULE)
     mean, std = (0.1, 0.2, 0.3), (0.3, 0.2, 0.1)
-    ours = patches(decode_png(found.png), RULE, found.size.grid, mean, std, 2)
+    ours = patches(decode_png(found.content), RULE, found.size.grid, mean, std, 2)
     pixels = (np.stack([np.asarray(frame) for frame in chosen]) * (1 / 255)).astype(np.float32)
     normal = torch.from_numpy((pixels - np.float32(mean)) / np.float32(std)).permute(0, 3, 1, 2)
     theirs, *grid = object.__new__(Qwen3VLVideoProcessor).patchify(normal[None], 16, 2, 2)
@@ -211,7 +211,7 @@ def test_formats_are_decoded(kind: str, codec: str, pixels: str) -> None:
     assert size.sampled == (0, 2, 4, 7, 9, 11)
     np.testing.assert_allclose(size.times, [index / 8 for index in (2, 11, 20)], atol=0.01)
     expected = np.concatenate([np.asarray(CLIP[index]) for index in size.sampled]).astype(float)
-    assert np.abs(decode_png(found.png) - expected).mean() < 30
+    assert np.abs(decode_png(found.content) - expected).mean() < 30
 
 
 def test_turned_videos_are_made_upright() -> None:
@@ -222,7 +222,7 @@ def test_turned_videos_are_made_upright() -> None:
     found = normalise_video(bytes(content), RULE)
     assert found.size.original == (96, 64)
     expected = np.concatenate([np.rot90(np.asarray(frame), -1) for frame in CLIP])
-    np.testing.assert_array_equal(decode_png(found.png), expected)
+    np.testing.assert_array_equal(decode_png(found.content), expected)
     assert measure_video(bytes(content), RULE) == found.size
 
 
@@ -236,8 +236,8 @@ def test_frames_before_an_edit_are_left_out() -> None:
     found = normalise_video(bytes(content), RULE)
     assert found.size == measure_video(bytes(content), RULE)
     assert found.size.sampled[-1] == 8
-    whole = decode_png(normalise_video(MP4, VideoRule(16, 2, 4096, 262144, 2, 4.0, 4, 16)).png)
-    np.testing.assert_array_equal(decode_png(found.png)[:96], whole[3 * 96 : 4 * 96])
+    whole = decode_png(normalise_video(MP4, VideoRule(16, 2, 4096, 262144, 2, 4.0, 4, 16)).content)
+    np.testing.assert_array_equal(decode_png(found.content)[:96], whole[3 * 96 : 4 * 96])
 
 
 def sound_file() -> bytes:

@@ -11,7 +11,7 @@ from tokenizers import Tokenizer
 from relaxd.data.vision import VisionModel, read_vision
 from relaxd.media.kinds import MEDIA_KINDS
 from relaxd.media.sounds import decode_wav
-from relaxd.media.videos import NormalVideo
+from relaxd.media.videos import NormalVideo, own_sound
 from tests.integration.trainer.trainer_worlds import HYBRID, copied, make_learner
 from tests.integration.trainer.trainer_worlds import Job as LearnerJob
 from tests.kit.sounds import sound
@@ -110,7 +110,7 @@ def make_samples(
                 MEDIA_KINDS[one.kind].open(one.content),
                 one.kind,
                 one.size.times,
-                decode_wav(one.wav) if isinstance(one, NormalVideo) and one.wav else None,
+                decode_wav(own_sound(one.content)) if isinstance(one, NormalVideo) and len(one.size.grid) > 3 else None,
             )
             for one in normal
         ]
