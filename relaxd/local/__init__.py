@@ -1,4 +1,4 @@
 """A stack of services on this machine: supervisor, embedded Redis, ports, state folder.
 
-`modules` is the only place of the library that names the services' modules.
+`programs` names the modules of programs that the command line runs; those of services are in `relaxd.roles`.
 """

@@ -1,4 +1,4 @@
-"""A thread that feeds one tracker from the files in the run's folder."""
+"""A thread that feeds one tracker from the files in the run's folder, and the record of its logged steps."""
 
 import contextlib
 import io
@@ -146,15 +146,13 @@ class Feed(threading.Thread):
 
     def _read_samples(self) -> None:
         step, rows = -1, list[dict[str, Any]]()
-        _, lines = self._samples.read()
-        while lines:
+        while lines := self._samples.read()[1]:
             for line in lines:
                 if line.get("step", -1) != step:
                     self._log_samples(step, rows)
                     step, rows = line.get("step", -1), []
                 if line not in rows:  # two coordinators may have appended it
                     rows.append(line)
-            _, lines = self._samples.read()
         self._log_samples(step, rows)
         self._flush()
 

@@ -115,12 +115,10 @@ class Notifier(threading.Thread):
 
     def _read_steps(self, now: datetime) -> None:
         """Process new steps in the run's folder."""
-        _, lines = self._metrics.read()
-        while lines:
+        while lines := self._metrics.read()[1]:
             for line in lines:
                 if isinstance(line.get("step"), int):
                     self._outbox.observe_step(line["step"], line, now)
-            _, lines = self._metrics.read()
 
     def _read_state(self) -> dict[str, Any]:
         try:
