@@ -12,7 +12,7 @@ from services.trainer.batch.micro_batch import pack
 from services.trainer.transformer.activation_offload import BLOCK_BYTES, ActivationOffload
 from services.trainer.transformer.recompute import Recompute, unpack
 from tests.integration.trainer.trainer_worlds import Job, make_learner, make_model, make_samples
-from tests.kit.megatron_world import leave_layout
+from tests.kit.megatron_world import leave_layout, shut_down
 
 
 @pytest.fixture(scope="module")
@@ -22,6 +22,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def gradients_without(model: Path) -> dict[str, Tensor]:
+    shut_down()  # what tests before this file have left
     return gradients(model, {})[0]
 
 
