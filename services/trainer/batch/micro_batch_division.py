@@ -16,8 +16,8 @@ MAX_REPEAT = 2
 """Tokens that attention sees, over those of the budget. It repeats a prompt for each sequence that shares it, and its
 memory grows with that."""
 ATTENTION_LENGTH = 32_768
-"""Tokens before a token at which attending to them costs as much as everything else that is computed for it. It is 12
-times the hidden size, halved: 24 k to 49 k for 4 k to 8 k channels."""
+"""Number of preceding tokens from which attention to them costs as much as a token's other computation. It is 6 times
+the hidden size: 24 k to 49 k for 4 k to 8 k channels."""
 
 
 @dataclass(frozen=True)

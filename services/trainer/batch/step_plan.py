@@ -228,9 +228,8 @@ def bubble_share(rounds: Iterable[MicroBatchRound], stages: int, chunks: int = 1
     """Return the share of a stage's time in which it waits for its pipeline to fill and drain.
 
     A schedule of m micro-batches on p stages with v chunks each takes as long as m + (p - 1) / v of them (arXiv
-    2104.04473, section 2.2), so that the share is (p - 1) / (v m + p - 1). If m is less than p, the second chunk's turn
-    comes only when the first micro-batch has been through the first chunks of all stages, and so on. Each round is a
-    schedule.
+    2104.04473, section 2.2), so the share is (p - 1) / (v m + p - 1). If m is less than p, second chunks run only when
+    the first micro-batch has passed the first chunks of all stages, and so on. Each round is a schedule.
     """
     idle = total = 0
     for entry in rounds:

@@ -1,9 +1,9 @@
-"""One rank of a critic's replica, a child process of the service. Rank 0 trains on each step once it is committed, in
-order and once, and gives values meanwhile.
+"""One rank of a critic's replica, a child process of the service. Rank 0 trains exactly once on each committed step, in
+order, and computes values in between.
 
-Steps come first, so that values are of a critic that has seen every step there was when they were computed. The ledger
-says what is committed, and the weights are those of a step: a critic that dies loads its newest checkpoint and repeats
-the steps after it from their files, as a trainer does.
+Steps have priority, so values come from a critic that has seen all steps committed by then. The ledger tells which
+steps are committed. A critic that dies loads its newest checkpoint and repeats the steps after it from their files, as
+a trainer does.
 """
 
 import logging

@@ -145,10 +145,10 @@ class OverlappedReduction:
     """Starts to reduce each bucket once its parameters have their gradients of all micro-batches.
 
     Megatron's own bookkeeping learns from the first update how often each parameter gets a gradient, starts a bucket at
-    that count, and fails if another micro-batch has another count. Here a parameter gets one in each backward pass, or
-    none, where it has no part in the loss: what is still missing after the last pass is started then. Buckets are
-    started in one fixed order, so that ranks that get their gradients in another order, or lack some, call the same
-    collectives.
+    that count, and fails if a micro-batch has another count. Here a parameter gets one gradient in each backward pass,
+    or none if the loss doesn't depend on it: buckets that are incomplete after the last pass are started then. Buckets
+    start in a fixed order, so that all ranks call the same collectives even if their gradients come in another order or
+    are missing.
     """
 
     def __init__(self, model: DataParallel) -> None:

@@ -27,7 +27,7 @@ from services.trainer.transformer.mlp.routing import RouterInputs
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceBatch:
-    """A micro-batch on one rank: T tokens, of which this rank has a slice and predicts N trained ones from it."""
+    """A micro-batch of T tokens on one rank, which holds a slice of them and predicts N trained tokens from it."""
 
     tokens: Tensor
     """int64 [1, T / cp_size]: this rank's slice."""

@@ -75,8 +75,8 @@ Shape = list[int]
 class StageExchange(P2PCommunicator):
     """Megatron's exchange of hidden states and their gradients in one schedule, without waiting for a GPU.
 
-    Micro-batches differ in length. Megatron then sends each tensor's shape ahead, for which the host waits until the
-    GPU has done everything before: the GPU is idle while the host prepares its next work. But all stages have the same
+    Micro-batches differ in length. Megatron would send each tensor's shape ahead, and the host would wait for the GPU
+    to finish all earlier work; the GPU would then idle while the host prepares more. But all stages have the same
     micro-batches, so each knows the shapes.
     """
 
@@ -428,7 +428,7 @@ class Forward:
 
 
 def _evaluate(compute: TokenFunction, weight: Tensor, batch: DeviceBatch, hidden: Tensor) -> StageOutput:
-    """Report a value for each trained token, with their indices; the loss is 0."""
+    """Return a zero loss, no token count, and the computed value and the index of each trained token."""
     found = {"values": compute(weight, batch, hidden), "indices": batch.trained_indices}
     return hidden.new_zeros(()), no_tokens(), found
 

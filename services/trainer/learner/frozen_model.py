@@ -1,7 +1,7 @@
 """A frozen model, and the columns of tokens that it computes: a reference or a teacher.
 
-It runs in its own replica or in the trainer's ranks. There it asks the student for its likeliest tokens; in a
-separate replica a column of the groups has them, from the engine that wrote the answers.
+It runs in its own replica or in the trainer's ranks. In the trainer's ranks it gets the student's likeliest tokens from
+the trained model; in a separate replica, from a column of the groups that the generating engine wrote.
 """
 
 from collections.abc import Collection, Mapping, Sequence

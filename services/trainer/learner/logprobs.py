@@ -65,7 +65,7 @@ def token_logprobs(
     candidates: Tensor | None = None,
     float32_logits: bool = False,
 ) -> TokenLogprobs:
-    """Compute log-probs of tokens and of candidates in their places, and the entropy of the distributions.
+    """Compute log-probs of tokens, log-probs of candidates at the same positions, and the entropy of the distributions.
 
     log p(t) = z_t - log(sum_j exp z_j) and H = -sum_j p_j log p_j with z = hidden @ weight.T / temperature, in float32.
     Hidden states and weights in bfloat16 give logits in bfloat16, unless `float32_logits`: then nothing is rounded

@@ -82,8 +82,8 @@ def build_optimizer(
 def _make_exact(optimizer: MegatronOptimizer, model: DataParallel) -> None:
     """Add to main weights the differences between the model folder's float32 weights and their bfloat16 parameters.
 
-    Main weights that begin on bfloat16's grid would change no parameter before the updates add up to half of its step:
-    with a learning rate of 1e-5 that takes a dozen steps for a weight of 0.05.
+    Main weights that start at bfloat16 values would change no bfloat16 parameter until their updates add up to half of
+    the distance between two such values: a dozen steps for a weight of 0.05 and a learning rate of 1e-5.
     """
     for one in optimizer.chained_optimizers:
         for parameter in one.model_param_group_index_map if one.optimizer is not None else ():

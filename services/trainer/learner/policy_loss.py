@@ -172,7 +172,7 @@ class PolicyLoss:
 
 
 def _finite(inputs: LossInputs) -> Tensor:
-    """Return a bool scalar: whether all that a loss is made of is finite."""
+    """Return a bool scalar: True if all inputs of the loss are finite."""
     given = [inputs.logprobs, inputs.entropy, inputs.candidate_logprobs, inputs.weight, *inputs.columns.values()]
     return torch.stack([values.detach().isfinite().all() for values in given if values is not None]).all()
 

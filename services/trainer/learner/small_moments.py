@@ -30,11 +30,12 @@ class Bfloat16MomentsAdamW(torch.optim.AdamW):
 
     An update computes in float32: it reads the moments, adds the gradient, changes the parameter, and only then rounds
     the moments. Like 8-bit optimizers (Dettmers et al. 2022, arXiv 2110.02861) this keeps low precision in memory
-    alone; bfloat16 has the range of float32, so that it needs no scales.
+    alone; bfloat16 has the range of float32, so it needs no scales.
 
     Rounding is stochastic (Gupta et al. 2015, arXiv 1502.02551; for bfloat16 Zamirai et al. 2020, arXiv 2010.06192): up
-    or down, such that the mean is the unrounded value. To the nearest, the second moment would stop shrinking: an
-    update takes 1 - beta2 = 0.001 of it, and half of the distance between two numbers is 0.002 of them or more.
+    or down, such that the mean is the unrounded value. Rounded to the nearest, the second moment would stop shrinking:
+    an update reduces it by 1 - beta2 = 0.001, but half of the distance between two bfloat16 numbers is 0.002 of them or
+    more.
 
     The random numbers of an element depend on the seed, the number of the update and its `ShardPlace` alone: a resumed
     or replayed run repeats them, and they are the same whatever the chunks and the data-parallel shards are.
@@ -256,11 +257,13 @@ class Float8Values:
 class Float8MomentAdamW(Bfloat16MomentsAdamW):
     """AdamW whose first moment is kept in float8 (e4m3), with a scale for each block, and the second in bfloat16.
 
-    So FP8-LM (arXiv 2310.18313, section 2.2) divides them: the first moment endures 8 bits, the second doesn't. Blocks
-    are those of 8-bit optimizers (arXiv 2110.02861, section 2.1): a large element only costs its neighbours precision.
-    Rounding is stochastic as in bfloat16. Of the second moment an update takes 1 - beta2 = 0.001, where e4m3's numbers
-    are 0.06 to 0.12 of themselves apart: to the nearest it would never change, and stochastically the noise of a
-    thousand updates would add up. The first moment forgets within ten.
+    FP8-LM (arXiv 2310.18313, section 2.2) uses the same split: 8 bits suffice for the first moment, but not for the
+    second. Blocks are as in 8-bit optimizers (arXiv 2110.02861, section 2.1): a large element costs precision only
+    within its block. Rounding is stochastic, as in bfloat16.
+
+    The second moment changes by a fraction of 1 - beta2 = 0.001 per update, while neighbouring e4m3 numbers differ by 6
+    to 12 %. Rounded to the nearest it would never change; rounded stochastically it would accumulate the noise of about
+    a thousand updates. The first moment averages only about ten.
     """
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

@@ -41,7 +41,7 @@ SHOWN_ERRORS = 3
 """Maximum number of ranks whose errors are shown."""
 
 REMOVAL_SECONDS = 5.0
-"""Maximum seconds in which a process that leaves a run removes the replaced best checkpoint."""
+"""Maximum seconds to wait, when leaving a run, for the removal of replaced checkpoints."""
 
 Answer = Future[tuple[str, int]]
 """Future of the checkpoint's path and step, resolved once it is on disk."""
@@ -90,7 +90,7 @@ class Checkpoints:
         self._wanted |= self._schedule.due(step)
 
     def after_replay(self, seconds: float, file: Path) -> None:
-        """Count a step that was repeated, and would be repeated again."""
+        """Count a replayed step towards the next checkpoint: until then each restart replays it again."""
         size = 0
         with suppress(OSError):  # such as a file that was removed meanwhile
             size = file.stat().st_size

@@ -175,7 +175,7 @@ class CommandedRank:
 
 @command
 def wait_for_disk(rank: CommandedRank, work: str) -> None:
-    """Wait for disk work of rank 0, which sends this in `CommandedRank.rank0_only`."""
+    """Wait for disk work of rank 0. A command that rank 0 sends in `CommandedRank.rank0_only`."""
     with rank.channel.disk.all_ranks(work):
         pass
 

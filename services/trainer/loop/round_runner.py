@@ -46,7 +46,7 @@ ROUTED_EXPERTS [tokens with the prompt - 1, layers, top_k]."""
 
 
 class GroupFailed(ValueError):
-    """A group can't be trained on, which only its prepared columns show."""
+    """A group can't be trained on, as its prepared columns have shown."""
 
     def __init__(self, reason: DropReason, detail: str) -> None:
         super().__init__(detail)
@@ -112,11 +112,11 @@ class RoundRunner:
             *((RETURNS,) if needs.values else ()),
             *((ADVANTAGES,) if needs.values or self.makes_advantages else ()),
         )
-        """Columns that the trainer adds to a group, or replaces, before a step's updates."""
+        """Columns of a group that the trainer adds or replaces before a step's updates."""
 
     @property
     def prepares(self) -> bool:
-        """True if a step's updates need columns of `prepare`: those that stay the same in all updates."""
+        """True if `prepare` must compute columns before a step's updates, which then all use the same values."""
         return bool(self._forward)
 
     def own_groups(self, entry: MicroBatchRound) -> set[str]:

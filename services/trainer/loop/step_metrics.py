@@ -111,7 +111,7 @@ MEASURES: dict[str, Callable[[StepSamples], Any]] = {
     "right_share": lambda samples: (samples.rewards >= RIGHT_FROM).mean(),
     "truncated_share": lambda samples: np.isin(samples.finishes, [*TRUNCATED]).mean(),
 }
-"""Measures of some of a step's samples, by the end of their names."""
+"""Measures of a subset of a step's samples, by the last part of the metric's name."""
 PARTS: dict[str, tuple[Callable[[StepSamples], dict[str, NDArray[np.bool_]]], tuple[str, ...]]] = {
     "outcome": (
         lambda samples: {"right": samples.rewards >= RIGHT_FROM, "wrong": samples.rewards < RIGHT_FROM},
@@ -259,12 +259,8 @@ def performance(
     """Return the speed of the trainer in a step, for each of its GPUs.
 
     Args:
-        groups: the step's groups.
-        epochs: how often the step trains on them.
-        seconds: in which it did: train_seconds.
-        ranks: of the trainer.
-        shape: the model; None without one.
-        device_name: name of the GPUs; "" on CPU.
+        groups: the step's groups. epochs: number of passes over them. seconds: duration of the training: train_seconds.
+        ranks: of the trainer. shape: the model; None without one. device_name: name of the GPUs; "" on CPU.
     """
     if seconds <= 0:
         return {}

@@ -1,7 +1,7 @@
 """The open step, and the order of the work on its groups: train while the step fills, or prepare, and train once it is
 full.
 
-Rank 0 drives all ranks through it. With one update a step, and nothing to be known beforehand, micro-batches are
+Rank 0 drives all ranks through it. With one update per step, and no columns to compute beforehand, micro-batches are
 trained as they come. Otherwise a step has two phases. While it fills, forward passes compute what all its updates need:
 log-probs under the weights at its beginning and under frozen models, and the critic's values. Once it is full,
 advantages that need these columns are computed, and measured if they are to be normalised over the step. Then its
@@ -190,7 +190,7 @@ class TrainedWhileFilling(StepPhases):
     """Accumulates gradients as micro-batches come: for a step with one update."""
 
     def take(self, open_step: StepBuilder, entry: MicroBatchRound, *, last: bool) -> None:
-        """Run forward and backward. The last round also starts the reduction, so no other may follow."""
+        """Run a round's forward and backward passes. The last one also starts the reduction, so none may follow."""
         self._rank.groups = open_step.groups
         self._rank.run(train_round, entry, open_step.deliveries_of(entry), last=last)
         open_step.rounds.append(entry)
@@ -203,7 +203,7 @@ class TrainedWhileFilling(StepPhases):
         return True
 
     def rounds(self, update: MiniBatch) -> Sequence[MicroBatchRound]:
-        """Return none: all are done."""
+        """Return no rounds: all have run already."""
         return ()
 
 

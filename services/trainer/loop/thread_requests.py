@@ -19,7 +19,7 @@ from services.trainer.megatron.disk_work import DiskRefused
 
 T = TypeVar("T")
 Server = TypeVar("Server")
-"""The training, on which an action works."""
+"""Type of the training object on which actions run."""
 
 
 class RequestQueue(Generic[Server]):

@@ -50,10 +50,10 @@ class TrainingRank(CommandedRank):
     """Rank 0: columns of the open step that forward passes on any rank have computed."""
 
     def load_missing(self, needed: set[str], deliveries: Collection[Delivery]) -> None:
-        """Get those of the needed groups that aren't in `groups`, except those that were closed meanwhile.
+        """Load the needed groups that aren't in `groups` yet, except groups that were closed meanwhile.
 
-        Rank 0 discards the step if there are any of these. One rank of each data-parallel index reads what it lacks
-        from the board and shares it with the others; they call this together, with the same arguments.
+        If any were closed, rank 0 discards the step. One rank of each data-parallel index reads missing groups from the
+        board and shares them with the others; they call this together, with the same arguments.
 
         Args:
             needed: ids of groups.

@@ -1,11 +1,12 @@
 """The trainer's groups from the board, until a step takes them or they are outdated and sent back.
 
-With a critic service, a group's values are those of a critic that has seen some steps. At step s those of a critic that
-lacks more than roles.critic.max_value_staleness of the steps before s are too old: the group goes back to the critic's
-stage, and comes again with new values.
+With a critic service, a group's values come from a critic that has seen a certain number of steps. At step s, values of
+a critic that lacks more than roles.critic.max_value_staleness of the steps before s are too old: the group goes back to
+the critic's stage and returns with new values.
 
-With a reference service that takes over the policy's weights, a group was scored with those that it had by then. At
-step s all groups must have been scored with those that the reference took over last before s: others go back to it.
+With a reference service that adopts the policy's weights, a group was scored with the reference's weights at that time.
+At step s all groups must have been scored with the weights that the reference adopted last before s: others go back to
+it.
 """
 
 import logging
@@ -216,7 +217,7 @@ class TrainingQueue:
         self._renewer.join(timeout=10.0)
 
     def _outdated(self, taken: DeliveredGroup, step: int, reference: str) -> str:
-        """Return the role whose columns a group needs anew before a step can train on it; "" if there is none."""
+        """Return the role that must compute its columns of a group again before a step can use it; "" if none must."""
         limit = self._max_value_staleness
         if limit is not None and taken.critic_step < oldest_allowed(step, limit):
             return CRITIC

@@ -1,4 +1,4 @@
-"""Rank 0's training thread: take, close, update, commit, announce."""
+"""Rank 0's training thread: takes groups, closes steps, updates the weights, commits steps and announces versions."""
 
 import logging
 import math

@@ -49,7 +49,7 @@ class WeightReadLock:
         """Hold the weights unchanged for at most `seconds`. Returns the hold's number, for `release`.
 
         Raises:
-            HoldRefused: the current weights are other ones, or are being changed.
+            HoldRefused: the current weights are another version, or are being changed.
         """
         with self._condition:
             if (term, version) != (self.term, self._version):

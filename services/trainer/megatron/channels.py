@@ -4,8 +4,8 @@ Rank 0 ticks at least every TICK_SECONDS while it waits for something, so other 
 collective's deadline as a dead or stuck rank 0. During disk I/O rank 0 can't tick: it announces the work first, and
 the other ranks wait as `DiskWork` does.
 
-The ranks of a data-parallel index (tensor, context and pipeline parallel) work on the same groups. If each of them
-read a group, the source would send it as often as there are ranks.
+The ranks of a data-parallel index (tensor, context and pipeline parallel) work on the same groups. If each of them read
+a group, the source would have to send it once per rank.
 """
 
 import itertools

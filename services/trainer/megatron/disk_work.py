@@ -18,7 +18,7 @@ from relaxd.waiting import Backoff
 PROGRESS_SECONDS = 1.0
 """Seconds between two publications of a rank's progress, with checks of the others'."""
 BACKOFF = Backoff(first_seconds=0.001, max_seconds=0.05)
-"""Between two polls for completion."""
+"""Pauses between two polls for completion."""
 
 Progress = Callable[[int], None]
 """Callback with the bytes processed since the last call."""
@@ -37,7 +37,7 @@ class DiskRefused(RuntimeError):
 
 
 class DiskWork:
-    """Disk work of all ranks, seen from this rank. Used by the training thread only, except `tell`."""
+    """Publishes this rank's disk progress and waits for other ranks. For the training thread, except `tell`."""
 
     def __init__(
         self,

@@ -8,7 +8,7 @@ optimizer stay Megatron's, and only the gradients' memory is another.
 A bucket has memory for all of its gradients only within a backward pass: from the first gradient that is added, until
 all of its parameters have theirs and the ranks' sum is scattered. Each rank then adds its shard of the sum to what it
 has of earlier micro-batches, in float32. As in FSDP, memory is freed and allocated by resizing a storage, so that all
-views of it stay what they are.
+views of it stay valid.
 """
 
 from collections.abc import Callable, Mapping
@@ -44,9 +44,9 @@ class WithoutGradientMemory(TorchFunctionMode):
 class ShardedGradients:
     """The gradients of a model, in place of those in Megatron's buffers.
 
-    Buckets are reduced in one fixed order in each backward pass, so that ranks that get their gradients in another
-    order, or lack some, call the same collectives. A parameter gets a gradient once in each backward pass, or none,
-    where it has no part in the loss: what is still missing after a pass is reduced when the next one begins.
+    Buckets are reduced in a fixed order in each backward pass, so that all ranks call the same collectives even if
+    their gradients come in another order or are missing. A parameter gets one gradient in each backward pass, or none
+    if the loss doesn't depend on it: buckets that are incomplete after a pass are reduced when the next one begins.
     """
 
     def __init__(self, model: DistributedDataParallel, *, overlap: bool) -> None:

@@ -59,29 +59,29 @@ class World:
     device: torch.device
     """This rank's device."""
     tp_rank: int
-    """Rank among the ranks that share each matrix."""
+    """Tensor-parallel rank: its index among the ranks that share each matrix."""
     tp_size: int
-    """Ranks that share each matrix."""
+    """Number of tensor-parallel ranks, which share each matrix."""
     pp_rank: int
     """Pipeline stage."""
     pp_size: int
     """Number of pipeline stages."""
     cp_rank: int
-    """Rank among the ranks that share each micro-batch's tokens."""
+    """Context-parallel rank: its index among the ranks that share each micro-batch's tokens."""
     cp_size: int
-    """Ranks that share each micro-batch's tokens."""
+    """Number of context-parallel ranks, which share each micro-batch's tokens."""
     ep_rank: int
-    """Rank among the ranks that share the experts."""
+    """Expert-parallel rank: its index among the ranks that share the experts."""
     ep_size: int
-    """Ranks that share the experts."""
+    """Number of expert-parallel ranks, which share the experts."""
     etp_rank: int
-    """Rank among the ranks that share each expert's matrices."""
+    """Expert-tensor-parallel rank: its index among the ranks that share each expert's matrices."""
     etp_size: int
-    """Ranks that share each expert's matrices."""
+    """Number of expert-tensor-parallel ranks, which share each expert's matrices."""
     dp_rank: int
-    """Rank among the ranks that work on different groups."""
+    """Data-parallel rank: its index among the ranks that train on different groups."""
     dp_size: int
-    """Ranks that work on different groups."""
+    """Number of data-parallel ranks, which train on different groups."""
     gather: GatherGroups
     """Groups for gathering weights in a thread beside training, separate from training's own groups."""
     gather_in_training: GatherGroups

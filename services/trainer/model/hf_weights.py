@@ -178,7 +178,7 @@ class ExportedParameter:
         return list(zip(parts, merged, strict=True))
 
     def own_tensors(self, shape: Architecture) -> list[tuple[HFTensor, Tensor]]:
-        """Return the tensors of a parameter that this rank has whole."""
+        """Return the tensors of a parameter that isn't sharded, without gathering."""
         memory = self.parameter.untyped_storage().data_ptr()
         if not self._views or self._views[0][1].untyped_storage().data_ptr() != memory:
             parts = self.entry.parts[0]

@@ -108,7 +108,7 @@ class PackedLayer(TransformerLayer):
 
 
 def _index_in_stage(layer: int, config: TransformerConfig, chunk: int | None) -> int:
-    """Return a layer's number within this pipeline stage, whose chunks have equally many layers."""
+    """Return a layer's number within this pipeline stage, whose chunks have the same number of layers."""
     before = 0 if not chunk else chunk * get_num_layers_to_build(config, chunk)
     return before + layer - get_transformer_layer_offset(config, chunk)
 

@@ -37,17 +37,17 @@ class HFTensor:
     """One Hugging Face tensor."""
 
     name: str
-    """Name."""
+    """Name of the whole tensor in the Hugging Face folder."""
     shape: tuple[int, ...]
-    """Shape."""
+    """Shape of the tensor, or of one part of a stacked tensor."""
     index: int = 0
-    """Index in the stack."""
+    """Index of the part in a stacked tensor."""
     stack: int = 0
-    """Number of parts, each of this shape, that the named tensor is stacked from; 0 for a whole tensor."""
+    """Number of parts of shape `shape` stacked in the named tensor; 0 if the tensor isn't stacked."""
 
     @property
     def whole_shape(self) -> tuple[int, ...]:
-        """The shape of the tensor of this name."""
+        """Shape of the whole tensor, with the stack as its first dimension if it is stacked."""
         return (self.stack, *self.shape) if self.stack else self.shape
 
     @property

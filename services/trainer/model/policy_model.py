@@ -179,7 +179,7 @@ class PolicyModel(GPTModel):
             )
 
     def offload_activations(self, offload: ActivationOffload | None) -> None:
-        """Have the layers keep their activations on the host; None: on the device."""
+        """Make the layers offload their activations to the host; None: keep them on the device."""
         self._offload = offload
         for layer in self.decoder.layers:
             layer.offload = offload

@@ -133,7 +133,7 @@ def views_of(
 
 @dataclass(frozen=True)
 class Rule:
-    """One row of the table."""
+    """Maps a Megatron parameter to its Hugging Face tensors: one row of the table of a model's tensors."""
 
     megatron: str
     """Name of the Megatron parameter; {layer} counts within the stage, or one of its chunks."""
@@ -145,7 +145,7 @@ class Rule:
     exported: bool = True
     """True if this rule exports the tensor; False if another rule does."""
     stacked: bool = False
-    """True of an expert whose tensors are parts, by its number, of a layer's stacked tensors of all experts."""
+    """True for an expert whose tensors are slices, at its number, of stacked tensors of all the layer's experts."""
 
 
 LAYER, HF_LAYER = "decoder.layers.{layer}", "model.layers.{layer}"

@@ -1,4 +1,4 @@
-"""Towers: transformers' modules on each rank of the first pipeline stage, undivided, and their part in a pass.
+"""Towers: transformers' modules, whole on each rank of the first pipeline stage, and their part in a pass.
 
 Each rank puts the rows that fall into its own slice of the tokens in place of the embeddings of tokens of media, and
 adds DeepStack's after the first layers, so that nothing has to be sent. The rows of a frozen tower are kept by item
@@ -6,7 +6,7 @@ adds DeepStack's after the first layers, so that nothing has to be sent. The row
 
 A tower that is trained runs once for the items of a micro-batch, and has a separate graph, which is cut from the
 decoder's: recomputed layers have several backward passes, and a graph that they shared would be freed by the first of
-these. The decoder's gradients of the tower's output collect in leaves, and go through the tower together, once.
+these. The decoder's gradients of the tower's output accumulate in leaf tensors and pass through the tower once.
 """
 
 import json
@@ -45,7 +45,7 @@ class DeviceMedia:
     """
 
     hashes: tuple[str, ...]
-    """The items, I."""
+    """Hashes of the I items."""
     towers: tuple[str, ...]
     """Tower of each item, by name."""
     inputs: Callable[[int], Tensor]
@@ -138,7 +138,7 @@ def _see(tower: torch.nn.Module, patches: Sequence[Tensor], grids: Sequence[Grid
 def _hear(tower: torch.nn.Module, spectrograms: Sequence[Tensor], grids: Sequence[Grid]) -> list[Tensor]:
     """Return the rows of sounds, one after the other.
 
-    Each runs alone: beside a longer one the tower would hear a sound of less than a second otherwise.
+    Each runs alone, because the tower's output for a sound below a second would depend on longer ones in the batch.
     """
     dtype = next(tower.parameters()).dtype  # to which transformers 5.12 doesn't convert
     lengths = [torch.tensor(grid, device=one.device) for one, grid in zip(spectrograms, grids, strict=True)]

@@ -33,8 +33,8 @@ class ForkedSteps:
     def prepare(self, file: StepFile) -> tuple[StepPlan, dict[str, TrainGroup]]:
         """Return the plan and groups of a step under the fork's settings. All ranks call it together.
 
-        The division into micro-batches stays. What follows from rewards and weights is computed anew: advantages,
-        prepared columns, and what the loss is divided by. A group that the algorithm filters has advantages of 0.
+        The division into micro-batches stays. Values that depend on rewards and weights are computed again: advantages,
+        prepared columns and the loss's divisors. A group that the algorithm filters has advantages of 0.
 
         Raises OfflineError: the fork needs a column that wasn't recorded, or an algorithm fails on a group.
         """

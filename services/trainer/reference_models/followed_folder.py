@@ -1,8 +1,8 @@
 """The trainer's run folder, followed by its ledger: from the start, or for the policy's weights that a reference takes
 over.
 
-Nobody knows which step will train on a group when the group is scored. So every group says what weights it was scored
-with, and the trainer sends it back if a step needs others. All that is left to do here is to have the newest.
+When a group is scored, it isn't known yet which step will train on it. So every group records the weights that it was
+scored with, and the trainer sends it back if its step needs others. This module only has to provide the newest weights.
 """
 
 import logging

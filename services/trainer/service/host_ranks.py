@@ -44,11 +44,11 @@ from relaxd.v1.ranks_pb2_grpc import RanksStub
 from services.trainer.service.rank_processes import MeetingPlace, Rank, RankEvent, RankPool, RankProcess, RankProcesses
 
 BEAT_SECONDS = 1.0
-"""Seconds between two signs of life of both sides."""
+"""Seconds between two heartbeats, in both directions."""
 SILENT_SECONDS = 5.0
 """Seconds of silence after which a side counts as dead."""
 LIFELINE_SECONDS = 10 * 365 * 86400.0
-"""Deadline of the lifeline stream in seconds, beyond its sides' lives. By default it would be minutes."""
+"""Deadline of the lifeline stream, in seconds: longer than either side lives. The default would be minutes."""
 
 
 SUPERSEDED = "ATTEMPT_SUPERSEDED"
@@ -261,7 +261,10 @@ class TrainerHosts:
                 self._peers.avoid(peer, AVOIDED_SECONDS, why=str(refusal))
 
     async def new_attempt(self) -> int:
-        """Number the next start. Raises ChildError; if another trainer has taken over, this process ends as well."""
+        """Assign a new attempt number to the next start of the ranks, and return it.
+
+        Raises ChildError. If another trainer has taken over, it also makes this process give up.
+        """
         try:
             self._attempt = await asyncio.to_thread(self._board.new_attempt, self._process, self._attempt)
         except Fenced as error:

@@ -156,7 +156,7 @@ class TrainerService(ReplicaService):
         return await self.world.drain(seconds) if self.world else 0
 
     async def pause_run(self) -> None:
-        """Keep steps from closing."""
+        """Pause the run: no step closes until it is resumed."""
         if self.world:
             await self.world.set_paused(True)
 

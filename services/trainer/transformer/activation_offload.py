@@ -1,7 +1,7 @@
 """Activations on the host: the layers' saved tensors in pinned memory instead of the GPU's.
 
-The forward pass copies each tensor to the host on a separate stream and goes on. The backward pass fetches tensors a
-little ahead of their use. A bounded pool of pinned memory holds them; what has no room stays on the GPU.
+The forward pass copies each tensor to the host on a separate stream without waiting. The backward pass fetches tensors
+slightly before their use. A bounded pool of pinned memory holds them; tensors that don't fit stay on the GPU.
 """
 
 import logging
@@ -114,7 +114,7 @@ class ActivationOffload:
                 away.copy_in(self._stream)
 
     def give_back(self, blocks: list[Tensor]) -> None:
-        """Take back a tensor's blocks. In the stream, the next copy into them follows those out of them."""
+        """Return a tensor's blocks to the pool. The stream runs the next copy into them after those out of them."""
         self._pool.give(blocks)
 
 

@@ -45,8 +45,7 @@ class ChunkTree:
     parents: Tensor
     """int64 [N]: index of each chunk's parent within the previous level; 0 for roots."""
     ancestors: Tensor
-    """int64 [A, T]: for each token its predecessor, that one's predecessor, and so on; T where a sequence has no
-    more."""
+    """int64 [A, T]: the A tokens before each token in its sequence, nearest first; T before the sequence begins."""
 
 
 def chunk_tree(batch: PackedMicroBatch, ancestors: int, device: torch.device) -> ChunkTree:
@@ -191,5 +190,5 @@ def _in_chunks(x: Tensor, tree: ChunkTree) -> Tensor:
 
 
 def _with_zeros(x: Tensor) -> Tensor:
-    """Add a row of zeros."""
+    """Append a row of zeros, which index T refers to."""
     return torch.cat((x, x.new_zeros(1, *x.shape[1:])))

@@ -23,13 +23,13 @@ from services.trainer.transformer.delta_rule import ChunkTree, causal_convolutio
 class GatedDeltaNet(MegatronModule):
     """Projection, convolution, gated delta rule, gated norm, projection. Tensor-parallel ranks divide the key heads.
 
-    No parameter has the name of one of attention: in checkpoints those of all layers with one name have one shape.
+    Parameter names differ from attention's, because checkpoints require one shape per name over all layers.
 
     Attributes:
-        linear_in: the projection to q, k, v v ..., z z ..., b b ..., a a ... of each key head: values, gates, strengths
-            and decays are several for each.
-        convolution: [channels, tokens], of each key head's q, k, v v ...
-        A_log, dt_bias: [value heads], of the decays.
+        linear_in: the projection to q, k, v v ..., z z ..., b b ..., a a ... for each key head, which has several
+            values (v), gates (z), strengths (b) and decays (a).
+        convolution: [channels, tokens], over each key head's q, k, v v ...
+        A_log, dt_bias: [value heads], parameters of the decays.
         norm: [value size].
     """
 
@@ -63,14 +63,14 @@ class GatedDeltaNet(MegatronModule):
         return parameter
 
     def forward(self, x: Tensor, tree: ChunkTree) -> Tensor:
-        """Run the layer. What is between the projections is computed again in the backward pass, as it is large.
+        """Run the layer. The backward pass recomputes the large values between the projections instead of keeping them.
 
         Args:
             x: [T, 1, hidden] (T over the tensor-parallel ranks under sequence parallelism).
             tree: the sequences' chunks.
 
         Returns:
-            Like x.
+            Shaped like x.
         """
         projected, _ = self.linear_in(x)
         projected = projected.view(projected.shape[0], self.key_heads, -1)

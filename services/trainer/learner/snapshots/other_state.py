@@ -1,4 +1,4 @@
-"""State of a rank that is no tensor of the model: of Megatron's distributed optimizers, and of random generators.
+"""State of a rank besides the model's tensors: Megatron's distributed optimizers and random generators.
 
 Loading Megatron's distributed optimizer over torch's AdamW, without Transformer Engine or apex, has two pitfalls,
 handled by `fill` and `_separate_steps`.
@@ -34,8 +34,8 @@ def single_optimizers(optimizer: MegatronOptimizer) -> list[Any]:
 def fill(optimizer: MegatronOptimizer) -> None:
     """Create the state that AdamW creates at its first step, for every parameter.
 
-    Pitfall 1: Megatron takes the optimizer's step from the existing state, which is empty before the first step. To
-    load, it would make an offloaded optimizer's state by a step with random gradients.
+    Pitfall 1: Megatron reads the optimizer's step number from the existing state, which is empty before the first step.
+    To load an offloaded optimizer, it would create the state with a step on random gradients.
     """
     for one in single_optimizers(optimizer):
         if isinstance(one.optimizer, HybridDeviceOptimizer):  # offloaded: one optimizer per parameter

@@ -2,9 +2,9 @@
 
     rank-00003-0.safetensors rank-00003-1.safetensors ...     RANK-NUMBER, of equal size
 
-A file is a stretch of the host's memory behind a header, so that writing and hashing it need no copy and no lock.
-This stretch is aligned in memory and in the file, so that the disk takes it straight from there (O_DIRECT): the page
-cache would cost a copy, and new memory of the system for each page.
+A file is a header followed by a contiguous range of host memory, so writing and hashing need no copy and no lock. The
+range is aligned in memory and in the file, so the disk reads it directly (O_DIRECT): the page cache would cost a copy
+and additional memory for each page.
 """
 
 import errno
@@ -104,7 +104,7 @@ class PartFiles:
 def divided(stored: list[Stored], files: int) -> list[list[Stored]]:
     """Divide pieces among files of equal size, cutting those at the borders.
 
-    Pieces with large elements come first in a file, so that all are aligned: safetensors has no holes.
+    Pieces with large elements come first in a file, so that all are aligned, because safetensors allows no gaps.
     """
     share = -(-sum(one.tensor.nbytes for one in stored) // files)
     found: list[list[Stored]] = [[]]
@@ -214,7 +214,7 @@ def _write(file: FileIO, content: memoryview, direct: int) -> int:
 
 
 STAGING_BYTES = 32 << 20
-"""Bytes in the host's memory at a time, for each file that is being read."""
+"""Approximate size of the read buffer in host memory, in bytes, for each file being read."""
 TYPES = {name: dtype for dtype, name in DTYPES.items()}
 
 

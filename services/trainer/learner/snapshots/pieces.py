@@ -1,8 +1,8 @@
 """Pieces of a rank's state in a checkpoint: for each piece its whole tensor and its elements in it, under any layout.
 
 Megatron's distributed optimizer divides main weights and moments among the data-parallel (and context-parallel) ranks.
-A rank saves what it holds of them. The weights of a trained model aren't saved besides, because they are the main
-weights, rounded. What isn't trained is the same on all data-parallel ranks, and each one saves its share.
+A rank saves what it holds of them. The weights of a trained model aren't saved separately, because they are the rounded
+main weights. Tensors that aren't trained are equal on all data-parallel ranks, and each rank saves its share.
 
 A whole tensor is divided into boxes, one for each tensor-parallel, pipeline and expert rank. Data-parallel ranks divide
 a box further, into ranges of its elements in row-major order.

@@ -4,8 +4,8 @@
     rank-00000-0.safetensors ...           each rank's part: see `part_files`
 
 A checkpoint holds the float32 main weights, the moments and step of the optimizer, the learning-rate schedule, the same
-of a critic, the number of updates, and each rank's random generators. Of frozen models it holds those that have taken
-over the model's weights. Each rank copies, writes, hashes and reads only what it has itself.
+of a critic, the number of updates, and each rank's random generators. It includes only those frozen models that have
+adopted the policy's weights. Each rank copies, writes, hashes and reads only what it has itself.
 """
 
 import hashlib

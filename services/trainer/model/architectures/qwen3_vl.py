@@ -40,7 +40,7 @@ def multimodal(config: Config, text: Config, **switches: Any) -> Architecture:
 
 
 def as_in(config: Config, text: Config) -> Config:
-    """Return the configuration of a decoder within that of its model, by which transformers ties embeddings."""
+    """Return a decoder's configuration with the model's tie_word_embeddings, as transformers reads it."""
     return {**text, "model_type": config["model_type"], "tie_word_embeddings": config.get("tie_word_embeddings", False)}
 
 

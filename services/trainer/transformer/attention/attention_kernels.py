@@ -143,7 +143,7 @@ def varlen_attention(
 ) -> Tensor:
     """Causal attention within each sequence by torch's variable-length kernel.
 
-    Where a sequence has more keys than queries, its last query is that of its last key.
+    If a sequence has more keys than queries, the queries belong to its last keys.
 
     Args:
         query: bfloat16 [queries, heads, size].
@@ -168,7 +168,10 @@ def varlen_attention(
 def slice_by_varlen(
     query: Tensor, key: Tensor, value: Tensor, own: QuerySlice, scale: float, window: int | None
 ) -> Tensor:
-    """Compute `varlen_attention` of a slice's queries, with the keys in their slots."""
+    """Return the attention of a query slice, computed by `varlen_attention` with one sequence for each piece.
+
+    `key` and `value` are in the order of the slice's slots.
+    """
     longest = max(queries for queries, _ in own.lengths), max(keys for _, keys in own.lengths)
     return varlen_attention(query, key, value, (own.cu_queries, own.cu_keys), longest, scale=scale, window=window)
 

@@ -1,9 +1,9 @@
 """Context parallelism: each rank has a slice of the micro-batch's tokens, whatever sequences they belong to.
 
 As in DeepSpeed-Ulysses (arXiv 2309.14509), ranks exchange tokens for heads before attention, and back after it. Each
-then has all tokens of some query heads; ranks that have heads of the same key-value head each get a copy of it. Where
-heads don't divide among all ranks, only neighbours exchange them. Each such group then has some tokens of all its
-heads, and attends from these, with keys and values gathered from all groups.
+then has all tokens of some query heads; ranks that have heads of the same key-value head each get a copy of it. If
+heads don't divide evenly among all ranks, only groups of neighbours exchange them. Each group then has the queries of
+some tokens with all heads, and gathers keys and values from all groups.
 """
 
 from dataclasses import dataclass

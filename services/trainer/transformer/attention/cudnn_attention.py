@@ -1,8 +1,8 @@
 """Causal attention by cuDNN on packed sequences of any lengths, through NVIDIA's Python frontend.
 
 One call computes many sequences: cuDNN reads their offsets and lengths on the device. Building a plan is slow and each
-shape of call needs one, so counts are rounded up to few sizes by adding empty sequences. Import only on a machine with
-a GPU; `attention_kernels` finds out whether it works there.
+shape of call needs one, so counts are rounded up to a few sizes by adding empty sequences. Import only on a machine
+with a GPU; `attention_kernels` finds out whether it works there.
 """
 
 import math

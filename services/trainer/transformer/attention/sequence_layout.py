@@ -171,8 +171,9 @@ MIN_SEQUENCES = 8
 MIN_LENGTH = 128
 """Number of tokens up to which cuDNN takes the same time for all sequences."""
 MIN_SAVING: dict[AttentionKernel, float] = {"cudnn": 3.0, "varlen": 1.25, "blocks": 1.25}
-"""Attention takes the queries of shared prompts once if copies for each sample would be this many times as much work.
-On GPUs torch's kernel does it, which in a probe reached 247 to 330 TFLOP/s, and cuDNN's 577 to 597."""
+"""Minimum ratio of attention's work with a copy of the prompt for each sample to its work with the queries of shared
+prompts computed once; above it, they are computed once. On GPUs torch's kernel does that, which reached 247 to 330
+TFLOP/s in a probe, cuDNN's 577 to 597."""
 
 
 @dataclass(frozen=True)

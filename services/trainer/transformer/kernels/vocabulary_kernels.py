@@ -91,7 +91,10 @@ def vocabulary_gradient_(
     grad_logprobs: Tensor,
     grad_entropies: Tensor | None,
 ) -> Tensor:
-    """Replace logits [n, size] by their gradient, given those of log-probs and entropies [n], and return them."""
+    """Overwrite logits [n, size] with their gradient and return them.
+
+    `grad_logprobs` and `grad_entropies`, [n], are the gradients of the tokens' log-probs and of the entropies.
+    """
     count, size = logits.shape
     if count:
         _vocabulary_gradient[(count, triton.cdiv(size, BLOCK))](
