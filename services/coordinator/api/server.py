@@ -50,7 +50,7 @@ from services.coordinator.state.store import read_board
 MAX_REASON_BYTES = 2000
 MAX_PAGE = 1000
 SAMPLE = re.compile(r"[^/\n]+/[0-9]{1,18}-[0-9]{1,18}", re.ASCII)
-"""A run's id and the key of a sample on its board."""
+"""Name of a sample: the run's id, a slash and the sample's key on the board."""
 DRAIN_SECONDS = 25.0
 """Deadline of a drain, in seconds, if the caller's is later or missing."""
 

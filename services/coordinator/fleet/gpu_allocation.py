@@ -71,9 +71,9 @@ def seen_by(
 
 
 def _excluding_parts(role: str, parts: Mapping[str, str], share: float) -> dict[str, str]:
-    """Return, by UUID, the holders of shares (by record) that leave a replica of a role no share of this size.
+    """Return, by UUID, the holders of shares that exclude a replica of a role that wants a share of this size.
 
-    Of several on a GPU all are named, in the words of the message of `choose`.
+    Several holders of one GPU are joined into one text that fits the message of `choose`.
     """
     by_gpu: dict[str, list[str]] = {}
     for record in parts:
@@ -88,7 +88,7 @@ def _excluding_parts(role: str, parts: Mapping[str, str], share: float) -> dict[
 
 
 def _seen_whole(role: str, holders: Mapping[str, str], *, shared: bool) -> tuple[dict[str, str], set[str]]:
-    """`seen_by` for a whole GPU and other holders of whole GPUs."""
+    """Return the result of `seen_by` for a replica that wants whole GPUs, considering only holders of whole GPUs."""
     own = {uuid_of(record): holder for record, holder in holders.items() if record.endswith(OWN)}
     engines = {uuid_of(record): holder for record, holder in holders.items() if record.endswith(SHARED)}
     others = {record: holder for record, holder in holders.items() if not record.endswith((OWN, SHARED))}
@@ -136,16 +136,16 @@ def _gpus(count: int) -> str:
 
 
 class GpuHolders:
-    """Holders by record, which is a GPU's UUID with a suffix of `gpu_choice`, and records by holder.
+    """Index of GPU leases: holders by record (a GPU's UUID and a suffix for the kind of lease), and the reverse.
 
-    Every question takes as long as its answer is, however many GPUs the fleet has.
+    A lookup takes time in proportion to its result, not to the number of GPUs in the fleet.
     """
 
     def __init__(self, holders: Mapping[str, str]) -> None:
         """`holders`: replica ids by record."""
         self._holders: dict[str, str] = {}
         self._records: dict[str, dict[str, None]] = {}
-        """Records of each holder, in the order in which it got them."""
+        """Records of each holder, oldest lease first."""
         self._of_gpu: dict[str, dict[str, None]] = {}
         """Records by UUID."""
         for record, replica_id in holders.items():

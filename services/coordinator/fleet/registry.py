@@ -200,7 +200,7 @@ class Registry:
     def replaced_by(self, registration: Registration) -> list[Replica]:
         """Return the replicas that a registration replaces: those with its id, and those of its instance.
 
-        An instance has one process at a time: when it registers anew, the earlier one is gone.
+        An instance has one process at a time: when a new one registers, the earlier one has ended.
         """
         replica_id, instance = registration.replica_id, registration.instance
         return [

@@ -118,7 +118,7 @@ class HealthManager:
     def __init__(
         self, run: PausableRun, context: RunContext, sync: WeightSync, handoff: GpuHandoff | None = None
     ) -> None:
-        """`handoff` is that of a colocated run."""
+        """`handoff`: the GPU handoff of a colocated run; None in other runs."""
         self._run = run
         self._context = context
         self._restarter = Restarter(context.peers, context.launcher)
@@ -238,7 +238,7 @@ class HealthManager:
             self._unknown.add(order.instance)
 
     async def _follow_rebuilds(self, draft: HealthUpdate) -> None:
-        """Pause the run while a role is rebuilt, then resume it, even from an earlier coordinator's pause."""
+        """Pause the run while a role is rebuilt, then resume it, even if an earlier coordinator paused it."""
         paused = self._run.record.paused
         rebuilding = [role for role in draft.roles.values() if role.state == Health.REBUILDING]
         began = {event.role for event in draft.new_events if event.state == Health.REBUILDING}

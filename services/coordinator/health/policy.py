@@ -150,7 +150,7 @@ IGNORED_RESTART_SECONDS = 10.0
 
 @dataclass(frozen=True)
 class RoleSigns:
-    """The state of the run."""
+    """Missing roles and progress of the run, from which the health of whole roles is judged."""
 
     missing: Collection[str]
     """Names of the roles without a working replica."""

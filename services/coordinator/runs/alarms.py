@@ -222,7 +222,7 @@ class RunAlarms:
         return alarms
 
     def look(self) -> None:
-        """Look at the wait, the disk, the health, engines' weights and the messages of users' code."""
+        """Update the alarms from the run's wait, disk, health, engines' weights and messages of users' code."""
         problems = wait_problem(self._held_up(), self._clock(), self._config.alerts.wait_seconds)
         problems |= self._disk | health_problems(self._health()) | weight_problems(self._wrong_weights())
         problems |= user_problems(self._user_messages())

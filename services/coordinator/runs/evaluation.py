@@ -96,9 +96,9 @@ class Evaluator:
     async def evaluate(self, version: Version, keep: KeepLines, *, beside_training: bool = False) -> Evaluated:
         """Evaluate a version on all sets.
 
-        With `beside_training` also on engines that serve a later one, with a share of their samples. Gives the texts of
-        the first eval.kept_prompts prompts of each set, and the numbers of all, to `keep` and drops them: what stays in
-        memory are numbers, and the texts of the prompts in progress. Raises EvaluationFailed.
+        With `beside_training` also on engines that serve a later one, with a share of their samples. Passes the texts
+        of the first eval.kept_prompts prompts of each set, and the numbers of all, to `keep`. Only numbers and the
+        texts of prompts in progress stay in memory. Raises EvaluationFailed.
         """
         questions = [
             _Question(one, index)
@@ -133,10 +133,10 @@ class Evaluator:
 class _Evaluation:
     """One evaluation.
 
-    An engine gets at most rollout.max_running_samples answers at once, beside training a share of them, but at least
+    An engine gets at most rollout.max_running_samples answers at once, or a share of them beside training, but at least
     one prompt. An answer may take any time while its engine makes progress: eval.stall_seconds limits only the time
-    without. In a run with an environment the answers are conversations, which agent replicas hold, each at most
-    agent.max_sessions at once.
+    without progress. In a run with an environment the answers are conversations, which agent replicas hold, each at
+    most agent.max_sessions at once.
     """
 
     def __init__(

@@ -31,9 +31,9 @@ Check = Callable[[], None]
 class AppendedFile:
     """Appends to a file that stays open. A coordinator that takes the file over puts a copy in its place.
 
-    Whoever takes the file over puts a copy in its place. A coordinator that was replaced, but doesn't know it yet, goes
-    on to append to the file that it has open, which nobody reads any more: no lock is needed, and one that is stopped
-    holds nobody up.
+    Whoever takes the file over puts a copy in its place. A replaced coordinator that doesn't know it yet keeps
+    appending to its open file, which nobody reads any more. So no lock is needed, and a stopped coordinator blocks
+    nobody.
     """
 
     def __init__(self, path: Path) -> None:
@@ -95,8 +95,8 @@ Identity = tuple[int, int, float]
 class LedgerFile(AppendedFile):
     """Keeps ledger.jsonl equal to the board's ledger.
 
-    Redis may lose its newest writes, and a step be committed again with other groups. So each look at the ledger begins
-    with the last step that the file has, and lines that the ledger doesn't have are replaced.
+    Redis may lose its newest writes, and a step may then be committed again with other groups. So each read of the
+    ledger begins with the file's last step, and lines that aren't in the ledger are replaced.
     """
 
     def __init__(self, path: Path) -> None:

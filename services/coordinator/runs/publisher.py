@@ -182,7 +182,7 @@ class Publisher:
         return visits
 
     async def _report_gate(self, room: int, limit: str, detail: str) -> None:
-        """Set `gate`, and drop surplus groups if Redis stays full."""
+        """Update `gate`, the reason why publishing waits; drop surplus groups if Redis stays full."""
         closed = room <= 0 and limit not in ("closed", "complete")
         if closed and limit in ("memory", "full") and limit != self.gate[0]:
             logger.info("run %s: publishing waits: %s", self._context.run_id, detail)
@@ -237,9 +237,9 @@ class Publisher:
         )
 
     def _most_bytes(self) -> int:
-        """Return the maximum bytes of any group, with media as large as the largest so far, or before as tokens allow.
+        """Return the maximum bytes of a group. Media count as the largest so far, or at first as much as tokens allow.
 
-        A larger one could be refused by the board after `admission` allowed it.
+        The board could refuse a larger group although `admission` allowed it.
         """
         config, media = self._context.config, self._largest_media
         if media is None:

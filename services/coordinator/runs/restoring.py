@@ -58,9 +58,9 @@ class Restored:
 def read_run(folder_name: str, steps: int = 0, *, new_data: bool = False) -> Restored:
     """Read a run's folder. Slow: call it from a thread.
 
-    A pause ends. `steps` is a new number of the run's steps, with which an ended run goes on; 0 leaves it as it is. A
-    run that failed because of its data goes on without. With `new_data` the prompts may be other ones than before: the
-    run goes on with the first of the next epoch.
+    A pause ends. `steps` is a new number of steps, with which an ended run continues; 0 keeps the number. A run that
+    failed because of its data continues without a new number. With `new_data` the prompts may differ from before: the
+    run continues with the first prompt of the next epoch.
 
     Raises InvalidArgument: it isn't a run's folder, or it has done `steps`; FailedPrecondition: the run has ended, or
     a file is damaged.

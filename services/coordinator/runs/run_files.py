@@ -287,7 +287,7 @@ class FolderHeld(Exception):
 def held_folder(folder: Path, stack: str, *, beside: Collection[str] = ()) -> Iterator[None]:
     """Hold a run's folder for a stack: its file STACK has the stack's identity, and is locked inside the context.
 
-    Without locks, as on some file systems, it goes on without. Slow if another holds it: call it from a thread.
+    On file systems without locks it continues without one. Slow if another holds it: call it from a thread.
 
     Args:
         folder: the run's folder.

@@ -87,7 +87,7 @@ class RunManager:
 
     @outlives_caller("the start of a run")
     async def start(self, run_id: str, config_toml: str, request_id: str = "") -> RunRecord:
-        """Check the configuration and start a run, even if the caller is gone by then.
+        """Check the configuration and start a run, even if the caller disconnects meanwhile.
 
         A request id that is known returns the run that it started. Raises InvalidArgument, AlreadyExists,
         FailedPrecondition.
@@ -126,7 +126,7 @@ class RunManager:
     async def restore(self, folder: str, steps: int = 0, *, new_data: bool = False) -> ActiveRun:
         """Restore a run that Redis lost from its folder, and resume it; with `steps`, extend one that has ended.
 
-        It is done also if the caller is gone meanwhile. With `new_data` its prompts may be other ones than before.
+        It completes even if the caller disconnects. With `new_data` its prompts may differ from before.
 
         Raises InvalidArgument, AlreadyExists, FailedPrecondition; ResourceExhausted: the folder is not writable, and
         the run stays as it is.
@@ -226,7 +226,7 @@ class RunManager:
 
     @outlives_caller("the deletion of a run")
     async def delete(self, run_id: str) -> None:
-        """Delete an ended run from Redis, also if the caller is gone meanwhile; its folder stays.
+        """Delete an ended run from Redis, even if the caller disconnects meanwhile; its folder stays.
 
         Raises NotFound, FailedPrecondition; Unavailable: a Redis is away, and the rest is deleted later.
         """
@@ -294,8 +294,8 @@ class RunManager:
     async def _create(self, record: RunRecord) -> None:
         """Record a run as the active one, as soon as Redis answers; nothing may fail between this and `_launch`.
 
-        An attempt whose answer was lost may have made the run active, which nobody would drive then: so it is repeated.
-        Raises AlreadyExists, FailedPrecondition; Unavailable: Redis is full, or a newer coordinator has taken over.
+        An attempt whose answer was lost may have made the run active without a driver, so attempts are repeated. Raises
+        AlreadyExists, FailedPrecondition; Unavailable: Redis is full, or a newer coordinator has taken over.
         """
         try:
             await RedisRetry(f"run {record.run_id}").call(self._store.create_run, record)

@@ -100,7 +100,7 @@ class Usage:
         self._seen = seen
 
     def take(self, replicas: Sequence[Replica]) -> StepUsage:
-        """Return the shares since the last call."""
+        """Return the shares of busy, paused and idle time since the last call."""
         self.sample(replicas)
         now = self._clock()
         shares: dict[str, dict[str, float]] = {"busy": {}, "paused": {}, "idle": {}}

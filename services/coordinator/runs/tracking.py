@@ -38,9 +38,9 @@ KILL_SECONDS = 5.0
 SECRETS = ("RELAXD_", "REDIS_URL")
 """Prefixes of environment variables that are kept from trackers, because they configure services."""
 PROCESS = (pb.ALARM_KIND_TRACKER, "their process")
-"""Kind and name of a problem of the process itself, beside those of trackers."""
+"""Kind and name of a problem of the trackers' process itself."""
 MAX_UNREAD_BYTES = 1 << 20
-"""Maximum unread bytes of statuses, above which the process gets no more until it reads."""
+"""Maximum bytes of statuses that the process hasn't read; above it, no more are sent until it reads."""
 
 _BOOTSTRAP = f"""
 import importlib.util, runpy, sys

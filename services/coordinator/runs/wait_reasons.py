@@ -212,7 +212,7 @@ def _media(run: RunSnapshot) -> Reason | None:
 
 
 def _stopping(run: RunSnapshot) -> Reason | None:
-    """The run is ending, with work left."""
+    """The run is stopping, but still has work to finish."""
     if not run.stopping:
         return None
     wait = run.waits[0] if run.waits else None

@@ -27,9 +27,9 @@ CLOCKS_DIFFER_SECONDS = 600.0
 """Seconds in the future from which a step's end proves that the clock was set back: Redis's clock is no further
 ahead."""
 USUAL_STEPS = 20
-"""Number of steps from which the usual duration of a step is known."""
+"""Number of recent steps whose durations give the usual duration of a step."""
 ESTIMATE_STEPS = 3
-"""Number of steps from which the remaining time is shown: the first step is slow, and two have no median."""
+"""Minimum number of steps before the remaining time is shown: the first step is slow, and two have no median."""
 
 
 class WaitWatcher:

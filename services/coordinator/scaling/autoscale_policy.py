@@ -1,8 +1,8 @@
 """The autoscaler's policy: how many rollout replicas a run needs, from samples of the last seconds. Pure.
 
-The trainer's idle share says how much is missing: with n replicas and an idle share s, n / (1 - s) would keep it busy.
-Each rule is a table of conditions on means over its window, all of which must hold; so a decision has its reasons, and
-so has one not to act.
+The trainer's idle share tells how many replicas are missing: with n replicas and an idle share s, n / (1 - s) would
+keep it busy. Each rule is a table of conditions on means over its window, all of which must hold. So every decision can
+be explained, including a decision not to act.
 """
 
 from collections import deque
@@ -20,13 +20,14 @@ below BUSY_AHEAD where engines are so far ahead that the gate is shut."""
 MOST_AT_ONCE = 4
 """Maximum number of replicas to add at once."""
 WORTH = 0.5
-"""Minimum share of the expected gain in tokens per second for which added replicas, if they stay busy, are worth it."""
+"""Minimum share of the expected gain in tokens per second that added replicas must bring to be worth it. Counts only
+while the engines stay busy."""
 NOT_WORTH_SECONDS = 600.0
-"""Seconds without further additions after replicas that were not worth it."""
+"""Seconds for which no replicas are added after an addition that was not worth it."""
 GAP_SECONDS = 10.0
 """Maximum seconds between two samples of one window; after a longer gap the window restarts."""
 FULL = ("memory", "full", "complete", "closed")
-"""Limits of the gate (`relaxd.board.Admission.limit`) at which more engines are of no use."""
+"""Limits of the gate (`relaxd.board.Admission.limit`) at which more engines don't help."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +77,7 @@ class Verdict:
     """Answer of the policy at one moment."""
 
     wanted: int
-    """Replicas that there should be."""
+    """Desired number of replicas."""
     reason: str
     """Reason for more or fewer replicas, or for no change, for people."""
     conditions: tuple[Condition, ...] = ()

@@ -49,11 +49,11 @@ class Autoscaler:
     def __init__(
         self, runs: RunManager, scaler: Scaler, clock: Callable[[], float] = time.monotonic, *, by_keda: bool = False
     ) -> None:
-        """`by_keda`: KEDA asks for the number and applies it itself; there are no scale requests."""
+        """`by_keda`: KEDA polls the desired number and scales the replicas itself; no scale requests are made."""
         self._runs = runs
         self._by_keda = by_keda
         self._target: int | None = None
-        """The last number that was decided for KEDA."""
+        """Number of replicas last decided for KEDA."""
         self._scaler = scaler
         self._clock = clock
         self._run: ActiveRun | None = None

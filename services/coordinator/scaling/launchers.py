@@ -31,7 +31,7 @@ LAUNCH_SECONDS = 60.0
 JOIN_SECONDS = 10.0
 DRAIN_MARGIN_SECONDS = 2.0
 ENDING_SECONDS = 5.0
-"""Time to remove a replica, beyond its grace period."""
+"""Maximum time to remove a replica after its grace period, in seconds."""
 LISTED_SECONDS = 0.9
 """Seconds for which a listing of the launcher's instances is used. They are fewer than those between a launch and its
 first check, so that a listing always begins after the launch."""

@@ -264,8 +264,9 @@ class HealthRecord(Record):
     def with_reset_timers(self, now: float) -> "HealthRecord":
         """Return a copy with all timers restarted at `now`, after a time without a coordinator or without Redis.
 
-        Tries begin anew, too: a process may have ended because of that time. Times after `now` are an earlier
-        coordinator's, before the clock was set back: restarts there no longer count, and waits from there begin now.
+        Tries are reset, too, because a process may have ended during that time. Times after `now` come from an earlier
+        coordinator, before the clock was set back: restarts at such times no longer count, and waits since such times
+        begin now.
         """
         replicas = {
             key: one.model_copy(

@@ -399,7 +399,7 @@ class RunBoard(AsyncBoard):
 
 
 class RunBoards:
-    """Connected boards of the active run and of the runs that were asked for last. Lives in the event loop."""
+    """Connected boards of the active run and of the most recently requested runs. Lives in the event loop."""
 
     def __init__(self, redis_url: str) -> None:
         self._redis_url = redis_url

@@ -68,24 +68,24 @@ class Situation:
     trainer_awake: bool
     """True if the trainer holds device memory."""
     engines_waiting: bool = False
-    """Some replicas without engines wait for the GPU."""
+    """True if any replica without an engine waits for the GPU."""
     engines_starting: bool = False
-    """Some have the GPU and no engine yet."""
+    """True if any replica has the GPU but no engine yet."""
     engines_awake: bool = False
-    """Some hold device memory."""
+    """True if any engine holds device memory."""
     engines_able: bool = False
-    """Some engines, asleep or not, can receive weights."""
+    """True if any engine, awake or asleep, can receive weights."""
     engines_serving: bool = False
-    """Some serve the announced version."""
+    """True if any engine serves the announced version."""
     generating: bool = False
-    """The engines must finish their work: groups of the next step, or an evaluation."""
+    """True while the engines have work to finish: groups of the next step, or an evaluation."""
     due: bool = False
-    """The trainer has work: all groups of the next step are ready, or a checkpoint or export is requested."""
+    """True if the trainer has work: all groups of the next step are ready, or a checkpoint or export is requested."""
     judges_asleep: bool = False
-    """True if some judges that take turns sleep and aren't given up. Judges that are awake, or without a model, count
-    as engines above."""
+    """True if any judge that takes turns is asleep and not given up. Judges that are awake or have no model count as
+    engines in the fields above."""
     announced: bool = False
-    """This trainer announced the newest step's version."""
+    """True if this trainer has announced the newest step's version."""
 
 
 def next_move(now: Situation) -> HandoffMove:
@@ -124,11 +124,11 @@ class HandoffFailure:
     """Error of the last call."""
     began: float
     ended: float
-    """Times of the first call's beginning and the last one's end, by the clock."""
+    """Clock times at which the first call began and the last one ended."""
 
     @property
     def seconds(self) -> float:
-        """Seconds of known failure, without those in which nothing was requested."""
+        """Seconds between the first failed call's start and the last failed call's end."""
         return self.ended - self.began
 
     def __str__(self) -> str:
@@ -158,7 +158,10 @@ class HandoffFailures:
         return self._failures.get(replica_id)
 
     def given_up(self, replica_id: str) -> bool:
-        """Return whether a process has failed for longer than allowed: its health then restarts it, and turns go on."""
+        """Return whether a process has failed for longer than allowed.
+
+        Health management then restarts it, and turns don't wait for it.
+        """
         failure = self._failures.get(replica_id)
         return failure is not None and failure.seconds > self._limit_seconds
 
@@ -447,7 +450,7 @@ class GpuHandoff:
         return stubs[replica.registration.role](replica.registration.address)
 
     def _record_memory(self, who: str, answers: Sequence[Any]) -> None:
-        """Note the device memory that answers to Sleep report, before and after, for the next step's metrics."""
+        """Record the device memory before and after, as reported in answers to Sleep, for the next step's metrics."""
         self._metrics[f"{who}_awake_bytes"] = float(sum(answer.memory.before_bytes for answer in answers))
         self._metrics[f"{who}_asleep_bytes"] = float(sum(answer.memory.after_bytes for answer in answers))
 

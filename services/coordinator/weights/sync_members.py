@@ -20,9 +20,9 @@ MOST_SHARE = 4.0
 class JoinBatcher:
     """Lets engines that arrive one after the other join the weight group together.
 
-    Each change of the membership connects every member anew: five hundred engines that come within a minute would
-    connect hundreds of groups of hundreds of members. They wait in proportion to what connecting takes, so that an
-    engine that joins a small fleet hardly waits. Where the group must be connected anyway, all join at once.
+    Every change of membership reconnects all members, so 500 engines arriving within a minute could cause hundreds of
+    reconnections. New engines therefore wait, in proportion to the time that connecting takes; in a small fleet they
+    hardly wait. If the group must be reconnected anyway, all of them join at once.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -30,7 +30,7 @@ class JoinBatcher:
         self._seen: dict[Member, float] = {}
         """Time at which each engine was first seen."""
         self.connect_seconds = 0.0
-        """Seconds that connecting the last group took."""
+        """Seconds that it took to connect the last group."""
         self.due_seconds = float("inf")
         """Seconds until the engines that `admit` left out may join."""
 
@@ -64,7 +64,8 @@ class ExcludedEngines:
         self._blame: dict[Member, tuple[int, float]] = {}
         """Consecutive failures of each engine, and the monotonic time until which it is excluded."""
         self.refusals: Counter[Member] = Counter()
-        """Failures since the last success with an error answer and no dead or late member. They exclude nobody."""
+        """Failures since the last success in which the engine answered with an error, and no member was dead or late.
+        They exclude no engine."""
 
     def members(self) -> list[Member]:
         """Return the engines that are excluded now."""
@@ -92,10 +93,10 @@ class ExcludedEngines:
 def is_due(announced: Version, served: Sequence[Version | None], *, interval: int, last: int) -> bool:
     """Return whether the engines should get the announced weights now.
 
-    They are after every `interval` versions, counted from the oldest one that an engine serves, as the gate counts.
-    They are at once when an engine serves none of this term: it has joined, was quarantined, or the trainer is another.
-    The gate lets prompts in for max_staleness + 1 >= interval steps after that oldest version, so that the steps up to
-    the next synchronisation can always be filled.
+    They should after every `interval` versions, counted like the gate from the oldest version that an engine serves;
+    and at once when an engine serves no version of this term, because it has joined, was quarantined, or another
+    trainer has taken over. The gate lets prompts in for max_staleness + 1 >= interval steps after that oldest version,
+    so that the steps up to the next synchronisation can always be filled.
 
     Args:
         announced: the trainer's newest weights.

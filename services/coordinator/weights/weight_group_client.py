@@ -51,11 +51,10 @@ TO_BLAME = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
 class SyncFailed(Exception):
     """A weight synchronisation failed.
 
-    `blamed`: members that are dead, late, or hold other weights than were sent; `wrong`: only the last kind, with what
-    differs.
-    `refused`: members that answered with an error, possibly caused by another member. `unfit`: the error of each member
-    that answered with INVALID_ARGUMENT, as its next process would. `silent`: members without an answer in time.
-    `changed`: the trainer has newer weights, or is making them.
+    `blamed`: members that are dead, late, or hold other weights than were sent; `wrong`: the latter, with the
+    differences. `refused`: members that answered with an error, possibly caused by another member. `unfit`: the error
+    of each member that answered with INVALID_ARGUMENT, as its next process would. `silent`: members without an answer
+    in time. `changed`: the trainer has newer weights, or is making them.
     """
 
     def __init__(

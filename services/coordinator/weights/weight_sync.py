@@ -1,4 +1,4 @@
-"""Weight synchronisation from the trainer to the engines: one at a time, and none can hang.
+"""Weight synchronisation from the trainer to the engines: one at a time, each with deadlines.
 
 If the membership changed, the members leave the old weight group and connect a new one while the engines keep
 generating. Then the trainer broadcasts, while each engine pauses, receives and resumes. When a member dies or is late,
@@ -29,8 +29,8 @@ from services.coordinator.weights.weight_group_client import SyncFailed, WeightG
 logger = logging.getLogger(__name__)
 
 OTHERS_SECONDS = 0.003
-"""Seconds by which others hear later of a new version, so that a synchronisation can send its calls before they start
-work."""
+"""Delay, in seconds, before other waiters are notified of a new version, so that a synchronisation can send its calls
+before they start work."""
 IDLE_SECONDS = 0.5
 BACKOFF = Backoff(first_seconds=0.1, max_seconds=2.0)
 QUIET_FAILURES = 4
@@ -45,7 +45,7 @@ class WeightSync:
         self._fleet = context.fleet
         self._registry = context.registry
         self._news = context.registry.changed.follow()
-        """Signals changes that may require a synchronisation, and a new version at once."""
+        """Wakes `run_forever`: shortly after a change in the registry, and at once for a new version."""
         self._client = WeightGroupClient(context.registry, context.peers, context.config.weights)
         self._saving = asyncio.Lock()
         self._recorded_ahead = False
@@ -69,7 +69,7 @@ class WeightSync:
         """Unix time at which the current synchronisation began, or the first of those that failed since the last
         success; None if no synchronisation is needed."""
         self._failures_in_a_row = 0
-        """Failed attempts in a row for which no engine was to blame."""
+        """Number of consecutive failed attempts for which no engine was to blame."""
         self.totals: dict[str, float] = {}
         """Seconds and bytes of all synchronisations so far, by metric; `sync_seconds` has those of failed ones, too."""
 
@@ -347,9 +347,9 @@ class WeightSync:
         await self._save(running=False, group=None)
 
     def next_id(self) -> int:
-        """Return the next id: Unix milliseconds, so that ids ascend for the members even if Redis lost the last one.
+        """Return the next id: Unix milliseconds, so that ids keep ascending even if Redis lost the last one.
 
-        They also ascend if the system's clock is set back, in this term; the members don't compare those of two terms.
+        Within a term they also ascend if the system's clock is set back. Members don't compare ids of different terms.
         """
         return max(self.record.last_sync_id + 1, int(steady_time() * 1000))
 
