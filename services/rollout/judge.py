@@ -27,7 +27,7 @@ from services.rollout.service.child_engine import ALL_MEMORY, ChildEngine
 from services.rollout.service.replica_engine import FrozenEngine
 
 IDLE_LOOK_SECONDS = 0.1
-"""Seconds between two checks of a drain for open questions."""
+"""Seconds between two checks, during a drain, whether questions are still open."""
 
 logger = logging.getLogger(__name__)
 
@@ -122,13 +122,16 @@ class JudgeService(ReplicaService):
         await self._engine.stop()
 
     async def pause_run(self) -> None:
-        """Keep answering: rewards in progress still ask."""
+        """Do nothing: rewards in progress still need answers."""
 
     async def resume_run(self) -> None:
         """Do nothing: a paused judge keeps answering."""
 
     async def drain(self, seconds: float) -> int:
-        """Refuse new questions, which then go elsewhere, and answer the open ones."""
+        """Refuse new questions, which clients then send to other replicas, and finish the open ones.
+
+        Returns the number of questions still open after `seconds`.
+        """
         self._draining = True
         end = asyncio.get_running_loop().time() + seconds
         while self._open and asyncio.get_running_loop().time() < end:

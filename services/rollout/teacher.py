@@ -143,9 +143,9 @@ class TeacherColumns:
         return min(MOST_GROUPS, max(LEAST_GROUPS, round(2 * self._max_tokens / self._group_tokens)))
 
     async def of_group(self, group_id: str, columns: Mapping[str, Column]) -> Result:
-        """Return the teacher's columns of a group, or a drop that says what is wrong. Raises what the engine raises.
+        """Return the teacher's columns of a group, or a drop with the reason. Raises the engine's errors.
 
-        They are 0, and candidates -1, where loss_mask is 0.
+        Where loss_mask is 0, values are 0 and candidates -1.
         """
         try:
             try:

@@ -13,7 +13,7 @@ LEASE_OVER = {
     False: "the lease of the pause has ended: generation continues without a resume",
     True: "the lease of the pause has ended, and no resume named the received weights: they serve nothing",
 }
-"""Warnings at the end of a lease; True: weights were received in the pause."""
+"""Warnings when a pause's lease expires, by whether weights that nobody confirmed were committed during the pause."""
 
 logger = logging.getLogger(__name__)
 
@@ -89,7 +89,7 @@ class GenerationGate:
             self.changed.notify_all()
 
     def confirm(self, weights: Version) -> None:
-        """Let these weights be served, which were committed. Raises EngineError if others were, or in a quarantine."""
+        """Let the engine serve these committed weights. Raises EngineError for other weights or in quarantine."""
         with self.changed:
             check_named(weights, self)
             self.unconfirmed = False
@@ -111,10 +111,10 @@ class GenerationGate:
 
     @contextmanager
     def pause_and_update(self, pause: UpdatePause, weights: Version) -> Iterator[None]:
-        """`pause` and `update` together: the generating thread may stop only inside the block.
+        """Pause and update at once: enter the block without waiting for the generating thread to rest.
 
-        The gate stays closed until the end of the block, however long that takes. If the block raises before the
-        thread rests, the pause ends, too.
+        The gate stays closed until the end of the block, even if the lease expires. If the block raises before the
+        thread rests, the pause ends as well.
         """
         with self.changed:
             self._refuse_second_update()
@@ -197,7 +197,10 @@ class GenerationGate:
             self.changed.notify_all()
 
     def wake(self) -> None:
-        """Open the gate for weights committed since `sleep`, after all memory was allocated again."""
+        """End the sleep, so that the gate opens for weights committed since `sleep`.
+
+        Call it once all memory is allocated again.
+        """
         with self.changed:
             self.asleep = False
             self.changed.notify_all()

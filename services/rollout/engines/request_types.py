@@ -212,7 +212,7 @@ class HeldWeights(Protocol):
 
 
 def check_named(named: Version | None, engine: HeldWeights) -> None:
-    """Raise EngineError if a resume that names these weights, or none, must not end the pause of an engine."""
+    """Raise EngineError if an engine can't resume with the weights that the request names; None: it names none."""
     held = engine.weights
     if named is not None and (named != held or engine.quarantined):
         state = "is quarantined" if engine.quarantined else f"has {held or 'no weights'}"

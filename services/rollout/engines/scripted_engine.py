@@ -59,7 +59,7 @@ class Decoder:
 
     @property
     def speed(self) -> float:
-        """Tokens per second of each sample now."""
+        """Current tokens per second of each sample."""
         if self._paused or not self._ends:
             return 0.0
         return min(self._one, self._all / len(self._ends))
@@ -157,7 +157,7 @@ class _Sample:
     index: int
     length: int
     begin: float
-    """Position of the decoder at which the request began."""
+    """Position of the decoder when the request began."""
     version: int
     """Version of the weights then."""
     reported: int = 0

@@ -261,7 +261,7 @@ def _trained(lengths: Any, masked: Any) -> Any:
 class KeptAnswers:
     """The answers of one delivery of a group, and their parts on the board.
 
-    Without rollout.partial.enabled nothing is kept, and answers that are cut off begin anew.
+    Without rollout.partial.enabled nothing is kept, and answers that are cut off start again.
     """
 
     def __init__(

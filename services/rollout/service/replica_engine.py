@@ -57,7 +57,7 @@ class ReplicaEngine(Generic[Engine]):
         self._environment = gpu_environment(self.gpus, share)
 
     async def start(self, start_engine: StartEngine[Engine], *, takes_turns: bool) -> Engine:
-        """Start an engine on the leased GPUs, and wait for its turn on them if it `takes_turns`.
+        """Start an engine on the leased GPUs; if it `takes_turns`, first wait for its turn on them.
 
         Raises RpcError, OSError.
         """
@@ -89,7 +89,7 @@ class FrozenEngine(ReplicaEngine[ChildEngine]):
     """
 
     def __init__(self, context: ReplicaContext, role: str, names: Mapping[str, str]) -> None:
-        """`names`: the engine's names for the role's settings."""
+        """`names`: names of the engine's settings and of the role's settings that they stand for."""
         super().__init__(context, role)
         self._names = names
 

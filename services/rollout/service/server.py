@@ -29,7 +29,7 @@ FULL_SECONDS = 0.5
 MAX_PROFILED = 10_000
 """Maximum number of steps in one call of Profile."""
 REPLY_SECONDS = 0.3
-"""Seconds before its caller's deadline at which a pause fails, so that the caller gets the reason."""
+"""Seconds before the caller's deadline at which a pause gives up, so that the caller still gets the reason."""
 
 TEMPERATURES = (1e-3, 1e3)
 """Minimum and maximum temperature. Logits divided by less are infinite and would fail every request in the batch."""

@@ -210,9 +210,9 @@ class SchedulerControl:
                 self._told.notify_all()
 
     def change_memory(self, message: ReleaseMemoryOccupationReqInput | ResumeMemoryOccupationReqInput) -> None:
-        """Have all schedulers, paused in mode retract, free or allocate memory in the same turn of their loops.
+        """Have all schedulers free or allocate memory in the same iteration of their loops.
 
-        Raises EngineError if they don't.
+        They must be paused in mode retract. Raises EngineError if one doesn't answer.
         """
         self._channel.send(message)
         try:
@@ -224,10 +224,10 @@ class SchedulerControl:
     def update(
         self, weights: Version, receive: rollout_pb2.ReceiveWeightsRequest, pause: UpdatePause | None
     ) -> Iterator[None]:
-        """Allow changes of the model inside the block, in which every scheduler process installs `weights`.
+        """Have every scheduler process install `weights` while the block is open.
 
-        The request to them is sent as soon as the engine rests. With `pause`, in mode in_place or retract, the engine
-        pauses for the update; if the schedulers run, the message that pauses them contains the request.
+        The schedulers get the request as soon as the engine rests. With `pause`, in mode in_place or retract, the
+        engine pauses for the update; if the schedulers are running, the message that pauses them contains the request.
         """
         gate = self._gate
         with ExitStack() as block:

@@ -1,10 +1,10 @@
 """Memory of an engine with a share of its GPUs.
 
-SGLang's cache takes what is free once the model is loaded, except 1 - mem_fraction_static of what was free before. On
-a GPU that other engines use, too, the result would depend on who starts first and on what the others allocate
-meanwhile. So SGLang is shown a GPU of the share's size, on which only its own process allocates. Then weights and cache
-are mem_fraction_static x share x the GPU's memory, in whatever order engines start, at once or one after the other. The
-rest of the share is for activations, CUDA graphs and what torch doesn't count: CUDA's context and NCCL's buffers.
+SGLang's cache takes the memory that is free once the model is loaded, except 1 - mem_fraction_static of the memory that
+was free before. On a GPU shared with other engines, the result would depend on the order in which they start and on
+their allocations meanwhile. So SGLang is shown a GPU of the share's size, on which only its own process allocates. Then
+weights and cache take mem_fraction_static x share x the GPU's memory, in whatever order engines start. The rest of the
+share is for activations, CUDA graphs and memory that torch doesn't count: CUDA's context and NCCL's buffers.
 """
 
 import torch
@@ -32,10 +32,10 @@ def show_share(share: float) -> None:
 
 
 def fraction_of_share(whole: float, share: float) -> float:
-    """Return the mem_fraction_static of an engine with a share of a GPU, from SGLang's own for a GPU that it has alone.
+    """Return the mem_fraction_static of an engine with a share of a GPU; `whole` is SGLang's own for the whole GPU.
 
-    SGLang keeps 1 - `whole` of the GPU for activations and CUDA graphs, by batch sizes that it chooses by the GPU's
-    size. They are the same with a share of it, so as many bytes are kept. Raises InvalidArgument: none would be left.
+    SGLang reserves 1 - `whole` of the GPU for activations and CUDA graphs, whose batch sizes depend on the GPU's size.
+    An engine with a share needs the same number of bytes. Raises InvalidArgument: no memory would be left.
     """
     fraction = 1 - (1 - whole) / share
     if fraction <= 0:

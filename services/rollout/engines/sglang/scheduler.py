@@ -84,7 +84,7 @@ class WeightUpdates:
     def __init__(
         self, weights: SGLangWeights, rank: int, news: NewsSender, commit: Callable[[str], dict[str, HeldRequest]]
     ) -> None:
-        """`commit` switches to received weights by their key."""
+        """`commit`: function that switches to received weights, given their key."""
         self._weights = weights
         self._rank = rank
         self._news = news

@@ -1,4 +1,4 @@
-"""The engine's process and SGLang's scheduler processes: its calls to them, and what both tell each other of pauses and
+"""The connection between the engine's process and SGLang's scheduler processes: calls, and messages about pauses and
 new weights.
 
 Each scheduler process (one per tensor-parallel rank) serves Scheduler and a part of Rollout on a Unix socket
@@ -91,9 +91,9 @@ class UpdateEnded:
 
 @dataclass(frozen=True)
 class GroupLeft:
-    """A scheduler has left a weight group: it receives nothing in it, now or later.
+    """A scheduler has left a weight group and receives nothing more in it.
 
-    What it said about updates in this group before was sent before.
+    Its earlier reports on updates in this group were sent before this.
     """
 
     group_name: str

@@ -77,7 +77,7 @@ class SGLangEngine:
         it takes any.
 
         `on_output` is called with the new outputs by request; `on_broken` with the reason when the scheduler processes
-        don't follow. `on_gpus`: whether they run on GPUs.
+        don't respond. `on_gpus`: True if they run on GPUs.
         """
         self.gate = GenerationGate()
         self._channel = channel

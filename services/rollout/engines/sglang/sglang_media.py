@@ -1,9 +1,9 @@
 """Images, videos and sounds of prompts in SGLang's form, and the change of its model that accepts them.
 
-Each time of a video is a separate image, as the tower sees it. Items carry an image's pixels as bytes, cut into
-patches, which are normalised on the device: a float32 for each pixel of each frame would be eight times as much, in
-every message of a group's samples and in the scheduler's memory. They carry a sound's samples, of which the device's
-process makes the spectrogram.
+Each time of a video is a separate image, as the tower sees it. For an image, items carry the pixels' bytes in patches,
+which are normalised on the device: float32 values for all frames would be eight times as large, in every message of a
+group's samples and in the scheduler's memory. For a sound, items carry the samples, from which the device's process
+computes the spectrogram.
 """
 
 import copy

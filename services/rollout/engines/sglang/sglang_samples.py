@@ -159,7 +159,7 @@ class SGLangRequest:
 
 
 class StopLengths:
-    """Stands in for the tokenizer by which SGLang computes the lengths of stop strings in tokens."""
+    """Replaces the tokenizer with which SGLang computes the length of stop strings in tokens."""
 
     @staticmethod
     def encode(text: str, *, add_special_tokens: bool) -> bytes:

@@ -166,7 +166,7 @@ class SGLangWeights:
         return self._dirty
 
     def _committing(self, commit: Callable[[], None]) -> Callable[[], None]:
-        """Return `commit`, which touches a model that is spread over ranks."""
+        """Return `commit`; if the model is spread over ranks, it first marks the model as touched."""
 
         def touch_and_commit() -> None:
             self._touch()

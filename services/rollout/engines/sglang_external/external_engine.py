@@ -283,7 +283,7 @@ class ExternalEngine(RolloutEngine):
         self._lease = self._start(work, "end a pause") if work is not None else None
 
     async def _probe(self) -> None:
-        """Probe the server until it fails to answer, or has other weights than it was given."""
+        """Probe the server until it doesn't answer, or has weights other than those sent to it."""
         while True:
             await asyncio.sleep(PROBE_SECONDS)  # idle: looks again
             if self._updating:

@@ -39,9 +39,10 @@ def load_model(folder: Path, dtype: torch.dtype) -> tuple[PreTrainedModel, Visio
 def tower_rows(
     model: PreTrainedModel, outputs: TowerOutputs, prompts: Sequence[SeenPrompt]
 ) -> dict[str, list[torch.Tensor]]:
-    """Return the rows of the prompts' items by hash (`parts_of`), and of what is seen those for DeepStack behind.
+    """Return the towers' output for the prompts' items, by hash (`parts_of`).
 
-    They are [rows, hidden] each, on the model's device.
+    Each tensor is [rows, hidden], on the model's device. An item's first tensor is for its tokens; for images and
+    videos, those for DeepStack follow.
     """
     runs = {
         name: partial(_hear, model, name, prompt) if name in prompt.sounds else partial(_see, model, name, grid, prompt)
@@ -74,7 +75,8 @@ def embed(
 ) -> dict[str, Any]:
     """Return the language model's inputs for ids [rows, T]: embeddings, with those of media in their places.
 
-    Items are in their places in the prompt, not where tokens of media are: an answer that goes on may have these, too.
+    Items are placed by their places in the prompt, not by searching tokens of media, which a continued answer may also
+    have.
     """
     shown = [prompt for prompt in prompts if prompt is not None]
     rows = tower_rows(model, towers, shown)
