@@ -144,9 +144,9 @@ def with_tool_names(messages: Sequence[Message], before: Sequence[Message] = ())
 
 
 def _difference(ours: Message, theirs: Message) -> str:
-    """Return the difference between a message and the known one; "" if there is none.
+    """Return the difference between a known message and a request's, in words; "" if there is none.
 
-    Of the assistant's, calls are compared by id and values, and texts without white space around them.
+    In the assistant's messages, calls are compared by id and values, and texts without surrounding white space.
     """
     if ours["role"] != theirs["role"]:
         return f"its role is {theirs['role']}, and was {ours['role']}"

@@ -32,7 +32,7 @@ class PromptTokens:
     """Counts the tokens of one session's requests."""
 
     def __init__(self, model: PolicyModel, start: ConversationStart, media: SessionMedia) -> None:
-        """`start` has the sample's prompt."""
+        """`start`: the conversation's start, with the sample's prompt."""
         self._model = model
         self._start = start
         self._media = media
@@ -76,9 +76,9 @@ class PromptTokens:
 
 
 def opening(example: Example, messages: Sequence[Message]) -> tuple[Example, Sequence[Message]]:
-    """Divide the messages of a first request into the prompt, as it is in the data, and what follows it.
+    """Split the messages of a first request into the sample's prompt and the messages after it.
 
-    If they don't begin with the sample's prompt, all follow an empty one.
+    If they don't begin with the sample's prompt, the returned prompt is empty and all messages follow it.
     """
     contents = (message.get("content") or "" for message in example.messages)
     prompt = [
@@ -118,7 +118,7 @@ class ChatSession:
         self.cut_by = ""
         """Limit that cut off the last message, by relaxd.finish_reasons; "" if none did."""
         self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        """Raises the reason why the conversation can't continue, once it is known."""
+        """Gets an exception, the reason, once the conversation can't continue."""
         self.media = SessionMedia(model.tokenizer.vision, start.media)
         """Media of its prompt and of its requests."""
         self.prompts = PromptTokens(model, start, self.media)
@@ -256,9 +256,9 @@ class ChatSession:
             )
 
     def _continued(self, request: ChatRequest) -> tuple[_Branch | None, list[Message]]:
-        """Return the longest history that a request continues, and the messages that it adds; None: it begins another.
+        """Return the longest history that a request continues, None if it begins one, and the messages that it adds.
 
-        Raises BadRequest: there are as many as there may be.
+        Raises BadRequest: it begins another history, but the maximum number is reached.
         """
         why, most, longest, new = "messages continue no history of messages", 0, None, list[Message]()
         for branch in self._branches:

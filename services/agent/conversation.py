@@ -60,9 +60,9 @@ class ConversationTokens:
 
     @classmethod
     def of(cls, history: TokenHistory, published: Sequence[int], hashes: Sequence[str]) -> "ConversationTokens":
-        """Copy a history up to its last reply. If its prompt isn't the published one, it stands before the tokens.
+        """Copy a history up to its last reply. If its prompt differs from the published one, the tokens begin with it.
 
-        `hashes` are those of the published one's media: others may have as many tokens.
+        `hashes`: the published prompt's media, which are compared as well, because other media may have equal tokens.
         """
         own, columns, media = list(history.prompt_tokens), history.to_last_reply(), history.media_to_last_reply
         versions = columns["versions"]

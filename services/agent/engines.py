@@ -128,7 +128,7 @@ class RunEngines:
     ) -> EngineReply:
         """Return a reply to a prompt.
 
-        If its engine goes, or is paused in mode "abort", the reply goes on with the tokens that it has.
+        If its engine disappears or is paused in mode "abort", the reply continues from its tokens so far.
 
         Args:
             session: the conversation.

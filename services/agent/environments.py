@@ -86,7 +86,7 @@ class Environments:
         self._begin(self._close_session(session_id), "close a session")
 
     async def close(self) -> None:
-        """End the host, or the connection."""
+        """End the environments' process, or close the connection to the environment service."""
         for task in list(self._closing):
             task.cancel()
         child, self._child, self._client = self._child, None, None

@@ -62,10 +62,11 @@ class GroupConversations:
         places: asyncio.Semaphore,
         ended: Callable[[], None],
     ) -> None:
-        """`begin` tells the board the oldest version that may write a group; False: another replica has the group.
+        """Prepare for a run.
 
-        `places` limits the replica's conversations at once, those of evaluations included; `ended` is called at the end
-        of each, when there may be room for another group.
+        `begin(delivery, version)` reports to the board the oldest weight version that may write a group; it returns
+        False if another replica has the group. `places` limits concurrent conversations of the replica, including those
+        of evaluations. `ended` is called after each conversation, when there may be room for another group.
         """
         self._config = config
         self._begin = begin
@@ -79,10 +80,10 @@ class GroupConversations:
         self._running: set[Future[Result]] = set()
 
     def room(self, held: int, others: int) -> int:
-        """Return the number of groups to hold, given that `held` are now, beside `others`, samples of evaluations.
+        """Return the number of groups to hold. `held`: number held now; `others`: number of evaluations' samples.
 
-        agent.max_sessions counts samples. As soon as it has room for one, another group is held, whose other samples
-        wait for theirs: if it had to have room for all, some would always be unused.
+        agent.max_sessions counts samples. Another group is held as soon as there is room for one of its samples; the
+        others wait. If a group needed room for all of its samples, some of the room would always be unused.
         """
         per_group = self._config.rollout.samples_per_prompt
         unfinished = list(self._unfinished.values())

@@ -18,11 +18,11 @@ class SessionMedia:
     """The media of a session, each decoded once. Threads may read media concurrently."""
 
     def __init__(self, vision: VisionModel | None = None, prompt: Sequence[StoredMedia] = ()) -> None:
-        """`vision` has the model's rules, None in a run without media; `prompt` are the media of the prompt."""
+        """`vision`: the model's rules for media, None in a run without media; `prompt`: the media of the prompt."""
         self.vision = vision
         self._by_hash = {item.sha256: item for item in prompt}
         self._by_source = {_digest(item.kind, item.uri): item for item in prompt}
-        """Media by kind and data URI. The prompt's, which programs get in normal form, are used unchanged."""
+        """Media by the digest of kind and data URI. The prompt's are in normal form already and used unchanged."""
 
     def read(self, place: str, kind: str, source: Any) -> dict[str, Any]:
         """Return the part that refers to an item. Raises BadRequest if the item is no data URI, or can't be read."""

@@ -47,8 +47,8 @@ class Protocol:
     """A form of requests and answers."""
 
     read: Callable[[dict[str, Any], StoredMessages, SessionMedia], ChatRequest]
-    """Reads a request, which has no nulls and may go on from stored messages, with its media. Raises BadRequest, which
-    names what isn't supported."""
+    """Parses a request without nulls, which may continue stored messages, and its media. Raises BadRequest, which names
+    unsupported parts."""
     whole: Callable[[ChatAnswer, dict[str, Any]], dict[str, Any]]
     """Returns an answer to a request."""
     events: Callable[[ChatAnswer, dict[str, Any]], Iterable[str]]
