@@ -81,7 +81,7 @@ class Deadline:
 
 
 SLOW_SECONDS = 5.0
-"""Seconds, or half the deadline if that is shorter, after which a running sample is reported as slow."""
+"""Seconds after which a running sample is reported as slow; half the deadline, if that is shorter."""
 
 
 def slow_after(deadline_seconds: float) -> float:

@@ -1,4 +1,4 @@
-"""The judge: its replicas, listed by the coordinator, the client that asks it, and the questions of rewards."""
+"""The judge as rewards see it: its replicas, listed by the coordinator, the client, and workers' questions to it."""
 
 import asyncio
 import time

@@ -48,7 +48,7 @@ class Pace:
     """Starts calls at even intervals, and none during a pause that the service requested."""
 
     def __init__(self, per_second: float, clock: Callable[[], float] = time.monotonic) -> None:
-        """`per_second` is the most calls that begin in a second; 0: any number. `clock` returns seconds."""
+        """`per_second`: maximum number of calls that begin per second, 0 for no limit. `clock` returns seconds."""
         self._interval = 1 / per_second if per_second else 0.0
         self._clock = clock
         self._next = self._held_until = clock()
@@ -105,12 +105,12 @@ class PatientCaller:
         per_second: float = 0.0,
         turn: str = "",
     ) -> None:
-        """`who` is the service, for people, and `on` its address or another name.
+        """`who`: name of the service, for people; `on`: its address or another name.
 
-        `probe` raises UnreachableError or MismatchError unless it works. `timeout_seconds` is the deadline of a call,
-        which the calls themselves keep; `outage_seconds` how long they wait for a service that is away, or that wants
-        to be left alone. `per_second` is how many calls begin in a second, 0 any number; `turn` is what a call then
-        waits for, with its setting.
+        `probe` raises UnreachableError or MismatchError unless the service works. `timeout_seconds`: deadline of a
+        call, which the calls themselves enforce. `outage_seconds`: how long calls wait for a service that is away or
+        busy. `per_second`: maximum number of calls that begin per second, 0 for no limit; `turn`: name and setting of
+        this limit, for messages about calls that wait for it.
         """
         self._who = who
         self._on = on

@@ -82,7 +82,7 @@ class RemoteScorer(PatientCaller):
 
 
 def of_workers(config: RewardConfig) -> RewardConfig | None:
-    """Return the part of a reward that workers score: all, without the terms at addresses, or None if that is all."""
+    """Return the part of a reward that workers score, without terms at addresses; None if no part remains."""
     if config.address or not config.calls_services:
         return None if config.address else config
     own = tuple(term.model_copy(update={"only_if": ""}) for term in config.terms if not term.address)
@@ -93,7 +93,7 @@ class RemoteTerms:
     """Calls the services of the terms at addresses, and the pool for the other terms, concurrently."""
 
     def __init__(self, config: RewardConfig, pool: WorkerPool) -> None:
-        """Prepare. The pool's reward is `of_workers(config)`. Raises MissingVariableError."""
+        """`pool`: workers with the reward `of_workers(config)`. Raises MissingVariableError."""
         self._terms = config.terms
         self._pool = pool
         self._timeout_seconds = config.timeout_seconds

@@ -2,8 +2,8 @@
 
 Reads a sample per line, as JSON with the fields of RewardInput, or a group per line, with its columns (--columns).
 Prints one JSON object: {"error": reason} if the reward can't be loaded, else {"outcomes": [...]} with reward, parts and
-seconds of each sample, or error and traceback. A judge at an address answers. A judge with replicas doesn't run
-here: samples whose reward asks it have that error, and "asks_judge".
+seconds of each sample, or error and traceback. A judge at an address is called. A judge with replicas doesn't run
+here: samples whose reward asks it fail, with "asks_judge": true.
 """
 
 import argparse

@@ -67,8 +67,8 @@ def request_of_samples(reward: str, samples: Sequence[RewardInput]) -> ScoreRequ
 def samples_of_columns(columns: dict[str, Column]) -> list[RewardInput]:
     """Return the samples of a group from the columns of the stage.
 
-    The response of a sample with several sequences is the text of the last one; its messages have all of them. Those of
-    a conversation have what the environment said, too.
+    The response of a sample with several sequences is the text of the last one; its messages have all of them. The
+    messages of a conversation include the environment's.
 
     Raises ValueError when a column has another form than the coordinator or the rollout stage writes.
     """

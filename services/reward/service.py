@@ -51,7 +51,7 @@ class RewardService(StageReplica):
     def __init__(self, context: ReplicaContext) -> None:
         super().__init__(context)
         self.pool = WorkerPool(DEFAULT_WORKERS, secret_files=context.settings.secret_files)
-        """Workers, replaced with each run."""
+        """Pool of worker processes. Each run replaces it with its own."""
         self.timeout_seconds = DEFAULT_TIMEOUT_SECONDS
         """Deadline of a sample."""
         self.reward_of_run = ""
@@ -139,7 +139,7 @@ class RewardService(StageReplica):
 
     @contextmanager
     def _giving_up(self) -> Iterator[None]:
-        """Give this process up if it can't start workers: only another one may be able to."""
+        """Give up this process if the block can't start workers, as only a new process may be able to."""
         try:
             yield
         except WorkerStartError as error:

@@ -146,9 +146,9 @@ class WorkerPool:
         """Make a pool of `workers` processes, which start when they are first needed.
 
         `config` is the run's reward. Workers get its variables of this process's environment besides those that every
-        worker gets. `ask` asks the judge for them. `others` are further rewards with settings, by the names that `load`
-        and `score` get for them. `secret_files` can't be opened in workers.
-        `told` gets what rewards tell people.
+        worker gets. `ask` forwards their questions to the judge. `others` are further rewards with settings, by the
+        names that `load` and `score` accept. `secret_files` can't be opened in workers. `told` receives rewards'
+        messages to people.
 
         Raises MissingVariableError, MissingPathError.
         """
@@ -311,7 +311,7 @@ class WorkerPool:
             self._free.put_nowait(worker)
 
     def _refusal(self) -> str:
-        """Return why workers that are enclosed as these are may not be used; or ""."""
+        """Return the reason why the workers' confinement doesn't suffice for reward.sandbox, or "" if it does."""
         missing = missing_of(self.enclosure)
         if self._config.sandbox != "required" or not missing:
             return ""
