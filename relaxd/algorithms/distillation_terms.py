@@ -31,11 +31,11 @@ def distilled(
     """A_t - coefficient x (log π_student - log π_teacher): on-policy distillation, arXiv 2306.13649, in advantage form.
 
     The student's tokens are samples of the student, so that the difference estimates KL(student || teacher), the
-    reverse divergence, at each token. It carries no gradient: the policy gradient does the rest.
+    reverse divergence, at each token. It carries no gradient: the policy gradient uses it as an advantage.
 
-    The divergence itself, summed over candidates (`ComparedCandidates`), can't take the difference's place: it is a
-    function D of the tokens before, so that as an advantage it is a baseline (Williams 1992), E[D grad log π_student] =
-    0. With its own gradient it is a term of the loss.
+    The divergence summed over candidates (`ComparedCandidates`) can't be used in this way: it depends only on the
+    preceding tokens, so as an advantage D it would be a mere baseline (Williams 1992), E[D grad log π_student] = 0. It
+    works as a loss term with its own gradient.
 
     Args:
         advantages: [T], those of the rewards; zeros for distillation alone.
@@ -65,10 +65,10 @@ def distilled(
 class ComparedCandidates:
     """Candidates of T tokens, with k each, under student and teacher.
 
-    All other tokens of the vocabulary count as one more candidate. So both are distributions, and the divergences below
-    are those of distributions: never negative, 0 only if all candidates agree, and at most those of the whole
-    vocabulary, which they are if every token is a candidate. Without the rest, the sum of p log(p / q) over candidates
-    would fall when the student moves probability away from them, to whatever the teacher thinks of the other tokens.
+    All other tokens of the vocabulary count as one more candidate. This makes both sides distributions, so the
+    divergences below are never negative, 0 only if all candidates agree, and at most those of the whole vocabulary,
+    which they equal if every token is a candidate. Without the additional candidate, the student could lower the sum of
+    p log(p / q) by moving probability away from the candidates, whatever the teacher thinks of the other tokens.
     """
 
     student: Tensor

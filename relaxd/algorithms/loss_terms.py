@@ -1,16 +1,16 @@
 """Terms of the loss of each token: clipping, corrections, KL, excluded tokens, and their aggregation. Tensor methods
 only: no torch import.
 
-Corrections: the engine's probabilities differ from the trainer's even under the same weights (kernels, precision,
-choice of experts), and in an asynchronous run the engine had older weights. Both make the policy gradient off-policy.
-With
+Corrections: the engine's probabilities differ from the trainer's even with equal weights (kernels, precision, choice of
+experts), and in an asynchronous run the engine had older weights. Both make the policy gradient off-policy. Weighting
+its terms by
 
     w = pi_train,old(y_t) / pi_rollout(y_t)
 
-as weight of its terms it is unbiased again, token by token, but w can be huge. Therefore it is limited.
+removes the bias of each token, but w can be huge, so it is limited.
 
-Aggregation: the step's loss is Σ weight x loss of a token / normalizer. Both are chosen such that it doesn't matter how
-the step is divided into micro-batches and among ranks.
+Aggregation: the step's loss is Σ weight x loss of a token / normalizer. Weights and normalizer don't depend on how the
+step is divided into micro-batches and among ranks.
 
 Excluded tokens keep their place in the divisors of the loss, and their KL and entropy terms, except an unbiased KL
 term, which has the ratio as a factor.

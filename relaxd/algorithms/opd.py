@@ -8,7 +8,7 @@ from relaxd.config.algorithm import OPDConfig
 
 
 class OPD(GroupNormalized, Clipped):
-    """The student writes, the teacher judges every token; rewards count if asked.
+    """On-policy distillation: the student generates, the teacher scores every token. Rewards count with reward_coef.
 
     A_t = reward_coef x (R_i - mean(R)) / (std(R) + std_epsilon) - distill_coef x (log π_student - log π_teacher) of
     token t, with PPO's clipped objective; or, with distill_loss_coef, the divergence as a term of the loss. Both are

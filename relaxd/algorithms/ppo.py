@@ -17,7 +17,7 @@ class PPO(Clipped):
     """PPO's clipped objective, with the critic's value as baseline of each token.
 
     ρ_t = [t is the last trained token] R - kl_reward_coef x kl_t; advantages and returns of ρ and the critic's values
-    are those of `generalized_advantages`. Groups have no part in it: a group may be one sample.
+    are those of `generalized_advantages`. Samples aren't compared within a group: a group may be one sample.
     """
 
     Config = PPOConfig

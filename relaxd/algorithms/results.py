@@ -39,16 +39,16 @@ class AlgorithmError(ValueError):
 def filtered_by(
     algorithm: Algorithm, rewards: NDArray[np.float64], lengths: NDArray[np.int32], columns: Mapping[str, Any]
 ) -> Filtered | None:
-    """Return why a group is not trained on, if rewards and columns of the board say so already.
+    """Return why an algorithm filters a group out before its advantages are computed; None if it keeps the group.
 
     Args:
         algorithm: the algorithm; without a method `filtered` it keeps every group.
         rewards: [n].
         lengths: [n], tokens of each sample.
-        columns: the group's columns from before its advantages.
+        columns: columns of the group that exist before its advantages.
 
     Raises:
-        AlgorithmError: it raises, or returns something else.
+        AlgorithmError: `filtered` raised an exception, or returned neither Filtered nor None.
     """
     if not isinstance(algorithm, WithFilter):
         return None
@@ -90,10 +90,10 @@ def token_weights_of(algorithm: Algorithm, mask: NDArray[np.uint8], lengths: NDA
 def loss_of(algorithm: Algorithm, inputs: LossInputs) -> LossOutput:
     """Return the loss of a micro-batch; see `Algorithm.loss`.
 
-    Whether it is finite isn't asked, for which the device would have to be waited for: see `unexplained`.
+    Doesn't check that the loss is finite, which would require waiting for the device: see `unexplained`.
 
     Raises:
-        AlgorithmError: it raises, or returns what isn't right.
+        AlgorithmError: `loss` raised an exception or returned an invalid result.
     """
     found = _called(algorithm, "loss()", lambda: algorithm.loss(inputs))
     return _checked(algorithm, lambda: check_loss(found))

@@ -8,8 +8,8 @@ class SAPO(GroupNormalized):
     """GRPO with a smooth gate instead of a clip.
 
     L = -(4 / τ) σ(τ (r - 1)) A, with τ = tau_positive where A > 0, else tau_negative. The gradient is PPO's times
-    4 p (1 - p), p = σ(τ (r - 1)), which is 1 at r = 1 and falls to both sides. The loss at r = 1 is -2 A / τ, so that
-    its value can't be compared with other algorithms'.
+    4 p (1 - p), p = σ(τ (r - 1)), which is 1 at r = 1 and decreases on both sides. The loss at r = 1 is -2 A / τ, so
+    its value isn't comparable with other algorithms'.
     """
 
     Config = SAPOConfig

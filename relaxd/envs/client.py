@@ -23,7 +23,7 @@ from relaxd.v1 import environment_pb2 as pb
 from relaxd.v1.environment_pb2_grpc import EnvironmentStub
 
 GRACE_SECONDS = 2.0
-"""Seconds beyond the deadline in which a host can report what was late."""
+"""Seconds after the deadline in which a host can still report what was late."""
 START_SECONDS = 180.0
 """Time for the start of a host, and for importing the environment."""
 _OURS = ("RELAXD_", "REDIS_URL")
@@ -80,9 +80,9 @@ class EnvironmentClient:
     def __init__(
         self, channel: grpc.aio.Channel, call_seconds: float, lease_seconds: float, told: Told = ignore
     ) -> None:
-        """`call_seconds` is the time for each call; a session is forgotten `lease_seconds` after its last one.
+        """`call_seconds`: time limit of a call; `lease_seconds`: time without calls after which a session is forgotten.
 
-        `told` gets what environments tell people.
+        `told` receives environments' messages to people.
         """
         self._stub = EnvironmentStub(channel)
         self._call_seconds = call_seconds
@@ -201,7 +201,7 @@ async def start_host(
 
     Raises as `hosted` does.
 
-    It doesn't get relaxd's own variables of this process's environment, which have secrets.
+    It doesn't inherit relaxd's own environment variables, which have secrets.
     """
     kept = inherited_variables()
     words = [name, json.dumps(dict(settings)), "function" if is_function else "environment", str(memory_bytes)]

@@ -137,7 +137,7 @@ class Environment:
         raise NotImplementedError
 
     def close(self) -> Awaitable[None] | None:
-        """End the conversation, also one that failed."""
+        """End the conversation. Called after failed conversations, too."""
         return None
 
 

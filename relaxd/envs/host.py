@@ -1,7 +1,7 @@
 """`python -m relaxd.envs.host NAME SETTINGS [KIND [MEMORY_BYTES]]`: serves an environment or a function to a parent.
 
 Each session, a conversation, has its own instance of a user's class. Plain methods run in threads and async ones in a
-separate event loop, so that a method that hangs keeps no other session waiting, and never the server.
+separate event loop, so that a method that hangs blocks neither other sessions nor the server.
 """
 
 import asyncio

@@ -1,4 +1,4 @@
-"""Media in what environments say: from the forms in which Python has them to those of the wire.
+"""Media in environments' observations: conversion from their Python forms to the wire's.
 
 On the wire a message's content is a text or a list of parts, {"type": "text", "text": ...} and {"type": "image",
 "image": a data URI}, the same with "video", which may also be a list of its frames, and "audio". In Python an item may

@@ -62,12 +62,12 @@ class PythonSandbox(ToolsEnvironment):
         return text or "[it printed nothing]"
 
     def score(self, reply: Reply) -> float:
-        """Compare the answer."""
+        """Return 1 if the last number of the message is that of the prompt's answer, else 0."""
         return float(same_last_number(reply.text, self._answer))
 
 
 class _Pool:
-    """Sandboxes that conversations share: as many as there are cores, so that none's time passes without computing."""
+    """Sandboxes shared by conversations: one per core, so that no program spends its time waiting for a core."""
 
     def __init__(self, limits: Limits) -> None:
         self._free = [Sandbox(limits) for _ in range(os.cpu_count() or 1)]

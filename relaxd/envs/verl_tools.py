@@ -27,7 +27,7 @@ class BadToolResult(ValueError):
 
 
 class VerlTools:
-    """Tools of one conversation. The given tools themselves serve many at a time."""
+    """Tools of one conversation. The given tool objects may serve many conversations at once."""
 
     def __init__(
         self,
@@ -42,7 +42,7 @@ class VerlTools:
             tools: objects like verl's BaseTool, by name.
             tools_kwargs: by a tool's name its create_kwargs, execute_kwargs, calc_reward_kwargs and release_kwargs.
             call_seconds: time for each call of a tool's method that awaits something.
-            max_calls: most calls of a reply that are executed; 0: all.
+            max_calls: maximum number of a reply's calls that are executed; 0: all.
 
         Raises ValueError: tools_kwargs names another tool, or isn't as verl's.
         """
@@ -67,7 +67,7 @@ class VerlTools:
             self._instances[name] = own if instance is None else instance
 
     async def execute(self, calls: Sequence[ToolCall]) -> tuple[list[str], dict[str, float]]:
-        """Execute calls, one after the other. What a tool raises, and a call of none, is answered with "Error: ...".
+        """Execute calls, one after the other. The answer to a failed call, or one of an unknown tool, is "Error: ...".
 
         Returns:
             The tools' answers, and an info with reward (the sum of step rewards), calls (their number) and errors (how
@@ -130,7 +130,7 @@ class VerlTools:
         return {key: value for key, value in given.items() if value is not None and key != "instance_id"}
 
     async def _must(self, name: str, method: str, *args: Any, **given: Any) -> Any:
-        """Call a method without which there is no reward. Raises ToolFailure."""
+        """Call a tool's method whose failure leaves the conversation without a reward. Raises ToolFailure."""
         try:
             return await self._within(getattr(self._tools[name], method), *args, **given)
         except Exception as error:  # a user's tool may raise anything
@@ -181,7 +181,7 @@ class VerlToolsEnvironment(Environment):
         Args:
             config: verl's file of tools (YAML).
             call_seconds: time for each call of a tool that awaits something.
-            max_calls: most calls of a message that are executed; 0: all.
+            max_calls: maximum number of a message's calls that are executed; 0: all.
 
         Raises ToolsFileError.
         """

@@ -180,7 +180,7 @@ _AGAIN_SECONDS = 0.1
 
 
 class TooSlow(BaseException):
-    """The time is up. It isn't an Exception, because packages such as sympy catch those."""
+    """Raised when the time limit is over. Not an Exception, because packages such as sympy catch those."""
 
 
 @contextmanager

@@ -83,7 +83,7 @@ def total(terms: Sequence[RewardTerm], values: Mapping[str, float]) -> float:
 
 
 class Choice:
-    """The reward that each sample's metadata name."""
+    """Scores each group with the reward that its metadata name."""
 
     def __init__(self, config: RewardConfig, otherwise: Scorer | None) -> None:
         """Load the rewards of reward.choices. Raises UnknownRewardError and BadRewardError."""
@@ -97,7 +97,7 @@ class Choice:
         self.awaits = any(scorer.awaits for scorer in scorers)
 
     def score(self, samples: Sequence[RewardInput], runner: asyncio.Runner) -> list[Outcome]:
-        """Samples of a group have the same prompt, and so the same reward."""
+        """Score a group with the reward of its first sample: all samples share the prompt, and so the reward."""
         return self._of(samples[0]).score(samples, runner)
 
     def _of(self, sample: RewardInput) -> Scorer:

@@ -1,7 +1,7 @@
 """Rewards of verifiable instructions, checked by if-verifiable.
 
-IFEval: Zhou et al. 2023, arXiv 2311.07911. IFBench: Pyatkin et al. 2025, arXiv 2507.02833. Four checkers that
-if-verifiable 0.1.2 has otherwise than IFBench itself are written anew: they behave as IFBench's own
+IFEval: Zhou et al. 2023, arXiv 2311.07911. IFBench: Pyatkin et al. 2025, arXiv 2507.02833. Four checkers in which
+if-verifiable 0.1.2 differs from IFBench are replaced here by ones that behave like IFBench's own
 (github.com/allenai/IFBench, by its tests).
 """
 

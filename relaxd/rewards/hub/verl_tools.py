@@ -10,10 +10,10 @@ from relaxd.rewards.interface import BadRewardError, RewardInput
 
 
 class VerlToolsReward:
-    """Reward of verl's tools for the calls of a reply, which has one turn: their answers aren't fed back to the model.
+    """Reward of verl's tools for the calls in a single-turn reply: the model doesn't see the tools' answers.
 
-    The sum of the calls' step rewards and of what the tools' calc_reward says afterwards. Parts: calls: their number,
-    and errors: calls of unknown tools, with bad JSON, or at which a tool failed. Needs the package PyYAML.
+    The sum of the calls' step rewards and of the tools' final calc_reward. Parts: calls: their number, and errors:
+    number of calls of unknown tools, with bad JSON, or during which a tool failed. Needs the package PyYAML.
     """
 
     def __init__(self, config: str, max_calls: int = 0, call_seconds: float = CALL_SECONDS) -> None:
@@ -21,9 +21,9 @@ class VerlToolsReward:
 
         Args:
             config: verl's file of tools (YAML).
-            max_calls: most calls of a reply that are executed; 0: all.
-            call_seconds: time for each call of a tool that awaits something. Less than reward.timeout_seconds, which
-                ends the process also of a tool that blocks.
+            max_calls: maximum number of a reply's calls that are executed; 0: all.
+            call_seconds: time limit of each call, effective for tools that await something. Should be less than
+                reward.timeout_seconds, which ends the process even if a tool blocks.
 
         Raises ValueError: a setting is wrong, or the file, or a tool can't be made.
         """

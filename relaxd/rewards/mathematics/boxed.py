@@ -9,7 +9,7 @@ _TAIL = 1000
 _SPACES = 40
 _OTHERS = (r"\fbox", r"\{", r"\}")
 _BEHIND = ("\n", "\t", "{", "}", "$")
-"""Letters after which a box always begins anew, because the content of a box without braces has none of them."""
+"""Characters after which a new box always begins, because the content of a box without braces contains none of them."""
 # Every alternative begins with a letter of its own, so that re skips other letters ten times as fast.
 _TOKEN = re.compile(r"\\(?:(?:boxed|fbox)(?:\s*\{| +(?P<bare>[^\s{}$]+))|(?<!\\\\)[{}])|\{|\}")
 

@@ -142,7 +142,7 @@ def normalize(answer: str) -> str:
 
 @lru_cache(1024)  # the samples of a group share it
 def reference(answer: str, reward: str) -> str:
-    """Return a reference answer: what is in its box if it has one.
+    """Return a reference answer, or the content of its box if it has one.
 
     Raises ValueError when it is empty, because every reward would then be 0 (or, compared with nothing, 1).
     """

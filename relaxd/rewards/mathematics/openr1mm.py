@@ -27,7 +27,7 @@ _TAGS = ("</think>", "<answer>", "</answer>")
 
 
 def openr1mm(sample: RewardInput) -> dict[str, float]:
-    """1 if math-verify finds the reply equal to the answer, or the text in <answer> is the answer's; else 0.
+    """1 if math-verify accepts the reply, or the text in its <answer> equals the expected one; else 0.
 
     A reply with more than one </think>, <answer> or </answer> gets 0. Parts: accuracy (the same), and format: 1 if
     there is exactly one of <answer> and </answer>. Needs the package math-verify.
@@ -121,10 +121,10 @@ def has_marks(text: str) -> bool:
 
 
 def formula_of(text: str) -> str | None:
-    """Return the only formula of the sentence that states an answer, between dollars.
+    """Return the formula of the sentence that states the answer, between dollars; None if it has none or several.
 
-    The sentence is that with the last "answer is", or else the last one. Several formulas that "or" or "and" joins are
-    one list. None if the sentence has none, or several.
+    The sentence with the last "answer is" states the answer, or else the last sentence. Formulas joined by "or" or
+    "and" count as one list.
     """
     said = _sentence(text)
     pieces, joints, place = [], [], 0
