@@ -29,16 +29,15 @@ NAMED_PROMPTS = 20
 
 
 class MediaChanges:
-    """Compares the media of each prompt with those of its visit before.
+    """Compares the media of each prompt with those of its previous visit.
 
-    The digest of the data has the paths and sizes of media files, because all their contents would take too long to
-    read. So a file that another one of its size replaces is found here, where it is read anyway. The hashes are in a
-    file, from which a restarted coordinator takes them: the digest, then one for each prompt, 0 for one that wasn't
-    visited.
+    The digest of the data covers only the paths and sizes of media files, because reading all contents would take too
+    long. So a file replaced by another of the same size is detected here, where it is read anyway. The hashes are
+    stored in a file for a restarted coordinator: the digest, then one hash per prompt, 0 if it wasn't visited.
     """
 
     def __init__(self, prompts: int, digest: str, path: Path) -> None:
-        """Take the hashes of a file, unless it is of data with another digest."""
+        """Load the hashes from a file; ignore them if they belong to data with another digest."""
         self._path: Path | None = path
         self._hashes = np.zeros(prompts, np.uint64)
         self._header = bytes.fromhex(digest)
@@ -107,8 +106,8 @@ MADE = 512
 def digest_of(examples: Sequence[Example]) -> str:
     """Return a hash of all prompts, their answers, tools, sampling parameters and metadata, and of their order.
 
-    Prompts in memory are hashed one by one. Of sources that are read on demand the stored bytes are, about a gigabyte a
-    second, and some prompts.
+    Prompts in memory are hashed one by one. For sources that are read on demand, the hash covers the stored bytes, at
+    about 1 GB per second, and some of the prompts.
     """
     found = hashlib.blake2b(f"{len(examples)}\n".encode(), digest_size=DIGEST_BYTES)
     for content in _contents(examples):

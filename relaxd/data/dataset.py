@@ -255,7 +255,7 @@ class PromptDataset:
         return () if self._first_visits is None else self._first_visits.repeats
 
     def none_left(self) -> DataError:
-        """Return the error of a data set of which no prompt may be given."""
+        """Return the error for a data set without any usable prompt."""
         assert self._limit is not None
         if self._first_visits is None:
             return self._limit.all_too_long()
@@ -323,10 +323,10 @@ class RunData:
 
 
 def load_data(config: RunConfig, *, first_look: bool = False) -> RunData:
-    """Open, template and tokenise all prompts of a run, or a part of those of large files, and check them.
+    """Open, template, tokenise and check all prompts of a run, or a part of them for large files.
 
-    A `first_look` is for finding most mistakes soon, before another process loads the data: it checks fewer prompts,
-    and leaves out what needs them all. Raises DataError, which names the setting and the line.
+    `first_look` finds most mistakes quickly, before another process loads the data: it checks fewer prompts and skips
+    checks that need all of them. Raises DataError, which names the setting and the line.
     """
     if problem := config.media_problem:
         raise DataError(*problem)
@@ -384,9 +384,9 @@ def _of_sets(sets: Iterable[Source]) -> Seen:
 
 
 def _compares_later(config: RunConfig, sources: Sequence[Source]) -> bool:
-    """Return whether repeats are found when their turn comes: in large files, whose rows aren't all read before.
+    """Return whether repeats are found only when they are visited: in large files, not all rows are read at the start.
 
-    A sampler of the user's own doesn't visit prompts in an order that is known before.
+    With a user's own sampler they can't be found in this way, because its order isn't known beforehand.
     """
     return not config.data.curriculum.is_own and any(len(source.examples) > CHECKED for source in sources)
 

@@ -192,11 +192,11 @@ _WAIT = 4 * _HASHED
 class FirstVisits:
     """Finds repeats: places in the sequence of visits whose prompt an earlier place, or an evaluation set, has.
 
-    The first visit of equal prompts stays. So the answer depends on the data and run.seed alone,
-    and needs only the hashes of the prompts before that place. These are kept in a file, 8 bytes each in the order of
-    visits, from which a restarted coordinator takes them; what the file lacks is hashed again.
+    The first visit among equal prompts isn't a repeat. So the answer depends only on the data and run.seed, and needs
+    only the hashes of the prompts before the place. They are stored in a file for a restarted coordinator, 8 bytes each
+    in the order of visits; missing ones are computed again.
 
-    A prompt costs 1 byte from the start, and about 11 more bytes once it was visited.
+    A prompt takes 1 byte of memory from the start, and about 11 more bytes once it was visited.
     """
 
     def __init__(self, prompts: int, seen: Seen, read: Callable[[int], Example]) -> None:

@@ -17,7 +17,7 @@ KEPT = 48
 THREADS = min(4, os.cpu_count() or 1)
 """Number of threads. Decoding, resizing and PNG release Python's lock."""
 DEADLINE_SECONDS = 300
-"""Time in which a prompt's media must be there: a disk may hang, and slow items be fetched one after the other."""
+"""Maximum seconds until a prompt's media are ready: a disk may hang, and slow items may be fetched one by one."""
 
 
 class MediaAhead:

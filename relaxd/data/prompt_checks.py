@@ -141,14 +141,15 @@ def check_source(
     teacher: PrivilegedPrompts | None = None,
     most: int | None = None,
 ) -> Checked:
-    """Check the prompts of a source: all of them, or of more than CHECKED some that are evenly spread.
+    """Check the prompts of a source: all of them, or if there are more than CHECKED, an evenly spread sample.
 
     Args:
         source: the source.
         tokenizer: the model's tokenizer.
         config: the run.
         teacher: builder of the teacher's prompts, if they differ from the model's.
-        most: a limit below CHECKED, with which prompts that are all too long are no error yet.
+        most: maximum number of prompts to check, below CHECKED. Then it is no error if all checked prompts are too
+            long, unless the source has no others.
 
     Raises DataError: rows are wrong, or prompts are longer than data.max_prompt_tokens and data.overlong forbids it.
     """

@@ -132,7 +132,7 @@ class ChatTemplate:
         self._field = field
         self._shown = f"the chat template of {file}" if file else "the chat template"
         self.source = with_tools or source
-        """The template of prompts with tools, which is that of all prompts for most models."""
+        """Template of prompts with tools; for most models the template of all prompts."""
         self._takes_tools = "tools" in self.source
         self._template = self._compiled(source)
         self._with_tools = self._compiled(with_tools) if with_tools else self._template

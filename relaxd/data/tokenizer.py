@@ -22,12 +22,12 @@ from relaxd.media.sources import MediaError
 from relaxd.models import DataError
 
 MEASURING_THREADS = 8
-"""Maximum number of threads that read prompts' media: most of the time of one that is fetched is waiting."""
+"""Maximum number of threads that read prompts' media. Fetching media is mostly waiting."""
 LONG_TEXT = 20_000
 """Length of a text, in characters, from which its tokenisation is slow enough to release Python's lock to other
 threads."""
 NFC_GROWTH = 3
-"""Maximum number of bytes of UTF-8 that Unicode's normal form C makes of one (Unicode FAQ, Normalization)."""
+"""Maximum factor by which Unicode's normal form C lengthens a text in UTF-8 (Unicode FAQ, Normalization)."""
 SPLITS = {"ByteLevel", "Digits", "Punctuation", "Split"}
 """Pre-tokenisation steps that add nothing to a text."""
 

@@ -57,7 +57,7 @@ class VisionModel:
     rule: ImageRule
     tokens: MediaTokens
     mean: tuple[float, ...]
-    """Mean of each channel by which pixels are normalised, for values from 0 to 1."""
+    """Mean of each channel for normalising pixels, with values from 0 to 1."""
     std: tuple[float, ...]
     times: int
     """Number of frames in a patch of a video. A patch of an image repeats its frame as often."""

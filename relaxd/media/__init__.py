@@ -1,7 +1,7 @@
-"""Content of conversations: messages, and what they show and play.
+"""Content of conversations: messages, images, video and sound.
 
-`messages` is for rewards. The rest takes images, video and sound from data to the model: `placeholders` finds them in
-prompts, `sources`, `images`, `videos` and `sounds` read and normalise them, as `kinds` lists, which also caches what it
-opens, `media_tokens` says where their tokens are, `prompt_media` stores them with a group, and `patches` turns them
-into what the model's towers get.
+`messages` is for rewards. The other modules bring media from the data to the model: `placeholders` finds them in
+prompts; `sources`, `images`, `videos` and `sounds` read and normalise them; `kinds` lists the kinds and caches opened
+media; `media_tokens` computes their tokens' places; `prompt_media` stores them with a group; `patches` makes the inputs
+of the model's towers.
 """

@@ -33,7 +33,7 @@ MIN_SIDE = 8
 MAX_RATIO = 200
 """Maximum ratio of the sides, as in the rule of Qwen's models."""
 ORIENTATION = 0x0112
-"""EXIF's tag of the orientation, of which 5 to 8 lie on their side."""
+"""EXIF tag of the orientation. Values 5 to 8 mean that the image lies on its side."""
 
 
 @dataclass(frozen=True)
@@ -112,9 +112,9 @@ class NormalImage:
 
 
 def measure_image(source: Any, rule: ImageRule) -> ImageSize:
-    """Return an image's sizes, for which most formats need only the beginning of the file.
+    """Return an image's sizes; most formats need only the beginning of the file for it.
 
-    Raises MediaError, as `normalise_image`, except for pixels that are broken.
+    Raises MediaError as `normalise_image` does, but doesn't notice broken pixels.
     """
     with _opened(source) as image:
         width, height = image.size
@@ -171,8 +171,8 @@ def check_sides(width: int, height: int) -> None:
 def encode_png(pixels: np.ndarray) -> bytes:
     """Return RGB pixels, uint8 [height, width, 3], as a PNG without comments and profiles.
 
-    It searches only for runs of equal bytes: that takes a ninth of the time of Pillow's default, which is most of what
-    an image costs, and makes photographs 5 % smaller; drawings become up to 2.4 times as large, which is still little.
+    It compresses only runs of equal bytes, in a ninth of the time of Pillow's default, which is most of an image's
+    cost. Photographs become 5 % smaller, drawings up to 2.4 times as large, which is still little.
     """
     from PIL import Image
 

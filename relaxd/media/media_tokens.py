@@ -1,10 +1,10 @@
-"""Token ids with media as engine and trainer lay them out: expanded ids, modality and positions, in numpy.
+"""Token layout of prompts with media, the same in engine and trainer: expanded ids, modality and positions, in numpy.
 
-A chat template writes one token for each item. The model sees one for each merged square of patches, with three
+A chat template writes one token for each item. The model sees one token for each merged square of patches, with three
 positions (M-RoPE: time, row, column; Qwen2-VL, arXiv 2409.12191). Qwen2.5-VL, Qwen3-VL and Qwen3-Omni lay out images
-alike. Qwen3-VL (arXiv 2511.21631) lays out a video as images, one for each of its times, each of which a text says
-before it. Qwen3-Omni (arXiv 2509.17765) lays it out as one block, whose positions grow by 13 a second. A second of
-sound has 13 tokens there, with the positions of text; those of a video's own sound stand between the video's, by time.
+in the same way. Qwen3-VL (arXiv 2511.21631) lays out a video as a sequence of images, each after a text with its time.
+Qwen3-Omni (arXiv 2509.17765) lays out a video as one block, whose positions advance by 13 per second. Its sounds have
+13 tokens per second, with positions like text; a video's own sound is interleaved with the frames by time.
 """
 
 from collections.abc import Sequence
@@ -18,16 +18,16 @@ from relaxd.media.sources import MediaError
 TEXT, IMAGE, VIDEO, AUDIO = 0, 1, 2, 3
 """Modalities of tokens."""
 NONE = -1
-"""Stands for the id of a token that a model lacks."""
+"""Placeholder id of a token that the model lacks."""
 Grid = tuple[int, ...]
-"""Size of an item as the model's towers get it. Of an image or a video its patches: time (1 of an image), rows and
-columns. Of a sound one number: the frames of its spectrogram, a hundred a second. A video with its own sound has the
-three numbers of the video and that of the sound."""
+"""Size of an item at the input of the model's towers. Image or video: numbers of patches by time (1 for an image), rows
+and columns. Sound: number of spectrogram frames, 100 per second. Video with its own sound: the video's three numbers,
+then the sound's."""
 SECOND_FRAMES, SECOND_TOKENS = 100, 13
 """Frames and tokens of a second of sound."""
 Labels = Sequence[Sequence[int]]
-"""Ids of the texts that say the times of a video, one text for each time. Qwen3-Omni's texts are empty. An image and a
-sound have no texts."""
+"""Token ids of the texts that tell a video's times, one text for each time. Empty texts for Qwen3-Omni; no texts for an
+image or a sound."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class Run:
 
 @dataclass(frozen=True)
 class MediaTokens:
-    """Tokens by which a model's prompts have images, video and sound."""
+    """Token ids for images, video and sound in a model's prompts."""
 
     token: int
     """Id of the image token."""
@@ -123,7 +123,7 @@ class MediaTokens:
         return [_merged(offsets, _line(sound_tokens(grid[3])))]
 
     def token_of(self, grid: Grid, labels: Labels) -> int:
-        """Return the token of media by which a template writes an item."""
+        """Return the id of the token that a template writes for an item."""
         return self.audio if is_sound(grid) else self.video if labels else self.token
 
     def offset(self, grid: Grid, labels: Labels) -> int:
@@ -153,9 +153,9 @@ def _line(count: int) -> np.ndarray:
 
 
 def _merged(seen: np.ndarray, heard: np.ndarray) -> Run:
-    """Return the run of a video and its own sound by their offsets: by time, the video first where it is the same.
+    """Return the merged run of a video and its own sound, ordered by time offset, at equal times the video first.
 
-    What follows goes on behind the last tokens of one kind, as in transformers.
+    The next token's position follows the last tokens of one of the two kinds, as in transformers.
     """
     offsets = np.concatenate([seen, heard], axis=1)
     rows = np.argsort(offsets[0], kind="stable")
@@ -239,10 +239,10 @@ def lay_out(
 ) -> Layout:
     """Return modality and positions of expanded ids.
 
-    An image of h rows and w columns of tokens that begins at p has the positions (p, p + row, p + column), and what
-    follows it goes on at p + max(h, w). So does each time of a video. Where a video is a single block, the time at s
-    seconds has p + 13 s in place of p, and what follows goes on behind the largest position. Text and sound have equal
-    positions on all axes.
+    An image of h rows and w columns of tokens that begins at p has the positions (p, p + row, p + column), and the next
+    token has the position p + max(h, w). Each time of a video is laid out like an image. If a video is a single block,
+    its patches at s seconds have p + 13 s in place of p, and the next token follows the largest position. Text and
+    sound have equal positions on all axes.
 
     Args:
         tokens: expanded ids, [T].

@@ -9,7 +9,7 @@ from relaxd.media.sources import MediaError
 
 IMAGE, VIDEO, AUDIO = "image", "video", "audio"
 KINDS = (IMAGE, VIDEO, AUDIO)
-"""Kinds of media that are read."""
+"""Supported kinds of media."""
 PARTS = {
     IMAGE: (IMAGE, ""),
     "image_url": (IMAGE, "url"),

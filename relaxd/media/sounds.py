@@ -1,7 +1,7 @@
 """Sounds in their normal form: one channel of 16-bit samples at the model's rate, stored as WAV.
 
-Their hash is that of their samples, so it tells apart whatever a decoder or a setting changes. PyAV (extra [video]),
-which brings FFmpeg, decodes files and changes rates. It is imported when the first sound is read.
+The hash covers the samples, so a sound has another hash after another decoder or setting changed them. PyAV (extra
+[video]), which includes FFmpeg, decodes and resamples files. It is imported when the first sound is read.
 """
 
 import hashlib
@@ -53,7 +53,7 @@ class SoundRule:
     mels: int = 128
     """Number of bands in the tower's spectrogram."""
     window: int = 400
-    """Samples of which a frame of the spectrogram is computed."""
+    """Number of samples from which a frame of the spectrogram is computed."""
     hop: int = 160
     """Samples from frame to frame."""
 

@@ -1,8 +1,8 @@
 """Videos in their normal form: sampled frames, upright RGB in the size that the model's rule gives, in one PNG.
 
-The frames stand one below the other, so that what reads normal images reads them, too. Their hash is that of their
-pixels, so it tells apart whatever a decoder or a setting changes. Files need PyAV (extra [video]), which brings FFmpeg
-and is imported when the first one is read.
+The frames are stacked vertically, so readers of normal images can read them, too. The hash covers the pixels, so a
+video has another hash after another decoder or setting changed them. Files need PyAV (extra [video]), which includes
+FFmpeg and is imported when the first one is read.
 """
 
 import hashlib
@@ -63,8 +63,8 @@ class VideoRule(ImageRule):
     def within_total(self, frames: int, width: int, height: int) -> tuple[int, int]:
         """Return a size of sampled frames, made smaller if it exceeds their share of `total_pixels`.
 
-        The rules of models round up what they enlarge, count an odd last frame as none, and leave a narrow frame a
-        token wide.
+        Models' own rules could exceed it: they round enlarged sizes up, don't count an odd last frame, and keep narrow
+        frames at least one token wide.
         """
         share = self.total_pixels // (-(-frames // self.times) * self.times)
         while self.total_pixels and width * height > share and max(width, height) > self.factor:
@@ -126,25 +126,25 @@ class BlockRule(VideoRule):
 
 @dataclass(frozen=True)
 class VideoSize:
-    """Sizes of a video, all of which follow from its frames' number, rate and size."""
+    """Sizes of a video, derived from the number, rate and size of its frames."""
 
     original: tuple[int, int]
     """Width and height of a frame in pixels, upright."""
     normal: tuple[int, int]
     """Width and height of a frame of the normal form."""
     grid: tuple[int, ...]
-    """Patches of the normal form: times, rows, columns; the model's video_grid_thw. With its own sound the frames of
-    that one's spectrogram, too."""
+    """Numbers of patches of the normal form: times, rows, columns, as in the model's video_grid_thw. With its own
+    sound, also the number of the spectrogram's frames."""
     tokens: int
-    """Number of tokens of the frames and sound in a prompt, without the texts with times."""
+    """Number of tokens of frames and sound in a prompt, without the texts that tell times."""
     times: tuple[float, ...]
-    """Seconds from its begin at each of its times."""
+    """Time in seconds of each group of frames that the model sees as one."""
     sampled: tuple[int, ...]
-    """Indices of the sampled frames. The last one is repeated to fill the last time."""
+    """Indices of the sampled frames. The last one is repeated to fill the last group."""
 
     @property
     def shown(self) -> tuple[str, str, str]:
-        """The size of its frames, that of the normal form, and its times."""
+        """Texts for people: size of the original frames, size of the normal form's frames, and times."""
         when = f"{len(self.times)}: {self.times[0]:.1f} to {self.times[-1]:.1f} s"
         return sides(self.original), sides(self.normal), when + (" with sound" if len(self.grid) > 3 else "")
 
@@ -191,9 +191,9 @@ class NormalVideo:
 
 
 def measure_video(source: Any, rule: VideoRule) -> VideoSize:
-    """Return a video's sizes, for which its file is read, but only one frame decoded, and its sound if it is kept.
+    """Return a video's sizes. Reads the whole file, but decodes only one frame, and the sound if it is kept.
 
-    Raises MediaError, as `normalise_video`, except for what is broken behind the first frame.
+    Raises MediaError as `normalise_video` does, but doesn't notice damage after the first frame.
     """
     with _opened(source, rule) as clip:
         sound = clip.sound(rule)

@@ -32,8 +32,8 @@ def peak_flops(device_name: str) -> float | None:
 def training_flops(shape: ModelShape, tokens: float, trained: float, attended: float) -> float:
     """Return the FLOPs of forward and backward passes: a third of them are the forward passes'.
 
-    They are 6 for each parameter that a token uses, the output layer's only for trained tokens, 12 x heads x head size
-    for each layer with attention and pair of tokens, and `state_flops`. Recomputation isn't counted.
+    Per token: 6 per parameter that it uses, the output layer's only if it is trained; 12 x heads x head size per
+    attention layer and token that it attends to; and `state_flops`. Recomputation isn't counted.
 
     Args:
         shape: the model.

@@ -10,7 +10,7 @@ from relaxd.models import DataError
 from relaxd.models.shape import expert_dtype
 
 EXPERT_COUNTS = ("num_experts", "n_routed_experts", "num_local_experts")
-"""Fields for the number of experts per layer in configurations of mixtures of experts, of which one is set."""
+"""Possible names of the field with the number of experts per layer in a config.json; one of them is set."""
 
 FETCHABLE = (
     "smollm2-135m",

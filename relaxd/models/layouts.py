@@ -89,7 +89,7 @@ class Layout:
     offload: bool = False
     """True if the optimizer's state is in the host's memory."""
     pipeline_layers: tuple[int, ...] = ()
-    """Layers of each stage; none: equally many."""
+    """Number of layers of each stage; empty: divided evenly."""
     pipeline_chunks: int = 1
     """Chunks of each stage."""
     activations_on_host: int = 0

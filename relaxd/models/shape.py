@@ -44,15 +44,15 @@ class VisionShape:
     ffn: int
     heads: int
     patch_values: int
-    """Numbers of a patch: colours of its pixels, twice."""
+    """Number of input values per patch: channels x temporal patch size x pixels."""
     positions: int
-    """Rows of the table of positions."""
+    """Number of rows in the table of position embeddings."""
     merge: int
     """Number of patches, along each side, per token."""
     deepstack: int
-    """Number of the decoder's first layers that add rows of the tower."""
+    """Number of first decoder layers to which the tower adds its outputs."""
     output: int
-    """Width of a row."""
+    """Width of the tower's output for a token."""
 
     @property
     def parameters(self) -> int:
@@ -76,7 +76,7 @@ class AudioShape:
     channels: int
     """Channels of the convolutions."""
     output: int
-    """Width of a row."""
+    """Width of the tower's output for a token."""
 
     @property
     def parameters(self) -> int:
@@ -189,7 +189,7 @@ class ModelShape:
     vision: VisionShape | None = None
     """Vision tower of a model for images."""
     audio: AudioShape | None = None
-    """Tower of a model that hears."""
+    """Tower of a model for sound."""
 
     @property
     def tower_parameters(self) -> int:
@@ -243,7 +243,7 @@ class _Family:
     hybrid: bool = False
     """True if some layers have gated delta nets, and the others an output gate."""
     deepstack: bool = True
-    """False if a vision tower has no rows for the decoder's first layers."""
+    """False if the vision tower adds nothing to the decoder's first layers."""
     section: str = ""
     """Section of config.json with these fields; empty: the top level."""
 

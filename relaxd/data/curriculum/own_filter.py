@@ -42,7 +42,7 @@ class GroupFilter:
     """Calls a user's own filter. A filter that fails is reloaded from its file for the next group."""
 
     def __init__(self, name: str) -> None:
-        """Raises FilterError if the filter can't be imported, or isn't a function."""
+        """Import the filter. Raises FilterError if it can't be imported, or isn't a function."""
         self._who = f'the filter "{name}"'
         self._name = name
         self._function: Callable[[Sequence[ScoredSample]], Any] | None = self._load()

@@ -22,8 +22,8 @@ class Sampler(Protocol):
     def choose(self, visit: int, record: PromptRecord) -> int:
         """Return the index of the prompt for a visit, 0 <= index < prompts.
 
-        It may be asked for the same visit again, and in a restarted coordinator it begins anew, where visits and record
-        go on.
+        It may be called for the same visit again. A restarted coordinator makes a new sampler, while visits and record
+        continue.
 
         Args:
             visit: number of the visit, from 0.

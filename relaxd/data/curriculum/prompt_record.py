@@ -153,7 +153,7 @@ class PromptRecord:
         return self._hard.at(draw) if self._hard is not None and len(self._hard) else None
 
     def leave_out(self, repeats: Sequence[int]) -> None:
-        """Leave out prompts for good as repeats of others."""
+        """Leave out prompts permanently, as repeats of others."""
         with self.lock:
             for index in repeats:
                 self._counts[self._state[index]] -= 1

@@ -1,8 +1,8 @@
 """The curriculum of a run: its record, its visits, its history in the run's folder, and a summary for people.
 
-Each closed group has one line in groups.jsonl that counts (`closed_groups`), also if a coordinator died while it wrote
-(docs/ledger.md). So the record follows from the file, and counts no group twice. The snapshot only saves reading the
-file from its beginning: its first line is JSON, the rest are the arrays.
+Exactly one line in groups.jsonl counts for each closed group (`closed_groups`), even if a coordinator died while
+writing (docs/ledger.md). So the record can be rebuilt from the file and counts no group twice. The snapshot only saves
+reading the file from its beginning: its first line is JSON, the rest are the arrays.
 """
 
 import json
@@ -88,9 +88,9 @@ class Curriculum:
         self._exhausted = False
 
     def load(self, folder: Path) -> str:
-        """Take in the groups that were closed before the coordinator started.
+        """Load the groups that were closed before the coordinator started.
 
-        Returns the entry of the last one in groups.jsonl, "" without one.
+        Returns the entry of the last one in groups.jsonl, "" if there is none.
         """
         last = load(self.record, folder)
         self._tell()

@@ -42,11 +42,11 @@ class _Epoch:
 class Visits:
     """Finds the next visit from any cursor.
 
-    Each place of an epoch has a prompt. Its visit takes place with the prompt's chance (`PromptRecord.chances`), and
-    goes to a hard prompt instead with the probability curriculum.replay. The random numbers depend on seed and place
-    alone, so that a restarted coordinator goes on with the same sequence, as far as the record is the same.
+    Each place of an epoch has a prompt, which is visited with the prompt's chance (`PromptRecord.chances`). With
+    probability curriculum.replay the visit goes to a hard prompt instead. The random numbers depend only on seed and
+    place, so a restarted coordinator with the same record continues the same sequence.
 
-    A look costs about 20 ns for each place that is passed over, and each place is looked at once.
+    Each place is examined once; a skipped one costs about 20 ns.
     """
 
     def __init__(self, prompts: PromptDataset, record: PromptRecord, seed: int) -> None:

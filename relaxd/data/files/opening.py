@@ -19,11 +19,11 @@ _LIKE_A_PART = re.compile(r".*@\[[^\]/]*\]?")
 
 
 def open_rows(path: Path, field: str) -> Rows:
-    """Open a file, or all files of a folder with a known ending, those of its folders, too, sorted by name.
+    """Open a file, or all files with a known ending of a folder and its subfolders, sorted by name.
 
     A folder that the package datasets saved has its files in the order of its state.json. "PATH@[START:END]" is a part
-    of it, as of a Python list. A file with an unknown ending is read as JSON lines. What isn't there and looks like the
-    name of a data set on the hub is loaded from there.
+    of it, as of a Python list. A file with an unknown ending is read as JSON lines. A path that doesn't exist and looks
+    like the name of a data set is loaded from the Hugging Face hub.
 
     Raises DataError, naming the setting `field`: it can't be read, or has no rows.
     """

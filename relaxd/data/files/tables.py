@@ -20,7 +20,7 @@ PACKAGE = "pyarrow is not installed: pip install 'relaxd[data]'"
 class Table:
     """The rows of a table, held by a temporary file: any of them can be read without those before it.
 
-    The temporary file has the size of the uncompressed table, and is gone with the process.
+    The temporary file has the size of the uncompressed table and disappears with the process.
     """
 
     def __init__(self, path: Path, field: str) -> None:

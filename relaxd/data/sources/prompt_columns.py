@@ -88,7 +88,7 @@ class Columns:
         return {kind: MediaColumn.of(kind, column, value) for kind, column, value in found}
 
     def _original(self, record: Mapping[str, Any], *, is_needed: bool) -> dict[str, Any]:
-        """Return the whole picture as metadata: as the data have it, but text instead of bytes, which JSON lacks."""
+        """Return the original picture as metadata: unchanged, but with text instead of bytes, which JSON lacks."""
         if is_needed:
             _find(record, self.original, "data.original_key")
         column = MediaColumn.of(IMAGE, self.original, plain(_find_optional(record, self.original)))

@@ -170,8 +170,8 @@ def epoch_visits(shares: Sequence[Share], epoch: int, seed: int) -> np.ndarray:
 
     They are int64 if there are more than 2^31 - 1 prompts.
 
-    A source is visited in rounds through all its prompts, which go on from epoch to epoch, so that a weight of 0.5
-    reaches every prompt in two epochs. The order of a source's rounds depends on the seed alone.
+    A source is visited in rounds through all its prompts that continue from epoch to epoch, so a weight of 0.5 reaches
+    every prompt within two epochs. The order of a source's rounds depends only on the seed.
     """
     kind = np.int32 if sum(share.count for share in shares) < 2**31 else np.int64
     parts, first = [], 0
