@@ -1,5 +1,5 @@
-"""Payloads of groups: the keys of each attempt at a commit, the samples that people are shown, and the data nodes that
-keep them.
+"""Payloads of groups: the keys of each attempt at a commit, the samples to show to people, and the data nodes that
+store payloads.
 
 Small columns share a payload, which is stored by the committing script or in one transaction with it. A large column
 is a separate payload, written before the script in slices: no script handles its bytes, Redis serves others between
@@ -10,7 +10,7 @@ is on that data node (board.data_urls, from 0 on), which a hash of its key choos
 
 Large payloads are on data nodes, if there are any; pointers, scripts and small columns never are.
 
-Samples for people are on the board's Redis also where there are data nodes: they are few, and only the newest are kept.
+Samples to show to people are always on the board's Redis: they are few, and only the newest are kept.
 """
 
 import json

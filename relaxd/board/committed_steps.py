@@ -24,7 +24,7 @@ class CommittedSteps:
         self._read = read
         self._path = folder / LEDGER
         self._position = (0, 0)
-        """A step, and the byte at which the line of the next step begins, where the next read starts."""
+        """A step, and the byte offset of the next step's line, where reads of later steps start."""
 
     def __call__(self, after_step: int, limit: int) -> list[LedgerEntry]:
         """Return the steps after one, at most `limit`.

@@ -134,7 +134,7 @@ class RedisConnection(_Connection):
 
     Operations must be idempotent: one whose reply was lost, or that too few replicas have, runs again.
     `timeout_seconds` limits connecting and each read; `retry_seconds` limits all attempts together, after which
-    BoardUnavailable is raised. What `write` did survives the primary, if the URL has `wait_replicas`.
+    BoardUnavailable is raised. With `wait_replicas` in the URL, completed writes survive the loss of the primary.
     """
 
     client: redis.Redis

@@ -1,12 +1,12 @@
 """The columns of a group, declared once.
 
-The stages of a run, what the trainer takes in, packs and keeps in step files, what losses see, the room that the gate
-reserves, and docs/columns.md follow from this table.
+This table determines the stages of a run, the columns that the trainer reads, packs and stores in step files, the
+inputs of losses, the memory that the gate reserves, and docs/columns.md.
 
 A group has n samples, and S >= n sequences of tokens: one for each sample, or several for a conversation that was
 branched or compacted. The sequences of a sample are neighbours, in the order of the samples. A sequence that shares the
-prompt continues `prompt_tokens`, which its tokens leave out. Any other has its own prompt at the beginning of its
-tokens, with loss_mask 0.
+prompt continues `prompt_tokens` and doesn't repeat them. Any other sequence begins with its own prompt, with loss_mask
+0.
 """
 
 import re
@@ -73,7 +73,7 @@ OF_CONVERSATIONS = (
 )
 """Columns of runs whose samples are conversations (agent.environment, agent.command, agent.function)."""
 PLAYER = "player"
-"""Column of the player from whose view each sequence is."""
+"""Column of the player whose view each sequence shows."""
 SEQUENCE_REWARD = "sequence_reward"
 """Column of each sequence's own reward."""
 MESSAGE_RETURNS = "message_returns"
@@ -83,17 +83,17 @@ OF_CREDIT: dict[str, tuple[str, ...]] = {
     "sequence": (PLAYER, SEQUENCE_REWARD),
     "step": (PLAYER, MESSAGE_RETURNS),
 }
-"""Columns that a run has by its agent.credit."""
+"""Columns of a run, by its agent.credit."""
 REF_LOGPROBS = "ref_logprobs"
 """Column of runs with a reference service; otherwise the trainer computes it if necessary."""
 REFERENCE_WEIGHTS = "reference_weights"
-"""Column that goes with `REF_LOGPROBS` if the reference service takes over the policy's weights."""
+"""Column beside `REF_LOGPROBS` in runs whose reference service adopts the policy's weights."""
 TEACHER_LOGPROBS = "teacher_logprobs"
 """Column of runs whose advantages or loss use a teacher."""
 CANDIDATES = "candidates"
 """Column of runs whose loss compares several tokens of student and teacher in each place."""
 TEACHER_CANDIDATE_LOGPROBS = "teacher_candidate_logprobs"
-"""Column that goes with `CANDIDATES`."""
+"""Column beside `CANDIDATES`: the teacher's log-probs of them."""
 TEACHER_PROMPT_TOKENS = "teacher_prompt_tokens"
 """Column of runs whose teacher sees more of the prompt than the student."""
 PROMPT_MEDIA = "prompt_media"
@@ -233,12 +233,12 @@ def trained_columns(optional: Collection[str] = ()) -> tuple[str, ...]:
 
 
 def token_bytes(columns: Collection[str], candidates: int = 0, of_student: int = 0) -> int:
-    """Return the bytes that a token takes in those of the columns that have values for each token.
+    """Return the bytes per token of the given columns. Columns without a value for each token don't count.
 
     Args:
         columns: names of columns.
-        candidates: values that a column of candidates has for each token, k.
-        of_student: values that a column of the student's own candidates has for each token, m.
+        candidates: number of candidates per token, k, in columns of shape [T, k].
+        of_student: number of the student's own candidates per token, m, in columns of shape [T, m].
     """
     values = {"T": 1, "T, k": candidates, "T, m": of_student}
     specs = [COLUMNS[name] for name in columns if COLUMNS[name].shape in values]

@@ -14,8 +14,8 @@ TEXT_BYTES = 11
 GROUP_BYTES = 4096
 """Bytes of a group in addition to its tokens."""
 MEDIA_TOKEN_BYTES = {"image": 3200, "video": 6400, "audio": 3200}
-"""Upper bound of the bytes of media for each of their tokens, by kind: PNG of 32 x 32 pixels of noise, of video in two
-frames, and WAV of a thirteenth of a second."""
+"""Maximum bytes of stored media per token, by kind. Image: PNG of 32 x 32 pixels of noise; video: the same for two
+frames; audio: WAV of a thirteenth of a second."""
 EXPECTED_SHARE = 0.25
 """A step must fit into Redis with answers of this share of rollout.max_new_tokens, and with media in this share of
 data.max_prompt_tokens; few tasks have shorter ones."""
@@ -29,7 +29,7 @@ class RedisMemory:
     max_bytes: int
     """Redis's maxmemory, above which it refuses writes; without one, the limit that the gate assumes."""
     high_water: int
-    """Surplus groups are published up to this."""
+    """Used memory above which no surplus groups are published."""
     policy: str
     """Redis's maxmemory-policy."""
 

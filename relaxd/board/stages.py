@@ -73,9 +73,9 @@ STAGES: dict[str, Stage] = {name: _stage(name, ()) for name in (*_NEEDS, TRAIN)}
 def stages_for(config: RunConfig) -> tuple[Stage, ...]:
     """Return the stages of a run, which follow from what its algorithm needs.
 
-    There is no advantage stage where the advantages need a column that only the trainer makes. Nor is there one where a
-    reference service takes over the policy's weights and the advantages have a part of it: with which weights a group
-    must be scored is known once its step is.
+    There is no advantage stage if the advantages need a column that only the trainer computes, or log-probs of a
+    reference service that adopts the policy's weights: the weights with which to score a group are known only once its
+    step is known.
 
     Raises ValueError when the algorithm needs a column that isn't written by then, or its loss one without tokens.
     """

@@ -29,8 +29,7 @@ BATCH = 256
 """Maximum groups in one commit."""
 OUTAGE_PAUSE_SECONDS = 0.5
 MAX_THREADS = 16
-"""Maximum threads of a worker whose concurrency changes: its `process` returns futures, so a thread only starts the
-work."""
+"""Maximum threads of a worker with changing concurrency. Its `process` returns futures, so threads only start work."""
 
 
 @dataclass(frozen=True)

@@ -177,7 +177,7 @@ def connect_async(url: str, *, tag: str, seconds: float, **settings: Any) -> red
 async def acknowledged_async(
     client: redis.asyncio.Redis, commands: Sequence[tuple[Any, ...]], *, replicas: int, seconds: float
 ) -> list[Any]:
-    """Send commands, and return their replies once replicas have all that came before; see `acknowledged`."""
+    """Send commands; return their replies once enough replicas have all writes so far. Like `acknowledged`."""
     mark = marks[client]
     before = mark.last
     async with client.pipeline(transaction=False) as pipe:

@@ -30,9 +30,9 @@ MARK = f"""#!lua flags=allow-oom
 local mark = redis.call('INCR', KEYS[1])
 redis.call('EXPIRE', KEYS[1], {MARK_SECONDS})
 return mark"""
-"""Script that writes a mark. WAIT waits for the last write of the same connection, but what is repeated after a lost
-reply may find its work done, by another connection, and write nothing. Its number only rises, unless a primary lacks
-acknowledged writes. It is forgotten a month after the last write of its tag."""
+"""Script that writes a mark. WAIT waits only for the last write of the same connection, but a command that is repeated
+after a lost reply may write nothing, because another connection has done its work. The mark's number only rises, unless
+a primary lacks acknowledged writes. The mark expires a month after the last write of its tag."""
 
 DRIVER = DriverInfo()
 """The name and version that connections give. redis-py reads its version from disk for each connection that isn't
@@ -137,11 +137,11 @@ def lookup_of(address: RedisAddress, tag: str) -> tuple[Lookup, dict[str, Any]]:
 def acknowledged(
     client: redis.Redis, commands: Sequence[tuple[Any, ...]], *, replicas: int, seconds: float
 ) -> list[Any]:
-    """Send commands in one round trip, and return their replies once `replicas` replicas have all that came before.
+    """Send commands in one round trip; return their replies once `replicas` replicas have all writes so far.
 
-    Raises the first error among the replies; redis.ConnectionError with NOREPLICAS when too few replicas have it within
-    `seconds`. Then it may have taken effect or not, as after a lost reply. Logs an error when the primary lacks what
-    replicas once had.
+    Raises the first error among the replies; redis.ConnectionError with NOREPLICAS when too few replicas have the
+    writes within `seconds`. The commands may have taken effect nevertheless, as after a lost reply. Logs an error when
+    the primary lacks writes that replicas once had.
     """
     mark = marks[client]
     before = mark.last  # of a mark that is set from now on, this is a lower bound

@@ -1,8 +1,8 @@
-"""Operations on what Redis holds, without a connection.
+"""Redis operations that are independent of a connection.
 
-A RedisOperation is a generator. It yields what is to be sent to Redis, is given the replies, and returns its result.
-So each operation is written once: its commands, what follows from their replies, and how these are read. A connection
-only executes operations: that of a Board in the calling thread, that of an AsyncBoard in the event loop.
+A RedisOperation is a generator: it yields requests to Redis, receives the replies, and returns a result. So the
+commands of an operation and the use of their replies are written once, for both kinds of connection: a Board executes
+operations in the calling thread, an AsyncBoard in the event loop.
 """
 
 import functools
@@ -82,7 +82,7 @@ async def execute_async(operation: RedisOperation[T], send: Callable[[Request], 
 
 
 class Blocking(ABC):
-    """A face that executes operations in the calling thread."""
+    """Base of clients that execute operations in the calling thread."""
 
     def _run(self, operation: RedisOperation[T]) -> T:
         return execute(operation, self._send)
@@ -93,7 +93,7 @@ class Blocking(ABC):
 
 
 class Asynchronous(ABC):
-    """A face that executes operations in the event loop."""
+    """Base of clients that execute operations in the event loop."""
 
     async def _run(self, operation: RedisOperation[T]) -> T:
         return await execute_async(operation, self._send)
@@ -104,7 +104,7 @@ class Asynchronous(ABC):
 
 
 class Operation(Generic[P, T]):
-    """An operation as a method: it returns the result of a Blocking face's, and is awaited on an Asynchronous one."""
+    """Turns an operation into a method, which a Blocking class calls and an Asynchronous class awaits."""
 
     def __init__(self, operation: Callable[Concatenate[Any, P], RedisOperation[T]]) -> None:
         self._operation = operation

@@ -327,7 +327,7 @@ class CoordinatorSide(BoardCore):
 
     @operation
     def purge(self, *, term: int) -> RedisOperation[None]:
-        """Free what a finished run no longer needs. Raises Fenced, RunMissing."""
+        """Delete the keys that a finished run no longer needs. Raises Fenced, RunMissing."""
         yield from run_script("purge", self.prefix, term)
         yield from self._sweep(term)
 
@@ -369,7 +369,7 @@ class CoordinatorSide(BoardCore):
         yield from payload_transfer.unlink_keys((key for key in found if key != spared), server)
 
     def _node_bytes(self) -> RedisOperation[tuple[int, int, int]]:
-        """Return the bytes that data nodes use, may use, and may use for surplus groups, together; zeros for none."""
+        """Return the data nodes' total bytes: used, maximum, limit for surplus groups; zeros without nodes."""
         memory = yield from data_nodes.memory(len(self._nodes.data))
         return (0, 0, 0) if memory is None else (memory.used, memory.max_bytes, memory.high_water)
 

@@ -208,7 +208,7 @@ class BoardCore:
         *,
         set_values: bool = False,
     ) -> RedisOperation[list[int]]:
-        """Write large payloads and run the script that points to them: in one round trip, if they are few bytes.
+        """Write large payloads and run the script that points to them: in one round trip, if the payloads are small.
 
         `arguments` gets the indices of the attempts to commit, and returns the script's arguments. The script returns
         one reply for all attempts or a list with one for each: 1 or more (committed), 0 (nobody wants it) or -1 (it

@@ -179,10 +179,10 @@ class StageSide(BoardCore):
 
     @operation
     def redo(self, stage: str, consumer: str, deliveries: Sequence[Delivery], *, again: str) -> RedisOperation[int]:
-        """Have another stage write its columns of held groups again. Returns the number that were still held.
+        """Have the stage `again` write its columns of held groups again. Returns the number that were still held.
 
-        The hold ends. Once `again` has committed, the groups are offered to this stage anew; until then they lack
-        its columns. The deliveries don't count towards limits.max_deliveries.
+        The hold ends. Once `again` has committed, the groups are offered to this stage again; until then they lack its
+        columns. The deliveries don't count towards limits.max_deliveries.
         """
         if not deliveries:
             return 0

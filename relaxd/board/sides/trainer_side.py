@@ -103,9 +103,9 @@ class TrainerSide(BoardCore):
         """Add a step to the ledger, close its groups as trained and free their columns, atomically.
 
         `plan["groups"]` lists the groups' ids in order; `plan` and `metrics` must be JSON. Repeating a commit (same
-        term, step and plan) does nothing. `samples` are what people are shown: they are written before the script runs,
-        up to relaxd.board.attempts.SHOWN_BYTES of them, but at least one. Raises Fenced when another trainer
-        has taken over, StepConflict when the step is not the last plus one or a group is not open, TooLate.
+        term, step and plan) does nothing. `samples`, to show to people, are written before the script runs, up to
+        relaxd.board.attempts.SHOWN_BYTES of them, but at least one. Raises Fenced when another trainer has taken over,
+        StepConflict when the step is not the last plus one or a group is not open, TooLate.
         """
         count, shown = samples_attempt(self.prefix, step, samples)
 
