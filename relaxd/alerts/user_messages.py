@@ -26,15 +26,15 @@ _waiting: dict[str, None] = {}
 def notify(text: str) -> None:
     """Send a message to the people who watch the run, as an alarm: on the screen, and where `[alerts]` sends alarms.
 
-    Call it in rewards and environments, from any thread. A message stays an alarm until it wasn't repeated for ten
-    minutes. Outside of a run nothing happens.
+    Call it in rewards and environments, from any thread. The alarm ends ten minutes after the last call with its text.
+    Outside of a run nothing happens.
 
     Args:
-        text: the message, at most 300 characters; a longer text is cut off. The same text is one alarm, so
-            leave out what differs each time. A replica has 8 texts at once, further ones are left out.
+        text: the message, at most 300 characters; a longer text is cut off. Equal texts count as a single alarm, so
+        leave out details that differ each time. A replica keeps at most 8 texts at once and drops further ones.
 
     Raises:
-        ValueError: it is no text, or empty.
+        ValueError: `text` isn't a string, or is empty.
     """
     if not isinstance(text, str) or not text.strip():
         raise ValueError(f"notify: the text is {text!r}: it must be a text that isn't empty")
@@ -58,7 +58,7 @@ def ignore(messages: Iterable[str]) -> None:
 
 
 def one_line(text: str) -> str:
-    """Return a text as one line of at most MAX_CHARACTERS, without characters that some encoding lacks."""
+    """Return a text as one line of at most MAX_CHARACTERS, with "?" for characters that UTF-8 can't encode."""
     line = " ".join(text.encode(errors="replace").decode().split())
     return line if len(line) <= MAX_CHARACTERS else f"{line[: MAX_CHARACTERS - 1]}…"
 

@@ -52,7 +52,7 @@ class AgentConfig(Section):
     """Maximum number of processes and threads in each container."""
     function: Annotated[str, own_function("agent.function")] = ""
     """Async function that leads the conversations in place of an environment, "file.py:solve" or
-    "package.module:solve": it gets the sample and the model, which it asks as often as it likes, and returns the
+    "package.module:solve". It gets the sample and the model, may call the model any number of times, and returns the
     reward."""
     settings: dict[str, Any] = Field(default_factory=dict)
     """Settings of the environment or the function: keyword arguments of its class, or of the function."""
@@ -62,16 +62,16 @@ class AgentConfig(Section):
     max_turns: int = Field(default=8, ge=1)
     """Maximum number of the model's messages in a conversation, over all of its histories."""
     turn_tokens: int = Field(default=0, ge=0)
-    """Maximum length of one of these messages, in tokens; a longer one ends its conversation. 0: what is left of
-    rollout.max_new_tokens, which is for a whole conversation after its prompt (a program's: for each history),
-    observations included."""
+    """Maximum length of one of these messages, in tokens; a longer one ends its conversation. 0: the rest of
+    rollout.max_new_tokens, which limits a whole conversation after its prompt (a program's: each history), observations
+    included."""
     players: int = Field(default=1, ge=1, le=64)
     """Number of players that the model plays in an environment. Each has a separate history, and sees only what the
     environment says to it."""
     credit: Literal["sample", "sequence", "step"] = "sample"
-    """Rewards that advantages follow from. sample: all players have the conversation's, in which those of the players
-    are added up. sequence: each player has its own, which is compared with the same player's in the group. step: each
-    message of the model has those of its player from then on, which are compared with those of the message of the same
+    """Rewards from which advantages are computed. sample: all players get the conversation's reward, the sum of the
+    players' rewards. sequence: each player gets its own reward, compared with the same player's in the group. step:
+    each message of the model gets its player's rewards from then on, compared with those of the message of the same
     number in the group's other conversations."""
     max_sequences: int = Field(default=16, ge=1, le=1000)
     """Maximum number of histories of a program's or a function's sample: each request that doesn't continue one begins

@@ -14,7 +14,7 @@ RULES = (
     "entropy < 0.1 x highest over 20 steps",
     "tokens_per_second < 0.5 x highest over 20 steps",
 )
-"""Rules of a run without rules in its configuration: far from what a healthy run does, whatever its task."""
+"""Rules of a run without rules in its configuration. A healthy run of any task stays far from their limits."""
 
 
 class AlertsConfig(Section):

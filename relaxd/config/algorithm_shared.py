@@ -57,7 +57,7 @@ class PolicyGradientConfig(Section):
     """Leave out tokens whose probability is now more than this many times what the engine said: one of them could have
     a larger gradient than all other tokens of the step. 0 turns the limit off."""
     veto_low: float = Field(default=0.0, ge=0, lt=1)
-    """Leave out tokens whose probability is now less than this share of the engine's."""
+    """Leave out tokens whose current probability is less than this share of the engine's."""
     veto_sequences: bool = False
     """Leave out the whole sequence of a token beyond veto_high or veto_low."""
     opsm_delta: float = Field(default=0.0, ge=0)
@@ -91,9 +91,9 @@ class PolicyGradientConfig(Section):
     """Compute the divergence of distill_loss_coef over this many of the likeliest tokens in each place, all others
     counting as one, instead of estimating it at the sampled token. 0 estimates it."""
     distill_candidates: Candidates = "teacher"
-    """Whose likeliest tokens distill_top_k takes: the teacher's, the student's, or both. The student's are those of the
-    weights at the beginning of the step with roles.teacher.placement = "trainer", and those of the engine that wrote
-    the token with "service", which needs roles.teacher.engine = "megatron"."""
+    """Model whose likeliest tokens distill_top_k selects: the teacher, the student, or both. The student's come from
+    the weights at the beginning of the step with roles.teacher.placement = "trainer", and from the engine that
+    generated the token with "service", which needs roles.teacher.engine = "megatron"."""
     distill_divergence: Divergence = "reverse_kl"
     """The divergence of distill_top_k. reverse_kl: KL(student || teacher). forward_kl: KL(teacher || student).
     jensen_shannon: half of the KL divergences of both to their mean."""

@@ -24,7 +24,7 @@ class CurriculumConfig(Section):
     2501.12599). learnable: in proportion to pass rate x (1 - pass rate) (arXiv 2502.12272). Prompts that were never
     tried count as much as any. Or a class of your own, "package.module:Class" or "file.py:Class"."""
     settings: dict[str, Any] = Field(default_factory=dict)
-    """Arguments of a sampler of your own."""
+    """Keyword arguments of your own sampler class."""
     min_weight: float = Field(default=0.1, gt=0, le=1)
     """With hard and learnable: how often the least wanted prompt is given, relative to the most wanted."""
     min_pass_rate: float = Field(default=0.0, ge=0, le=1)
@@ -42,9 +42,9 @@ class CurriculumConfig(Section):
     memory: int = Field(default=4, ge=1)
     """Approximate number of groups that a pass rate averages: each later group counts 1/memory."""
     min_reward: float = 0.0
-    """Mean reward of a group that corresponds to a pass rate of 0, as lower ones do."""
+    """Mean reward of a group that counts as a pass rate of 0; lower means count as 0, too."""
     max_reward: float = 1.0
-    """Mean reward of a group that corresponds to a pass rate of 1, as higher ones do."""
+    """Mean reward of a group that counts as a pass rate of 1; higher means count as 1, too."""
     exhausted: Literal["repeat", "end"] = "repeat"
     """Once fewer prompts than trainer.groups_per_step aren't left out: repeat gives all prompts again, until enough of
     them have a pass rate within the limits. end ends the run."""
@@ -182,8 +182,9 @@ class DataConfig(Section):
     perhaps columns, system_prompt, prompt_function and sampling parameters (docs/data.md)."""
     temperature: float | None = Field(default=None, gt=0)
     """With sources, instead of their weights: an epoch visits each source in proportion to its number of prompts to the
-    power of 1 / temperature, all of them as often as there are prompts. 1: each prompt once; above 1 small sources come
-    more often, and with a large one all equally often. (The sampling temperature is rollout.temperature.)"""
+    power of 1 / temperature, with as many visits in total as there are prompts. 1: each prompt once; above 1 small
+    sources are visited more often, and with a very large temperature all sources equally often. (The sampling
+    temperature is rollout.temperature.)"""
     prompt_key: str = "prompt"
     """Column of the prompt. Dots lead into objects, as in "extra_info.question"."""
     answer_key: str = "answer"
@@ -249,7 +250,7 @@ class DataConfig(Section):
     shuffle: bool = True
     """Shuffle prompts in each epoch, seeded by run.seed."""
     curriculum: CurriculumConfig = CurriculumConfig()
-    """Frequency of each prompt."""
+    """Curriculum, which determines how often each prompt is given."""
 
     @property
     def is_own(self) -> bool:

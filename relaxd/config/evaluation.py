@@ -75,7 +75,7 @@ class EvalSet(Section):
     reward_key: str = ""
     """Key of its reward in mappings, as reward.key."""
     reward_address: Annotated[str, AfterValidator(partial(check_address, token_setting="reward_address_token"))] = ""
-    """Instead of reward: a service of your own, like reward.address."""
+    """Address of your own reward service, in place of `reward`, like reward.address."""
     reward_address_token: TokenVariable = ""
     """With reward_address: like reward.address_token."""
     environment: Annotated[str, AfterValidator(check_environment)] = ""

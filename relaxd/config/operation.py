@@ -16,7 +16,7 @@ LARGE_COLUMN_BYTES = 64 << 10
 """Default of board.large_column_bytes."""
 
 EXPERTS = 128
-"""Experts in a layer of a mixture, of which the scripted engine chooses."""
+"""Number of experts per layer among which the scripted engine chooses."""
 
 
 class BoardConfig(Section):

@@ -1,4 +1,4 @@
-"""Names of settings in TRL, verl, prime-rl and Relax (or slime, from which it took its flags), and what they are here.
+"""Names of settings in TRL, verl, prime-rl and Relax (or slime, from which it took its flags), and their equivalents.
 
 docs/coming-from.md is written from this table, and errors for unknown settings look names up in it
 (`relaxd.config.suggestions`).

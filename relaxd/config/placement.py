@@ -19,8 +19,8 @@ class PlacementConfig(Section):
     """Replicas of each role, such as { rollout = 2, reward = 4 }. Any other role has one replica if the run needs
     it."""
     gpus: dict[str, PositiveInt] = Field(default_factory=dict)
-    """Instead of replicas: GPUs of all replicas of a role together, such as { rollout = 4 }. It must be a multiple of
-    what a replica has, such as rollout.tensor_parallel."""
+    """Instead of replicas: GPUs of all replicas of a role together, such as { rollout = 4 }. It must be a multiple of a
+    replica's GPUs, such as rollout.tensor_parallel."""
 
     def problems(self) -> Iterator[str]:
         for setting, numbers in (("replicas", self.replicas), ("gpus", self.gpus)):

@@ -29,7 +29,7 @@ class ReplicaSizes(Section):
 
     @property
     def ranks(self) -> int:
-        """Ranks of a replica. More replicas, not more ranks, work on different groups."""
+        """Number of ranks of a replica. They work on the same groups; only replicas work on different ones."""
         return self.tensor_parallel * self.pipeline_parallel * self.context_parallel
 
     def problems(self) -> Iterator[str]:
@@ -43,7 +43,7 @@ class ReplicaSizes(Section):
 
 IN_TRAINER = '"trainer", whose ranks have the sizes of [trainer]: set "service"'
 SIZES = tuple(ReplicaSizes.model_fields)
-"""Settings of replicas, which a model in the trainer's ranks has not."""
+"""Names of the settings of replicas, which don't apply to a model in the trainer's ranks."""
 
 
 class FrozenModelConfig(ReplicaSizes):

@@ -13,7 +13,7 @@ class PartialConfig(Section):
     """Treatment of unfinished answers of engines that leave (docs/partial-rollout.md)."""
 
     enabled: bool = False
-    """Keep unfinished answers on the board, and let another engine continue them. Otherwise they begin anew."""
+    """Keep unfinished answers on the board, and let another engine continue them. Otherwise they start again."""
     save_seconds: float = Field(default=30.0, gt=0)
     """Seconds between two saves of unfinished answers, for replicas that die without notice. A drained or removed one
     always saves."""

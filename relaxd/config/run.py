@@ -127,7 +127,7 @@ class RunConfig(Section):
     placement: PlacementConfig = PlacementConfig()
     """Replicas of each role."""
     autoscale: AutoscaleConfig = AutoscaleConfig()
-    """Number of rollout replicas by need."""
+    """Automatic adjustment of the number of rollout replicas."""
     health: HealthConfig = HealthConfig()
     """Detection and recovery of dead or stuck replicas."""
     rehearsal: RehearsalConfig = RehearsalConfig()
@@ -236,7 +236,7 @@ class RunConfig(Section):
 
     @property
     def media_setting(self) -> str:
-        """The setting by which the run has media."""
+        """Name of the setting because of which the run has media."""
         return "data.media_keys" if self.data.media_keys else "agent.media"
 
     @property

@@ -10,7 +10,7 @@ from relaxd.engines import ENGINES, engines_of, list_engines
 from relaxd.importing import check_own
 
 CONTINUING = ("= ", "+ ", "is ", "has ", "can't be ", "on ")
-"""Beginnings of messages that go on with the sentence that the name of a setting begins."""
+"""Beginnings of messages that continue a sentence whose subject is the setting's name."""
 
 
 class Section(BaseModel):

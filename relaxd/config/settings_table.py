@@ -50,8 +50,8 @@ class Setting:
 def settings(algorithm: str = "") -> Mapping[Place, Setting]:
     """Return every setting by its place, section by section.
 
-    The section "algorithm" is that of `algorithm` (see `tag_of`). Without one it has the settings of all algorithms;
-    of several declarations the first counts.
+    The section "algorithm" has the settings of `algorithm` (see `tag_of`). Without it, the section has the settings of
+    all algorithms; if several declare a setting, the first declaration counts.
     """
     found = {
         place: _setting(place, field, meaning) for place, field, meaning in _walk(algorithm) if not _choices(field)

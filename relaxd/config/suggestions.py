@@ -10,7 +10,7 @@ ALMOST_EQUAL = 0.85
 """Similarity from which a wrong name counts as a slip, not as a name of another framework."""
 
 SYNONYMS = {"every": "interval", "interval": "every"}
-"""Names that sections have for the same: how many steps are between two events."""
+"""Synonyms that different sections use for the number of steps between two events."""
 
 _PENALTY = (
     "there are no penalties: tokens would be sampled from another distribution than the one whose log-probs are trained"

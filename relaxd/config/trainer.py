@@ -165,8 +165,8 @@ class TrainerConfig(Section):
     their prompts have at most twice as many tokens. 0: as many as one sample may have, data.max_prompt_tokens +
     rollout.max_new_tokens, and at least 4,096."""
     reset_moments_every: int = Field(default=0, ge=0)
-    """Start the policy's AdamW anew each time this many steps are done: moments of zero, and the bias correction of a
-    first update. The learning rate's schedule goes on. 0: never."""
+    """Reset the policy's AdamW after every this many steps: zero moments, and bias correction as in a first update. The
+    learning-rate schedule continues. 0: never."""
     reset_moments_after: tuple[Annotated[int, Field(ge=1)], ...] = ()
     """Steps after which to do so as well. `relaxd resume RUN --from-step N --reset-moments` adds one."""
     dtype: Literal["float32", "bfloat16"] = "float32"
@@ -178,20 +178,21 @@ class TrainerConfig(Section):
     ranks: int = Field(default=1, ge=1)
     """Processes of the Megatron world, on all hosts together."""
     hosts: int = Field(default=1, ge=1)
-    """Hosts with equally many of the ranks: the trainer's own, and one for each replica of the role `ranks`
+    """Number of hosts, which divide the ranks evenly: the trainer's own, and one for each replica of the role `ranks`
     (docs/deploy.md). Tensor-parallel ranks stay within a host."""
     tensor_parallel: int = Field(default=1, ge=1)
     """Ranks that share each layer's matrices."""
     pipeline_parallel: int = Field(default=1, ge=1)
     """Ranks that share the layers."""
     pipeline_layers: tuple[int, ...] = ()
-    """Layers of each pipeline stage, which add up to the model's; empty: equally many. The last stage also computes the
-    logits, which for a large vocabulary take as long as several layers: give it fewer (docs/performance.md)."""
+    """Number of layers of each pipeline stage, which add up to the model's; empty: divided evenly. The last stage also
+    computes the logits, which for a large vocabulary take as long as several layers: give it fewer
+    (docs/performance.md)."""
     pipeline_chunks: int = Field(default=1, ge=1)
-    """Chunks of layers of each pipeline stage (Megatron's virtual pipeline, with its interleaved schedule). With v of
-    them a micro-batch goes v times through all stages, each time through a v-th of their layers. Stages then wait only
-    a v-th as long for the pipeline to fill and drain, but exchange v times as much, and hold activations of more
-    micro-batches. For steps with few micro-batches (docs/performance.md)."""
+    """Chunks of layers of each pipeline stage (Megatron's virtual pipeline, with its interleaved schedule). With v
+    chunks a micro-batch passes v times through all stages, each time through 1/v of their layers. Stages then wait only
+    1/v as long for the pipeline to fill and drain, but exchange v times as much data and hold activations of more
+    micro-batches. Useful for steps with few micro-batches (docs/performance.md)."""
     context_parallel: int = Field(default=1, ge=1)
     """Ranks that share each micro-batch's tokens, and its query heads within attention. Where heads don't divide among
     them, each attends from its own tokens to the keys of all (docs/architecture.md)."""
@@ -199,33 +200,33 @@ class TrainerConfig(Section):
     """Ranks that share the experts."""
     recompute: Literal["none", "selective", "full"] = "none"
     """Activations to recompute in the backward pass instead of storing them. selective: norms, rotated heads and the
-    first half of the MLP or experts, but not attention: about a twentieth more work for a third of the memory. full:
-    the whole layer from its input: a third more work for a twentieth of the memory."""
+    first half of the MLP or experts, but not attention: about 5 % more work, a third of the memory. full: the whole
+    layer from its input: a third more work, about 5 % of the memory."""
     recompute_layers: int = Field(default=0, ge=0)
     """Number of layers to recompute, from the first of each pipeline stage; 0 means all."""
     activation_offload_bytes: int = Field(default=0, ge=0)
-    """Pinned host memory in which each rank keeps what `recompute` leaves of the layers' activations, instead of on its
-    GPU; 0: none. It is copied while the layers compute. What has no room stays on the GPU. It pays for long rows, whose
-    layers take longer than the copies: with recompute = "full" for more tokens, with "selective" for less work."""
+    """Bytes of pinned host memory to which each rank offloads the activations that `recompute` doesn't discard; 0:
+    none. They are copied while the layers compute; those that don't fit stay on the GPU. It pays for long rows, whose
+    layers take longer than the copies: recompute = "full" then fits more tokens, "selective" saves work."""
     offload: bool = True
     """With run.colocate: move weights and optimizer state to the host's memory while the engines generate. false: keep
-    them on the GPU, where they have room beside the engine (`relaxd fit`), so that turns take less time. Gradients are
-    freed in either case."""
+    them on the GPU, if they fit beside the engine (`relaxd fit`), so that turns take less time. Gradients are freed in
+    either case."""
     overlap_grad_reduce: bool = False
-    """Overlap, where ranks share parameters, as in data parallelism: add up their gradients during the backward pass of
-    an update's last micro-batch, in buckets of 40 million parameters or more, instead of afterwards. The sums are the
-    same. With several buckets each rank updates other parameters, so that the gradient norm is rounded differently.
-    For ranks on several machines; over NVLink it was no faster."""
+    """For ranks that share parameters, as in data parallelism: sum their gradients during the backward pass of an
+    update's last micro-batch, in buckets of 40 million parameters or more, instead of afterwards. The sums are the
+    same, but with several buckets the parameters are divided differently among ranks, so the gradient norm is rounded
+    differently. For ranks on several machines; over NVLink it was no faster."""
     shard_gradients: bool = False
-    """Shard gradients among ranks that share parameters, as in data parallelism: keep on each only its shard of the
-    accumulated gradients (ZeRO stage 2), and a few buckets of 40 million parameters or more during a backward pass.
-    Gradients are then added up over ranks in each micro-batch instead of once an update, in another order of sums. With
-    overlap_grad_reduce while others are computed (docs/fit.md). Not with pipeline_chunks."""
+    """Shard gradients among ranks that share parameters, as in data parallelism: each rank keeps only its shard of the
+    accumulated gradients (ZeRO stage 2), and during a backward pass a few buckets of 40 million parameters or more.
+    Gradients are then summed over ranks after each micro-batch instead of once per update, in a different order. With
+    overlap_grad_reduce the sums overlap the backward pass (docs/fit.md). Not with pipeline_chunks."""
     attention: Literal["auto", "cudnn", "varlen"] = "auto"
     """Attention kernels on GPUs in bfloat16. cudnn: cuDNN's, for packed sequences (needs the package
     nvidia-cudnn-frontend and an H100 or newer). varlen: torch's variable-length kernel, with FlashAttention 3 if
-    installed. auto: cudnn if it works, else varlen; varlen also for prompts so long that it pays to compute their
-    queries once for all samples (docs/architecture.md)."""
+    installed. auto: cudnn if it works, else varlen; auto also uses varlen for prompts so long that computing their
+    queries once for all samples pays (docs/architecture.md)."""
     freeze: tuple[NamePattern, ...] = ("vision", "audio", "projection")
     """Tensors that are not trained: regular expressions, found anywhere in Hugging Face's names, or names of parts.
     vision: the vision tower without its projection. audio: the tower for sound without its projection. projection: the
@@ -342,7 +343,7 @@ class TrainerConfig(Section):
         return self.mini_batches * self.epochs
 
     def resets_moments(self, step: int) -> bool:
-        """Return True if the policy's optimizer starts anew after a step."""
+        """Return True if the policy's optimizer is reset after a step."""
         every = self.reset_moments_every
         return step in self.reset_moments_after or (every > 0 and step > 0 and step % every == 0)
 

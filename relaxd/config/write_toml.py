@@ -40,7 +40,7 @@ def dump_explained(config: RunConfig) -> str:
 
 
 def dump_changes(config: RunConfig) -> str:
-    """Write the settings without a default, and those with another value, with the default as a comment."""
+    """Write required settings and those that differ from their default, with the default as a comment."""
 
     def lines(setting: Setting, value: Any) -> list[str]:
         if value is None or (value == setting.default and not setting.required):
