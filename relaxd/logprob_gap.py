@@ -15,7 +15,7 @@ FIRST_STEPS = 5
 RECENT_STEPS = 3
 """Number of recent steps with a gap whose median is compared, so that one odd step raises no alarm."""
 FACTOR = 10.0
-"""Smallest multiple of the usual gap that is an alarm."""
+"""Multiple of the usual gap above which there is an alarm."""
 
 
 @dataclass(frozen=True)
@@ -24,9 +24,9 @@ class Precision:
 
     name: str
     limit: float
-    """Gap above which there is an alarm, whatever the usual gap is."""
+    """Gap above which there is always an alarm."""
     smallest: float
-    """Minimum usual gap. Smaller ones are rounding and may well grow tenfold."""
+    """Minimum used as the usual gap: smaller gaps are rounding errors, which may grow tenfold without harm."""
 
 
 FLOAT32 = Precision("float32", limit=1e-3, smallest=1e-6)

@@ -1,4 +1,4 @@
-"""`relaxd bundle`: one archive with what a colleague or a bug report needs of a run's step, without secrets."""
+"""`relaxd bundle`: an archive of a run's step for a colleague or a bug report, without secrets."""
 
 import io
 import json

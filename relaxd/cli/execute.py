@@ -167,12 +167,11 @@ def execute_again(
 ) -> Path:
     """Start services for a run whose services are gone, and follow the run to its end. Returns its folder.
 
-    Redis starts with the data of the last one: the run's own, or that of `relaxd up` if the run began there, so that no
-    older copy of the run stays behind. If that is gone, the run is restored from its folder. With `steps`, it is
-    restored from its folder in any case, with a new number of steps. So is a run that failed because of its data. With
-    `new_data` its prompts may be other ones than before. `before` changes the folder from which the run is restored,
-    once Redis's data of the run is gone. Raises CliError before it starts anything when the run has ended otherwise and
-    gets no more steps.
+    Redis starts with its last data: the run's own, or those of `relaxd up` if the run began there, so that no older
+    copy of the run remains. If they are gone, the run is restored from its folder. It is always restored from its
+    folder with `steps`, a new number of steps, and if it failed because of its data. With `new_data` its prompts may
+    differ from before. `before` is called to change the folder before the run is restored from it, once Redis has no
+    data of the run. Raises CliError before it starts anything when the run has ended otherwise and gets no more steps.
     """
     where = replace(where, shared_redis=began_on_up(run_folder))
     if before is not None:

@@ -34,7 +34,7 @@ from relaxd.rewinding import NoWayBack, check_way_back, rewind
 from relaxd.v1 import coordinator_pb2 as pb
 
 STOPPING_SECONDS = 5.0
-"""Seconds between two lines of `relaxd stop` on what the run waits for."""
+"""Seconds between two progress lines of `relaxd stop`."""
 
 
 def pause(

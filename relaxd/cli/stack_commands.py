@@ -120,7 +120,7 @@ def up(
 def down(state: StateOption = DEFAULT_STATE) -> None:
     """Stop the services that `relaxd up` started. Each hands back the groups that it holds.
 
-    A run in progress gets a checkpoint first. It goes on with the next `relaxd up`.
+    A run in progress gets a checkpoint first and continues with the next `relaxd up`.
     """
     folder = StateFolder(state)
     address = address_here(state, None)

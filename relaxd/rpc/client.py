@@ -139,7 +139,7 @@ class MultiCallable:
     def __init__(
         self, call: Any, path: str, target: str, deadline_seconds: float | None, metadata: MakeMetadata
     ) -> None:
-        """`path` is the method's, `target` the channel's; `deadline_seconds` is that of calls without a timeout."""
+        """`path`: the method's path; `target`: the channel's; `deadline_seconds`: default deadline of calls."""
         self._call, self._deadline_seconds, self._metadata = call, deadline_seconds, metadata
         self._method = RpcMethod(path, target)
 

@@ -70,7 +70,7 @@ class RpcError(Exception):
 
 
 class InvalidArgument(RpcError):
-    """The request is invalid, whatever the state of the service; `violations` are (field, description) pairs."""
+    """The request is invalid in any state of the service; `violations` are (field, description) pairs."""
 
     code = grpc.StatusCode.INVALID_ARGUMENT
 
@@ -177,7 +177,7 @@ class Violations:
 
     def __init__(self) -> None:
         self.found: list[tuple[str, str]] = []
-        """The first MAX_VIOLATIONS."""
+        """The first MAX_VIOLATIONS violations, as (field, description) pairs."""
         self._count = 0
 
     def add(self, field: str, description: str) -> None:

@@ -76,7 +76,7 @@ class Page(Generic[Item]):
 
 
 def newest_first(seconds: float, name: str) -> str:
-    """Return a sortable key of an object's creation time, in Unix time, by which the newest comes first."""
+    """Return a sort key that puts the newest object first, from its creation time in Unix seconds and its name."""
     return f"{10**17 - int(seconds * 1e6):018d} {name}"
 
 

@@ -78,9 +78,9 @@ class ServiceSettings:
     keep_runs: int = 50
     """Coordinator: number of ended runs to keep in Redis, always the newest one; their folders stay."""
     keep_run_bytes: int = 256 << 20
-    """Coordinator: maximum bytes of those runs in Redis."""
+    """Coordinator: maximum bytes of ended runs in Redis."""
     keep_run_days: float = 30.0
-    """Coordinator: days to keep them."""
+    """Coordinator: days to keep ended runs in Redis."""
     gpu_lease_seconds: float = 60.0
     """Coordinator: seconds without a heartbeat after which a replica's GPUs are leased to others, sooner if it is known
     to have ended; by then it has ended the processes that use them. Should exceed the coordinator's restart time. Lower

@@ -66,7 +66,7 @@ class Measure:
     name: str
     """network, files, memory, processes, kernel, user."""
     by: str = ""
-    """Means by which the measure is enforced; empty if it isn't."""
+    """Mechanism that enforces the measure; empty if none does."""
     missing: str = ""
     """Reason why the measure isn't enforced."""
 

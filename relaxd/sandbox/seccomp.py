@@ -11,7 +11,7 @@ import termios
 from collections.abc import Iterable, Sequence
 
 _Numbers = tuple[int, int | None]
-"""A call's number on x86-64 and on arm64; None: it isn't there."""
+"""Numbers of a system call on x86-64 and arm64; None if arm64 lacks it."""
 DENIED: dict[str, _Numbers] = {
     # Connections. Socket pairs are in ARGUMENTS: asyncio needs one. Nobody can see the addresses of sendmsg.
     "socket": (41, 198),
@@ -175,7 +175,7 @@ ADMINISTRATION = (
     *("ptrace", "process_vm_readv", "process_vm_writev", "pidfd_getfd", "kcmp", "mknod", "mknodat"),
     *("io_uring_setup", "io_uring_enter", "io_uring_register"),  # they open sockets unseen
 )
-"""Calls of DENIED that programs which may start others and use files don't need, either."""
+"""Calls of DENIED that are also denied to trusted programs, which may start processes and use files."""
 
 
 _LOAD, _AND, _EQUAL, _AT_LEAST, _ANY_BIT, _RETURN = 0x20, 0x54, 0x15, 0x35, 0x45, 0x06
@@ -240,7 +240,7 @@ def filter_calls(pid: int) -> None:
 
 
 def filter_programs(network: bool) -> None:
-    """Deny this process and the programs that it starts, which are trusted more, what only administrators need.
+    """Deny calls that only administrators need to this process and the programs that it starts, which are trusted more.
 
     It may make no namespaces, mounts or tracers, and no sockets but local ones unless `network` says so: those fail as
     if there were no network. Raises OSError, also where the filter doesn't know this machine's system calls.

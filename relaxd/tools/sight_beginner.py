@@ -193,7 +193,7 @@ def teach(
     updates: int,
     states_of: Callable[[torch.Tensor, VisionModel, NormalMedia], torch.Tensor],
 ) -> None:
-    """Teach an output layer with items that no run draws, each answered with every answer.
+    """Train an output layer on items that no run uses, pairing each item with every possible answer.
 
     Args:
         head: the layer.

@@ -1,8 +1,9 @@
 """The trackers' process: `python -m relaxd.trackers`, started by the coordinator.
 
 Its first line of input is the run as JSON: run_id, folder, the section [tracking], and the section [alerts] if there
-are addresses to notify. Each further line is the run's status, as JSON. The line "end" tells it that the run has ended;
-the end of its input that the coordinator has. Its output are lines of JSON: a tracker or a notifier, and its problem.
+are addresses to notify. Each further line is the run's status, as JSON. The line "end" means that the run has ended;
+the end of the input means that the coordinator has ended. It prints lines of JSON: a tracker or notifier, and its
+problem.
 """
 
 import contextlib

@@ -182,7 +182,7 @@ def split_line(line: Mapping[str, Any]) -> tuple[dict[str, float], dict[str, flo
     """Return the numbers of a line of metrics.jsonl, and those of its evaluation, by the names that trackers show.
 
     "reward_mean" is "train/reward_mean", "eval_reward" is "eval/reward", "eval/SET/reward" stays as it is, and the
-    share of a replica is "train/replicas.busy.ID". What is no number, or is not finite, is left out.
+    share of a replica is "train/replicas.busy.ID". Values that aren't finite numbers are left out.
     """
     numbers: dict[str, float] = {}
     evaluation: dict[str, float] = {}
@@ -244,7 +244,7 @@ class Logged:
 
 
 def digest(numbers: Mapping[str, Any]) -> int:
-    """Return a digest by which a step that was trained again is recognised."""
+    """Return a digest of a step's numbers, to recognise a step that was trained again."""
     return zlib.crc32(json.dumps(numbers, sort_keys=True).encode())
 
 

@@ -45,7 +45,7 @@ TRIAL_SECONDS = 90.0
 
 
 def check(config: RunConfig, *, call_reward: bool = True, first_look: bool = False) -> list[Problem]:
-    """Return everything that would make a run fail. Reads the model's folder and the data; starts no service.
+    """Return all problems that would make a run fail. Reads the model's folder and the data; starts no service.
 
     `check_algorithm` comes before: what is checked here, and `machine_problems`, needs the columns of the algorithm.
     With `first_look`, only some prompts are read, as a coordinator reads the data next. With `call_reward`, also

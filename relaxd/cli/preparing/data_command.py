@@ -1,4 +1,4 @@
-"""`relaxd data`: what a run will see of its data, from a configuration or from a file or folder with prompts."""
+"""`relaxd data`: checks and shows a run's prompts, from a configuration or from a file or folder with prompts."""
 
 import json
 import re
@@ -78,7 +78,7 @@ MOST_READ_WITH_MEDIA = 200
 """Maximum number of prompts to read with data.media_keys: they are held in memory, and their files are opened."""
 
 MOST_COMPARED_WITH_MEDIA = 20_000
-"""Maximum number of prompts with media among which to count repeats, because all of their files must be read."""
+"""Maximum number of prompts with media to compare for repeats, because that reads all of their files."""
 
 
 def data(
@@ -161,7 +161,7 @@ def _show(
 
 
 def _show_media(example: Example, tokenizer: PromptTokenizer, console: Console) -> None:
-    """Decode a prompt's media and print what the model gets of them."""
+    """Decode a prompt's media and print their form and size for the model."""
     assert tokenizer.vision is not None  # or the prompt would have been refused
     media = normalise(example, tokenizer.vision)
     table = Table(box=None, pad_edge=False)

@@ -217,11 +217,11 @@ class Quiet:
 
 @contextlib.contextmanager
 def _interrupts() -> Iterator["_Interrupts"]:
-    """Yield what Ctrl-C, SIGTERM and SIGHUP set besides raising KeyboardInterrupt, Terminated and HungUp.
+    """Yield a record of Ctrl-C, SIGTERM and SIGHUP, which also raise KeyboardInterrupt, Terminated and HungUp.
 
-    Where SIGHUP is ignored, as under nohup, it stays so. Python only prints an exception that is raised within a
-    destructor or a gRPC callback. SIGTERM must not end the process at once, because the terminal would stay on the
-    screen of the live display.
+    The record is needed because Python only prints an exception that is raised in a destructor or a gRPC callback.
+    SIGTERM must not end the process at once, because the live display must first restore the terminal. An ignored
+    SIGHUP, as under nohup, stays ignored.
     """
     interrupts = _Interrupts()
     if threading.current_thread() is not threading.main_thread():  # only the main thread may set signal handlers

@@ -39,7 +39,7 @@ def logs(
     folder: FolderOption = None,
     state: StateOption = DEFAULT_STATE,
 ) -> None:
-    """Show the services' logs: of those up here, else of the last ones here, or of a run (--run)."""
+    """Show the logs of the services up here, of the last ones that were, or of a run (--run)."""
     place = StateFolder(state)
     where = _log_folder(place, run_id, folder)
     tails = [LogTail(path) for path in _logs_of(where, service)]

@@ -1,6 +1,6 @@
 """`relaxd status` and `relaxd why`: the services, the runs, the queue of each stage, and what a run waits for.
 
-What is as it should be takes one line, the rest a row each.
+Everything that is in order shares one line; everything else gets a separate row.
 """
 
 import re

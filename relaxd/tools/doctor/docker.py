@@ -36,7 +36,7 @@ def check_docker(scope: Scope) -> Iterator[Finding]:
 
 
 def engine_findings(info: Mapping[str, Any], error: str, needed: bool, gpus: int) -> Iterator[Finding]:
-    """Judge the answer of `docker info`, and its error. Where `needed` is False, a missing part is no problem."""
+    """Assess the answer of `docker info`, and its error. A missing part is only a problem if `needed`."""
     plugins = {one["Name"]: one.get("Version", "") for one in info.get("ClientInfo", {}).get("Plugins") or ()}
     if info.get("ServerVersion"):
         yield Finding("ok", "docker", f"engine {info['ServerVersion']}")

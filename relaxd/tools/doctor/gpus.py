@@ -74,7 +74,7 @@ def check_gpus(scope: Scope) -> Iterator[Finding]:
 
 
 def no_driver_finding(error: str, devices: Sequence[str]) -> Finding:
-    """Judge a machine without a driver that works. `devices` are the PCI addresses of its NVIDIA GPUs."""
+    """Assess a machine without a working driver. `devices` are the PCI addresses of its NVIDIA GPUs."""
     if not devices:
         return Finding("ok", "GPUs", "none: runs use the CPU")
     right = INSTALL_DRIVER
@@ -85,7 +85,7 @@ def no_driver_finding(error: str, devices: Sequence[str]) -> Finding:
 
 
 def driver_finding(driver: str, cuda: Version, torch: Torch | None) -> Finding:
-    """Judge a driver, which supports CUDA up to a version, with the torch that is installed."""
+    """Assess a driver, which supports CUDA up to a version, together with the installed torch."""
     about, found = "NVIDIA driver", f"{driver}, for CUDA up to {_dotted(cuda)}"
     if torch is None:  # `check_packages` says so
         return Finding("ok", about, found)
@@ -108,7 +108,7 @@ def driver_finding(driver: str, cuda: Version, torch: Torch | None) -> Finding:
 
 
 def memory_findings(gpus: Sequence[GpuMemory]) -> Iterator[Finding]:
-    """Judge the GPU memory used by other processes. Unused GPUs of one kind share a line."""
+    """Assess the GPU memory used by other processes. Unused GPUs of one kind share a line."""
     free = [gpu for gpu in gpus if gpu.others < TAKEN_BYTES]
     for name, total in dict.fromkeys((gpu.name, gpu.total) for gpu in free):
         alike = [str(gpu.index) for gpu in free if (gpu.name, gpu.total) == (name, total)]

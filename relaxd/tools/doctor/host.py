@@ -35,9 +35,9 @@ SHARED_BYTES = 1 << 30
 OPEN_FILES, FEWEST_OPEN_FILES = 1024, 256
 """Open files of a process: recommended, and without which services don't start."""
 PROCESSES, FEWEST_PROCESSES = 2048, 512
-"""Processes and threads, of which a service has tens and a rank on GPUs hundreds: recommended, and fewest."""
+"""Recommended and minimum limit of processes and threads: a service has tens of them, a rank on GPUs hundreds."""
 CLOCK_SECONDS = 60.0
-"""Maximum time by which a file may have been written in the future."""
+"""Maximum seconds by which a new file's time may be ahead of this machine's clock."""
 CGROUP = Path("/sys/fs/cgroup")
 _UNSYNCHRONISED = 0x40
 _STATUS_OFFSET = 40
@@ -66,7 +66,7 @@ def check_shared_memory(scope: Scope) -> Iterator[Finding]:
 
 
 def shared_memory_finding(free: int, size: int, gpus: int, error: str = "") -> Finding:
-    """Judge shared memory by its size and free part, in bytes."""
+    """Assess shared memory by its size and free part, in bytes."""
     found = f"{byte_amount(free)} of {byte_amount(size)} are free" if not error else f"it can't be used: {error}"
     if free >= SHARED_BYTES or not (gpus or error):
         return Finding("ok", str(SHARED_MEMORY), found)
@@ -90,7 +90,7 @@ def check_limits(scope: Scope) -> Iterator[Finding]:
 
 
 def open_files_finding(soft: int, hard: int) -> Finding:
-    """Judge the limit of open files."""
+    """Assess the limit of open files."""
     if soft == resource.RLIM_INFINITY or soft >= OPEN_FILES:
         most = "without a limit" if soft == resource.RLIM_INFINITY else f"{soft} for each process"
         return Finding("ok", "open files", f"{most} (ulimit -n)")
@@ -107,7 +107,7 @@ def open_files_finding(soft: int, hard: int) -> Finding:
 
 
 def processes_finding(free: float, by: str) -> Finding:
-    """Judge the number of processes and threads that may still start, which `by` limits."""
+    """Assess the number of processes and threads that may still start, which `by` limits."""
     if free >= PROCESSES:
         return Finding("ok", "processes", f"{free:.0f} more may start ({by})" if by else "without a limit")
     return Finding(
@@ -121,7 +121,7 @@ def processes_finding(free: float, by: str) -> Finding:
 
 
 def core_finding(soft: int, pattern: str) -> Finding:
-    """Judge the size of core dumps, which the kernel writes where `pattern` says."""
+    """Assess the size of core dumps, which the kernel writes where `pattern` says."""
     if not soft:
         return Finding("ok", "core dumps", "none (ulimit -c 0)")
     if pattern.startswith("|"):
@@ -146,7 +146,7 @@ def check_clock(scope: Scope) -> Iterator[Finding]:
 
 
 def clock_finding(ahead: float, newest: Path, synchronised: bool | None, others: bool) -> Finding:
-    """Judge the clock.
+    """Assess the clock.
 
     Args:
         ahead: seconds by which the newest file was written in the future.
@@ -235,7 +235,7 @@ def check_disk(scope: Scope) -> Iterator[Finding]:
 
 
 def folder_finding(about: str, folder: Path, other: str, needed: int | None = None) -> Finding:
-    """Judge a folder that may not exist yet.
+    """Assess a folder that may not exist yet.
 
     Args:
         about: name of the folder.
@@ -298,7 +298,7 @@ def check_sandbox(scope: Scope) -> Iterator[Finding]:
 
 
 def answers_finding(version: int) -> Finding:
-    """Judge the kernel's version of Landlock."""
+    """Report the Landlock version that the kernel offers to sandboxes of answers."""
     found = f"Landlock {version} and seccomp, on Linux {platform.release()}"
     if version < SCOPES_VERSION:
         found += "; Linux 6.12 would also deny rewards abstract sockets (docs/security.md)"
@@ -306,7 +306,7 @@ def answers_finding(version: int) -> Finding:
 
 
 def enclosure_finding(measures: Sequence[Measure], required: bool) -> Finding:
-    """Judge the effective measures of a reward's enclosure. With `required`, no run starts without all of them."""
+    """Report the measures that confine a reward. With `required`, runs don't start while one is missing."""
     missing = [one for one in measures if not one.by and one.name != "user"]
     held = ", ".join(one.name for one in measures if one.by)
     if not missing:

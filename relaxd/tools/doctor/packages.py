@@ -84,7 +84,7 @@ def check_optional_packages(scope: Scope) -> Iterator[Finding]:
 
 
 def package_finding(about: str, required: Mapping[str, Sequence[Requirement]], extras: Sequence[str]) -> Finding:
-    """Judge the packages required by relaxd itself and some of its extras."""
+    """Report whether the packages required by relaxd and the given extras are installed."""
     if not required:
         return Finding("ok", about, "relaxd is not installed as a package, so what it requires is not known")
     wanted = list(dict.fromkeys(one for extra in ("", *extras) for one in required.get(extra, ())))
@@ -199,7 +199,7 @@ def check_trackers(scope: Scope) -> Iterator[Finding]:
 
 
 def trackers_finding(tracking: TrackingConfig) -> Finding:
-    """Judge the interpreter of a run's trackers."""
+    """Assess the interpreter of a run's trackers."""
     about, python = "trackers", tracking.python or sys.executable
     wanted = [name for name in tracking.trackers if name in TRACKER_PACKAGES]
     right = f"an interpreter with {', '.join(wanted)}" if wanted else "an interpreter"

@@ -47,7 +47,7 @@ def check_services(scope: Scope) -> Iterator[Finding]:
 
 
 def status_findings(statuses: Sequence[ReplicaStatus]) -> Iterator[Finding]:
-    """Judge the versions and states of services."""
+    """Assess the versions and states of services."""
     own = (__version__, PROTOCOL_VERSION)
     for status in statuses:
         theirs = (status.package_version, status.protocol_version)
@@ -99,7 +99,7 @@ def check_redis_program(scope: Scope) -> Iterator[Finding]:
 
 
 def server_findings(about: str, url: str, seconds: float) -> Iterator[Finding]:
-    """Judge the server at a URL, which must answer within `seconds`."""
+    """Assess the server at a URL, which must answer within `seconds`."""
     name = where(url)
     try:
         embedded_redis.wait_until_up(url, seconds=seconds)
@@ -127,7 +127,7 @@ def server_findings(about: str, url: str, seconds: float) -> Iterator[Finding]:
 
 
 def fact_findings(about: str, name: str, facts: Mapping[str, Any]) -> Iterator[Finding]:
-    """Judge a server's INFO; yields only warnings and problems."""
+    """Assess a server's INFO; yields only warnings and problems."""
     version = version_of(facts)
     numbers = tuple(int(part) for part in version.split(".")[:2])
     needed = ".".join(map(str, embedded_redis.MIN_VERSION))

@@ -28,7 +28,7 @@ class MicroBatch:
     element: int
     """Bytes of an element."""
     float32_logits: bool = False
-    """True if logits are in float32 whatever the element type is."""
+    """True if logits are always in float32."""
 
     @property
     def logit_bytes(self) -> int:

@@ -42,7 +42,7 @@ class EngineMemory:
     assumed: bool
     """True if SGLang decides how much is for weights and cache (DEFAULT_FRACTION of a whole GPU)."""
     share: float = 1.0
-    """Share of the GPU that is the engine's."""
+    """The engine's share of the GPU."""
 
     @property
     def bytes(self) -> Bytes:

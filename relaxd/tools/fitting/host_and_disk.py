@@ -31,7 +31,7 @@ class Models:
     """True if a critic is in these ranks. It has the policy's architecture."""
     frozen: tuple[ModelShape, ...]
     trains_vision: bool = False
-    """True if a tower of the policy is trained, or a part of that."""
+    """True if at least a part of a policy's tower is trained."""
 
     @property
     def trained(self) -> list[int]:
@@ -157,7 +157,7 @@ def disk_bytes(config: RunConfig, models: Models, element: int, expert_bytes: in
 
 
 MAX_REPEAT = 2
-"""Maximum ratio of tokens that attention processes to tokens of a row, in the trainer's packing."""
+"""Maximum ratio, in the trainer's packing, of tokens that attention processes to tokens in the row."""
 
 
 def read_models(config: RunConfig) -> Models:
@@ -216,7 +216,7 @@ def step_work(config: RunConfig, models: Models) -> StepWork:
 
 
 def _tower_flops(config: RunConfig, models: Models) -> float:
-    """Return the FLOPs of all towers in a step whose groups have as many media as their tokens may be.
+    """Return the FLOPs of all towers in a step whose groups have the maximum number of media tokens.
 
     A tower that isn't trained runs once for a group's media, because its outputs are kept; those of frozen models and
     of a critic are counted like the policy's. A trained one runs in each pass, and its backward pass counts twice.

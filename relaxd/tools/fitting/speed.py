@@ -19,7 +19,7 @@ from relaxd.tools.fitting.trainer_memory import Bytes
 EFFICIENCY = 0.52
 """Share of an H200's peak that a single rank reaches."""
 TOWER_EFFICIENCY = 0.125
-"""The same of a tower that gets images of 1,024 tokens alone: 0.105 to 0.155 were measured."""
+"""The same for a tower that processes images of 1,024 tokens one at a time: 0.105 to 0.155 were measured."""
 EXTRA_WORK = {"none": 1.0, "selective": 1.06, "full": 4 / 3}
 """StepWork with recomputation over work without."""
 TENSOR_BYTES_PER_SECOND = 2.2e11
@@ -47,7 +47,7 @@ class StepWork:
     tokens: float
     """Tokens of its rows."""
     attended: float
-    """Number of token pairs of which one attends to the other."""
+    """Number of pairs of tokens in which one attends to the other."""
     micro_batch_tokens: int
     updates: int = 1
     """Optimizer updates."""
@@ -78,11 +78,11 @@ class Seconds:
 
 
 def predict(shape: ModelShape, layout: Layout, work: StepWork, element: int = 2) -> Seconds:
-    """Predict the seconds in which the trainer works on a step, its groups being there.
+    """Predict the trainer's seconds for a step whose groups are all ready.
 
-    FLOPs are 6 for each parameter that a token uses, 12 x heads x head size for each layer with attention and pair of
-    tokens, and those of the states of gated delta nets, whose lower speed in torch's operations isn't known here. Ranks
-    that share a micro-batch each run a tower for all of its media.
+    FLOPs per token: 6 per parameter that it uses; 12 x heads x head size per attention layer and token that it attends
+    to; and those of gated delta nets' states, whose lower speed as plain torch operations isn't modelled. Each rank
+    that shares a micro-batch runs the towers on all of its media.
     """
     ranks, stages = layout.ranks, layout.pipeline
     extra = 1 + (EXTRA_WORK[layout.recompute] - 1) * layout.recomputed_layers(shape) / layout.stage_layers(shape)

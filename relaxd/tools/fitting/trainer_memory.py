@@ -27,11 +27,11 @@ LEAST_PARAMETERS = 40_000_000
 def buckets_in_memory(
     shape: ModelShape, layout: Layout, stage: int, *, critic: bool = False, least: int | None = None
 ) -> int:
-    """Return the bytes that the buckets of a rank have at once, at most.
+    """Return the maximum bytes of the buckets that a rank holds at once.
 
-    These are two neighbours, because a layer may be in both, and with overlapped reduction one more, which is being
-    reduced; of the dense parameters and of the experts. A tied embedding gets its first gradient at the beginning of a
-    pass and its last one at the end, so that its bucket is there all the time.
+    For dense parameters and for experts these are two neighbours, because a layer may span both, and with overlapped
+    reduction one more that is being reduced. The bucket of a tied embedding exists all the time, because its gradients
+    come at the beginning and at the end of a pass.
 
     Args:
         shape: the model.

@@ -23,7 +23,7 @@ _TABLES = {
     "rollout.engine_kwargs.sglang": "rollout.sglang",
     "data.apply_chat_template_kwargs": "model.chat_template_arguments",
 }
-"""verl's tables that are tables here as well: a script sets their keys one by one."""
+"""verl's tables with a counterpart here that is also a table; scripts set their keys one by one."""
 
 
 def migrate(given: Mapping[str, Any]) -> Migrated:

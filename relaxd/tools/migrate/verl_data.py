@@ -13,7 +13,7 @@ _PLAIN = ("test", "val", "valid", "validation", "dev", "eval", "train")
 
 
 def complete_data(reader: Reader) -> None:
-    """Add only notes."""
+    """Add notes on paths that aren't resolved; change no settings."""
     paths = [*listed(reader.get("data.train_files")), *listed(reader.get("data.val_files"))]
     for mark, why in (("$", "has variables, which are not resolved"), ("~", "begins with ~, which is not resolved")):
         if found := next((path for path in paths if (mark in path if mark == "$" else path.startswith(mark))), None):

@@ -1,8 +1,8 @@
 """The configuration that is rehearsed: a run's own, with scripted engines and trainer, and its speeds and sizes scaled.
 
-Time is scaled by speeds: everything that is assumed to take time becomes `time_scale` times as fast. Payloads are
-scaled by lengths: answers have a `payload_scale`-th of their tokens and engines of their speed, so that they take as
-long as before and store a `payload_scale`-th of the bytes.
+Time is scaled through speeds: everything that is assumed to take time becomes `time_scale` times as fast. Payloads are
+scaled through lengths: tokens per answer and the engines' speed are divided by `payload_scale`, so that answers take as
+long as before but store fewer bytes.
 """
 
 import math
@@ -43,9 +43,9 @@ class Scale:
     rollout: int
     """Rollout replicas."""
     time: float
-    """Factor by which assumed times are shorter."""
+    """Divisor of the assumed times."""
     payload: int
-    """Factor by which answers are shorter."""
+    """Divisor of the answers' lengths."""
     ranks: int = 1
     """Number of the trainer's ranks, which divide the groups."""
     agents: int = 0
@@ -125,9 +125,9 @@ def mean_tokens(config: RunConfig, of_longest: int = 1) -> float:
 def least_step_seconds(config: RunConfig, rollout: int, agents: int = 0) -> float:
     """Return the minimum mean seconds of a step with a number of rollout and agent replicas.
 
-    They are those of its tokens in the engines that work or in the trainer, or those in which the gate, which admits a
-    limited number of groups, and agents, which hold a limited number of samples, let a step's groups through: each
-    stays as long as its longest answer takes.
+    The slowest part determines them: generating the step's tokens in the busy engines, training on them, or passing the
+    gate, which admits a limited number of groups, and the agents, which hold a limited number of samples. A group takes
+    as long as its longest answer.
     """
     own, groups, samples = config.rehearsal, config.trainer.groups_per_step, config.rollout.samples_per_prompt
     tokens, admitted = groups * samples * mean_tokens(config), float(admitted_groups(config))

@@ -1,11 +1,11 @@
 """Arithmetic: does the coordinator carry its replicas, and this machine the rehearsal, and at which scale?
 
-Of the coordinator its processor is judged, and the times of its answers to the replicas' calls. Heartbeats are judged
-at rest, where nothing is scaled. In the other window steps, and so weight synchronisations, come `time_scale` times as
-often as they will: p99 there is an upper bound.
+The coordinator is judged by its processor time and its response times to replicas' calls. Heartbeats are judged at
+rest, where nothing is scaled. In the other window, steps and weight synchronisations are `time_scale` times as frequent
+as in the real run, so p99 there is an upper bound.
 
-At rest the rehearsal costs processors, and each step costs processor seconds, however fast steps come. A time scale at
-which both need more than this machine has doesn't show how long steps take, but how slow the machine is.
+The rehearsal uses some processors even at rest, and each step uses processor seconds at any speed. If both need more
+than this machine has at a time scale, the measured steps show only how slow the machine is.
 """
 
 import math

@@ -113,9 +113,9 @@ class Counters:
     run_folder: Path
     run_id: str
     engines: EngineNumbers
-    """Number of rollout replicas, and the autoscaler's decisions."""
+    """Tracks the number of rollout replicas and the autoscaler's decisions."""
     waits: Counter[str] = field(default_factory=Counter)
-    """Number of samples by the open step's wait."""
+    """Number of samples by the reason for which the open step waited."""
     call_seconds: list[float] = field(default_factory=list)
     """Times of the calls to the coordinator."""
     peak_bytes: int = 0

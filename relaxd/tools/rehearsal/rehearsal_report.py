@@ -1,8 +1,8 @@
 """The report on a rehearsal's counters: speed, waits, sizes, and the first limit. Pure arithmetic.
 
-Costs of the control plane are of two kinds. What an idle run costs (heartbeats, looking for work) is measured in a
-window in which it is paused. The rest is a cost for each step, whatever the time in which the steps were rehearsed. At
-the run's own speed both add up: idle + cost of a step / seconds of a step.
+Costs of the control plane are of two kinds. The cost of an idle run (heartbeats, looking for work) is measured while
+the run is paused. The rest is a cost per step, which doesn't depend on the rehearsed speed. At the run's own speed the
+total is idle cost + cost of a step / seconds of a step.
 """
 
 from collections.abc import Mapping

@@ -229,9 +229,10 @@ def _first_interrupt() -> Iterator[Callable[[], bool]]:
 
 
 def _window(counters: Counters, seconds: float, say: Say, interrupted: Callable[[], bool]) -> tuple[Sample, Sample]:
-    """Return samples at the end of the first step and at that of the last one in the window after it.
+    """Return two samples of the counters: at the end of the first step, and at the end of the window's last step.
 
-    The window ends after `seconds`, or when it is interrupted. Raises CliError: no two steps ended.
+    The window begins with the first sample and ends after `seconds` or an interrupt. Raises CliError: fewer than two
+    steps ended.
     """
     begun = said = trains_since = time.monotonic()
     first: Sample | None = None
