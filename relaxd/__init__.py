@@ -15,7 +15,7 @@ PROTOCOL_VERSION = 2
 
 
 def __getattr__(name: str) -> Any:
-    """Return a name of `relaxd.api`, or what users' code calls. Each is imported when needed: services never need the
+    """Return a public name, of `relaxd.api` or for users' code. Each is imported when needed: services never need the
     api.
     """
     if name not in __all__:

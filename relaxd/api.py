@@ -255,10 +255,9 @@ class Run:
         to standard error. Needs the run's folder.
 
         Args:
-            sets: names of the run's sets, such as ["math500"]; by default all.
-            step: the checkpoint's step, by default the newest.
-            device: "cpu", "cuda", or "auto": a GPU if there is one.
-            out: folder for answers and results, by default below the run's folder: evaluated/step-N-TIME.
+            sets: names of the run's sets, such as ["math500"]; by default all. step: the checkpoint's step, by default
+            the newest. device: "cpu", "cuda", or "auto": a GPU if the machine has any. out: folder for answers and
+            results, by default below the run's folder: evaluated/step-N-TIME.
 
         Raises:
             ValueError: `device` is another word.
@@ -334,7 +333,8 @@ class _Child:
     def stop(self) -> None:
         """Have the process save a checkpoint and stop the services, unless the run has ended, and wait for its end.
 
-        Logs what it waits for, and a warning if the process has not ended after END_SECONDS: it then goes on.
+        Logs the reason for the wait. If the process has not ended after END_SECONDS, logs a warning and leaves it
+        running.
         """
         atexit.unregister(self.stop)
         if self.is_alive():

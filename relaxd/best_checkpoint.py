@@ -1,8 +1,8 @@
 """The best checkpoint of a run: which evaluation metric decides, and which checkpoint it names.
 
-The coordinator evaluates, the trainer removes checkpoints. What connects them is the run's record in run.json: its
-evaluations only grow, and `evaluating` is the version whose checkpoint has no result yet. Both keep what
-`protected_steps` says, so a crash of either loses no checkpoint that is, or may become, the best.
+The coordinator evaluates, the trainer removes checkpoints. They share the run's record in run.json: evaluations are
+only ever added, and `evaluating` is the version whose checkpoint has no result yet. Neither removes checkpoints in
+`protected_steps`, so a crash of either loses no checkpoint that is, or may become, the best.
 """
 
 import json

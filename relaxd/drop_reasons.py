@@ -88,7 +88,7 @@ def most_frequent(reasons: Iterable[str]) -> str:
 
 
 class DropWatch:
-    """Warns of shares of drops once, and again whenever a share has doubled."""
+    """Warns when a reason's share of dropped groups is high, and again whenever the share has doubled."""
 
     def __init__(self, dropped_before: Mapping[str, int] | None = None, published_before: int = 0) -> None:
         """Ignore groups that were dropped or published before."""

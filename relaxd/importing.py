@@ -66,8 +66,8 @@ def check_known_or_own(setting: str, name: str, known: Sequence[str], there_are:
 def import_own(name: str) -> Any:
     """Import "package.module:Class" or "file.py:function".
 
-    The file is read anew: services outlive many runs. Modules are found in the folder in which the
-    service was started, and on PYTHONPATH.
+    A file is read again each time, because services outlive runs. Modules are found in the folder in which the service
+    was started, and on PYTHONPATH.
 
     Raises:
         ImportProblem: there is no such module or file, it can't be imported, or doesn't have it.

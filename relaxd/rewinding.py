@@ -50,9 +50,10 @@ class NoWayBack(Exception):
 
 
 def rewind(folder: Path, step: int, *, reset_moments: bool = False) -> Path:
-    """Make a run's folder what it was after a step, and the run one that goes on. Returns where the rest is now.
+    """Reset a run's folder to its state after a step, so that the run can continue.
 
-    If it is interrupted, call it again. Nobody may work on the run, and no Redis may have it.
+    Returns the folder to which it moved the later files. If it is interrupted, call it again. Nobody may work on the
+    run, and no Redis may have it.
 
     Args:
         folder: the run's folder.

@@ -9,7 +9,7 @@ from typing import Any
 from relaxd.run_folder import METRICS, read_lines, replace_file
 
 FORK = "fork.json"
-"""The run that a fork's steps were recorded in."""
+"""Name of the file in a fork's folder that tells the run in which its first steps were recorded."""
 REWARDS = "rewards.jsonl"
 """Columns of the new rewards, a line for each group, if the fork has another reward."""
 EFFECTIVE_SIZE = "policy_drift_ess"

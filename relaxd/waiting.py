@@ -106,7 +106,7 @@ _OF_THIS_PROCESS = Waits()
 
 @contextmanager
 def waiting(reason: str, *, on: str = "", disk: bool = False) -> Iterator[Wait]:
-    """Name the wait of the block: what is awaited, and on whom. `disk` is Wait's."""
+    """Report that the block waits: `reason` says for what, `on` for whom. `disk`: see `Wait.disk`."""
     wait = Wait(reason, on, disk=disk)
     with wait.named():
         yield wait

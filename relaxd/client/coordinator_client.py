@@ -100,7 +100,7 @@ class CoordinatorClient:
     def restore_run(self, folder: Path, steps: int = 0, *, new_data: bool = False) -> pb.Run:
         """Restore a run from its folder, with a new number of steps if given. Takes as long as reading its data.
 
-        With `new_data` its prompts may be other ones than before.
+        With `new_data` its prompts may differ from before.
         """
         request = pb.RestoreRunRequest(folder=str(folder), steps=steps, new_data=new_data)
         return self._call(self._stub.RestoreRun, request, seconds=LONG_SECONDS).run
@@ -149,8 +149,8 @@ class CoordinatorClient:
     ) -> Iterator[pb.WatchRunResponse]:
         """Yield a run's updates, about one a second, until it ends. Survives restarts of the coordinator.
 
-        Each has the whole run, though the coordinator sends only what has changed, and the steps that are new: those
-        after `after_step`, by default those from now on.
+        Each update has the whole run, although the coordinator sends only changes, and the new steps: those after
+        `after_step`, by default only future ones.
 
         `while_away` is called repeatedly, with the reason, while the coordinator or its Redis doesn't answer. It may
         raise.

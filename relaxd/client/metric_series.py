@@ -1,7 +1,7 @@
 """Numbers of a run's steps, read from its metrics.jsonl with bounded memory, however many steps there are.
 
-The file has a line for each step, in order: the first wanted one is found by bisection, and only lines that are shown
-are parsed. A line says which metrics it has by their names in quotes, for which its bytes are searched.
+The file has a line for each step, in order: the first requested one is found by bisection, and only displayed lines are
+parsed. The metrics of other lines are found by searching the bytes for quoted names.
 """
 
 import json

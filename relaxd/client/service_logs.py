@@ -30,7 +30,7 @@ class LogLine:
 
 
 class LogTail:
-    """A log of which more is read each time."""
+    """A log file, read further with each call."""
 
     def __init__(self, path: Path, max_bytes: int = TAIL_BYTES) -> None:
         self.path = path

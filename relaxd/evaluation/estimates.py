@@ -97,11 +97,11 @@ def _in_last_line(reply: str) -> str:
 
 
 def maj_at_k(votes: Sequence[str], right: Sequence[bool], k: int, seed: int) -> float:
-    """Return the probability that the answer that most of k replies to a prompt vote for is right.
+    """Return the probability that the majority vote of k replies to a prompt is right.
 
-    Among answers with equally many votes one is drawn. Each answer counts as right to the share of its votes whose
-    replies are right, which is 0 or 1 for a reward that looks at the answer alone. Without any vote it is wrong. For
-    k < n it is the mean over DRAWS seeded draws of k replies.
+    Ties are broken at random. An answer counts as right by the share of right replies among its votes, which is 0 or 1
+    if the reward depends only on the answer. Without any vote it is wrong. For k < n it is the mean over DRAWS seeded
+    draws of k replies.
 
     Args:
         votes: what each reply votes for, "" for nothing.

@@ -107,8 +107,8 @@ def server_command(folder: Path, port: int, password: str = "") -> list[str]:
     """Return the command that serves the data in `folder` on a loopback port.
 
     The append-only file is synced every second: a killed server loses nothing, a crashed host at most the last second.
-    noeviction makes a full Redis refuse writes instead of losing groups; maxmemory makes it full before the kernel
-    kills it. The password goes into a private file, because command lines are public.
+    noeviction makes a full Redis refuse writes instead of losing groups; maxmemory limits it before the kernel would
+    kill it. The password goes into a private file, because command lines are public.
 
     Raises CliError when RELAXD_REDIS_MAXMEMORY is not a size.
     """

@@ -69,8 +69,8 @@ def check_devices(config: RunConfig, replicas: Mapping[str, int], visible: int) 
     """Return the problems of a run with these replicas, by role, on a machine with `visible` GPUs.
 
     Without GPUs, all roles use the CPU. With GPUs, each rank of a role takes one; in a colocated run, a rank of the
-    trainer and one of an engine share it. A judge or a teacher that wants a share of a GPU uses those of the engines,
-    as far as there are enough.
+    trainer and one of an engine share it. A judge or a teacher that wants a share of a GPU uses the engines' GPUs while
+    they suffice.
     """
     engines = replicas.get(ROLLOUT, 1)
     transport = config.weights.transport

@@ -118,10 +118,10 @@ def make_plan(
 ) -> StackPlan:
     """Plan Redis (unless REDIS_URL names one), the coordinator and the replicas of each role.
 
-    `replicas` are the numbers of replicas that differ from `Role.replicas`, `engines` what holds the models of roles
-    that have a choice (`Role.modules`) where it isn't the default. `port` is the coordinator's; 0 picks a free one,
-    None the default one if it is free. It stays reserved, in this process and in the supervisor. With `console`, one
-    is served at the first of CONSOLE_PORTS that is free, if aiohttp is installed.
+    `replicas`: numbers of replicas that differ from `Role.replicas`; `engines`: engines other than the default of roles
+    with a choice (`Role.modules`). `port` is the coordinator's; 0 picks a free one, None the default one if it is free.
+    It stays reserved, in this process and in the supervisor. With `console`, a console is served at the first free port
+    of CONSOLE_PORTS, if aiohttp is installed.
 
     Raises CliError: the port is taken, RELAXD_STACK is invalid, or there is no Redis.
     """
@@ -210,7 +210,7 @@ def make_plan(
 def up(folder: StateFolder, plan: StackPlan, say: Callable[[str], None], logs: Path | None = None) -> StackState:
     """Start the supervisor and wait until every service has registered. Raises CliError after stopping everything.
 
-    `logs` is a folder for the logs, to which they are appended; by default they begin anew in the state folder.
+    `logs`: folder whose logs are appended to; by default new logs are started in the state folder.
     """
     if folder.is_up():
         raise CliError(

@@ -21,9 +21,10 @@ class NoFreePort(OSError):
 class ReservedPort:
     """A port on which a process of this machine will listen. A context manager.
 
-    Linux gives a port to nobody who asks for any as long as a socket is bound to it, and lets a server listen beside
-    such a socket if both have SO_REUSEADDR. Where a system refuses that, the port is only one that was free. So that no
-    two processes reserve one port, each also binds an abstract Unix socket with its name, which ends with the process.
+    While a socket is bound to a port, Linux doesn't assign it to processes that request any free port, but lets a
+    server listen on it if both sockets have SO_REUSEADDR. On systems that refuse this, the port was merely free when it
+    was chosen. To keep two processes from reserving one port, each also binds an abstract Unix socket named after the
+    port, which disappears with the process.
     """
 
     def __init__(self, host: str, port: int = 0) -> None:

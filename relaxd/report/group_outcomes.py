@@ -104,7 +104,7 @@ def outcome_message(line: Mapping[str, Any]) -> pb.ClosedGroup:
 def of_prompt(prompt: str) -> Test:
     """Return a test for the groups of a prompt, given by its row in the data or a group's id.
 
-    An id such as "0-000012" is one visit of the prompt, with its retries.
+    An id such as "0-000012" selects a single visit of the prompt, with its retries.
     """
     if prompt.isdigit():
         return lambda line: line.get("index") == int(prompt)

@@ -1,8 +1,8 @@
-"""Spans that cost a fraction of what a tracer's cost, for what is done thousands of times a second.
+"""Spans at a fraction of a tracer's cost, for operations that run thousands of times a second.
 
 A control call takes less than a millisecond, and its two spans would be a tenth of that. So these spans ask no sampler
-(what they belong to is recorded), have no limits, and may share their attributes with others of their kind. They are
-what the SDK's processors and exporters read.
+(their parent is recorded anyway), have no limits, and may share attributes with similar spans. The SDK's processors and
+exporters can read them.
 """
 
 import random

@@ -1,8 +1,8 @@
-"""Receipts for weights: what engines say of the weights that wrote a sample, as digests.
+"""Receipts for weights: digests by which engines report the weights that generated a sample.
 
 The digest of a version covers the names of all tensors that a broadcast sends and, by their checksums
-(relaxd.weights.buckets), every bit of them. It doesn't cover what isn't sent, such as a tower that isn't trained.
-The trainer takes the checksums of what it sends, the engine those of the memory from which it generates.
+(relaxd.weights.buckets), every bit of them. It doesn't cover tensors that aren't sent, such as those of a frozen tower.
+The trainer computes checksums of the tensors that it sends, the engine of the memory from which it generates.
 """
 
 from collections.abc import Mapping

@@ -26,11 +26,11 @@ class _Part:
 
 
 def advantages_by_part(algorithm: Algorithm, columns: Mapping[str, Column]) -> Advantages | Filtered:
-    """Return a group's advantages. Parts that are compared with each other are to the algorithm the samples of a group.
+    """Return a group's advantages. The algorithm treats each set of comparable parts like the samples of a group.
 
-    Each player's sequences are compared with the same player's of the other samples, who began in the same state, and
-    each message of the model with the message of the same number. Parts that the algorithm filters, or that have none
-    to be compared with, have advantages of 0; a group in which it filters all is filtered.
+    A player's sequences are compared with the same player's in the other samples, who began in the same state, and a
+    message of the model with the messages of the same number. Parts that the algorithm filters, or that have no
+    counterpart, get advantages of 0. A group is filtered if all of its parts are.
 
     Raises AlgorithmError.
     """

@@ -1,7 +1,7 @@
-"""Guard of the console: its viewers and their rights, which requests are answered, and the answers' headers.
+"""Guard of the console: checks viewers' rights and requests, and sets the answers' headers.
 
-Where the coordinator asks for tokens, a viewer gives one, and the console makes the viewer's calls with it: a viewer
-may see and do what the coordinator allows this token. The console's own token only follows runs, for all viewers.
+If the coordinator requires tokens, each viewer gives one, and the console makes the viewer's calls with it: a viewer
+may see and do what the coordinator allows for this token. The console's own token only follows runs, for all viewers.
 """
 
 import hmac

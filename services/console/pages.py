@@ -70,7 +70,7 @@ LARGE = ("config_json", "health", "metrics", "wait", "alarms")
 
 
 class Pages:
-    """The JSON API. Each answer is read anew from the coordinator, with the viewer's token."""
+    """The JSON API. Each answer is read from the coordinator, without a cache, with the viewer's token."""
 
     def __init__(self, viewers: Viewers, coordinator: str, trace_url: str = "") -> None:
         self._viewers = viewers

@@ -190,7 +190,7 @@ def pod_manifest(deployment: Object, request: pb.LaunchRequest, name: str) -> Ob
 
 
 def pod_instance(pod: Object) -> pb.Instance:
-    """Return the instance that a launched pod is."""
+    """Return a launched pod as an Instance message."""
     metadata = pod["metadata"]
     state, detail = _state(pod)
     return pb.Instance(
