@@ -83,7 +83,7 @@ def all_samples_file(folder: Path, step: int) -> Path:
 
 
 def critic_folder(folder: Path) -> Path:
-    """Return the folder of a critic service in a run's folder. It has the critic's checkpoints, of the same steps."""
+    """Return a critic service's folder in a run's folder. Its checkpoints are of the same steps as the trainer's."""
     return folder / "critic"
 
 

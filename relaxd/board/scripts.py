@@ -94,7 +94,7 @@ for key in function() return redis.call('LPOP', KEYS[1]) or nil end do redis.cal
 GROWING = {"publish", "create"}
 """Scripts that a full Redis refuses. It must run all others, because they free memory."""
 LIBRARY, SIDES = "library", ("coordinator", "stage", "trainer")
-"""Folders of lua: included files, and the scripts of each side of the board."""
+"""Folders within `lua`: one with the files that scripts include, and one with the scripts of each side of the board."""
 SHARED = dict.fromkeys(("publish", "room", "relieve", "memory"), ("admission",))
 """Files of lua/library, besides common.lua, that each script includes."""
 

@@ -121,8 +121,9 @@ class TeacherConfig(FrozenModelConfig):
     max_tokens_in_flight: int = Field(default=131_072, ge=1)
     """Maximum number of tokens in an engine at a time, prompts included; a longer answer goes alone (sglang)."""
     gpu_share: float = Field(default=1.0, gt=0, le=1)
-    """Share of the memory of each of its GPUs that an engine has; 1: the whole GPUs. Below 1 rollout engines and a
-    judge may be on the same GPU: every engine of the run leaves this share free. Not with run.colocate (sglang)."""
+    """Share of its GPUs' memory that the teacher's engine uses; 1 means whole GPUs. Below 1, rollout engines and a
+    judge may use the same GPUs, and every rollout engine of the run leaves this share free. Must be 1 with run.colocate
+    (sglang)."""
     memory_fraction: float = Field(default=0.0, ge=0, lt=1)
     """Share of GPU memory, or of gpu_share, for weights and key-value cache; 0 lets SGLang decide (sglang)."""
     sglang: dict[str, Any] = Field(default_factory=dict)

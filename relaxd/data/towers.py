@@ -60,10 +60,10 @@ class TowerOutputs:
     """
 
     def __init__(self, max_bytes: int, *, on_host: bool = False) -> None:
-        """Make it empty.
+        """Create an empty cache.
 
         Args:
-            max_bytes: maximum size of the outputs that are kept, in bytes. 0: none is.
+            max_bytes: maximum size of the kept outputs, in bytes; 0 keeps none.
             on_host: keep them in the host's memory, not on the towers' device.
         """
         self._kept: RecentItems[list[Tensor]] = RecentItems(max_bytes)

@@ -97,13 +97,13 @@ def read_vision(folder: Path, data: DataConfig | None = None, run_kinds: Collect
     """Return a model's rules for images, and for video and sound if the run has some.
 
     Args:
-        folder: the model's.
-        data: columns and limits of items; None: the model's limits, and sound if the model hears.
-        run_kinds: kinds of media of the run; None: those of the columns.
+        folder: the model's folder.
+        data: media columns of the run and limits of items; None: the model's limits, and sound if the model takes it.
+        run_kinds: kinds of media in the run; None: the kinds of the columns in `data`.
 
     Raises:
-        DataError: it sees no such media, its rules aren't known here, its files are damaged or disagree, or the limits
-            exclude each other.
+        DataError: the model takes no such media, relaxd doesn't support its rules, its files are damaged or contradict
+            each other, or no item could satisfy the limits.
     """
     config = read_object(folder / "config.json")
     model_type = str(config.get("model_type"))

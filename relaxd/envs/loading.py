@@ -94,7 +94,7 @@ def _any_settings(**settings: Any) -> None:
 
 
 def _no_settings() -> None:
-    """Take the settings of functions, which have none."""
+    """Signature against which the settings of functions are checked: it accepts none."""
 
 
 class RelaxEnvironment(Environment):

@@ -15,7 +15,7 @@ class NumberGuessing(Environment):
     """
 
     def __init__(self, low: int = 1, high: int = 100, max_guesses: int = 7) -> None:
-        """Raises ValueError: there is no number between `low` and `high`, or no guess."""
+        """Raises ValueError: `low` is above `high`, or `max_guesses` is below 1."""
         if low > high or max_guesses < 1:
             raise ValueError(
                 f"low is {low}, high {high} and max_guesses {max_guesses}: low <= high, and max_guesses >= 1"

@@ -1,7 +1,7 @@
 """Sounds in their normal form: one channel of 16-bit samples at the model's rate, stored as WAV.
 
-The hash covers the samples, so a sound has another hash after another decoder or setting changed them. PyAV (extra
-[video]), which includes FFmpeg, decodes and resamples files. It is imported when the first sound is read.
+The hash covers the samples, so a different decoder or setting that changes the samples changes the hash, too. PyAV
+(extra [video]), which includes FFmpeg, decodes and resamples files. It is imported when the first sound is read.
 """
 
 import hashlib

@@ -46,7 +46,7 @@ from relaxd.waiting import waits
 WAIT_SECONDS = 2.0
 """A wait of this length is in the status."""
 RESTART_SECONDS = 5.0
-"""Seconds until a restarting process is gone."""
+"""Maximum seconds from a request to restart until the process has ended."""
 
 _log = logging.getLogger(__name__)
 

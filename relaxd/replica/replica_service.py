@@ -156,7 +156,7 @@ class ReplicaContext:
         self.failed = asyncio.Event()
         """Set by `give_up`."""
         self.user_messages = RecentMessages()
-        """Messages of users' code to people."""
+        """Recent messages that users' code has sent with `relaxd.notify`."""
         self._loop = asyncio.get_running_loop()
 
     async def take_turn(self, on_wait: Callable[[str], None]) -> None:

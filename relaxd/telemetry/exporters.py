@@ -97,7 +97,7 @@ class LogExport:
     """Exports this process's log records, in addition to standard error."""
 
     def __init__(self, resource: Resource, insecure: bool | None, timeout: float) -> None:
-        """Begin. `insecure` is the exporter's setting; `timeout` limits one export, in seconds."""
+        """Start exporting. `insecure`: passed to OTLPLogExporter. `timeout`: maximum seconds of one export."""
         self._provider = LoggerProvider(resource)
         exporter = OTLPLogExporter(insecure=insecure, timeout=timeout)
         self._provider.add_log_record_processor(BatchLogRecordProcessor(exporter))

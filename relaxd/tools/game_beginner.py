@@ -28,7 +28,7 @@ class Games:
         self._template = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.BPE()), chat_template=CHAT_TEMPLATE)
 
     def text(self) -> str:
-        """Play a random game; return it as a chat in the template's text."""
+        """Play a random game and return the conversation as text, rendered by the chat template."""
         game = Nim(opponent="random")
         seed = self._random.getrandbits(32)
         said = game.open(Sample([], seed=seed))

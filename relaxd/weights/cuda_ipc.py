@@ -209,7 +209,10 @@ class IpcConnection:
         return area
 
     def _wait(self, reached: Any, broadcast: IpcBroadcast, what: str, *, uncancellable: bool = False) -> None:
-        """Poll until `reached()`. `uncancellable` copies are short. Raises IpcError."""
+        """Poll until `reached()`. Raises IpcError at the broadcast's deadline, or when the broadcast is aborted.
+
+        With `uncancellable` an abort doesn't end the wait: for copies that are under way, which are short.
+        """
         while not reached():
             if uncancellable:
                 time.sleep(_POLL_SECONDS)  # brief: the transfer's deadline

@@ -67,8 +67,10 @@ def parse_score_request(
 ) -> list[RewardInput]:
     """Return the samples of a request. Raises InvalidArgument naming every wrong field.
 
-    `has_run` says whether the service has a run, whose reward an empty name means; `sets` are the evaluation sets of
-    that run with separate rewards.
+    Args:
+        request: the request.
+        has_run: True if the service has a run. An empty reward name then means the run's reward.
+        sets: names of the run's evaluation sets that have separate rewards.
     """
     violations = Violations()
     try:

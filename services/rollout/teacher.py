@@ -264,7 +264,7 @@ class TeacherService(StageReplica):
         self._engine = FrozenEngine(context, TEACHER, SETTINGS)
         self._columns: TeacherColumns | None = None
         self._turns = 0
-        """Counter of reports of an idle engine."""
+        """Number of reports that the engine sent while it was idle; part of the replica's progress."""
 
     async def prepare(self, config: RunConfig) -> tuple[Process, int | Callable[[], int]]:
         """Raises DataError, RpcError."""

@@ -86,7 +86,7 @@ class Visits:
         return found
 
     def _choose(self, cursor: Cursor) -> tuple[Cursor, int, Visit]:
-        """Return the place of the next visit, its prompt and why."""
+        """Return the position of the next visit from `cursor` on, the index of its prompt, and its reason."""
         if cursor.again or not self._config.chooses:  # one that was open when the run was interrupted is given again
             return cursor, self._prompts.index_at(cursor), ""
         with self._record.lock:

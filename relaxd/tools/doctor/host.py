@@ -298,7 +298,7 @@ def check_sandbox(scope: Scope) -> Iterator[Finding]:
 
 
 def answers_finding(version: int) -> Finding:
-    """Report the Landlock version that the kernel offers to sandboxes of answers."""
+    """Report the Landlock version that the kernel offers to the sandbox that runs code from answers."""
     found = f"Landlock {version} and seccomp, on Linux {platform.release()}"
     if version < SCOPES_VERSION:
         found += "; Linux 6.12 would also deny rewards abstract sockets (docs/security.md)"

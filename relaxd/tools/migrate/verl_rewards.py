@@ -9,7 +9,7 @@ from relaxd.tools.migrate.verl_training import Conversion, off
 MANAGERS = ("naive", "batch", "dapo")
 """verl's reward managers that need no setting here."""
 TOOLS_FILE = ("rollout.multi_turn.tool_config_path", "data.tool_config_path")
-"""verl's keys of the file of tools."""
+"""verl's keys for the path of the file that configures tools."""
 CALLS = "rollout.multi_turn.max_parallel_calls"
 FUNCTION = ("reward.custom_reward_function", "custom_reward_function")
 """verl's section of a reward function, and its older name."""

@@ -115,7 +115,7 @@ class Counters:
     engines: EngineNumbers
     """Tracks the number of rollout replicas and the autoscaler's decisions."""
     waits: Counter[str] = field(default_factory=Counter)
-    """Number of samples by the reason for which the open step waited."""
+    """Number of calls of `sample` that found the open step waiting, by what it waited for."""
     call_seconds: list[float] = field(default_factory=list)
     """Times of the calls to the coordinator."""
     peak_bytes: int = 0

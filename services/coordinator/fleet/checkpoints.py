@@ -39,14 +39,15 @@ class CriticPatience:
         max_restarts: int,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Begin to wait.
+        """Start the wait.
 
         Args:
-            away_seconds: longest time without any critic.
-            failed_seconds: longest time for which one may report that it has failed. It tries again meanwhile.
-            still_seconds: longest time without progress in its reports, such as while it writes the checkpoint.
-            max_restarts: how often a new process may take its place.
-            clock: monotonic seconds.
+            away_seconds: maximum time without any critic.
+            failed_seconds: maximum time for which a critic may report that it has failed; it retries meanwhile.
+            still_seconds: maximum time without a change in the critic's reports, such as while it writes the
+                checkpoint.
+            max_restarts: maximum number of times that a new process replaces the critic.
+            clock: returns monotonic seconds.
         """
         self._limits = away_seconds, failed_seconds, still_seconds, max_restarts
         self._clock = clock

@@ -88,7 +88,10 @@ def _excluding_parts(role: str, parts: Mapping[str, str], share: float) -> dict[
 
 
 def _seen_whole(role: str, holders: Mapping[str, str], *, shared: bool) -> tuple[dict[str, str], set[str]]:
-    """Return the result of `seen_by` for a replica that wants whole GPUs, considering only holders of whole GPUs."""
+    """Return the holders by UUID that exclude a replica of a role that wants whole GPUs, and the GPUs to prefer.
+
+    `holders`: the replicas that hold whole GPUs, by record; `_excluding_parts` looks at those that hold shares.
+    """
     own = {uuid_of(record): holder for record, holder in holders.items() if record.endswith(OWN)}
     engines = {uuid_of(record): holder for record, holder in holders.items() if record.endswith(SHARED)}
     others = {record: holder for record, holder in holders.items() if not record.endswith((OWN, SHARED))}

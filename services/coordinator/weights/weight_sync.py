@@ -131,7 +131,10 @@ class WeightSync:
         return {member.replica_id: text for member, text in self._wrong.items()}
 
     def failure(self) -> RoleFailure | None:
-        """Return an engine's refusal if no other engine can take this trainer's weights."""
+        """Return the failure of the rollout role; None if it hasn't failed.
+
+        It has failed if an engine refuses this trainer's weights and all others refuse them, too, or were given up.
+        """
         engines = self._fleet.of_role(ROLLOUT)
         refusing = [one for one in engines if self.refusal(one)]
         left = [one for one in engines if one not in refusing and one.instance not in self._fleet.given_up]

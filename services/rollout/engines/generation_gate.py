@@ -13,7 +13,7 @@ LEASE_OVER = {
     False: "the lease of the pause has ended: generation continues without a resume",
     True: "the lease of the pause has ended, and no resume named the received weights: they serve nothing",
 }
-"""Warnings when a pause's lease expires, by whether weights that nobody confirmed were committed during the pause."""
+"""Warning for an expired pause lease; True: weights were committed during the pause, but nobody has confirmed them."""
 
 logger = logging.getLogger(__name__)
 

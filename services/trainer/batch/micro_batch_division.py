@@ -80,8 +80,8 @@ class _Bin:
 class Packer:
     """Packs sequences into rounds: for each data-parallel rank the same number of micro-batches.
 
-    While groups arrive, a round is taken as soon as there are tokens for it and LOOKAHEAD. What is left when the step's
-    last group is in is divided so that all ranks have about the same work.
+    While groups arrive, a round is taken as soon as the waiting sequences fill its micro-batches and LOOKAHEAD more per
+    rank. After the step's last group, the remaining sequences are divided so that all ranks have about the same work.
     """
 
     def __init__(self, budget_tokens: int, dp_size: int, per_rank: int = 1) -> None:

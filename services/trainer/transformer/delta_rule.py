@@ -45,7 +45,8 @@ class ChunkTree:
     parents: Tensor
     """int64 [N]: index of each chunk's parent within the previous level; 0 for roots."""
     ancestors: Tensor
-    """int64 [A, T]: the A tokens before each token in its sequence, nearest first; T before the sequence begins."""
+    """int64 [A, T]: indices of the A tokens before each token in its sequence, nearest first. The index T stands for a
+    token that doesn't exist, at the beginning of a sequence."""
 
 
 def chunk_tree(batch: PackedMicroBatch, ancestors: int, device: torch.device) -> ChunkTree:

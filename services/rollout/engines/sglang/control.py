@@ -224,10 +224,11 @@ class SchedulerControl:
     def update(
         self, weights: Version, receive: rollout_pb2.ReceiveWeightsRequest, pause: UpdatePause | None
     ) -> Iterator[None]:
-        """Have every scheduler process install `weights` while the block is open.
+        """Have every scheduler process install `weights` during the block.
 
-        The schedulers get the request as soon as the engine rests. With `pause`, in mode in_place or retract, the
-        engine pauses for the update; if the schedulers are running, the message that pauses them contains the request.
+        Without `pause` the engine must be paused or quarantined already, and the schedulers get the request in
+        `wait_update`. With `pause`, in mode in_place or retract, the engine is paused for the update; schedulers that
+        are running get a single message, which pauses them and contains the request.
         """
         gate = self._gate
         with ExitStack() as block:
