@@ -16,7 +16,7 @@ from relaxd.process.child import Child, ChildError
 from relaxd.process.gpu_lease import GpuLease, LeaseOver
 from relaxd.replica.gpus import Gpu, gpu_environment
 from tests.kit.child_service import ChildStub, struct
-from tests.kit.processes import start_python
+from tests.kit.processes import ROOT, start_python
 from tests.kit.waiting import wait_until
 
 MODULE = "tests.integration.rpc.echo_child"
@@ -116,15 +116,20 @@ async def test_what_was_given_back_is_used_by_nobody(lease: GpuLease, over: thre
 
 
 def test_the_child_of_a_stopped_parent_ends_by_itself() -> None:
-    with start_python("-c", PARENT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as parent:
-        assert parent.stdin is not None
-        assert parent.stdout is not None
-        child = psutil.Process(int(parent.stdout.readline()))
-        assert child.is_running()
-        parent.stdin.write("\n")  # it makes its lease short, and stops itself
-        parent.stdin.flush()
-        # Its parent can't reap it.
-        wait_until(lambda: child.status() == psutil.STATUS_ZOMBIE, "the child is dead")
-        os.kill(parent.pid, signal.SIGCONT)
-        assert parent.stdout.readline() == "over\n"
-        parent.kill()
+    cold = {"PYTHONPATH": str(ROOT)}  # a fork's parent is its nursery, which goes on and reaps it
+    with start_python(
+        "-c", PARENT, environment=cold, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as parent:
+        try:
+            assert parent.stdin is not None
+            assert parent.stdout is not None
+            child = psutil.Process(int(parent.stdout.readline()))
+            assert child.is_running()
+            parent.stdin.write("\n")  # it makes its lease short, and stops itself
+            parent.stdin.flush()
+            # Its parent can't reap it.
+            wait_until(lambda: child.status() == psutil.STATUS_ZOMBIE, "the child is dead")
+            os.kill(parent.pid, signal.SIGCONT)
+            assert parent.stdout.readline() == "over\n"
+        finally:
+            parent.kill()
