@@ -1,4 +1,4 @@
-"""relaxd from Python: start a run, iterate its steps, read what it leaves. The package's names `run` etc. are these.
+"""relaxd from Python: start a run, iterate its steps, read its results. The package exports these names.
 
     import relaxd
 
@@ -49,13 +49,13 @@ from relaxd.v1 import coordinator_pb2 as pb
 from relaxd.waiting import waiting
 
 POLL_SECONDS = 0.2
-"""Seconds between two looks for the folder of a starting run."""
+"""Interval between two checks for the folder of a starting run, in seconds."""
 END_SECONDS = 300.0
 """Maximum seconds for the services of an ended or stopped run to exit."""
 SHOWN_LINES = 15
-"""Last lines of `relaxd run` that an error shows."""
+"""Maximum number of last lines of the output of `relaxd run` that an error shows."""
 OUTPUT_BYTES = 16 * 1024
-"""Number of last bytes of the output of `relaxd run` that are searched for these lines."""
+"""Maximum number of last bytes of the output of `relaxd run` from which these lines are taken."""
 NOTICE_SECONDS = 5.0
 """Seconds after which waiting for a run's end is logged."""
 
@@ -74,7 +74,7 @@ def configure(source: str | Path | Mapping[str, Any], settings: Mapping[str, Any
 
     Args:
         source: the path of a TOML file, or what it would contain: {"run": {"steps": 10}, ...}.
-        settings: further settings by name, such as {"rollout.top_p": 0.9}. They come last.
+        settings: further settings by name, such as {"rollout.top_p": 0.9}. They override `source`.
 
     Raises ConfigError: settings are unknown or wrong; `problems` has every mistake.
     """
@@ -96,13 +96,13 @@ def run(
 ) -> "Run":
     """Start a run, and return once it has begun.
 
-    Without services that are up here, it starts some and stops them at the run's end, as `relaxd run` does.
+    If no services are up here, starts services and stops them at the run's end, as `relaxd run` does.
 
     Args:
         config: from `configure`.
-        run_id: its id; by default one is made.
-        reward: a function, also of a notebook, in place of reward.name. Reward workers get its source, so what it needs
-            is imported or defined within it.
+        run_id: id of the run; by default a new one is made.
+        reward: a function, also of a notebook, in place of reward.name. Reward workers get only its source, so it must
+            import or define everything that it needs.
         environment: a class, or a list of functions that the model may call, also of a notebook, in place of
             agent.environment. It is imported from its source, too.
         replicas: replicas to start by role, such as {"rollout": 2}.
@@ -110,7 +110,7 @@ def run(
         state: the folder in which `relaxd up` keeps its state.
 
     Raises:
-        ValueError: `reward` or `environment` is something else, or has no source that can be read.
+        ValueError: `reward` or `environment` has a wrong type, or its source can't be read.
         RunError: the run can't start.
     """
     run_id = run_id or new_run_id("python")
@@ -147,7 +147,7 @@ class Run:
     def __init__(
         self, run_id: str, folder: Path, state: Path, coordinator: str | None = None, child: "_Child | None" = None
     ) -> None:
-        """Users create runs by `run` and `open_run`."""
+        """Make a handle of a run. Use `run` or `open_run` instead."""
         self.id = run_id
         self.folder = folder
         """The run's folder, on the coordinator's machine."""
@@ -175,9 +175,9 @@ class Run:
         return state_name(self._now().state)
 
     def steps(self) -> Iterator[Row]:
-        """Yield the metrics of each step, from the first one, and those to come until the run ends.
+        """Yield the metrics of each step, from the first one on, until the run ends; wait for steps to come.
 
-        A row has `step` and the numbers of docs/metrics.md. Raises RunError: the run has failed, or its services left.
+        A row has `step` and the metrics of docs/metrics.md. Raises RunError: the run failed, or its services are gone.
         """
         last = 0
         while True:
@@ -199,7 +199,7 @@ class Run:
             time.sleep(POLL_SECONDS)  # idle: its services start
 
     async def asteps(self) -> AsyncIterator[Row]:
-        """`steps`, for an event loop."""
+        """Yield the metrics of each step, as `steps` does, without blocking the event loop."""
         found = self.steps()
         while (step := await asyncio.to_thread(next, found, None)) is not None:
             yield step
@@ -226,7 +226,7 @@ class Run:
     def samples(self, step: int = 0, limit: int = 16) -> list[Row]:
         """Return trained samples, newest first: prompt, response, reward ...; `step` 0 is any step.
 
-        Those of runs with an environment also have `conversation`, a list of messages, and its numbers.
+        Samples of runs with an environment also have `conversation`, a list of messages, and its numbers.
         """
         with _errors(), self._source() as source:
             found = source.reader.samples(self.id, step, limit)
@@ -260,7 +260,7 @@ class Run:
             results, by default below the run's folder: evaluated/step-N-TIME.
 
         Raises:
-            ValueError: `device` is another word.
+            ValueError: `device` is unknown.
             RunError: the run has no such checkpoint or set.
             ConfigError: a set can't be read.
         """
@@ -360,7 +360,7 @@ class _Child:
         )
 
     def _last_lines(self, count: int = SHOWN_LINES) -> str:
-        """Return the last lines of its output. The process writes at the file's position, so that stays."""
+        """Return the process's last lines of output. Keeps the file's position, at which the process writes."""
         output = self._output.fileno()
         start = max(0, os.fstat(output).st_size - OUTPUT_BYTES)
         text = os.pread(output, OUTPUT_BYTES, start).decode(errors="replace")
@@ -384,7 +384,7 @@ def _opened(run_id: str, folder: Path | None, state: Path, coordinator: str | No
 
 @contextmanager
 def _errors() -> Iterator[None]:
-    """Raise the errors of commands as RunError, with their hints."""
+    """Convert CliError to RunError, with its hint."""
     try:
         yield
     except CliError as error:

@@ -47,14 +47,14 @@ from relaxd.trackers.tracker import REDACTED, SECRET, VARIABLE, redact
 VERSIONS = "versions.json"
 """Versions of the installed packages."""
 OF_STEP = (LEDGER, GROUPS, SAMPLES)
-"""Files from which a bundle takes the lines of its step and of the steps before it that a replay repeats."""
+"""Files of which a bundle has only the lines of its step, or with weights of all steps since the checkpoint."""
 LOG_LINES = 1000
-"""Default number of lines of each log."""
+"""Default number of last lines to pack from each log."""
 MIN_SECRET = 5
-"""Minimum length of a secret to search for in every text: a shorter one may be part of any word."""
+"""Minimum length of a secret to search for, in characters; shorter ones may occur in ordinary words."""
 
 USER = re.compile(r"(?<=\w://)[^\s/@\"']+@")
-"""User and password, or a token, in an address."""
+"""Matches user and password, or a token, in an address."""
 
 
 def bundle(
@@ -152,7 +152,7 @@ def _add_text(archive: tarfile.TarFile, name: str, text: str) -> None:
 
 
 def find_secrets(config: RunConfig, environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the known secrets by value, each with its place: of the configuration, the environment, and its files."""
+    """Return a mapping from secret to its place, for the configuration, the environment variables and secret files."""
     found: dict[str, str] = {}
     variables = {name: value for name, value in environment.items() if value}
     of_files = {*(f"RELAXD_{name.upper()}" for name in SECRET_FILES), "alerts.urls_file"}
@@ -172,14 +172,14 @@ def find_secrets(config: RunConfig, environment: Mapping[str, str]) -> dict[str,
 
 
 def without_secrets(text: str, secrets: Mapping[str, str]) -> str:
-    """Return a text with *** in place of each secret, as it is or as JSON writes it, and of users in addresses."""
+    """Replace each secret in a text, plain or JSON-escaped, and each user in an address with ***."""
     for secret in sorted(secrets, key=len, reverse=True):  # one may begin with another
         text = text.replace(secret, REDACTED).replace(json.dumps(secret)[1:-1], REDACTED)
     return USER.sub(f"{REDACTED}@", text)
 
 
 def refuse_secrets(path: Path, secrets: Mapping[str, str]) -> None:
-    """Raise CliError for a secret in a file that can't be changed, such as a prompt or an answer in a step's file."""
+    """Raise CliError if a file that must be packed unchanged, such as a step's file, contains a secret."""
     with path.open("rb") as file:
         tail = b""
         while block := file.read(1 << 24):

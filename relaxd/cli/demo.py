@@ -1,6 +1,6 @@
 """`relaxd demo`: a real language model learns to add, or a tiny one to call a calculator, with any algorithm.
 
-For distillation it gets a teacher first.
+For distillation, the demo first finds or trains a teacher.
 """
 
 import contextlib
@@ -28,7 +28,7 @@ DISTILLATION = "opd"
 
 
 class Task(StrEnum):
-    """A task of the demo, named as its example is."""
+    """Task of the demo; the value is the name of its example."""
 
     ADDITION = "addition"
     TOOL_USE = "tool-use"
@@ -36,7 +36,7 @@ class Task(StrEnum):
 
 @dataclass(frozen=True)
 class DemoTeacher:
-    """A model that a demo trained."""
+    """Model trained by an earlier demo, which can teach."""
 
     run_id: str
     model: Path
@@ -91,14 +91,14 @@ def distillation_config(
     train: Callable[[RunConfig, str], object],
     say: Callable[[str], None],
 ) -> RunConfig:
-    """Return the configuration of the demo of distillation, once there is a teacher.
+    """Return the configuration of the distillation demo, after training a teacher if no earlier demo has one.
 
     Args:
-        run_id: the run that will have it.
-        seed: the demo's; the student's prompts come in another order than its teacher's, which has this one.
-        steps: those of both; None: what each needs.
+        run_id: id of the distillation run.
+        seed: seed of the teacher's run; the student's run uses `seed` + 1, for another order of prompts.
+        steps: optimizer steps of each run; None: the defaults of the examples.
         train: trains a teacher, given its configuration and the id of its run.
-        say: gets a line about the teacher.
+        say: prints a line.
 
     Raises CliError: the run's folder is in use, or the teacher's run ended before its steps; ConfigError.
     """
@@ -125,7 +125,7 @@ def _steps(steps: int | None) -> list[str]:
 
 
 def best_teacher(demo: RunConfig) -> DemoTeacher | None:
-    """Return the most accurate model of a demo with at least as many steps on rewards; None if there is none."""
+    """Return the most accurate model that an earlier demo trained on rewards for at least `demo`'s steps, or None."""
     folders = sorted(demo.run.folder.iterdir()) if demo.run.folder.is_dir() else []
     found = [teacher for folder in folders if is_run(folder) and (teacher := _teacher_in(folder, demo)) is not None]
     return max(found, key=lambda one: one.accuracy, default=None)

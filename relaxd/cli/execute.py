@@ -1,4 +1,4 @@
-"""One run from its id and folder to its report, on services that are up or on services started for it."""
+"""Execution of one run, from its id and folder to its report, on running services or on services started for it."""
 
 import json
 import math
@@ -52,9 +52,9 @@ from relaxd.v1.coordinator_pb2 import RUN_STATE_PAUSED, Run
 
 
 def new_run_id(prefix: str) -> str:
-    """Return an id for a run that was given none: the time after a prefix such as the configuration's name.
+    """Return a new run id: a prefix such as the configuration's name, the time, and a random end.
 
-    A random end tells runs apart that begin in the same second.
+    The random end distinguishes runs that begin in the same second.
     """
     stem = re.sub(r"[^A-Za-z0-9_-]+", "-", prefix).strip("-")[:32] or "run"
     return f"{stem}-{datetime.now(UTC):%Y%m%d-%H%M%S}-{secrets.token_hex(2)}"
@@ -85,7 +85,7 @@ SHOWN_STEPS = 5
 Begin = Callable[[CoordinatorClient], Run]
 """Starts or continues a run."""
 MAX_PAUSE_SECONDS = 600.0
-"""Maximum seconds of a pause during which services of an unattended run stay up. The run can be resumed later."""
+"""Maximum pause of an unattended run, in seconds; then its services stop. The run can be resumed later."""
 
 
 @dataclass(frozen=True)
@@ -101,17 +101,17 @@ class Where:
     replicas: Mapping[str, int] = field(default_factory=dict)
     """Replicas of each role to start, in place of the run's placement."""
     engines: Mapping[str, str] = field(default_factory=dict)
-    """Engine of the replicas, for each role with a choice."""
+    """Engine name by role, for roles whose engine can be chosen."""
     keep_up: bool = False
     """Keep the started services up."""
     shared_redis: bool = False
-    """True to start Redis with the data of `relaxd up`, which also has other runs."""
+    """True to start Redis on the data of `relaxd up`, which several runs share."""
     console: bool = field(default_factory=console_wanted)
     """Serve a console for the started services."""
 
 
 def find_services(replicas: Mapping[str, int], state: Path, coordinator: str | None) -> Where:
-    """Return the services of a given or running coordinator, or else a plan to start some. Raises CliError."""
+    """Return the services of the given or a running coordinator, else services to start. Raises CliError."""
     folder = StateFolder(state)
     found: StackState | compose.ComposeState | None = None
     if coordinator is None:
@@ -167,11 +167,11 @@ def execute_again(
 ) -> Path:
     """Start services for a run whose services are gone, and follow the run to its end. Returns its folder.
 
-    Redis starts with its last data: the run's own, or those of `relaxd up` if the run began there, so that no older
-    copy of the run remains. If they are gone, the run is restored from its folder. It is always restored from its
-    folder with `steps`, a new number of steps, and if it failed because of its data. With `new_data` its prompts may
-    differ from before. `before` is called to change the folder before the run is restored from it, once Redis has no
-    data of the run. Raises CliError before it starts anything when the run has ended otherwise and gets no more steps.
+    Redis starts on its last data: the data of the run, or of `relaxd up` if the run began there, so that no older copy
+    of the run remains. The run is restored from its folder if Redis doesn't know it, if `steps` gives a new number of
+    steps, or if the run failed because of its data. `new_data` accepts changed prompts. `before` may change the folder:
+    it is called before the restore, after Redis's data of the run is removed. Raises CliError, before anything starts,
+    if the run has ended for another reason and gets no more steps.
     """
     where = replace(where, shared_redis=began_on_up(run_folder))
     if before is not None:
@@ -269,7 +269,7 @@ def unfinished(run_folder: Path) -> bool:
 
 
 def _redis_data(where: Where, run_id: str) -> Path:
-    """Return the folder of Redis's data: a single run gets its own, unless the services stay up."""
+    """Return the folder of Redis's data: a separate one for a single run, the shared one if services stay up."""
     return where.folder.redis_data if where.keep_up or where.shared_redis else where.folder.redis_data_of(run_id)
 
 
@@ -415,14 +415,14 @@ def with_absolute_paths(config: RunConfig) -> RunConfig:
 
 
 def _replicas(where: Where, config: RunConfig) -> dict[str, int]:
-    """Return the replicas of each role on this machine, now or once the services are started for a run."""
+    """Return the number of replicas by role: those that run on this machine, else those to start for the run."""
     if state := where.folder.read():
         return Counter(service.role for service in state.services)
     return placed_replicas(config, where.replicas)
 
 
 def _engines(config: RunConfig) -> dict[str, str]:
-    """Return the model's holder for each role with a choice."""
+    """Return the configured engine by role, for roles whose engine can be chosen."""
     return {name: role.engine(config) for name, role in ROLES.items() if role.modules}
 
 

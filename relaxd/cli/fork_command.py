@@ -41,10 +41,10 @@ RECORDED = {
 }
 """Reasons why a fork can't change the settings of a section."""
 RENEWED = ("algorithm", "reward")
-"""Sections that restart from their defaults if a fork changes their name."""
+"""Sections that a fork resets to their defaults if it changes their `name`."""
 LOW_SHARE, FAR_DRIFT = 0.8, 1.0
-"""Effective sample size, as a share of the tokens, and mean size of a token's log-ratio, from which a warning says that
-the answers are far from the policy. Where nearly all ratios are clamped, only the second is large."""
+"""Thresholds of the warning that answers are far from the policy: minimum effective sample size, as a share of tokens,
+and maximum mean absolute log-ratio of a token. If nearly all ratios are clamped, only the second shows the distance."""
 
 
 def fork(
@@ -89,7 +89,7 @@ def fork(
 
 
 def changed_config(config: RunConfig, changes: Sequence[str], run_id: str) -> RunConfig:
-    """Return a run's configuration with changes NAME=VALUE. Raises CliError, ConfigError: they can't be made."""
+    """Return a run's configuration with changes NAME=VALUE. Raises CliError, ConfigError if a change isn't possible."""
     if not changes:
         return config
     named = dict(_parsed(change) for change in changes)
@@ -185,7 +185,7 @@ def _print_result(out: Path, console: Console) -> None:
 
 
 def far_steps(lines: Sequence[Mapping[str, Any]]) -> str:
-    """Return at which steps the recorded answers are far from the fork's policy; "" if there are none."""
+    """Return a warning that names the steps whose recorded answers are far from the fork's policy; "" without any."""
     far = [
         line for line in lines if line.get(EFFECTIVE_SIZE, 1.0) < LOW_SHARE or line.get("policy_drift", 0.0) > FAR_DRIFT
     ]

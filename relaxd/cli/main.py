@@ -187,7 +187,7 @@ _add(run_checkpoints.checkpoints, run_checkpoints.replay, run_checkpoints.export
 
 
 READING = ("watch", "why", "samples", "metrics", "runs", "logs", "trace", "report", "evaluation", "ledger", "status")
-"""Commands whose readers may stop early, as in `relaxd ledger | head`, without a failure."""
+"""Commands that exit with 0 if the reader of their output stops early, as in `relaxd ledger | head`."""
 
 STDOUT = 1
 """File descriptor of standard output."""

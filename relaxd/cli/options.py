@@ -79,8 +79,7 @@ def new_console() -> Console:
 
 
 def with_replica_options(command: Callable[..., None]) -> Callable[..., None]:
-    """Replace a command's parameter `replicas` with an option for each scalable role. It gets the given options
-    only."""
+    """Replace a command's parameter `replicas` with one option per scalable role. `replicas` gets the options given."""
 
     @functools.wraps(command)
     def with_options(**given: Any) -> None:
@@ -104,7 +103,7 @@ def with_replica_options(command: Callable[..., None]) -> Callable[..., None]:
 
 @contextmanager
 def data_errors() -> Iterator[None]:
-    """Raise DataError as ConfigError, which names the setting."""
+    """Convert DataError to ConfigError, which names the setting."""
     try:
         yield
     except DataError as error:
@@ -112,13 +111,13 @@ def data_errors() -> Iterator[None]:
 
 
 def load_words(words: list[str]) -> tuple[Path, RunConfig]:
-    """Load the configuration that `WordsArgument` names. Returns its path and it. Raises CliError, ConfigError."""
+    """Return the path and the configuration that words of `WordsArgument` name. Raises CliError, ConfigError."""
     path, overrides = split_words(words)
     return path, load_file(path, overrides)
 
 
 def split_words(words: list[str]) -> tuple[Path, list[str]]:
-    """Return the file among the words, and the settings. There must be a single file. Raises CliError."""
+    """Split words into the configuration file and the settings. Raises CliError unless there is exactly one file."""
     files: list[str] = []
     overrides: list[str] = []
     rest = list(words)

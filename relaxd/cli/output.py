@@ -1,4 +1,4 @@
-"""Output of commands. Text comes from models, data sets and exceptions: a terminal must not obey it."""
+"""Output of commands. Control characters are escaped, because texts come from models, data sets and exceptions."""
 
 import errno
 import json
@@ -21,7 +21,7 @@ class EscapingConsole(Console):
         raise BrokenPipeError(errno.EPIPE, "nobody reads standard output any more")
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
-        """Render, and escape all text but rich's own control codes."""
+        """Render, and escape all text except rich's control codes."""
         for segment in super().render(renderable, options):
             text = segment.text if segment.control else escape_lines(segment.text)
             yield segment if text == segment.text else Segment(text, segment.style)
@@ -38,7 +38,7 @@ def sayer(console: Console) -> Callable[[str], None]:
 
 
 def plain_table(*titles: str, right: Collection[str] = (), title: str | None = None) -> Table:
-    """Make a table without lines between its cells; the columns in `right` have numbers."""
+    """Make a table without lines between its cells; columns in `right` are aligned right, as for numbers."""
     table = Table(box=None, header_style="dim", padding=(0, 2, 0, 0), title=title, title_justify="left")
     for name in titles:
         table.add_column(name, justify="right" if name in right else "left", overflow="fold")

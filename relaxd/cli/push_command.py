@@ -48,7 +48,7 @@ def push(
 
 
 def _model(folder: Path, result: RunResult, step: int | None, target: Path) -> tuple[Path, int]:
-    """Return a folder with the model of a step, exported to `target` if none is there, and its step."""
+    """Return the folder of a step's model, and the step. Exports the model to `target` if the run hasn't."""
     summary = result.summary
     if step in (None, summary.get("steps")) and (folder / "model" / "config.json").is_file() and summary.get("model"):
         return folder / "model", int(summary["steps"])
@@ -87,14 +87,14 @@ def upload(name: str, card: str, files: dict[str, Path], message: str, public: b
 
 
 CURVE = "curve.png"
-"""File name of the picture of the run's curve, beside the card."""
+"""File name of the reward curve's picture, in the run's folder and on the hub."""
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 
 
 def model_card(result: RunResult, name: str, step: int) -> str:
     """Return README.md for a model, with the hub's metadata at its beginning.
 
-    Paths of this machine are shortened to their last part; settings that may have secrets aren't in it.
+    Absolute paths are shortened to their last part; settings that may contain secrets are left out.
 
     Args:
         result: the run.
@@ -138,7 +138,7 @@ def model_card(result: RunResult, name: str, step: int) -> str:
 
 
 def _shown(value: str) -> str:
-    """Shorten the absolute paths in a text."""
+    """Shorten each absolute path in a text to its last part."""
     return " ".join(os.path.basename(word.rstrip("/")) if word.startswith("/") else word for word in value.split(" "))
 
 

@@ -42,7 +42,7 @@ from relaxd.run_folder import (
 from relaxd.v1.coordinator_pb2 import RUN_STATE_PAUSED, RUN_STATE_RUNNING
 
 CONTENTS = "bundle.json"
-"""Description of the bundle. All other files keep the places and names that they have in the run's folder."""
+"""File that describes the bundle. All other files have the same relative paths as in the run's folder."""
 MODEL = "model"
 """Folder of the initial model, in a bundle with weights."""
 HINT = "relaxd bundle RUN --step N makes one"
@@ -56,12 +56,12 @@ class Bundle:
     step: int
     """The step that the bundle is about."""
     start: int | None
-    """Step of the checkpoint from which the step can be repeated; 0: the initial model; None: it has no weights."""
+    """Step of the checkpoint from which a replay starts; 0: the initial model; None: the bundle has no weights."""
 
 
 @contextmanager
 def opened_bundle(path: Path) -> Iterator[tuple[Path, Bundle]]:
-    """Unpack a bundle into a temporary folder, with which commands work as with a run's. Raises CliError."""
+    """Unpack a bundle into a temporary folder that commands can use like a run's folder. Raises CliError."""
     with TemporaryDirectory(prefix="relaxd-bundle-") as place:
         folder = Path(place)
         try:
@@ -114,10 +114,10 @@ def replay(
 
 
 def used_by_replay(folder: Path, *, own_code: bool) -> str:
-    """Say what an unpacked bundle's configuration makes a replay run and load.
+    """Describe the ranks, the algorithm and the models that a replay of an unpacked bundle uses.
 
-    Of the code that a configuration can name, a replay only runs the algorithm's; without `own_code` it raises
-    CliError.
+    Of the code that a configuration can name, a replay runs only a user's algorithm. Raises CliError if there is one,
+    unless `own_code`.
     """
     config = config_of(folder)
     algorithm = f'algorithm.name = "{config.algorithm.name}"'
@@ -189,7 +189,7 @@ def _best_of(folder: Path) -> BestCheckpoint | None:
 
 
 def config_of(folder: Path) -> RunConfig:
-    """Return the configuration of a run. Raises as load_recorded."""
+    """Return the configuration of a run. Raises the errors of `load_recorded`."""
     return load_recorded((folder / CONFIG).read_text(encoding="utf-8"), folder.name)
 
 

@@ -1,4 +1,4 @@
-"""`relaxd scale` and `relaxd autoscale`: requests for more or fewer replicas of a role, and the autoscaler's own."""
+"""`relaxd scale` and `relaxd autoscale`: requests for more or fewer replicas of a role, and the autoscaler's state."""
 
 import time
 from collections import Counter
@@ -121,7 +121,7 @@ def _filter(role: str, states: list[str]) -> pb.ScaleFilter:
 def scale_to(
     coordinator: CoordinatorClient, target: str, more: pb.ScaleOutRequest, less: pb.ScaleInRequest
 ) -> pb.ScaleRequest:
-    """Request a number of replicas, such as "rollout=3", by one of two prepared requests. Raises CliError."""
+    """Complete `more` or `less` with a target such as "rollout=3", and send it. Raises CliError."""
     role, _, number = target.partition("=")
     if role not in SCALABLE_ROLES or not number.isdigit() or int(number) < 1:
         raise CliError(
@@ -191,7 +191,7 @@ def _display(request: pb.ScaleRequest) -> Table:
 
 SHOWN_DECISIONS = 10
 FOLLOW_SECONDS = 1.0
-"""Interval between two views, in seconds: that of the autoscaler's own looks."""
+"""Interval between two views of the autoscaler, in seconds; equal to the interval of its checks."""
 
 
 def autoscale(
@@ -216,7 +216,7 @@ def autoscale(
 
 
 def follow_autoscaler(client: CoordinatorClient, now: pb.Autoscaler, console: Console) -> None:
-    """Show the autoscaler until its run ends: in place on a terminal, elsewhere whenever it says something else.
+    """Show the autoscaler until its run ends: in place on a terminal, elsewhere whenever its state changes.
 
     Raises CliError: the coordinator doesn't answer.
     """

@@ -179,7 +179,7 @@ def console(
     except CliError as error:
         show(f"warning: {error.message}; the page shows runs once it does", file=sys.stderr, flush=True)
     words = ["--coordinator", address, "--host", host, "--port", str(port)]
-    # It takes this process's place, so that whoever stops the command stops it.
+    # The console replaces this process, so that stopping the command stops the console.
     command = [sys.executable, "-m", CONSOLE_MODULE, *words]
     os.execve(sys.executable, command, os.environ | {"PYTHONPATH": python_path()})
 

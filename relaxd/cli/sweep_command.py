@@ -57,7 +57,7 @@ class Sweep(Section):
     settings: Values = Field(default_factory=dict)
     """Settings of all runs, on top of `base`."""
     grid: dict[str, list[Any]] = Field(default_factory=dict)
-    """Values of settings, of which every combination is a run."""
+    """Lists of values by setting; every combination is a run."""
     runs: tuple[Values, ...] = ()
     """Instead of grid: the settings of each run."""
 
@@ -95,7 +95,7 @@ class SweepRun:
 
 
 LAST_STEPS = 5
-"""Last steps over which the reward is averaged."""
+"""Number of last steps over which the reward is averaged."""
 TABLE = "sweep.csv"
 PLOT = "sweep.png"
 MAX_COLORS = 10
@@ -132,7 +132,7 @@ class SweepRow:
         return sum(last) / len(last) if last else None
 
     def evaluated(self, metric: WatchedMetric) -> dict[int, float]:
-        """Return the metric by step, the initial model's included."""
+        """Return the metric's values by step, including the initial model's."""
         lines = self.result.lines if self.result else []
         return {line["step"]: line[metric.key] for line in lines if line.get(metric.key) is not None}
 
@@ -140,7 +140,7 @@ class SweepRow:
 def sweep_table(rows: Sequence[SweepRow], metric: WatchedMetric | None) -> tuple[list[str], list[list[str]]]:
     """Return titles and cells: settings, steps, reward, and the best and the last value of a metric.
 
-    The best run is first; those without a result are last.
+    The best run is first; runs without a result are last.
     """
     names = sorted({name for row in rows for name in row.settings})
     titles = ["run", *names, "state", "steps", "reward"]
@@ -158,7 +158,7 @@ def sweep_table(rows: Sequence[SweepRow], metric: WatchedMetric | None) -> tuple
 
 
 def _order(row: SweepRow, metric: WatchedMetric | None) -> tuple[bool, float]:
-    """Return the key by which rows are sorted."""
+    """Return a row's sort key."""
     if metric is None:
         return row.reward is None, -(row.reward or 0.0)
     values = row.evaluated(metric)

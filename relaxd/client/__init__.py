@@ -1,5 +1,5 @@
-"""The Python client of the coordinator, and the command line's only way to call services. Its errors are what the
-command line prints.
+"""The Python client of the coordinator, and the command line's only way to call services. The command line prints its
+errors.
 """
 
 from relaxd.v1.coordinator_pb2 import Run
@@ -15,7 +15,7 @@ class CliError(Exception):
 
 
 class RunFailedError(CliError):
-    """A run has failed; `role` and `instance` are those of Run.failed_role and Run.failed_instance."""
+    """A run has failed. `role` and `instance` name the service that failed it."""
 
     def __init__(self, run: Run) -> None:
         super().__init__(f"run {run.run_id} failed: {run.reason}")

@@ -30,7 +30,7 @@ AWAY_SECONDS = 60.0
 TRANSIENT = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED, grpc.StatusCode.DEADLINE_EXCEEDED)
 """Transient statuses: the coordinator may be back soon."""
 CALL_SECONDS = 30.0
-"""Deadline of short calls."""
+"""Default deadline of calls, in seconds."""
 POLL_SECONDS = 0.3
 
 _log = logging.getLogger(__name__)
@@ -50,9 +50,9 @@ class CoordinatorClient:
         stack: str | None = None,
         why_silent: Callable[[str], tuple[str, str] | None] = lambda address: None,
     ) -> None:
-        """`stack` is the identity of the stack that is meant; by default that of the environment, if any.
+        """`stack`: identity of the intended stack; None: the identity in the environment, if any.
 
-        `why_silent` returns what is known of the coordinator at an address that doesn't answer, and what to do; None:
+        `why_silent`: returns the known state of the coordinator at an address that doesn't answer, and advice; None if
         nothing is known.
         """
         self.address = address
@@ -70,9 +70,9 @@ class CoordinatorClient:
         self._channel.close()
 
     def start_run(self, config_toml: str, run_id: str = "") -> pb.Run:
-        """Start one run, also if answers are lost. Takes as long as reading its data.
+        """Start exactly one run, even if responses are lost. Takes as long as reading its data.
 
-        A coordinator that doesn't answer at all raises CliError at once; one that restarts is waited for.
+        Raises CliError at once if the coordinator doesn't answer a first call; afterwards, waits if it restarts.
         """
         self._call(self._stub.ListRuns, pb.ListRunsRequest(page_size=1))
         request = pb.StartRunRequest(run_id=run_id, config_toml=config_toml, request_id=str(uuid.uuid4()))
@@ -94,7 +94,7 @@ class CoordinatorClient:
         return self._call(self._stub.PauseRun, pb.PauseRunRequest(run_id=run_id, reason=reason)).run
 
     def resume_run(self, run_id: str) -> pb.Run:
-        """End a pause."""
+        """End a run's pause."""
         return self._call(self._stub.ResumeRun, pb.ResumeRunRequest(run_id=run_id)).run
 
     def restore_run(self, folder: Path, steps: int = 0, *, new_data: bool = False) -> pb.Run:
@@ -129,7 +129,7 @@ class CoordinatorClient:
         return list(islice(self._items(self._stub.ListSamples, request, "samples", patience_seconds), limit))
 
     def series(self, request: pb.GetMetricsRequest) -> list[pb.MetricSeries]:
-        """Return numbers of a run's steps."""
+        """Return the requested metrics of a run's steps, as series."""
         return list(self._call(self._stub.GetMetrics, request).series)
 
     def replicas(self) -> list[pb.RegisteredReplica]:
@@ -190,7 +190,7 @@ class CoordinatorClient:
         return list(self._call(self._stub.CancelScaleRequests, request).requests)
 
     def autoscaler(self, run_id: str = "") -> scaling_pb2.Autoscaler:
-        """Return the autoscaler of the active run, or of a run that must be the active one."""
+        """Return the active run's autoscaler. `run_id`, if given, must be the active run."""
         return self._call(self._stub.GetAutoscaler, scaling_pb2.GetAutoscalerRequest(run_id=run_id)).autoscaler
 
     def set_autoscaler(self, mode: "scaling_pb2.AutoscaleMode.ValueType") -> scaling_pb2.Autoscaler:
@@ -240,7 +240,7 @@ class CoordinatorClient:
             time.sleep(POLL_SECONDS)  # named: by the warning
 
     def _explained(self, error: grpc.RpcError, seconds: float) -> CliError:
-        """Return the error to show for a failed call, which was waited for so long."""
+        """Return the error to show for a call that failed after waiting for up to `seconds`."""
         code = error.code()
         if code == grpc.StatusCode.UNAVAILABLE and has_status(error):  # such as a Redis that is away
             return CliError(f"the coordinator at {self.address} can't answer now: {error.details()}")

@@ -75,7 +75,7 @@ class FolderRuns:
         return [read_sample(line) for line in islice(found, limit)]
 
     def series(self, request: pb.GetMetricsRequest) -> list[pb.MetricSeries]:
-        """Return numbers of a run's steps."""
+        """Return the requested metrics of a run's steps, as series."""
         return read_series(self.folder(request.run_id), request)
 
     def watch(
@@ -98,7 +98,7 @@ RunReader = CoordinatorClient | FolderRuns
 
 
 def read_sample(line: Mapping[str, Any]) -> pb.TrainedSample:
-    """Read a sample. Reward parts that weren't finite are null in files, which no map has."""
+    """Convert a line of a samples file. Reward parts that weren't finite, null in the file, are left out."""
     parts = {name: value for name, value in (line.get("reward_parts") or {}).items() if value is not None}
     return ParseDict({**line, "reward_parts": parts}, pb.TrainedSample(), ignore_unknown_fields=True)
 

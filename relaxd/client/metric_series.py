@@ -1,4 +1,4 @@
-"""Numbers of a run's steps, read from its metrics.jsonl with bounded memory, however many steps there are.
+"""Metrics of a run's steps, read from metrics.jsonl with bounded memory for any number of steps.
 
 The file has a line for each step, in order: the first requested one is found by bisection, and only displayed lines are
 parsed. The metrics of other lines are found by searching the bytes for quoted names.
@@ -36,7 +36,7 @@ class _EvenlyChosen:
         self._chosen: list[int] = []
 
     def add(self, place: int) -> None:
-        """Count a place; places ascend."""
+        """Add a position. Call in ascending order."""
         if self._count % self._stride == 0:
             self._chosen.append(place)
             if len(self._chosen) > self._limit:
@@ -47,7 +47,7 @@ class _EvenlyChosen:
 
     @property
     def places(self) -> set[int]:
-        """The chosen places."""
+        """The chosen positions."""
         if not self._count:
             return set()
         full = len(self._chosen) == self._limit
@@ -55,7 +55,7 @@ class _EvenlyChosen:
 
 
 def read_series(folder: Path, request: pb.GetMetricsRequest) -> list[pb.MetricSeries]:
-    """Return the series of a request, by name; none if the run has no metrics yet. Ignores `run_id`."""
+    """Return the series of a request, sorted by name; empty if the run has no metrics yet. Ignores `run_id`."""
     points = min(request.max_points or DEFAULT_POINTS, MAX_POINTS)
     names = sorted(set(request.names))
     points = min(points, MAX_VALUES // len(names)) if names else min(points, POINTS_OF_ALL)

@@ -1,6 +1,6 @@
-"""WatchRun's messages with only what has changed: what a coordinator sends, and how a client makes them whole again.
+"""Partial messages of WatchRun: the coordinator sends the changes of a run, and the client merges them.
 
-Both sides are here, because together they must give the run as it is: `merge(before, changes(before, after)) == after`.
+Both sides are in one module, because `merge(before, changes(before, after)) == after` must hold.
 """
 
 from collections.abc import Iterable
@@ -36,7 +36,7 @@ def changes(before: pb.Run, after: pb.Run) -> pb.WatchRunResponse:
 
 
 def merge(known: pb.Run, response: pb.WatchRunResponse) -> pb.Run:
-    """Return the whole run after a message, given the whole run `known` before it, which isn't changed."""
+    """Return the complete run after a message, given the complete run `known` before it; `known` isn't changed."""
     if not response.partial:
         run = pb.Run()
         run.CopyFrom(response.run)

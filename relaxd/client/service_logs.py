@@ -1,4 +1,4 @@
-"""Logs of services as files: their newest lines, those of several services in the order of their times."""
+"""Log files of services: their newest lines, with the lines of several services sorted by time."""
 
 import re
 from collections.abc import Iterator, Sequence
@@ -10,9 +10,9 @@ from relaxd.telemetry.logs import INDENT
 TAIL_BYTES = 4 << 20
 """Maximum number of bytes to read of a log before following it."""
 STAMP = re.compile(r'(?:\{"time": ")?(\d{4}-\d\d-\d\dT[\d:.]+Z)(?:(?:", "level": "| )([A-Z]+))?')
-"""Beginning of a record: its time, then its level."""
+"""Matches the time and the level at the beginning of a log record."""
 REDIS = re.compile(r"\d+:[A-Z] [^*#]{20,24} ([.*-]) ")
-"""Beginning of a line of Redis that is no warning."""
+"""Matches the beginning of a Redis log line that is not a warning."""
 USUAL = ("DEBUG", "INFO")
 
 
@@ -30,7 +30,7 @@ class LogLine:
 
 
 class LogTail:
-    """A log file, read further with each call."""
+    """Reads a log file, each call from where the last one ended."""
 
     def __init__(self, path: Path, max_bytes: int = TAIL_BYTES) -> None:
         self.path = path

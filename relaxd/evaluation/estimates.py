@@ -20,9 +20,9 @@ def pass_at_k(n: int, right: int, k: int) -> float:
     Equation 1 of Chen et al. 2021 (arXiv 2107.03374), as a product, which doesn't overflow.
 
     Args:
-        n: answers to the prompt.
-        right: right ones among them.
-        k: answers that one would draw, at most n.
+        n: number of answers to the prompt.
+        right: number of right answers.
+        k: number of answers to draw, at most n.
 
     Raises ValueError: k is not 1 to n, or right not 0 to n.
     """
@@ -38,8 +38,8 @@ def interval(values: Sequence[float], samples_per_prompt: int = 1) -> tuple[floa
 
     It is Wilson's score interval (Wilson 1927) with the effective number of samples, mean x (1 - mean) / variance of
     the mean (Korn and Graubard 1998, without the correction of degrees of freedom): prompts, not answers, are
-    independent. With one answer to each prompt it is Wilson's own with a prompt less. Unlike a bootstrap it has a width
-    when all values are 0 or all are 1.
+    independent. With one answer per prompt it equals Wilson's interval for one prompt less. Unlike a bootstrap
+    interval, it has a width even if all values are 0 or all are 1.
 
     Args:
         values: at least one.
@@ -63,7 +63,7 @@ def interval(values: Sequence[float], samples_per_prompt: int = 1) -> tuple[floa
 
 
 DRAWS = 200
-"""Number of random draws of k of a prompt's n replies. For k = n there is only one."""
+"""Number of random draws of k from a prompt's n replies; k = n needs only one."""
 LONGEST_VOTE = 200
 """Maximum length of a vote, in characters: two longer answers would hardly agree."""
 
@@ -74,8 +74,8 @@ _ANSWER = re.compile(r"answer\s*(?:is\b|:|=)\s*:?", re.IGNORECASE)
 def vote_of(reply: str) -> str:
     r"""Return a reply's vote: its final answer in lower case without blanks. "" is no vote.
 
-    The final answer is what is in the last \boxed{...}, else in the last <answer> tag, else behind "answer:" or "answer
-    is" in the last line that has any text, else the last number of that line, else that line.
+    The final answer is the content of the last \boxed{...}, else of the last <answer> tag, else the text after
+    "answer:" or "answer is" in the last nonblank line, else the last number of that line, else that line.
     """
     found = last_boxed(reply)
     if found is None:
@@ -100,13 +100,13 @@ def maj_at_k(votes: Sequence[str], right: Sequence[bool], k: int, seed: int) -> 
     """Return the probability that the majority vote of k replies to a prompt is right.
 
     Ties are broken at random. An answer counts as right by the share of right replies among its votes, which is 0 or 1
-    if the reward depends only on the answer. Without any vote it is wrong. For k < n it is the mean over DRAWS seeded
-    draws of k replies.
+    if the reward depends only on the answer. Without any vote the result is 0. For k < n it is the mean over DRAWS
+    seeded draws of k replies.
 
     Args:
-        votes: what each reply votes for, "" for nothing.
-        right: whether each reply is right, parallel to votes.
-        k: replies that vote, at most as many as there are.
+        votes: vote of each reply; "" is no vote.
+        right: True for each right reply, parallel to votes.
+        k: number of replies that vote, at most len(votes).
         seed: seed of the draws.
 
     Raises ValueError: k is not 1 to the number of replies.

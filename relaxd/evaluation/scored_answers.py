@@ -28,7 +28,7 @@ class ScoredAnswer:
     reward: float
     """Reward of the answer; 0 if it couldn't be scored."""
     length: int
-    """Tokens."""
+    """Number of tokens."""
     finish_reason: str
     """Finish reason, by relaxd.finish_reasons."""
     vote: str = ""
@@ -49,11 +49,12 @@ class ScoredAnswer:
 def summarise_set(one: ResolvedSet, answers: Sequence[ScoredAnswer]) -> dict[str, float]:
     """Return the metrics of a set, whose names begin with its prefix.
 
-    Means over all answers: reward, response_length (tokens) and truncated_share; each part of the reward is a mean over
-    the answers that have it, and a number that it logs is user/<name>. Counts: prompts, and unscored: answers that the
-    reward couldn't score, whose reward counts as 0. Of conversations also turns_mean, and environment_failed: those
-    among the unscored whose environment failed. pass_at_K and maj_at_K (if there are several answers to a prompt)
-    are means over prompts, with the ends of their 95 % confidence interval in _low and _high. Empty without answers.
+    Means over all answers: reward, response_length (tokens) and truncated_share. Each part of the reward, and each
+    number that it logs (user/<name>), is a mean over the answers that have it. Counts: prompts, and unscored: answers
+    that the reward couldn't score, whose reward counts as 0. Conversations also have turns_mean, and
+    environment_failed: unscored answers whose environment failed. pass_at_K and maj_at_K (if there are several answers
+    to a prompt) are means over prompts, with the ends of their 95 % confidence interval in _low and _high. Empty
+    without answers.
     """
     if not answers:
         return {}
@@ -106,12 +107,12 @@ def _maj(one: ResolvedSet, group: Sequence[ScoredAnswer], k: int) -> float:
 
 
 def is_estimate(name: str) -> bool:
-    """Return True if a metric's name, without its prefix, is that of pass@k, maj@k or an end of their interval."""
+    """Return True if a metric's name, without its prefix, names pass@k, maj@k or an end of their interval."""
     return _ESTIMATE.fullmatch(name) is not None
 
 
 def is_end(name: str) -> bool:
-    """Return True if a metric's name, with or without prefix, is that of an end of an interval."""
+    """Return True if a metric's name, with or without prefix, names an end of an interval."""
     return re.search(r"(?:pass|maj)_at_\d+_(?:low|high)$", name) is not None
 
 

@@ -16,7 +16,7 @@ from relaxd.run_folder import HELD_OUT
 def set_problems(
     config: RunConfig, data: Mapping[str, PromptDataset], names: Collection[str] | None = None
 ) -> list[tuple[str, str]]:
-    """Return (setting, problem) for each fault of a run's evaluation sets; of those with these names, if given."""
+    """Return (setting, problem) for each fault of a run's evaluation sets, or only of the sets in `names`."""
     problems = []
     numbers = {one.name: number for number, one in enumerate(config.eval.sets)}
     for one in sets_of(config):
@@ -39,7 +39,7 @@ def set_problems(
 
 
 def environment_problems(config: RunConfig) -> list[tuple[str, str]]:
-    """Return (setting, problem) for each environment name that isn't a bundled one's but resembles it."""
+    """Return (setting, problem) for each environment name that resembles a bundled environment's name but isn't one."""
     names = {"agent.environment": config.agent.environment}
     names |= {f"eval.sets.{number}.environment": one.environment for number, one in enumerate(config.eval.sets)}
     problems = []
@@ -53,7 +53,7 @@ def environment_problems(config: RunConfig) -> list[tuple[str, str]]:
 
 
 def context_problems(config: RunConfig, folder: Path) -> list[tuple[str, str]]:
-    """Return the sets whose answers may exceed the model's context; `folder` is the model's."""
+    """Return (setting, problem) for each set whose answers may exceed the context of the model in `folder`."""
     try:
         context = parse_json((folder / "config.json").read_text()).get("max_position_embeddings")
     except (OSError, ValueError):

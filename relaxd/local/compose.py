@@ -21,7 +21,7 @@ BUILD_SECONDS = 3600.0
 UP_SECONDS = 300
 """Maximum seconds until the containers are healthy."""
 STOP_MARGIN_SECONDS = 15
-"""Seconds after the end of its service's grace period when Docker kills a container (compose.yaml)."""
+"""Seconds from the end of a service's grace period until Docker kills its container (compose.yaml)."""
 SECRETS_SECONDS = 60.0
 
 
@@ -43,7 +43,7 @@ class ComposeState(BaseModel):
     coordinator: str
     """host:port."""
     settings: dict[str, str]
-    """Variables beside the compose files' .env."""
+    """Variables for the compose files, in addition to their .env."""
 
     @property
     def console(self) -> str:
@@ -66,8 +66,8 @@ def read(folder: StateFolder) -> ComposeState | None:
 
 
 def use(folder: StateFolder) -> ComposeState | None:
-    """Like `read`, but calls of this process carry the stack's identity, and the admin's token unless another one is
-    set."""
+    """Read the containers' state, and make this process's calls carry the stack's identity, and the admin's token
+    unless another token is set."""
     state = read(folder)
     if state is not None and not os.environ.get("RELAXD_TOKEN"):
         os.environ.setdefault("RELAXD_TOKEN_FILE", str(state.token_file))
@@ -158,7 +158,7 @@ def _stack_identity(folder: StateFolder) -> str:
 
 
 def _make_secrets(folder: StateFolder) -> Path:
-    """Create random secrets, unless they exist, which compose.yaml gives to the services. Returns their folder."""
+    """Create the random secrets that compose.yaml gives to the services, unless they exist. Returns their folder."""
     place = folder.path / "secrets"
     script = compose_folder().parent / "secrets.sh"
     try:

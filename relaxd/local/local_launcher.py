@@ -25,7 +25,7 @@ LAUNCH_SECONDS = 10.0
 
 
 class LocalHost:
-    """The Host of this machine, through its supervisor."""
+    """Launches replicas on this machine, through its supervisor. Implements `Host`."""
 
     def __init__(self, folder: StateFolder) -> None:
         plan = StackPlan.model_validate_json(folder.plan.read_bytes())

@@ -1,4 +1,4 @@
-"""Replicas of each role that commands start: their options, else the section [placement], else the table of roles."""
+"""Number of replicas of each role that commands start, by their options, else [placement], else the table of roles."""
 
 from collections.abc import Mapping
 
@@ -10,15 +10,15 @@ from relaxd.roles import JUDGE, ROLES, ROLLOUT, SCALABLE_ROLES, TEACHER, TRAINER
 
 
 def default_replicas() -> dict[str, int]:
-    """Return the replicas of each role to start without a run."""
+    """Return the number of replicas of each role to start if no run is known."""
     return {role: ROLES[role].replicas for role in SCALABLE_ROLES}
 
 
 def placed_replicas(config: RunConfig, given: Mapping[str, int]) -> dict[str, int]:
-    """Return the replicas of each role for a run whose placement has no problems.
+    """Return the number of replicas of each role for a run whose placement has no problems.
 
-    Roles that the run needs have at least the fewest with which it works. `given` are replicas by role that take
-    precedence, such as options of the command line.
+    Roles that the run needs get at least their minimum. `given`: replicas by role that take precedence, such as
+    options of the command line.
     """
     gpus = {role: count // max(1, ROLES[role].gpus(config)) for role, count in config.placement.gpus.items()}
     replicas = {**default_replicas(), **gpus, **config.placement.replicas, **given}
@@ -26,19 +26,19 @@ def placed_replicas(config: RunConfig, given: Mapping[str, int]) -> dict[str, in
 
 
 def machine_problems(config: RunConfig, given: Mapping[str, int], visible: int) -> list[Problem]:
-    """Check the placement, and that this machine has the GPUs for it: `visible` of them.
+    """Check the placement, and that this machine's `visible` GPUs suffice for it.
 
-    `given` are those of `placed_replicas`.
+    `given`: as in `placed_replicas`.
     """
     found = placement_problems(config, given, visible)
     return found or check_devices(config, placed_replicas(config, given), visible)
 
 
 def placement_problems(config: RunConfig, given: Mapping[str, int], visible: int = 0) -> list[Problem]:
-    """Check that the run has the roles that are placed, and that their GPUs divide among replicas.
+    """Check that the run uses all roles in [placement], and that their GPUs divide among replicas.
 
-    With `visible`, the number of this machine's GPUs, also that no role wants more of them. Roles that are `given`
-    are left out.
+    With `visible`, the number of this machine's GPUs, also check that no role needs more. Roles in `given` aren't
+    checked.
     """
     problems = []
     for name, numbers in (("replicas", config.placement.replicas), ("gpus", config.placement.gpus)):

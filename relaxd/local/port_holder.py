@@ -16,7 +16,7 @@ from relaxd.v1.replica_pb2_grpc import ReplicaStub
 
 SUPERVISOR = "relaxd.local.supervisor"
 NOBODY = "nobody"
-"""An identity that no stack has. A server of a stack refuses it and names its own identity."""
+"""Stack identity that no stack has. Servers refuse it with an error that names their stack's identity."""
 
 
 @dataclass(frozen=True)
@@ -38,9 +38,9 @@ class PortHolder:
 
 
 def find_holder(port: int, *, seconds: float = 1.0) -> PortHolder | None:
-    """Return the holder of a loopback port, which listens on it or reserved it; None without one.
+    """Return the process that listens on a loopback port or has reserved it; None if there is none.
 
-    `seconds` is the deadline of a call to a server of another user, which only so says what its stack is.
+    `seconds`: deadline of a call to another user's server, the only way to learn its stack.
     """
     at = [(address, port) for address in _ADDRESSES]
     name = "@" + reservation_name(LOOPBACK, port)

@@ -39,7 +39,7 @@ def python_path() -> str:
 def run_program(module: str, words: Sequence[str], *, seconds: float, text: str = "") -> dict[str, Any]:
     """Run a program with `text` as its input. Returns its JSON result, the last line of its output.
 
-    Its stderr, with its progress, is this process's. Raises CliError: the result has an "error", or there is none.
+    The program's progress goes to this process's stderr. Raises CliError if the result has an "error" or is missing.
     """
     try:
         done = subprocess.run(
@@ -66,8 +66,8 @@ def run_program(module: str, words: Sequence[str], *, seconds: float, text: str 
 def stream_program(module: str, words: Sequence[str], text: str) -> Generator[dict[str, Any], None, None]:
     """Run a program with `text` as its input, and yield its output, a JSON object in each line.
 
-    Its stderr is this process's. It is killed when the iterator is closed. Raises CliError: a line has an "error", or
-    the program fails.
+    The program shares this process's stderr, and is killed when the iterator is closed. Raises CliError: a line has an
+    "error", or the program fails.
     """
     with tempfile.TemporaryFile("w+") as given:
         given.write(text)

@@ -26,7 +26,7 @@ from relaxd.rpc.service_settings import CONSOLE_PORTS, checked_address
 from relaxd.rpc.stack_identity import STACK_VARIABLE, make_stack_identity
 
 Known = tuple[str, str]
-"""Known state of a coordinator that doesn't answer, and advice, both for people."""
+"""Known state of a coordinator that doesn't answer, and advice, as texts for the user."""
 
 
 def open_client(address: str, state: Path) -> CoordinatorClient:
@@ -35,9 +35,9 @@ def open_client(address: str, state: Path) -> CoordinatorClient:
 
 
 def why_silent(state: Path) -> Callable[[str], Known | None]:
-    """Return a function that says what is known of the coordinator at an address.
+    """Return a function that gives the known state of the coordinator at an address.
 
-    It returns None if the coordinator isn't that of the services in this state folder.
+    It returns None if the state folder says nothing about the coordinator.
     """
     folder = StateFolder(state)
 
@@ -118,10 +118,10 @@ def make_plan(
 ) -> StackPlan:
     """Plan Redis (unless REDIS_URL names one), the coordinator and the replicas of each role.
 
-    `replicas`: numbers of replicas that differ from `Role.replicas`; `engines`: engines other than the default of roles
-    with a choice (`Role.modules`). `port` is the coordinator's; 0 picks a free one, None the default one if it is free.
-    It stays reserved, in this process and in the supervisor. With `console`, a console is served at the first free port
-    of CONSOLE_PORTS, if aiohttp is installed.
+    `replicas`: number of replicas by role, if it differs from `Role.replicas`. `engines`: engine by role, if it can be
+    chosen (`Role.modules`) and isn't the default. `port`: the coordinator's port; 0 picks a free one, None the default
+    one if it is free. The port stays reserved, in this process and in the supervisor. With `console`, a console is
+    served at the first free port of CONSOLE_PORTS, if aiohttp is installed.
 
     Raises CliError: the port is taken, RELAXD_STACK is invalid, or there is no Redis.
     """
@@ -226,7 +226,7 @@ def up(folder: StateFolder, plan: StackPlan, say: Callable[[str], None], logs: P
             stdout=log_file,
             stderr=subprocess.STDOUT,
             start_new_session=True,
-            pass_fds=reservations(),  # it has no use for them but to keep them open: services inherit none
+            pass_fds=reservations(),  # the supervisor only keeps them open: services don't inherit them
             env=os.environ | {"PYTHONPATH": python_path()},
         )
     try:
@@ -282,7 +282,7 @@ def raise_if_failed(folder: StateFolder, state: StackState | None, roles: Collec
 
 
 def raise_when_down(folder: StateFolder, address: str, run_id: str) -> Callable[[], None]:
-    """Return a function that raises CliError once the services of a run at `address`, if they are here, are down.
+    """Return a function that raises CliError once this folder's services at `address`, which a run uses, are down.
 
     Without it, a caller would wait for a coordinator that has ended, or reach another one at its port.
     """
@@ -326,7 +326,7 @@ def down(folder: StateFolder, say: Callable[[str], None] = lambda text: None) ->
 
 
 def address_here(state: Path, coordinator: str | None) -> str | None:
-    """Return host:port as given, else of the containers or services up here; None if nothing is up here.
+    """Return the coordinator's host:port: as given, else of the containers or services here; None if none are up.
 
     There is no default address: another folder's services may use it. Raises CliError if the given one is no host:port.
     """

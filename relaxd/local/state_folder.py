@@ -78,7 +78,7 @@ class RestartWish(BaseModel):
     number: int
     """Increases with each request for this service."""
     replica_id: str
-    """The process to restart; the wish is ignored if another one runs. Empty: any process."""
+    """Replica id of the process to restart; the request is ignored if another process runs. Empty: any process."""
 
 
 class LaunchWishes(BaseModel):
@@ -135,7 +135,7 @@ class StateFolder:
                 log.unlink()
 
     def redis_data_of(self, run_id: str) -> Path:
-        """Return the folder of the data of a Redis that serves a single run."""
+        """Return the data folder of a Redis that serves a single run."""
         return self.redis_data / f"run-{run_id}"
 
     def log(self, service: str) -> Path:
@@ -164,7 +164,7 @@ class StateFolder:
 
     @contextmanager
     def starting(self, command: str) -> Iterator[None]:
-        """Hold the folder for a command that starts services in it, from before it writes anything there.
+        """Hold the folder for a command that starts services; enter before writing anything there.
 
         Raises CliError, which names the holder: another command starts services, or they are up.
         """

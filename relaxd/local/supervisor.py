@@ -40,7 +40,7 @@ class ServiceSpec(BaseModel):
     role: str
     command: list[str]
     environment: dict[str, str] = {}
-    """Added to the supervisor's environment."""
+    """Variables added to the supervisor's environment."""
 
 
 class StackPlan(RedisUrlModel):
@@ -76,7 +76,7 @@ class SupervisedProcess:
         self.log = log
         self.state = ServiceState(name=spec.name, role=spec.role, launched=launched)
         self.kill_at: float | None = None
-        """Time at which to kill the stopping process; None: it is to run."""
+        """Monotonic time at which to kill the stopping process; None if it isn't being stopped."""
         self.process: subprocess.Popen[bytes] | None = None
         self.restart_at: float | None = None
         self.deaths: deque[float] = deque()
@@ -324,7 +324,7 @@ class Supervisor:
         signal.signal(signal.SIGCHLD, lambda number, frame: None)  # wakes up _wait
 
     def _wait(self, seconds: float) -> None:
-        """Sleep until a signal arrives; also return for one that arrived just before."""
+        """Sleep for `seconds` or until a signal arrives; return at once if one arrived since the last call."""
         if select.select([self._wakeup_reader], [], [], seconds)[0]:
             with contextlib.suppress(BlockingIOError):
                 os.read(self._wakeup_reader, 4096)

@@ -31,9 +31,9 @@ class Chart:
 
     title: str
     metrics: tuple[str, ...]
-    """Metric names. A name with * stands for all matching ones that no other chart names in full."""
+    """Metric names. A name with * matches all metrics that no chart names in full."""
     kind: Literal["lines", "log", "points"] = "lines"
-    """Linear, logarithmic, or a dot for each value because only few steps have one."""
+    """Lines on a linear or a logarithmic scale, or a dot per value for metrics that few steps have."""
 
 
 SECTIONS: dict[str, tuple[Chart, ...]] = {
@@ -139,7 +139,7 @@ def chart_data(lines: Lines) -> dict[str, Any]:
     """Return the charts for JSON: steps, times, and sections of charts with the title, kind, unit and lines of each.
 
     A chart's line has a name, a meaning, a color, and a value or None per step. Charts without values are left out. A
-    chart shows at most as many lines as there are COLOURS; `left_out` counts the others, those of the lowest means.
+    chart shows at most len(COLOURS) lines, those with the highest means; `left_out` counts the others.
     """
     lines = [_flat(line) for line in lines]
     left = {name for line in lines for name, value in line.items() if _is_number(value) and not is_end(name)} - UNDRAWN
@@ -161,7 +161,7 @@ def chart_data(lines: Lines) -> dict[str, Any]:
 
 
 def _flat(line: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a line in which the values of single replicas have names, such as "engine_idle_share of rollout-1"."""
+    """Add the values of single replicas to a line, under names such as "engine_idle_share of rollout-1"."""
     single = {
         f"{name} of {replica}": value for name in PER_REPLICA for replica, value in replica_values(line, name).items()
     }
@@ -184,13 +184,13 @@ def _set_charts(names: set[str]) -> list[Chart]:
 
 
 def _fork_charts(names: set[str]) -> list[Chart]:
-    """Return the charts of a fork's metrics with the original's."""
+    """Return the charts that compare a fork's metrics with the original run's."""
     pairs = [(name, f"{name}{OF_ORIGINAL}") for name in COMPARED]
     return [Chart(name, (name, original)) for name, original in pairs if original in names]
 
 
 def color(place: int) -> str:
-    """Return the color of a chart's line, from 0."""
+    """Return the color of a chart's line, given its index from 0."""
     return COLOURS[place % len(COLOURS)]
 
 

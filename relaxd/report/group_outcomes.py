@@ -32,7 +32,7 @@ Test = Callable[[dict[str, Any]], bool]
 
 
 PAGE = 4096
-"""Maximum groups that a summary holds at once."""
+"""Maximum number of groups that a summary has in memory at once."""
 CHUNK = 1 << 15
 """Number of an epoch's positions whose bits are stored together."""
 GROUP_ID = re.compile(r"(\d+)-(\d{1,18})(?:~(\d+))?", re.ASCII)
@@ -85,7 +85,7 @@ def _with_fate(line: dict[str, Any]) -> dict[str, Any]:
 
 
 def outcome_message(line: Mapping[str, Any]) -> pb.ClosedGroup:
-    """Convert a closed group, as `read_fates` yields it."""
+    """Convert a closed group of `read_fates` to a message."""
     message = pb.ClosedGroup(
         group_id=line["group"],
         reason=line.get("reason", ""),
@@ -221,8 +221,8 @@ class Summary:
 def summarise_fates(folder: Path, see: Callable[[list[dict[str, Any]]], object] = lambda lines: None) -> Summary:
     """Summarise the closed groups of a run, in one pass over the file.
 
-    Only in a run that was restored, where a group may have several lines of which the newest counts, the file is read
-    once more, to take back the older ones.
+    A restored run may have several lines per group, of which the newest counts. Only then the file is read again, to
+    subtract the older lines.
 
     Args:
         folder: the run's folder.

@@ -14,11 +14,11 @@ from relaxd.report.step_times import GROUP, TRAINER, Breakdown, Steps, mean_rows
 from relaxd.rpc.message_parts import plain
 
 SHOWN_STEPS = 100
-"""Steps in the table, the newest; the charts show all."""
+"""Maximum number of steps in the table, the newest; charts show all steps."""
 SHOWN_ANSWERS = 100
-"""Answers in the table of a set."""
+"""Maximum number of answers in the table of a set."""
 SHOWN_GROUPS = 200
-"""Groups in the ledger, the newest."""
+"""Maximum number of groups in the ledger, the newest."""
 STEP_COLUMNS = (
     ("step", "step", "{:.0f}"),
     ("reward", "reward_mean", "{:.3f}"),
@@ -34,7 +34,7 @@ STEP_COLUMNS = (
     ("seconds", "step_seconds", "{:.1f}"),
 )
 INVISIBLE = ("Cc", "Cf", "Zl", "Zp", "Zs")
-"""Unicode's categories of characters that leave no ink."""
+"""Unicode categories of invisible characters."""
 TEXTS = ("prompt", "response", "answer")
 """Fields of samples that may be long and blank."""
 

@@ -73,7 +73,7 @@ def _points(lines: Sequence[Mapping[str, Any]], name: str) -> list[tuple[int, fl
 
 
 def running_mean(values: Sequence[float]) -> list[float]:
-    """Return the means over the last SMOOTHED values of each position."""
+    """Return, for each position, the mean of the last SMOOTHED values."""
     windows = [values[max(0, end - SMOOTHED) : end] for end in range(1, len(values) + 1)]
     return [sum(window) / len(window) for window in windows]
 
@@ -144,10 +144,10 @@ def _embedded(data: Mapping[str, Any]) -> str:
 
 
 def bundle(folder: Path, entry: str) -> str:
-    """Return a script that runs the module `entry` of a folder, with those that it imports.
+    """Return one script with the module `entry` of a folder and all modules that it imports.
 
-    A browser loads no modules for a page that is a file. Imports are of whole modules or of names, from the same folder
-    and on a line each; exports are declarations.
+    Browsers load no modules for a page opened as a file. Each import must be on a single line, of a whole module or of
+    names, from the same folder. Exports must be declarations.
     """
     texts: dict[str, str] = {}
     _collect(folder, entry, texts)

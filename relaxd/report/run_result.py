@@ -38,7 +38,7 @@ class SetRow:
     """The results of one evaluation on one set."""
 
     step: int
-    """The evaluated version."""
+    """Step after which the model was evaluated; 0: the initial model."""
     name: str
     """The set's name."""
     values: Mapping[str, float]
@@ -85,7 +85,7 @@ def set_rows(lines: Iterable[Mapping[str, Any]]) -> list[SetRow]:
 
 
 def table_of(rows: Iterable[SetRow]) -> tuple[list[str], list[list[str]]]:
-    """Return titles and cells of the table, with the columns that any row fills."""
+    """Return titles and cells of a table of results."""
     rows = list(rows)
     estimates = sorted({name for row in rows for name in row.estimates}, key=_estimate_order)
     unscored = any(row.values.get("unscored") for row in rows)
@@ -177,7 +177,7 @@ class RunResult:
         return dump_changes(self.config) if self.config is not None else ""
 
     def answers(self, step: int, name: str = HELD_OUT, limit: int | None = None) -> list[dict[str, Any]]:
-        """Read the first answers to a set of the evaluation of a step, in the prompts' order. Raises CliError."""
+        """Read the answers to a set after a step, in the prompts' order, at most `limit`. Raises CliError."""
         try:
             with answers_file(self.folder, name, step).open(encoding="utf-8") as file:
                 lines = (json.loads(line) for line in file if line.strip())
@@ -229,7 +229,7 @@ OF_CONVERSATIONS = ("conversation", "turns", "environment_reward", "environment_
 
 
 def sample_values(sample: pb.TrainedSample) -> dict[str, Any]:
-    """Return a sample's fields by name, without its tokens. protobuf's own JSON writes 64-bit numbers as text."""
+    """Return a sample's fields by name, without its tokens. 64-bit numbers stay numbers, unlike in protobuf's JSON."""
     values = {field.name: getattr(sample, field.name) for field in sample.DESCRIPTOR.fields}
     values["conversation"] = [
         {"role": message.role, "content": message.content, "tool_calls": list(message.tool_calls)}

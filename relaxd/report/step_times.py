@@ -63,13 +63,13 @@ SHARES = {
     "engine_paused_share": "engines: paused for weights",
     "gpu_idle_share": "GPUs: no kernel running (NVML)",
 }
-"""Labels of metrics that are shares of the step's time. The table also has those of single replicas."""
+"""Labels of metrics that are shares of the step's time, over all replicas."""
 PER_REPLICA = {"engine_idle_share": "{replica}: idle", "gpu_idle_share": "GPUs of {replica}: no kernel running"}
 """Labels of metrics that a step also has for each replica."""
 
 
 def replica_values(step: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    """Return a step's values of a metric by replica id; empty if it has too many replicas."""
+    """Return a step's values of a metric by replica id; empty if the step had too many replicas."""
     values: Mapping[str, Any] = (step.get("replicas") or {}).get(name, {})
     return values
 
@@ -96,7 +96,7 @@ def mean_rows(steps: Steps, whole: Breakdown) -> list[tuple[BreakdownPart, float
 
 
 def share_rows(steps: Steps) -> list[tuple[str, float]]:
-    """Return label and mean, weighted by the steps' seconds, of each share, then those of single replicas."""
+    """Return (label, mean) of each share over all replicas, then of single replicas. Step times weight the means."""
     rows = [("weight synchronisation: share of a step", _weight_sync_share(steps))]
     rows += [(label, _mean_share(steps, name)) for name, label in SHARES.items()]
     for name, label in PER_REPLICA.items():

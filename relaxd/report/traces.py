@@ -12,14 +12,14 @@ from relaxd.run_folder import TRACES
 GROUP = "relaxd.group_id"
 STEP = "relaxd.step"
 TRACE_ID = re.compile(r'"traceId": ?"([0-9a-f]{32})"')
-"""A span's trace, or a link's, in a line of OTLP's JSON."""
+"""Matches the trace id of a span or a link in a line of OTLP JSON."""
 ERROR = 2
 """OTLP's status code of a span that failed."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TracedSpan:
-    """One span."""
+    """A span of a trace file."""
 
     name: str
     instance: str
@@ -57,7 +57,7 @@ def read_group_trace(run_folder: Path, group_id: str) -> GroupTrace | None:
         for span in _spans_with(run_folder, group_id)
         if not span.parent_id and span.attributes.get(GROUP) == group_id
     )
-    root = max(created, key=lambda span: span.start, default=None)  # a repeated publish has a trace of its own
+    root = max(created, key=lambda span: span.start, default=None)  # a repeated publish has a separate trace
     if root is None:
         return None
     found = list(_spans_with(run_folder, root.trace_id))
@@ -70,7 +70,7 @@ def read_group_trace(run_folder: Path, group_id: str) -> GroupTrace | None:
 def read_step_spans(run_folder: Path, step: int) -> list[TracedSpan]:
     """Read the spans of a step: of its trace, of its traced groups, and of the broadcast of its version.
 
-    Nothing if the step was not traced. Of a step that was repeated, the last one counts.
+    Empty if the step was not traced. If a step was repeated, only its last execution is read.
     """
     steps = (
         span for span in _spans_with(run_folder, '"step"') if span.name == "step" and span.attributes.get(STEP) == step
@@ -85,12 +85,12 @@ def read_step_spans(run_folder: Path, step: int) -> list[TracedSpan]:
 
 
 def _spans_with(run_folder: Path, text: str) -> Iterator[TracedSpan]:
-    """Yield the spans of all exports in which a text occurs."""
+    """Yield the spans of all lines of trace files that contain a text."""
     return _spans_of_lines(run_folder, lambda line: text in line)
 
 
 def _spans_of_lines(run_folder: Path, wanted: Callable[[str], bool]) -> Iterator[TracedSpan]:
-    """Yield the spans of all exports whose line is selected."""
+    """Yield the spans of all lines of trace files that `wanted` selects."""
     for path in sorted((run_folder / TRACES).glob("*.jsonl")):
         with path.open(encoding="utf-8") as file:
             for line in file:
@@ -127,7 +127,7 @@ def _attributes(owner: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _value(value: Mapping[str, Any]) -> Any:
-    """Convert an OTLP value; its JSON has 64-bit integers as text."""
+    """Convert a value of OTLP JSON, in which 64-bit integers are text."""
     if "intValue" in value:
         return int(value["intValue"])
     if "arrayValue" in value:
@@ -142,7 +142,7 @@ class _Lane:
         self._open: list[TracedSpan] = []
 
     def takes(self, span: TracedSpan) -> bool:
-        """Add a span, if there is room; spans come in order of their start. Returns whether it was added."""
+        """Add a span if it fits, and return whether it did. Call in the order of the spans' start."""
         while self._open and self._open[-1].end <= span.start:
             self._open.pop()
         if self._open and (span.end > self._open[-1].end or span.trace_id != self._open[-1].trace_id):

@@ -1,1 +1,1 @@
-"""Tools beside the core, which imports none of them: model fetch, fit, migrate, rehearse, doctor."""
+"""Tools that the core doesn't import: model fetch, fit, migrate, rehearse, doctor."""

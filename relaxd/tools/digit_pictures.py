@@ -1,6 +1,6 @@
-"""Source of prompts of examples/digits.toml: pictures of the digits 0 to 4, and the digit as the answer.
+"""Prompt source of examples/digits.toml: pictures of the digits 0 to 4; the answer is the digit.
 
-They are drawn with Pillow and the font that it brings, so that nothing is downloaded.
+Pictures are drawn with Pillow and its bundled font, so that nothing is downloaded.
 """
 
 import base64
@@ -17,14 +17,14 @@ HELD_OUT = 200
 
 
 class DrawnPrompts(ABC):
-    """A source of prompts (docs/data.md, "A source of your own"), each with a drawn picture or video."""
+    """Prompt source (docs/data.md, "A source of your own") that computes a picture, video or sound for each prompt."""
 
     def __init__(self, count: int = 2500, blank: bool = False, first: int = 0) -> None:
         """Make a source.
 
         Args:
             count: number of prompts.
-            blank: whether everything that tells the answer is grey instead.
+            blank: True to replace the part that shows the answer with grey, or with silence.
             first: seed of the first prompt.
         """
         self._count, self._blank, self._first = count, blank, first
@@ -42,12 +42,12 @@ class DrawnPrompts(ABC):
 
     @abstractmethod
     def row(self, seed: int, *, blank: bool) -> dict[str, Any]:
-        """Return the row of a seed."""
+        """Return the data row for a seed."""
 
 
 PROMPT = "<image>Which digit is this?"
 DIGITS = 5
-"""Number of different digits. With fewer, guesses that are right by chance speed learning up."""
+"""Number of different digits, small because lucky guesses speed up learning."""
 SIDE = 32
 """Width and height of a picture, in pixels."""
 SIZES = (26, 30)
@@ -86,7 +86,7 @@ def font_of(size: int) -> ImageFont.FreeTypeFont:
 
 
 def encoded(picture: Image.Image) -> str:
-    """Return a picture as base64 of a PNG, which is a form of an image that JSON has, too."""
+    """Return a picture as base64 of a PNG, a form that JSON can hold."""
     file = io.BytesIO()
     picture.save(file, "PNG")
     return base64.b64encode(file.getvalue()).decode()

@@ -1,4 +1,4 @@
-"""Makes the tiny model of examples/two-players.toml: it knows the moves of Nim that are allowed, and plays any of them.
+"""Makes the tiny model of examples/two-players.toml, which plays random legal moves of Nim.
 
 `python -m relaxd.tools.game_beginner FOLDER` trains it on random games. It runs as a separate process, so that the
 command line needs no torch.

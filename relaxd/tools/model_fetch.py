@@ -27,7 +27,7 @@ TEACH_SECONDS = 1800.0
 
 @dataclass(frozen=True)
 class FetchableModel:
-    """A model that a package of the index ships as a GGUF file."""
+    """Model in a GGUF file that is part of a package in the package index."""
 
     name: str
     description: str

@@ -1,6 +1,6 @@
-"""Source of prompts of examples/dots.toml: videos of a dot that moves, and the side to which it does as the answer.
+"""Prompt source of examples/dots.toml: videos of a moving dot; the answer is the side to which it moves.
 
-A way to the left has the frames of one to the right in reverse order.
+A movement to the left has the frames of a movement to the right in reverse order.
 """
 
 from random import Random
@@ -18,9 +18,9 @@ SIDE = 32
 """Width and height of a frame, in pixels."""
 RADIUS = 4
 STEPS = (4.0, 6.0)
-"""Range of a dot's movements from frame to frame, in pixels."""
+"""Range of a dot's movement per frame, in pixels."""
 MIDDLE = (12.0, 20.0)
-"""Range of the middles of its ways, in pixels."""
+"""Range of the coordinates of a path's midpoint, in pixels."""
 
 
 class MovingDots(DrawnPrompts):
@@ -35,7 +35,7 @@ class MovingDots(DrawnPrompts):
 
 
 def draw(seed: int) -> tuple[str, list[Image.Image]]:
-    """Return a random side and the frames of a dot that moves to it on a random way, with random speed and colors."""
+    """Return a random side and the frames of a dot that moves to it on a random path, with random speed and colors."""
     random = Random(seed)
     answer = random.choice(list(SIDES))
     ground = tuple(random.randrange(0, 60) for _ in range(3))

@@ -30,7 +30,7 @@ TASK = Task(
     AUDIO, PROMPT.removeprefix("<audio>"), list(map(str, range(PITCHES))), lambda seed: encoded(draw(seed)[1]), PATCH
 )
 BANDS = 32
-"""Bands of the spectrogram."""
+"""Number of mel bands of the spectrogram."""
 EXPERTS = {"num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 128, "norm_topk_prob": False}
 EARS = {
     "num_mel_bins": BANDS,
@@ -65,7 +65,7 @@ def _random_model(folder: Path, tokenizer: PreTrainedTokenizerFast, task: Task) 
     }
     model = Qwen3OmniMoeForConditionalGeneration(Qwen3OmniMoeConfig(thinker_config=thinker, enable_audio_output=False))
     for module in model.thinker.model.audio_tower.modules():
-        # With transformers' small weights what a sound is would be lost beside where its frames are.
+        # With transformers' small initial weights, the frames' positions would hide the sound itself.
         if isinstance(module, torch.nn.Conv2d | torch.nn.Linear):
             module.reset_parameters()
     save(folder, model, tokenizer)
@@ -84,7 +84,7 @@ def _random_model(folder: Path, tokenizer: PreTrainedTokenizerFast, task: Task) 
 def _hidden(
     thinker: Qwen3OmniMoeThinkerForConditionalGeneration, ids: torch.Tensor, vision: VisionModel, item: NormalMedia
 ) -> torch.Tensor:
-    """Return the hidden states of answers [answers, T] to one sound."""
+    """Return the hidden states for token ids [answers, T], a prompt with one sound and each of its answers."""
     assert vision.sound is not None
     features = spectrogram(decode_wav(item.content), vision.sound).repeat(len(ids), 1, 1)
     heard = {"input_features": features, "feature_attention_mask": torch.ones_like(features[:, 0], dtype=torch.long)}

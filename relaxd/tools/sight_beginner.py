@@ -1,9 +1,9 @@
 """Makes the tiny models of examples/digits.toml and dots.toml: a Qwen3-VL that answers any picture or video with any of
 the task's answers.
 
-Only its output layer is taught: to answer with one of them, all alike, and to end. Everything else is random, the
-vision tower, too. `python -m relaxd.tools.sight_beginner TASK FOLDER` makes one. It runs as a separate process, so that
-the command line needs no torch.
+Only the output layer is trained: to give each answer with equal probability, and to end. Everything else is random,
+including the vision tower. `python -m relaxd.tools.sight_beginner TASK FOLDER` makes a model. It runs as a separate
+process, so that the command line needs no torch.
 """
 
 import json
@@ -80,7 +80,7 @@ TOWER = {
 UPDATES = 200
 LEARNING_RATE = 1e-2
 ITEMS = 8
-"""Number of items that the output layer is taught with."""
+"""Number of items that the output layer is trained on."""
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ class Task:
     question: str
     answers: Sequence[str]
     item: Callable[[int], Any]
-    """Function that returns the item of a seed, in a form for data. No run draws items of negative seeds."""
+    """Function that returns the item of a seed, as a data row has it. No run draws items of negative seeds."""
     side: int
     """Width and height of a picture or frame, in pixels."""
     frames: int = 1
@@ -105,7 +105,7 @@ class Task:
 
     @property
     def marks(self) -> dict[str, str]:
-        """Tokens of media that its model has."""
+        """Media tokens of the task's model, by their names in config.json."""
         return MARKS[self.kind]
 
 
@@ -144,10 +144,10 @@ def random_model(
     """Make a model with random weights, and write it with its tokenizer into `folder`.
 
     Args:
-        folder: may be missing.
-        tokenizer: the model's, which has the marks.
+        folder: folder to write; made if missing.
+        tokenizer: the model's tokenizer, with the marks.
         marks: tokens of media by their names in config.json.
-        side: largest width and height of what it sees, in pixels.
+        side: maximum width and height of the model's pictures, in pixels.
         times: frames of a patch.
     """
     folder.mkdir(parents=True, exist_ok=True)
@@ -164,7 +164,7 @@ def random_model(
 
 
 def processor(times: int, smallest: int, largest: int) -> dict[str, Any]:
-    """Return settings of a processor with frames a patch, and limits of an item's pixels."""
+    """Return settings of a processor: `times` frames per patch, and minimum and maximum pixels of an item."""
     return {
         "image_processor_type": "Qwen2VLImageProcessor",
         "patch_size": PATCH,
@@ -227,7 +227,7 @@ def teach(
 def _hidden(
     model: Qwen3VLForConditionalGeneration, ids: torch.Tensor, vision: VisionModel, item: NormalMedia
 ) -> torch.Tensor:
-    """Return the hidden states of answers [answers, T] to one image or video."""
+    """Return the hidden states for token ids [answers, T], a prompt with one image or video and each of its answers."""
     grid = item.size.grid
     patches = torch.tensor(vision.patches(decode_png(item.content), grid)).repeat(len(ids), 1)
     grids = torch.tensor([grid] * len(ids))

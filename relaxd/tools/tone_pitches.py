@@ -1,6 +1,6 @@
-"""Source of prompts of examples/pitches.toml: tones, and the number of the octave in which they are as the answer.
+"""Prompt source of examples/pitches.toml: tones; the answer is the number of the tone's octave.
 
-They are computed with numpy, so that nothing is downloaded.
+Tones are computed with numpy, so that nothing is downloaded.
 """
 
 import base64
@@ -13,7 +13,7 @@ from relaxd.tools.digit_pictures import DrawnPrompts
 
 PROMPT = "<audio>How high is this?"
 PITCHES = 5
-"""Number of octaves. With fewer, guesses that are right by chance speed learning up."""
+"""Number of octaves, small because lucky guesses speed up learning."""
 LOWEST = 200.0
 """Frequency in the middle of the lowest octave, in hertz."""
 DETUNED = 0.3
@@ -21,9 +21,9 @@ DETUNED = 0.3
 RATE = 16_000
 SECONDS = 0.4
 LOUDNESS = (3_000, 20_000)
-"""Range of the amplitudes of tones."""
+"""Range of the amplitudes of tones, in int16 units."""
 NOISE = 500
-"""Standard deviation of the noise, in the same units."""
+"""Standard deviation of the noise, in int16 units."""
 
 
 class TonePitches(DrawnPrompts):
@@ -47,5 +47,5 @@ def draw(seed: int) -> tuple[int, np.ndarray]:
 
 
 def encoded(samples: np.ndarray) -> str:
-    """Return a sound as base64 of a WAV, which is a form of a sound that JSON has, too."""
+    """Return a sound as base64 of a WAV, a form that JSON can hold."""
     return base64.b64encode(encode_wav(samples, RATE)).decode()

@@ -37,12 +37,12 @@ CHAT_TEMPLATE = """\
 <|assistant|>
 {%- endif -%}
 """
-"""Names the tools, and writes calls as Hermes and Qwen do."""
+"""Chat template that names the tools, and writes calls as Hermes and Qwen do."""
 SIZES = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2}
 BATCH = 16
 LEARNING_RATE = 5e-3
 PHASES = ((800, 0.9), (200, 0.1))
-"""Batches of lessons, and the share of calls among answers with a tool: first how to call, then how seldom."""
+"""Number of batches, and share of calls in lessons with a tool: the model learns to call, and then to call seldom."""
 TOOL_SHARE = 0.8
 """Share of lessons with a tool."""
 
@@ -55,13 +55,13 @@ def make(folder: Path, phases: Sequence[tuple[int, float]] = PHASES) -> None:
 
 
 def teach(folder: Path, tokenizer: PreTrainedTokenizerFast, batches: int, text: Callable[[int], str]) -> None:
-    """Train a tiny model on what the assistant says in conversations, and write it with its tokenizer into `folder`.
+    """Train a tiny model on the assistant's messages in conversations, and write it with its tokenizer into `folder`.
 
     Args:
         folder: folder to write to.
         tokenizer: its tokenizer.
         batches: number of batches of conversations.
-        text: returns a conversation for a batch.
+        text: returns a conversation, given the number of its batch.
     """
     torch.manual_seed(0)
     torch.set_num_threads(1)  # more would only wait for each other
@@ -77,7 +77,7 @@ def teach(folder: Path, tokenizer: PreTrainedTokenizerFast, batches: int, text: 
 
 
 def save(folder: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast) -> None:
-    """Write a model and its tokenizer, whose first two tokens are for padding and for ends."""
+    """Write a model and its tokenizer. Token 0 must be the padding token, and token 1 the end token."""
     model.generation_config.eos_token_id, model.generation_config.pad_token_id = 1, 0
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)

@@ -1,7 +1,7 @@
-"""Makes the tiny model of examples/zoom.toml: a Qwen3-VL that looks at a random half, and reads what it is shown.
+"""Makes the tiny model of examples/zoom.toml: a Qwen3-VL that zooms into a random half, and reads the shown digit.
 
-`python -m relaxd.tools.zoom_beginner FOLDER` teaches it conversations, in which the call has nothing to do with the
-picture. It runs as a separate process, so that the command line needs no torch.
+`python -m relaxd.tools.zoom_beginner FOLDER` trains it on conversations whose call doesn't depend on the picture. It
+runs as a separate process, so that the command line needs no torch.
 """
 
 import json
@@ -66,9 +66,9 @@ class Lessons:
         self.tokenizer.chat_template = SEEING_TEMPLATE
 
     def lesson(self) -> tuple[str, list[np.ndarray]]:
-        """Return a conversation about a picture, and the pixels of what the prompt and the tool show.
+        """Return a conversation about a picture, and the pixels that the prompt and the tool show.
 
-        It looks at a random half, which always has a digit: so the answers teach to read, and the calls nothing.
+        The call zooms into a random half, but the tool always shows a digit: the model learns to read, not to choose.
         """
         seed = -1 - self._random.randrange(1 << 20)
         digit, shown = draw(seed)

@@ -1,4 +1,4 @@
-"""Source of prompts of examples/zoom.toml: wide pictures with a digit in one half, shown small in prompts."""
+"""Prompt source of examples/zoom.toml: wide pictures with a digit in one half, shown small in prompts."""
 
 from random import Random
 from typing import Any
@@ -15,14 +15,14 @@ SHOWN = (SIDE, SIDE // 2)
 
 
 class ZoomPictures(DrawnPrompts):
-    """A source of prompts, each with a small picture, and the whole one in the column "original"."""
+    """Prompt source whose rows have a small picture, and the full-size picture in the column "original"."""
 
     def __init__(self, count: int = 5000, blank: bool = False, first: int = 0) -> None:
         """Create a source, with more prompts than other sources by default."""
         super().__init__(count, blank, first)
 
     def row(self, seed: int, *, blank: bool) -> dict[str, Any]:
-        """Return a row. A blank one has a grey picture, in which the tool shows nothing."""
+        """Return a row. With `blank`, the original picture is grey, so that the tool shows no digit."""
         digit, _, picture = draw_wide(seed)
         small = encoded(picture.resize(SHOWN))
         if blank:

@@ -47,9 +47,9 @@ TRIAL_SECONDS = 90.0
 def check(config: RunConfig, *, call_reward: bool = True, first_look: bool = False) -> list[Problem]:
     """Return all problems that would make a run fail. Reads the model's folder and the data; starts no service.
 
-    `check_algorithm` comes before: what is checked here, and `machine_problems`, needs the columns of the algorithm.
-    With `first_look`, only some prompts are read, as a coordinator reads the data next. With `call_reward`, also
-    calls the reward once; its environment and import path must be those of the services.
+    Call `check_algorithm` first: this function and `machine_problems` need the algorithm's columns.
+    With `first_look`, reads only some prompts, because a coordinator reads all of the data next. With `call_reward`,
+    calls the reward once; environment variables and import path must be those of the services.
     """
     problems = [Problem(setting, message) for setting, message in environment_problems(config)]
     problems += _check_sizes(config)
@@ -85,7 +85,7 @@ def check(config: RunConfig, *, call_reward: bool = True, first_look: bool = Fal
 
 
 def check_algorithm(config: RunConfig) -> list[Problem]:
-    """Check that the algorithm has its columns, and try a user's own one in a separate process."""
+    """Check that stages provide the algorithm's columns, and try a user's own algorithm in a separate process."""
     try:
         if isinstance(config.algorithm, OwnConfig):
             text = config.algorithm.model_dump_json()
@@ -234,7 +234,7 @@ def _check_teacher_engine(config: RunConfig, model: Mapping[str, Any]) -> Iterat
 
 
 def _check_candidates(config: RunConfig, teacher: Mapping[str, Any]) -> Iterator[Problem]:
-    """Check that the teacher's vocabulary has as many tokens as the loss compares."""
+    """Check that algorithm.distill_top_k isn't above the size of the teacher's vocabulary."""
     top_k, size = getattr(config.algorithm, "distill_top_k", 0), teacher.get("vocab_size")
     if isinstance(size, int) and top_k > size:
         yield Problem("algorithm.distill_top_k", f"= {top_k}, but the teacher has only {size} tokens")
@@ -277,8 +277,8 @@ def _check_division(setting: str, folder: Path, sizes: TrainerConfig | ReplicaSi
 
     Args:
         setting: the setting that names the model.
-        folder: its folder.
-        sizes: the section.
+        folder: the model's folder.
+        sizes: the section with the sizes of the division.
         kernel: `trainer.attention`.
     """
     section = "trainer" if isinstance(sizes, TrainerConfig) else sizes.section
@@ -341,7 +341,7 @@ def config_check(words: WordsArgument) -> None:
 
 
 def _disk(config: RunConfig) -> str:
-    """Show how much a run will write to disk."""
+    """Return a sentence on how much a run will write to disk."""
     try:
         found = written(config)
     except DataError as error:

@@ -33,9 +33,9 @@ from relaxd.run_folder import HELD_OUT
 from relaxd.telemetry.logs import escape
 
 MOST_KEYS = 40
-"""Maximum number of metadata keys that are listed: prompts may have any number."""
+"""Maximum number of metadata keys to list."""
 CONFIGURATIONS = (".toml", "")
-"""Endings of configurations; "": a pipe's, for example."""
+"""File name endings of configurations; "" is for names without an ending, such as pipes."""
 
 
 def load_words_or_prompts(words: list[str], further: Callable[[Path], str]) -> RunConfig:
@@ -43,10 +43,10 @@ def load_words_or_prompts(words: list[str], further: Callable[[Path], str]) -> R
 
     Args:
         words: see `WordsArgument`.
-        further: returns lines of TOML for such a file or folder: what a command needs besides its prompts.
+        further: returns the other settings that the command needs, as TOML, given the path with prompts.
 
     Raises:
-        CliError: they name no file, or several, or one that is neither.
+        CliError: the words name no file, several files, or a file that is neither a configuration nor prompts.
         ConfigError: the configuration is wrong, or no option names the model for the prompts.
     """
     path, overrides = split_words(words)
@@ -66,7 +66,7 @@ def load_words_or_prompts(words: list[str], further: Callable[[Path], str]) -> R
 
 
 def set_of(path: Path) -> str:
-    """Return the lines of an evaluation set with all prompts of a file, and the file's name."""
+    """Return TOML of an evaluation set that has all prompts of a file and is named after the file."""
     name = re.sub(r"[^a-z0-9_.-]+", "-", path.stem.lower()).lstrip("_.-")[:64]
     name = "prompts" if name in ("", HELD_OUT) else name
     return f"[[eval.sets]]\nname = {json.dumps(name)}\npath = {json.dumps(str(path))}"
@@ -161,7 +161,7 @@ def _show(
 
 
 def _show_media(example: Example, tokenizer: PromptTokenizer, console: Console) -> None:
-    """Decode a prompt's media and print their form and size for the model."""
+    """Decode a prompt's media and print their original and normalised sizes and their tokens."""
     assert tokenizer.vision is not None  # or the prompt would have been refused
     media = normalise(example, tokenizer.vision)
     table = Table(box=None, pad_edge=False)
@@ -179,7 +179,7 @@ def _repeated(found: Repeats) -> str:
 
 
 def _kinds(examples: list[Example]) -> dict[str, str]:
-    """Return the kinds of values that each key of the metadata has."""
+    """Return the kinds of values, with counts if there are several, by metadata key."""
     found: dict[str, Counter[str]] = {}
     for example in examples:
         for name, value in example.metadata.items():

@@ -65,7 +65,7 @@ def scope_of(
     *,
     containers: bool = False,
 ) -> Scope:
-    """Return the subjects that a command with these options checks; `containers`: the command will start containers."""
+    """Return the scope of checks for these options. `containers`: True if the command will start containers."""
     folder = StateFolder(state)
     containers = containers or compose.read(folder) is not None
     return Scope(
@@ -79,14 +79,14 @@ def scope_of(
 
 
 def warn_of_machine(moment: Moment, state: Path, config: RunConfig | None, console: Console) -> None:
-    """Print the warnings and problems that concern a command which starts services of a state folder here."""
+    """Print this machine's warnings and problems for a command that is about to start services."""
     scope = scope_of(state, config, None, PREFLIGHT_SECONDS, containers=moment == "compose")
     for finding in examine(scope, moment):
         print_finding(finding, console)
 
 
 def print_finding(finding: Finding, console: Console) -> None:
-    """Print a finding, the right state, and the command that brings it about."""
+    """Print a finding, the right state, and the command that fixes it."""
     console.print(
         Text.assemble((f"{finding.level:<8}", STYLES[finding.level]), f"{finding.about}: {finding.found}"),
         soft_wrap=True,

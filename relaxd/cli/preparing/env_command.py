@@ -100,7 +100,7 @@ def env_test(
 
 
 def _trial_of_name(words: Sequence[str]) -> _Trial:
-    """Start a conversation with an environment outside of a run. Raises CliError for a wrong address or other words."""
+    """Return a conversation with an environment outside of a run. Raises CliError: a wrong address or extra words."""
     name, *others = words
     if others:
         raise CliError(f"{others[0]}: there is no such option for an environment; settings are for FILE.toml")

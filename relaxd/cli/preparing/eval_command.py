@@ -32,13 +32,13 @@ from relaxd.report.run_result import set_rows
 from relaxd.rewards import RewardInput
 
 SCORED_TOGETHER = 2048
-"""Number of answers that one start of the reward's program scores. Their texts are in memory at the same time."""
+"""Maximum number of answers to score with one start of the reward program; all their texts are in memory."""
 PROGRESS_SECONDS = 5.0
 RESULTS = "results.json"
 
 
 class Device(StrEnum):
-    """Location of the model."""
+    """Device that holds the model."""
 
     AUTO = "auto"
     CPU = "cpu"
@@ -47,7 +47,7 @@ class Device(StrEnum):
 
 @dataclass(frozen=True)
 class _Answered:
-    """An answer without a score yet."""
+    """Answer that is not scored yet."""
 
     prompt: Prompt
     sample: int
@@ -95,9 +95,9 @@ def evaluate_model(
     step: int = 0,
     training: int = 0,
 ) -> dict[str, Any]:
-    """Evaluate the model of a configuration on its sets, by default on all, and write answers and results to a folder.
+    """Evaluate a configuration's model on the sets in `names` (empty: all), and write answers and results to a folder.
 
-    With `training` it answers as many training prompts instead, as the run samples them.
+    With `training`, the model instead answers that number of training prompts, with the run's sampling.
 
     Returns the results, named as in metrics.jsonl, with `step`. Raises CliError, ConfigError.
     """
@@ -124,7 +124,7 @@ def evaluate_model(
 
 
 def _chosen(config: RunConfig, names: Sequence[str]) -> list[ResolvedSet]:
-    """Return the sets to evaluate on. Raises CliError: there is none, or none with a name."""
+    """Return the sets to evaluate on. Raises CliError if there are no sets, or a name is unknown."""
     sets = {one.name: one for one in sets_of(config)}
     if not sets:
         raise CliError("the configuration has nothing to evaluate on", "set eval.prompts, or add an [[eval.sets]]")

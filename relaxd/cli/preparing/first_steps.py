@@ -25,16 +25,16 @@ DEMO_SETTINGS: dict[str, tuple[str, ...]] = {
     "dr_grpo": ("--algorithm.constant_length", "12"),
     # The paper's limits are for answers of thousands of tokens, whose mean ratio hardly moves.
     "gspo": ("--algorithm.clip_low", "0.03", "--algorithm.clip_high", "0.04"),
-    # Answers may be a step old, and it has no ratio of its own.
+    # Answers may be a step old, and the algorithm itself has no importance ratio.
     "rloo": ("--algorithm.correction", "tis"),
-    # Groups of equal rewards take part, so that a step teaches less.
+    # Groups with equal rewards are trained, too, so that a step teaches less.
     "reinforce_plus_plus": ("--run.steps", "32"),
 }
 """Settings of `relaxd demo --algorithm NAME` that differ from the algorithm's defaults."""
 
 
 def demo_overrides(algorithm: str) -> list[str]:
-    """Return the words that make the demo train with an algorithm."""
+    """Return the settings that make the demo train with an algorithm, as command-line words."""
     return ["--algorithm.name", algorithm, *DEMO_SETTINGS.get(algorithm, ())]
 
 

@@ -22,7 +22,7 @@ from relaxd.tools.fitting.trainer_memory import FitError, Hardware, Held
 
 SHOWN_LAYOUTS = 5
 SHOWN_STAGES = 3
-"""Stages of a pipeline to show: the first ones and the last."""
+"""Maximum number of pipeline stages to show: the first ones and the last."""
 GIB = 1 << 30
 
 
@@ -72,7 +72,7 @@ def _started(config: RunConfig, replicas: Mapping[str, int]) -> str:
 
 
 def as_dictionary(found: Fit) -> dict[str, Any]:
-    """Return the result in JSON's form: bytes and seconds."""
+    """Return the result as a dictionary for JSON, in bytes and seconds."""
     return {
         "fits": found.fits,
         "gpus": [
@@ -163,7 +163,7 @@ def _layouts(found: Fit) -> Table:
 
 
 def _fullest(found: Fit) -> int:
-    """Return the memory contents of the fullest trainer GPU during training."""
+    """Return the bytes that the fullest trainer GPU holds during training."""
     return max(one.total for one in found.held if one.role == "trainer" or one.place == "train")
 
 

@@ -1,4 +1,4 @@
-"""`relaxd reward test`, and the call of a run's reward before its services start."""
+"""`relaxd reward test`, and the trial call of a run's reward before its services start."""
 
 import base64
 import json
@@ -37,9 +37,9 @@ PROMPTS = 3
 MADE_UP = ("I don't know.", "")
 """Answers that any model gives now and then."""
 LOAD_SECONDS = 90.0
-"""Seconds allowed for starting the program and loading the reward, which has a deadline itself."""
+"""Seconds allowed for starting the program and loading the reward; time for the calls is added."""
 MAX_LATE = 2
-"""Number of late samples after which the others are left out: the reward would be late for them, too."""
+"""Maximum number of samples whose reward may time out; then the remaining samples are skipped."""
 SHOWN = 60
 
 reward_app = typer.Typer(help="Try a reward.", no_args_is_help=True)
@@ -129,10 +129,9 @@ def _paid(config: RunConfig) -> float | None:
 def try_reward(
     config: RunConfig, samples: Sequence[RewardInput], workers: int = 1, max_late: int = 0
 ) -> list[dict[str, Any]]:
-    """Score samples with the run's reward: reward, parts and seconds of each, or error and traceback.
+    """Score samples with the run's reward. Returns each sample's reward, parts and seconds, or error and traceback.
 
-    With several `workers` that many at once. After `max_late` samples that took too long the others are left out; 0:
-    none are.
+    Scores `workers` samples at the same time. After `max_late` timeouts, the remaining samples are skipped; 0: never.
 
     Raises CliError: the reward can't be loaded.
     """

@@ -23,7 +23,7 @@ from relaxd.v1.health_pb2 import HEALTH_STATE_REBUILDING
 from relaxd.waiting import duration
 
 QUIET_SECONDS = 30.0
-"""Maximum seconds without a line if the output is no terminal."""
+"""Maximum seconds between two lines if the output is not a terminal."""
 SHOWN_SAMPLES = 4
 
 
@@ -36,9 +36,9 @@ class Terminated(KeyboardInterrupt):
 
 
 class HungUp(Terminated):
-    """The terminal is closed, as SIGHUP says, or the error of a write that comes before it.
+    """The terminal was closed: SIGHUP arrived, or a write failed before it did.
 
-    Output goes nowhere from then on, and another SIGHUP does nothing.
+    From then on, output is discarded and SIGHUP is ignored.
     """
 
 
@@ -68,13 +68,13 @@ def follow(
         healthy: called about once a second; raises CliError to stop following.
         max_pause: seconds to wait for a paused run.
         away_seconds: seconds to wait for a coordinator that doesn't answer.
-        old_drops: warn of groups that were dropped before, too, such as by a reward that is repaired now.
+        old_drops: True to also warn of groups that were dropped before this call.
 
     Raises RunPaused, CliError: the run failed, or the coordinator is gone; KeyboardInterrupt; Terminated.
     """
     view = RunView()
     if console.is_terminal:
-        # On a screen of its own: a resized terminal wraps lines, of which a display in place would leave pieces behind.
+        # Use the alternate screen: a resized terminal wraps lines, and a display in place would leave pieces of them.
         live = Live(Picture(view), console=console, refresh_per_second=4, screen=True)
         follower = Follower(coordinator, run_id, view, view.notices.append, healthy, lines=False, old_drops=old_drops)
 
@@ -97,7 +97,7 @@ def follow(
 
 
 class Follower:
-    """Follows one run, and prints notices of pauses and standstill."""
+    """Follows one run, and prints notices of alarms, dropped groups, pauses and waits."""
 
     def __init__(
         self,
@@ -111,10 +111,10 @@ class Follower:
         after_step: int | None = None,
         old_drops: bool = True,
     ) -> None:
-        """`say` prints a line; with `lines` it is all that shows the run, and prints at least every QUIET_SECONDS.
+        """`say` prints a line. With `lines`, nothing else shows the run, and a line comes at least every QUIET_SECONDS.
 
-        `after_step`: the steps after it are shown; by default those from now on.
-        `old_drops`: see `follow`.
+        `after_step`: show the steps after this one; None: only new steps.
+        `old_drops`: as in `follow`.
         """
         self._coordinator = coordinator
         self._run_id = run_id
@@ -191,7 +191,7 @@ class Follower:
 
 
 class Quiet:
-    """Creates a line when nothing has been printed for QUIET_SECONDS. Times are monotonic."""
+    """Creates a progress line if nothing was printed for QUIET_SECONDS. Times are monotonic, in seconds."""
 
     def __init__(self, now: float) -> None:
         self._spoke = self._heard = now
@@ -241,7 +241,7 @@ def _interrupts() -> Iterator["_Interrupts"]:
 
 @contextlib.contextmanager
 def _hang_ups() -> Iterator[None]:
-    """Raise HungUp for an error of writing to a terminal that is closed."""
+    """Convert the error of a write to a closed terminal to HungUp."""
     try:
         yield
     except OSError as error:
@@ -273,9 +273,9 @@ class _Interrupts:
 
 
 def leave_terminal() -> None:
-    """Ignore further hang-ups, and let input and output that isn't in files go nowhere: it would fail from now on.
+    """Ignore SIGHUP from now on, and redirect standard streams that aren't files to /dev/null, where none fails.
 
-    A closed terminal hangs up twice, by its shell and by the kernel, and the end of a run takes longer than that.
+    A closed terminal causes SIGHUP twice, from its shell and from the kernel, and the end of a run takes longer.
     """
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     nowhere = os.open(os.devnull, os.O_RDWR)
@@ -317,7 +317,8 @@ class _Lines:
         if state != self._state:
             self._say(f"run {run.run_id} is {state}")
             self._state = state
-        # The sentence ends with a duration, which grows: only the kind of a wait is news. Other states have a reason.
+        # `waiting_for` ends with a growing duration, so print it only when the kind of wait changes.
+        # Other states than running have a reason.
         kind = run.wait.kind if run.state == pb.RUN_STATE_RUNNING else pb.WAIT_KIND_UNSPECIFIED
         if kind != self._wait:
             self._say(f"run {run.run_id}: {run.waiting_for}" if kind else "")

@@ -29,7 +29,7 @@ from relaxd.telemetry.logs import escape_lines
 from relaxd.v1 import coordinator_pb2 as pb
 
 CURVE_STEPS = 1000
-"""Number of steps of the curve from before the command started."""
+"""Maximum number of steps in the curve from before the command started."""
 CURVES = (
     "reward_mean",
     "response_length_mean",
@@ -40,7 +40,7 @@ CURVES = (
     "tokens_per_second",
     "step_seconds",
 )
-"""Metrics that have curves; those that a run lacks are left out."""
+"""Metrics that have curves; metrics that a run lacks are left out."""
 BAR_WIDTH = 12
 
 
@@ -118,7 +118,7 @@ class WatchApp(App[int]):
         super().__init__()
         self.view = RunView(run=run)
         self.error: CliError | None = None
-        """The reason for which the run can't be followed any longer."""
+        """Error that ended the following of the run; None if there is none."""
         self._signals = signals
         self._curve = CURVES[0]
         self._shows_samples = False
@@ -153,7 +153,7 @@ class WatchApp(App[int]):
         threading.Thread(target=self._follow, name="follower", daemon=True).start()
 
     def on_resize(self) -> None:
-        """Draw the curve for another width."""
+        """Redraw for the new size."""
         self.call_after_refresh(self.redraw)
 
     def action_quit_with(self, code: int) -> None:
@@ -207,7 +207,7 @@ class WatchApp(App[int]):
             return
 
     def _from_thread(self, call: Callable[..., None], *arguments: int) -> None:
-        """Call a function in the app, and wait for its end. Raises _Closed if somebody has quit."""
+        """Call a function in the app's thread and wait until it returns. Raises _Closed if the app has ended."""
         if not self.is_running:
             raise _Closed
         try:
@@ -221,7 +221,7 @@ class WatchApp(App[int]):
 
 
 class _Escaped:
-    """Escapes control characters of what it shows: texts come from models and exceptions."""
+    """Renders content with control characters escaped, because texts come from models and exceptions."""
 
     def __init__(self, shown: RenderableType) -> None:
         self._shown = shown

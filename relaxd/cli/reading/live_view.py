@@ -40,7 +40,7 @@ COLUMNS = (
 
 @dataclass
 class RunView:
-    """A run as seen so far."""
+    """State of a followed run, from the messages received so far."""
 
     run: pb.Run = field(default_factory=pb.Run)
     steps: dict[int, dict[str, float]] = field(default_factory=dict)
@@ -109,7 +109,7 @@ def event_line(event: RunEvent) -> str:
 
 
 class Picture:
-    """The live display. It fits the available height: recent steps and samples fill what the other parts leave."""
+    """The live display. It fits the available height: recent steps and samples fill the rows that are left."""
 
     def __init__(self, view: RunView) -> None:
         self._view = view
@@ -225,13 +225,13 @@ def samples_table(samples: Sequence[pb.TrainedSample], *, title: str = "", one_l
 
 
 def _prompt(sample: pb.TrainedSample, *, one_line: bool) -> Text:
-    """Return a sample's prompt, and with several lines its images."""
+    """Return a sample's prompt; unless `one_line`, also its media, one per line."""
     media = [] if one_line else sample_values(sample).get("media", [])
     return Text("\n").join([printable(sample.prompt), *(printable(media_line(item)) for item in media)])
 
 
 def _response(sample: pb.TrainedSample, *, one_line: bool) -> Text:
-    """Return a sample's answer, or with several lines its conversation, message by message."""
+    """Return a sample's answer; unless `one_line`, its conversation, if any, one message per line."""
     lines = [] if one_line else conversation_lines(sample_values(sample))
     return Text("\n").join(map(printable, lines)) if lines else printable(sample.response)
 

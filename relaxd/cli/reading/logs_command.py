@@ -96,9 +96,9 @@ def _print(tails: Sequence[LogTail], texts: Sequence[Sequence[str]]) -> None:
 
 
 BAR, MIN_BAR = 24, 8
-"""Width of the time line, and its minimum width."""
+"""Width and minimum width of a trace's time line, in characters."""
 FACTS = ("step", "version")
-"""Attributes to show."""
+"""Span attributes that a trace shows."""
 
 
 def trace(
@@ -188,7 +188,7 @@ def _seconds(nanoseconds: int) -> str:
 
 @dataclass(frozen=True)
 class _Bar:
-    """A span's part of a trace's time, as a bar; a span of another trace may be partly outside."""
+    """Draws the time of a span within a trace as a bar. A span of another trace may be partly outside and is cut."""
 
     span: TracedSpan
     begin: int

@@ -1,4 +1,4 @@
-"""The source that a command reads a run from: the services that are up here, or the run's folder."""
+"""Source of a run for commands that read it: running services, or the run's folder."""
 
 import contextlib
 import shlex
@@ -18,7 +18,7 @@ from relaxd.run_folder import LOGS, holder_of, is_run
 from relaxd.v1 import coordinator_pb2 as pb
 
 RUNS = Path("runs")
-"""The folder of runs, below the current one."""
+"""Folder of runs, relative to the current folder."""
 
 
 @dataclass(frozen=True)
@@ -47,8 +47,8 @@ class RunSource:
 def open_run(run_id: str, folder: Path | None, state: Path, coordinator: str | None) -> Iterator[RunSource]:
     """Find a run; `run_id` may also be the path of its folder, and "" is the newest run.
 
-    A coordinator that is named, or is up here, answers for the runs that it knows. Every other run is read from its
-    folder, below `runs`; if it has not ended, standard error then says how it goes on. Raises CliError.
+    The coordinator, named or running here, answers for the runs that it knows. Every other run is read from its folder,
+    below `runs`; if such a run has not ended, a last line on standard error says how to continue it. Raises CliError.
     """
     local = _local_folder(run_id, folder)
     wanted = FolderRuns([local]).run().run_id if local is not None else run_id
@@ -97,7 +97,7 @@ def failed_by_data(run: pb.Run) -> bool:
 
 
 def refuse_ended(run: pb.Run, steps: int) -> None:
-    """Raise CliError if a run has ended and `steps`, its new number of steps, adds none (0: none given)."""
+    """Raise CliError if a run can't continue: `steps` (0: not given) adds no steps, or the run has ended without it."""
     if steps and steps <= run.step:
         raise CliError(f"--run.steps {steps}: run {run.run_id} has done {run.step} steps already")
     if run.state in ENDED and not steps and not failed_by_data(run):

@@ -49,10 +49,10 @@ SHOWN_METRICS = (
 )
 """Columns of `relaxd metrics` if none are named; metrics that a run lacks are left out."""
 MAX_TITLE = 10
-"""Width at which a metric's name above its column is broken into lines."""
+"""Maximum width of a line of a metric's name above its column, in characters."""
 GAP = 2
 REWARD_STEPS = 5
-"""Steps over which `relaxd runs` averages the reward."""
+"""Number of last steps over which `relaxd runs` averages the reward."""
 
 
 def watch(
@@ -151,7 +151,7 @@ def runs(state: StateOption = DEFAULT_STATE, coordinator: CoordinatorOption = No
 
 
 def print_runs(state: Path, coordinator: str | None, console: Console, run_id: str = "") -> None:
-    """Print a table of the runs in runs/ and of those that the services know, or of one of them.
+    """Print a table of the runs in runs/ and of those that the services know; with `run_id`, only of this run.
 
     Raises CliError: a named coordinator does not answer, or there is no such run.
     """
@@ -225,14 +225,14 @@ def _results(folder: Path) -> tuple[str, str]:
 
 
 def shown_metrics(known: Sequence[str]) -> list[str]:
-    """Return the default columns: the usual few, or for a fork those that compare it with the original."""
+    """Return the default columns: SHOWN_METRICS, or for a fork the metrics compared with the original run."""
     compared = [name for one in COMPARED for name in (one, f"{one}{OF_ORIGINAL}")]
     is_fork = any(name.endswith(OF_ORIGINAL) for name in known)
     return [name for name in (compared if is_fork else SHOWN_METRICS) if name in known]
 
 
 def metrics_tables(lines: Sequence[Mapping[str, Any]], names: Sequence[str], width: int) -> list[Table]:
-    """Format metrics as tables of at most `width`, each with as many columns as fit."""
+    """Format metrics as tables of at most `width` characters, each with the maximum number of columns."""
     tables: list[list[list[str]]] = []
     for name in names:
         column = [_title(name), *(_cell(line.get(name)) for line in lines)]

@@ -44,7 +44,7 @@ def print_status(
 ) -> None:
     """Print processes or containers where given, then what the coordinator knows of replicas and runs.
 
-    Health and queues are those of a run, by default the newest.
+    Health and queues are printed for one run, by default the newest.
     """
     if stack is not None:
         _print_processes(stack, console)
@@ -206,11 +206,10 @@ def _print_health(run: pb.Run, console: Console) -> None:
 
 
 def address_lines(coordinator: str, replicas: Sequence[pb.RegisteredReplica], stack: str = "") -> list[str]:
-    """Return NAME=host:port for the coordinator and each replica; a role's own name is its first replica's.
+    """Return lines NAME=host:port for the coordinator, each role's first replica and each replica.
 
-    With the stack's identity, which services need that are to register here, also RELAXD_STACK.
-
-    A replica's name is its id in capitals: that of rollout-2 is ROLLOUT_2.
+    NAME is the role or the replica's id in capitals, such as ROLLOUT_2 for rollout-2. With `stack`, a line gives
+    RELAXD_STACK, the identity that services need to register here.
     """
     found = {"COORDINATOR": coordinator}
     registrations = sorted((replica.registration for replica in replicas), key=lambda one: (one.role, one.replica_id))

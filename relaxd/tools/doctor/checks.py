@@ -58,7 +58,7 @@ CHECKS = (
 
 
 def examine(scope: Scope, moment: Moment | None = None) -> Iterable[Finding]:
-    """Yield the checks' findings; if `moment` is given only its checks', and of these only warnings and problems."""
+    """Yield the findings of all checks; with `moment`, only warnings and problems of this command's checks."""
     for check in CHECKS:
         if moment is None or moment in check.moments:
             yield from (one for one in check.find(scope) if moment is None or one.level in ("warning", "problem"))

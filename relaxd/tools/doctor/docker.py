@@ -54,14 +54,14 @@ def engine_findings(info: Mapping[str, Any], error: str, needed: bool, gpus: int
 
 
 def _missing(needed: bool, about: str, found: str, right: str, how: str = "") -> Finding:
-    """Return a finding about Docker, a problem only where services run in containers, or will."""
+    """Return a finding about Docker: a problem if `needed`, otherwise "absent"."""
     if needed:
         return Finding("problem", about, found, right, how)
     return Finding("absent", about, f"{found} (only relaxd up --compose needs it)")
 
 
 def image_findings(images: Sequence[str]) -> Iterator[Finding]:
-    """Return which of the services' images exist. Missing ones are built when needed."""
+    """Report which images of the services exist. Missing images are built when needed."""
     try:
         text = (compose.compose_folder() / "compose.yaml").read_text()
     except CliError:  # outside a source tree there is nothing to build

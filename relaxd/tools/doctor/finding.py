@@ -15,7 +15,7 @@ problem: something that relaxd needs will not work."""
 
 @dataclass(frozen=True)
 class Finding:
-    """One line of the doctor."""
+    """Result of a check."""
 
     level: Level
     about: str
@@ -38,7 +38,7 @@ class Scope:
     coordinator: str | None = None
     """Address of the coordinator that commands call here; None: no services are up."""
     containers: bool = False
-    """The services are containers of this machine, or are to be."""
+    """True if the services run in containers of this machine, or are about to."""
     elsewhere: bool = False
     """True if the services run in containers or on other machines, so that they don't need this environment's
     packages."""
@@ -49,5 +49,5 @@ class Scope:
 
     @property
     def runs(self) -> Path:
-        """The folder of runs' folders."""
+        """Folder that contains the runs' folders."""
         return (self.config.run.folder if self.config else Path("runs")).expanduser()

@@ -15,7 +15,7 @@ from relaxd.replica.gpus import load_nvml, nvml_problem, visible_gpus
 from relaxd.tools.doctor.finding import Finding, Scope
 
 TAKEN_BYTES = 1 << 30
-"""Bytes of a GPU's memory that other processes may use."""
+"""Memory of a GPU that other processes may use without a warning, in bytes."""
 PCI = Path("/sys/bus/pci/devices")
 NVIDIA, DISPLAY = "0x10de", "0x03"
 """PCI vendor, and the class of display controllers."""
@@ -41,7 +41,7 @@ class GpuMemory:
     name: str
     total: int
     others: int
-    """Bytes used by processes other than those of the services here."""
+    """Bytes used by processes that don't belong to the services here."""
     holders: tuple[int, ...] = ()
     """Pids of these processes, as far as the driver shows them."""
 

@@ -33,7 +33,7 @@ SHARED_MEMORY = Path("/dev/shm")
 SHARED_BYTES = 1 << 30
 """Free shared memory below which engines and NCCL may fail to start; Docker's default is 64 MiB."""
 OPEN_FILES, FEWEST_OPEN_FILES = 1024, 256
-"""Open files of a process: recommended, and without which services don't start."""
+"""Recommended and minimum limit of open files of a process."""
 PROCESSES, FEWEST_PROCESSES = 2048, 512
 """Recommended and minimum limit of processes and threads: a service has tens of them, a rank on GPUs hundreds."""
 CLOCK_SECONDS = 60.0
@@ -107,7 +107,7 @@ def open_files_finding(soft: int, hard: int) -> Finding:
 
 
 def processes_finding(free: float, by: str) -> Finding:
-    """Assess the number of processes and threads that may still start, which `by` limits."""
+    """Assess the number of processes and threads that may still start; `by` names the limit."""
     if free >= PROCESSES:
         return Finding("ok", "processes", f"{free:.0f} more may start ({by})" if by else "without a limit")
     return Finding(
@@ -121,7 +121,7 @@ def processes_finding(free: float, by: str) -> Finding:
 
 
 def core_finding(soft: int, pattern: str) -> Finding:
-    """Assess the size of core dumps, which the kernel writes where `pattern` says."""
+    """Assess the maximum size of core dumps, in bytes; `pattern` is the kernel's core_pattern."""
     if not soft:
         return Finding("ok", "core dumps", "none (ulimit -c 0)")
     if pattern.startswith("|"):
@@ -137,7 +137,7 @@ def core_finding(soft: int, pattern: str) -> Finding:
 
 
 def check_clock(scope: Scope) -> Iterator[Finding]:
-    """Check that the clock is synchronised if other machines matter, and isn't behind stored times."""
+    """Check that the clock isn't behind the times of files, and is synchronised if services run elsewhere."""
     written, newest = Path(__file__).stat().st_mtime, Path(__file__)
     for path in scope.folder.path.glob("*"):
         with contextlib.suppress(OSError):  # services replace their files meanwhile
@@ -150,9 +150,9 @@ def clock_finding(ahead: float, newest: Path, synchronised: bool | None, others:
 
     Args:
         ahead: seconds by which the newest file was written in the future.
-        newest: that file.
+        newest: path of the newest file.
         synchronised: True if the kernel says that something synchronises the clock; None: unknown.
-        others: services run on other machines.
+        others: True if services run on other machines.
     """
     if ahead > CLOCK_SECONDS:
         return Finding(
@@ -218,9 +218,9 @@ def _is_synchronised() -> bool | None:
 
 
 LITTLE_BYTES, FEWEST_BYTES = 2 << 30, 64 << 20
-"""Free disk, in bytes, below which it may soon be full, and below which nothing works."""
+"""Free disk space, in bytes, below which a warning and below which a problem is reported."""
 FEWEST_FILES = 10_000
-"""Number of free inodes below which the disk may soon take no more files."""
+"""Number of free inodes below which a warning is reported."""
 
 
 def check_disk(scope: Scope) -> Iterator[Finding]:
@@ -240,7 +240,7 @@ def folder_finding(about: str, folder: Path, other: str, needed: int | None = No
     Args:
         about: name of the folder.
         folder: its path.
-        other: how to use another one.
+        other: option or command that selects another folder.
         needed: bytes that a run will write there, if known.
     """
     folder = folder.absolute()

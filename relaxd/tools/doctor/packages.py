@@ -35,9 +35,9 @@ OPTIONAL = {
     "migrate": "relaxd migrate",
     "mcp": "environment mcp",
 }
-"""Purposes of the other extras."""
+"""Purpose of each other extra."""
 OWN_ENVIRONMENT = "sglang"
-"""Package, and extra, that determines torch's version, so that it isn't installed beside the others."""
+"""Package, and extra, that determines torch's version and therefore needs a separate environment."""
 _REQUIREMENT = re.compile(r"\s*([A-Za-z0-9._-]+)\s*(?:\[[^\]]*\])?\s*\(?([^;)]*)\)?\s*(?:;(.*))?")
 _EXTRA = re.compile(r"extra\s*==\s*['\"]([^'\"]+)['\"]")
 
@@ -54,7 +54,7 @@ class Requirement:
         return f"{self.name}{self.versions}"
 
     def problem(self, installed: str | None) -> str:
-        """Return the problem of the installed version, None if it is missing; "" if it is suitable."""
+        """Return the problem of the installed version (None: not installed); "" if it is suitable."""
         if installed is None:
             return f"{self.name} is missing"
         suits = all(_suits(installed, one) for one in self.versions.split(",") if one)
@@ -101,7 +101,7 @@ def package_finding(about: str, required: Mapping[str, Sequence[Requirement]], e
 
 
 def extras_of(config: RunConfig) -> list[str]:
-    """Return the extras that a run's services need. `relaxd config check` finds those of its prompts."""
+    """Return the extras that a run's services need. `relaxd config check` reports the extras that its prompts need."""
     roles = roles_for(config)
     engines = {ROLLOUT: config.rollout.engine, JUDGE: config.roles.judge.engine, TEACHER: config.roles.teacher.engine}
     needed = [ENGINES[engine].extra for role, engine in engines.items() if role in roles]
@@ -116,7 +116,7 @@ def extras_of(config: RunConfig) -> list[str]:
 
 
 def requirements() -> dict[str, list[Requirement]]:
-    """Return relaxd's requirements by extra, "" for its own, from its source tree or else the installed package."""
+    """Return relaxd's requirements by extra ("": none), from the source tree, else from the installed package."""
     project = Path(relaxd.__file__).parents[1] / "pyproject.toml"
     if project.is_file():
         table = tomllib.loads(project.read_text())["project"]
@@ -189,7 +189,7 @@ import importlib.util, sys
 sys.path.pop(0)  # the current folder may have a folder of a tracker's name
 print(*sys.version_info[:2], *(name for name in sys.argv[1:] if importlib.util.find_spec(name) is None))
 """
-"""Program that prints the interpreter's version, and the missing ones of some packages."""
+"""Program that prints the interpreter's version and those of the given packages that are missing."""
 
 
 def check_trackers(scope: Scope) -> Iterator[Finding]:

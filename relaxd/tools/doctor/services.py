@@ -1,4 +1,4 @@
-"""Checks of the services that are up, their Redis and their ports, and of what would be started."""
+"""Checks of running services, their Redis and ports, and of the services that a command would start."""
 
 import contextlib
 import os
@@ -68,11 +68,11 @@ def status_findings(statuses: Sequence[ReplicaStatus]) -> Iterator[Finding]:
 
 
 CLOCK_SECONDS = 1.0
-"""Difference between two clocks that is worth a warning."""
+"""Maximum difference between two clocks without a warning, in seconds."""
 
 
 def check_redis(scope: Scope) -> Iterator[Finding]:
-    """Check the Redis of running services, else that of REDIS_URL, and the run's data nodes."""
+    """Check the Redis of running services, else the Redis at REDIS_URL, and the run's data nodes."""
     stack = scope.folder.read()
     try:
         url = stack.redis if stack else embedded_redis.given_url()

@@ -1,1 +1,1 @@
-"""Bytes that a run will hold on its GPUs, on the host and on disk, by arithmetic from settings and config.json."""
+"""Calculation of the bytes that a run will hold on GPUs, hosts and disk, from settings and config.json."""

@@ -1,8 +1,7 @@
 """Activations: the tensors, logits included, that a forward pass keeps for the backward pass.
 
-Every tensor of a layer is a row of a table. What Triton's kernels compute in one pass (bfloat16 on GPUs) keeps fewer
-tensors than torch's own operations (float32); `selective` recomputes some in the backward pass, `full` all but a
-layer's input.
+Triton's fused kernels (bfloat16 on GPUs) save fewer tensors than torch's operations (float32). Recompute "selective"
+recomputes some tensors in the backward pass, "full" all except a layer's input.
 """
 
 from collections.abc import Iterator
@@ -17,7 +16,7 @@ Part = Literal["attention", "MLP", "experts", "norms"]
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """The largest micro-batch, on all ranks that share it."""
+    """Sizes of the largest micro-batch, over all ranks that share it."""
 
     tokens: int
     """Tokens of the row."""
@@ -43,7 +42,7 @@ class SavedTensor:
     name: str
     part: Part
     size: int
-    """Bytes of all ranks that share the micro-batch, together."""
+    """Bytes, summed over all ranks that share the micro-batch."""
     recomputed: bool = False
     """True if recompute = "selective" recomputes the tensor."""
 
@@ -51,14 +50,14 @@ class SavedTensor:
 def layer_tensors(
     shape: ModelShape, layout: Layout, batch: MicroBatch, delta_net: DeltaNetSizes | None = None
 ) -> list[SavedTensor]:
-    """Return the tensors that a layer saves without recomputation; `delta_net` has those of a delta net in place of
+    """Return the tensors that a layer saves without recomputation. With `delta_net`, it has a delta net instead of
     attention."""
     attention = _attention(shape, layout, batch) if delta_net is None else _delta_net(shape, delta_net, batch)
     return [*attention, *_mlp(shape, layout, batch)]
 
 
 def _delta_net(shape: ModelShape, sizes: DeltaNetSizes, batch: MicroBatch) -> Iterator[SavedTensor]:
-    """Yield the tensors of a gated delta net, which computes all between its projections again."""
+    """Yield the tensors that a gated delta net saves; tensors between its projections are recomputed."""
     yield from _norm(shape, batch, "attention")
     yield SavedTensor("projection", "attention", sizes.projected * batch.tokens * batch.element)
     yield SavedTensor("output", "attention", sizes.values * batch.tokens * batch.element)
@@ -125,7 +124,7 @@ def _swiglu(ffn: int, batch: MicroBatch) -> Iterator[SavedTensor]:
 def saved_by_part(shape: ModelShape, layout: Layout, batch: MicroBatch, stage: int = 0) -> dict[str, int]:
     """Return the bytes that a rank of a stage keeps of one micro-batch in all its layers, by part.
 
-    The part "recomputed layer" is what the backward pass makes of one layer at a time, with `full`.
+    With "full", the part "recomputed layer" has the tensors of one layer that the backward pass recomputes.
     """
     recomputed = layout.recomputed_layers(shape, stage)
     layer_input, recomputed_layer = shape.hidden * batch.tokens * batch.element, 0
@@ -166,10 +165,10 @@ DELTA_CHUNK = 64
 
 
 def delta_net_work(shape: ModelShape, batch: MicroBatch) -> int:
-    """Return the bytes of what one gated delta net computes between its projections, in float32; 0 without any.
+    """Return the bytes of a gated delta net's float32 tensors between its projections; 0 if the model has none.
 
-    A value head has three matrices of a chunk, nine vectors of a key's size and nine of a value's for each token, half
-    of them around the convolution, and two states for each chunk. Gradients are assumed to take half of that again.
+    Per value head these are three chunk matrices, nine key-sized and nine value-sized vectors per token (half of them
+    around the convolution), and two states per chunk. Gradients are assumed to add half of the sum.
     """
     if (sizes := shape.delta_net) is None:
         return 0
@@ -195,13 +194,13 @@ class LogitBytes:
 
 
 def logit_bytes(shape: ModelShape, layout: Layout, batch: MicroBatch, gpu_bytes: int) -> LogitBytes:
-    """Return the memory of log-probs, if every token of the micro-batch is trained."""
+    """Return the bytes needed to compute log-probs if every token of the micro-batch is trained."""
     width = -(-shape.vocabulary // layout.tensor) * batch.logit_bytes
     tokens = batch.tokens // layout.context
     chunk = _chunk_tokens(width)
     kept_chunks = int(gpu_bytes * KEPT_SHARE) // (chunk * width)
     kept = min(tokens, kept_chunks * chunk)
-    # torch's operations need three chunks in float32 for one, the fused kernels none.
+    # torch's operations hold three float32 copies of a chunk, the fused kernels one.
     copies = 1 if batch.fused else 3
     chunks = copies * min(chunk, tokens) * width if tokens > kept or not batch.fused else 0
     if batch.fused and batch.logit_bytes > batch.element:

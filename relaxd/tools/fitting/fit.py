@@ -1,5 +1,5 @@
-"""The whole answer: what each role of a run holds, whether it fits, and which layouts of the trainer would, ranked by
-predicted step time.
+"""Result of `relaxd fit`: memory of each role, whether it fits, and the trainer's layouts that fit, ranked by predicted
+step time.
 """
 
 from dataclasses import dataclass, replace
@@ -42,15 +42,15 @@ class Candidate:
     bytes: int
     """Bytes of its fullest GPU."""
     seconds: float
-    """Predicted, for the trainer's part in a step."""
+    """Predicted seconds of the trainer's part of a step."""
     between_hosts: int
     """Bytes per step that a host sends to others."""
 
 
 def rank_layouts(config: RunConfig, models: Models, hardware: Hardware, taken: int) -> list[Candidate]:
-    """Return the layouts that fit, the fastest predicted first: of trainer.ranks, or of the fewest ranks above.
+    """Return the layouts that fit, fastest prediction first, with trainer.ranks or else the next larger fitting number.
 
-    With several hosts those whose tensor-parallel ranks are on one host. The time between hosts is not predicted.
+    With several hosts, tensor-parallel ranks must be on one host. The time of sending between hosts is not predicted.
 
     Args:
         config: the run.
@@ -96,7 +96,7 @@ def _fitting(config: RunConfig, models: Models, hardware: Hardware, ranks: int, 
 
 @dataclass(frozen=True)
 class EngineFit:
-    """An engine's key-value cache in the numbers that a run cares about."""
+    """Capacity of an engine's key-value cache for a run."""
 
     memory: EngineMemory
     longest: int
@@ -112,18 +112,18 @@ class EngineFit:
 
 @dataclass(frozen=True, kw_only=True)
 class Fit:
-    """The answer."""
+    """Result of `fit`."""
 
     held: list[Held]
     engines: dict[str, EngineFit]
     layout: Layout
-    """The trainer's."""
+    """Configured layout of the trainer."""
     seconds: Seconds
-    """Predicted, of the trainer's part in a step."""
+    """Predicted seconds of the trainer's part of a step."""
     layouts: list[Candidate]
     """Layouts of the trainer that fit, the fastest predicted first."""
     host: Bytes
-    """Memory of a host of the trainer."""
+    """Bytes of memory that a host of the trainer needs, by purpose."""
     between_hosts: Bytes
     """Bytes per step that a host of the trainer sends to its other hosts."""
     disk: Bytes
@@ -135,12 +135,12 @@ class Fit:
 
 
 def fit(config: RunConfig, hardware: Hardware, judges: int = 1) -> Fit:
-    """Compute what a run will hold.
+    """Compute the memory and disk that a run needs, and the trainer's layouts that fit.
 
     Args:
         config: the run.
         hardware: its GPUs.
-        judges: replicas of the judge, each of which sleeps on the trainer's host where they take turns.
+        judges: replicas of the judge; if they share the trainer's GPUs, their weights sleep on its host.
 
     Raises:
         DataError: a model has no usable config.json.
@@ -192,7 +192,7 @@ def written(config: RunConfig) -> Bytes:
 def budget_problem(config: RunConfig) -> str:
     """Return why checkpoints can't stay within trainer.checkpoint.max_bytes; "" if they can. Raises like `written`."""
     limit, models = config.trainer.checkpoint.max_bytes, read_models(config)
-    # A critic service's checkpoints have the same limit for themselves.
+    # The limit applies to a critic service's checkpoints separately.
     largest = max(checkpoint_bytes(config, models), critic_checkpoint_bytes(config, models))
     count, beside = (3, " and the best one stay") if config.trainer.checkpoint.keep_best else (2, " stays")
     if not limit or limit >= count * largest:

@@ -1,4 +1,4 @@
-"""Bytes that the GPUs of each role hold, engines and the answers that their key-value caches have room for included."""
+"""Bytes that the GPUs of each role hold, and the capacity of the engines' key-value caches."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -25,16 +25,16 @@ from relaxd.tools.fitting.trainer_memory import (
 DEFAULT_FRACTION = 0.85
 """Approximate share of the GPU for weights and cache if SGLang decides."""
 ENGINE_PROCESS_BYTES = 5_600_000_000
-"""Bytes of CUDA's context, graphs and work space beside weights and cache: 3.6 GB measured at 135 M, 5.6 GB at 0.6
-B."""
+"""Bytes of CUDA's context, graphs and work space beside weights and cache. Measured: 3.6 GB for a model of 135 M
+parameters, 5.6 GB for 0.6 B."""
 
 
 @dataclass(frozen=True)
 class EngineMemory:
-    """An engine on one of its GPUs."""
+    """Memory of an engine on one of its GPUs."""
 
     weights: int
-    """Bytes."""
+    """Bytes of the weights."""
     cache: int
     """Bytes of the key-value cache; negative if the weights don't fit."""
     token_bytes: int
@@ -62,16 +62,15 @@ class EngineMemory:
 def engine_memory(
     shape: ModelShape, tensor: int, element: int, fraction: float, gpu_bytes: int, share: float = 1.0
 ) -> EngineMemory:
-    """Divide a GPU's memory.
+    """Return the division of a GPU's memory between an engine's weights and cache.
 
     Args:
         shape: the model.
-        tensor: GPUs that share it. With more than there are key-value heads, several hold the same head.
+        tensor: number of GPUs that share the model; above the number of key-value heads, several hold the same head.
         element: bytes of an element of weights and cache.
         fraction: share of the engine's memory for weights and cache; 0 lets SGLang decide.
         gpu_bytes: memory of the GPU.
-        share: share of the GPU that is the engine's. Where SGLang decides, it keeps as many bytes free as of a whole
-            GPU.
+        share: the engine's share of the GPU. If SGLang decides, it keeps the same bytes free as on a whole GPU.
     """
     weights = model_parameters(shape) * element // tensor
     token = 2 * shape.attention_layers * max(1, shape.kv_heads // tensor) * shape.head_size * element
@@ -81,7 +80,7 @@ def engine_memory(
 
 
 ASLEEP = {TRAINER: 7_500_000_000, "rollout": 5_600_000_000}
-"""Bytes that a process keeps during sleep in a colocated run. Measured: 4.4 to 7.5 GB and 3.6 to 5.6 GB."""
+"""GPU bytes that a sleeping process of a role keeps in a colocated run. Measured: 4.4 to 7.5 GB and 3.6 to 5.6 GB."""
 
 
 def check_layout(
@@ -149,7 +148,7 @@ def on_critic(config: RunConfig, models: Models, hardware: Hardware) -> list[Hel
 
 
 def engines(config: RunConfig, hardware: Hardware) -> dict[str, EngineMemory]:
-    """Return the engines with GPUs of this run, by role."""
+    """Return the memory of the run's engines that need GPUs, by role."""
     judge = config.roles.judge
     sections: list[tuple[str, str, RolloutConfig | JudgeConfig, str, str]] = [
         ("rollout", "rollout", config.rollout, "model.path", config.model.path)
@@ -183,8 +182,8 @@ def engines(config: RunConfig, hardware: Hardware) -> dict[str, EngineMemory]:
 
 
 def on_engine(role: str, engine: EngineMemory, hardware: Hardware) -> Held:
-    """Return an engine's memory on its GPU, or its share of one. Its cache takes what the other parts leave of its
-    memory_fraction, up to the last GB."""
+    """Return an engine's memory on its GPU or its share of one. The room is all of it, because the cache fills what the
+    other parts leave of memory_fraction."""
     place = f"{engine.share:g} of a GPU" if engine.share < 1 else ""
     return Held(role, place, engine.bytes, int(engine.share * hardware.gpu_bytes))
 
@@ -206,7 +205,7 @@ def in_turns(
         hardware: the GPU.
         bucket_bytes: bytes of a weight bucket.
         judge: a judge on the same GPU.
-        offload: True if the sleeping trainer's state is in the host's memory, else it stays without its gradients.
+        offload: True if the sleeping trainer's state moves to host memory; else it stays here, except gradients.
     """
     worst = max(trainer, key=lambda held: held.total)
     waiting = {name: size for name, size in worst.bytes.items() if name.split(":")[0] not in _OF_A_PASS}

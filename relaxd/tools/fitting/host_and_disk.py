@@ -1,4 +1,4 @@
-"""Bytes that a run needs on the trainer's host and on disk, and the sizes that follow from its settings."""
+"""Bytes that a run needs on the trainer's hosts and on disk, and sizes derived from its settings."""
 
 from dataclasses import dataclass
 
@@ -14,7 +14,7 @@ from relaxd.tools.fitting.trainer_memory import Bytes
 from relaxd.tools.rehearsal.assumptions import mean_tokens, mean_turns
 
 RANK_BYTES = 4 << 30
-"""Resident memory of a rank's process without tensors: torch, CUDA's libraries, Megatron. Assumed."""
+"""Assumed bytes of a rank's process without tensors: torch, CUDA's libraries, Megatron."""
 SPARE_RANK_BYTES = 1 << 30
 """Assumed bytes of a spare rank's process, which has loaded its code and uses no device."""
 
@@ -31,7 +31,7 @@ class Models:
     """True if a critic is in these ranks. It has the policy's architecture."""
     frozen: tuple[ModelShape, ...]
     trains_vision: bool = False
-    """True if at least a part of a policy's tower is trained."""
+    """True if the policy's media towers are trained, at least in part."""
 
     @property
     def trained(self) -> list[int]:
@@ -48,9 +48,9 @@ def critic_parameters(models: Models) -> int:
 
 
 def step_bytes(config: RunConfig, expert_bytes: int) -> int:
-    """Return the bytes of a step's groups, with answers of mean length and as many media as their tokens may be.
+    """Return the bytes of a step's groups, with answers of mean length and the maximum of media.
 
-    Those of a conversation are what its environment says. `expert_bytes` are a token's routed experts.
+    In conversations, the environment's messages count as media. `expert_bytes`: bytes of a token's routed experts.
     """
     prompt, samples = config.published_prompt_tokens, config.rollout.samples_per_prompt
     worst = worst_bytes(config, prompt, expert_bytes=expert_bytes)
@@ -61,7 +61,7 @@ def step_bytes(config: RunConfig, expert_bytes: int) -> int:
 
 
 def media_tokens(config: RunConfig) -> float:
-    """Return the tokens of a group that may be those of media: its prompt's, and what its environment says."""
+    """Return the maximum number of a group's media tokens: those of the prompt and of the environment's messages."""
     seen = float(config.data.max_prompt_tokens)
     if config.agent.is_there:
         seen += config.rollout.samples_per_prompt * mean_turns(config) * config.rehearsal.observation_tokens
@@ -69,7 +69,7 @@ def media_tokens(config: RunConfig) -> float:
 
 
 def state_bytes(config: RunConfig, models: Models, fixed: int, *, saved: bool = False) -> int:
-    """Return the bytes of all trained parameters: `fixed` bytes each, and their moments, in saved form if requested."""
+    """Return the bytes of all trained parameters: `fixed` bytes each, and moments, with `saved` as in checkpoints."""
     optimizers = (config.trainer.optimizer, config.roles.critic.optimizer)
     moments = [one.saved_moment_bytes if saved else one.moment_bytes for one in optimizers]
     if saved and not config.trainer.checkpoint.moments:
@@ -92,7 +92,7 @@ def critic_checkpoint_bytes(config: RunConfig, models: Models) -> int:
 
 
 def kept_checkpoints(config: RunConfig, models: Models) -> int:
-    """Return the number of kept checkpoints: trainer.checkpoint's number, within its limit of bytes."""
+    """Return the number of kept checkpoints: trainer.checkpoint.keep, or fewer because of max_bytes."""
     settings, size = config.trainer.checkpoint, checkpoint_bytes(config, models)
     if not settings.max_bytes:
         return settings.keep
@@ -100,9 +100,9 @@ def kept_checkpoints(config: RunConfig, models: Models) -> int:
 
 
 def host_bytes(config: RunConfig, models: Models, element: int, expert_bytes: int, judge_weights: int = 0) -> Bytes:
-    """Return the memory that a host of the trainer needs; of several the first, which has the groups.
+    """Return the bytes of memory that the trainer's host needs; of several hosts the first, which holds the groups.
 
-    `judge_weights` are those of all judges that sleep there.
+    `judge_weights`: bytes of the weights of all judges that sleep on the host.
     """
     trainer, hosts = config.trainer, config.trainer.hosts
     found = {
@@ -130,7 +130,7 @@ def host_bytes(config: RunConfig, models: Models, element: int, expert_bytes: in
 
 
 def disk_bytes(config: RunConfig, models: Models, element: int, expert_bytes: int) -> Bytes:
-    """Return the disk that the run's folder needs."""
+    """Return the bytes of disk that the run's folder needs, by purpose."""
     checkpoint, steps = config.trainer.checkpoint, config.run.steps
     kept = kept_checkpoints(config, models)
     files = steps
@@ -185,8 +185,8 @@ def longest_sequence(config: RunConfig) -> int:
 def micro_batch(config: RunConfig, budget: int) -> MicroBatch:
     """Return the largest micro-batch.
 
-    Attention sees a prompt once for each sample that shares it: as often as with prompts of maximal and answers of mean
-    length, and at most MAX_REPEAT times the tokens of the row.
+    Attention processes a shared prompt once per sample. The repetition is computed for prompts of maximal and answers
+    of mean length, and is at most MAX_REPEAT times the tokens of the row.
     """
     prompt, samples, answer = config.data.max_prompt_tokens, config.rollout.samples_per_prompt, mean_tokens(config)
     repeat = min(MAX_REPEAT, samples * (prompt + answer) / (prompt + samples * answer))
@@ -218,8 +218,8 @@ def step_work(config: RunConfig, models: Models) -> StepWork:
 def _tower_flops(config: RunConfig, models: Models) -> float:
     """Return the FLOPs of all towers in a step whose groups have the maximum number of media tokens.
 
-    A tower that isn't trained runs once for a group's media, because its outputs are kept; those of frozen models and
-    of a critic are counted like the policy's. A trained one runs in each pass, and its backward pass counts twice.
+    An untrained tower runs once for a group's media, because its outputs are kept. A trained tower runs in each pass,
+    and its backward pass counts twice. The towers of each frozen model and of a critic run once.
     """
     trainer = config.trainer
     once = trainer.groups_per_step * media_tokens(config) * _flops_of_media_token(config, models.policy)
@@ -228,9 +228,9 @@ def _tower_flops(config: RunConfig, models: Models) -> float:
 
 
 def _flops_of_media_token(config: RunConfig, shape: ModelShape) -> float:
-    """Return the FLOPs of a tower's forward pass for a token of the run's media, of the kind that has the most.
+    """Return the FLOPs of a tower's forward pass per media token, for the run's most expensive kind of media.
 
-    Without limits in [data] an image is as large as a prompt, and a video has two times of half a prompt.
+    Without limits in [data], an image fills a prompt, and a video has two time steps that fill half a prompt each.
     """
     data = config.data
     image = min(data.max_prompt_tokens, data.max_image_tokens or data.max_prompt_tokens)

@@ -1,11 +1,11 @@
-"""A prediction of a step's seconds and of its bytes between hosts, to rank layouts by. It is no measurement.
+"""Prediction of a step's seconds and of its bytes between hosts, for ranking layouts. It is an estimate.
 
 Its constants were fitted to ten layouts of a 1.7 B model on H200s (docs/benchmarks.md, "Training on GPUs"); experts'
 exchange and offloading several models weren't measured.
 
-Bytes from host to host (trainer.hosts) are counted, too. Ranks are numbered as Megatron does, tensor-parallel ones
-fastest, then context-, data- and pipeline-parallel ones. Each host has consecutive numbers. Sums and gathers are
-counted as rings, exchanges as messages from each rank to each other.
+To count bytes between hosts (trainer.hosts), ranks are numbered as in Megatron: tensor-parallel ranks fastest, then
+context-, data- and pipeline-parallel ranks. Each host has consecutive ranks. Sums and gathers count as rings,
+all-to-all as messages between every two ranks.
 """
 
 from collections.abc import Iterable, Sequence
@@ -19,9 +19,9 @@ from relaxd.tools.fitting.trainer_memory import Bytes
 EFFICIENCY = 0.52
 """Share of an H200's peak that a single rank reaches."""
 TOWER_EFFICIENCY = 0.125
-"""The same for a tower that processes images of 1,024 tokens one at a time: 0.105 to 0.155 were measured."""
+"""Share of an H200's peak that a tower reaches on single images of 1,024 tokens. Measured: 0.105 to 0.155."""
 EXTRA_WORK = {"none": 1.0, "selective": 1.06, "full": 4 / 3}
-"""StepWork with recomputation over work without."""
+"""Ratio of work with recomputation to work without it, by trainer.recompute."""
 TENSOR_BYTES_PER_SECOND = 2.2e11
 """Speed of collectives within a layer over NVLink, in bytes per second."""
 EXCHANGE_BYTES_PER_SECOND = 1.0e11
@@ -29,30 +29,30 @@ EXCHANGE_BYTES_PER_SECOND = 1.0e11
 GRADIENT_BYTES_PER_SECOND = 3.0e11
 """Speed of summing gradients and gathering weights, in bytes per second."""
 OPTIMIZER_BYTES_PER_SECOND = 1.4e12
-"""Memory that an update reads and writes."""
+"""Speed at which an update reads and writes memory, in bytes per second."""
 UPDATE_BYTES = 30
 """Bytes per parameter that an update reads and writes."""
 OFFLOAD_SECONDS = 0.7e-9
-"""Seconds for each parameter of an update in the host's memory, of all ranks of a host together."""
+"""Seconds per parameter of an update in host memory, by all ranks of a host together."""
 SCHEDULE = 20
-"""Micro-batches of a pipeline's schedule for each stage but the last, as in services/trainer/batch/step_plan.py."""
+"""Micro-batches of a pipeline schedule per stage except the last, as in services/trainer/batch/step_plan.py."""
 FULLNESS = 0.9
 """Average ratio of a micro-batch's tokens to its budget."""
 
 
 @dataclass(frozen=True)
 class StepWork:
-    """A step's work."""
+    """Work of a step for the trainer."""
 
     tokens: float
-    """Tokens of its rows."""
+    """Number of tokens of the step's rows."""
     attended: float
     """Number of pairs of tokens in which one attends to the other."""
     micro_batch_tokens: int
     updates: int = 1
-    """Optimizer updates."""
+    """Number of optimizer updates."""
     passes: float = 1.0
-    """Number of training passes over its tokens."""
+    """Number of training passes over the tokens."""
     mini_batches: int = 1
     """Parts of the step with separate pipeline schedules."""
     tower_flops: float = 0.0
@@ -65,7 +65,7 @@ class Seconds:
 
     compute: float
     bubble: float
-    """A pipeline's filling and draining, and its slowest stage's lead."""
+    """Filling and draining the pipeline, and waiting for its slowest stage."""
     communication: float
     update: float
     towers: float
@@ -80,9 +80,9 @@ class Seconds:
 def predict(shape: ModelShape, layout: Layout, work: StepWork, element: int = 2) -> Seconds:
     """Predict the trainer's seconds for a step whose groups are all ready.
 
-    FLOPs per token: 6 per parameter that it uses; 12 x heads x head size per attention layer and token that it attends
-    to; and those of gated delta nets' states, whose lower speed as plain torch operations isn't modelled. Each rank
-    that shares a micro-batch runs the towers on all of its media.
+    FLOPs per token: 6 per used parameter; 12 x heads x head size per attention layer and attended token; and those of
+    gated delta nets' states, whose lower speed as plain torch operations isn't modelled. Each rank that shares a
+    micro-batch runs the towers on all of its media.
     """
     ranks, stages = layout.ranks, layout.pipeline
     extra = 1 + (EXTRA_WORK[layout.recompute] - 1) * layout.recomputed_layers(shape) / layout.stage_layers(shape)
@@ -108,7 +108,7 @@ def predict(shape: ModelShape, layout: Layout, work: StepWork, element: int = 2)
 
 
 def micro_batches(layout: Layout, work: StepWork) -> float:
-    """Return the micro-batches of a data-parallel rank in an update, on average."""
+    """Return the average number of micro-batches of a data-parallel rank per update."""
     return work.tokens / work.mini_batches / (FULLNESS * work.micro_batch_tokens) / layout.data
 
 
@@ -133,7 +133,7 @@ def _communication(shape: ModelShape, layout: Layout, tokens: float, element: in
 
 
 def _update(shape: ModelShape, layout: Layout, element: int, micro_batches: float) -> float:
-    """Return the seconds of an update. Sharded gradients are added up over ranks in each of its micro-batches."""
+    """Return the seconds of an update. Sharded gradients are summed over ranks once per micro-batch."""
     own = stage_parameters(shape, layout, 0)
     sharing, expert_sharing = layout.data * layout.context, layout.expert_data
     sharded = own.dense / sharing + own.experts / expert_sharing
@@ -150,9 +150,9 @@ GRADIENT_BYTES = 4
 
 
 def crossing_bytes(shape: ModelShape, layout: Layout, work: StepWork, hosts: int, element: int) -> Bytes:
-    """Return the bytes that the host that sends the most of a kind sends to others in a step, by kind.
+    """Return the bytes that a host sends to other hosts per step, by kind; for each kind the maximum over hosts.
 
-    `element` are the bytes of a weight, and of an activation. On one host it is nothing.
+    `element`: bytes of a weight and of an activation. The result is empty for one host.
     """
     if hosts == 1:
         return {}
@@ -183,7 +183,7 @@ def crossing_bytes(shape: ModelShape, layout: Layout, work: StepWork, hosts: int
 def groups(layout: Layout, kind: str) -> list[list[int]]:
     """Return the ranks of each group of a kind: "data and context", "context", "expert" or "expert data"."""
     stage = layout.ranks // layout.pipeline
-    # Of each kind: how far its neighbours are from each other, and how many there are.
+    # By kind: distance between neighbouring ranks of a group, and number of ranks in a group.
     apart, size = {
         "data and context": (layout.tensor, layout.context * layout.data),
         "context": (layout.tensor, layout.context),
@@ -195,8 +195,8 @@ def groups(layout: Layout, kind: str) -> list[list[int]]:
 
 
 def _in_rings(rings: Iterable[Sequence[int]], each: int) -> float:
-    """Return the parts of a buffer that the ranks of one host send to others in a ring, in buffers; the maximum over
-    hosts."""
+    """Return the amount that the ranks of one host send to other hosts in rings, in multiples of a buffer; the maximum
+    over hosts."""
     return _largest_sum(
         (rank // each, (len(ring) - 1) / len(ring))
         for ring in rings
@@ -216,10 +216,10 @@ def _all_to_all(rank_groups: Iterable[Sequence[int]], each: int) -> float:
 
 
 def _between_stages(layout: Layout, each: int) -> float:
-    """Return the number of times that a rank's rows leave a host for a stage elsewhere, both ways: the maximum."""
+    """Return how often ranks of one host send rows to stages on other hosts, both ways; the maximum over hosts."""
     stage = layout.ranks // layout.pipeline
     pairs = ((rank, (rank + stage) % layout.ranks) for rank in range(layout.ranks))
-    # From the last stage rows go back to the first one, but after the last chunk.
+    # Rows go from the last stage back to the first one, except after the last chunk.
     return _largest_sum(
         (host, layout.pipeline_chunks - (rank >= layout.ranks - stage))
         for rank, following in pairs
@@ -229,7 +229,7 @@ def _between_stages(layout: Layout, each: int) -> float:
 
 
 def _largest_sum(sent: Iterable[tuple[int, float]]) -> float:
-    """Return the largest sum of what one host sends, given hosts with amounts."""
+    """Sum the amounts of each host, and return the largest sum. `sent`: pairs of host and amount."""
     sums: dict[int, float] = {}
     for host, amount in sent:
         sums[host] = sums.get(host, 0.0) + amount

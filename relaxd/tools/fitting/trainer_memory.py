@@ -1,8 +1,8 @@
 """Bytes of each pipeline stage of a trained or a frozen model on a GPU: weights, optimizer state, gradients and their
 buckets.
 
-The buckets are Megatron's, which fills one after the other, from the last parameter to the first, until it has
-`least_parameters` or more.
+The buckets are Megatron's, which fills one after the other, from the last parameter to the first, each with at least
+LEAST_PARAMETERS.
 """
 
 from collections.abc import Sequence
@@ -21,7 +21,7 @@ from relaxd.tools.fitting.activations import (
 )
 
 LEAST_PARAMETERS = 40_000_000
-"""Minimum parameters of a bucket except the last; a million per data-parallel rank, if that is more."""
+"""Minimum number of parameters of a bucket except the last; one million per data-parallel rank, if that is more."""
 
 
 def buckets_in_memory(
@@ -29,8 +29,8 @@ def buckets_in_memory(
 ) -> int:
     """Return the maximum bytes of the buckets that a rank holds at once.
 
-    For dense parameters and for experts these are two neighbours, because a layer may span both, and with overlapped
-    reduction one more that is being reduced. The bucket of a tied embedding exists all the time, because its gradients
+    Dense parameters and experts each have two neighbouring buckets, because a layer may span both, and with overlapped
+    reduction a third that is being reduced. The bucket of a tied embedding exists all the time, because its gradients
     come at the beginning and at the end of a pass.
 
     Args:
@@ -38,7 +38,7 @@ def buckets_in_memory(
         layout: its division among ranks.
         stage: the pipeline stage.
         critic: whether the model is a critic.
-        least: parameters of a bucket at least; None: what Megatron chooses.
+        least: minimum number of parameters of a bucket; None: Megatron's choice.
     """
     least = least or max(LEAST_PARAMETERS, 1_000_000 * layout.data)
     dense, experts = _parameters(shape, layout, stage, critic=critic)
@@ -53,9 +53,9 @@ def buckets_in_memory(
 
 
 def _parameters(shape: ModelShape, layout: Layout, stage: int, *, critic: bool) -> tuple[list[int], list[int]]:
-    """Return the sizes of a stage's parameters: those that all ranks of the stage share, and those of experts.
+    """Return the sizes of a stage's dense parameters, and of its experts' parameters.
 
-    Small ones of a layer count as one.
+    The small parameters of a layer count as one.
     """
     tensor, hidden, experts = layout.tensor, shape.hidden, shape.experts
     ffn = shape.ffn if experts is None else experts.shared_ffn
@@ -118,8 +118,8 @@ class TrainedModelShape:
 def weights_and_state(model: TrainedModelShape, layout: Layout, stage: int, element: int) -> Bytes:
     """Return the bytes that a rank holds of a trained model all the time.
 
-    Gradients are in float32. The optimizer's state is divided among the ranks that have the same parameters: float32
-    main weights, if the model computes in bfloat16, and two moments. So are gradients that are sharded.
+    Gradients are in float32. The optimizer's state (float32 main weights, if the model computes in bfloat16, and two
+    moments) and sharded gradients are divided among the ranks that have the same parameters.
     """
     own = stage_parameters(model.shape, layout, stage, critic=model.name == "critic")
     prefix = f"{model.name} " if model.name else ""
@@ -135,16 +135,16 @@ def weights_and_state(model: TrainedModelShape, layout: Layout, stage: int, elem
 
 
 def sharded_parameters(own: Parameters, layout: Layout) -> int:
-    """Return the parameters whose optimizer state and gradient shard a rank holds."""
+    """Return the number of parameters whose optimizer state and sharded gradients a rank holds."""
     return own.dense // (layout.data * layout.context) + own.experts // layout.expert_data
 
 
 def in_flight(layout: Layout, stage: int) -> Fraction:
-    """Return the micro-batches whose activations a stage holds at once, in Megatron's one-forward-one-backward.
+    """Return the number of micro-batches whose activations a stage holds at once, in Megatron's 1F1B schedule.
 
-    Before a stage with several chunks goes backward, it takes as many micro-batches as there are stages through each
-    chunk but the last, and then two for each stage after it. If the micro-batches of a schedule aren't a multiple of
-    the stages, it holds more.
+    Before its first backward pass, a stage with several chunks takes one micro-batch per stage through each chunk
+    except the last, and then two per later stage. It holds more if a schedule's micro-batches aren't a multiple of the
+    stages.
     """
     chunks, behind = layout.pipeline_chunks, layout.pipeline - stage - 1
     if chunks == 1:
@@ -155,7 +155,7 @@ def in_flight(layout: Layout, stage: int) -> Fraction:
 def training_bytes(
     shape: ModelShape, layout: Layout, stage: int, batch: MicroBatch, gpu_bytes: int, *, critic: bool = False
 ) -> Bytes:
-    """Return the bytes of activations and of the backward pass on a rank of a stage, when they are the most.
+    """Return the peak bytes of activations and of the backward pass on a rank of a stage.
 
     A critic has no logits.
     """
@@ -173,7 +173,7 @@ def training_bytes(
 
 
 def _on_gpu(parts: Bytes, layout: Layout, layers: int, micro_batches: Fraction) -> Bytes:
-    """Return the activations that stay on a GPU: with offload those without room on the host, and about two layers'."""
+    """Return the activations that stay on a GPU: those above the host's limit, and at least about two layers'."""
     total = int(sum(parts.values()) * micro_batches)
     moved = min(layout.activations_on_host, max(0, total - 2 * sum(parts.values()) // layers))
     return {

@@ -14,7 +14,7 @@ WIDTH = 116
 
 
 class KeyFate(Enum):
-    """The fate of a key."""
+    """Outcome of a key's migration."""
 
     WRITTEN = auto()
     """The key was converted to settings."""
@@ -129,7 +129,7 @@ class Reader:
 
 
 def listed(value: Any) -> list[str]:
-    """Return a list of texts from one text, a list, or nothing."""
+    """Return a list of texts, given a text, a list or None."""
     return [value] if isinstance(value, str) else [str(one) for one in value or ()]
 
 
@@ -224,7 +224,7 @@ _OFF_WITHOUT: Mapping[str, str] = {
     r"transfer_queue\..*": "transfer_queue.enable",
     r"skip\..*": "skip.rollout.enable",
 }
-"""Patterns of keys without actor_rollout_ref, and the key whose feature they belong to."""
+"""Key that switches a feature on, by pattern of the feature's keys without actor_rollout_ref."""
 _OFF: Mapping[str, Callable[[Reader], bool]] = {
     r"(.*\.)?_target_": lambda reader: True,
     r"critic\..*": lambda reader: reader.out.values["algorithm.name"] != "ppo" and not reader.get("critic.enable"),
@@ -243,7 +243,7 @@ _OFF: Mapping[str, Callable[[Reader], bool]] = {
     r"trainer\.resume_from_path": lambda reader: reader.get("trainer.resume_mode", "auto") != "resume_path",
     r"trainer\.v1\.(?!trainer_mode).*": lambda reader: reader.get("trainer.v1.trainer_mode", "sync") == "sync",
 }
-"""Patterns of keys without actor_rollout_ref, and a test whether other keys disable them."""
+"""Test whether other keys disable a key, by pattern of the key without actor_rollout_ref."""
 
 
 def is_off(reader: Reader, name: str) -> bool:

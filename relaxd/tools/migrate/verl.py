@@ -23,7 +23,7 @@ _TABLES = {
     "rollout.engine_kwargs.sglang": "rollout.sglang",
     "data.apply_chat_template_kwargs": "model.chat_template_arguments",
 }
-"""verl's tables with a counterpart here that is also a table; scripts set their keys one by one."""
+"""relaxd's table by verl's table with the same keys; scripts set the keys one by one."""
 
 
 def migrate(given: Mapping[str, Any]) -> Migrated:
@@ -83,7 +83,7 @@ def _convert(reader: Reader, name: str, value: Any) -> None:
 
 
 def _into_table(reader: Reader, setting: str, key: str, value: Any) -> None:
-    """Add a key, or all of a table."""
+    """Add one key, or all keys, of a verl table to a setting that is a table."""
     found = {key: value} if key else dict(value or {})
     if given := {name: one for name, one in found.items() if one is not None}:
         reader.out.values[setting] = reader.out.values.get(setting, {}) | given

@@ -9,7 +9,7 @@ from relaxd.tools.migrate.key_fates import Lost, Reader, listed
 from relaxd.tools.migrate.verl_training import Conversion, converted, off
 
 _PLAIN = ("test", "val", "valid", "validation", "dev", "eval", "train")
-"""File names without a meaning outside of their folder."""
+"""File names that say nothing without their folder."""
 
 
 def complete_data(reader: Reader) -> None:

@@ -18,7 +18,7 @@ CONFINED = (
     "A reward function has no network and writes only temporary files: if yours calls an API or writes others, set "
     'reward.network = true or reward.writable = ["/path"]'
 )
-"""Note on a reward function, which verl lets do everything."""
+"""Note for a configuration with a reward function, which verl doesn't confine."""
 
 
 def complete_rewards(reader: Reader) -> None:
@@ -158,7 +158,7 @@ def _reward_model(reader: Reader, value: Any, key: str) -> None:
 
 
 def _has_conversations(reader: Reader) -> bool:
-    """Return True if verl holds conversations with tools of a file, which the environment verl_tools uses here."""
+    """Return True if verl's conversations use a tools file; here the environment verl_tools uses it."""
     return bool(reader.get("rollout.multi_turn.enable") and reader.first(*TOOLS_FILE))
 
 
@@ -203,7 +203,7 @@ REWARDS_BY_PATTERN: tuple[tuple[str, Callable[[Reader, Any, str], None]], ...] =
         _reward_model,
     ),
 )
-"""Conversions by patterns of keys; each gets the text of the pattern's group."""
+"""Conversions by pattern of keys; each gets the text that the pattern's group matched."""
 
 
 NOTE = "answers end after one turn; observations are not fed back"
@@ -218,9 +218,9 @@ CONVERSATIONS = (
 
 
 def add_tools(reader: Reader) -> None:
-    """Give a file of tools, which is data.tools_file already, to the environment of conversations, or to a reward.
+    """Pass data.tools_file to the environment verl_tools or, without conversations, to the reward verl_tools.
 
-    Without conversations the reward verl_tools is beside one's own reward.
+    The reward verl_tools is added to the reward that the configuration names, if any.
     """
     out, values, notes = reader.out, reader.out.values, reader.out.notes
     if "data.tools_file" not in values:

@@ -25,7 +25,7 @@ Conversion = Callable[[Reader, Any], None]
 
 
 def algorithm_of(reader: Reader) -> str:
-    """Return algorithm.name; a loss of GSPO's wins over the advantage."""
+    """Return algorithm.name: verl's loss mode if it is one of LOSSES, else the algorithm of the advantage estimator."""
     estimator, loss = reader.get("algorithm.adv_estimator", "gae"), reader.get("actor.policy_loss.loss_mode", "vanilla")
     return str(loss) if loss in LOSSES else ALGORITHMS.get(str(estimator), "grpo")
 
@@ -77,7 +77,7 @@ _MINI_BATCH = 256
 
 
 def off(why: str = "", *, implied: tuple[Any, ...] = ()) -> Conversion:
-    """Return the conversion of a key that matters only if it is on, or has a value other than those given."""
+    """Return a conversion that raises Lost with the reason `why` unless the value is off or in `implied`."""
 
     def convert(reader: Reader, value: Any) -> None:
         if value not in (None, False, 0, "", "null", -1, *implied):
@@ -87,12 +87,12 @@ def off(why: str = "", *, implied: tuple[Any, ...] = ()) -> Conversion:
 
 
 def converted(setting: str, convert: Callable[[Any], Any]) -> Conversion:
-    """Return the conversion of a key whose value only has another form here."""
+    """Return a conversion that writes the value, changed by `convert`, to `setting`."""
     return lambda reader, value: reader.set(setting, convert(value))
 
 
 def renamed(setting: str, names: Mapping[str, str]) -> Conversion:
-    """Return the conversion of a key whose values have other names here."""
+    """Return a conversion that writes relaxd's name of the value to `setting`. `names`: relaxd's name by verl's."""
 
     def convert(reader: Reader, value: Any) -> None:
         if value not in names:

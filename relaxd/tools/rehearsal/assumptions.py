@@ -1,4 +1,4 @@
-"""The configuration that is rehearsed: a run's own, with scripted engines and trainer, and its speeds and sizes scaled.
+"""Configuration of a rehearsal: that of the run, with scripted engines and trainer, and scaled speeds and sizes.
 
 Time is scaled through speeds: everything that is assumed to take time becomes `time_scale` times as fast. Payloads are
 scaled through lengths: tokens per answer and the engines' speed are divided by `payload_scale`, so that answers take as
@@ -29,16 +29,16 @@ MANY_STEPS = 1_000_000
 STEPS_IN_REDIS = 3
 """Maximum number of steps whose groups are in Redis at once: being generated, waiting, being trained."""
 LONG_TAIL = 1.5
-"""Approximate ratio of the mean length to the median: that of a spread of 0.9."""
+"""Approximate ratio of the mean to the median length of answers, for a spread of 0.9."""
 MIN_TOKENS = 64
-"""Minimum of the maximal tokens to which answers are scaled down. With fewer, prompts and headers would dominate."""
+"""Minimum of the scaled-down token limit of answers. With fewer tokens, prompts and headers would dominate."""
 LEAST_WINDOW_SECONDS = 5.0
-"""Minimum to which the autoscaler's windows are scaled down: it looks once a second, at any time scale."""
+"""Minimum of the autoscaler's scaled windows, in seconds, because it checks once a second at any time scale."""
 
 
 @dataclass(frozen=True)
 class Scale:
-    """Scale of a rehearsal: its time and payloads as fractions of the run's."""
+    """Sizes of a rehearsal, and the divisors of its times and payloads."""
 
     rollout: int
     """Rollout replicas."""
@@ -47,9 +47,9 @@ class Scale:
     payload: int
     """Divisor of the answers' lengths."""
     ranks: int = 1
-    """Number of the trainer's ranks, which divide the groups."""
+    """Number of the trainer's ranks, all data-parallel."""
     agents: int = 0
-    """Agent replicas, of runs with conversations."""
+    """Agent replicas, for runs with conversations."""
 
 
 def expert_bytes(config: RunConfig) -> int:
@@ -62,10 +62,10 @@ def expert_bytes(config: RunConfig) -> int:
 
 
 def held_bytes(config: RunConfig) -> float:
-    """Return the bytes of the groups that are held at the same time, at most, with true payloads.
+    """Return the maximum bytes of groups that are held at the same time, with unscaled payloads.
 
-    Prompts' media are counted with the share that is expected of them, those of conversations as what the environment
-    in the place of the run's shows.
+    The media of a prompt count with EXPECTED_SHARE of their maximum, those of a conversation as the stand-in
+    environment shows them.
     """
     most = config.rollout.max_new_tokens
     tokens = LONG_TAIL * median_tokens(config)
@@ -83,7 +83,7 @@ def held_bytes(config: RunConfig) -> float:
 def payload_scale(config: RunConfig, memory_bytes: int) -> int:
     """Return the power of two by which payloads have to be scaled down to fit into the memory.
 
-    With media it is 1: only answers are scaled, and the report would multiply the bytes of media.
+    With media it is 1, because only answers can be scaled, but the report would multiply the bytes of media, too.
     """
     if config.has_media:
         return 1
@@ -97,13 +97,13 @@ def admitted_groups(config: RunConfig) -> int:
 
 
 def median_tokens(config: RunConfig) -> int:
-    """Return the median length of an answer; in conversations of a message of the model."""
+    """Return the median tokens of an answer, or in conversations of one message of the model."""
     eighth = config.rollout.max_new_tokens // 8
     return config.rehearsal.median_tokens or max(1, eighth // (config.rehearsal.turns if config.agent.is_there else 1))
 
 
 def mean_of(median: float, most: float, spread: float, of_longest: int = 1) -> float:
-    """Return the mean of a log-normal quantity that is cut off at `most`, or of the maximum of several."""
+    """Return the mean of a log-normal quantity cut off at `most`, or the mean maximum of `of_longest` quantities."""
     normal = NormalDist()
     shares = ((number + 0.5) / QUANTILES for number in range(QUANTILES))
     quantiles = (math.exp(spread * normal.inv_cdf(share ** (1 / of_longest))) for share in shares)
@@ -117,7 +117,7 @@ def mean_turns(config: RunConfig) -> float:
 
 
 def mean_tokens(config: RunConfig, of_longest: int = 1) -> float:
-    """Return the mean tokens that the model generates for a sample, or for the longest of several."""
+    """Return the mean tokens that the model generates for a sample, or for the longest of `of_longest` samples."""
     most, median = config.rollout.max_new_tokens, median_tokens(config) * mean_turns(config)
     return mean_of(median, most, config.rehearsal.spread, of_longest)
 
@@ -250,7 +250,7 @@ def rehearsed(config: RunConfig, scale: Scale, *, model: Path, folder: Path) -> 
 
 
 def _faster(autoscale: AutoscaleConfig, faster: float) -> dict[str, float]:
-    """Return the autoscaler's windows and cooldowns, which belong to steps that are `faster` times as fast."""
+    """Return the autoscaler's windows and cooldowns for steps that are `faster` times as fast."""
     windows = {"out_seconds": autoscale.out_seconds, "in_seconds": autoscale.in_seconds}
     return {
         **{name: min(value, max(LEAST_WINDOW_SECONDS, value / faster)) for name, value in windows.items()},
@@ -262,9 +262,9 @@ def _faster(autoscale: AutoscaleConfig, faster: float) -> dict[str, float]:
 def _with_stand_in(
     agent: AgentConfig, prompt_media: Iterable[str], rehearsal: RehearsalConfig, shorter: int, *, is_byte: bool
 ) -> dict[str, Any]:
-    """Return conversations with the same limits, and an environment that only takes time.
+    """Return the section [agent] with the same limits and the stand-in environment, which only takes time.
 
-    It shows media if the run's own may: agent.media, or the kinds of its prompts' media.
+    The stand-in shows media if the run's environment may: the first kind in agent.media, else of the prompts' media.
     """
     settings = {
         "turns": rehearsal.turns,

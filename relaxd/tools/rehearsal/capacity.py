@@ -1,4 +1,4 @@
-"""Arithmetic: does the coordinator carry its replicas, and this machine the rehearsal, and at which scale?
+"""Calculations of whether the coordinator can serve its replicas, and at which scale this machine can rehearse.
 
 The coordinator is judged by its processor time and its response times to replicas' calls. Heartbeats are judged at
 rest, where nothing is scaled. In the other window, steps and weight synchronisations are `time_scale` times as frequent
@@ -21,12 +21,12 @@ class AnsweredCall:
     name: str
     """Heartbeat or LeaseGpus."""
     sent: float
-    """Monotonic time, which all processes of a machine share."""
+    """Seconds of the monotonic clock, which all processes of a machine share."""
     seconds: float
 
 
 def line(name: str, sent: float, seconds: float) -> str:
-    """Return a call's line."""
+    """Format a call as a line of a file of calls."""
     return f"{name} {sent:.6f} {seconds:.6f}\n"
 
 
@@ -66,7 +66,7 @@ class CallTimes:
 
 
 def call_times(calls: Sequence[AnsweredCall], working: tuple[float, float], rest: tuple[float, float]) -> CallTimes:
-    """Return p99 of the calls that were sent in the two windows (monotonic times); of leases, all."""
+    """Return p99 of the heartbeats sent in each window (monotonic times), and of all leases."""
 
     def heartbeats(window: tuple[float, float]) -> float | None:
         return p99([one.seconds for one in calls if one.name == "Heartbeat" and window[0] <= one.sent <= window[1]])
@@ -80,10 +80,10 @@ def verdict(times: CallTimes, cores: float, replicas: int, *, busy_at_rest: bool
     """Say whether the coordinator meets its goals.
 
     Args:
-        times: what replicas waited for its answers.
-        cores: processors that it uses at the run's own speed.
+        times: times that replicas waited for the coordinator's answers.
+        cores: processors that the coordinator uses at the run's own speed.
         replicas: rollout replicas.
-        busy_at_rest: this machine had no processor left at rest either, so that calls also waited for that.
+        busy_at_rest: True if this machine had no idle processor at rest either, so that calls waited for one, too.
     """
     goals = [(f"uses {cores:.2g} of {CORES:g} cores", cores <= CORES)]
     if times.heartbeat_at_rest is not None:

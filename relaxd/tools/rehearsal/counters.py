@@ -18,7 +18,7 @@ from relaxd.v1.coordinator_pb2 import WAIT_KIND_STAGE, Run, WaitKind
 from relaxd.v1.scaling_pb2 import Autoscaler
 
 SHOWN = 10
-"""Maximum number of decisions, and of numbers of replicas, to report."""
+"""Maximum number of decisions, and of changes of the number of replicas, to report."""
 
 
 @dataclass
@@ -26,11 +26,11 @@ class EngineNumbers:
     """Changes of the number of rollout replicas, and decisions of the autoscaler. Times are monotonic, in seconds."""
 
     changes: list[tuple[float, int]]
-    """Times and numbers from then on; the first is the start of the run."""
+    """Pairs of a time and the number of replicas from then on; the first pair is the start of the run."""
     mode: str = "off"
     """autoscale.mode of the run; with "off" the number never changes."""
     decisions: list[tuple[float, str]] = field(default_factory=list)
-    """Times and texts."""
+    """Pairs of time and text."""
 
     @property
     def last(self) -> int:
@@ -52,20 +52,20 @@ class EngineNumbers:
             self.decisions.append((time, text))
 
     def mean(self, begin: float, end: float) -> float:
-        """Return the mean number between two times, the second of which is later."""
+        """Return the mean number of replicas from `begin` to a later `end`."""
         return sum(number * seconds for number, seconds in self._spans(begin, end)) / (end - begin)
 
     def row(self, begin: float, end: float) -> str:
-        """Return the numbers between two times and the decisions until the second one, for the report.
+        """Format the numbers of replicas between two times, and the decisions until `end`, for the report.
 
-        The decisions have their seconds since the start of the run, like the lines of progress.
+        Times of decisions are in seconds since the start of the run, as in progress lines.
         """
         numbers = [f"{number} for {seconds:.0f} s" for number, seconds in self._spans(begin, end) if seconds >= 0.5]
         decided = [f"at {time - self.changes[0][0]:.0f} s {text}" for time, text in self.decisions if time <= end]
         return f"{_shown(numbers, ', ')}. Decisions: {_shown(decided, '; ') or 'none'}"
 
     def _spans(self, begin: float, end: float) -> list[tuple[int, float]]:
-        """Return the numbers between two times, each with its seconds."""
+        """Return (number of replicas, seconds) for each span between two times."""
         ends = [*(time for time, _ in self.changes[1:]), end]
         cut = (
             (number, min(until, end) - max(since, begin))
@@ -80,7 +80,7 @@ def _shown(parts: list[str], separator: str) -> str:
 
 
 MACHINE = "machine"
-"""Stands among the roles for everything that runs on this machine."""
+"""Key of the processor time of all processes on this machine; the other keys are roles."""
 
 
 @dataclass(frozen=True)
@@ -156,7 +156,7 @@ class Counters:
                 path.unlink()
 
     def processor_times(self) -> dict[str, float]:
-        """Return the processor seconds by role, and of `MACHINE`. Those of a service that was removed stay."""
+        """Return the processor seconds by role, and of `MACHINE`. Removed services stay included."""
         state = self.folder.read()
         times = psutil.cpu_times()
         used = {MACHINE: sum(times) - times.idle - getattr(times, "iowait", 0.0) - getattr(times, "guest", 0.0)}
@@ -171,7 +171,7 @@ class Counters:
 
 
 def processor_seconds(pid: int) -> float:
-    """Return the processor time of a process and its children, also of those that have ended, so that it only grows.
+    """Return the processor seconds of a process and its children, including ended children, so that it only grows.
 
     Raises psutil.Error: there is no such process.
     """

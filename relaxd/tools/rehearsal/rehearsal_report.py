@@ -18,7 +18,7 @@ from relaxd.tools.rehearsal.counters import MACHINE, EngineNumbers, Sample
 NETWORK_BYTES = 1.25e9
 """Bytes per second of a network of 10 Gbit/s."""
 CONTROL = ("coordinator", "redis", "reward", "advantage", "trainer", "rollout", "agent")
-"""Roles to report the processor time of, in this order."""
+"""Roles whose processor time is reported, in this order."""
 MANY_TIMES = 1000.0
 """Factor above which the distance from a limit is reported without a number."""
 
@@ -46,7 +46,7 @@ class Measured:
     trainer_shares: Mapping[str, float]
     """Shares of the trainer's step by the work of its thread."""
     call_p99: float
-    """Seconds."""
+    """99th percentile of the rehearsal's calls to the coordinator, in seconds."""
     dropped: Mapping[str, int]
     groups_per_step: int
     admitted_groups: int
@@ -113,7 +113,7 @@ class Measured:
     def idle_cpu(self, role: str) -> float:
         """Return the processors that a role keeps busy while the run is paused.
 
-        0 for the trainer: while it is paused it looks for the end of the pause more often than for groups.
+        0 for the trainer, which polls more often for the end of a pause than for groups.
         """
         if role == TRAINER:
             return 0.0
@@ -137,7 +137,7 @@ class Measured:
 
     @property
     def step_operations(self) -> float:
-        """Redis commands per step, without those of an idle run."""
+        """Redis commands per step, without the commands of an idle run."""
         done = self.last.operations - self.first.operations
         return max(0.0, done - self.idle_operations * self.wall_seconds) / self.steps
 
@@ -159,7 +159,7 @@ class Measured:
 
 @dataclass(frozen=True)
 class ResourceLimit:
-    """A limited resource."""
+    """Use and capacity of a resource."""
 
     name: str
     used: float
@@ -175,7 +175,7 @@ class ResourceLimit:
 
 
 def limits(found: Measured) -> list[ResourceLimit]:
-    """Return all limits, the nearest first. Twice the sizes use twice as much of each."""
+    """Return all limits, the nearest first. Doubled sizes double the use of each resource."""
     engines = found.engines.mean(found.first.time, found.last.time)
     cores = [
         (
@@ -292,7 +292,7 @@ def rows(found: Measured) -> list[tuple[str, str]]:
 
 
 def _verdicts(found: Measured) -> list[tuple[str, str]]:
-    """Return the verdicts that depend on the seconds of steps."""
+    """Return the rows that depend on the seconds of steps."""
     result = [
         ("would it fill steps?", verdict(found)),
         ("the open step waits for", _shares(found.waits)),

@@ -1,4 +1,4 @@
-"""Running of a rehearsal: a separate Redis and services, an endless run, and the measured windows."""
+"""Runs a rehearsal: a separate Redis and services, an endless run, and the measured windows."""
 
 import os
 import shutil
@@ -37,27 +37,27 @@ from relaxd.v1.coordinator_pb2 import RUN_STATE_PAUSED, RUN_STATE_PENDING
 
 RUN_ID = "rehearsal"
 REPLICAS_IN_PROCESS = 64
-"""Scripted rollout replicas that share a process."""
+"""Maximum number of scripted rollout replicas in one process."""
 SAMPLE_SECONDS = 0.25
 """Seconds between two samples."""
 SAY_SECONDS = 5.0
 START_SECONDS = 180.0
 """Maximum seconds until all replicas have registered."""
 FIRST_STEP_FACTOR = 3.0
-"""Maximum time of the first step, as a multiple of the window ..."""
+"""Maximum time of the first step, as a multiple of the window's length."""
 FIRST_STEP_SECONDS = 30.0
-"""... or in seconds, if that is longer."""
+"""Maximum time of the first step, in seconds, if this is longer than FIRST_STEP_FACTOR gives."""
 SETTLE_SECONDS = 15.0
 """Maximum seconds until a paused run is idle."""
 IDLE_SECONDS = 5.0
 """Length of the window in which the paused run is measured."""
 GRACE_SECONDS = 3.0
 CALLS = "calls"
-"""Folder, in that of the services, for the times of the replicas' calls."""
+"""Folder, within the state folder, for the times of the replicas' calls."""
 GPUS = 8
 """Number of GPUs that a replica sees, unless it needs more."""
 REDIS_SECONDS = 5.0
-"""Deadline of a question to Redis."""
+"""Timeout of a Redis command, in seconds."""
 
 Say = Callable[[str], None]
 
@@ -67,7 +67,7 @@ def rehearse(config: RunConfig, scale: Scale, seconds: float, say: Say, logs: Pa
 
     Args:
         config: the run's own configuration.
-        scale: its sizes here.
+        scale: sizes of the rehearsal.
         seconds: length of the window, which begins after the first step.
         say: called with progress, a line each time.
         logs: folder to which the services' logs are moved if the rehearsal fails.
@@ -80,7 +80,7 @@ def rehearse(config: RunConfig, scale: Scale, seconds: float, say: Say, logs: Pa
 
 @contextmanager
 def rehearsed_run(config: RunConfig, scale: Scale, say: Say, logs: Path) -> Iterator[Counters]:
-    """Start the services and the run; yield its counters, and stop all of it at the end. Arguments as in `rehearse`.
+    """Start the services and the run, yield its counters, and stop everything at the end. Arguments as in `rehearse`.
 
     Raises CliError: a service doesn't start.
     """
@@ -128,9 +128,9 @@ def _model(config: RunConfig, work: Path) -> Path:
 
 
 def rehearsal_plan(folder: StateFolder, config: RunConfig, scale: Scale) -> StackPlan:
-    """Plan the services: all as usual, except the rollout replicas.
+    """Plan the services as `relaxd up` does, except the rollout replicas.
 
-    Those of the start share few processes. Each that the autoscaler adds has its own.
+    The initial rollout replicas share processes. Each replica that the autoscaler adds gets a separate process.
     """
     wanted = max(config.rehearsal.redis_bytes // scale.payload, 16 << 20)
     os.environ["RELAXD_REDIS_MAXMEMORY"] = str(min(wanted, psutil.virtual_memory().total // 3))

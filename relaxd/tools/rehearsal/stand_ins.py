@@ -22,19 +22,19 @@ CHATML = (
 )
 
 TOKEN_SIDE = 32
-"""Width and height of the pixels of a token of media."""
+"""Width and height of the picture area of one media token, in pixels."""
 FRAMES = 4
-"""Frames of a video: those of two times, the fewest that models sample."""
+"""Number of frames of a video: two time steps, the minimum that models sample."""
 SOUND_RATE, SOUND_TOKENS = 16_000, 13
-"""Samples and tokens of a second of sound."""
+"""Samples and tokens per second of sound."""
 
 
 def write_stand_in(folder: Path, experts: tuple[int, int] = (0, 0)) -> Path:
     """Write a folder whose tokenizer has a token for each byte. Returns the folder.
 
     Args:
-        folder: the folder.
-        experts: layers, and experts of each token in a layer; (0, 0) for a model without.
+        folder: folder to write.
+        experts: number of layers, and experts of each token in a layer; (0, 0) for a model without experts.
     """
     folder.mkdir(parents=True, exist_ok=True)
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
@@ -59,20 +59,20 @@ def scripted(sample: RewardInput, success: float = 0.5, seconds: float = 0.0) ->
 
 
 class StandInEnvironment(Environment):
-    """Environment, also of programs and functions: a drawn number of turns of a drawn time each, both log-normal."""
+    """Stand-in for any environment: draws the number of turns, and the time of each, from log-normal distributions."""
 
     def __init__(
         self, turns: int, seconds: float, spread: float, words: int, word: str = " a", shows: str = ""
     ) -> None:
-        """State the conversation.
+        """Set the distributions and the content of answers.
 
         Args:
             turns: median number of the model's messages.
             seconds: median seconds for an answer.
             spread: standard deviation of the logarithm of both.
-            words: words of an answer.
-            word: what each of them is.
-            shows: the kind of media that each answer is, of about as many tokens as it would have words; "": text.
+            words: number of words of an answer.
+            word: text of each word.
+            shows: kind of media that answers consist of, with about `words` tokens; "": text.
         """
         self._random = random.Random()
         self._left = max(1, round(turns * self._factor(spread)))
@@ -92,11 +92,11 @@ class StandInEnvironment(Environment):
 
 
 def noise(kind: str, tokens: int) -> dict[str, Any]:
-    """Return a part of a message with an image, a video or a sound of noise, which takes more bytes than any other.
+    """Return a part of a message with an image, a video or a sound of noise, the content that takes the most bytes.
 
     Args:
         kind: the kind of media.
-        tokens: about how many tokens it shall have.
+        tokens: approximate number of its tokens.
     """
     from PIL import Image
 
