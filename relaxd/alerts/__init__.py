@@ -1,4 +1,4 @@
 """Alerts: rules on a run's metrics, which raise alarms, and notifications of alarms and ends.
 
-Only the standard library, and Apprise where something is sent: the trackers' process uses it, too.
+The trackers' process uses this package, too, so it needs only the standard library, and Apprise for sending.
 """

@@ -1,4 +1,4 @@
-"""Messages about a run for one address, and when each is due. A policy: it gets its clock, and sends nothing itself."""
+"""Messages about a run for one address, and when each is due. Callers give the time and send the messages."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -32,7 +32,7 @@ NO_QUIET_HOURS = QuietHours(0, 0)
 
 
 def parse_quiet_hours(text: str) -> QuietHours:
-    """Parse "22:00-07:00"; "" are none. Raises ValueError."""
+    """Parse quiet hours such as "22:00-07:00"; "" means none. Raises ValueError."""
     if not text:
         return NO_QUIET_HOURS
     match = _HOURS.fullmatch(text)
@@ -50,7 +50,7 @@ MAX_TOLD = 1000
 """Maximum number of announced alarms that are remembered."""
 OVER_SECONDS = 60.0
 """Seconds after which a vanished alarm counts as ended. An alarm that returns sooner, as after a restart, is the same
-one."""
+alarm."""
 REPORTED = (
     "reward_mean",
     "loss",
@@ -75,15 +75,15 @@ class Message:
 
 @dataclass
 class ToldAlarm:
-    """An alarm with a message. Times are Unix times."""
+    """An alarm whose beginning was announced. Times are Unix times."""
 
     told: float
-    """Time of the message of its beginning."""
+    """Time at which its beginning was announced."""
     began: float
     first_step: int
     text: str
     gone: float | None = None
-    """Time since which the run no longer has the alarm; None while it has it."""
+    """Time at which the run's status first lacked the alarm; None while the status has it."""
     over: bool = False
     """True once the message of its end was sent, even if the alarm has begun again without a message."""
 
@@ -104,7 +104,7 @@ class Outbox:
         self._repeat_seconds = repeat_seconds
         self._every = every
         self._events: dict[str, str] = dict(state.get("events", {}))
-        """Time of the last beginning, pause and end with a message, by name."""
+        """Times of the last announced "begin", "pause" and "end", by name."""
         self._alarms = {name: ToldAlarm(**one) for name, one in state.get("told_alarms", {}).items()}
         """The last message about each alarm, by the alarm's name."""
         self._reported: tuple[int, dict[str, float]] | None = None
@@ -120,7 +120,7 @@ class Outbox:
 
     @property
     def state(self) -> dict[str, Any]:
-        """The messages so far, as JSON values."""
+        """Record of the sent messages, as JSON values, for the next start."""
         return self._state
 
     def observe(self, status: Mapping[str, Any], now: datetime) -> None:

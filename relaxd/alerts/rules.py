@@ -33,9 +33,9 @@ class Rule:
     number: float
     """The limit, or with `relative` the factor."""
     relative: bool
-    """The limit is a multiple of the highest median that the run had, or with `below` False of the lowest."""
+    """True if the limit is a multiple of the run's highest median so far or, with `below` False, of the lowest."""
     steps: int
-    """Steps whose median is compared."""
+    """Number of steps whose median is compared."""
 
 
 def parse_rule(text: str) -> Rule:
@@ -64,7 +64,7 @@ class RuleAlarm:
     value: float
     """The median furthest beyond the limit since the alarm began."""
     limit: float
-    """The limit then."""
+    """The limit at that step."""
 
     @property
     def text(self) -> str:
@@ -100,7 +100,7 @@ class RuleWatch:
         if rule.relative:
             if not self._best or beyond(self._best[-1][1], now):
                 self._best.append((step, now))
-            if self._best[-1][1] <= 0:  # a part of it is no limit
+            if self._best[-1][1] <= 0:  # a share of it is no useful limit
                 return
         limit = rule.number * self._best[-1][1] if rule.relative else rule.number
         if not beyond(now, limit):

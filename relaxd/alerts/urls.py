@@ -33,7 +33,7 @@ class AlertUrl:
 
     @property
     def shown(self) -> str:
-        """A name without secrets, which may be anywhere in the address: "URL 2 (slack)"."""
+        """Name for display, such as "URL 2 (slack)". The rest of the address may be secret."""
         return f"URL {self.number} ({self.address.partition('://')[0].lower()})"
 
 
@@ -88,7 +88,7 @@ class Sender:
     """Sends to one address. Used by one thread."""
 
     def __init__(self, url: AlertUrl) -> None:
-        """Raises UrlProblem: Apprise is missing, or doesn't know such an address."""
+        """Raises UrlProblem if Apprise is missing or can't read the address."""
         try:
             from apprise import Apprise  # only who sends needs it
         except ImportError as error:

@@ -1,7 +1,7 @@
-"""Users' own messages to people: `notify` in their code, and their way to the run's alarms.
+"""Messages that users' code sends to people by `notify`, and their way to the run's alarms.
 
-A process with users' code keeps them until its next answer takes them to its service, whose heartbeats have those of
-the last minutes.
+A process with users' code keeps messages until its next answer carries them to its service. The service's heartbeats
+have the messages of the last minutes.
 """
 
 import threading
@@ -18,7 +18,7 @@ KEPT_SECONDS = 600.0
 """Seconds for which a message stays an alarm after it was last sent."""
 
 Told = Callable[[Iterable[str]], None]
-"""Takes messages of users' code."""
+"""Function that takes messages of users' code."""
 _lock = threading.Lock()
 _waiting: dict[str, None] = {}
 
@@ -69,7 +69,7 @@ class RecentMessages:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._sent: dict[str, float] = {}
-        """Time at which each was last sent."""
+        """Time at which each message was last sent."""
 
     def add(self, messages: Iterable[str]) -> None:
         """Add messages that were sent now."""
@@ -78,7 +78,7 @@ class RecentMessages:
                 self._sent[text] = self._clock()
 
     def current(self) -> list[str]:
-        """Return the messages that haven't been sent too long ago."""
+        """Return the messages sent in the last KEPT_SECONDS."""
         begin = self._clock() - KEPT_SECONDS
         self._sent = {text: sent for text, sent in self._sent.items() if sent > begin}
         return list(self._sent)

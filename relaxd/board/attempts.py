@@ -43,9 +43,9 @@ def node_of(payload: str, nodes: int) -> int:
 
 
 def memory(nodes: int) -> RedisOperation[RedisMemory | None]:
-    """Return the memory of all data nodes together, as if each were as large and as full as the worst of them.
+    """Return the total memory of all data nodes, as if each were as small as the smallest and as full as the fullest.
 
-    Payloads are spread evenly, so the first that is full is where the run stops. None: there are no data nodes.
+    Payloads are spread evenly, so the first full node stops the run. Returns None without data nodes.
     """
     found = []
     for node in range(nodes):
@@ -100,7 +100,7 @@ class Slice(NamedTuple):
 
 
 class Attempt:
-    """Columns to write."""
+    """A group's encoded columns, to be written under a new name."""
 
     __slots__ = ("_large", "_name", "_nodes", "_prefix", "large_bytes", "nbytes", "pointer", "shared")
 
@@ -238,11 +238,11 @@ def _cut(payload: Payload) -> Iterator[Payload]:
 
 
 SHOWN_BYTES = 16 << 20
-"""Maximum bytes of a step's samples, unless the first alone has more. Redis keeps as many bytes of all steps."""
+"""Maximum bytes of a step's samples, unless the first alone has more; also the maximum of all steps in Redis."""
 
 
 def samples_attempt(prefix: str, step: int, samples: Sequence[Mapping[str, Any]]) -> tuple[int, Attempt]:
-    """Encode samples outside the script. Returns the number that fits into SHOWN_BYTES, and those samples."""
+    """Encode a step's samples. Returns the number that fits into SHOWN_BYTES, and an attempt to write them."""
     columns = {}
     left = SHOWN_BYTES
     for index, sample in enumerate(samples):
@@ -255,7 +255,7 @@ def samples_attempt(prefix: str, step: int, samples: Sequence[Mapping[str, Any]]
 
 
 def sample_places(prefix: str, pointer: str, indices: Sequence[int]) -> list[Place]:
-    """Return where samples of a step are. Raises ValueError: the pointer is damaged."""
+    """Return the places of samples of a step. Raises ValueError if the pointer is damaged."""
     names = [str(index) for index in indices]
     placed = places(prefix, pointer, names)
     return [placed[name] for name in names]

@@ -9,7 +9,7 @@ from relaxd.board import LedgerEntry, LedgerTrimmed
 from relaxd.run_folder import LEDGER
 
 ReadLedger = Callable[[int, int], list[LedgerEntry]]
-"""Function that returns at most a given number of the committed steps after a step, such as `Board.ledger`."""
+"""Function of a step and a maximum number that returns the committed steps after that step, such as `Board.ledger`."""
 PAGE = 16
 """Number of steps to read at once: a plan may have hundreds of kilobytes."""
 STEP = re.compile(rb'\{"step": (\d+),')
@@ -27,9 +27,9 @@ class CommittedSteps:
         """A step, and the byte offset of the next step's line, where reads of later steps start."""
 
     def __call__(self, after_step: int, limit: int) -> list[LedgerEntry]:
-        """Return the steps after one, at most `limit`.
+        """Return at most `limit` steps after `after_step`.
 
-        Raises LedgerTrimmed: the board has trimmed them, and the file lacks them. BoardUnavailable.
+        Raises LedgerTrimmed if the board has trimmed them and the file lacks them, and BoardUnavailable.
         """
         try:
             return self._read(after_step, limit)
@@ -40,13 +40,13 @@ class CommittedSteps:
             return entries
 
     def pages(self, after_step: int) -> Iterator[list[LedgerEntry]]:
-        """Yield all steps after one. Raises the errors of the board's calls."""
+        """Yield all steps after `after_step`, page by page. Raises the errors of the board's calls."""
         while page := self(after_step, PAGE):
             yield page
             after_step = page[-1].step
 
     def _from_file(self, after_step: int, limit: int) -> list[LedgerEntry]:
-        """Return the steps that follow one, as many as the file has."""
+        """Return the steps after `after_step` that the file has, at most `limit`."""
         entries: list[LedgerEntry] = []
         if not self._path.is_file():
             return entries

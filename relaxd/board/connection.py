@@ -1,4 +1,7 @@
-"""Connections to a Redis, blocking and in asyncio: deadlines, cached scripts, retries with back-off, typed errors."""
+"""Connections to a Redis, blocking and in asyncio: deadlines, cached scripts, retries with back-off, typed errors.
+
+After a failover, relaxd/redis_client/lookups.py finds the new primary for the next connection.
+"""
 
 import asyncio
 import time
@@ -47,8 +50,8 @@ class Retries:
     def pause_after(self, error: redis.RedisError) -> float:
         """Return the seconds until the next attempt.
 
-        Raises what the error means: BoardUnavailable once there is no time left, another BoardError if Redis refuses
-        the operation, and an error that says nothing about Redis as it is.
+        Raises BoardUnavailable once no time is left, another BoardError if Redis refuses the operation, and any other
+        error unchanged.
         """
         if not (why := passing(error)):
             if why := misnamed(error):
@@ -125,7 +128,7 @@ class _Connection:
 
     @property
     def _waits(self) -> dict[str, Any]:
-        """The wait of a write for its replicas, short enough that its reply comes before a read gives up."""
+        """Settings of a write's wait for its replicas, which ends before the read of its reply times out."""
         return {"replicas": self._replicas, "seconds": self.timeout_seconds / 2}
 
 

@@ -1,4 +1,4 @@
-"""The sample board of a run: two faces of the same operations."""
+"""The sample board of a run: one class for threads and one for an event loop, with the same operations."""
 
 from relaxd.board.connection import AsynchronousFace, BlockingFace
 from relaxd.board.sides.coordinator_side import CoordinatorSide
@@ -22,5 +22,5 @@ class AsyncBoard(AsynchronousFace, CoordinatorSide, StageSide, TrainerSide):
     """The board for one event loop: its operations are awaited, `close` included.
 
     An operation that is cancelled may have taken effect or not, as after a lost reply. Columns are encoded and decoded
-    in the event loop: whoever moves megabytes does it in a thread, with a Board.
+    in the event loop: to move megabytes, use a Board in a thread.
     """

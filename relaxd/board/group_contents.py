@@ -44,7 +44,7 @@ def facts_of(columns: Mapping[str, Column]) -> dict[str, float]:
 
 
 def facts_json(facts: Mapping[str, JSON]) -> str:
-    """Return the summary as the board stores it; "" for None."""
+    """Return the summary as the board stores it; "" if it is empty."""
     return json.dumps(dict(facts), separators=(",", ":")) if facts else ""
 
 

@@ -40,7 +40,7 @@ def writes(slices: Iterable[Slice], milliseconds: int) -> list[Command]:
 
 
 def keep(places: Iterable[Place]) -> RedisOperation[set[Place]]:
-    """Make payloads on data nodes last. Returns those of which a part is missing.
+    """Make payloads on data nodes permanent. Returns the places of those of which a part is missing.
 
     The committing script does it for payloads on the board's Redis.
     """
@@ -55,10 +55,9 @@ def keep(places: Iterable[Place]) -> RedisOperation[set[Place]]:
 
 
 def read(places: Iterable[Place], *last: Any) -> RedisOperation[tuple[dict[str, bytes | None], Any]]:
-    """Read payloads. Return them with the board's reply to a `last` command.
+    """Read payloads. Returns them by the first key of their place, and the board's reply to a `last` command.
 
-    Each is under the first key of its place; None if a part of it is missing. The last command, if any, comes
-    after all that was read.
+    A payload with a missing part is None. The last command, if any, runs after all reads.
     """
     found: dict[str, bytes | None] = {}
     on_board: list[Place] = []

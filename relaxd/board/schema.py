@@ -22,8 +22,8 @@ class ColumnSpec:
 
     name: str
     writer: str
-    """The stage that writes it; "publish": the coordinator, with the prompt. What "train", the trainer, writes is in
-    its step files only."""
+    """The stage that writes it; "publish": the coordinator, with the prompt. Columns of "train", the trainer, are only
+    in its step files."""
     dtype: str
     """numpy's name of the dtype that the writer uses; "json" for JSON values."""
     shape: str
@@ -38,7 +38,7 @@ class ColumnSpec:
 
     @property
     def kinds(self) -> str:
-        """Kinds of dtype that readers accept, in numpy's letters: of any width, and a mask may be signed."""
+        """numpy's letters of the dtype kinds that readers accept, in any width; an unsigned column may be signed."""
         return {"i": "i", "u": "iu", "f": "f"}[self.dtype[0]]
 
 
@@ -54,19 +54,19 @@ STUDENT_CANDIDATES = "student_candidates"
 RESPONSE_MESSAGES = "response_messages"
 """Column of the messages of conversations, for rewards."""
 ENVIRONMENT_REWARD = "environment_reward"
-"""Column of the sums of the environment's rewards."""
+"""Column of the sum of the environment's rewards of each sample."""
 ENVIRONMENT_INFO = "environment_info"
 """Column of the environment's own numbers."""
 TURNS = "turns"
-"""Column of the numbers of the model's messages."""
+"""Column of the number of the model's messages in each sample."""
 ENVIRONMENT_SECONDS = "environment_seconds"
-"""Column of the time that the environment took."""
+"""Column of the time that the environment took for each sample."""
 OUTSIDE_SECONDS = "outside_generation_seconds"
-"""Column of the conversation time in which no engine generated."""
+"""Column of the time of each conversation in which no engine generated."""
 TOOL_CALLS = "tool_calls"
-"""Column of the numbers of tool calls."""
+"""Column of the number of tool calls in each sample."""
 TOOL_ERRORS = "tool_errors"
-"""Column of the numbers of failed tool calls."""
+"""Column of the number of failed tool calls in each sample."""
 OF_CONVERSATIONS = (
     *(RESPONSE_MESSAGES, ENVIRONMENT_REWARD, ENVIRONMENT_INFO, TURNS, ENVIRONMENT_SECONDS),
     *(OUTSIDE_SECONDS, TOOL_CALLS, TOOL_ERRORS),
@@ -99,23 +99,23 @@ TEACHER_PROMPT_TOKENS = "teacher_prompt_tokens"
 PROMPT_MEDIA = "prompt_media"
 """Column of runs whose prompts may have media."""
 MEDIA_CONTENTS = "media_contents"
-"""Column that goes with `PROMPT_MEDIA`."""
+"""Column of the contents of `PROMPT_MEDIA`."""
 OF_MEDIA = (PROMPT_MEDIA, MEDIA_CONTENTS)
 SEQUENCE_MEDIA = "sequence_media"
 """Column of runs whose conversations may have media."""
 SEQUENCE_CONTENTS = "sequence_contents"
-"""Column that goes with `SEQUENCE_MEDIA`."""
+"""Column of the contents of `SEQUENCE_MEDIA`."""
 OF_SEQUENCE_MEDIA = (SEQUENCE_MEDIA, SEQUENCE_CONTENTS)
 OLD_LOGPROBS = "old_logprobs"
-"""The column that the trainer computes before the first of a step's several updates, if the loss reads it, or before
-the only one, if the advantages do."""
+"""Column that the trainer computes at a step's beginning: for the loss, if the step has several updates, or for
+advantages that need it."""
 VALUES = "values"
-"""The column that a run has where a critic service computes it; otherwise the trainer's critic computes it before a
-step's first update, if the algorithm has one."""
+"""Column of runs with a critic service; otherwise the trainer's critic, if there is one, computes it before a step's
+first update."""
 CRITIC_STATE = "critic_state"
-"""Column that goes with `VALUES` of a critic service."""
+"""Column of a critic service's state when it gave `VALUES`."""
 RETURNS = "returns"
-"""The column to which the critic is fitted."""
+"""Column of the values to which the critic is fitted."""
 ADVANTAGES = "advantages"
 """Column of the tokens' weights in the loss."""
 VERSIONS = "versions"

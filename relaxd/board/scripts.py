@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 
 
 def explain_limit(answer: str) -> tuple[str, str]:
-    """Split a reply, a word and numbers, into the word and a sentence that explains it."""
+    """Split the gate's reply, a word and numbers, into the word and a sentence that explains it."""
     word, *texts = answer.split()
     numbers = [int(float(text)) for text in texts]
     return word, _SENTENCES[word](*numbers)
@@ -90,7 +90,7 @@ COMMENT = re.compile(r"^ *--.*", re.MULTILINE)
 DELETE_UNWANTED = """#!lua flags=allow-oom
 for key in function() return redis.call('LPOP', KEYS[1]) or nil end do redis.call('UNLINK', key) end
 """
-"""Deletes the keys that a list has, and the list."""
+"""Script that deletes the keys in a list, and the list."""
 GROWING = {"publish", "create"}
 """Scripts that a full Redis refuses. It must run all others, because they free memory."""
 LIBRARY, SIDES = "library", ("coordinator", "stage", "trainer")
@@ -101,7 +101,7 @@ SHARED = dict.fromkeys(("publish", "room", "relieve", "memory"), ("admission",))
 
 @cache
 def script_text(name: str) -> str:
-    """Return the source of a script, libraries included and comments left out, each line in its place."""
+    """Return the source of a script with its libraries. Comments become empty lines."""
     flags = "" if name in GROWING else " flags=allow-oom"
     library = _files(LIBRARY)
     files = [*(library[one] for one in ("common", *SHARED.get(name, ()))), _scripts()[name]]
@@ -165,10 +165,10 @@ def script_call(name: str, prefix: str, *arguments: Any) -> Command:
 def run_script(
     name: str, prefix: str, *arguments: Any, before: Iterable[Command] = (), values: Sequence[Any] = ()
 ) -> RedisOperation[Any]:
-    """Run one script, in one round trip with the commands that are to run before it. Returns the script's reply.
+    """Run one script, in one round trip with the commands in `before`. Returns the script's reply.
 
-    `values`, keys and payloads that take turns, are set right after the script, in one transaction with it. Keys that
-    the script lists as `unwanted` are deleted at the transaction's end.
+    `values`, alternating keys and payloads, are set right after the script, in one transaction with it. Keys that the
+    script lists as `unwanted` are deleted at the transaction's end.
     """
     if not values:
         replies = yield Send((*before, script_call(name, prefix, *arguments)), how="write")

@@ -17,8 +17,8 @@ MEDIA_TOKEN_BYTES = {"image": 3200, "video": 6400, "audio": 3200}
 """Maximum bytes of stored media per token, by kind. Image: PNG of 32 x 32 pixels of noise; video: the same for two
 frames; audio: WAV of a thirteenth of a second."""
 EXPECTED_SHARE = 0.25
-"""A step must fit into Redis with answers of this share of rollout.max_new_tokens, and with media in this share of
-data.max_prompt_tokens; few tasks have shorter ones."""
+"""Share of rollout.max_new_tokens (and of data.max_prompt_tokens for media) at which a step must still fit into Redis;
+few tasks have shorter answers."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class SizeProblem:
     setting: str
     message: str
     fatal: bool = True
-    """False: the run works as long as answers stay well below the maximum."""
+    """False if the run works as long as answers stay well below the maximum."""
 
 
 def worst_bytes(config: RunConfig, prompt_tokens: int, *, expert_bytes: int = 0) -> int:

@@ -56,8 +56,8 @@ def _stage(
         name: the stage.
         optional: optional columns that the run has.
         needs: columns that only this run's stage needs.
-        candidates: what the columns of candidates have for each token.
-        before: the run's stages before the trainer, whose columns it takes in.
+        candidates: widths of the columns that have candidates for each token.
+        before: the run's stages before the trainer, whose columns the trainer reads.
     """
     of_run = [c for c in schema.trained_columns(optional) if schema.COLUMNS[c].writer in (PUBLISH, *before)]
     common = tuple(of_run) if name == TRAIN else _NEEDS[name]
@@ -77,7 +77,8 @@ def stages_for(config: RunConfig) -> tuple[Stage, ...]:
     reference service that adopts the policy's weights: the weights with which to score a group are known only once its
     step is known.
 
-    Raises ValueError when the algorithm needs a column that isn't written by then, or its loss one without tokens.
+    Raises ValueError when the algorithm needs a column that isn't written by then, or its loss a column without a value
+    for each token.
     """
     needs = create(config.algorithm).needs
     valued = config.roles.critic.placement == "service"
@@ -160,7 +161,7 @@ def stages_for(config: RunConfig) -> tuple[Stage, ...]:
 
 
 def roles_for(config: RunConfig) -> tuple[str, ...]:
-    """Return the names of the roles that a run needs: those of its stages, and those that these roles call."""
+    """Return the names of the roles that a run needs: the roles of its stages, and the roles that these call."""
     stages = [stage.name for stage in stages_for(config)]
     return tuple(
         role.name

@@ -83,7 +83,7 @@ class Admission:
     room: int
     """Number of groups that may be published."""
     limit: str
-    """The limit of that number: "closed", "weights", "staleness", "complete", "memory" or "full"."""
+    """Name of the limit that determines `room`: "closed", "weights", "staleness", "complete", "memory" or "full"."""
     detail: str
     """The limit as a sentence with its numbers."""
 
@@ -106,7 +106,7 @@ class CriticOrders:
     checkpoint: int | None
     """Step of the trainer's latest checkpoint request; None before the first."""
     kept: int | None
-    """Step of the latest request for a checkpoint to keep for ever; None before the first."""
+    """Step of the latest request for a checkpoint that is never removed; None before the first."""
 
 
 @dataclass(frozen=True)
@@ -154,7 +154,7 @@ class Counts:
 
 @dataclass(frozen=True)
 class QueueDepth:
-    """Number of groups that wait for a stage, and of those that it holds."""
+    """Number of groups that wait for a stage, and of groups that are held in it."""
 
     stage: str
     waiting: int
@@ -182,7 +182,7 @@ class GroupOutcome:
     entry_id: str
     """Id of the entry in the stream of outcomes."""
     record: dict[str, Any]
-    """`group`; of a trained one `step`, of a dropped one `reason`, `stage`, `attempt` and `retried`; its facts
+    """`group`; for a trained group `step`, for a dropped one `reason`, `stage`, `attempt` and `retried`; its facts
     (`NewGroup.facts`, relaxd.board.group_contents); and `trace_id`, if it is traced."""
 
     @property

@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 TAKE_SECONDS = 0.5
-"""Maximum seconds of one read, and so of the delay of a pause or stop."""
+"""Maximum seconds of one read, by which a pause or stop may be delayed."""
 BATCH = 256
 """Maximum groups in one commit."""
 OUTAGE_PAUSE_SECONDS = 0.5
@@ -38,7 +38,7 @@ class Drop:
 
     reason: DropReason
     filtered: bool = False
-    """The algorithm filtered the group; it did not fail."""
+    """True if the algorithm filtered the group, False if it failed."""
     detail: str = ""
     """The error, for people."""
 
@@ -138,8 +138,8 @@ class StageWorker:
         self._set_paused(False)
 
     def look_for_room(self) -> None:
-        """Recheck the allowed number of groups at once because it may have risen; otherwise the next regular check
-        finds out."""
+        """Recheck at once how many groups are allowed, because the number may have risen, instead of at the next
+        regular check."""
         with self._changed:
             self._changed.notify_all()
 
@@ -149,7 +149,7 @@ class StageWorker:
         Returns the number of nacked groups.
         """
         with self._changed:
-            self._draining = self._paused = True  # whoever calls `resume` from now on knows nothing of the drain
+            self._draining = self._paused = True  # a later `resume` doesn't undo the drain
             self._changed.notify_all()
         deadline = time.monotonic() + seconds
         with waiting(f"the groups that stage {self._stage} holds, to drain"), self._changed:

@@ -11,11 +11,11 @@ from relaxd.config.section import Section, own_function
 from relaxd.importing import OWN_NAME
 
 BUNDLED_NAME = re.compile(r"[a-z][a-z0-9_]*")
-"""A name that may be a bundled environment's."""
+"""Form of a bundled environment's name."""
 SERVICE = "grpc://"
 """Prefix of the address of an environment that is a service."""
 ADDRESS = re.compile(rf"{SERVICE}[^\s/@:]+:[1-9][0-9]{{0,4}}")
-"""The address of an environment in another language, such as "grpc://host:50070"."""
+"""Form of the address of an environment service, such as "grpc://host:50070"."""
 
 
 def check_environment(name: str) -> str:
@@ -41,13 +41,13 @@ class AgentConfig(Section):
     (protos/relaxd/v1/environment.proto). Empty, without agent.command and agent.function: each
     prompt gets one answer."""
     command: tuple[str, ...] = ()
-    """Program that leads the conversations in place of an environment, with its arguments: each sample starts it once,
-    and it asks the model over HTTP at OPENAI_BASE_URL."""
+    """Program, with its arguments, that leads the conversations in place of an environment. It is started once for each
+    sample, and asks the model over HTTP at OPENAI_BASE_URL."""
     container: str = ""
-    """Image of the containers in which agent.command runs, one for each sample: they reach nothing but the model. The
-    agent service's machine needs a Docker engine, which has the image. Empty: processes of the service's user."""
+    """Image of the containers in which agent.command runs, one for each sample. A container can reach only the model.
+    The agent service's machine needs a Docker engine that has the image. Empty: processes of the service's user."""
     container_memory_gb: float = Field(default=2.0, gt=0)
-    """Memory of each of these containers."""
+    """Maximum memory of each container, in GB."""
     container_processes: int = Field(default=256, ge=1)
     """Maximum number of processes and threads in each container."""
     function: Annotated[str, own_function("agent.function")] = ""
@@ -57,12 +57,12 @@ class AgentConfig(Section):
     settings: dict[str, Any] = Field(default_factory=dict)
     """Settings of the environment or the function: keyword arguments of its class, or of the function."""
     media: tuple[Literal["image", "video", "audio"], ...] = ()
-    """Kinds of media that messages may have, those of the environment, the program or the function and those of
-    prompts, besides the kinds of data.media_keys (docs/media.md)."""
+    """Kinds of media, besides those of data.media_keys, that prompts and the messages of the environment, program or
+    function may have (docs/media.md)."""
     max_turns: int = Field(default=8, ge=1)
     """Maximum number of the model's messages in a conversation, over all of its histories."""
     turn_tokens: int = Field(default=0, ge=0)
-    """Maximum length of one of these messages, in tokens; a longer one ends its conversation. 0: the rest of
+    """Maximum length of a message of the model, in tokens; a longer message ends its conversation. 0: what is left of
     rollout.max_new_tokens, which limits a whole conversation after its prompt (a program's: each history), observations
     included."""
     players: int = Field(default=1, ge=1, le=64)
@@ -79,20 +79,19 @@ class AgentConfig(Section):
     call_seconds: float = Field(default=30.0, gt=0)
     """Maximum seconds of a call of the environment; for a function conversation_seconds applies."""
     conversation_seconds: float = Field(default=1800.0, gt=0)
-    """Maximum seconds of a conversation, without the time in which no engine is available."""
+    """Maximum seconds of a conversation. Time in which no engine is available doesn't count."""
     on_failure: Literal["drop", "zero", "mask", "retry"] = "drop"
-    """Effect of a failed conversation on its group: its environment raised or took too long, or its program ended with
-    another exit code than 0. drop: the group is dropped. zero: its reward is 0. mask: its reward is 0, and it isn't
-    trained on. retry: it is held again from its beginning up to max_retries times, with growing pauses, then the group
-    is dropped."""
+    """What to do about a conversation whose environment raised or took too long, or whose program ended with an exit
+    code other than 0. drop: drop its group. zero: its reward is 0. mask: its reward is 0, and it isn't trained on.
+    retry: repeat it from its beginning, up to max_retries times with growing pauses, then drop its group."""
     max_retries: int = Field(default=3, ge=1)
     """Maximum repetitions of a failed conversation, with on_failure = "retry"."""
     max_sessions: int = Field(default=256, ge=1)
     """Maximum number of concurrent conversations of an agent replica."""
     memory_bytes: int = Field(default=0, ge=0)
     """Maximum memory of the process that hosts the environment, or the function, for all of its conversations
-    (RLIMIT_DATA: what it allocates, and 8 MiB for each of its threads). One that uses it up is ended with its
-    conversations, which have failed, and started again. 0: no limit."""
+    (RLIMIT_DATA: what it allocates, and 8 MiB for each of its threads). A process that uses it up is restarted, and its
+    conversations fail. 0: no limit."""
     python: str = ""
     """Python interpreter that runs the environment or the function, such as that of a virtual environment. Empty: the
     service's own."""
@@ -104,7 +103,7 @@ class AgentConfig(Section):
 
     @property
     def shown(self) -> str:
-        """The setting that makes the run's samples conversations, for messages."""
+        """The setting that makes the run's samples conversations, with its value, for messages."""
         if self.command:
             return f"agent.command is {json.dumps(self.command)}"
         if self.function:

@@ -18,24 +18,25 @@ RULES = (
 
 
 class AlertsConfig(Section):
-    """Alarms, and notifications of them (docs/alerts.md). Addresses that are notified are secrets and no settings."""
+    """Alarms, and notifications of them (docs/alerts.md). The addresses to notify are secrets, not settings."""
 
     rules: tuple[str, ...] = RULES
     """Rules on metrics, each an alarm while it holds: "METRIC < NUMBER" or "METRIC > NUMBER", also "< 0.5 x highest",
     "> 2 x lowest" and "over N steps", whose median is compared (5 by default)."""
     wait_seconds: float = Field(default=900.0, ge=1)
-    """Seconds after which a wait for one thing, such as Redis or a missing replica, is an alarm."""
+    """Seconds after which a wait, such as for Redis or a missing replica, raises an alarm."""
     min_free_gb: float = Field(default=5.0, ge=0)
     """Free space on the disk of the run's folder below which an alarm is raised, in GB. 0: no alarm."""
     urls_file: str = ""
     """File on the coordinator's machine with the addresses to notify, one Apprise URL in a line. By default those in
     RELAXD_ALERT_URLS of the coordinator's environment."""
     quiet_hours: str = ""
-    """Daily time in which notifications wait, such as "22:00-07:00". The end of the run doesn't wait."""
+    """Daily hours in which notifications wait, such as "22:00-07:00". The end of the run doesn't wait."""
     time_zone: str = ""
     """Time zone of the quiet hours, such as "Europe/Berlin". By default that of the coordinator's machine."""
     repeat_seconds: float = Field(default=3600.0, ge=0)
-    """If an alarm ends and begins again, notify of that, and of its next end, only after this many seconds."""
+    """Minimum seconds between notifications that the same alarm began; if it begins again sooner, neither that nor its
+    end is notified."""
 
     def problems(self) -> Iterator[str]:
         for number, rule in enumerate(self.rules):

@@ -29,7 +29,7 @@ class DrGRPOConfig(ClippedConfig):
     name: Literal["dr_grpo"] = "dr_grpo"
     """Chooses the algorithm."""
     loss_aggregation: Aggregation = "constant_length"
-    """As for the other algorithms; the paper divides by a constant."""
+    """As in the other algorithms; the paper divides by a constant."""
 
     @property
     def min_samples(self) -> int:
@@ -56,7 +56,7 @@ class GSPOConfig(NormalizedConfig, ClippedConfig):
     clip_high: float = Field(default=4e-4, gt=0)
     """A sequence's ratio is clipped above at 1 + clip_high."""
     loss_aggregation: Aggregation = "sample_mean"
-    """As for the other algorithms; the paper takes the mean over samples."""
+    """As in the other algorithms; the paper takes the mean over samples."""
 
 
 class SAPOConfig(NormalizedConfig, RatioConfig):
@@ -69,7 +69,7 @@ class SAPOConfig(NormalizedConfig, RatioConfig):
     tau_negative: float = Field(default=1.05, gt=0)
     """Steepness of the gate for tokens with a negative advantage: they are cut off sooner."""
     loss_aggregation: Aggregation = "sample_mean"
-    """As for the other algorithms; the paper takes the mean over each sample's tokens, then over samples."""
+    """As in the other algorithms; the paper takes the mean over each sample's tokens, then over samples."""
 
 
 class CISPOConfig(NormalizedConfig, RatioConfig):
@@ -78,7 +78,7 @@ class CISPOConfig(NormalizedConfig, RatioConfig):
     name: Literal["cispo"] = "cispo"
     """Chooses the algorithm."""
     clip_low: float = Field(default=1.0, gt=0, le=1)
-    """The weight is clipped below at 1 - clip_low. The paper sets no lower limit, which is 1."""
+    """The weight is clipped below at 1 - clip_low. 1 means no lower limit, as in the paper."""
     clip_high: float = Field(default=4.0, gt=0)
     """The weight is clipped above at 1 + clip_high. ScaleRL (arXiv 2510.13786) finds limits from 4 to 8 equally
     good."""
@@ -96,7 +96,7 @@ class RLOOConfig(PolicyGradientConfig):
 
     @property
     def on_policy_only(self) -> str:
-        """True: without a ratio, only a correction can compensate for older weights."""
+        """Reason, unless a correction compensates for older weights: the loss has no ratio that would."""
         return "" if self.correction != "none" else 'it has no ratio to an old policy; or set correction = "tis"'
 
 
@@ -135,10 +135,9 @@ class OPDConfig(NormalizedConfig, ClippedConfig):
     name: Literal["opd"] = "opd"
     """Chooses the algorithm."""
     reward_coef: float = Field(default=0.0, ge=0)
-    """Weight of the rewards' advantages, which are GRPO's; 0 is distillation alone. Rewards are reported all the
-    same."""
+    """Weight of the rewards' advantages, which are GRPO's. 0: distillation only; rewards are still reported."""
     distill_coef: float = Field(default=1.0, ge=0)
-    """As for the other algorithms."""
+    """As in the other algorithms."""
     drop_zero_variance: bool = False
     """Drop groups whose rewards are all equal. They still have a gradient, which comes from the teacher."""
 
@@ -172,12 +171,12 @@ class PPOConfig(ClippedConfig):
     gamma: float = Field(default=1.0, gt=0, le=1)
     """Discount of later rewards for each trained token in between."""
     gae_lambda: float = Field(default=1.0, ge=0, le=1)
-    """Weight of later temporal differences in an advantage (generalized advantage estimation). 1: the rewards that
-    follow less the critic's value; 0: one difference of values."""
+    """Lambda of generalized advantage estimation: decay of later temporal differences. 1: the sum of the following
+    rewards minus the critic's value; 0: a single temporal difference."""
     whiten_advantages: bool = True
     """Normalise advantages to mean 0 and variance 1 over all trained tokens of the step."""
     value_clip: float = Field(default=0.2, gt=0)
-    """Largest change of a value in a step that lowers the critic's loss."""
+    """Clip range of values: within a step, a larger change of a value doesn't lower the critic's loss any further."""
     drop_zero_variance: bool = False
     """Drop groups whose rewards are all equal. They still have a gradient, because the baseline is the critic's
     value."""
@@ -204,19 +203,19 @@ class OwnConfig(Section):
     on_policy_only: ClassVar[str] = ""
 
     name: str
-    """Place of the class, "package.module:Class". Its module is found in the folder in which the services are started,
-    and on PYTHONPATH."""
+    """The class, as "package.module:Class". Its module must be in the folder in which the services are started, or on
+    PYTHONPATH."""
     settings: dict[str, Any] = Field(default_factory=dict)
     """Settings of the class, which its `Config` declares."""
 
     @property
     def needs_reference(self) -> bool:
-        """Unknown here; `Algorithm.needs` knows. A reference service exists if the configuration places one."""
+        """True, because only `Algorithm.needs` knows. A reference service exists if the configuration places one."""
         return True
 
     @property
     def needs_teacher(self) -> bool:
-        """Unknown here, as needs_reference. A teacher is there if the configuration names its model."""
+        """True, as for needs_reference. A teacher exists if the configuration names its model."""
         return True
 
     @field_validator("name")
@@ -250,7 +249,8 @@ BUILT_IN: dict[str, type[PolicyGradientConfig]] = {
 
 
 def tag_of(section: Any) -> str | None:
-    """Return the tag of the algorithm that a section, or a table of one, chooses: its name, or OWN. None: no table."""
+    """Return the tag of a section's algorithm: its name, or OWN for a user's class. None if `section` is neither a
+    section nor its table."""
     name = section.get("name", "grpo") if isinstance(section, dict) else getattr(section, "name", None)
     return OWN if isinstance(name, str) and ":" in name else name if name is None else str(name)
 

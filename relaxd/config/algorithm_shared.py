@@ -30,32 +30,32 @@ class PolicyGradientConfig(Section):
     """Chooses the algorithm."""
     drop_zero_variance: bool = True
     """Drop groups whose rewards are all equal and publish the next prompt instead (DAPO's dynamic sampling). With
-    mask_truncated this goes for groups whose answers were all cut, too."""
+    mask_truncated, groups whose answers were all cut off are dropped, too."""
     overlong_buffer: int = Field(default=0, ge=0)
     """Overlong shaping (DAPO, arXiv 2503.14476, equation 13): the reward of an answer falls linearly, by up to
     overlong_penalty, over its last overlong_buffer tokens before overlong_limit. 0 turns it off."""
     overlong_limit: int = Field(default=0, ge=0)
-    """Answer length, in tokens, from which the penalty has its full size; usually rollout.max_new_tokens."""
+    """Answer length, in tokens, from which the full penalty applies; usually rollout.max_new_tokens."""
     overlong_penalty: float = Field(default=1.0, gt=0)
     """Largest penalty of overlong shaping."""
     mask_truncated: bool = False
-    """Give answers that a limit cut off, such as rollout.max_new_tokens, no advantage (DAPO's overlong filtering). They
-    count in their group's mean and in the divisors of the loss all the same."""
+    """Give no advantage to answers that a limit such as rollout.max_new_tokens cut off (DAPO's overlong filtering).
+    They still count in their group's mean and in the divisors of the loss."""
     correction: Correction = "none"
     """Weight each token's policy-gradient term by w, its probability under the trainer at the start of the step divided
     by that under the engine. tis: w, truncated (Yao et al. 2025). icepop: w, and 0 outside two limits (arXiv
     2510.18855)."""
     tis_clip_low: float = Field(default=0.0, ge=0)
-    """Smallest w of correction = "tis"."""
+    """Minimum of w with correction = "tis"."""
     tis_clip: float = Field(default=2.0, gt=0)
-    """Largest w of correction = "tis"."""
+    """Maximum of w with correction = "tis"."""
     icepop_low: float = Field(default=0.5, ge=0)
-    """correction = "icepop" leaves out tokens with a smaller w (the paper's alpha)."""
+    """With correction = "icepop": leave out tokens with a smaller w (the paper's alpha)."""
     icepop_high: float = Field(default=5.0, gt=0)
-    """correction = "icepop" leaves out tokens with a larger w (the paper's beta)."""
+    """With correction = "icepop": leave out tokens with a larger w (the paper's beta)."""
     veto_high: float = Field(default=100.0, ge=0)
-    """Leave out tokens whose probability is now more than this many times what the engine said: one of them could have
-    a larger gradient than all other tokens of the step. 0 turns the limit off."""
+    """Leave out tokens whose current probability is more than this many times the engine's: a single one could have a
+    larger gradient than all other tokens of the step. 0 turns the limit off."""
     veto_low: float = Field(default=0.0, ge=0, lt=1)
     """Leave out tokens whose current probability is less than this share of the engine's."""
     veto_sequences: bool = False
@@ -66,10 +66,11 @@ class PolicyGradientConfig(Section):
     kl_coef: float = Field(default=0.0, ge=0)
     """Weight of the KL divergence to the reference (the initial model) in the loss. With 0 no reference is kept."""
     kl_estimator: KLEstimator = "low_var_kl"
-    """Estimator of that divergence (Schulman 2020, "Approximating KL divergence"); low_var_kl is k3, clamped."""
+    """Estimator of the divergence of kl_coef (Schulman 2020, "Approximating KL divergence"); low_var_kl is k3,
+    clamped."""
     kl_unbiased: bool = False
-    """Multiply that estimate by the probability ratio to the old policy, so that its gradient is unbiased, too
-    (DeepSeek-V3.2, arXiv 2512.02556)."""
+    """Multiply the estimate of kl_coef by the probability ratio to the old policy, so that its gradient is unbiased,
+    too (DeepSeek-V3.2, arXiv 2512.02556)."""
     kl_reward_coef: float = Field(default=0.0, ge=0)
     """Subtract this many times the KL divergence to the reference, estimated as the sum of log(student's probability /
     reference's) over an answer's tokens, from its reward. student_logprobs says whose probability is the student's."""
@@ -85,11 +86,11 @@ class PolicyGradientConfig(Section):
     """On-policy distillation in the loss: weight of the KL divergence to the teacher, estimated at the sampled tokens,
     or computed over distill_top_k. Needs roles.teacher.model."""
     distill_estimator: DistillEstimator = "k2"
-    """Estimator of distill_loss_coef at the sampled tokens. The gradient of k2 is that of KL(student || teacher), as
-    with distill_coef; that of k3 is that of KL(teacher || student); low_var_kl is k3, clamped."""
+    """Estimator of distill_loss_coef at the sampled tokens. k2 has the gradient of KL(student || teacher), like
+    distill_coef; k3 has that of KL(teacher || student); low_var_kl is k3, clamped."""
     distill_top_k: int = Field(default=0, ge=0)
-    """Compute the divergence of distill_loss_coef over this many of the likeliest tokens in each place, all others
-    counting as one, instead of estimating it at the sampled token. 0 estimates it."""
+    """Number of likeliest tokens in each place over which the divergence of distill_loss_coef is computed; all other
+    tokens count as one. 0: estimate it at the sampled token instead."""
     distill_candidates: Candidates = "teacher"
     """Model whose likeliest tokens distill_top_k selects: the teacher, the student, or both. The student's come from
     the weights at the beginning of the step with roles.teacher.placement = "trainer", and from the engine that
@@ -102,8 +103,8 @@ class PolicyGradientConfig(Section):
     loss_aggregation: Aggregation = "token_mean"
     """token_mean: mean over all tokens of the step (DAPO). sample_mean: mean over each sample's tokens, then over
     samples (GRPO). group_mean: mean over each group's tokens, then over groups. sample_sum: sum over each sample's
-    tokens, then mean over samples. constant_length: that sum divided by constant_length (Dr. GRPO). The tokens of a
-    sample are those of all its sequences, so that a conversation that was branched counts once."""
+    tokens, then mean over samples. constant_length: that sum divided by constant_length (Dr. GRPO). A sample's tokens
+    are those of all its sequences, so a branched conversation counts once."""
     constant_length: int = Field(default=1024, ge=1)
     """Divisor of loss_aggregation = "constant_length", in tokens."""
 
@@ -114,12 +115,12 @@ class PolicyGradientConfig(Section):
 
     @property
     def needs_teacher(self) -> bool:
-        """True if a teacher has a part in advantages or loss."""
+        """True if advantages or loss use a teacher."""
         return self.distill_coef > 0 or self.distill_loss_coef > 0
 
     @property
     def on_policy_only(self) -> str:
-        """Reason why the algorithm needs samples of the newest weights, with one update a step; empty if it doesn't."""
+        """Reason why the algorithm needs samples of the newest weights and one update per step; empty if it doesn't."""
         return ""
 
     def problems(self) -> Iterator[str]:
@@ -185,7 +186,7 @@ class PolicyGradientConfig(Section):
 
     @property
     def min_samples(self) -> int:
-        """Minimum samples of a group: 2 where a sample is compared with the others."""
+        """Minimum samples of a group: 2 if samples are compared with each other."""
         return 1
 
 
@@ -193,8 +194,8 @@ class RatioConfig(PolicyGradientConfig):
     """Settings of algorithms with a probability ratio to an old policy."""
 
     old_logprobs: Literal["rollout", "current"] = "rollout"
-    """Denominator of the ratio: the engine's log-probs, or the trainer's own at the step's beginning: computed before
-    the first update if a step has several (trainer.mini_batches, epochs), else the ratio is 1."""
+    """Log-probs in the denominator of the ratio. rollout: the engine's. current: the trainer's at the step's beginning,
+    computed before the first of several updates (trainer.mini_batches, epochs); with a single update the ratio is 1."""
     correction: Correction = "none"
     """Weight each token's policy-gradient term by w, its probability under the trainer at the start of the step divided
     by that under the engine. tis: w, truncated (Yao et al. 2025). icepop: w, and 0 outside two limits (arXiv

@@ -1,4 +1,4 @@
-"""Contradictions between settings of different sections: each a sentence that names them, and what to do."""
+"""Contradictions between settings of different sections. Each is a sentence that names them and says what to do."""
 
 from collections.abc import Iterator
 from typing import TYPE_CHECKING

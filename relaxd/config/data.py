@@ -11,7 +11,7 @@ from relaxd.config.section import Section, own_function
 from relaxd.importing import check_known_or_own
 
 HOST = re.compile(r"([a-z0-9_.-]+|\[[0-9a-f:.]+\])(:[0-9]+)?")
-"""A host as URLs have it, perhaps with a port."""
+"""Form of a host in a URL, with or without a port."""
 SAMPLERS = ("uniform", "hard", "learnable")
 """Names of relaxd's bundled samplers."""
 
@@ -21,12 +21,12 @@ class CurriculumConfig(Section):
 
     sampler: str = "uniform"
     """Frequencies of the prompts. uniform: all alike. hard: in proportion to 1 - pass rate (Kimi k1.5, arXiv
-    2501.12599). learnable: in proportion to pass rate x (1 - pass rate) (arXiv 2502.12272). Prompts that were never
-    tried count as much as any. Or a class of your own, "package.module:Class" or "file.py:Class"."""
+    2501.12599). learnable: in proportion to pass rate x (1 - pass rate) (arXiv 2502.12272). Untried prompts get the
+    highest frequency. Or a class of your own, "package.module:Class" or "file.py:Class"."""
     settings: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments of your own sampler class."""
     min_weight: float = Field(default=0.1, gt=0, le=1)
-    """With hard and learnable: how often the least wanted prompt is given, relative to the most wanted."""
+    """With hard and learnable: minimum frequency of a prompt, relative to the highest."""
     min_pass_rate: float = Field(default=0.0, ge=0, le=1)
     """Leave out prompts as too hard if their pass rate is lower after `tries` tries. 0 leaves out none."""
     max_pass_rate: float = Field(default=1.0, ge=0, le=1)
@@ -46,11 +46,11 @@ class CurriculumConfig(Section):
     max_reward: float = 1.0
     """Mean reward of a group that counts as a pass rate of 1; higher means count as 1, too."""
     exhausted: Literal["repeat", "end"] = "repeat"
-    """Once fewer prompts than trainer.groups_per_step aren't left out: repeat gives all prompts again, until enough of
-    them have a pass rate within the limits. end ends the run."""
+    """What to do when fewer prompts than trainer.groups_per_step remain. repeat: give all prompts again, until enough
+    of them have a pass rate within the limits. end: end the run."""
     filter: Annotated[str, own_function("data.curriculum.filter")] = ""
     """Your own filter of groups, "package.module:function" or "file.py:function": gets a list of the group's samples
-    with their rewards, and returns whether to train on it. A group that isn't is dropped and replaced by another."""
+    with their rewards, and returns whether to train on the group. If not, the group is dropped and replaced."""
 
     @property
     def is_own(self) -> bool:
@@ -120,17 +120,18 @@ class DataSource(Section):
     """Visits to each prompt in an epoch. With 0.5 an epoch visits half of the prompts, and the next epoch the other
     half."""
     prompt_key: str = ""
-    """Like data.prompt_key, which it defaults to if empty."""
+    """Overrides data.prompt_key unless empty."""
     answer_key: str = ""
-    """Like data.answer_key, which it defaults to if empty."""
+    """Overrides data.answer_key unless empty."""
     metadata_key: str = ""
-    """Like data.metadata_key, which it defaults to if empty; "*" means all columns except prompt and answer."""
+    """Overrides data.metadata_key unless empty; "*" means all columns except prompt and answer."""
     tools_key: str | None = None
-    """Like data.tools_key, which it defaults to if not set; empty means that its prompts have no tools."""
+    """Overrides data.tools_key if set; empty means that its prompts have no tools."""
     prompt_function: Annotated[str | None, own_function("prompt_function")] = None
-    """Like data.prompt_function, which it defaults to if not set, unless prompt_key is set; empty means none."""
+    """Overrides data.prompt_function if set; empty means none. If only prompt_key is set, data.prompt_function doesn't
+    apply."""
     system_prompt: str | None = None
-    """Like data.system_prompt, which it defaults to if not set; empty means none."""
+    """Overrides data.system_prompt if set; empty means none."""
     max_new_tokens: int = Field(default=0, ge=0)
     """Maximum length of answers to its prompts, at most rollout.max_new_tokens; 0 means rollout.max_new_tokens."""
     top_p: float = Field(default=0.0, ge=0, le=1)
@@ -166,15 +167,15 @@ class DataConfig(Section):
     section: ClassVar[str] = "data"
 
     source: str
-    """addition: generated sums. files: prompts in files; jsonl is another name for it. reasoning_gym: a task of that
+    """addition: generated sums. files: prompts in files; jsonl: another name for files. reasoning_gym: a task of that
     package. Or a class of your own, "package.module:Class" or "file.py:Class" (docs/data.md)."""
     settings: dict[str, Any] = Field(default_factory=dict)
     """Arguments of a source of your own."""
     path: Path | None = None
     """File with prompts (JSON lines, a JSON array, Parquet, Arrow or CSV, by its ending), a folder of such files, a
     folder that the package datasets saved, or a data set of the Hugging Face hub, "owner/name" or
-    "owner/name/config:split". "PATH@[0:100]" is a part of it. Each row has "prompt" (text or a list of chat messages),
-    optionally "answer", and any other columns, which the reward gets as metadata."""
+    "owner/name/config:split". "PATH@[0:100]" selects some of the rows. Each row has "prompt" (text or a list of chat
+    messages), optionally "answer", and any other columns, which the reward gets as metadata."""
     eval_path: Path | None = None
     """Held-out prompts, in the forms of path. Without them there is no evaluation."""
     sources: tuple[DataSource, ...] = ()
@@ -194,33 +195,34 @@ class DataConfig(Section):
     """Column with an object that the reward gets as metadata; "*" or empty means all columns except prompt and
     answer."""
     tools_key: str = ""
-    """Column with tools for the chat template, which rows may lack: a list of objects, or its JSON text. Empty means
-    that there are none."""
+    """Column with tools for the chat template, which rows may lack: a list of objects, or its JSON text. Empty: no
+    tools."""
     tools_file: Path | None = None
-    """verl's file of tools (YAML), whose schemas the chat template of every prompt gets that has none in tools_key. No
-    tool is called while an answer is generated; the reward verl_tools calls them (docs/rewards.md)."""
+    """verl's file of tools (YAML). For prompts without tools in tools_key, the chat template gets the schemas of this
+    file. No tool is called while an answer is generated; the reward verl_tools calls them (docs/rewards.md)."""
     media_keys: dict[str, str] = Field(default_factory=dict)
-    """Columns with the media of prompts by kind, as { image = "images", audio = "sounds" }, which rows may lack: a list
-    of items, or one. Each <image>, <video> or <audio> in a prompt's text stands for the next one (docs/media.md)."""
+    """Columns with the media of prompts, by kind, such as { image = "images", audio = "sounds" }, which rows may lack:
+    a list of items, or a single one. Each <image>, <video> or <audio> in a prompt's text stands for the next one
+    (docs/media.md)."""
     original_key: str = ""
-    """Column with a prompt's whole picture, which prompts without media may lack: an item, or a list whose first one
-    counts, such as "images". Tools such as zoom and rewards get it as metadata.original (docs/media.md). Empty means
+    """Column with a prompt's whole picture, such as "images", which prompts without media may lack: an item, or a list
+    whose first item counts. Tools such as zoom and rewards get it as metadata.original (docs/media.md). Empty means
     none."""
     media_hosts: tuple[str, ...] = ()
-    """Hosts from which items at http(s) addresses are fetched, such as ["images.example.org", "store:9000"], redirects
-    included: names as URLs have them, with the port unless it is the scheme's own. Empty: addresses are refused."""
+    """Hosts from which items at http(s) addresses may be fetched, also after redirects, such as ["images.example.org",
+    "store:9000"]. Add the port unless it is the scheme's default. Empty: addresses are refused."""
     media_wait_seconds: float = Field(default=600.0, ge=0)
-    """Time for which a run that has begun waits for hosts of media_hosts that don't answer, before it ends."""
+    """Seconds that a started run waits for a host of media_hosts that doesn't answer, before it ends."""
     min_image_tokens: int = Field(default=0, ge=0)
     """Enlarge images to at least about this many tokens; 0 means the model's minimum."""
     max_image_tokens: int = Field(default=0, ge=0)
     """Shrink images to at most this many tokens; 0 means the model's maximum."""
     video_fps: float = Field(default=0.0, ge=0, le=60)
-    """Frames per second to take from a video; 0 means the model's rate. A video given as a list of frames has them at
-    this rate."""
+    """Frames per second to take from a video; 0 means the model's rate. A video given as a list of frames is assumed to
+    have this rate."""
     video_sound: bool = False
-    """Play a video's own sound with it, if its file has one: its tokens stand between those of the frames, by time. For
-    a model that sees video and hears (docs/media.md)."""
+    """Also give the model a video's own sound, if its file has one: its tokens stand between those of the frames, by
+    time. For models that take video and sound (docs/media.md)."""
     max_video_frames: int = Field(default=0, ge=0)
     """Take at most this many frames from a video, evenly spread over it; 0 means the model's maximum."""
     max_video_tokens: int = Field(default=0, ge=0, le=40_000)
@@ -231,8 +233,8 @@ class DataConfig(Section):
     """Your own function "package.module:function" or "file.py:function", which gets a row as a dict and returns the
     prompt: text, or a list of chat messages. prompt_key isn't read then."""
     continue_final_message: bool = True
-    """Have the model continue the last message of a prompt that ends in one of the assistant, such as "<think>". false
-    refuses such prompts."""
+    """For prompts that end in a message of the assistant, such as "<think>": true has the model continue the message,
+    false refuses the prompt."""
     system_prompt: str = ""
     """Text of a system message for prompts without one."""
     digits: int = Field(default=2, ge=1, le=6)
@@ -245,8 +247,8 @@ class DataConfig(Section):
     """Treatment of longer prompts: error refuses to start and names the prompt; skip leaves them out and counts
     them."""
     deduplicate: bool = False
-    """Leave out prompts that occur twice, and those of evaluation sets. Case and white space don't
-    count. Prompts of a source with more than 20,000 are compared when their turn comes (docs/data.md)."""
+    """Leave out repeated prompts and prompts of evaluation sets, regardless of case and white space. In a source with
+    more than 20,000 prompts, each is compared when its turn comes (docs/data.md)."""
     shuffle: bool = True
     """Shuffle prompts in each epoch, seeded by run.seed."""
     curriculum: CurriculumConfig = CurriculumConfig()

@@ -14,7 +14,7 @@ from relaxd.config.section import Section, own_function
 from relaxd.run_folder import HELD_OUT
 
 MAX_SAMPLES = 1024
-"""Maximum number of answers to a prompt in an evaluation, which are scored together."""
+"""Maximum number of answers to a prompt in an evaluation. They are scored together."""
 
 
 class EvalSet(Section):
@@ -35,19 +35,20 @@ class EvalSet(Section):
     """Instead of path: a benchmark whose prompts come in a Python package: "humaneval" or "ifbench"
     (docs/evaluation.md)."""
     prompts: int = Field(default=0, ge=0)
-    """Number of prompts: the first ones. 0 means all of a file or benchmark, 100 of a task."""
+    """Number of prompts, from the first on. 0 means all of a file or benchmark, 100 of a task."""
     prompt_key: str = ""
-    """Like data.prompt_key, which it defaults to if empty."""
+    """Overrides data.prompt_key unless empty."""
     answer_key: str = ""
-    """Like data.answer_key, which it defaults to if empty."""
+    """Overrides data.answer_key unless empty."""
     metadata_key: str = ""
-    """Like data.metadata_key, which it defaults to if empty; "*" means all columns except prompt and answer."""
+    """Overrides data.metadata_key unless empty; "*" means all columns except prompt and answer."""
     tools_key: str | None = None
-    """Like data.tools_key, which it defaults to if not set; empty means that its prompts have no tools."""
+    """Overrides data.tools_key if set; empty means that its prompts have no tools."""
     prompt_function: Annotated[str | None, own_function("prompt_function")] = None
-    """Like data.prompt_function, which it defaults to if not set, unless prompt_key is set; empty means none."""
+    """Overrides data.prompt_function if set; empty means none. If only prompt_key is set, data.prompt_function doesn't
+    apply."""
     system_prompt: str | None = None
-    """Like data.system_prompt, which it defaults to if not set; empty means none."""
+    """Overrides data.system_prompt if set; empty means none."""
     samples_per_prompt: int = Field(default=1, ge=1, le=MAX_SAMPLES)
     """Answers to each prompt (n)."""
     k: tuple[int, ...] = ()
@@ -68,8 +69,8 @@ class EvalSet(Section):
     min_new_tokens: int | None = Field(default=None, ge=0)
     """Minimum length of an answer, in tokens. Defaults to rollout.min_new_tokens."""
     reward: str = ""
-    """Name of its reward, as reward.name. Empty means the run's reward, with its settings; with task reasoning_gym,
-    with benchmark the benchmark's."""
+    """Name of its reward, as reward.name. Empty: the run's reward with its settings; for a task, the reward
+    reasoning_gym; for a benchmark, the benchmark's own reward."""
     reward_settings: dict[str, Any] = Field(default_factory=dict)
     """Settings of its reward, as reward.settings."""
     reward_key: str = ""
@@ -79,10 +80,10 @@ class EvalSet(Section):
     reward_address_token: TokenVariable = ""
     """With reward_address: like reward.address_token."""
     environment: Annotated[str, AfterValidator(check_environment)] = ""
-    """Environment of the set's conversations, like agent.environment, which it defaults to if empty."""
+    """Environment of the set's conversations, in the form of agent.environment; empty: the run's."""
     environment_settings: dict[str, Any] | None = None
-    """Settings of its environment, as agent.settings. Not set, they are those if the environment is the run's, and none
-    if it is another."""
+    """Settings of its environment, as agent.settings. Defaults to agent.settings if the environment is the run's, else
+    to none."""
     right_from: float = 1.0
     """Minimum reward of an answer that counts as right for pass@k and maj@k."""
 
@@ -137,7 +138,7 @@ class EvalSet(Section):
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """The k of pass@k and maj@k, in order."""
+        """Values of k for pass@k and maj@k, ascending."""
         n = self.samples_per_prompt
         return tuple(sorted(set(self.k))) or tuple(2**power for power in range(n.bit_length()) if 2**power <= n)
 
@@ -148,7 +149,7 @@ class EvalConfig(Section):
     section: ClassVar[str] = "eval"
 
     prompts: int = Field(default=0, ge=0)
-    """Number of held-out prompts of the data source to answer greedily: the set held_out. 0 turns it off."""
+    """Number of held-out prompts of the data source that are answered greedily, as the set held_out. 0: none."""
     sets: tuple[EvalSet, ...] = ()
     """Named sets of prompts, each in a table [[eval.sets]] with a name, its prompts (path or task), and
     perhaps samples_per_prompt, sampling parameters and a reward."""
@@ -157,19 +158,19 @@ class EvalConfig(Section):
     after: bool = True
     """Evaluate after the last step."""
     interval: int = Field(default=0, ge=0)
-    """Also evaluate every this many steps, during training, with the weights that the engines have and receive
-    meanwhile; 0 turns it off."""
+    """Steps between evaluations during training, which use the engines' current weights, even if these change
+    meanwhile; 0 turns them off."""
     max_new_tokens: int = Field(default=0, ge=0)
     """Maximum length of an answer, in tokens; 0 means rollout.max_new_tokens."""
     engine_share: float = Field(default=1.0, gt=0, le=1)
-    """Share of each engine's rollout.max_running_samples that an evaluation during training may take; of conversations,
+    """Maximum share of each engine's rollout.max_running_samples for an evaluation during training; for conversations,
     of each agent replica's agent.max_sessions."""
     kept_prompts: int = Field(default=200, ge=0)
-    """Number of prompts of each set whose prompt and answer texts are kept; of all others only rewards and lengths
-    are."""
+    """Number of prompts of each set whose texts and answers are kept; of other prompts, only rewards and lengths are
+    kept."""
     stall_seconds: float = Field(default=300.0, gt=0)
-    """Move a prompt to another engine if its engine generates nothing for this long; abandon the evaluation if there is
-    no engine for as long. A whole answer may take any time."""
+    """Seconds without a new token after which a prompt moves to another engine, and without any engine after which the
+    evaluation is abandoned. A whole answer may take any time."""
 
     def problems(self) -> Iterator[str]:
         if self.interval and not self.prompts and not self.sets:

@@ -24,14 +24,14 @@ MAX_CHARACTERS = 1 << 18
 """Maximum characters of a configuration. Prompts, rewards and long templates belong in separate files."""
 MAX_SETTINGS = 10_000
 MAX_NAME = 200
-"""Characters of a key."""
+"""Maximum characters of a key."""
 MAX_DEPTH = 32
 """Maximum nesting of tables and lists; relaxd's own settings have five levels."""
 _DEEP_KEY = re.compile(r"""(?<![\w"'-])(?:(?:[\w-]+|"[^"\n]{0,99}"|'[^'\n]{0,99}')[ \t]*\.[ \t]*){33}""")
 _LONG_NUMBER = re.compile(r"(?<!\w)(0x)?[0-9a-fA-F_]{3500,}")
 MAX_PROBLEMS = 50
 MAX_SHOWN = 100
-"""Maximum number of characters to read of a wrong line or name."""
+"""Maximum characters of a wrong line or name that an error shows or compares."""
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ def load_file(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
     """`load` the file at `path`. Raises `ConfigError`, also when the file can't be read."""
     try:
         with path.open(encoding="utf-8") as file:
-            text = file.read(MAX_CHARACTERS + 1)  # no more than it takes to refuse it
+            text = file.read(MAX_CHARACTERS + 1)  # enough to see that it is too long
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or str(error)
         raise ConfigError([Problem("", f"cannot read the configuration: {reason}", str(path))]) from error
@@ -95,9 +95,9 @@ def load_file(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
 
 
 def load_recorded(text: str, run_id: str) -> RunConfig:
-    """Read the configuration that a run's record has as JSON. Settings that it lacks have their defaults.
+    """Read a run's recorded configuration, which is JSON. Missing settings get their defaults.
 
-    Raises ConfigError: it was written by a version of relaxd with other settings.
+    Raises ConfigError if a version of relaxd with other settings wrote it.
     """
     try:
         return RunConfig.model_validate_json(text)
@@ -124,12 +124,12 @@ def explain(error: ValidationError, section: Place = ()) -> list[Problem]:
 
 
 # --- TOML within limits --------------------------------------------------------------------------------------------
-# tomllib and pydantic take minutes for a million keys, and Python refuses deep nesting and long numbers with errors of
-# its own: any file gets an answer soon, which says what is wrong.
+# Without limits, tomllib and pydantic take minutes for a million keys, and Python's errors for deep nesting and long
+# numbers don't say what is wrong.
 
 
 class LimitError(ValueError):
-    """TOML beyond the limits of a configuration, even if it is valid. Has the line, or 0."""
+    """TOML that exceeds a configuration's limits, even if it is valid. `line` is 0 if unknown."""
 
     def __init__(self, message: str, line: int = 0) -> None:
         super().__init__(message)
@@ -254,7 +254,7 @@ def _override_value(place: Place, text: str) -> Any:
 
 
 def _set(data: dict[str, Any], place: Place, value: Any, option: str) -> None:
-    """Set the value at a path, in which a number is the index of a table in a list: ("eval", "sets", "0", "k")."""
+    """Set the value at a path. A number in the path is an index in a list of tables: ("eval", "sets", "0", "k")."""
     table: Any = data
     for depth, part in enumerate(place[:-1], start=1):
         if isinstance(table, dict):
@@ -290,7 +290,8 @@ def _shown(error: ValidationError, sources: Mapping[Place, str]) -> list[Problem
 
 
 def _problems(details: ErrorDetails, sources: Mapping[Place, str]) -> list[Problem]:
-    """Convert an error: one problem, or one for each setting of an unknown section that another framework has."""
+    """Convert an error to problems: one or, for an unknown section with settings of other frameworks, one per
+    setting."""
     place, algorithm = tuple(str(part) for part in details["loc"]), ""
     if place[:1] == ("algorithm",) and place[1:2] and place[1] in (*BUILT_IN, OWN):
         # pydantic names the chosen algorithm in between.
@@ -315,7 +316,7 @@ def _unknown(place: Place, what: str, source: str, algorithm: str = "") -> Probl
 
 
 def _source(place: Place, sources: Mapping[Place, str]) -> str:
-    """Return the origin of a setting or section: its own, else that of a setting in it, else that of its section."""
+    """Return the origin of a setting or section; if unknown, of a setting within it, else of its section."""
     if place in sources:
         return sources[place]
     if within := next((source for known, source in sources.items() if known[: len(place)] == place), ""):
@@ -324,7 +325,7 @@ def _source(place: Place, sources: Mapping[Place, str]) -> str:
 
 
 def _source_of_rule(message: str, place: Place, sources: Mapping[Place, str]) -> str:
-    """Return the origin of the first setting that a message about several names, or else that of their section."""
+    """Return the origin of the first setting that a message names; if it names none, of the section at `place`."""
     # A list's entry, such as tracking.trackers.0, has the line of its list.
     named = (tuple(re.sub(r"\.\d+$", "", name).split(".")) for name in re.findall(r"\b[a-z_]+(?:\.\w+)+", message))
     return next((sources[one] for one in named if one in sources), _source(place, sources))
@@ -355,7 +356,7 @@ def _problem(place: Place, details: ErrorDetails, sources: Mapping[Place, str], 
 def _not_allowed(value: Any, choices: Sequence[str], other: str = "") -> str:
     written = str(value).lower()[:MAX_SHOWN]
     close = difflib.get_close_matches(written, choices, n=3, cutoff=0.5)
-    # Of names that are equally close, the one with the same letters: "gpro" is grpo rather than gspo.
+    # Among equally close names, prefer the same letters: "gpro" is grpo rather than gspo.
     close.sort(key=lambda name: sorted(name) != sorted(written))
     hint = f"; did you mean {close[0]!r}?" if close else ""
     return f"= {_show(value)} is not allowed: one of {', '.join(map(repr, choices))}{other}{hint}"

@@ -47,11 +47,11 @@ class BoardConfig(Section):
     max_group_bytes: int = Field(default=256 << 20, ge=1 << 10, le=16 << 30)
     """Maximum bytes in Redis of a prompt, or of one stage's columns of a group. A larger one fails."""
     large_column_bytes: int = Field(default=LARGE_COLUMN_BYTES, ge=1, le=1 << 20)
-    """Write a column of at least this many bytes before the script that commits it: no script handles its bytes, and
-    it is on a data node, if there are any."""
+    """Minimum bytes of a large column. It is written before the script that commits it, so that no script handles its
+    bytes, and stored on a data node, if there are any."""
     data_urls: tuple[str, ...] = Field(default=(), max_length=64)
-    """Redis servers for large columns, such as ["redis://data-1:6379/0", "redis://data-2:6379/0"]; empty: they are on
-    the board's Redis, or node of a cluster. User, password and certificates are those of the board's Redis."""
+    """Redis servers for large columns, such as ["redis://data-1:6379/0", "redis://data-2:6379/0"]; empty: large columns
+    are on the board's Redis. User, password and certificates are those of the board's Redis."""
 
     @field_validator("data_urls")
     @classmethod
@@ -76,7 +76,7 @@ class HealthConfig(Section):
     """
 
     stuck_seconds: float = Field(default=300.0, gt=0)
-    """A replica that holds groups but makes no progress for this long is stuck. Its own deadlines are added
+    """Seconds without progress after which a replica that holds groups is stuck. Its own deadlines are added
     (reward.timeout_seconds and roles.judge.timeout_seconds, trainer.collective_timeout_seconds,
     weights.timeout_seconds)."""
     start_seconds: float = Field(default=900.0, gt=0)
@@ -84,21 +84,22 @@ class HealthConfig(Section):
     failed_seconds: float = Field(default=60.0, gt=0)
     """Seconds that a failed replica has to recover by itself before it is restarted."""
     max_sync_failures: int = Field(default=4, ge=1)
-    """Consecutive failed weight synchronisations before an engine is restarted."""
+    """Number of consecutive failed weight synchronisations after which an engine is restarted."""
     restart_timeout_seconds: float = Field(default=30.0, gt=0)
-    """Time for a replica to register again after its death or restart. Then its launcher restarts it, with twice the
-    time, and so on up to role_timeout_seconds."""
+    """Seconds for a replica to register again after its death or restart. Then its launcher restarts it. The time
+    doubles with each restart, up to role_timeout_seconds."""
     max_restarts: int = Field(default=3, ge=1)
     """Maximum restarts of a replica within restart_window_seconds, and maximum consecutive attempts to restart it."""
     restart_window_seconds: float = Field(default=600.0, gt=0)
-    """Window of max_restarts, in seconds. A replica that exceeded max_restarts is restarted once more after it."""
+    """Window of max_restarts, in seconds. A replica that exceeded max_restarts is restarted once more after the
+    window."""
     first_backoff_seconds: float = Field(default=1.0, ge=0)
-    """Pause before a replica's second restart within the window, and between two rebuilds of a role; doubles each
-    time."""
+    """Pause, in seconds, before a replica's second restart within the window, and between two rebuilds of a role. It
+    doubles each time."""
     role_timeout_seconds: float = Field(default=300.0, gt=0)
     """Seconds without replicas after which a role is rebuilt, as it is if all its replicas exceeded max_restarts."""
     max_rebuilds: int = Field(default=2, ge=0)
-    """Rebuilds of a role without a committed step in between, before the run fails."""
+    """Maximum rebuilds of a role without a committed step in between; one more fails the run."""
 
 
 FEWEST_PORTS = 2
@@ -117,8 +118,8 @@ class WeightsConfig(Section):
     where many hosts have slow links (docs/weights.md). nccl: between GPUs. cuda_ipc: between trainer and engines that
     share GPUs (run.colocate)."""
     interval: int = Field(default=1, ge=1)
-    """Send new weights to the engines after every `interval` steps, and after the last one. An engine that joins gets
-    the newest ones, and all others with it. At most board.max_staleness + 1, or steps would lack groups that are fresh
+    """Send new weights to the engines after every `interval` steps, and after the last one. When an engine joins, it
+    and all others get the newest weights. At most board.max_staleness + 1, or steps would lack groups that are fresh
     enough."""
     ports: str = ""
     """Ports on which the trainer's ranks and the weight group meet, such as "29500-29599"; empty: any free ones. gloo
@@ -131,8 +132,8 @@ class WeightsConfig(Section):
     """Deadline for connecting a weight group."""
     verify: Literal["first", "always", "never"] = "first"
     """Compare a checksum of every tensor between trainer and engine: at an engine's first synchronisation with a
-    trainer, always or never. An engine whose values differ does not serve and is synchronised again. With always each
-    sample has receipts, and groups that were written with weights that were never sent are dropped (docs/weights.md).
+    trainer, always or never. An engine whose values differ does not serve and is synchronised again. With always,
+    samples have receipts, and groups written by weights that were never sent are dropped (docs/weights.md).
     """
     pause: Literal["in_place", "retract", "abort", "drain"] = "in_place"
     """Running requests during a synchronisation: in_place keeps them and their key-value cache, retract keeps their
@@ -178,8 +179,8 @@ class RehearsalConfig(Section):
     """Speeds and lengths that `relaxd rehearse` assumes (docs/rehearse.md). Other runs ignore them."""
 
     median_tokens: int = Field(default=0, ge=0)
-    """Median length of an answer, in tokens; in conversations of a message of the model. Lengths are log-normal, cut
-    off at rollout.max_new_tokens; 0 means an eighth of that, in conversations divided by turns."""
+    """Median length, in tokens, of an answer or, in conversations, of a message of the model. Lengths are log-normal,
+    cut off at rollout.max_new_tokens. 0 means an eighth of that limit, in conversations divided by turns."""
     spread: float = Field(default=1.0, ge=0)
     """Standard deviation of the logarithm of lengths, turns and tool_seconds: with 1.0, one answer in six is longer
     than 2.7 medians."""
@@ -188,7 +189,7 @@ class RehearsalConfig(Section):
     tool_seconds: float = Field(default=1.0, ge=0)
     """Median seconds in which the environment, or a program's tool, answers a message."""
     observation_tokens: int = Field(default=200, ge=1)
-    """Tokens of such an answer, about; in a run whose conversations may have media, of an image, a video or a sound."""
+    """Approximate tokens of such an answer; if conversations may have media, of an image, a video or a sound."""
     tokens_per_second: float = Field(default=3000.0, gt=0)
     """Tokens per second that one rollout replica generates when it has many samples in progress."""
     sample_tokens_per_second: float = Field(default=60.0, gt=0)
@@ -197,23 +198,23 @@ class RehearsalConfig(Section):
     """Tokens per second that the whole trainer trains, forward and backward. Forward passes alone are three times as
     fast."""
     update_seconds: float = Field(default=1.0, ge=0)
-    """Seconds of an optimizer update."""
+    """Seconds that an optimizer update takes."""
     sync_seconds: float = Field(default=2.0, ge=0)
-    """Seconds in which the weights reach all engines."""
+    """Seconds until the weights have reached all engines."""
     tensors: int = Field(default=400, ge=1)
     """Number of tensors of the model, whose list every engine gets when a weight group forms."""
     moe_layers: int = Field(default=0, ge=0)
-    """Layers with experts, for rollout.return_routed_experts and trainer.routing_replay."""
+    """Number of layers with experts, for rollout.return_routed_experts and trainer.routing_replay."""
     experts_per_token: int = Field(default=0, ge=0)
-    """Experts that a token is sent to in each of these layers."""
+    """Number of experts that a token is sent to in each of these layers."""
     reward_seconds: float = Field(default=0.0, ge=0)
-    """Seconds for the reward of a sample."""
+    """Seconds that the reward of a sample takes."""
     success: float = Field(default=0.5, ge=0, le=1)
-    """Share of samples with reward 1; the others get 0."""
+    """Share of samples with reward 1; all others get 0."""
     redis_bytes: int = Field(default=64 << 30, ge=1 << 20)
     """Memory of the Redis that the run will have (its maxmemory)."""
 
     @property
     def experts(self) -> tuple[int, int]:
-        """Layers, and experts of each token in a layer; (0, 0) for a model without."""
+        """Number of layers with experts, and of a token's experts in each; (0, 0) for a model without experts."""
         return self.moe_layers, self.experts_per_token

@@ -1,4 +1,4 @@
-"""Names of settings in TRL, verl, prime-rl and Relax (or slime, from which it took its flags), and their equivalents.
+"""Settings of TRL, verl, prime-rl and Relax (whose flags come from slime), and their equivalents in relaxd.
 
 docs/coming-from.md is written from this table, and errors for unknown settings look names up in it
 (`relaxd.config.suggestions`).
@@ -215,14 +215,14 @@ agent.function: Relax --custom-generate-function-path; a function that asks the 
 agent.max_turns: verl @rollout.multi_turn.max_assistant_turns
 none: TRL peft_config | verl @model.lora_rank | prime-rl trainer.model.lora; there is no LoRA
 """
-"""A row for each setting, in the order of relaxd's sections; "none" stands for names without an equivalent. Its parts:
-the names in each framework, and the difference, or the setting to use instead. TRL's are arguments of GRPOConfig or
+"""Rows "SETTING: names in each framework; note", in the order of relaxd's sections. "none" stands for names without an
+equivalent. The note is the difference, or the setting to use instead. TRL's names are arguments of GRPOConfig or
 GRPOTrainer, verl's keys of ppo_trainer.yaml (@ stands for "actor_rollout_ref."), prime-rl's keys of rl.toml, Relax's
 also flags of slime and Megatron."""
 
 
 class Equivalent(NamedTuple):
-    """One setting of relaxd, or none, and its names elsewhere."""
+    """A setting of relaxd with its names in other frameworks, or names without a setting here."""
 
     setting: str
     """Dotted name; empty if relaxd has no such setting."""
@@ -242,4 +242,4 @@ def _equivalent(row: str) -> Equivalent:
 
 
 EQUIVALENTS = tuple(map(_equivalent, re.split(r"\n(?=\S)", _TABLE.strip())))
-"""Every setting that several frameworks have."""
+"""The table's rows, parsed."""

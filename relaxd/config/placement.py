@@ -1,4 +1,4 @@
-"""[placement] and [autoscale]: replicas and GPUs of each role, and how many rollout replicas there are by need."""
+"""[placement] and [autoscale]: replicas and GPUs of each role, and automatic scaling of rollout replicas."""
 
 import difflib
 from collections.abc import Iterator
@@ -51,13 +51,13 @@ class AutoscaleConfig(Section):
     max_replicas: PositiveInt = 8
     """Maximum number of rollout replicas."""
     out_seconds: float = Field(default=30.0, ge=1, le=3600)
-    """Seconds for which a reason to add replicas must have lasted."""
+    """Seconds that a reason must last before replicas are added."""
     in_seconds: float = Field(default=120.0, ge=1, le=3600)
-    """Seconds for which a reason to remove a replica must have lasted."""
+    """Seconds that a reason must last before a replica is removed."""
     out_cooldown_seconds: float = Field(default=60.0, ge=0)
-    """Seconds after an addition of replicas in which none are added."""
+    """Seconds after adding replicas during which no more are added."""
     in_cooldown_seconds: float = Field(default=300.0, ge=0)
-    """Seconds after an addition or removal of replicas in which none are removed."""
+    """Seconds after adding or removing replicas during which none are removed."""
 
     def problems(self) -> Iterator[str]:
         if self.min_replicas > self.max_replicas:

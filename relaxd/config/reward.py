@@ -12,7 +12,8 @@ from relaxd.config.section import Section
 
 
 def check_address(address: str, *, token_setting: str) -> str:
-    """Check the address of a reward service; "" is none. Raises ValueError, which names the setting for credentials."""
+    """Return a reward service's address unchanged; "" is none. Raises ValueError, naming `token_setting` for
+    credentials."""
     if not address:
         return address
     is_url = "://" in address
@@ -31,7 +32,7 @@ def check_address(address: str, *, token_setting: str) -> str:
 
 
 def check_variable(name: str) -> str:
-    """Check the name of an environment variable that rewards get. Raises ValueError."""
+    """Return the name of an environment variable that rewards get, unchanged. Raises ValueError."""
     if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
         raise ValueError(f"{name!r} is not the name of an environment variable")
     if name.startswith("RELAXD_"):
@@ -73,7 +74,7 @@ class RewardTerm(Section):
     key: str = ""
     """Key of the reward in mappings, like reward.key."""
     only_if: str = ""
-    """Label of another term, without whose value above 0 this term doesn't count."""
+    """Label of another term: this term counts only if the other term's value is above 0."""
     minimum: float | None = None
     """Minimum value; lower values are raised to it."""
     maximum: float | None = None
@@ -100,14 +101,14 @@ class RewardConfig(Section):
 
     name: str = ""
     """Name of a bundled reward (docs/rewards.md lists them), "package.module:function" or "file.py:function": a
-    function of a sample or of a group, a class, or verl's compute_score. Its module or file is found in the folder in
-    which the services are started, and on PYTHONPATH. `relaxd reward test` tries it."""
+    function of a sample or of a group, a class, or verl's compute_score. Its module or file must be in the folder in
+    which the services are started, or on PYTHONPATH. `relaxd reward test` tries it."""
     address: Annotated[str, AfterValidator(partial(check_address, token_setting="reward.address_token"))] = ""
     """Instead of a name: a service of your own, in any language. "host:port" speaks relaxd.v1.RemoteReward
     (protos/relaxd/v1/remote_reward.proto); "http://..." is posted JSON (docs/rewards.md)."""
     address_token: TokenVariable = ""
-    """With reward.address: environment variable of the reward service, whose value each call has as a bearer token
-    (header authorization). The address itself appears in logs and has no secrets."""
+    """With reward.address: environment variable of the reward service, whose value each call sends as a bearer token
+    (header authorization). The address itself appears in logs, so it must have no secrets."""
     settings: dict[str, Any] = Field(default_factory=dict)
     """The reward's own settings: arguments of a class, keyword arguments of each call of a function, settings_json of a
     service at reward.address."""
@@ -118,14 +119,15 @@ class RewardConfig(Section):
     """Instead of a name: rewards whose weighted sum is the reward, each in a table [[reward.terms]] with name or
     address, address_token, weight, settings, key, label, only_if, minimum and maximum."""
     choose_by: str = ""
-    """Key of a prompt's metadata whose value names its reward, such as "rm_type" or "data_source", whose names in verl
-    are known. Prompts without it get the reward of name or terms."""
+    """Key of a prompt's metadata whose value names its reward, such as "rm_type" or "data_source"; verl's names of data
+    sources are known. Prompts without it get the reward of name or terms."""
     choices: dict[str, RewardChoice] = Field(default_factory=dict)
     """With choose_by: rewards by the value of that key, each a name, or a table with name, settings and key. Other
     values must be names of bundled rewards."""
     on_failure: Literal["drop", "zero", "retry"] = "drop"
-    """A sample that can't be scored: drop drops its group. zero gives it the reward 0, and every sample the part
-    `failed`. retry scores it again up to max_retries times, with growing pauses, then drops the group."""
+    """What to do about a sample that can't be scored. drop: drop its group. zero: give it the reward 0, and every
+    sample the part `failed`. retry: score it again up to max_retries times, with growing pauses, then drop its
+    group."""
     max_retries: int = Field(default=3, ge=1)
     """Maximum repetitions of a failed call, with on_failure = "retry"."""
     timeout_seconds: float = Field(default=10.0, gt=0)
@@ -138,8 +140,8 @@ class RewardConfig(Section):
     outage_seconds: float = Field(default=600.0, ge=0)
     """With an address: seconds that samples wait for an unreachable service before they fail."""
     cache_samples: int = Field(default=0, ge=0, le=10_000_000)
-    """Scores that a reward replica remembers, by everything that the reward gets; about 1 KiB each. Only for a reward
-    that gives the same sample the same score. 0: none."""
+    """Maximum number of scores that a reward replica caches, by everything that the reward gets; about 1 KiB each. Only
+    for a reward that gives the same sample the same score. 0: none."""
     media: bool = False
     """Let rewards open the images of prompts and of conversations, and videos and sounds of prompts
     (`sample.images()`, `sample.videos()`, `sample.sounds()`, docs/rewards.md). Each replica then reads all of them. A
@@ -148,9 +150,9 @@ class RewardConfig(Section):
     """Environment variables of the reward service to pass to rewards, such as ["OPENAI_API_KEY"], besides those that
     every program needs (PATH, PYTHONPATH, HOME, LANG ...)."""
     sandbox: Literal["auto", "off", "required"] = "auto"
-    """auto: rewards may do what the next three settings say, as far as the kernel can enforce it (docs/rewards.md); the
-    log says what it can't. required: the run doesn't start where network, files, memory or processes can't be limited.
-    off: rewards do what the service's user may do."""
+    """auto: the next three settings restrict rewards, as far as the kernel can enforce it (docs/rewards.md); the log
+    says what it can't. required: the run doesn't start where network, files, memory or processes can't be limited. off:
+    rewards do what the service's user may do."""
     network: bool = False
     """Allow rewards to use the network. A judge and an address don't need it, because the service calls them."""
     writable: tuple[str, ...] = ()

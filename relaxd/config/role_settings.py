@@ -54,8 +54,8 @@ class FrozenModelConfig(ReplicaSizes):
     placement: Literal["trainer", "service"] = "service"
     """trainer: in the trainer's ranks, beside the trained model. service: in separate replicas."""
     refresh_every: int = Field(default=0, ge=0)
-    """Take over the trained model's weights each time this many steps are done, which the ledger records; 0: never.
-    Needs the initial model to begin with. A teacher needs placement = "trainer", too."""
+    """Steps between takeovers of the trained model's weights, which the ledger records; 0: never. The model must be the
+    initial model. A teacher also needs placement = "trainer"."""
 
     def problems(self) -> Iterator[str]:
         yield from super().problems()
@@ -97,10 +97,11 @@ class TeacherConfig(FrozenModelConfig):
 
     model: str = ""
     """A Hugging Face folder, the name of a fetched model, or a hub name: a model of any supported architecture and
-    size, with the vocabulary of the trained model. With models it judges the prompts of all other sources."""
+    size, with the vocabulary of the trained model. With models: the teacher of all sources that they don't list."""
     models: tuple[TeacherModel, ...] = ()
-    """Several teachers, each in a table [[roles.teacher.models]] with model and sources, all in each replica, or in the
-    trainer's ranks. A prompt whose source none of them lists has the teacher model; if that is empty, it is refused."""
+    """Several teachers, each in a table [[roles.teacher.models]] with model and sources. Every replica, or the
+    trainer's ranks, holds all of them. Prompts of sources that none lists get the teacher `model`; if it is empty, they
+    are refused."""
     privileged_key: str = ""
     """Part of a prompt that only the teacher sees: "answer", or a column of the metadata such as "solution". The
     teacher may then be the trained model itself. Empty: it sees what the student sees."""
@@ -108,8 +109,8 @@ class TeacherConfig(FrozenModelConfig):
         "{prompt}\n\nA reference solution, which you must neither quote nor mention:\n{privileged}\n\n"
         "Now solve the problem in your own words."
     )
-    """Text in place of the prompt's last message that isn't the assistant's, with privileged_key: the student's
-    for {prompt}, and what only the teacher sees for {privileged}."""
+    """With privileged_key: text that replaces the prompt's last message that isn't the assistant's. {prompt} stands for
+    the student's text, {privileged} for the part that only the teacher sees."""
     max_prompt_tokens: int = Field(default=0, ge=0)
     """Maximum length of the teacher's prompts, with privileged_key; 0 means data.max_prompt_tokens."""
     placement: Literal["trainer", "service"] = "service"
@@ -119,10 +120,10 @@ class TeacherConfig(FrozenModelConfig):
     """The processes that hold the model. megatron: ranks like the trainer's. sglang: an SGLang engine with the
     trainer's dtype on tensor_parallel GPUs, which prefills each answer; it holds one model."""
     max_tokens_in_flight: int = Field(default=131_072, ge=1)
-    """Maximum number of tokens in an engine at a time, prompts included; a longer answer goes alone (sglang)."""
+    """Maximum number of tokens in an engine at a time, prompts included; a longer answer is sent alone (sglang)."""
     gpu_share: float = Field(default=1.0, gt=0, le=1)
-    """Share of its GPUs' memory that the teacher's engine uses; 1 means whole GPUs. Below 1, rollout engines and a
-    judge may use the same GPUs, and every rollout engine of the run leaves this share free. Must be 1 with run.colocate
+    """Share of its GPUs' memory that a teacher replica uses; 1 means whole GPUs. Below 1, rollout engines and a judge
+    may use the same GPUs, and every rollout engine of the run leaves this share free. Must be 1 with run.colocate
     (sglang)."""
     memory_fraction: float = Field(default=0.0, ge=0, lt=1)
     """Share of GPU memory, or of gpu_share, for weights and key-value cache; 0 lets SGLang decide (sglang)."""
@@ -136,15 +137,15 @@ class TeacherConfig(FrozenModelConfig):
 
     @property
     def shares_gpus(self) -> bool:
-        """True if its engines may be on rollout engines' GPUs."""
+        """True if the teacher may be on rollout engines' GPUs."""
         return self.gpu_share < 1
 
     def model_of(self, source: object) -> str:
-        """Return the model that teaches the prompts of a source (None: no source); "" if there is none."""
+        """Return the model that teaches the prompts of a source (None: prompts without source); "" if no model does."""
         return next((one.model for one in self.models if source in one.sources), self.model)
 
     def without(self, source: object, what: str) -> str:
-        """Return the error for something of a source without a teacher."""
+        """Return the error for `what`, such as a prompt's place, whose source has no teacher."""
         listed = ", ".join(name for one in self.models for name in one.sources)
         of = "no source (metadata.data_source)" if source is None else f'the source "{source}"'
         return (
@@ -210,12 +211,12 @@ class CriticConfig(ReplicaSizes):
     critic replica, which writes the column values and trains on each step once it is committed (docs/critic.md).
     Sizes and threads are the replica's."""
     max_value_staleness: int = Field(default=1, ge=0)
-    """Maximum number of steps that the critic hasn't trained on, of those before the step that uses its values; groups
-    with older values are valued again. 0: values are those of the critic after the step before. With placement =
-    "service"."""
+    """With placement = "service": maximum staleness of values, which is the number of steps before the step that uses
+    them that the critic had not yet trained on. Groups with older values are valued again. 0: the critic must have
+    trained on all earlier steps."""
     model: str = ""
-    """Folder or name of the model from which it starts, which must have the architecture of model.path; empty: that
-    model. Its value head starts with zeros."""
+    """Folder or name of the model that the critic starts from, with the architecture of model.path; empty: model.path.
+    The value head starts with zeros."""
     optimizer: CriticOptimizerConfig = CriticOptimizerConfig()
     """The optimizer of the critic."""
 
@@ -228,7 +229,7 @@ class CriticConfig(ReplicaSizes):
 
 
 class JudgeConfig(Section):
-    """The judge: a frozen model that answers questions of rewards about samples (docs/judge.md)."""
+    """The judge: a frozen model that answers rewards' questions about samples (docs/judge.md)."""
 
     section: ClassVar[str] = "roles.judge"
 
@@ -252,14 +253,14 @@ class JudgeConfig(Section):
     top_k: int = Field(default=0, ge=0)
     """Sample from the k likeliest tokens; 0 turns it off."""
     timeout_seconds: float = Field(default=300.0, gt=0)
-    """Seconds after which a question without a reply fails its sample. The time doesn't count in
+    """Seconds after which a question without a reply fails its sample. This time doesn't count towards
     reward.timeout_seconds."""
     outage_seconds: float = Field(default=600.0, ge=0)
-    """Time for which questions wait for a judge that can't be reached. Then their samples fail."""
+    """Seconds that questions wait for an unreachable judge before their samples fail."""
     max_in_flight: int = Field(default=64, ge=1)
     """Maximum open questions of a reward replica."""
     questions_per_second: float = Field(default=0.0, ge=0)
-    """Maximum rate at which a reward replica starts questions, at even intervals; 0.5: 30 a minute, 0: no limit."""
+    """Maximum questions that a reward replica starts per second, at even intervals; 0.5: 30 a minute, 0: no limit."""
     engine: JudgeEngineName = "transformers"
     """Inference engine of a replica. transformers: on CPUs. sglang: on GPUs."""
     dtype: Literal["float32", "bfloat16"] = "float32"
@@ -271,9 +272,9 @@ class JudgeConfig(Section):
     tensor_parallel: int = Field(default=1, ge=1)
     """GPUs of a replica, which share each layer's matrices (sglang)."""
     gpu_share: float = Field(default=1.0, gt=0, le=1)
-    """Share of the memory of each of its GPUs that a replica has; 1: the whole GPUs. Below 1 a rollout engine may be
-    on the same GPU: every engine of the run leaves this share free. With run.colocate the judge then sleeps whenever
-    the engines do."""
+    """Share of its GPUs' memory that a judge replica uses; 1 means whole GPUs. Below 1, rollout engines and a teacher
+    may use the same GPUs, and every rollout engine of the run leaves this share free. With run.colocate the judge then
+    sleeps whenever the engines do."""
     memory_fraction: float = Field(default=0.0, ge=0, lt=1)
     """Share of GPU memory, or of gpu_share, for weights and key-value cache; 0 lets SGLang decide (sglang)."""
     sglang: dict[str, Any] = Field(default_factory=dict)
@@ -332,7 +333,7 @@ class JudgeConfig(Section):
 
 
 ENGINE_SETTINGS = ("engine", "dtype", "max_running_samples", "threads", "tensor_parallel", "memory_fraction", "sglang")
-"""Settings of a judge's engine, which [rollout] has under the same names."""
+"""Settings of a judge's engine. [rollout] has settings of the same names."""
 
 
 class RolesConfig(Section):
@@ -345,7 +346,7 @@ class RolesConfig(Section):
     critic: CriticConfig = CriticConfig()
     """The critic."""
     judge: JudgeConfig = JudgeConfig()
-    """The judge that answers questions of rewards."""
+    """The judge that answers rewards' questions."""
 
     @property
     def engine_gpu_share(self) -> float:

@@ -15,13 +15,13 @@ class PartialConfig(Section):
     enabled: bool = False
     """Keep unfinished answers on the board, and let another engine continue them. Otherwise they start again."""
     save_seconds: float = Field(default=30.0, gt=0)
-    """Seconds between two saves of unfinished answers, for replicas that die without notice. A drained or removed one
-    always saves."""
+    """Seconds between two saves of unfinished answers, for replicas that die without notice. A drained or removed
+    replica always saves."""
     save_tokens: int = Field(default=1024, ge=1)
-    """Minimum unsaved tokens of one of a group's answers before the group's answers are saved."""
+    """Save a group's answers once one of them has at least this many unsaved tokens."""
     max_staleness: int | None = Field(default=None, ge=0)
-    """Generate a group again if a token that would be trained is more versions than this older than the engine's
-    weights; by default board.max_staleness."""
+    """Maximum versions by which a kept token to be trained may be older than the engine's weights; otherwise its group
+    is generated again. Defaults to board.max_staleness."""
     mask_off_policy: bool = False
     """Don't train on kept tokens whose weights are older than those of the engine that continues the answer."""
 
@@ -60,8 +60,8 @@ class RolloutConfig(Section):
     tensor_parallel: int = Field(default=1, ge=1)
     """Number of GPUs that share each layer's matrices (sglang; for sglang_external, as the servers were started)."""
     memory_fraction: float = Field(default=0.0, ge=0, lt=1)
-    """Share of GPU memory for weights and key-value cache, or of what the gpu_share of judge and teacher leave of it; 0
-    lets SGLang decide (sglang)."""
+    """Share of GPU memory for weights and key-value cache, or of the memory that the gpu_share of judge and teacher
+    leaves; 0 lets SGLang decide (sglang)."""
     return_routed_experts: bool = False
     """Store each token's experts in the column routed_experts (sglang, mixture-of-experts models)."""
     partial: PartialConfig = PartialConfig()

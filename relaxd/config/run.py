@@ -25,7 +25,7 @@ from relaxd.engines import ENGINES, list_engines
 from relaxd.run_folder import HELD_OUT
 
 MICRO_BATCH_TOKENS = 4096
-"""Minimum tokens of the trainer's micro-batches, unless they are set."""
+"""Minimum of the derived trainer.micro_batch_tokens."""
 
 
 class StopEarlyConfig(Section):
@@ -146,7 +146,7 @@ class RunConfig(Section):
         return Path(run_folder) if self.telemetry.traces == "file" else None
 
     def frozen_roles(self, placement: Literal["trainer", "service"] | None = None) -> list[str]:
-        """Return the roles of the frozen models that the run has, in this place or in any."""
+        """Return the roles of the run's frozen models with this placement; None: with any."""
         has = {
             "reference": self.algorithm.needs_reference,
             "teacher": self.algorithm.needs_teacher and bool(self.roles.teacher.settings),
@@ -164,12 +164,12 @@ class RunConfig(Section):
 
     @property
     def has_privileged_teacher(self) -> bool:
-        """Return True if the run has a teacher that sees more of the prompt than the student."""
+        """True if the run has a teacher that sees more of the prompt than the student."""
         return "teacher" in self.frozen_roles() and bool(self.roles.teacher.privileged_key)
 
     @property
     def student_candidates_problem(self) -> str:
-        """Reason why the teacher can't score the student's likeliest tokens, or ""; the run has a teacher."""
+        """Reason why the run's teacher can't score the student's likeliest tokens; "" if it can."""
         teacher = self.roles.teacher
         if teacher.placement == "trainer":
             if not teacher.privileged_key:
@@ -199,9 +199,9 @@ class RunConfig(Section):
 
     @property
     def teacher_engine(self) -> RolloutConfig:
-        """The settings of the teacher's engine, where it isn't in ranks, under the names of [rollout].
+        """Settings of a teacher's engine that isn't in ranks, under the names of [rollout].
 
-        It never decodes, so it has no CUDA graphs, whose capture is most of a start.
+        The engine never decodes, so it needs no CUDA graphs, whose capture takes most of a start.
         """
         teacher = self.roles.teacher
         return RolloutConfig(
@@ -236,7 +236,7 @@ class RunConfig(Section):
 
     @property
     def media_setting(self) -> str:
-        """Name of the setting because of which the run has media."""
+        """Name of the setting that gives the run media."""
         return "data.media_keys" if self.data.media_keys else "agent.media"
 
     @property
@@ -250,7 +250,7 @@ class RunConfig(Section):
         return None
 
     def engine_problem(self, kind: str, model_type: str | None = None) -> str:
-        """Return why the rollout engine can't have media of a kind, with a type of model or with any."""
+        """Return why the rollout engine can't take a kind of media. `model_type`: the model's type; None: any model."""
         able = list_engines("rollout", lambda one: one.takes(kind, model_type))
         of_model = "" if model_type is None else f" with a model of type {model_type!r}"
         what = f'= "{self.rollout.engine}", which takes no {kind}{of_model} ({self.media_setting})'

@@ -16,15 +16,15 @@ CONTINUING = ("= ", "+ ", "is ", "has ", "can't be ", "on ")
 class Section(BaseModel):
     """A section of the configuration: immutable, with documented fields; unknown keys are errors."""
 
-    # Without use_attribute_docstrings, which costs every process 0.2 s at its start: `settings` reads them.
+    # use_attribute_docstrings is off, because it costs every process 0.2 s at its start: `settings` reads docstrings.
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     section: ClassVar[str]
     """Dotted name of the section, for messages."""
 
     def problems(self) -> Iterator[str]:
-        """Yield the contradictions between settings, each a sentence that names them. The first one refuses the
-        section. A section that inherits rules yields `super().problems()`, too."""
+        """Yield the contradictions between settings, each a sentence that names them. The first one invalidates the
+        section. A section that inherits rules also yields `super().problems()`."""
         return iter(())
 
     @model_validator(mode="after")
@@ -45,7 +45,7 @@ class Section(BaseModel):
             yield f"{self.section}.{name} is {json.dumps(getattr(self, name), default=str)}, but {reason}"
 
     def of_other_engines(self, engine: str) -> Iterator[str]:
-        """Yield a problem if a setting was set that only other engines than the section's have."""
+        """Yield a problem if a setting was changed that the section's engine lacks, but another engine has."""
         place = self.section
         others = dict.fromkeys(name for other in engines_of(place) for name in ENGINES[other].settings[place])
         if changed := self.changed(name for name in others if name not in ENGINES[engine].settings[place]):
@@ -57,12 +57,12 @@ class Section(BaseModel):
 
 
 def own_function(setting: str) -> AfterValidator:
-    """Return the check of a setting that may name a user's own function."""
+    """Return a validator for a setting that may name a user's own function."""
     return AfterValidator(lambda name: name and check_own(setting, name, "function"))
 
 
 def with_setting(setting: str, message: str) -> str:
-    """Return a message about a setting, behind its name: "run.steps = 0: ..." or "data.path: can't read ..."."""
+    """Prefix a message with its setting's name: "run.steps = 0: ..." or "data.path: can't read ..."."""
     if not setting:
         return message
     return f"{setting}{' ' if message.startswith(CONTINUING) else ': '}{message}"

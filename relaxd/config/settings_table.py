@@ -28,7 +28,7 @@ class Setting:
     """One setting."""
 
     place: Place
-    """Dotted path of the setting."""
+    """Path of the setting."""
     kind: str
     """Allowed values, such as "integer ≥ 1"."""
     required: bool
@@ -56,7 +56,7 @@ def settings(algorithm: str = "") -> Mapping[Place, Setting]:
     found = {
         place: _setting(place, field, meaning) for place, field, meaning in _walk(algorithm) if not _choices(field)
     }
-    # Each section allows its own name only.
+    # The section of each algorithm allows only its own name.
     names = [*(f'"{name}"' for name in BUILT_IN), '"package.module:Class"']
     default = RunConfig.model_fields["algorithm"].default.name
     name = ("algorithm", "name")
@@ -106,7 +106,7 @@ def _walk_section(section: type[BaseModel], place: Place, algorithm: str) -> Ite
 
 
 def _docstring(section: type[BaseModel], key: str) -> str:
-    """Return the docstring below a field, which the section or one of its bases declares; "" if there is none."""
+    """Return the docstring below a field of the section or of one of its bases; "" if it has none."""
     found = (_docstrings(one.__module__).get((one.__name__, key)) for one in section.__mro__ if one is not object)
     return next((docstring for docstring in found if docstring), "")
 
@@ -125,7 +125,7 @@ def _docstrings(module: str) -> Mapping[tuple[str, str], str]:
 
 
 def _choices(field: FieldInfo) -> Mapping[str, type[BaseModel]]:
-    """Return the models of a section by their tags: one, tagged "", unless the section is a choice."""
+    """Return a section's models by tag: a single one under "", unless the section is a choice of models."""
     kind = field.annotation
     if isinstance(kind, type) and issubclass(kind, BaseModel):
         return {"": kind}

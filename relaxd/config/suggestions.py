@@ -7,7 +7,7 @@ from relaxd.config.other_frameworks import EQUIVALENTS, Equivalent
 from relaxd.config.settings_table import Place, sections, settings
 
 ALMOST_EQUAL = 0.85
-"""Similarity from which a wrong name counts as a slip, not as a name of another framework."""
+"""Minimum similarity, from 0 to 1, at which a wrong name counts as a typo, not as another framework's name."""
 
 SYNONYMS = {"every": "interval", "interval": "every"}
 """Synonyms that different sections use for the number of steps between two events."""
@@ -25,13 +25,13 @@ REFUSED = {
     ("data", "frequency_penalty"): _PENALTY,
     ("data", "temperature"): "all sources have rollout.temperature, at which the trainer computes log-probs",
 }
-"""Reasons why there are no such settings, by their first section and name."""
+"""Reasons why relaxd lacks a setting, by its first section and its name."""
 
 
 def suggest(place: Place, algorithm: str = "") -> str:
-    """Say what an unknown setting may be: its equivalent here, the nearest name, or the names that there are.
+    """Suggest what an unknown setting means: its equivalent here, the nearest name, or all names of its section.
 
-    `algorithm` is the tag of the run's algorithm (`relaxd.config.algorithm.tag_of`): others have other settings.
+    `algorithm` is the tag of the run's algorithm (`relaxd.config.algorithm.tag_of`): each algorithm has other settings.
     """
     if refused := REFUSED.get((place[0], place[-1])):
         return refused
@@ -50,7 +50,8 @@ def elsewhere(place: Place) -> str:
 
 
 def is_elsewhere(place: Place) -> bool:
-    """Return True if another framework has this setting, and no section here is spelled almost like its first one."""
+    """Return True if another framework has this setting, and no section here is spelled almost like its first
+    section."""
     near = difflib.get_close_matches(place[0], [section[0] for section in sections()], n=1, cutoff=ALMOST_EQUAL)
     return not near and find(place) is not None
 
@@ -91,7 +92,7 @@ def _parts(name: str) -> Place:
 
 
 def _is_ours(place: Place) -> bool:
-    """Return True for a misspelt name in a known section, and for a setting of another section."""
+    """Return True for a misspelt name of this section, and for a name that another section has."""
     slip = difflib.get_close_matches(place[-1], _siblings(place), n=1, cutoff=ALMOST_EQUAL)
     return bool(slip) or (place[:-1] in sections() and bool(homes(place[-1])))
 

@@ -81,21 +81,21 @@ class CheckpointConfig(Section):
     """Steps between checkpoints. One more is saved when the run ends or is stopped, and at Ctrl-C and `relaxd down`. 0
     saves them only on request. A restarted trainer loads the newest one and repeats the steps after it."""
     replay_seconds: float = Field(default=1800.0, ge=0)
-    """Also save one once the steps after the last one have taken this much work, waits not included, which a restart
-    would repeat. 0: only `every` counts."""
+    """Also save a checkpoint once the steps since the last one took this many seconds of work, which a restart would
+    repeat; waits don't count. 0: off."""
     replay_bytes: int = Field(default=100_000_000_000, ge=0)
-    """Also save one once the files of the steps after the last one take this much of the disk. They are kept as long
-    as `keep` checkpoints need them, so (`keep` + 1) times as much is needed. 0: only `every` counts."""
+    """Also save a checkpoint once the step files since the last one take this many bytes. The step files of `keep`
+    checkpoints are kept, so the disk needs (`keep` + 1) times as much. 0: off."""
     keep: int = Field(default=2, ge=1)
     """Number of newest checkpoints to keep. With two or more, a run survives a damaged one. Those that `relaxd
     checkpoint` took are never removed."""
     max_bytes: int = Field(default=0, ge=0)
-    """Maximum size of all checkpoints on disk, including an unfinished one: the oldest ones are removed earlier
-    than `keep` says, except those that `relaxd checkpoint` took and the newest. At least two checkpoints. Those
-    of a critic service may take as much besides. 0: no limit."""
+    """Maximum size of all checkpoints on disk, including an unfinished one: the oldest ones are removed earlier than
+    `keep` says, except those that `relaxd checkpoint` took and the newest. At least two checkpoints. The checkpoints of
+    a critic service may take as much again. 0: no limit."""
     moments: bool = True
-    """Save AdamW's moments, two thirds of a checkpoint. Without them a restart begins with none after the newest
-    checkpoint, so the steps after it, which are repeated, don't give the same bits (docs/reliability.md)."""
+    """Save AdamW's moments, two thirds of a checkpoint. Without them a restart from the newest checkpoint begins with
+    zero moments, so the repeated steps don't give the same bits (docs/reliability.md)."""
     keep_best: str = ""
     """Also keep the checkpoint with the best result of evaluations: "eval.SET.METRIC", such as "eval.held_out.reward"
     or "eval.math500.pass_at_1"; with "-" before it the lowest value is the best. Each evaluation during training then
@@ -104,17 +104,17 @@ class CheckpointConfig(Section):
     """until_checkpoint: remove a step's file once `keep` checkpoints after it are on disk. always: keep all, so that
     `relaxd replay` can repeat any step."""
     export_every: int = Field(default=0, ge=0)
-    """Also export the model as a Hugging Face folder each time this many steps are done, to models/step-N in the run's
-    folder. The next step waits meanwhile. They are never removed. 0: only when the run ends."""
+    """Steps between exports of the model as a Hugging Face folder, models/step-N in the run's folder. The next step
+    waits meanwhile. Exports are never removed. 0: export only when the run ends."""
     timeout_seconds: float = Field(default=1800.0, gt=0)
     """Seconds after which an unfinished checkpoint is abandoned; training continues."""
 
 
 class ProfileConfig(Section):
-    """Recording of steps with torch's profiler (docs/profiling.md). `Profile` does it by a call, during a run."""
+    """Recording of steps with torch's profiler (docs/profiling.md). The call `Profile` records steps during a run."""
 
     steps: tuple[Annotated[int, Field(ge=1)], ...] = ()
-    """Steps to record, each in a file in the folder profiles of the run's, which opens in Perfetto."""
+    """Steps to record, each in a file for Perfetto in the run's folder profiles/."""
     ranks: tuple[Annotated[int, Field(ge=0)], ...] = (0,)
     """Ranks of the trainer to record."""
     stacks: bool = False
@@ -159,24 +159,25 @@ class TrainerConfig(Section):
     version of the weights with any number of updates."""
     epochs: int = Field(default=1, ge=1)
     """Number of times that a step trains on each of its mini-batches. With several updates a step, set
-    algorithm.old_logprobs = "current", so that ratios are those to the weights at the step's beginning."""
+    algorithm.old_logprobs = "current", so that ratios are relative to the weights at the step's beginning."""
     micro_batch_tokens: int = Field(default=0, ge=0)
     """Maximum tokens of a packed micro-batch. A prompt that its samples share counts once, as long as all samples with
-    their prompts have at most twice as many tokens. 0: as many as one sample may have, data.max_prompt_tokens +
+    their prompts have at most twice as many tokens. 0: enough for the longest sample, data.max_prompt_tokens +
     rollout.max_new_tokens, and at least 4,096."""
     reset_moments_every: int = Field(default=0, ge=0)
     """Reset the policy's AdamW after every this many steps: zero moments, and bias correction as in a first update. The
     learning-rate schedule continues. 0: never."""
     reset_moments_after: tuple[Annotated[int, Field(ge=1)], ...] = ()
-    """Steps after which to do so as well. `relaxd resume RUN --from-step N --reset-moments` adds one."""
+    """Further steps after which to reset AdamW in the same way. `relaxd resume RUN --from-step N --reset-moments` adds
+    one."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Element type of weights and activations. With bfloat16, the optimizer keeps float32 main weights."""
     fp32_lm_head: bool = False
     """With dtype = "bfloat16": compute logits in float32 from the model's last hidden states, instead of rounding them
-    to bfloat16, so that log-probs are closer to those of an engine that does the same (docs/mismatch.md). Log-probs of
-    references and teachers, too."""
+    to bfloat16, so that log-probs are closer to those of an engine that does the same (docs/mismatch.md). This also
+    applies to log-probs of references and teachers."""
     ranks: int = Field(default=1, ge=1)
-    """Processes of the Megatron world, on all hosts together."""
+    """Number of the trainer's processes (Megatron's world size), on all hosts together."""
     hosts: int = Field(default=1, ge=1)
     """Number of hosts, which divide the ranks evenly: the trainer's own, and one for each replica of the role `ranks`
     (docs/deploy.md). Tensor-parallel ranks stay within a host."""
@@ -206,8 +207,8 @@ class TrainerConfig(Section):
     """Number of layers to recompute, from the first of each pipeline stage; 0 means all."""
     activation_offload_bytes: int = Field(default=0, ge=0)
     """Bytes of pinned host memory to which each rank offloads the activations that `recompute` doesn't discard; 0:
-    none. They are copied while the layers compute; those that don't fit stay on the GPU. It pays for long rows, whose
-    layers take longer than the copies: recompute = "full" then fits more tokens, "selective" saves work."""
+    none. They are copied while the layers compute; those that don't fit stay on the GPU. It pays off for long rows,
+    whose layers take longer than the copies: recompute = "full" then fits more tokens, "selective" saves work."""
     offload: bool = True
     """With run.colocate: move weights and optimizer state to the host's memory while the engines generate. false: keep
     them on the GPU, if they fit beside the engine (`relaxd fit`), so that turns take less time. Gradients are freed in
@@ -230,7 +231,7 @@ class TrainerConfig(Section):
     freeze: tuple[NamePattern, ...] = ("vision", "audio", "projection")
     """Tensors that are not trained: regular expressions, found anywhere in Hugging Face's names, or names of parts.
     vision: the vision tower without its projection. audio: the tower for sound without its projection. projection: the
-    towers' last layers, which map to the language model. language: the rest. A model of text has only the last one
+    towers' last layers, which map to the language model. language: the rest. A text model has only `language`
     (docs/media.md)."""
     train_only: tuple[NamePattern, ...] = ()
     """The only tensors that are trained, given like `freeze`, which then has no effect and must not be set."""
@@ -251,7 +252,7 @@ class TrainerConfig(Section):
     collective_timeout_seconds: float = Field(default=120.0, gt=0)
     """Deadline of each collective in training. It does not cover reading and writing files."""
     disk_stall_seconds: float = Field(default=300.0, gt=0)
-    """Seconds without progress after which a rank fails the trainer, while ranks wait for each other's file I/O."""
+    """Seconds without progress, while ranks wait for each other's file I/O, after which a rank fails the trainer."""
     max_skipped_updates: int = Field(default=8, ge=0)
     """Maximum consecutive updates to skip because loss or gradient is not finite. One more fails the trainer; the error
     lists the groups of these steps. 0 fails at the first one."""
@@ -331,7 +332,7 @@ class TrainerConfig(Section):
         return found == bool(self.train_only)
 
     def trains_towers(self, *, hears: bool) -> bool:
-        """Return True if a tower, or only its projection, is trained, of a model for sound or one for images only."""
+        """Return True if a tower or its projection is trained. `hears`: the model takes sound, too."""
         if not hears:
             return any(map(self.trains, ("model.visual.blocks.0.attn.qkv.weight", "model.visual.merger.norm.weight")))
         names = ("visual.blocks.0.attn.qkv", "visual.merger.ln_q", "audio_tower.layers.0.fc1", "audio_tower.proj1")

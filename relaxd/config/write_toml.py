@@ -17,7 +17,7 @@ Lines = Callable[[Setting, Any], list[str]]
 DERIVED: Mapping[Place, Callable[[RunConfig], int]] = {
     ("trainer", "micro_batch_tokens"): lambda config: config.micro_batch_tokens
 }
-"""Settings that are derived while they are 0, and the setting or rule that they follow."""
+"""Settings for which 0 means a derived value, and functions that return this value."""
 
 
 def dump(config: RunConfig) -> str:
@@ -26,7 +26,7 @@ def dump(config: RunConfig) -> str:
 
 
 def dump_explained(config: RunConfig) -> str:
-    """Like `dump`, with the meaning of each section and setting as a comment; one that is not set is a comment, too."""
+    """Like `dump`, with the meaning of each section and setting as a comment. Unset settings become comments, too."""
 
     def lines(setting: Setting, value: Any) -> list[str]:
         meaning = ["", *_comment(setting.meaning)]
@@ -86,7 +86,7 @@ def _comment(text: str) -> list[str]:
 
 
 def toml(value: Any) -> str:
-    """Write a value as TOML, without entries of a table that are None."""
+    """Write a value as TOML, leaving out table entries that are None."""
     if isinstance(value, Mapping):
         entries = [f"{_key(key)} = {toml(item)}" for key, item in value.items() if item is not None]
         return f"{{ {', '.join(entries)} }}" if entries else "{}"
@@ -95,7 +95,7 @@ def toml(value: Any) -> str:
     if isinstance(value, str):
         if "\n" in value and "'''" not in value and value.replace("\n", "").isprintable():
             return f"'''\n{value}'''"
-        # TOML's basic strings are JSON's, but for DEL, which TOML wants escaped.
+        # TOML's basic strings are JSON's, except that TOML requires DEL to be escaped.
         return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
     return json.dumps(value)
 

@@ -1,5 +1,5 @@
-"""Changes of a run's data: the digest by which a resumed run detects that its prompts have changed, and media that have
-changed since an earlier visit to their prompt, in this coordinator's time or before it."""
+"""Changes of a run's data: a digest, by which a resumed run detects that its prompts have changed, and a check for
+media that have changed since the last visit to their prompt, even by an earlier coordinator."""
 
 import hashlib
 import json
@@ -25,7 +25,7 @@ HASH_BYTES = 8
 NAMED_ITEMS = 4
 """Maximum number of items that a warning names."""
 NAMED_PROMPTS = 20
-"""Maximum number of prompts that are warned of one by one; the last warning says that more are not named."""
+"""Maximum number of warnings, each about one prompt; the last one says that further prompts aren't named."""
 
 
 class MediaChanges:
@@ -54,7 +54,7 @@ class MediaChanges:
             self._give_up(error)
 
     def look(self, index: int, example: Example, media: Sequence[NormalMedia]) -> None:
-        """Warn if a prompt's media aren't those of the visit before; from now on they are the ones to compare with."""
+        """Warn if a prompt's media differ from those of its last visit, and remember the new ones."""
         names = "".join(one.sha256 for one in media).encode()
         found = np.uint64(int.from_bytes(hashlib.blake2b(names, digest_size=HASH_BYTES).digest(), "little") | 1)
         before, self._hashes[index] = self._hashes[index], found
@@ -78,7 +78,7 @@ class MediaChanges:
         )
 
     def _write(self, index: int) -> None:
-        """Write a hash to where it belongs: another coordinator that still lives writes the same there."""
+        """Write a hash at its fixed offset: another live coordinator would write the same one there."""
         if self._path is None:
             return
         try:
@@ -100,7 +100,7 @@ class MediaChanges:
 
 DIGEST_BYTES = 16
 MADE = 512
-"""Maximum number of prompts of a large source to make, to detect changed code or columns."""
+"""Maximum number of prompts of a large source to build for the digest, to detect changed code or columns."""
 
 
 def digest_of(examples: Sequence[Example]) -> str:
@@ -141,7 +141,7 @@ def _text(example: Example) -> bytes:
 
 
 def _source(source: Any) -> Any:
-    """Return a media item in its source form, for a file with its size: its content would take too long to read."""
+    """Return a media item's source. A file's size is added, because reading its content would take too long."""
     if isinstance(source, list | tuple):  # a video's frames
         return [_source(one) for one in source]
     path = source.get("path") if isinstance(source, dict) and source.get("bytes") is None else source

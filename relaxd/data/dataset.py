@@ -41,7 +41,7 @@ Place = tuple[int, int]
 class Cursor:
     """Position in the infinite sequence of prompts.
 
-    `again` and `done` are empty except after a run was restored without its board, when groups were open.
+    `again` and `done` are empty unless a run was restored without its board while groups were open.
     """
 
     epoch: int = 0
@@ -85,7 +85,7 @@ class Prompt:
     index: int
     """Index in the data set, the same in every epoch."""
     messages: list[Message] = field(default_factory=list)
-    """The conversation; empty if it is only a user's message with that text."""
+    """The conversation; empty if the prompt is a single user message, `text`."""
     sampling: dict[str, Any] = field(default_factory=dict)
     """Sampling parameters of the prompt's source that differ from the run's, by name, as JSON values."""
     tools: list[dict[str, Any]] = field(default_factory=list)
@@ -112,7 +112,7 @@ class Prompt:
 
 
 class PromptDataset:
-    """Prompts of one or several sources. Each epoch visits each of them as often as its source's weight says, in an
+    """Prompts of one or several sources. Each epoch visits each prompt as often as its source's weight says, in an
     order that depends on the seed alone.
     """
 
@@ -130,8 +130,8 @@ class PromptDataset:
     ) -> None:
         """`shares` are the sources in `examples`, by default one. `limit` is for examples that weren't all checked.
 
-        `teacher` builds the teacher's prompts, if they differ from the model's. With `seen`, prompts that it has, and
-        prompts that come again, are repeats.
+        `teacher` builds the teacher's prompts, if they differ from the model's. With `seen`, prompts in it and prompts
+        that occur again count as repeats.
         """
         self._examples = examples
         self._tokenizer = tokenizer
@@ -143,9 +143,9 @@ class PromptDataset:
         self._length = sum(share.visits for share in self._shares)
         self._order: tuple[int, np.ndarray] | None = None
         self._last: tuple[int, Example] | None = None
-        """The last example that was read, with its index, for the comparison with earlier ones that follows."""
+        """Index and example of the last read, which publishing and the comparison for repeats share."""
         self._media_changes: MediaChanges | None = None
-        """Finds media that have changed; None before `keep`, and of prompts without media."""
+        """Detects changed media; None before `keep`, and if no prompt has media."""
         self._first_visits = None if seen is None else FirstVisits(len(examples), seen, self._example)
 
     def __len__(self) -> int:
@@ -159,7 +159,7 @@ class PromptDataset:
 
     @cached_property
     def digest(self) -> str:
-        """Hash of all prompts with everything that belongs to them, and of their order and number.
+        """Hash of all prompts with their answers, tools and other fields, and of their order and number.
 
         Raises DataError: a file can't be read any more.
         """
@@ -191,19 +191,20 @@ class PromptDataset:
         )
 
     def look_ahead(self, cursor: Cursor, count: int) -> None:
-        """Start preparing the media of the prompts at the next positions, which are the likeliest to be visited."""
+        """Start preparing the media of the prompts at the next `count` positions, which will probably be visited
+        next."""
         if self._media is None:
             return
         epoch, position = cursor.place
         for index in self.order(epoch)[position : position + count].tolist():
             try:
                 self._media.expect([(index, self._example(index))])
-            except DataError:  # it is told when its turn comes
+            except DataError:  # reported when its turn comes
                 continue
 
     @cached_property
     def _media(self) -> MediaAhead | None:
-        """Images of prompts, if there are any."""
+        """Prepares the media of prompts; None if the run has no media."""
         return None if self._tokenizer.vision is None else MediaAhead(self._tokenizer.vision)
 
     def _example(self, index: int) -> Example:
@@ -246,7 +247,7 @@ class PromptDataset:
             self._media_changes = MediaChanges(len(self._examples), self.digest, folder / VISITED_MEDIA)
 
     def is_repeat(self, cursor: Cursor) -> bool:
-        """Return whether the next prompt is left out because it, or a similar one, came before. Raises DataError."""
+        """Return whether the next prompt is left out as a repeat. Raises DataError."""
         return self._first_visits is not None and self._first_visits.is_repeat(cursor.place, self.order)
 
     @property
@@ -316,8 +317,8 @@ class RunData:
     tokenizer: PromptTokenizer
     """The model's tokenizer."""
     repeated: int = 0
-    """Number of training prompts left out as duplicates, or as part of an evaluation set; in large files they are found
-    later."""
+    """Number of training prompts left out as duplicates, or as part of an evaluation set. Those in large files are
+    found later, and not counted here."""
     expert_bytes: int = 0
     """Bytes per token of routed experts, if the run stores them."""
 
@@ -376,7 +377,7 @@ def load_evaluation(config: RunConfig, names: Collection[str]) -> dict[str, Prom
 
 
 def _of_sets(sets: Iterable[Source]) -> Seen:
-    """Return the prompts of evaluation sets."""
+    """Return the hashes of the evaluation sets' prompts."""
     seen = Seen()
     for one in sets:
         seen.fresh(keys_of(one.examples).normalised)
@@ -386,7 +387,7 @@ def _of_sets(sets: Iterable[Source]) -> Seen:
 def _compares_later(config: RunConfig, sources: Sequence[Source]) -> bool:
     """Return whether repeats are found only when they are visited: in large files, not all rows are read at the start.
 
-    With a user's own sampler they can't be found in this way, because its order isn't known beforehand.
+    With a user's own sampler this is impossible, because its order isn't known beforehand.
     """
     return not config.data.curriculum.is_own and any(len(source.examples) > CHECKED for source in sources)
 

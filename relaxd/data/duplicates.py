@@ -43,7 +43,7 @@ class Keys:
 
 @dataclass(frozen=True)
 class Repeats:
-    """Numbers of prompts of a source that occur again."""
+    """Counts of repeated prompts of a source."""
 
     exact: int
     """Number of prompts that are exactly like an earlier one."""
@@ -54,7 +54,7 @@ class Repeats:
 
 
 def keys_of(examples: Sequence[Example]) -> Keys:
-    """Read all prompts and return their hashes. About 25 microseconds and 24 bytes for each.
+    """Read all prompts and return their hashes. Takes about 25 microseconds and 24 bytes for each prompt.
 
     The contents of images count, so their files are read, too.
     """
@@ -76,8 +76,7 @@ def key_of(example: Example) -> int:
 
 
 def normalised(text: str) -> str:
-    """Return a text in Unicode's form C, case-folded, with single spaces. All other characters, such as signs, are
-    kept."""
+    """Return a text in Unicode's form C, case-folded, with single spaces. Other characters, such as signs, are kept."""
     return " ".join(unicodedata.normalize("NFC", text).casefold().split())
 
 
@@ -95,7 +94,7 @@ def overlap(keys: Keys, others: Keys) -> int:
 
 
 class Seen:
-    """Normalised hashes of prompts that were met so far: 8 bytes each, and about 100 of the last 3 %."""
+    """Normalised hashes of the prompts seen so far. A hash takes 8 bytes, each of the newest 3 % about 100."""
 
     def __init__(self) -> None:
         self._sorted = np.empty(0, np.uint64)
@@ -106,7 +105,8 @@ class Seen:
         return len(self._sorted) + len(self._last)
 
     def fresh(self, keys: np.ndarray) -> np.ndarray:
-        """Add hashes, uint64. Returns a mask of the new ones, of equal ones the first; bool like `keys`."""
+        """Add hashes, uint64. Returns a bool mask like `keys`: True for new hashes, among equal ones only for the
+        first."""
         if len(keys) < _FEW:
             found = np.array([self._is_fresh(key) for key in keys], bool)
             if len(self._last) > max(_LAST, len(self._sorted) // 32):
@@ -178,22 +178,22 @@ def _hash(text: str) -> int:
 
 _UNKNOWN, _FIRST, _REPEAT = 0, 1, 2
 _HASHED = 256
-"""Prompts that are read between two notes of how far the comparison is."""
+"""Number of prompts to hash at once; then the position of the comparison is updated."""
 _KEPT = 1 << 20
 """Number of hashes to read at once from the file."""
 _WRITTEN = 1024
-"""Number of hashes to write at once, and so of prompts that may be read again after a crash."""
+"""Number of hashes to write at once. After a crash, at most this many prompts are read again."""
 _SAMPLES = 8
-"""Hashes of each part of the file that are compared with their prompts."""
+"""Maximum number of hashes to check against their prompts, in each part that is read from the file."""
 _WAIT = 4 * _HASHED
 """Number of prompts above which the comparison is logged as a wait."""
 
 
 class FirstVisits:
-    """Finds repeats: places in the sequence of visits whose prompt an earlier place, or an evaluation set, has.
+    """Finds repeats: visits to a prompt that equals one visited earlier, or one of an evaluation set.
 
     The first visit among equal prompts isn't a repeat. So the answer depends only on the data and run.seed, and needs
-    only the hashes of the prompts before the place. They are stored in a file for a restarted coordinator, 8 bytes each
+    only the hashes of the prompts visited before. They are stored in a file for a restarted coordinator, 8 bytes each
     in the order of visits; missing ones are computed again.
 
     A prompt takes 1 byte of memory from the start, and about 11 more bytes once it was visited.
@@ -205,14 +205,14 @@ class FirstVisits:
         self._read = read
         self._state = np.zeros(prompts, np.uint8)
         self._next = (0, 0)
-        """The first place that wasn't compared."""
+        """The first place whose prompt wasn't compared yet."""
         self._compared = 0
-        """Prompts that were."""
+        """Number of compared prompts."""
         self.repeats = array("q")
         """Indices of the repeats that are left out, in the order in which they were found."""
         self._path: Path | None = None
         self._saved = 0
-        """Hashes in the file."""
+        """Number of hashes in the file."""
         self._unsaved: list[int] = []
 
     def keep(self, path: Path) -> None:
@@ -221,9 +221,9 @@ class FirstVisits:
         self._saved = path.stat().st_size // _BYTES if path.is_file() else 0
 
     def is_repeat(self, place: tuple[int, int], order: Callable[[int], np.ndarray]) -> bool:
-        """Return whether a place has a repeat; `order` returns the indices that an epoch visits.
+        """Return whether the visit at a place is a repeat; `order` returns the indices that an epoch visits.
 
-        Raises DataError: a prompt before that place, or there, can't be read.
+        Raises DataError if a prompt at that place or before it can't be read.
         """
         epoch, position = place
         if self._next <= place and self._compared < len(self._state):

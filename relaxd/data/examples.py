@@ -6,8 +6,8 @@ from typing import Any, Self
 from relaxd.media.placeholders import MediaItem, shown_text
 
 Message = dict[str, Any]
-"""A chat message: {"role": "user" | "assistant" | "system" | ..., "content": text}, perhaps with further fields such as
-"tool_calls", beside which the content may be None. Content with media is a list of parts, {"type": "text", "text":
+"""A chat message: {"role": "user" | "assistant" | "system" | ..., "content": text}, perhaps with further fields, such
+as "tool_calls", with which the content may be None. Content with media is a list of parts, {"type": "text", "text":
 text}, {"type": "image"} or {"type": "video"}."""
 
 

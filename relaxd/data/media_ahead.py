@@ -13,7 +13,7 @@ from relaxd.media.sources import RemoteItem, with_hosts
 from relaxd.models import DataError
 
 KEPT = 48
-"""Number of prompts whose media are kept or in progress: those of the current batch and of two after it."""
+"""Maximum number of prompts whose media are kept or in progress: about the current batch and the next two."""
 THREADS = min(4, os.cpu_count() or 1)
 """Number of threads. Decoding, resizing and PNG release Python's lock."""
 DEADLINE_SECONDS = 300
@@ -32,7 +32,8 @@ class MediaAhead:
         self._lock = RLock()
 
     def expect(self, examples: Iterable[tuple[int, Example]]) -> None:
-        """Start normalising the media of prompts that aren't in progress yet, or failed: files and hosts come back."""
+        """Start normalising the media of prompts that aren't in progress, or that failed: a file or host may be
+        back."""
         with self._lock:
             for index, example in examples:
                 found = self._found.get(index)
@@ -42,7 +43,7 @@ class MediaAhead:
     def take(self, index: int, example: Example) -> list[NormalMedia]:
         """Return a prompt's media, and drop the oldest kept ones.
 
-        Raises PromptHostAway: a host of them doesn't answer now; DataError: they are wrong.
+        Raises PromptHostAway if one of their hosts doesn't answer now, DataError if they are wrong.
         """
         if not example.media:
             return []
@@ -68,7 +69,7 @@ class MediaAhead:
 
 
 def _hosts(example: Example) -> list[str]:
-    """Return the hosts of a prompt's items, and of frames of its videos, that are at addresses."""
+    """Return the hosts of a prompt's media that are at addresses, frames of videos included."""
     sources = [with_hosts(item.source, ()) for item in example.media]
     items = [item for source in sources for item in (source if isinstance(source, list) else [source])]
     return sorted({item.host for item in items if isinstance(item, RemoteItem)})

@@ -1,5 +1,8 @@
 """Checks of prompts before a run, those with privileged messages included.
 
+A prompt that is too long is left out here (data.overlong = "skip"). Other reasons why a prompt is left out: repeats are
+found in relaxd/data/duplicates.py, solved and too hard prompts in relaxd/data/curriculum/prompt_record.py.
+
 Privileged messages with the trained model itself as the teacher are on-policy self-distillation (Zhao et al.,
 "Self-Distilled Reasoner").
 """
@@ -23,7 +26,7 @@ SECTION = "roles.teacher"
 
 @dataclass(frozen=True)
 class PrivilegedPrompts:
-    """Makes the teacher's prompts."""
+    """Builds the teacher's prompts, which include privileged text."""
 
     key: str
     """roles.teacher.privileged_key."""
@@ -39,7 +42,7 @@ class PrivilegedPrompts:
     def example(self, example: Example) -> Example:
         """Return a prompt whose question includes the teacher's privileged text. Raises DataError if there is none."""
         parts = {"{prompt}": example.text, "{privileged}": self._found(example)}
-        # At once: what is put in may itself look like a placeholder.
+        # In one pass: an inserted text may itself look like a placeholder.
         text = re.sub(r"\{prompt\}|\{privileged\}", lambda match: parts[match[0]], self.template)
         if isinstance(example.prompt, str):
             return replace(example, prompt=text)
@@ -179,7 +182,7 @@ def check_source(
 
 
 def check_tools(checked: Iterable[tuple[Source, Checked]]) -> None:
-    """Check that each setting of a column with tools finds some in a source. Raises DataError."""
+    """Raise DataError if no checked prompt has tools in a column that a setting names for them."""
     sources: dict[ToolsColumn, list[Source]] = {}
     found: set[ToolsColumn] = set()
     for source, one in checked:

@@ -15,8 +15,8 @@ SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token
 def special_tokens(folder: Path) -> dict[str, str]:
     """Return the special tokens of a model's folder by their names, as transformers finds them.
 
-    special_tokens_map.json counts in the folders of older versions, which have no added_tokens_decoder in their
-    tokenizer_config.json; there it wins. Raises DataError: a file is damaged.
+    In folders of older versions, whose tokenizer_config.json has no added_tokens_decoder, special_tokens_map.json wins.
+    Raises DataError: a file is damaged.
     """
     files = [folder / TOKENIZER_CONFIG]
     if "added_tokens_decoder" not in read_object(files[0]):

@@ -22,7 +22,7 @@ OVERRIDE = "model.chat_template"
 JUDGE_OVERRIDE = "roles.judge.chat_template"
 """The setting with a template that replaces the judge's own."""
 REASONING = ("reasoning_content", "thinking", "reasoning")
-"""Names of a message's reasoning: templates read the first, gpt-oss's the second."""
+"""Keys of a message's reasoning: most templates read the first, gpt-oss's the second."""
 TEMPLATE_FILE = "chat_template.jinja"
 """File of a model's chat template. Older models have it in their tokenizer's configuration."""
 MORE_TEMPLATES = "additional_chat_templates"
@@ -30,11 +30,11 @@ MORE_TEMPLATES = "additional_chat_templates"
 END_TAG = "CONTINUE_FINAL_MESSAGE_TAG "
 PROBE = "relaxd-probe-of-a-chat-template"
 DICT_ATTRIBUTES = frozenset(dir(dict))
-"""Attributes of dictionaries that hide entries of the same names from templates."""
+"""Names of dict's attributes, which hide entries of the same names from templates."""
 
 
 class Generation(Extension):
-    """The block {% generation %}, with which templates mark the assistant's text. It changes nothing in the text."""
+    """The block {% generation %}, with which templates mark the assistant's text. It doesn't change the text."""
 
     tags = {"generation"}  # noqa: RUF012  jinja2 reads it from the class
 
@@ -48,7 +48,7 @@ class Generation(Extension):
 
 
 class DictFunction:
-    """The function dict() of templates, which don't get the class, as in transformers."""
+    """The function dict() for templates, which don't get Python's class, as in transformers."""
 
     def __call__(self, *arguments: Any, **named: Any) -> dict[Any, Any]:
         return dict(*arguments, **named)
@@ -72,7 +72,7 @@ class TemplateNamespace(jinja2.utils.Namespace):
 
 
 class TemplateSandbox(ImmutableSandboxedEnvironment):
-    """Jinja's sandbox with the same answers in less time: most of a render was spent in its checks of attributes."""
+    """Jinja's sandbox with cached checks of attributes, which took most of a render's time."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
@@ -95,7 +95,7 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):
 
 
 def _null_contents(messages: Sequence[Message]) -> str:
-    """Name the messages without content, which templates that expect text fail on without saying so."""
+    """Name the messages without content: templates that expect text fail on them with unclear errors."""
     null = [f"{index} ({message['role']})" for index, message in enumerate(messages) if message.get("content") is None]
     if not null:
         return ""
@@ -126,7 +126,7 @@ class ChatTemplate:
             file: name of the file that the template is from, for errors.
 
         Raises:
-            DataError: it isn't valid Jinja, or its text doesn't have the messages.
+            DataError: it isn't valid Jinja, or it ignores the messages.
         """
         self._variables = {**special_tokens, **(arguments or {})}
         self._field = field
@@ -137,7 +137,7 @@ class ChatTemplate:
         self._template = self._compiled(source)
         self._with_tools = self._compiled(with_tools) if with_tools else self._template
         self._wants_parts = False
-        """True if the template can render only lists of content parts, like those of models for images."""
+        """True if the template renders only lists of content parts, as some models for images require."""
         self._check()
 
     def render(
@@ -280,8 +280,8 @@ def with_template_texts(config: RunConfig, *, sent: bool = False, absolute: bool
 
     Args:
         config: the configuration.
-        sent: it came from elsewhere, so that nobody knows what a relative path is relative to.
-        absolute: whether absolute paths are those of this machine. Otherwise they stay if they aren't there.
+        sent: True if it came from elsewhere, so that relative paths can't be resolved.
+        absolute: True if absolute paths are paths on this machine. If False, paths that don't exist here are kept.
 
     Raises:
         DataError: a file can't be read, or a relative path was sent.

@@ -95,7 +95,7 @@ class PromptTokenizer:
         )
 
     def encode(self, examples: Sequence[Example]) -> list[np.ndarray]:
-        """Tokenise prompts, those of their media included: an int32 array [P] each.
+        """Tokenise prompts, media included. Returns an int32 array [P] for each.
 
         Raises DataError if the template rejects a prompt, a conversation has no template, or a prompt has no tokens,
         isn't valid Unicode, or has media that can't be used.
@@ -108,9 +108,9 @@ class PromptTokenizer:
         return self._expanded(example, tokens, self._vision_of(example), [item.size for item in media])
 
     def longer(self, examples: Sequence[Example], limit: int) -> dict[int, int]:
-        """Return the numbers of tokens of prompts that have more than `limit`, by index.
+        """Return the token counts of the prompts with more than `limit` tokens, by index.
 
-        It doesn't tokenise prompts of so few bytes that they can't have as many. Raises DataError, see `encode`.
+        Prompts with too few bytes to exceed the limit aren't tokenised. Raises DataError, see `encode`.
         """
         texts = [self.render(example) for example in examples]
         doubtful = [index for index, text in enumerate(texts) if examples[index].media or self._may_exceed(text, limit)]
@@ -131,13 +131,13 @@ class PromptTokenizer:
         """Tokenise a text that already contains all special tokens, written by a chat template."""
         if len(text) < LONG_TEXT:
             return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
-        # Other threads run meanwhile, which they don't beside `encode`.
+        # This releases Python's lock, which `encode` doesn't.
         return list(self._tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids)
 
     def labels_of(self, times: Sequence[float]) -> list[list[int]]:
-        """Tokenise the texts of a video's times, as Qwen3-VL's processor writes them.
+        """Tokenise the labels of a video's times, as Qwen3-VL's processor writes them.
 
-        Empty for Qwen3-Omni, whose videos are single blocks.
+        For Qwen3-Omni, whose videos are single blocks, labels are empty.
         """
         if self.vision is not None and self.vision.tokens.second:
             return [[] for _ in times]
@@ -183,7 +183,7 @@ class PromptTokenizer:
 
     def _encode(self, examples: Sequence[Example], texts: list[str]) -> list[np.ndarray]:
         # A template writes special tokens itself; without one, the tokenizer adds them.
-        # The fast one leaves out where in the text each token is.
+        # The fast method leaves out the tokens' offsets in the text.
         encodings = self._tokenizer.encode_batch_fast(texts, add_special_tokens=self.template is None)
         for example, encoding in zip(examples, encodings, strict=True):
             if not encoding.ids:
@@ -202,7 +202,7 @@ class PromptTokenizer:
                 self._expanded(example, tokens, self._vision_of(example), next(found)) if example.media else tokens
                 for example, tokens in zip(examples, encoded, strict=True)
             ]
-        finally:  # an error is told at once: those behind it may take minutes
+        finally:  # an error is raised at once: later items may take minutes
             pool.shutdown(wait=False, cancel_futures=True)
 
     def _vision_of(self, example: Example) -> VisionModel:
@@ -230,15 +230,15 @@ class PromptTokenizer:
 
 
 def _growth(tokenizer: Tokenizer) -> int | None:
-    """Return the factor by which tokens may outnumber the bytes of a text that isn't ASCII, of which they never do.
+    """Return the maximum number of tokens per byte of a text that isn't ASCII; for ASCII it is 1.
 
-    Known of byte-level BPE, each of whose tokens has at least one byte of the normalised text; None of all others.
+    It is known for byte-level BPE, in which a token has at least one byte of the normalised text; None for others.
     """
     normalizers = _parts(tokenizer.normalizer, "normalizers")
     splits = _parts(tokenizer.pre_tokenizer, "pretokenizers")
     kinds = [one["type"] for one in splits]
     byte_level = kinds.count("ByteLevel") == 1 and set(kinds) <= SPLITS and isinstance(tokenizer.model, models.BPE)
-    # A space before each piece, and bytes of what byte level made of bytes, would be more tokens.
+    # A space before each piece, or byte fallback after the byte level, would add tokens.
     if not byte_level or any(one.get("add_prefix_space") for one in splits) or tokenizer.model.byte_fallback:
         return None
     if any(one["type"] != "NFC" for one in normalizers):

@@ -23,7 +23,7 @@ class ToolEntry:
     class_name: str
     """Class of the tool, such as "package.module.Class"."""
     config: dict[str, Any] = field(default_factory=dict)
-    """Settings that its class is constructed with."""
+    """Settings for the constructor of its class."""
     schema: dict[str, Any] | None = None
     """Schema in OpenAI's form, {"type": "function", "function": {"name": ..., ...}}; None: the class has it."""
 

@@ -1,4 +1,4 @@
-"""Towers, which convert media for a model: their inputs, made on its device, and their outputs, which are kept."""
+"""Towers, which encode media for a model: their inputs, made on its device, and a cache of their outputs."""
 
 from collections.abc import Callable, Iterable, Mapping
 from functools import lru_cache
@@ -21,7 +21,8 @@ FULL_SCALE = 1 << 15
 
 
 def normalised(cut: Tensor, vision: VisionModel) -> Tensor:
-    """Return patches as `VisionModel.patches` does, made on the device: so a byte of a pixel travels, and not eight.
+    """Return patches as `VisionModel.patches` does, but made on the device, to which one byte is copied instead of
+    eight.
 
     Args:
         cut: uint8 [patches, 3, frames, side, side], from `cut_patches`.
@@ -35,7 +36,7 @@ def normalised(cut: Tensor, vision: VisionModel) -> Tensor:
 def spectrogram(samples: np.ndarray, rule: SoundRule) -> Tensor:
     """Return the log-mel spectrogram of a sound, float32 [bands, frames].
 
-    Each sound is taken alone: padded to the length of a longer one it would have other numbers at its end.
+    Each sound is processed alone: padding to the length of a longer one would change its last values.
     """
     wave = samples.astype(np.float32) / FULL_SCALE
     found = _extractor(rule.rate, rule.mels, rule.window, rule.hop)(
@@ -55,8 +56,8 @@ def _extractor(rate: int, mels: int, window: int, hop: int) -> "WhisperFeatureEx
 class TowerOutputs:
     """Outputs of frozen towers by item, kept until a parameter of the towers changes. For one thread.
 
-    A tower gets each item alone. So its output is bit for bit the same, whatever else is in a batch and whether it was
-    kept: a step that is repeated from its file by a restarted trainer has the same one.
+    A tower gets each item alone, so its output is bit for bit the same, whatever else is in the batch and whether it
+    was cached. So a restarted trainer that repeats a step from its file gets the same output.
     """
 
     def __init__(self, max_bytes: int, *, on_host: bool = False) -> None:
@@ -81,11 +82,11 @@ class TowerOutputs:
         """Return the towers' outputs by item, on their device.
 
         Args:
-            parameters: the towers'.
+            parameters: the towers' parameters.
             items: by its hash, a function that runs the tower for the item alone.
         """
         parameters = list(parameters)
-        # Whatever writes into a parameter counts there; weights that are received as they were aren't written.
+        # Each write into a parameter raises its version; received weights that haven't changed aren't written.
         if (versions := sum(one._version for one in parameters)) != self._versions:
             self._kept.clear()
             self._versions = versions

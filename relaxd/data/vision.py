@@ -34,7 +34,7 @@ CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
 CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
 """Pixel normalisation of Qwen2VLImageProcessor, used if its settings have none."""
 BICUBIC = 3
-"""Number of the interpolation in Pillow."""
+"""Pillow's number of bicubic interpolation."""
 VIDEO_DEFAULTS: dict[str, Any] = {
     "size": {"shortest_edge": 128 * 32 * 32, "longest_edge": 768 * 32 * 32},
     "fps": 2,
@@ -189,8 +189,8 @@ def read_vision(folder: Path, data: DataConfig | None = None, run_kinds: Collect
 
 
 def _sound_rule(folder: Path, config: Mapping[str, Any], data: DataConfig | None) -> SoundRule:
-    """Return a model's rule for sound. Raises DataError if its files are damaged, contradictory, or count
-    differently."""
+    """Return a model's rule for sound. Raises DataError if its files are damaged, contradictory, or have unknown frame
+    rates."""
     extractor, file = _processor(folder, PROCESSOR_FILES, "feature_extractor")
     try:
         seconds = math.inf if data is None else data.max_audio_seconds
@@ -299,7 +299,7 @@ def normalise(example: Example, vision: VisionModel) -> list[NormalMedia]:
 def normalise_shown(kind: str, source: Any, vision: VisionModel | None) -> NormalMedia:
     """Return an item of a conversation's message in its normal form.
 
-    Raises MediaError: it can't be used, or the run has none of its kind.
+    Raises MediaError if it can't be used, or the run doesn't use its kind of media.
     """
     if (rule := None if vision is None else vision.rules[kind]) is None:
         raise MediaError(f'is of type {kind}, but agent.media doesn\'t name it: add "{kind}"')

@@ -32,7 +32,7 @@ class PacksCommands(Protocol):
 
 
 class _Packed(redis.asyncio.connection.AbstractConnection):
-    """A connection with a custom packer, for which redis.asyncio has no setting."""
+    """A connection with its own command packer, for which redis.asyncio has no setting."""
 
     def __init__(self, *, packer: PacksCommands | None = None, **settings: Any) -> None:
         super().__init__(**settings)
@@ -49,10 +49,10 @@ class _Packed(redis.asyncio.connection.AbstractConnection):
         return [chunk for command in commands for chunk in self._packer.pack(*command)]
 
     async def send_packed_command(self, command: Any, check_health: bool = True) -> None:
-        """Send what is packed, connected if need be.
+        """Send a packed command, and connect first if necessary.
 
-        redis.asyncio does it in asyncio.wait_for: that takes a task, and before Python 3.12 loses a cancellation that
-        comes when the bytes have just been written.
+        redis.asyncio uses asyncio.wait_for, which takes a task and, before Python 3.12, loses a cancellation that comes
+        just after the bytes were written.
         """
         if not self.is_connected:
             await self.connect_check_health(check_health=False)
@@ -123,7 +123,7 @@ class AsyncOwnerConnection(AsyncFoundConnection):
         try:
             return await super().read_response(*arguments, **settings)
         except ELSEWHERE as error:
-            await self.disconnect(nowait=True)  # what is still to be read of a pipeline was refused, too
+            await self.disconnect(nowait=True)  # the rest of a pipeline was refused, too
             raise self._lookup.elsewhere(self, error) from error
 
 
@@ -145,7 +145,7 @@ class AsyncPrimaryConnection(AsyncFoundConnection):
         try:
             return await super().read_response(*arguments, **settings)
         except redis.ReadOnlyError as error:
-            await self.disconnect(nowait=True)  # what is still to be read of a pipeline was refused, too
+            await self.disconnect(nowait=True)  # the rest of a pipeline was refused, too
             raise demoted(self) from error
 
 

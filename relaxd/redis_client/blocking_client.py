@@ -35,8 +35,8 @@ after a lost reply may write nothing, because another connection has done its wo
 a primary lacks acknowledged writes. The mark expires a month after the last write of its tag."""
 
 DRIVER = DriverInfo()
-"""The name and version that connections give. redis-py reads its version from disk for each connection that isn't
-told, and raises OSError there when no more files can be opened."""
+"""Client name and version that connections announce. Without it, redis-py reads its version from disk for each
+connection, and raises OSError when no more files can be opened."""
 
 logger = logging.getLogger(__name__)
 
@@ -54,7 +54,7 @@ class WriteFence:
     """The last acknowledged mark."""
 
     def asking(self, replicas: int, seconds: float) -> list[tuple[Any, ...]]:
-        """Return the commands to append to others, to set the mark and wait until replicas have it."""
+        """Return the commands to append to a write: they set the mark, and wait until replicas have it."""
         wait = ("WAIT", replicas, max(1, int(seconds * 1000)))
         return [("EVAL", MARK, 1, self.key), wait] if replicas else []
 
@@ -89,13 +89,14 @@ marks: WeakKeyDictionary[Any, WriteFence] = WeakKeyDictionary()
 
 
 def connect(url: str, *, tag: str, seconds: float, **settings: Any) -> redis.Redis:
-    """Return a client of the server that a URL names, of whichever server is the primary, or of a node of a cluster.
+    """Return a client of the server that a URL names: a single server, the Sentinels' current primary, or a cluster's
+    node.
 
     Args:
         url: see relaxd.redis_client.redis_url.
-        tag: whose keys it is for (relaxd.redis_client.lookups). In a cluster it finds no others.
+        tag: tag of the keys that it may use (relaxd.redis_client.lookups). In a cluster it finds no others.
         seconds: deadline of each connect and each read.
-        settings: those of redis.Redis.
+        settings: further settings of redis.Redis.
 
     Raises ValueError: the URL is wrong.
     """
@@ -152,7 +153,7 @@ def acknowledged(
     try:
         return mark.checked(replies, before, replicas, seconds)
     except TooFewReplicas:
-        # A primary that is cut off keeps its connections, while others have named another: ask them again.
+        # A primary that is cut off keeps its connections after another was promoted: look it up again.
         client.connection_pool.disconnect(inuse_connections=False)
         mark_address_stale(client)
         raise
@@ -187,7 +188,7 @@ def keys_of(client: redis.Redis, prefix: str) -> list[str]:
     """
     with client.client() as one:  # a connection of its own
         found = [key if isinstance(key, str) else key.decode() for key in one.scan_iter(match=f"{prefix}*", count=1000)]
-        one.exists(prefix)  # SCAN has no key, and so a node answers it that owns the slot no more
+        one.exists(prefix)  # SCAN names no key, so a node that lost the slot answers it, too
     return found
 
 
@@ -210,7 +211,7 @@ OF_CLUSTER = {
     "CLUSTERDOWN": "doesn't serve these keys now",
     "NOOWNER": "has no node for these keys",
 }
-"""Transient errors of a cluster by their first word, once the connection has left the node."""
+"""Transient errors of a cluster by their first word, with the state of Redis that each means."""
 NO_ANSWER = "doesn't answer"
 
 

@@ -1,16 +1,15 @@
-"""Connections to servers that are looked up when one is made: the primary, or the owner of a key's slot in a Redis
-Cluster.
+"""Connections that look up their server whenever they connect: the primary, or the owner of a slot in a Redis Cluster.
 
 A primary is found as https://redis.io/docs/latest/develop/reference/sentinel-clients describes: ask one Sentinel after
 the other, connect, check that the server is a primary. A server that says READONLY was demoted, and its connection is
-given up.
+closed.
 
 In a cluster, all keys of one tag are in one slot, so a client talks to one node, as to a single server. When a node
-says that the slot is elsewhere, or on its way, the connection is given up; the next one asks again who owns it. An ASK
-is not followed: scripts would find only those keys that have moved already.
+says that the slot is elsewhere or is being moved, the connection is closed; the next connection asks again which node
+owns it. An ASK is not followed: scripts would find only the keys that have moved already.
 
-A run's tag is its id; the coordinator's own records have one, too. Scripts may find the keys of their tag as they run:
-the node that has one of them has all.
+A run's tag is its id; the coordinator's records have the tag COORDINATOR. Scripts may compute keys of their tag while
+they run, because one node has all of them.
 """
 
 from collections.abc import Mapping, Sequence
@@ -26,11 +25,11 @@ from redis.retry import Retry
 from relaxd.redis_client.redis_url import RedisAddress
 
 ASK_SECONDS = 1.0
-"""Deadline of each lookup, in seconds, after which it goes to the next server."""
+"""Deadline of a query to one server, in seconds; after it the next server is asked."""
 
 
 class Lookup(Protocol):
-    """Servers that know the address of a connection's server."""
+    """Finds the address of a connection's server by asking other servers."""
 
     def find(self) -> tuple[str, int]:
         """Return host and port. Raises redis.ConnectionError if no server knows them."""
@@ -53,20 +52,20 @@ class FoundConnection(redis.Connection):
         try:
             return super()._connect()
         except OSError:
-            self._lookup.mark_address_stale()  # who named a dead server may be cut off from its successor
+            self._lookup.mark_address_stale()  # the server that named it may not know its successor
             raise
 
 
 def ask(host: str, port: int, settings: Mapping[str, Any], *words: str) -> Any:
     """Send a server one command. Raises redis.RedisError, OSError."""
     seconds: dict[str, Any] = {"socket_timeout": ASK_SECONDS, "socket_connect_timeout": ASK_SECONDS}
-    once = Retry(NoBackoff(), 0)  # the next one may know; redis-py would ask this one again for seconds
+    once = Retry(NoBackoff(), 0)  # by default redis-py would ask the same server again for seconds
     with redis.Redis(host, port, protocol=2, decode_responses=True, retry=once, **seconds, **settings) as client:
         return client.execute_command(*words)
 
 
 class PrimaryLookup:
-    """Asks Sentinels for the primary, beginning with the last one that knew."""
+    """Asks Sentinels for the primary, beginning with the last Sentinel that knew it."""
 
     def __init__(self, address: RedisAddress, tls: Mapping[str, Any]) -> None:
         """`tls`: redis-py's settings of TLS, for the Sentinels, too."""
@@ -129,7 +128,7 @@ class PrimaryConnection(FoundConnection):
         try:
             return super().read_response(*arguments, **settings)
         except redis.ReadOnlyError as error:
-            self.disconnect()  # what is still to be read of a pipeline was refused, too
+            self.disconnect()  # the rest of a pipeline was refused, too
             raise demoted(self) from error
 
 
@@ -162,7 +161,7 @@ ELSEWHERE = (AskError, ClusterDownError, TryAgainError, redis.ReadOnlyError)
 
 
 class OwnerLookup:
-    """Asks nodes for the owner of a tag's slot, beginning with the last one that knew."""
+    """Asks nodes for the owner of a tag's slot, beginning with the last node that knew it."""
 
     def __init__(self, address: RedisAddress, tag: str, settings: Mapping[str, Any]) -> None:
         """`settings`: redis-py's, of users and TLS."""
@@ -219,7 +218,7 @@ class OwnerConnection(FoundConnection):
         try:
             return super().read_response(*arguments, **settings)
         except ELSEWHERE as error:
-            self.disconnect()  # what is still to be read of a pipeline was refused, too
+            self.disconnect()  # the rest of a pipeline was refused, too
             raise self._lookup.elsewhere(self, error) from error
 
 

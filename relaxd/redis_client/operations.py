@@ -117,7 +117,7 @@ class Operation(Generic[P, T]):
     def __get__(self, board: Asynchronous, owner: type) -> Callable[P, Coroutine[Any, Any, T]]: ...
 
     def __get__(self, board: Any, owner: type) -> Any:
-        if board is None:  # asked of the class, by whoever reads its documentation
+        if board is None:  # accessed on the class, for its documentation
             return self._operation
         operation = self._operation
 
@@ -128,5 +128,5 @@ class Operation(Generic[P, T]):
 
 
 def operation(operation: Callable[Concatenate[Any, P], RedisOperation[T]]) -> Operation[P, T]:
-    """Create a method of both faces from an operation. Other operations use the operation, not the method."""
+    """Make an operation a method of blocking and asyncio boards. Other operations use the operation, not the method."""
     return Operation(operation)

@@ -30,16 +30,16 @@ class RedisAddress:
     url: str
     """URL for redis-py. Its host is meaningless with Sentinels and in a cluster."""
     sentinels: tuple[tuple[str, int], ...] = ()
-    """Hosts and ports; none: the URL names none."""
+    """Hosts and ports of the Sentinels; empty if the URL names none."""
     nodes: tuple[tuple[str, int], ...] = ()
-    """Hosts and ports of some nodes of a cluster; none: the URL is of no cluster."""
+    """Hosts and ports of some nodes of a cluster; empty without a cluster."""
     service: str = ""
     """The Sentinels' name for the primary and its replicas."""
     wait_replicas: int = 0
     """Number of replicas that must have a write before it counts."""
     sentinel_user: str = ""
     sentinel_password_file: str = ""
-    """Name, and password file, for the Sentinels themselves; empty: they require none."""
+    """User, and password file, for the Sentinels themselves; empty if they require none."""
 
     @property
     def tls(self) -> bool:
@@ -55,7 +55,7 @@ def parse(url: str) -> RedisAddress:
     if scheme not in SCHEMES or kind not in ("", SENTINEL, CLUSTER) or (scheme == "unix" and kind):
         raise ValueError(f"{parts.scheme or 'nothing'}:// is no scheme of a Redis: it must be {FORMS}")
     options = dict(parse_qsl(parts.query, keep_blank_values=True))
-    # Whoever wants to lose nothing gets it without asking, where servers usually have replicas.
+    # By default no write is lost where servers usually have replicas: behind Sentinels and in clusters.
     wait_replicas = options.pop("wait_replicas", "1" if kind else "0")
     if not wait_replicas.isdigit() or int(wait_replicas) > MAX_REPLICAS:
         raise ValueError(f"wait_replicas={wait_replicas}: it must be a number of replicas, 0 to {MAX_REPLICAS}")

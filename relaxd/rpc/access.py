@@ -1,4 +1,4 @@
-"""Access: bearer tokens, each for a role, and the calls that a role may make, and for which replicas."""
+"""Access control: bearer tokens with roles, the calls that a role may make, and the replicas that it may act for."""
 
 import hashlib
 import hmac
@@ -16,11 +16,11 @@ from relaxd.rpc.methods import SERVICES as REFLECTION_SERVICES
 from relaxd.rpc.methods import callers, methods, path
 
 READ = "read"
-"""The call only reads."""
+"""Role of tokens for calls that only read."""
 ADMIN = "admin"
-"""May make every call, on behalf of everyone."""
+"""Role of tokens for all calls, on behalf of any replica."""
 REPLICA = "replica"
-"""Caller in protos: every role that registers, for its own replicas."""
+"""Caller in protos that stands for every role with replicas, each acting for its own ones."""
 TOKEN_ROLES = (READ, ADMIN, *ROLES)
 """Roles of tokens."""
 
@@ -50,7 +50,7 @@ def callers_of(method: str) -> tuple[str, ...]:
 
 
 def admit(caller: Caller, method: str) -> None:
-    """Allow `caller` to call a method; `speak_for` checks the replicas it names. Raises PermissionDenied."""
+    """Raise PermissionDenied unless `caller` may call a method; remember the caller for `speak_for`."""
     if caller.role != ADMIN and caller.role not in callers_of(method):
         raise PermissionDenied(
             f"{_token(caller)}, but {method} is for {_either(callers_of(method))}: call it with such a token"
@@ -65,7 +65,7 @@ def speak_for(role: str, deed: str) -> None:
         role: the replicas' role.
         deed: what the caller is about to do, such as "register reward-1".
 
-    Raises PermissionDenied if the token is for another role. Where calls need no token, everybody may.
+    Raises PermissionDenied if the token is for another role. If calls need no token, every caller may.
     """
     caller = _caller.get(None)
     if caller is not None and caller.role not in (role, ADMIN):
@@ -91,7 +91,7 @@ KNOWN_TOKENS = (
     *("", "admin", "changeme", "default", "demo", "dev", "development", "example", "letmein", "local", "none"),
     *("null", "pass", "password", "relaxd", "root", "secret", "test", "testing", "token", "your-token", "xxx"),
 )
-"""Guessable tokens. All are shorter than MIN_TOKEN_LENGTH: the list is for tokens that a file has as SHA-256, which
+"""Guessable tokens. All are shorter than MIN_TOKEN_LENGTH: the list detects tokens that a file gives as SHA-256, which
 hides their length."""
 
 
@@ -142,13 +142,13 @@ class AccessTokens:
         return self._find(token.encode())
 
     def check(self, method: str, authorization: str | bytes | None) -> None:
-        """Check that a call is authorised, and remember for it who its caller is (`speak_for`).
+        """Check that a call is authorised, and remember its caller for `speak_for`.
 
         Args:
-            method: such as "/relaxd.v1.Reward/Score".
+            method: path of the called method, such as "/relaxd.v1.Reward/Score".
             authorization: the call's `authorization` metadata.
 
-        Raises Unauthenticated without a valid token, PermissionDenied when it is for a role that may not call this.
+        Raises Unauthenticated without a valid token, PermissionDenied if the token's role may not call the method.
         """
         if authorization is None:
             raise Unauthenticated(

@@ -44,7 +44,7 @@ def channel(
         address: host:port, or any gRPC target; with several addresses behind a name, calls go round-robin.
         token: bearer token; by default from the environment (see read_token).
         tls: TLS files; by default from the environment (see TlsFiles).
-        term: the term that every call carries, as those of a coordinator do; 0: none.
+        term: the coordinator's term, which every call carries; 0: none.
         stack: identity of the caller's stack; by default from the environment (RELAXD_STACK).
         max_message_bytes: largest message.
 
@@ -134,7 +134,7 @@ def call_metadata(token: str | None, term: int = 0, stack: str | None = None) ->
 
 
 class MultiCallable:
-    """A multi-callable with defaults for its caller's arguments."""
+    """A gRPC multi-callable that adds a default deadline, metadata and a span to its calls."""
 
     def __init__(
         self, call: Any, path: str, target: str, deadline_seconds: float | None, metadata: MakeMetadata

@@ -39,8 +39,8 @@ def read_token(
 
 
 def read_tokens(role: str, file: str, token: str | None) -> AccessTokens | None:
-    """Read the tokens to accept. Raises OSError, ValueError; also if `token`, with which this service calls others, is
-    not one of them for its role or for admins."""
+    """Read the tokens to accept. Raises OSError, and ValueError, also if they lack `token`, with which this service
+    calls others, for its role or for admins."""
     if not file:
         return None
     tokens = AccessTokens(Path(file))

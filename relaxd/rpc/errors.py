@@ -21,9 +21,9 @@ ERROR_DOMAIN = "relaxd"
 STATUS_DETAILS_KEY = "grpc-status-details-bin"
 """Trailing metadata key in which gRPC carries a serialized google.rpc.Status."""
 MAX_SECONDS = 86400.0
-"""Maximum of durations in requests."""
+"""Maximum duration in a request, in seconds."""
 MAX_VIOLATIONS = 16
-"""Maximum violations listed; of the rest, the error has the number."""
+"""Maximum number of violations that an error lists; the rest are only counted."""
 MAX_DESCRIPTION, MAX_FIELD = 400, 100
 MAX_MESSAGE, MAX_DETAILS = 2500, 2500
 """Limits of an error on the wire, in bytes (messages: as gRPC escapes them). It is sent in HTTP/2 trailers, which gRPC
@@ -110,7 +110,7 @@ class AlreadyExists(RpcError):
 class FailedPrecondition(RpcError):
     """The service's state does not allow the call; retrying it unchanged does not help.
 
-    `subject` is what is in the wrong state, such as "run my-run".
+    `subject` names the object in the wrong state, such as "run my-run".
     """
 
     code = grpc.StatusCode.FAILED_PRECONDITION
@@ -125,7 +125,7 @@ class FailedPrecondition(RpcError):
 
 
 class Aborted(RpcError):
-    """The work was started and then abandoned because of another event."""
+    """The work was started, but another event made the service abandon it."""
 
     code = grpc.StatusCode.ABORTED
 
@@ -278,7 +278,7 @@ def _status(error: grpc.RpcError) -> status_pb2.Status:
 
 
 def _detail(error: grpc.RpcError, kind: Detail) -> Detail:
-    """Fill a message with the detail of its kind that a failed call has; it stays empty if there is none."""
+    """Return `kind`, filled with the detail of its type in a failed call's status; without one it stays empty."""
     any(detail.Unpack(kind) for detail in _status(error).details)
     return kind
 

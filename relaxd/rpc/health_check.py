@@ -12,7 +12,7 @@ import grpc
 SERVING = b"\x08\x01"
 """grpc.health.v1.HealthCheckResponse with status SERVING, on the wire."""
 SECONDS = 6.0
-"""Deadline of the check, in seconds. Containers allow ten, of which a busy machine needs some to start Python."""
+"""Deadline of the check, in seconds. Containers allow ten, and a busy machine needs some of them to start Python."""
 
 
 def check(address: str, seconds: float = SECONDS) -> str:

@@ -1,6 +1,6 @@
 """The server interceptor: authentication, stacks, coordinators' terms, default deadlines, spans, mapping of errors.
 
-It is a single one because each interceptor adds tens of microseconds to a call.
+It is a single interceptor, because each one adds tens of microseconds to a call.
 """
 
 import asyncio
@@ -26,10 +26,11 @@ DEFAULT_STREAM_DEADLINE_SECONDS = 330.0
 """Default deadline of streaming calls, in seconds; the longest WatchRun takes 300."""
 
 HEALTH = "/grpc.health.v1.Health/"
-"""Service without the wrapper: probes have no token, and Health/Watch has no deadline by design."""
+"""Path prefix of the only service whose handlers aren't wrapped: probes have no token, and Health/Watch has no deadline
+by design."""
 
 ALMOST_SECONDS = 0.1
-"""Seconds before its deadline within which a cancelled call counts as having exceeded it, by the caller's clock."""
+"""A call that is cancelled less than this many seconds before its deadline counts as having exceeded it."""
 
 _log = logging.getLogger(__name__)
 

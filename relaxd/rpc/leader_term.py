@@ -34,8 +34,8 @@ async def check_term(fence: Fence, method: str, given: str | bytes | None) -> No
     """Check the term that a call carries.
 
     Args:
-        fence: the server's.
-        method: such as "/relaxd.v1.Replica/Drain".
+        fence: the server's fence.
+        method: path of the called method, such as "/relaxd.v1.Replica/Drain".
         given: the call's `relaxd-term` metadata.
 
     Raises FailedPrecondition with reason TERM_MISSING or TERM_SUPERSEDED, and InvalidArgument.

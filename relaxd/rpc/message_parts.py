@@ -39,11 +39,11 @@ class Page(Generic[Item]):
         """Read a request.
 
         Args:
-            request: page_size and page_token are checked.
+            request: the request, whose page_size and page_token are checked.
             listed: name of the list, with its filters: a token of another list is invalid.
             default: the size of a page where page_size is 0.
             maximum: the largest page_size.
-            violations: gets what is wrong; by default it is raised as InvalidArgument.
+            violations: collects the faults; None: they are raised as InvalidArgument.
         """
         self.items: list[Item] = []
         self.next_page_token = ""
@@ -133,8 +133,8 @@ def check_gpu_uuids(field: str, uuids: Sequence[str], violations: Violations) ->
 def plain(message: Message, *, without: Sequence[str] = ()) -> dict[str, Any]:
     """Return a message's fields by name as values of JSON.
 
-    Enums become words, times Unix seconds, and numbers that aren't finite None. Fields `without` are left out, as are
-    those that could be absent and are.
+    Enums become words, times Unix seconds, and numbers that aren't finite None. Fields in `without` and absent optional
+    fields are left out.
     """
     return {
         field.name: _field(message, field)

@@ -83,7 +83,7 @@ _ORDERS = frozenset(path(method) for method in methods() if callers(method) == (
 
 
 def needs_term(method_path: str) -> bool:
-    """Return whether a method is an order to a replica or launcher, which must carry a coordinator's term."""
+    """Return whether a method is an order to a replica or launcher. Orders must carry a coordinator's term."""
     return method_path in _ORDERS
 
 
@@ -107,7 +107,7 @@ def enable_reflection(server: grpc.aio.Server, names: Sequence[str]) -> None:
 
 
 class _MethodFindingPool:
-    """protobuf's default pool, which does not find methods, as `grpcurl describe relaxd.v1.Reward.Score` needs."""
+    """protobuf's default pool, extended to find methods, as `grpcurl describe relaxd.v1.Reward.Score` needs."""
 
     def __init__(self) -> None:
         self._pool = descriptor_pool.Default()

@@ -20,8 +20,8 @@ from relaxd.rpc.service_settings import ServiceSettings
 from relaxd.rpc.tls import server_credentials
 
 LIVENESS = "liveness"
-"""Name of a health that is SERVING as long as the server answers, also while it starts or drains: for what kills a
-process that doesn't, such as Kubernetes' liveness probes."""
+"""Name of a health status that is SERVING as long as the server answers, even while it starts or drains: for liveness
+probes, such as Kubernetes', which kill a process that doesn't answer."""
 _SERVING = health_pb2.HealthCheckResponse.SERVING
 _NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 

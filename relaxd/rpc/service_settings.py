@@ -55,7 +55,7 @@ class ServiceSettings:
     port: int = 0
     """Port to listen on; 0 picks a free one."""
     advertise: str = ""
-    """host:port at which other processes reach this one; empty: derived from host and port."""
+    """host:port at which other processes reach this process; empty: derived from host and port."""
     coordinator: str = f"127.0.0.1:{COORDINATOR_PORT}"
     """host:port of the coordinator."""
     redis: str = field(default="redis://127.0.0.1:6379/0", repr=False)
@@ -76,20 +76,20 @@ class ServiceSettings:
     lease_seconds: float = 6.0
     """Coordinator: seconds without a heartbeat after which a replica is dead. Six heartbeats fit into it."""
     keep_runs: int = 50
-    """Coordinator: number of ended runs to keep in Redis, always the newest one; their folders stay."""
+    """Coordinator: number of ended runs to keep in Redis; the newest is always kept. Folders of runs stay."""
     keep_run_bytes: int = 256 << 20
     """Coordinator: maximum bytes of ended runs in Redis."""
     keep_run_days: float = 30.0
     """Coordinator: days to keep ended runs in Redis."""
     gpu_lease_seconds: float = 60.0
-    """Coordinator: seconds without a heartbeat after which a replica's GPUs are leased to others, sooner if it is known
-    to have ended; by then it has ended the processes that use them. Should exceed the coordinator's restart time. Lower
-    it only while no replica runs."""
+    """Coordinator: seconds without a heartbeat after which a replica's GPUs are leased to others, sooner if the replica
+    is known to have ended. The replica ends its processes on them before that. Should exceed the coordinator's restart
+    time. Lower it only while no replica runs."""
     launcher: str = ""
     """Coordinator: host:port of the launcher that starts replicas; empty: none."""
     keda_port: int = 0
-    """Coordinator: port at which KEDA asks how many rollout replicas there should be, without a token; 0: none. With
-    it, an autoscaler that is on leaves adding and removing them to KEDA."""
+    """Coordinator: port at which KEDA asks how many rollout replicas there should be, without a token; 0: none. If set,
+    the autoscaler leaves adding and removing replicas to KEDA."""
     platform: str = "docker"
     """Launcher: platform on which it starts replicas, docker or kubernetes."""
     logs: str = ""
@@ -107,7 +107,7 @@ class ServiceSettings:
     stream_deadline_seconds: float = 330.0
     """Default deadline of streaming calls, in seconds; the longest WatchRun takes 300."""
     max_message_bytes: int = MAX_MESSAGE_BYTES
-    """Maximum size of a message that it takes. The largest are requests with all media of a conversation."""
+    """Maximum size of a message, in bytes. The largest are requests with all media of a conversation."""
     engine_python: str = ""
     """Rollout, judge, teacher: Python interpreter of the engine's process, with relaxd and the engine installed; empty:
     the interpreter of this process."""
@@ -118,7 +118,7 @@ class ServiceSettings:
     judge_key: str | None = field(default=None, repr=False)
     """Reward: API key of the server at roles.judge.address, if it requires one."""
     token: str | None = field(default=None, repr=False)
-    """Bearer token of this process's calls; without `tokens`, its callers need the same."""
+    """Bearer token of this process's calls; without `tokens`, its callers need the same token."""
     tokens: AccessTokens | None = None
     """Tokens to accept."""
     tls: TlsFiles = field(default_factory=TlsFiles)
@@ -150,7 +150,7 @@ class _Flag:
 
 
 def _checked(name: str, read: Callable[[str], Any], is_right: Callable[[Any], object]) -> Callable[[str], Any]:
-    """Return a function that reads a flag, which argparse calls `name` in the error for a value that isn't right."""
+    """Return a function that parses and checks a flag's value; argparse shows `name` in the error for a wrong one."""
 
     def value_of(text: str) -> Any:
         value = read(text)

@@ -1,9 +1,9 @@
 """The identity of a stack: services that belong together, with one coordinator.
 
 `relaxd up` and `relaxd run` make one for each start; containers and services on several hosts get theirs from
-RELAXD_STACK. Every call carries its caller's as metadata `relaxd-stack`, and a server refuses that of another stack: a
-port that changes hands must not let a service or a command work for strangers. A call without identity, such as one
-that grpcurl sends, is accepted, except for registrations.
+RELAXD_STACK. Every call carries the identity of its caller's stack as metadata `relaxd-stack`, and a server refuses
+calls from another stack: a port that changes hands must not let a service or a command work for strangers. A call
+without identity, such as one that grpcurl sends, is accepted, except for registrations.
 """
 
 import os
@@ -50,7 +50,7 @@ checked_stack_identity.__name__ = "stack identity (1 to 64 letters, digits, dots
 
 
 def check_stack(method: str, own: str, given: str | bytes | None) -> None:
-    """Check the identity that a call carries against that of the server; an empty `own` accepts all.
+    """Check that a call carries the identity of the server's stack, `own`; an empty `own` accepts all calls.
 
     Raises FailedPrecondition with reason STACK_MISMATCH.
     """

@@ -57,7 +57,7 @@ def end_client_span(span: Span, method: RpcMethod, status: str, ended_at: int | 
 
 
 class ServedCall:
-    """The span, if its caller is traced, and the duration of a call that a server answers."""
+    """A call that a server answers: records its duration and, if its caller is traced, its span."""
 
     def __init__(self, method: RpcMethod, carrier: Mapping[str, str]) -> None:
         """Begin the span, which is the current one until `end`."""

@@ -22,7 +22,7 @@ from relaxd.run_folder import TRACES, append_whole
 from relaxd.telemetry.metrics import record
 
 IDS = ("traceId", "spanId", "parentSpanId")
-"""Bytes that OTLP's JSON has in hexadecimal, unlike protobuf's."""
+"""Fields of bytes, which OTLP's JSON has in hexadecimal and protobuf's in base64."""
 
 _log = logging.getLogger(__name__)
 
@@ -82,7 +82,7 @@ def _with_hex_ids(value: Any) -> Any:
 
 
 OWN = "opentelemetry"
-"""Names of the exporters' own loggers: sending their records would create more of them."""
+"""First part of the names of the exporters' own loggers: sending their records would create more records."""
 
 _SEVERITIES = {
     logging.DEBUG: (SeverityNumber.DEBUG, "DEBUG"),

@@ -36,7 +36,7 @@ def tracer() -> Tracer:
 
 @cache
 def _tracer_of(provider: AbstractTracerProvider) -> Tracer:
-    # The SDK makes a new tracer for each request for one, which takes half as long as a span.
+    # Cached, because the SDK makes a new tracer each time, which takes half as long as a span.
     return provider.get_tracer("relaxd", __version__)
 
 
@@ -48,7 +48,7 @@ def open_quick_span(
     links: Sequence[Link] = (),
     start_time: int | None = None,
 ) -> "QuickSpan | None":
-    """Open a span, which the caller ends; None if it isn't recorded, as nothing is or its parent isn't.
+    """Open a span, which the caller ends; None if nothing is recorded, or its parent isn't.
 
     `attributes` belong to the caller, who must not change them: many spans can share them. `start_time` is in
     nanoseconds of Unix time; by default now. Without a parent the span is in a new trace.

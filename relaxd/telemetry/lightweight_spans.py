@@ -18,7 +18,7 @@ from opentelemetry.util.types import AttributeValue
 
 
 class QuickSpan(ReadableSpan, Span):
-    """A recorded span. Whoever opens it ends it once, in any thread."""
+    """A recorded span. Its opener ends it once, in any thread."""
 
     def __init__(
         self,
@@ -33,7 +33,7 @@ class QuickSpan(ReadableSpan, Span):
         scope: InstrumentationScope,
         resource: Resource | None,
     ) -> None:
-        """Start it, now or at `start_time` (nanoseconds of Unix time); without a parent in a new trace.
+        """Start the span, now or at `start_time` (nanoseconds of Unix time). Without a parent it begins a new trace.
 
         `attributes` are not changed, so that many spans can share them.
         """

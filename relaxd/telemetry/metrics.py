@@ -1,7 +1,7 @@
 """The table of all metrics, and functions to record them.
 
-Step metrics are the numbers of one step: the board's ledger, metrics.jsonl and the live view have them under
-the table's names, OpenTelemetry as "relaxd.step.<name>". The others are recorded where they happen and exist only in
+Step metrics are the numbers of one step: the board's ledger, metrics.jsonl and the live view have them under the
+table's names, OpenTelemetry as "relaxd.step.<name>". Other metrics are recorded where they happen and exist only in
 OpenTelemetry, as "relaxd.<name>". docs/metrics.md is generated from this table (see relaxd/telemetry/__main__.py).
 """
 
@@ -340,7 +340,7 @@ and its description."""
 
 
 def _rows(table: str) -> Iterator[tuple[str, str, str, str]]:
-    """Yield name, unit, what stands behind the unit, and description of each row of a table."""
+    """Yield name, unit, the text between unit and colon, and description of each row of a table."""
     for row in re.split(r"\n(?=\S)", table.strip()):
         head, _, description = " ".join(row.split()).partition(": ")
         name, _, rest = head.partition(" [")

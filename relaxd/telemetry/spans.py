@@ -36,14 +36,15 @@ from relaxd.telemetry.instruments import enabled, open_quick_span, tracer
 KNOWN = 4096
 """Number of contexts to cache: every operation on a group reads its carrier."""
 MOST_LETTERS = 512
-"""Maximum length of either header; longer ones are ignored."""
+"""Maximum characters of a traceparent or tracestate header; longer headers are ignored."""
 
 _PARENT = re.compile(r"(?!ff)[0-9a-f]{2}-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})(?:(?<!^00.{53})-.*)?")
 """W3C Trace Context, parsed as by opentelemetry.trace.propagation.tracecontext, but faster."""
 
 
 def inject(span: Span | None = None) -> dict[str, str]:
-    """Return the carrier of a span, by default the current one; empty if it isn't recorded."""
+    """Return a span's carrier: its context as trace headers. Defaults to the current span; empty if it isn't
+    recorded."""
     context = (trace.get_current_span() if span is None else span).get_span_context()
     if not context.is_valid:
         return {}

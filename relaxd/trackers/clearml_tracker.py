@@ -19,9 +19,9 @@ DETECTED = (
 
 
 class ClearMLTracker(Tracker):
-    """Logs to a task of ClearML. A number that comes again for its step replaces the first one.
+    """Logs to a task of ClearML. A number that is logged again for its step replaces the first.
 
-    Each edition is a further task, with the edition's name as a tag. Offline, the folder has only the last edition,
+    Each edition is a separate task, with the edition's id as a tag. Offline, the folder has only the last edition,
     which each start writes anew.
     """
 

@@ -28,7 +28,7 @@ FOLDER = "trackers"
 """Subfolder of the run's folder with each tracker's record of logged steps."""
 
 Report = Callable[[str, str], None]
-"""Called with a tracker's name and its problem, "" once it works."""
+"""Function that is called with a tracker's name and its problem, "" once it works."""
 
 
 class TakenBack(Exception):
@@ -264,7 +264,7 @@ class FollowedFile:
         """The last line that was read."""
 
     def read(self) -> tuple[bool, list[dict[str, Any]]]:
-        """Return whether the file is read from its beginning, and lines; none when all have been read.
+        """Return whether reading began at the file's beginning, and the next lines; no lines at the end.
 
         Skips lines that are no JSON objects: their writer died. Raises OSError.
         """

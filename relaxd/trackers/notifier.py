@@ -28,7 +28,7 @@ FOLDER = "alerts"
 """Folder in the run's folder with the state of each address's messages, by its number."""
 
 Report = Callable[[str, str], None]
-"""Called with an address's name and its problem, "" once it works."""
+"""Function that is called with an address's name and its problem, "" once it works."""
 
 
 class Notifier(threading.Thread):

@@ -18,7 +18,7 @@ REDACTED = "***"
 
 @dataclass(frozen=True)
 class TrackedRun:
-    """A run in the form for trackers."""
+    """A run, as trackers get it."""
 
     run_id: str
     folder: Path
@@ -36,10 +36,10 @@ class TrackedRun:
 
 @dataclass(frozen=True)
 class Edition:
-    """A tracker's account of a run, from the first step on.
+    """A tracker's copy of a run, from the first step on.
 
-    When steps that were logged are trained again with other numbers, as after a loss of Redis, another edition begins,
-    which gets all steps and replaces the earlier edition, so that no curve forks.
+    When logged steps are trained again with other numbers, as after a loss of Redis, another edition begins. It gets
+    all steps and replaces the earlier edition, so that no curve forks.
     """
 
     id: str
@@ -51,10 +51,11 @@ class Edition:
 
 
 class Tracker:
-    """Shows a run somewhere. All methods of one tracker are called from one thread, and may block and raise.
+    """Shows a run's numbers and samples outside of relaxd. All methods of one tracker are called from one thread, and
+    may block and raise.
 
-    After an error the tracker is closed, and another instance started a little later. What was logged since the last
-    `flush` is then logged again: a step that comes again replaces its numbers.
+    After an error the tracker is closed, and another instance is started a little later. Steps logged since the last
+    `flush` are then logged again, and must replace their earlier numbers.
     """
 
     def begins_anew(self, run: TrackedRun) -> bool:

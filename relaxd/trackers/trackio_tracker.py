@@ -12,8 +12,8 @@ from relaxd.trackers.tracker import Edition, TrackedRun, Tracker, flatten, table
 class TrackioTracker(Tracker):
     """Logs to a run of Trackio, whose name ends with the edition's.
 
-    Trackio keeps a step that comes again beside its first row. So each start begins another edition, which gets all
-    steps and replaces the earlier edition. On a server or a Space the earlier edition stays.
+    Trackio keeps both rows of a step that is logged again. So each start begins another edition, which gets all steps
+    and replaces the earlier edition. On a server or a Space the earlier edition stays.
     """
 
     def begins_anew(self, run: TrackedRun) -> bool:

@@ -15,7 +15,7 @@ FOLDER = "wandb"
 class WandbTracker(Tracker):
     """Logs to a run of W&B. The x axis of every curve is the number `step`.
 
-    W&B overwrites no row, so that each edition is a separate run. Offline, the folder has only the last edition, which
+    W&B can't overwrite rows, so each edition is a separate run. Offline, the folder has only the last edition, which
     each start writes anew.
     """
 

@@ -33,7 +33,7 @@ GROUP_ID = re.compile(r"[^\s,|]+")
 SWEPT_TOGETHER = 256
 """Number of attempts that a sweep frees before it records its progress."""
 LEDGER_STEPS = 256
-"""Newest steps that stay in the board's ledger: a plan may have hundreds of kilobytes."""
+"""Number of newest steps that stay in the board's ledger: a plan may have hundreds of kilobytes."""
 DROPPED_TOGETHER = 64
 """Maximum number of groups that one script drops."""
 
@@ -176,9 +176,9 @@ class CoordinatorSide(BoardCore):
         retry: bool = False,
         counts: DropKind = "failed",
     ) -> RedisOperation[int]:
-        """Drop open groups, whoever holds them; otherwise like `drop`.
+        """Drop open groups, held or not; otherwise like `drop`.
 
-        Returns the number of dropped groups: those that were open. Raises Fenced, RunMissing.
+        Returns the number of groups that were open, and so dropped. Raises Fenced, RunMissing.
         """
         settings = (term, reason, int(retry), self.limits.max_retries, DROP_COUNTERS[counts])
         dropped = 0
@@ -189,7 +189,8 @@ class CoordinatorSide(BoardCore):
 
     @operation
     def trim_ledger(self, *, term: int, written: int) -> RedisOperation[int]:
-        """Remove steps from the ledger that are in the run's folder, which has those up to `written`, but LEDGER_STEPS.
+        """Remove steps up to `written`, which the run's folder has, from the ledger, except the last LEDGER_STEPS of
+        them.
 
         Returns the number of removed steps. Raises Fenced, RunMissing.
         """
@@ -200,7 +201,7 @@ class CoordinatorSide(BoardCore):
     def sweep(self, *, term: int) -> RedisOperation[int]:
         """Free the payloads of closed groups and of attempts that came too late. Returns the number of attempts.
 
-        Whoever stops in the middle leaves the rest to the next sweep. Raises Fenced, RunMissing.
+        An interrupted sweep leaves the rest to the next one. Raises Fenced, RunMissing.
         """
         return (yield from self._sweep(term))
 
@@ -296,7 +297,7 @@ class CoordinatorSide(BoardCore):
 
     @operation
     def retry_unscored(self, *, term: int) -> RedisOperation[int]:
-        """Let the prompts be retried whose reward failed, for a reward that has been repaired. Returns their number.
+        """Queue the prompts whose reward failed for a retry, once the reward is repaired. Returns their number.
 
         The board keeps the first 1024 of them since the last call. Raises Fenced, RunMissing.
         """
@@ -312,9 +313,9 @@ class CoordinatorSide(BoardCore):
 
     @operation
     def continue_fates(self, last: str, *, term: int) -> RedisOperation[None]:
-        """Make the ids of new fates greater than `last`, the last one that was written elsewhere.
+        """Make the ids of new outcomes greater than `last`, the id of the last outcome that was stored elsewhere.
 
-        A new Redis whose clock is behind would give lower ones. Raises Fenced, RunMissing.
+        A new Redis whose clock is behind would give lower ids. Raises Fenced, RunMissing.
         """
         yield from run_script("continue_fates", self.prefix, term, last)
 
@@ -347,8 +348,8 @@ class CoordinatorSide(BoardCore):
     def delete(self) -> RedisOperation[None]:
         """Delete everything under the run's prefix. From then on workers of the run get RunMissing.
 
-        The run's data nodes are those that it was created with. Raises BoardUnavailable if one is away, after
-        deleting the rest: repeat the call once it is back.
+        The run's data nodes are those that it was created with. Raises BoardUnavailable, after deleting the rest, if a
+        server is unavailable: repeat the call once it is back.
         """
         record = f"{self.prefix}data_nodes"
         text = yield from ask("GET", record)
@@ -364,7 +365,7 @@ class CoordinatorSide(BoardCore):
         yield from payload_transfer.unlink_keys([record])
 
     def _unlink_all(self, server: At, spared: str) -> RedisOperation[None]:
-        """Remove all keys of the run except one from one server."""
+        """Remove all keys of the run from one server, except `spared`."""
         found = yield FindKeys(self.prefix, server)
         yield from payload_transfer.unlink_keys((key for key in found if key != spared), server)
 

@@ -45,7 +45,7 @@ def reading(what: str) -> Iterator[None]:
 
 
 def damaged(what: str, error: Exception) -> BoardError:
-    """Return the error for something that Redis has and that can't be parsed."""
+    """Return the error for a value in Redis that can't be parsed."""
     return BoardError(f"{what} is damaged in Redis: {error!r}")
 
 
@@ -86,7 +86,7 @@ class BoardCore:
 
     @operation
     def counts(self) -> RedisOperation[Counts]:
-        """Read the terms of the conservation law, in one transaction. Raises RunMissing."""
+        """Read the group counts of the conservation law (see `Counts.check`), in one transaction. Raises RunMissing."""
         names = ("published", "trained", "dropped", "last_step", "consecutive_drops", "consecutive_filtered")
         commands = [
             ("HMGET", f"{self.prefix}state", *names),
@@ -212,10 +212,10 @@ class BoardCore:
 
         `arguments` gets the indices of the attempts to commit, and returns the script's arguments. The script returns
         one reply for all attempts or a list with one for each: 1 or more (committed), 0 (nobody wants it) or -1 (it
-        came too late, and is written again under another name; TOOLATE means that all are). With `set_values`, the
-        payloads of small columns aren't arguments of the script, but set in one transaction with it, and all are
-        committed or none. Returns the replies, without those below 0. Raises TooLate for an attempt that came too late
-        again and again.
+        came too late, and is written again under another name); the error TOOLATE means -1 for all. With `set_values`,
+        the payloads of small columns aren't arguments of the script, but set in one transaction with it, and either all
+        attempts are committed or none. Returns the final replies, which are at least 0. Raises TooLate for an attempt
+        that came too late WRITES times.
         """
         results = [0] * len(attempts)
         left = list(range(len(attempts)))
@@ -232,7 +232,7 @@ class BoardCore:
                 else:
                     left = wanted
             elif large:
-                # Of those that are refused the slices are written in vain, and expire.
+                # Slices of refused attempts are written in vain, and expire.
                 registration = self._registration([attempts[index] for index in left], milliseconds)
                 before = [script_call("register", self.prefix, *registration)]
                 before += payload_transfer.writes((one for attempt in large for one in attempt.slices()), milliseconds)
@@ -259,15 +259,15 @@ class BoardCore:
     def _write(
         self, attempts: Sequence[GroupAttempt], indices: Sequence[int], milliseconds: int
     ) -> RedisOperation[tuple[list[int], bool]]:
-        """Register attempts and write their large payloads; those on data nodes last from then on.
+        """Register attempts and write their large payloads. Those on data nodes no longer expire.
 
-        Returns the indices of those that are still wanted, and whether every payload was made to last.
+        Returns the indices of the attempts that are still wanted, and whether all their payloads are complete.
         """
         left = yield from self._wanted(attempts, indices, milliseconds)
         yield from payload_transfer.write([attempts[index].attempt for index in left], milliseconds)
         placed = [index for index in left if attempts[index].attempt.on_nodes]
-        # They are registered a second time: since the first one, a sweep may have freed what was written before it, but
-        # not what was written after it. So what lasts is registered, garbage, or pointed to.
+        # Register them again: since the first time, a sweep may have freed slices that were written before it, but not
+        # those written after it. So every permanent payload is registered, garbage, or pointed to.
         wanted = yield from self._wanted(attempts, placed, milliseconds)
         pointers = [attempts[index].attempt.pointer for index in wanted]
         places = [place for pointer in pointers for place in all_places(self.prefix, pointer)]

@@ -102,8 +102,8 @@ class StageSide(BoardCore):
     def saved(self, delivery: Delivery) -> RedisOperation[Saved]:
         """Load the unfinished work that deliveries of this group have saved at this stage, in order.
 
-        Nothing is saved any more once the stage has committed, or the group is closed. Of damaged work only the
-        pointers are returned, for `forget_saved`.
+        The work is gone once the stage has committed or the group is closed. If it is damaged, only its pointers are
+        returned, for `forget_saved`.
         """
         saved = ("HGET", f"{self.prefix}group:{delivery.group_id}", f"saved:{delivery.stage}")
         found = yield from ask(*saved)
@@ -123,9 +123,9 @@ class StageSide(BoardCore):
     def save(
         self, delivery: Delivery, columns: Mapping[str, Column], *, after: str, forgiven: bool = False
     ) -> RedisOperation[str | None]:
-        """Save one more part of a delivery's unfinished work, for whoever takes the group next.
+        """Save another part of a delivery's unfinished work, for the next delivery of the group.
 
-        Commits and the end of the group remove it.
+        A commit of the stage or the end of the group removes the work.
 
         Args:
             delivery: the hold.
@@ -149,7 +149,7 @@ class StageSide(BoardCore):
 
     @operation
     def forget_saved(self, delivery: Delivery, pointers: str) -> RedisOperation[bool]:
-        """Remove the unfinished work that is saved under these pointers. Returns False as `save` returns None."""
+        """Remove the unfinished work that is saved under these pointers. Returns False where `save` returns None."""
         hold = (delivery.group_id, delivery.stage, delivery.entry_id, delivery.consumer, delivery.attempt)
         return bool((yield from run_script("save", self.prefix, *hold, pointers, "", "", 0)))
 
@@ -220,7 +220,7 @@ class StageSide(BoardCore):
     ) -> RedisOperation[bool]:
         """Drop the group that a delivery holds.
 
-        With `retry`, its prompt waits to be published again, at most limits.max_retries times; one whose reward failed
+        With `retry`, its prompt waits to be published again, at most limits.max_retries times; if its reward failed, it
         waits for `retry_unscored` instead. `counts` selects the count of consecutive drops. `detail` is recorded with
         the group, for people. Returns False if it was closed already or the delivery does not hold it any more.
         """
@@ -274,7 +274,7 @@ class StageSide(BoardCore):
 
     def _claim(self, stage: str, consumer: str, count: int) -> RedisOperation[list[Delivery]]:
         lease = max(1, int(self.limits.lease_seconds * 1000))
-        # Half of it, so that a consumer that is alone is never a moment too early.
+        # Half of this consumer's interval, so that its claim is never refused as too early if it is the only consumer.
         interval = int(self._claim_interval * 500)
         settings = (count, lease, self.limits.max_deliveries, interval)
         entries = yield from run_script("claim_expired", self.prefix, stage, consumer, *settings)
@@ -334,7 +334,8 @@ class StageSide(BoardCore):
     def _pointers(
         self, deliveries: Sequence[Delivery], writers: list[str]
     ) -> RedisOperation[list[dict[str, str] | None]]:
-        """Return each group's pointers: the delivery's, or newer ones of the group if there are any."""
+        """Return each group's pointers: the delivery's or, if it lacks some, the group's current ones. None for a
+        closed group."""
         needed = set(writers)
         incomplete = [delivery for delivery in deliveries if not needed <= delivery.pointers.keys()]
         if not incomplete:

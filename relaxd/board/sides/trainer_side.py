@@ -29,10 +29,10 @@ class TrainerSide(BoardCore):
 
     @operation
     def new_attempt(self, process: str, last: int) -> RedisOperation[int]:
-        """Number the next start of a trainer's ranks on several hosts; numbers grow.
+        """Return a number for the next start of a trainer's ranks on several hosts; numbers grow.
 
-        `process` is a unique name of the trainer's process, `last` its last attempt, 0 if it has made none. Raises
-        Fenced when the process of another trainer has made an attempt since, RunMissing.
+        `process` is a unique name of the trainer's process, `last` its last number, 0 before its first. Raises Fenced
+        when another trainer's process got a number since, RunMissing.
         """
         return int((yield from run_script("start_attempt", self.prefix, process, last)))
 
@@ -63,16 +63,16 @@ class TrainerSide(BoardCore):
     def open_versions(self) -> RedisOperation[dict[str, int]]:
         """Return the oldest weight version by id, for open groups whose generation has started.
 
-        Until the rollout commits it is the version that generation started with, then the oldest of the tokens.
+        Until the rollout commits, this is the version with which generation started, then the oldest of the tokens'.
         """
         started = yield from ask("HGETALL", f"{self.prefix}started")
         return {group_id.decode(): int(version) for group_id, version in started.items()}
 
     @operation
     def sent_weights(self) -> RedisOperation[dict[int, list[str]]]:
-        """Return the digests of the weights that were sent as each version, by this trainer or one before it.
+        """Return the digests of the weights that this or an earlier trainer sent as each version.
 
-        Versions whose tokens no step trains on any more may be forgotten.
+        Versions may be missing if no step trains on their tokens any more.
         """
         found = yield from ask("HGETALL", f"{self.prefix}weights")
         return {int(version): digests.decode().split() for version, digests in found.items()}
@@ -154,7 +154,7 @@ class TrainerSide(BoardCore):
     ) -> RedisOperation[list[tuple[str, dict[str, Any]]]]:
         """Return samples of a step, or of all steps, newest first, with their keys, after the key `after`.
 
-        Each has its "step".
+        Each sample has its "step".
         """
         found: list[tuple[str, dict[str, Any]]] = []
         while len(found) < limit and (page := (yield from self._sample_keys(step, after, limit - len(found)))):

@@ -9,7 +9,7 @@ import numpy as np
 from relaxd.importing import ImportProblem, describe_error, import_own
 
 COLUMNS = ("prompt", "text", "finish", "sample_of_sequence", "lengths", "reward", "reward_parts")
-"""Columns that samples are made from."""
+"""Columns from which samples are built."""
 
 
 @dataclass(frozen=True)

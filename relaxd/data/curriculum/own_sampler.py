@@ -22,7 +22,7 @@ class Sampler(Protocol):
     def choose(self, visit: int, record: PromptRecord) -> int:
         """Return the index of the prompt for a visit, 0 <= index < prompts.
 
-        It may be called for the same visit again. A restarted coordinator makes a new sampler, while visits and record
+        It may be called for the same visit again. A restarted coordinator makes a new sampler; visits and record
         continue.
 
         Args:
@@ -62,7 +62,7 @@ class OwnSampler:
     def choose(self, visit: int, record: PromptRecord) -> int:
         """Return the index of the prompt for a visit.
 
-        Raises DataError: it can't be made, fails, or chooses none of the prompts.
+        Raises DataError if the sampler can't be created, fails, or returns no index of a prompt.
         """
         sampler = self._sampler = self._sampler or make_sampler(self._config, self._prompts, self._seed)
         try:

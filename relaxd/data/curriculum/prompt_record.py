@@ -1,5 +1,5 @@
-"""The record of every prompt's difficulty: its pass rate, whether it is left out because of that, and the pools that
-prompts are drawn from.
+"""The record of every prompt's difficulty: its pass rate, whether it is left out as solved or too hard, and the pool of
+hard prompts to replay.
 """
 
 import threading
@@ -25,7 +25,7 @@ class Pool:
         return self._size
 
     def at(self, draw: float) -> int:
-        """Return a member, for 0 <= draw < 1. Raises IndexError: there is none."""
+        """Return the member that a random number, 0 <= draw < 1, selects. Raises IndexError if the pool is empty."""
         if not self._size:
             raise IndexError("the pool is empty")
         return int(self._members[min(int(draw * self._size), self._size - 1)])
@@ -53,7 +53,7 @@ class Pool:
 Visit = Literal["", "replay", "retest"]
 """Reason of a visit to a prompt: its turn has come, it is hard, or it was left out until now."""
 BUCKETS = 10
-"""Classes of pass rates: 0 to 0.1, 0.1 to 0.2, ..."""
+"""Number of classes of pass rates: 0 to 0.1, 0.1 to 0.2, ..."""
 OPEN, SOLVED, TOO_HARD, REPEATED = 0, 1, 2, 3
 MAX_TRIES = 65_535
 
@@ -62,7 +62,8 @@ class PromptRecord:
     """Tries and pass rate of every prompt, 11 bytes each (19 with replay). Safe to use from several threads.
 
     After each scored group the pass rate p of its prompt becomes p + (r - p) / min(tries, memory), where r is the
-    group's mean reward, from min_reward to max_reward as 0 to 1: at first the mean, later an exponential one.
+    group's mean reward, scaled from [min_reward, max_reward] to [0, 1]. So p is a mean at first, later an exponential
+    moving average.
     """
 
     def __init__(self, prompts: int, config: CurriculumConfig, *, needed: int = 1) -> None:
@@ -71,11 +72,11 @@ class PromptRecord:
         self.lock = threading.Lock()
         """Held while the record changes."""
         self.tries = np.zeros(prompts, np.uint16)
-        """Scored groups of each prompt, uint16 [prompts]."""
+        """Number of scored groups of each prompt, uint16 [prompts]."""
         self.pass_rate = np.zeros(prompts, np.float32)
         """Pass rate of each prompt, float32 [prompts]; 0 where `tries` is 0."""
         self.visits: dict[Visit, int] = {"": 0, "replay": 0, "retest": 0}
-        """Scored groups by why their prompts were visited."""
+        """Number of scored groups, by the reason of the visit to their prompt."""
         self._needed = min(needed, prompts)
         self._state = np.zeros(prompts, np.uint8)
         self._chance = np.ones(prompts, np.float32)
@@ -118,13 +119,14 @@ class PromptRecord:
 
     @property
     def exhausted(self) -> bool:
-        """True if too few prompts remain. Then none is left out until there are enough again."""
+        """True if too few prompts remain. Then no prompt is left out until enough remain again."""
         return self._counts[OPEN] < self._needed
 
     def observe(self, lines: Iterable[Mapping[str, Any]]) -> int:
-        """Take in outcomes of groups, oldest first: lines of groups.jsonl. Returns the number without a prompt here.
+        """Process the outcomes of groups (lines of groups.jsonl), oldest first. Returns the number of groups whose
+        prompt is unknown.
 
-        A group counts once it was scored, whether it was trained on or dropped.
+        Every scored group counts, whether it was trained on or dropped.
         """
         unknown = 0
         with self.lock:
@@ -149,7 +151,7 @@ class PromptRecord:
         return bool(self._state[index] != OPEN) and not self.exhausted
 
     def hard_prompt(self, draw: float) -> int | None:
-        """Return a hard prompt, for 0 <= draw < 1; None if there is none."""
+        """Return the hard prompt that a random number, 0 <= draw < 1, selects; None if there is none."""
         return self._hard.at(draw) if self._hard is not None and len(self._hard) else None
 
     def leave_out(self, repeats: Sequence[int]) -> None:

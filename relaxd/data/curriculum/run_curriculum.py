@@ -55,9 +55,9 @@ def save(record: PromptRecord, folder: Path, end: int, last: str) -> None:
 
 
 def _read_snapshot(record: PromptRecord, path: Path, size: int) -> tuple[int, str]:
-    """Restore a record from a snapshot of these prompts and of a file of at most this size.
+    """Restore a record from a snapshot, if it has as many prompts and includes at most `size` bytes of groups.jsonl.
 
-    Returns its bytes and last entry; 0 and "" without such a snapshot.
+    Returns the included bytes and the last included entry; 0 and "" without such a snapshot.
     """
     try:
         first, _, arrays = path.read_bytes().partition(b"\n")
@@ -77,7 +77,7 @@ def _read_snapshot(record: PromptRecord, path: Path, size: int) -> tuple[int, st
 
 
 class Curriculum:
-    """Learns from every closed group, and chooses the prompts that are given next."""
+    """Updates the record with every closed group, and chooses the next prompts."""
 
     def __init__(self, config: RunConfig, prompts: PromptDataset) -> None:
         self._config = config.data.curriculum
@@ -110,8 +110,7 @@ class Curriculum:
 
     @property
     def ended(self) -> str:
-        """Reason for the run to end: every prompt is left out, and curriculum.exhausted asks for the end; else
-        empty."""
+        """Reason for the run to end, if too few prompts remain and curriculum.exhausted is "end"; else empty."""
         return f"the curriculum is exhausted: {self._left}" if self._ends and self.record.exhausted else ""
 
     def metrics(self) -> dict[str, float]:

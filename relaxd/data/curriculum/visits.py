@@ -28,7 +28,7 @@ class Visited:
 
 @dataclass(frozen=True)
 class _Epoch:
-    """An epoch: which prompts its places have, and random numbers from 0 to 1 for each; all [places]."""
+    """An epoch: the prompt of each place, and random numbers from 0 to 1. All arrays are [places]."""
 
     number: int
     order: np.ndarray
@@ -60,7 +60,7 @@ class Visits:
         self._own = OwnSampler(self._config, len(record), seed) if self._config.is_own else None
 
     def next(self, cursor: Cursor) -> Visited:
-        """Return the next visit from a cursor on.
+        """Return the first visit at or after a cursor.
 
         Raises DataError: a prompt is too long and may not be left out, all are too long or repeats, a row is wrong, or
         a user's own sampler fails.
@@ -86,7 +86,7 @@ class Visits:
         return found
 
     def _choose(self, cursor: Cursor) -> tuple[Cursor, int, Visit]:
-        """Return the position of the next visit from `cursor` on, the index of its prompt, and its reason."""
+        """Return the position of the first visit at or after `cursor`, the index of its prompt, and its reason."""
         if cursor.again or not self._config.chooses:  # one that was open when the run was interrupted is given again
             return cursor, self._prompts.index_at(cursor), ""
         with self._record.lock:

@@ -59,7 +59,7 @@ class JsonLines(JsonObjects):
         super().__init__(path)
         starts = _line_starts(self._file)
         ends = np.append(starts[1:], os.fstat(self._file).st_size)
-        # Blank lines are short: only such are read to find out.
+        # Blank lines are short, so only short lines are read to find them.
         short = np.flatnonzero(ends - starts <= _SHORT)
         blank = [line for line in short.tolist() if not self._read(starts[line], ends[line]).strip()]
         lines = np.delete(np.arange(len(starts), dtype=np.int64), blank)
@@ -95,7 +95,7 @@ def _line_starts(file: int) -> np.ndarray:
 _MOST = 256 << 20
 """Maximum bytes of an object: a longer one counts as broken."""
 _LONGEST_MARK = 16
-"""More bytes than any token that the end of a chunk may cut in two, such as "false" or an escaped letter."""
+"""Upper bound, in bytes, of a token that the end of a chunk may cut in two, such as "false" or an escaped letter."""
 _SPACE = b" \t\r\n"
 
 
@@ -163,10 +163,10 @@ class JsonArray(JsonObjects):
 
 
 class _Reader:
-    """A place in a file, and some of what follows it.
+    """A position in a file, with a buffer of the text that follows.
 
-    The text is decoded as Latin-1, in which a letter is a byte: only the places of brackets matter here, and UTF-8 has
-    no bytes of ASCII within other letters.
+    The text is decoded as Latin-1, in which each letter is one byte: only the places of brackets matter here, and UTF-8
+    has no bytes of ASCII within other letters.
     """
 
     def __init__(self, file: int) -> None:
@@ -211,7 +211,7 @@ class _Reader:
     def _more(self) -> bool:
         """Read more bytes, and forget those before the position. Returns False at the end of the file."""
         offset = self._base + len(self._text)
-        # Twice as much as there is, so that a large object isn't parsed again for each chunk.
+        # Double the text, so that a large object isn't parsed again for each chunk.
         chunk = os.pread(self._file, max(_CHUNK, len(self._text) - self._at), offset)
         self._base, self._text, self._at = self.place, self._text[self._at :] + chunk.decode("latin-1"), 0
         return bool(chunk)

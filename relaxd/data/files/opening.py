@@ -1,5 +1,5 @@
-"""Opening of a path with prompts: a file, a folder of files, a part of either, or a data set of the Hugging Face
-package datasets, from the hub or saved with `save_to_disk`."""
+"""Opens paths with prompts: a file, a folder of files, a part of either, or a data set of the Hugging Face package
+datasets, from the hub or saved with `save_to_disk`."""
 
 import re
 from collections.abc import Iterator
@@ -21,9 +21,9 @@ _LIKE_A_PART = re.compile(r".*@\[[^\]/]*\]?")
 def open_rows(path: Path, field: str) -> Rows:
     """Open a file, or all files with a known ending of a folder and its subfolders, sorted by name.
 
-    A folder that the package datasets saved has its files in the order of its state.json. "PATH@[START:END]" is a part
-    of it, as of a Python list. A file with an unknown ending is read as JSON lines. A path that doesn't exist and looks
-    like the name of a data set is loaded from the Hugging Face hub.
+    A folder that the package datasets saved has its files in the order of its state.json. "PATH@[START:END]" selects
+    rows, like a slice of a Python list. A file with an unknown ending is read as JSON lines. A path that doesn't exist
+    and looks like the name of a data set is loaded from the Hugging Face hub.
 
     Raises DataError, naming the setting `field`: it can't be read, or has no rows.
     """
@@ -79,7 +79,7 @@ def _files_of(folder: Path, field: str) -> Iterator[Path]:
         return
     for entry in sorted(folder.iterdir()):
         if entry.is_dir():
-            if not entry.is_symlink():  # which could lead round in circles
+            if not entry.is_symlink():  # it could form a cycle
                 yield from _files_of(entry, field)
         elif entry.suffix in (*TABLES, *LINES) and entry.name not in DESCRIPTIONS and entry.is_file():
             yield entry
@@ -92,7 +92,7 @@ DESCRIPTIONS = ("dataset_info.json", "dataset_infos.json")
 
 
 def saved_files(folder: Path, field: str) -> list[Path] | None:
-    """Return the files of a saved data set, in the order of its rows; None if the folder is none.
+    """Return the files of a saved data set, in the order of its rows; None if the folder isn't a saved data set.
 
     Raises DataError, naming the setting `field`: the folder has several splits, or is damaged.
     """
@@ -119,7 +119,7 @@ def saved_files(folder: Path, field: str) -> list[Path] | None:
 
 
 def _read(path: Path, key: str, field: str) -> list[str]:
-    """Return a list of texts, or of the names of files."""
+    """Return the list under a key of a JSON file: texts, or the names of files."""
     try:
         found = parse_json(path.read_text(encoding="utf-8")).get(key) or ()
         return [one if isinstance(one, str) else str(one["filename"]) for one in found]
@@ -135,7 +135,7 @@ PACKAGE = "the package datasets, which could load it from the hub, is not instal
 def is_hub_name(path: Path) -> bool:
     """Return whether a path may be the name of a hub data set: "owner/name", perhaps with "/config" and ":split".
 
-    Nothing on this machine has that path, nor a file's ending.
+    The path must not exist on this machine, nor end like a file's.
     """
     fits = _NAME.fullmatch(str(path)) is not None and path.suffix not in _ENDINGS
     return fits and not path.exists()

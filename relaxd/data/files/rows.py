@@ -27,7 +27,7 @@ class Rows(Protocol):
         """Yield all rows, in order, faster than one by one; None for a wrong row."""
 
     def content(self, part: range) -> Iterator[bytes]:
-        """Yield what a range of the rows, without a step, is stored as: other bytes if one of them has changed.
+        """Yield the stored bytes of a range of rows, whose step must be 1. They differ if a row has changed.
 
         A table yields the whole file, whatever the range.
         """
@@ -136,9 +136,9 @@ _PLAIN = frozenset((str, int, bool, type(None)))
 
 
 def plain(value: Any) -> Any:
-    """Convert a value to what JSON has: arrays to lists, numpy's numbers to Python's, times and decimals to text.
+    """Convert a value to JSON's types: arrays to lists, numpy's numbers to Python's, times and decimals to text.
 
-    NaN, with which tables of numbers say that one is missing, becomes None. What has no such form stays as it is.
+    NaN, which marks missing numbers in tables, becomes None. Values without a JSON form stay unchanged.
     """
     kind = type(value)  # exact types first: every row of a file passes here
     if kind in _PLAIN:

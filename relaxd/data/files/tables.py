@@ -18,7 +18,7 @@ PACKAGE = "pyarrow is not installed: pip install 'relaxd[data]'"
 
 
 class Table:
-    """The rows of a table, held by a temporary file: any of them can be read without those before it.
+    """The rows of a table, copied to a temporary file, from which each can be read without the rows before it.
 
     The temporary file has the size of the uncompressed table and disappears with the process.
     """
@@ -33,7 +33,8 @@ class Table:
         self._starts: list[int] = []
         self._rows = 0
         self._last: tuple[int, Any] | None = None
-        """The last batch that was read, and its number: a check of evenly spread rows reads several of each."""
+        """Number and content of the last batch that was read: checks of evenly spread rows read several rows of a
+        batch."""
         number, copy = tempfile.mkstemp(prefix="relaxd-data-")
         os.close(number)
         try:
@@ -126,7 +127,7 @@ def _arrow_batches(path: Path) -> Iterator[Any]:
 def _without_dictionaries(batch: Any) -> Any:
     """Return a record batch with the values of dictionary columns, such as categories of pandas.
 
-    A file may have another dictionary in each batch, but the temporary file only one.
+    Each batch of a file may have its own dictionary; the temporary file can have only one for all.
     """
     import pyarrow as pa
 
@@ -139,7 +140,7 @@ def _without_dictionaries(batch: Any) -> Any:
 
 
 def _decoded(kind: Any) -> Any:
-    """Return a type with the types of its dictionaries' values in their place."""
+    """Return a type in which the type of each dictionary is replaced by that of its values."""
     import pyarrow as pa
 
     if pa.types.is_dictionary(kind):

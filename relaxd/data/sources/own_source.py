@@ -10,12 +10,12 @@ from relaxd.importing import ImportProblem, describe_error, import_own
 from relaxd.models import DataError
 
 DIGESTED = 20_000
-"""Maximum number of rows, evenly spread, to make for the comparison with an earlier start."""
+"""Maximum number of rows, evenly spread, to read for the digest that shows changed data."""
 
 
 class OwnSource(Protocol):
-    """Interface of a user's own source. It is made with data.settings. It may have `held_out()`, which returns
-    another one with the held-out prompts.
+    """Interface of a user's own source, which is made with data.settings. An optional `held_out()` returns another
+    source with the held-out prompts.
     """
 
     def __len__(self) -> int: ...

@@ -17,13 +17,13 @@ from relaxd.media.placeholders import IMAGE, MediaColumn, MediaReader
 from relaxd.media.sources import without_bytes
 
 ALL = "*"
-"""Means all columns except prompt and answer."""
+"""Value of `Columns.metadata` that means all columns except prompt and answer."""
 ANSWER = "answer"
 """Default column of the answer; rows may lack it."""
 ORIGINAL = "original"
 """Key of the whole picture in a prompt's metadata."""
 MAX_ORIGINAL = 16 << 20
-"""Maximum length of a whole picture as text, in bytes: it is in every message that has the prompt."""
+"""Maximum length of a whole picture as base64, in bytes: every message with the prompt has it."""
 MESSAGE_FORM = '{"role": "user", "content": "..."}'
 
 
@@ -157,7 +157,7 @@ class Examples(OnDemand[Example]):
 
 
 def _for_json(metadata: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return metadata. Raises ValueError naming the column of a value that JSON lacks."""
+    """Return metadata unchanged. Raises ValueError naming the column of a value that JSON lacks."""
     for name, value in metadata.items():
         if found := stranger(prefix + name, value):
             column, what = found
@@ -253,13 +253,13 @@ def _tools(key: str, value: Any) -> list[dict[str, Any]]:
 def read_prompt(key: str, value: Any, media: MediaReader | None = None) -> str | list[Message]:
     """Return a prompt from the value of a column or of a user's own function.
 
-    Messages keep all of their fields, except nulls: tables give an object every key that any of them has. Content parts
-    of text are joined; with images among them they stay parts. Content may be null beside tool calls.
+    Messages keep all fields except nulls, because tables give all objects the same keys. Text parts of a message are
+    joined, unless there are images among them. Content may be null if there are tool calls.
 
     Args:
         key: the column or the setting, for errors.
         value: a plain value.
-        media: takes the items out of it, and has those of the row's columns.
+        media: collects the prompt's items, and supplies those of the row's columns.
 
     Raises:
         ValueError: it is no prompt; the message names the key and what would be right.
@@ -278,7 +278,8 @@ def read_prompt(key: str, value: Any, media: MediaReader | None = None) -> str |
 
 
 def without_nulls(value: Any) -> Any:
-    """Return a value without null entries of objects: tables give all objects the same keys."""
+    """Return a value without null entries of objects: tables give all objects the same keys, and fill them with
+    null."""
     if isinstance(value, dict):
         return {name: without_nulls(one) for name, one in value.items() if one is not None}
     return [without_nulls(one) for one in value] if isinstance(value, list) else value

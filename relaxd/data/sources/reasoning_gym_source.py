@@ -23,7 +23,7 @@ KEY = "reasoning_gym"
 
 
 class Task(Protocol):
-    """The used part of reasoning-gym's ProceduralDataset."""
+    """The part of reasoning-gym's ProceduralDataset that relaxd uses."""
 
     def __getitem__(self, place: int) -> dict[str, Any]: ...
 

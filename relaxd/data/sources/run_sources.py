@@ -35,9 +35,9 @@ class ToolsColumn:
     """A column with tools."""
 
     key: str = ""
-    """Key of the source; empty if there is none."""
+    """Name of the column; empty if there is none."""
     setting: str = "data.tools_key"
-    """The setting that names the source."""
+    """The setting that names the column."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class Source:
 def columns_of(data: DataConfig, own: DataSource | EvalSet | None = None, place: str = "data") -> Columns:
     """Return the columns of the data, or of one of its sources or evaluation sets, at `place` in the configuration.
 
-    What a source sets wins; its prompt_key also over data.prompt_function. Raises DataError.
+    A source's own settings win; its prompt_key also wins over data.prompt_function. Raises DataError.
     """
     common = Columns(
         prompt=data.prompt_key,
@@ -104,7 +104,7 @@ def schemas_of_tools(data: DataConfig) -> list[dict[str, Any]]:
 
 
 def read_sources(config: RunConfig) -> tuple[list[Source], Source]:
-    """Open the sources of a run's training prompts, and that of the held-out ones, without the model.
+    """Open the sources of a run's training prompts, and the source of the held-out prompts, without the model.
 
     Raises DataError, which names the setting and the file.
     """
@@ -153,15 +153,15 @@ class Share:
 
 
 def mixture_weights(data: DataConfig, counts: Sequence[int]) -> list[float]:
-    """Return the number of times that an epoch visits each prompt of the sources, given their sizes.
+    """Return for each source how often an epoch visits each of its prompts, given the sources' sizes.
 
-    With data.temperature T an epoch has N * n**(1/T) / sum of all n**(1/T) visits to a source of n prompts, N of all
-    (Arivazhagan et al. 2019, arXiv 1907.05019).
+    With data.temperature T, a source of n prompts gets N * n**(1/T) / S of the N visits of an epoch, where N is the
+    number of all prompts and S the sum of n**(1/T) over the sources (Arivazhagan et al. 2019, arXiv 1907.05019).
     """
     if data.temperature is None:
         return [one.weight for one in data.sources] or [1.0] * len(counts)
     sizes = np.array(counts, np.float64)
-    powers = (sizes / sizes.max()) ** (1 / data.temperature)  # of shares, because those of counts may be too large
+    powers = (sizes / sizes.max()) ** (1 / data.temperature)  # powers of counts could overflow
     return list((sizes.sum() * powers / powers.sum() / sizes).tolist())
 
 
