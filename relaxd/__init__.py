@@ -15,9 +15,7 @@ PROTOCOL_VERSION = 2
 
 
 def __getattr__(name: str) -> Any:
-    """Return a public name, of `relaxd.api` or for users' code. Each is imported when needed: services never need the
-    api.
-    """
+    """Import a public name at its first use, so that services never load `relaxd.api`."""
     if name not in __all__:
         raise AttributeError(f"module 'relaxd' has no attribute {name!r}")
     if name == "log_metric":

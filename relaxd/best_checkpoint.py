@@ -15,7 +15,7 @@ from typing import Any
 from relaxd.run_folder import HELD_OUT, RECORD, checkpoint_steps
 
 SHARED_METRICS = ("reward", "response_length", "truncated_share", "unscored")
-"""Metrics of every evaluation set by which the best version can be chosen."""
+"""Metrics that every evaluation set has, and that can decide which version is best."""
 _RULE = (
     'it must be "eval.SET.METRIC", such as "eval.held_out.reward", or "-eval.SET.METRIC" for one that is best when '
     "it is lowest"
@@ -24,7 +24,7 @@ _RULE = (
 
 @dataclass(frozen=True)
 class WatchedMetric:
-    """A metric of an evaluation set by which the best version is chosen."""
+    """Evaluation metric that decides which version is best."""
 
     set_name: str
     metric: str
@@ -71,7 +71,7 @@ def metric_problem(text: str, sets: Mapping[str, tuple[int, Sequence[int]]]) -> 
 
     Args:
         text: as `parse_metric` takes it.
-        sets: the run's evaluation sets: samples for each prompt, and the k of pass@k and maj@k.
+        sets: samples per prompt, and the k of pass@k and maj@k, by name of the evaluation set.
     """
     try:
         metric = parse_metric(text)
@@ -96,7 +96,7 @@ class BestCheckpoint:
 
 
 def find_best(run_folder: Path, setting: str, steps: Collection[int]) -> BestCheckpoint | None:
-    """Return the best of the checkpoints of `steps`; None if no evaluation is of one of them.
+    """Return the best of the checkpoints of `steps`; None if none of them was evaluated.
 
     Args:
         run_folder: the run's folder.

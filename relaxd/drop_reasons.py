@@ -66,11 +66,11 @@ MEANINGS: dict[str, str] = {
     DropReason.PAYLOAD_LOST: "some of their columns are gone from Redis; their prompts are tried again: does another "
     "program delete keys, or its maxmemory-policy evict them?",
 }
-"""Meaning of each reason; the ends of runs drop groups, too, which is no cause for a warning."""
+"""Meaning of each reason that causes warnings. Groups that a run's end drops cause none."""
 
 
 def drop_warnings(dropped_by_reason: Mapping[str, int], published: int) -> list[str]:
-    """Return a line for each reason that dropped a tenth of the groups or more, the most frequent first."""
+    """Return a warning for each reason that dropped at least a tenth of the groups, the most frequent first."""
     if published < MIN_GROUPS:
         return []
     return [

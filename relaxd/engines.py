@@ -1,7 +1,7 @@
-"""The engines that hold a run's models, declared once. A section's `engine` chooses one by its name.
+"""Table of the engines that hold a run's models. The setting `engine` of a section chooses one by name.
 
-Which settings an engine has, what it runs on, how it pauses and receives weights, and which errors name it follow from
-this table: nothing else compares engines' names. docs/engines.md, "Adding an engine", says what else an engine needs.
+The table decides an engine's settings and hardware, how it pauses and receives weights, and which errors name it. No
+other code compares engines' names. docs/engines.md, "Adding an engine", says what else an engine needs.
 """
 
 from collections.abc import Callable, Mapping
@@ -17,20 +17,20 @@ MODEL_KINDS = {
     "qwen3_5_moe": ("image", "video"),
     "qwen3_omni_moe": ("image", "video", "audio"),
 }
-"""Kinds of media whose layout was compared with transformers', by model type."""
+"""Kinds of media by model type: those whose token layout was compared with transformers'."""
 HYBRID_MODELS = ("qwen3_next", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text")
 """Types of models with gated delta nets."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class EngineCapabilities:
-    """The declaration of one engine."""
+    """Settings and abilities of one engine."""
 
     name: str
     settings: Mapping[str, tuple[str, ...]]
-    """Sections whose `engine` may name this one, each with those of its settings that some other engines lack."""
+    """Configuration sections that may choose this engine, each with its settings that some other engines lack."""
     in_ranks: bool = False
-    """True if the model is in ranks like the trainer's, which have parallel sizes and may hold several models."""
+    """True if ranks like the trainer's hold the model; they have parallel sizes and may hold several models."""
     module: str = "services.rollout.service.child_engine"
     """Module whose `start_engine` starts it for a rollout replica (services.rollout.engines.engine_interface). By
     default it is a child process."""
@@ -39,7 +39,7 @@ class EngineCapabilities:
     extra: str = "rollout"
     """Extra of the package relaxd that the engine needs."""
     has_model: bool = True
-    """False for an engine that only simulates, in a rehearsal, as does its trainer. Errors don't name it."""
+    """False for the simulated engine of a rehearsal, which errors don't name."""
     needs_gpus: bool = False
     """True if the engine runs on GPUs of its replica's machine only."""
     leases_gpus: bool = False
@@ -51,20 +51,20 @@ class EngineCapabilities:
     pauses: tuple[str, ...] = ("in_place", "retract", "abort", "drain")
     """Values of weights.pause that the engine supports."""
     takes_url: bool = False
-    """True if its replica is given the URL of a server that runs already."""
+    """True if its replica needs the URL of a running server."""
     stock_weight_group: bool = False
     """True if the engine receives weights like SGLang's own servers: by torch's process group, in flat buckets, from
     one rank."""
     gives_checksums: bool = True
     """True if the engine takes checksums of the weights that it serves. Receipts of other engines say "unknown"."""
     gives_likeliest: bool = False
-    """True if the engine can report its likeliest tokens beside those of an answer."""
+    """True if the engine can report the likeliest tokens at each position of an answer."""
     media: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """Kinds of media that the engine accepts, by model type."""
     refused_models: tuple[str, ...] = ()
-    """Model types that the engine isn't known to run as the trainer does."""
+    """Model types that the engine refuses, because it isn't known to compute them as the trainer does."""
     takes_candidates: bool = False
-    """True if the engine can score other tokens in each place of an answer, as a teacher."""
+    """True if the engine, as a teacher, can score other tokens at each position of an answer."""
 
     def takes(self, kind: str, model_type: str | None = None) -> bool:
         """Return True if the engine accepts media of a kind, with a model type or with any."""

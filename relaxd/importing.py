@@ -1,5 +1,5 @@
-"""Users' own functions and classes: import by the names in a configuration, and those of a notebook, written to files
-so that other processes can import them."""
+"""Users' own functions and classes: import them by the names in a configuration, and write a notebook's to files so
+that other processes can import them."""
 
 import ast
 import contextlib
@@ -34,7 +34,8 @@ class ImportProblem(ValueError):
 
 
 def check_own(setting: str, name: str, kind: str) -> str:
-    """Return the name of a user's own class or function. Raises ValueError, which names the setting: it can't be one.
+    """Return `name` if it can be that of a user's own class or function. Otherwise raises ValueError, which names the
+    setting.
 
     Args:
         setting: the setting that has the name.
@@ -47,13 +48,13 @@ def check_own(setting: str, name: str, kind: str) -> str:
 
 
 def check_known_or_own(setting: str, name: str, known: Sequence[str], there_are: str, own: str) -> str:
-    """Return a name that is known, or that of a user's own class. Raises ValueError: it is neither.
+    """Return `name` if it is known or can be that of a user's own class. Raises ValueError otherwise.
 
     Args:
         setting: the setting that has the name.
         name: the name.
         known: the names that relaxd has.
-        there_are: words before a list of those, such as "there are".
+        there_are: words before the list of known names, such as "there are".
         own: words for one of the user's own, such as "A source of your own".
     """
     if name in known or OWN_NAME.fullmatch(name):
@@ -70,7 +71,7 @@ def import_own(name: str) -> Any:
     was started, and on PYTHONPATH.
 
     Raises:
-        ImportProblem: there is no such module or file, it can't be imported, or doesn't have it.
+        ImportProblem: the module or file is missing, can't be imported, or lacks the function or class.
     """
     module_name, _, attribute = name.rpartition(":")
     what = "file" if module_name.endswith(".py") else "module"
@@ -114,7 +115,7 @@ def _import_module(name: str) -> ModuleType:
     changed = os.path.getmtime(module.__file__) if module.__file__ else 0.0
     if _changed_at.setdefault(name, changed) != changed:
         if module.__file__:
-            with contextlib.suppress(OSError):  # byte code of the same second may be of the file before
+            with contextlib.suppress(OSError):  # byte code of the same second may be outdated
                 os.unlink(importlib.util.cache_from_source(module.__file__))
         importlib.invalidate_caches()
         module = importlib.reload(module)
@@ -164,7 +165,7 @@ TOOLS = "TOOLS"
 def write_reward(reward: Callable[..., Any], folder: Path) -> str:
     """Write a function's source into a file below `folder`, and return the name that reward.name needs.
 
-    Raises ValueError: it isn't a function that `def` made, or its source can't be read.
+    Raises ValueError if it isn't a function made with `def`, or its source can't be read.
     """
     if not _is_function(reward):
         raise ValueError(
@@ -176,8 +177,7 @@ def write_reward(reward: Callable[..., Any], folder: Path) -> str:
 def write_environment(environment: type | Callable[..., Any] | Sequence[Callable[..., Any]], folder: Path) -> str:
     """Write an environment's source into a file below `folder`, and return the name that agent.environment needs.
 
-    Raises ValueError: it is neither a class nor a function that `def` made nor a list of such functions, or a source
-    can't be read.
+    Raises ValueError if it is neither a class nor one or several functions made with `def`, or a source can't be read.
     """
     if inspect.isclass(environment):
         source = _class_source(environment)

@@ -1,4 +1,4 @@
-"""Reading of JSON from others, such as data rows and a model's config.json."""
+"""Reads JSON from outside, such as data rows and a model's config.json."""
 
 import json
 from typing import Any

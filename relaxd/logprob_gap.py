@@ -9,18 +9,19 @@ from typing import Any
 from relaxd.config import RunConfig
 
 METRIC = "logprob_difference"
-"""The watched step metric: mean |l| of the tokens that were written under the trainer's own weights."""
+"""Name of the watched step metric: mean absolute log-prob difference of tokens generated under the trainer's own
+weights."""
 FIRST_STEPS = 5
-"""Number of first steps with a gap whose median is the run's usual gap."""
+"""Number of steps, from the first with a gap, whose median is the run's usual gap."""
 RECENT_STEPS = 3
-"""Number of recent steps with a gap whose median is compared, so that one odd step raises no alarm."""
+"""Number of recent steps whose median gap is compared with the limit, so that one odd step raises no alarm."""
 FACTOR = 10.0
 """Multiple of the usual gap above which there is an alarm."""
 
 
 @dataclass(frozen=True)
 class Precision:
-    """Gaps in one element type, in nats."""
+    """Limits of the gap for one element type, in nats."""
 
     name: str
     limit: float
@@ -42,7 +43,7 @@ class GapAlarm:
     gap: float
     """The largest gap since the alarm began."""
     limit: float
-    """The limit that the gap exceeded then."""
+    """The limit that `gap` exceeded."""
     basis: str
     """Origin of the limit."""
 
@@ -71,7 +72,7 @@ class GapWatch:
     def observe(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Process the metrics of a step. A repeated step replaces its earlier metrics and those of all later steps."""
         gap = metrics.get(METRIC)
-        if gap is None or math.isnan(gap):  # it has no token that could be compared
+        if gap is None or math.isnan(gap):  # no token could be compared
             return
         self._first = [one for one in self._first if one[0] < step]
         self._recent = [*(one for one in self._recent if one[0] < step), (step, float(gap))][-RECENT_STEPS:]

@@ -1,6 +1,6 @@
-"""Going back: a run's folder as it was after an earlier step, of which there is a checkpoint.
+"""Rewinds a run's folder to its state after an earlier step that has a checkpoint.
 
-What came later is set aside, not destroyed: in `set-aside/after-step-N-TIME`, under the names that it had.
+Later files are moved, not deleted: to `set-aside/after-step-N-TIME`, under the same names.
 """
 
 import json
@@ -35,12 +35,12 @@ from relaxd.run_folder import (
 )
 
 SET_ASIDE = "set-aside"
-"""Subfolder of a run's folder with the removed later part of a run that was rewound."""
+"""Subfolder of a run's folder with the files that rewinding moved away."""
 OF_STEPS = (STEPS, "reference", MODELS, EVALUATIONS, f"{EVALUATIONS}/*", CHECKPOINTS, f"critic/{CHECKPOINTS}")
 """Folders with a file or folder for each step, whose name begins with step-NUMBER. Step files come first: a file
 beyond the ledger counts as a step."""
 OF_THE_END = (SUMMARY, "model", "report.html", "curve.png", CURRICULUM)
-"""Files that a run's end writes, and those that are regenerated from the others."""
+"""Files that are written at a run's end, or regenerated from other files."""
 LINES = (METRICS, SAMPLES, GROUPS)
 """Files with lines in step order, from which lines of later steps are cut off."""
 
@@ -52,8 +52,8 @@ class NoWayBack(Exception):
 def rewind(folder: Path, step: int, *, reset_moments: bool = False) -> Path:
     """Reset a run's folder to its state after a step, so that the run can continue.
 
-    Returns the folder to which it moved the later files. If it is interrupted, call it again. Nobody may work on the
-    run, and no Redis may have it.
+    Returns the folder to which it moved the later files. If it is interrupted, call it again. No coordinator may work
+    on the run, and no Redis may contain it.
 
     Args:
         folder: the run's folder.
@@ -61,7 +61,7 @@ def rewind(folder: Path, step: int, *, reset_moments: bool = False) -> Path:
         reset_moments: whether AdamW's moments start anew after it (trainer.reset_moments_after).
 
     Raises:
-        NoWayBack: there is no checkpoint of this step, or somebody works on the run.
+        NoWayBack: there is no checkpoint of this step, or a coordinator works on the run.
         OSError: a file can't be moved.
     """
     check_way_back(folder, step)
@@ -111,7 +111,7 @@ def _move(path: Path, folder: Path, aside: Path) -> None:
 
 
 def _cut(path: Path, aside: Path, is_late: Callable[[dict[str, Any]], bool]) -> None:
-    """Cut a file's lines off from the first late one, after setting the whole file aside."""
+    """Keep a file's lines before the first late one; the whole file goes to `aside`."""
     if not path.is_file():
         return
     with path.open("rb") as file:

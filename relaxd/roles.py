@@ -1,7 +1,7 @@
-"""The roles of a run's processes, declared once. On the wire a role is its name.
+"""Table of the roles of a run's processes.
 
-What `relaxd up` starts, what the launcher and the scaling calls accept, which roles a run needs (`roles_for` of
-relaxd.board), and how the coordinator treats a replica follow from this table.
+On the wire a role is its name. The table decides what `relaxd up` starts, what the launcher and the scaling calls
+accept, which roles a run needs (`roles_for` of relaxd.board), and how the coordinator treats a replica.
 """
 
 import difflib
@@ -27,13 +27,13 @@ AGENT = "agent"
 
 @dataclass(frozen=True, kw_only=True)
 class Role:
-    """The declaration of one role."""
+    """Properties of one role."""
 
     name: str
     module: str
     """Module of the role's service. Nothing else in the library names the services' modules."""
     modules: Mapping[str, str] = field(default_factory=dict)
-    """Modules by the model's holder, if a run can choose it (`engine`); `module` is the default's."""
+    """Modules of the role's service by `engine`, if a run can choose the engine; `module` is the default."""
     engine: Callable[[RunConfig], str] = lambda config: ""
     """Engine that holds the model in a run: a key of `modules`."""
     stage: str = ""
@@ -45,11 +45,11 @@ class Role:
     replicas: int = 1
     """Replicas that `relaxd up` starts by default."""
     fewest: Callable[[RunConfig], int] = lambda config: 1
-    """Number of replicas without which a run that needs the role can't work."""
+    """Minimum number of replicas for a run that needs the role."""
     scalable: bool = True
     """True if replicas may be added and removed."""
     most: int = 0
-    """Largest number of replicas; 0: any."""
+    """Maximum number of replicas; 0: no limit."""
     model: Literal["", "policy", "reference", "teacher", "critic", "judge"] = ""
     """The model that the role holds."""
     weights: Literal["", "sends", "receives"] = ""
@@ -63,7 +63,7 @@ class Role:
     always_busy: bool = False
     """True if the role's children take the groups, so that its progress continues while it holds none."""
     timeout_seconds: Callable[[RunConfig], float] = lambda config: 0.0
-    """Maximum seconds without progress under the role's own timeouts; it counts as stuck only after that."""
+    """Maximum seconds without progress that the role's own timeouts allow; only after them it counts as stuck."""
 
     def works_on(self, stage: str, config: RunConfig) -> bool:
         """Return True if the role works on a stage in a run."""

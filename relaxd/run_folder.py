@@ -31,7 +31,7 @@ COMPARED = "compared.bin"
 """Hashes of visited prompts of large files (data.deduplicate), which save reading them again; see
 relaxd.data.duplicates."""
 VISITED_MEDIA = "media.bin"
-"""Hashes of the media of visited prompts, by which files that change are found; see relaxd.data.data_changes."""
+"""Hashes of the media of visited prompts, which reveal changed files; see relaxd.data.data_changes."""
 METRICS = "metrics.jsonl"
 """One line per step, and one for an evaluation before the first step."""
 SAMPLES = "samples.jsonl"
@@ -68,12 +68,12 @@ BLOCK_BYTES = 64 * 1024
 
 
 def answers_file(folder: Path, name: str, step: int) -> Path:
-    """Return the file with the answers to a set's prompts of the evaluation of a step."""
+    """Return the file with the answers to an evaluation set's prompts after a step."""
     return answers_folder(folder, name) / f"step-{step:06d}.jsonl"
 
 
 def answers_folder(folder: Path, name: str) -> Path:
-    """Return the folder with the answers to a set's prompts."""
+    """Return the folder with the answers to an evaluation set's prompts."""
     return folder / EVALUATIONS / ("" if name == HELD_OUT else name)
 
 
@@ -166,9 +166,9 @@ def replace_file(path: Path, content: str | bytes) -> None:
 
 
 def append_whole(file: io.FileIO, data: bytes) -> int:
-    """Append to a file without a buffer: all of it, or nothing, as on a full disk. Raises OSError.
+    """Append to an unbuffered file: all of `data`, or nothing if the disk is full.
 
-    Returns the byte at which it ends. What another process appends meanwhile stays.
+    Raises OSError. Returns the offset of the data's end. Data that another process appends meanwhile stays.
     """
     start = file.seek(0, os.SEEK_END)
     rest = memoryview(data)
@@ -191,10 +191,10 @@ def append_lines(path: Path, text: str) -> int:
 
 
 def closed_groups(folder: Path, start: int = 0, after: str = "") -> Iterator[dict[str, Any]]:
-    """Yield the lines of GROUPS, oldest first, each entry of the board's fates once.
+    """Yield the lines of GROUPS, oldest first, without repeated entries.
 
-    A coordinator that was replaced, but doesn't know it yet, appends entries that its successor appends, too. Each
-    appends them in order and leaves none out, so a line is new if its entry is above those of all lines before.
+    A replaced coordinator that doesn't know it yet appends the same entries as its successor. Both append in order and
+    leave no entry out, so a line is new if its entry is higher than all before it.
 
     Args:
         folder: the run's folder.

@@ -1,4 +1,4 @@
-"""Forks of runs: the files that only a fork's folder has, and the original's numbers beside its own."""
+"""Forks of runs: extra files of a fork's folder, and the original run's metrics beside the fork's."""
 
 import json
 from collections.abc import Iterable, Iterator, Mapping
@@ -9,16 +9,16 @@ from typing import Any
 from relaxd.run_folder import METRICS, read_lines, replace_file
 
 FORK = "fork.json"
-"""Name of the file in a fork's folder that tells the run in which its first steps were recorded."""
+"""Name of the file in a fork's folder that describes the original run."""
 REWARDS = "rewards.jsonl"
-"""Columns of the new rewards, a line for each group, if the fork has another reward."""
+"""New reward columns, one line per group, if the fork has another reward."""
 EFFECTIVE_SIZE = "policy_drift_ess"
 """Metric of the distance between recorded answers and the policy: 1 for the policy's own answers."""
 COMPARED = ("reward_mean", "loss", "grad_norm", "entropy", EFFECTIVE_SIZE, "clip_fraction", "lr")
 """Metrics to compare with the original's."""
 
 OF_ORIGINAL = " of original"
-"""End of the names of the original's metrics in a fork's lines."""
+"""Suffix of the names of the original run's metrics."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ def read_fork(folder: Path) -> Fork | None:
 
 
 def with_original(folder: Path, lines: Iterable[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
-    """Yield lines of a run's metrics; a fork's with the original's numbers, such as "loss of original"."""
+    """Yield lines of a run's metrics; in a fork's lines add the original run's metrics, such as "loss of original"."""
     fork = read_fork(folder)
     originals = {} if fork is None else {line.get("step"): line for line in read_lines(Path(fork.folder) / METRICS)}
     for line in lines:

@@ -4,7 +4,7 @@ import hashlib
 import threading
 
 SEEDS = 1 << 32
-"""Number of seeds that libraries accept: numpy, which they also seed, accepts none above."""
+"""Number of seeds that libraries accept: they also seed numpy, which accepts 0 to 2**32 - 1."""
 seeding = threading.Lock()
 """Lock held while a conversation is seeded and draws its first state, so that no other one draws in between."""
 

@@ -1,9 +1,9 @@
-"""Waits: what this process waits for, on whom and since when, the back-off between attempts, and a clock
-that never goes back while the process lives.
+"""Waits: what this process waits for, on whom and since when, the back-off between attempts, and a clock that never
+goes back while the process lives.
 
-Whatever may wait for long does so inside `waiting`. `waits` lists what a process waits for at the moment: replicas
-report the longest wait in their status, and the coordinator builds `Run.waiting_for` from its own. A wait that lasts is
-logged by itself. tests/unit/source_code/test_waits_are_named.py says which waits must be named.
+Code that may wait long does so inside `waiting`. `waits` lists the current waits of a process: replicas report the
+longest wait in their status, and the coordinator builds `Run.waiting_for` from its own. Long waits are logged
+automatically. tests/unit/source_code/test_waits_are_named.py says which waits must be named.
 """
 
 import logging

@@ -1,4 +1,4 @@
-"""Algorithms, one file each with advantage estimator and loss. docs/algorithms.md compares them."""
+"""Algorithms, one file each: an advantage estimator and a loss. docs/algorithms.md compares them."""
 
 from relaxd.algorithms.base import Advantages, Algorithm, Filtered, LossInputs, LossOutput, Needs, sample_lengths
 from relaxd.algorithms.create import ALGORITHMS, create

@@ -1,8 +1,8 @@
-"""Terms that make advantages of a group's or a step's rewards: baselines, shaping, returns and whitening. Pure
+"""Terms for computing advantages from the rewards of a group or step: baselines, shaping, returns and whitening. Pure
 functions of numpy arrays, in float64.
 
-Returns pass over tokens of others (mask 0), such as observations: recursions and discounts work as if an answer
-consisted of its trained tokens only.
+Returns skip tokens that the model didn't generate (mask 0), such as observations: recursions and discounts treat an
+answer as its trained tokens only.
 """
 
 import math
@@ -30,13 +30,13 @@ def token_rewards(
         lengths: [n], tokens of each sample, adding up to T.
         mask: [T].
         kl: [T], an estimate of the divergence from the reference at each token; ignored where mask is 0.
-        kl_coef: weight of it.
+        kl_coef: weight of `kl`.
 
     Returns:
         [T], 0 where mask is 0.
 
     Raises:
-        ValueError: a sample has no trained token to which its reward could go.
+        ValueError: a sample has no trained token to receive its reward.
     """
     trained = mask != 0
     result = np.where(trained, -kl_coef * np.where(trained, kl, 0.0), 0.0)
@@ -83,7 +83,7 @@ def generalized_advantages(
 
     Args:
         token_rewards: [T], ρ.
-        values: [T], V, the critic's.
+        values: [T], V, the critic's values.
         lengths: [n], tokens of each sample, adding up to T.
         mask: [T].
         gamma: discount for each trained token.
@@ -106,7 +106,8 @@ def generalized_advantages(
 def _discounted_sums(terms: Values, discount: float) -> Values:
     """Return Σ_{u >= t} discount^(u - t) x terms_u for each t.
 
-    In blocks so long that discount^length doesn't underflow: a loop over the tokens of a large step takes minutes.
+    Works in blocks, short enough that discount^length doesn't underflow; a loop over single tokens takes minutes for a
+    large step.
     """
     if discount == 0.0:
         return terms
@@ -140,13 +141,13 @@ def group_relative(
 ) -> NDArray[np.float64]:
     """A_i = R_i - mean(R), divided by std(R) + std_epsilon if asked. DeepSeekMath, arXiv 2402.03300, section 4.1.2.
 
-    std uses the divisor n - 1, as in verl and slime. The advantage of a group of one sample is its reward (mean 0,
-    std 1, as in verl). Equal rewards give 0.
+    std uses the divisor n - 1, as in verl and slime. The advantage of a group of one sample is its reward (mean 0, std
+    1, as in verl). Equal rewards give 0.
 
     Args:
         rewards: [n].
         normalize_std: divide by the standard deviation.
-        std_epsilon: added to it.
+        std_epsilon: added to the standard deviation.
 
     Returns:
         [n].
@@ -178,7 +179,7 @@ def leave_one_out(rewards: NDArray[np.float64]) -> NDArray[np.float64]:
 
 
 def overlong_penalties(lengths: NDArray[np.int32], config: PolicyGradientConfig) -> NDArray[np.float64]:
-    """Return the term of overlong shaping in each sample's reward: DAPO, arXiv 2503.14476, equation 13.
+    """Return the penalty that overlong shaping adds to each sample's reward: DAPO, arXiv 2503.14476, equation 13.
 
     0 up to overlong_limit - overlong_buffer tokens, -overlong_penalty from overlong_limit on, linear in between.
 
@@ -199,10 +200,10 @@ def overlong_penalties(lengths: NDArray[np.int32], config: PolicyGradientConfig)
 def truncated_samples(
     finish: Sequence[str], sample_of_sequence: NDArray[np.integer], samples: int
 ) -> NDArray[np.bool_]:
-    """Return which samples a limit cut off: those whose last sequence ended so.
+    """Return True for each sample that a limit cut off, as the finish reason of its last sequence says.
 
     Args:
-        finish: why each sequence ended, S of them.
+        finish: finish reason of each of the S sequences.
         sample_of_sequence: [S], ascending.
         samples: n.
 
@@ -220,7 +221,7 @@ def kl_estimates(
 ) -> NDArray[np.float64]:
     """Return an unbiased estimate of KL(student || reference) at each token: log(student's / reference's probability).
 
-    It is Schulman's k1. In a reward, which carries no gradient, nothing speaks for another estimator.
+    This is Schulman's k1. Other estimators have no advantage in a reward, which carries no gradient.
 
     Args:
         student_logprobs: [T].
@@ -238,8 +239,7 @@ def kl_estimates(
 class Whitening:
     """Mean and standard deviation of a step's advantages.
 
-    Two numbers, so that one rank can compute them and a step file can record them: applying them again gives the same
-    bits.
+    One rank computes the two numbers and a step file records them; applying them again gives the same bits.
     """
 
     mean: float
@@ -249,7 +249,7 @@ class Whitening:
 
     @classmethod
     def of(cls, advantages: Sequence[NDArray[np.float32]], masks: Sequence[NDArray[np.uint8]]) -> "Whitening":
-        """Measure a step, in float64. The order of its groups doesn't matter, not even for the last bit.
+        """Compute a step's mean and deviation, in float64. The order of groups doesn't change a bit of the result.
 
         The variance is that of the population (divisor: the number of tokens), and at least 1e-8.
 
@@ -276,6 +276,6 @@ class Whitening:
         return cls(mean, math.sqrt(max(variance, 1e-8)))
 
     def apply(self, advantages: NDArray[np.float32], mask: NDArray[np.uint8]) -> NDArray[np.float32]:
-        """Return (A - mean) / deviation of some tokens, float32 [T], 0 where mask is 0."""
+        """Return (A - mean) / deviation of each token, float32 [T], 0 where mask is 0."""
         normalized = (advantages.astype(np.float64) - self.mean) / (self.deviation or math.nan)
         return np.where(mask != 0, normalized, 0.0).astype(np.float32)

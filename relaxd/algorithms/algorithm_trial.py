@@ -1,4 +1,4 @@
-"""Trial of a user's own algorithm on made-up tokens, before anything is trained.
+"""Trial of a user's own algorithm on made-up tokens, before training.
 
 `python -m relaxd.algorithms.algorithm_trial` reads the [algorithm] section as JSON and prints {"problem": text}, empty
 if all is well. Services call the functions.
@@ -41,10 +41,10 @@ MASK = (1, 0, 1, 1, 1, 1, 0, 1, 1, 1)
 
 
 def try_advantages(algorithm: Algorithm) -> None:
-    """Call everything but the loss with made-up values.
+    """Call every method except `loss` with made-up values, and check the results.
 
     Raises:
-        AlgorithmError: it raises, or returns another type, shape or dtype, or NaN.
+        AlgorithmError: a method raises, or returns a wrong type, shape or dtype, or NaN.
     """
     needs = _call("needs", lambda: algorithm.needs)
     if not isinstance(needs, Needs):
@@ -77,15 +77,15 @@ def _try_critic(algorithm: WithCritic, group: "_Group", judged: Advantages | Fil
 
 
 def try_loss(algorithm: Algorithm) -> None:
-    """Call the loss with made-up values, and its gradient. Needs torch.
+    """Compute the loss of made-up values and its gradient, and check them. Needs torch.
 
     Raises:
-        AlgorithmError: it raises, or its loss isn't a finite scalar that depends on the log-probs.
+        AlgorithmError: `loss` raises, or doesn't return a finite scalar that depends on the log-probs.
     """
     import torch  # only now: services without a model have no torch
 
     group = _Group.made_up(algorithm.needs)
-    # What isn't trained on must not matter, even NaN.
+    # Tokens that aren't trained must not matter, even if they are NaN.
     trained = torch.from_numpy(group.mask) != 0
 
     def column(values: Any) -> torch.Tensor:
@@ -124,7 +124,7 @@ def try_loss(algorithm: Algorithm) -> None:
 
 
 def create_tried(config: AlgorithmConfig, *, with_loss: bool) -> Algorithm:
-    """Make the algorithm of an [algorithm] section; if it is a user's own, try it.
+    """Create the algorithm of an [algorithm] section, and try it if it is a user's own.
 
     Raises:
         AlgorithmError: see `create`, `try_advantages` and `try_loss`. The message names the class.
@@ -142,7 +142,7 @@ def create_tried(config: AlgorithmConfig, *, with_loss: bool) -> Algorithm:
 
 @dataclass(frozen=True)
 class _Group:
-    """A group whose samples are one sequence each."""
+    """A made-up group whose samples have one sequence each."""
 
     rewards: np.ndarray
     lengths: np.ndarray

@@ -34,20 +34,20 @@ class Advantages:
 
 @dataclass(frozen=True)
 class Filtered:
-    """The group is not trained on."""
+    """Result for a group that is not trained on."""
 
     reason: DropReason
 
 
 @dataclass(frozen=True)
 class Candidates:
-    """Tokens of the vocabulary at which student and teacher are compared, in each place."""
+    """Settings of candidates: the vocabulary tokens for which student and teacher are compared at each position."""
 
     of: Literal["teacher", "student", "union"]
-    """Whose likeliest tokens they are; "student": of the weights at the step's beginning for a teacher in the trainer,
-    of the engine's that wrote the token for a teacher service."""
+    """Model whose likeliest tokens are the candidates. "student" means the weights at the step's beginning if the
+    teacher is in the trainer, and the engine that generated the token if it is a service."""
     top_k: int
-    """Number of candidates that each of the two models names, at least 1."""
+    """Number of candidates from each model that names some, at least 1."""
 
     @property
     def width(self) -> int:
@@ -59,37 +59,38 @@ class Candidates:
 class Needs:
     """The columns of the board that an algorithm reads.
 
-    Stages, intake, packing and `LossInputs.columns` follow from it. relaxd/board/schema.py says what a column holds.
+    They determine stages, intake, packing and `LossInputs.columns`. relaxd/board/schema.py describes the columns.
     """
 
     loss: tuple[str, ...]
     """Columns that `Algorithm.loss` reads, each with a value per token. The trainer computes "ref_logprobs" itself in a
     run without a reference service."""
     advantages: tuple[str, ...] = ()
-    """Columns that `Algorithm.advantages` reads besides rewards and lengths. Some are made in the trainer only:
+    """Columns that `Algorithm.advantages` reads besides rewards and lengths. Some exist only in the trainer:
     "old_logprobs", and "ref_logprobs" and "teacher_logprobs" of models in its ranks. A run that needs one of these has
     no advantage stage: the trainer computes the advantages once the step is full."""
     finite: tuple[str, ...] = ()
     """Columns of `loss` that must be finite. Models in the trainer's ranks compute them before a step's updates, so
-    that a group without a finite value is dropped instead of making an update skip."""
+    that a group with a non-finite value is dropped, and no update is skipped because of it."""
     old_logprobs: bool = False
     """True if `Algorithm.loss` reads `LossInputs.old_logprobs`."""
     whitened: bool = False
-    """True if the trainer normalises the advantages over all trained tokens of a step (`Whitening`). A step is then
-    trained once it is full."""
+    """True if the trainer normalises the advantages over all trained tokens of a step (`Whitening`). Training on a step
+    then begins only once it is full."""
     values: bool = False
-    """True if a critic is trained. `Algorithm.advantages` then returns rewards of tokens, from which, and from the
-    critic's values, `WithCritic.advantages_and_returns` makes the column "advantages"."""
+    """True if a critic is trained. `Algorithm.advantages` then returns token rewards;
+    `WithCritic.advantages_and_returns` computes the column "advantages" from them and the critic's values."""
     candidates: Candidates | None = None
     """Content of the columns "candidates" and "teacher_candidate_logprobs", if `loss` names them."""
 
 
 @dataclass(frozen=True)
 class LossInputs:
-    """The predicted tokens of one micro-batch, flat: tensors on one device, float32 [T] unless stated otherwise.
+    """The predicted tokens of one micro-batch, in one dimension: tensors on one device, float32 [T] unless stated
+    otherwise.
 
-    Without prompt tokens; tokens of the environment have mask 0. Where mask is 0, other fields are ignored, even NaN.
-    Sequences are whole, but a context-parallel rank has only some of their tokens.
+    Prompt tokens are left out; the environment's tokens have mask 0. Where mask is 0, other fields are ignored, even
+    NaN. Sequences are whole, but a context-parallel rank has only some of their tokens.
     """
 
     logprobs: Tensor
@@ -108,8 +109,7 @@ class LossInputs:
     """Entropy in nats of the distribution that each token was drawn from, with gradient if
     `Algorithm.needs_entropy`; may also be given for reporting."""
     candidate_logprobs: Tensor | None = None
-    """[T, k]: log-probs of the column "candidates" under the weights being trained, with gradient; 0 where there is no
-    candidate."""
+    """[T, k]: log-probs of the column "candidates" under the weights being trained, with gradient; 0 in empty slots."""
     sum_over_ranks: Callable[[Tensor], Tensor] | None = None
     """Differentiable sum over the context-parallel ranks; None if this rank has all tokens."""
 
@@ -117,13 +117,13 @@ class LossInputs:
     def old_logprobs(self) -> Tensor:
         """[T]: log-probs under the weights at the step's beginning, without a gradient; see `Needs.old_logprobs`.
 
-        In a step of one update they are those of the forward pass. In a step of several, the trainer has computed them
+        In a step of one update they come from the forward pass. In a step of several updates the trainer computes them
         before the first.
         """
         return self.columns.get("old_logprobs", self.logprobs).detach()
 
     def segment_sum(self, values: Tensor) -> Tensor:
-        """Sum values over the tokens of each sequence, on whichever rank they are.
+        """Sum values over the tokens of each sequence, on all ranks.
 
         Differentiable. All context-parallel ranks call it together and get the same sums, so a loss must use the result
         per token, as `result[inputs.sequence]`, and not add it up over sequences.
@@ -146,7 +146,7 @@ class LossOutput:
     """Scalar with gradient: a sum over tokens. The step's loss is the sum of these over all micro-batches of all
     ranks divided by `Algorithm.normalizer`, and so doesn't depend on the division into micro-batches."""
     sums: dict[str, Tensor] = field(default_factory=dict)
-    """Detached scalars: sums over the tokens whose mask is 1. Divided by the step's count of such tokens they are the
+    """Detached scalars: sums over the tokens whose mask is 1. Divided by the step's number of such tokens they give the
     reported means: "ratio", "clip_fraction", "veto_fraction", "opsm_fraction", "correction_weight",
     "correction_fraction", "kl", "teacher_kl", "entropy", "student_candidate_mass", "teacher_candidate_mass",
     "candidate_overlap"."""
@@ -213,15 +213,15 @@ class WithFilter(Protocol):
     def filtered(
         self, rewards: NDArray[np.float64], lengths: NDArray[np.int32], columns: Mapping[str, Any] = NO_COLUMNS
     ) -> Filtered | None:
-        """Return why a group isn't trained on; None: it is.
+        """Return the reason not to train on a group; None to train on it.
 
-        Where the trainer computes advantages, it asks this when a group comes, before the group is part of a step. A
-        group of which only `Algorithm.advantages` says it has its place in the step by then, and gets advantages of 0.
+        If the trainer computes advantages, it calls this when a group arrives, before it adds the group to a step. A
+        group that only `Algorithm.advantages` filters stays in the step, with advantages of 0.
 
         Args:
             rewards: as for `Algorithm.advantages`.
             lengths: as for `Algorithm.advantages`.
-            columns: the board's columns that the trainer takes in, without the trainer's log-probs.
+            columns: the board's columns that the trainer reads, without log-probs that it computes itself.
         """
 
 
@@ -230,7 +230,7 @@ class WithCritic(Algorithm, Protocol):
 
     @property
     def value_clip(self) -> float:
-        """Largest change of a value in a step that lowers the critic's loss, > 0."""
+        """Maximum change of a value per step that lowers the critic's loss, > 0."""
 
     def advantages_and_returns(self, group: ValuedGroup) -> AdvantagesAndReturns:
         """Return a group's advantages, not yet normalised, and the returns to which the critic is fitted."""
@@ -243,7 +243,7 @@ class ValuedGroup:
     token_rewards: NDArray[np.float32]
     """The values that `Algorithm.advantages` returned."""
     values: NDArray[np.float32]
-    """The critic's value of the tokens before each token."""
+    """The critic's value before each token, given all tokens up to it."""
     mask: NDArray[np.uint8]
     """1 where the token is trained on, else 0."""
     lengths: NDArray[np.int32]
@@ -271,7 +271,7 @@ def sample_lengths(
         int32 [n].
 
     Raises:
-        ValueError: a sequence is of no sample, or the arrays differ in length.
+        ValueError: a sequence belongs to no sample, or the arrays differ in length.
     """
     if sample_of_sequence.size and not 0 <= sample_of_sequence.min() <= sample_of_sequence.max() < samples:
         raise ValueError(
@@ -288,7 +288,7 @@ def check_group(rewards: NDArray[np.float64], lengths: NDArray[np.int32]) -> Non
         lengths: [n].
 
     Raises:
-        ValueError: empty, not parallel, a reward that isn't finite, or a negative length.
+        ValueError: the arrays are empty or differ in shape, a reward isn't finite, or a length is negative.
     """
     if rewards.ndim != 1 or lengths.ndim != 1 or rewards.shape != lengths.shape:
         raise ValueError(f"rewards {list(rewards.shape)} and lengths {list(lengths.shape)} must be parallel [n]")

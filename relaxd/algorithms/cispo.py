@@ -7,8 +7,8 @@ from relaxd.config.algorithm import CISPOConfig
 class CISPO(GroupNormalized):
     """REINFORCE with a clipped importance weight, equations 4 and 5.
 
-    L = -sg(clip(r, 1 - clip_low, 1 + clip_high)) A log π, sg: without gradient. PPO's clip takes the gradient from
-    tokens that change fast, such as the rare ones at which an argument turns; here every token keeps one.
+    L = -sg(clip(r, 1 - clip_low, 1 + clip_high)) A log π, sg: without gradient. PPO's clip removes the gradient of
+    fast-changing tokens, such as rare words at which an argument turns; here every token keeps its gradient.
     """
 
     Config = CISPOConfig

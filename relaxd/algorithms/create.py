@@ -45,7 +45,7 @@ ATTRIBUTES = ("needs", "needs_entropy")
 
 
 def create(config: AlgorithmConfig) -> Algorithm:
-    """Make the algorithm of a configuration's [algorithm] section.
+    """Create the algorithm of a configuration's [algorithm] section.
 
     Raises:
         AlgorithmError: a user's own class can't be imported, is no algorithm, or refuses its settings.

@@ -7,8 +7,8 @@ from relaxd.config.algorithm import DAPOConfig
 class DAPO(GroupNormalized, Clipped):
     """GRPO with four changes, equation 8: clip_high > clip_low, dynamic sampling, token mean, overlong shaping.
 
-    The last two are settings that all algorithms have (`aggregation`, `shaping`); dynamic sampling is
-    drop_zero_variance. The paper has no KL term.
+    All algorithms have settings for the last two (`aggregation`, `shaping`); dynamic sampling is drop_zero_variance.
+    The paper has no KL term.
     """
 
     Config = DAPOConfig

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 SMALLEST_REST = 1e-6
-"""Minimum total probability of the tokens that aren't candidates: float32 rounding of the sums loses anything less."""
+"""Minimum total probability of the tokens that aren't candidates: less is lost in float32 rounding of the sums."""
 
 
 def distilled(
@@ -48,8 +48,8 @@ def distilled(
         [T], 0 where mask is 0.
 
     Raises:
-        ValueError: the arrays differ in length, or the teacher's log-prob of a trained token isn't finite: it must not
-            count as agreement.
+        ValueError: the arrays differ in length, or the teacher's log-prob of a trained token isn't finite, which must
+            not count as agreement.
     """
     for name, column in (("student_logprobs", student_logprobs), ("teacher_logprobs", teacher_logprobs)):
         if column.shape != mask.shape:
@@ -63,7 +63,7 @@ def distilled(
 
 @dataclass(frozen=True)
 class ComparedCandidates:
-    """Candidates of T tokens, with k each, under student and teacher.
+    """Log-probs of candidates under student and teacher, k for each of T tokens.
 
     All other tokens of the vocabulary count as one more candidate. This makes both sides distributions, so the
     divergences below are never negative, 0 only if all candidates agree, and at most those of the whole vocabulary,

@@ -8,8 +8,8 @@ from relaxd.config.algorithm import GSPOConfig
 class GSPO(GroupNormalized):
     """GRPO with the ratio of whole sequences, equations 5 to 7.
 
-    s = exp(mean of log r over the sequence's trained tokens), the geometric mean of their ratios, is the ratio of each
-    of them, in PPO's clipped objective. Its gradient goes through all tokens of the sequence.
+    s = exp(mean of log r over the sequence's trained tokens), the geometric mean of their ratios, replaces each token's
+    ratio in PPO's clipped objective. Its gradient goes through all tokens of the sequence.
     """
 
     Config = GSPOConfig

@@ -2,8 +2,8 @@
 only: no torch import.
 
 Corrections: the engine's probabilities differ from the trainer's even with equal weights (kernels, precision, choice of
-experts), and in an asynchronous run the engine had older weights. Both make the policy gradient off-policy. Weighting
-its terms by
+experts), and in an asynchronous run the engine had older weights. Both make the policy gradient off-policy. Multiplying
+each token's term by
 
     w = pi_train,old(y_t) / pi_rollout(y_t)
 
@@ -40,13 +40,14 @@ MAX_LOG_RATIO = 20.0
 def correction_weights(
     train_logprobs: Tensor, rollout_logprobs: Tensor, config: PolicyGradientConfig
 ) -> tuple[Tensor, Tensor]:
-    """Return the weight of each token's policy-gradient term, and where it was limited; with w as above:
+    """Return the weight of each token's policy-gradient term, and where it was limited; with w of this module's
+    docstring:
 
     - none: 1.
     - tis: clip(w, tis_clip_low, tis_clip). Truncated importance sampling: Yao et al. 2025, "Your efficient RL framework
       secretly brings you off-policy RL training"; the truncation is that of Ionides 2008. The lower limit, 0 by
       default, is slime's.
-    - icepop: w if icepop_low <= w <= icepop_high, else 0: such tokens are left out. "Every Step Evolves", arXiv
+    - icepop: w if icepop_low <= w <= icepop_high, else 0, which leaves the token out. "Every Step Evolves", arXiv
       2510.18855, section on IcePop.
 
     Both are detached: no gradient goes through the weights.
@@ -128,7 +129,7 @@ def normalizer(aggregation: Aggregation, trained_tokens: int, samples: int, cons
 def clipped_loss(ratio: Tensor, advantages: Tensor, config: ClippedConfig) -> tuple[Tensor, Tensor]:
     """Return max(-r A, -clip(r, 1 - clip_low, 1 + clip_high) A): PPO, arXiv 1707.06347, equation 7.
 
-    With dual_clip c, and where A < 0, it is at most -c A: Dual-Clip PPO, arXiv 1912.09729.
+    With dual_clip c, the loss of tokens with A < 0 is at most -c A: Dual-Clip PPO, arXiv 1912.09729.
 
     Args:
         ratio: [T], r, with gradient.
@@ -136,8 +137,8 @@ def clipped_loss(ratio: Tensor, advantages: Tensor, config: ClippedConfig) -> tu
         config: the limits.
 
     Returns:
-        Loss of each token [T], and bool [T], True where the clipped term is larger, so that a token has no gradient.
-        Tokens that only dual_clip cuts aren't counted, as in verl.
+        Loss of each token [T], and bool [T], True where the clipped term is larger, so that the token has no gradient.
+        Tokens that only dual_clip limits are False, as in verl.
     """
     unclipped = -ratio * advantages
     clipped = -ratio.clamp(1.0 - config.clip_low, 1.0 + config.clip_high) * advantages
@@ -148,21 +149,21 @@ def clipped_loss(ratio: Tensor, advantages: Tensor, config: ClippedConfig) -> tu
 
 
 def has_veto(config: PolicyGradientConfig) -> bool:
-    """Return whether any ratio is extreme."""
+    """Return True if the settings exclude tokens with an extreme ratio."""
     return config.veto_high > 0 or config.veto_low > 0
 
 
 def vetoed(log_ratios: list[Tensor], trained: Tensor, inputs: LossInputs, config: PolicyGradientConfig) -> Tensor:
-    """Return the tokens with an extreme ratio: above veto_high or below veto_low. NaN stays, to be found.
+    """Return True for tokens with an extreme ratio: above veto_high or below veto_low. NaN isn't hidden.
 
     PPO's clip doesn't limit the ratio of a token with a negative advantage from above, so one token whose probability
     rose from 1e-8 to 1e-3 would have 1e5 times the gradient of any other.
 
     Args:
-        log_ratios: logarithms of the ratios to look at, each [T].
+        log_ratios: logarithms of the ratios to check, each [T].
         trained: bool [T].
         inputs: the micro-batch, for its sequences.
-        config: the limits; with veto_sequences all tokens of a sequence follow.
+        config: the limits; with veto_sequences one extreme token excludes its whole sequence.
 
     Returns:
         bool [T].
@@ -182,10 +183,10 @@ def vetoed(log_ratios: list[Tensor], trained: Tensor, inputs: LossInputs, config
 def off_policy_sequences(
     rollout_log_ratio: Tensor, advantages: Tensor, trained: Tensor, inputs: LossInputs, delta: float
 ) -> Tensor:
-    """Return the tokens that off-policy sequence masking leaves out: DeepSeek-V3.2, arXiv 2512.02556, equation 9.
+    """Return True for tokens that off-policy sequence masking leaves out: DeepSeek-V3.2, arXiv 2512.02556, equation 9.
 
-    Those with A < 0 in a sequence whose mean of log(engine's probability / current probability) is above delta: the
-    policy has moved away from a bad answer, which can teach it little more.
+    These have A < 0 and a sequence whose mean log(engine's probability / current probability) is above delta: the
+    policy has moved away from a bad answer and can learn little more from it.
 
     Args:
         rollout_log_ratio: [T], log(current / engine's probability), detached, 0 where not trained.
@@ -244,7 +245,7 @@ def clipped_value_loss(values: Tensor, old_values: Tensor, returns: Tensor, clip
         values: [T], V, with gradient.
         old_values: [T], V_old, the values from which the returns were computed.
         returns: [T], G; see `generalized_advantages`.
-        clip: largest change of a value that a step rewards, > 0.
+        clip: maximum change of a value that lowers the loss, > 0.
 
     Returns:
         Loss of each token [T], and bool [T], True where |V - V_old| > clip.

@@ -11,8 +11,8 @@ class OPD(GroupNormalized, Clipped):
     """On-policy distillation: the student generates, the teacher scores every token. Rewards count with reward_coef.
 
     A_t = reward_coef x (R_i - mean(R)) / (std(R) + std_epsilon) - distill_coef x (log π_student - log π_teacher) of
-    token t, with PPO's clipped objective; or, with distill_loss_coef, the divergence as a term of the loss. Both are
-    the base's: any other algorithm can have a teacher, too.
+    token t, with PPO's clipped objective; or, with distill_loss_coef, the divergence as a term of the loss. The base
+    class has both, so any other algorithm can have a teacher, too.
     """
 
     Config = OPDConfig

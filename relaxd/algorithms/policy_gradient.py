@@ -1,6 +1,6 @@
-"""Base of the algorithms: everything but the baseline of the advantages and the policy-gradient term of the loss.
+"""Base of the algorithms. Subclasses add the baseline of the advantages and the policy-gradient term of the loss.
 
-An algorithm is a subclass that overrides `sample_advantages` (or `token_advantages`) and `policy_term`.
+They override `sample_advantages` (or `token_advantages`) and `policy_term`.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Tokens:
-    """The tokens of a micro-batch as `policy_term` sees them: float [T], and 0 where the mask is 0."""
+    """The tokens of a micro-batch for `policy_term`: float [T], 0 where the mask is 0."""
 
     inputs: LossInputs
     """The complete loss inputs, for instance for `segment_sum`."""
@@ -47,11 +47,11 @@ class Tokens:
     logprobs: Tensor
     """Log-probs under the weights being trained, with gradient."""
     old_logprobs: Tensor
-    """Log-probs under the old policy, without."""
+    """Log-probs under the old policy, without gradient."""
     rollout_logprobs: Tensor
-    """Log-probs under the engine."""
+    """Log-probs that the engine reported."""
     log_ratio: Tensor
-    """logprobs - old_logprobs, limited to ± MAX_LOG_RATIO so that its exponential is finite. With gradient, but none
+    """logprobs - old_logprobs, limited to ± MAX_LOG_RATIO so that its exponential is finite. With gradient, except
     beyond these limits."""
     advantages: Tensor
     """Advantages."""
@@ -64,7 +64,7 @@ class Tokens:
     def sequence_mean(self, values: Tensor) -> Tensor:
         """Return for each token the mean of `values` over the trained tokens of its sequence.
 
-        Differentiable, and right where a context-parallel rank has only some of a sequence's tokens.
+        Differentiable, and correct if a context-parallel rank has only some of a sequence's tokens.
 
         Args:
             values: [T], 0 where the mask is 0.
@@ -113,7 +113,8 @@ class PolicyGradient:
     def token_advantages(
         self, rewards: NDArray[np.float64], lengths: NDArray[np.int32], columns: Mapping[str, Any]
     ) -> NDArray[np.float64]:
-        """Return the advantage of each token; here that of its sample, for the reward less the KL divergence.
+        """Return the advantage of each token: here the advantage of its sample, after the KL penalty is subtracted from
+        rewards.
 
         Args:
             rewards: [n], finite.
@@ -175,11 +176,10 @@ class PolicyGradient:
     def filtered(
         self, rewards: NDArray[np.float64], lengths: NDArray[np.int32], columns: Mapping[str, Any] = NO_COLUMNS
     ) -> Filtered | None:
-        """Return why a group isn't trained on, if drop_zero_variance is set and no sample would have an advantage.
+        """Return the reason not to train on a group: drop_zero_variance is set, and no sample would have an advantage.
 
-        With mask_truncated that is so if all samples were cut, whatever their rewards are; otherwise if the rewards are
-        equal. They are compared after overlong shaping, before a KL divergence or a teacher has a part in them; a group
-        of one sample is never filtered for them.
+        With mask_truncated, a group is filtered if all samples were cut off. Any group of several samples is filtered
+        if its rewards are equal: after overlong shaping, without KL penalty and teacher.
 
         Args:
             rewards: float64 [n], finite.
@@ -247,15 +247,15 @@ class PolicyGradient:
         """Sum over trained tokens of weight x (w x policy term + KL terms - entropy_coef x entropy).
 
         w is `correction_weights` (1 without a correction), and 0 for `excluded_tokens`. The old policy is the engine's,
-        or the trainer's at the start of the step (old_logprobs = "current"). In a step of one update the latter is what
-        the forward pass computes: the ratio is 1, and its gradient that of the log-prob.
+        or the trainer's at the start of the step (old_logprobs = "current"). In a step of one update the forward pass
+        computes the latter: the ratio is 1, and its gradient is that of the log-prob.
 
         Args:
             inputs: the micro-batch's tokens.
 
         Raises:
-            ValueError: a column or entropy is needed and missing, or shapes differ; or `policy_term` returned something
-                else than a `PolicyTerm` of the tokens.
+            ValueError: a column or entropy is needed and missing, or shapes differ; or `policy_term` returned no valid
+                `PolicyTerm`.
         """
         check_inputs(inputs, self.needs, self.needs_entropy)
         config = self.config
@@ -286,7 +286,7 @@ class PolicyGradient:
             kl = kl_divergence(tokens.logprobs, _masked(inputs.columns["ref_logprobs"], trained), config.kl_estimator)
             sums["kl"] = kl
             if config.kl_coef > 0:
-                # With the ratio as a factor this term has the extreme gradients that the veto is for.
+                # With the ratio as a factor this term has extreme gradients, which the veto excludes.
                 term_kl = (tokens.ratio * kl).masked_fill(vetoed, 0.0) if config.kl_unbiased else kl
                 per_token = per_token + config.kl_coef * term_kl
         if "teacher_logprobs" in inputs.columns:
@@ -325,10 +325,10 @@ class PolicyGradient:
 
     @property
     def _distills_in_loss(self) -> bool:
-        """True if the loss subtracts the teacher's term from the advantages, where the log-probs are current.
+        """True if the loss subtracts the teacher's term from the advantages, with current log-probs.
 
-        Otherwise something follows from the advantages before the loss: their normalisation, a critic's returns, or
-        which samples have none.
+        False if an earlier stage needs the final advantages: for normalisation, a critic's returns, or masking
+        truncated samples.
         """
         config = self.config
         late = not (config.needs_whole_step or config.needs_critic or config.mask_truncated)
@@ -399,7 +399,7 @@ def _masked(values: Tensor, trained: Tensor) -> Tensor:
 
 
 def _compared(inputs: LossInputs, trained: Tensor) -> ComparedCandidates:
-    """Return the candidates of the tokens; none where not trained [T]."""
+    """Return the tokens' candidates; none for tokens that aren't trained."""
     assert inputs.candidate_logprobs is not None
     present = (inputs.columns["candidates"] >= 0) & trained.unsqueeze(-1)
     student, teacher = inputs.candidate_logprobs, inputs.columns["teacher_candidate_logprobs"]

@@ -42,10 +42,10 @@ class PPO(Clipped):
     def token_advantages(
         self, rewards: NDArray[np.float64], lengths: NDArray[np.int32], columns: Mapping[str, Any]
     ) -> NDArray[np.float64]:
-        """Return ρ, the reward of each token, [T]: what the advantages are made of once the critic's values are there.
+        """Return ρ, the reward of each token, [T]: with the critic's values it later gives the advantages.
 
         Raises:
-            ValueError: a sample has no trained token to which its reward could go.
+            ValueError: a sample has no trained token to receive its reward.
         """
         mask, kl_coef = columns["loss_mask"], self.config.kl_reward_coef
         kl = np.zeros(mask.size)

@@ -18,7 +18,8 @@ class ReinforcePlusPlus(Clipped):
     """PPO's clipped objective without a critic.
 
     ρ_t = [t is the last trained token] R - kl_reward_coef x kl_t, and A_t = Σ_{u >= t} gamma^(u - t) ρ_u, normalised
-    over all trained tokens of the step (`Whitening`). Groups have no part in it: a group may be one sample.
+    over all trained tokens of the step (`Whitening`). Samples aren't compared within a group: a group may be one
+    sample.
     """
 
     Config = ReinforcePlusPlusConfig

@@ -69,10 +69,10 @@ def advantages_of(
 def returns_of(algorithm: Algorithm, group: ValuedGroup) -> AdvantagesAndReturns:
     """Return a group's advantages and returns; see `WithCritic`.
 
-    Where token rewards or values aren't finite, as after a forward pass that failed, so may the result be.
+    The result may be non-finite if token rewards or values are, as after a failed forward pass.
 
     Raises:
-        AlgorithmError: it raises, or returns what isn't right.
+        AlgorithmError: the method raises, or returns an invalid result.
     """
     with_critic = cast(WithCritic, algorithm)
     found = _called(algorithm, "advantages_and_returns()", lambda: with_critic.advantages_and_returns(group))
@@ -125,7 +125,7 @@ def check_returns(result: Any, tokens: int, *, finite: bool = True) -> Advantage
     """Check and return the result of `WithCritic.advantages_and_returns`.
 
     Raises:
-        AlgorithmError: it is something else, or its arrays aren't float32 [tokens], or not finite if they must be.
+        AlgorithmError: the type is wrong, an array isn't float32 [tokens], or isn't finite although `finite` is set.
     """
     if not isinstance(result, AdvantagesAndReturns):
         raise AlgorithmError(f"advantages_and_returns() returned {shown(result)}: it must be AdvantagesAndReturns")
@@ -148,7 +148,7 @@ def check_token_weights(result: Any, mask: NDArray[np.uint8]) -> NDArray[np.floa
 
 
 def check_loss(result: Any) -> LossOutput:
-    """Check and return the result of `Algorithm.loss`. It may be NaN, but not of another kind.
+    """Check and return the result of `Algorithm.loss`. The loss may be NaN.
 
     Raises:
         AlgorithmError: it is no LossOutput with a scalar loss that has a gradient, and detached scalar sums.

@@ -11,8 +11,8 @@ from relaxd.config.algorithm import RLOOConfig
 class RLOO(PolicyGradient):
     """REINFORCE with the mean reward of the group's other samples as baseline.
 
-    A_i = R_i - mean of the others' rewards; L = -A log π. The baseline of a sample doesn't depend on it, so that the
-    gradient is unbiased, as long as the samples are those of the policy being trained.
+    A_i = R_i - mean of the others' rewards; L = -A log π. A sample's baseline doesn't depend on the sample, so the
+    gradient is unbiased if the trained policy generated the samples.
     """
 
     Config = RLOOConfig

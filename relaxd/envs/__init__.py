@@ -1,1 +1,1 @@
-"""Environments and tools."""
+"""Environments of conversations, and tools that models call in them."""

@@ -24,8 +24,8 @@ _NUMBER = re.compile(r"-?\d+(?:,\d{3})*(?:\.\d+)?")
 class Calculator(Environment):
     """Answers calls of the tool `calculator`; the first message without a call is the answer.
 
-    The reward is 1 if the last number of the answer is that of the prompt, else 0. Numbers: `calls`, and `bad_calls`
-    that can't be computed or read.
+    The reward is 1 if the last numbers of the model's and the reference answer are equal, else 0. Numbers: `calls`, and
+    `bad_calls`, which can't be computed or parsed.
     """
 
     tools: Sequence[Mapping[str, Any]] = (
@@ -77,7 +77,7 @@ class Calculator(Environment):
 
 
 def same_last_number(text: str, answer: str) -> bool:
-    """Return whether two texts have the same last number. False if one of them has no number."""
+    """Return True if the last numbers of two texts are equal. False if a text has no number."""
     said, right = _NUMBER.findall(text), _NUMBER.findall(answer)
     return bool(said and right) and _plain(said[-1]) == _plain(right[-1])
 

@@ -1,4 +1,4 @@
-"""Calls of an environment, over relaxd.v1.Environment."""
+"""Client of environments: calls them over relaxd.v1.Environment."""
 
 import asyncio
 import json
@@ -23,11 +23,11 @@ from relaxd.v1 import environment_pb2 as pb
 from relaxd.v1.environment_pb2_grpc import EnvironmentStub
 
 GRACE_SECONDS = 2.0
-"""Seconds after the deadline in which a host can still report what was late."""
+"""Seconds after the deadline in which a host can still report which call was late."""
 START_SECONDS = 180.0
-"""Time for the start of a host, and for importing the environment."""
+"""Maximum seconds for a host to start and import the environment."""
 _OURS = ("RELAXD_", "REDIS_URL")
-"""Prefixes of environment variables that are kept from an environment: settings and secrets of relaxd."""
+"""Prefixes of environment variables that environments don't get: settings and secrets of relaxd."""
 
 
 class EnvironmentFailed(Exception):
@@ -40,7 +40,7 @@ class EnvironmentLate(EnvironmentFailed):
 
 @dataclass(frozen=True)
 class OpenedSession:
-    """A conversation that has begun."""
+    """Result of opening a conversation."""
 
     messages: list[Message]
     """Messages that follow the prompt's."""
@@ -80,9 +80,9 @@ class EnvironmentClient:
     def __init__(
         self, channel: grpc.aio.Channel, call_seconds: float, lease_seconds: float, told: Told = ignore
     ) -> None:
-        """`call_seconds`: time limit of a call; `lease_seconds`: time without calls after which a session is forgotten.
+        """`call_seconds` limits a call; after `lease_seconds` without calls a session is closed.
 
-        `told` receives environments' messages to people.
+        `told` receives environments' messages for people.
         """
         self._stub = EnvironmentStub(channel)
         self._call_seconds = call_seconds
@@ -90,7 +90,7 @@ class EnvironmentClient:
         self._told = told
 
     async def open(self, session_id: str, sample: Sample, access: ModelAccess | None = None) -> OpenedSession:
-        """Begin a conversation; one that a function leads has access to the model. Raises EnvironmentFailed."""
+        """Begin a conversation. `access` is for a conversation that a function leads. Raises EnvironmentFailed."""
         request = pb.OpenSessionRequest(
             session_id=session_id,
             messages_json=json.dumps(list(sample.messages)),
@@ -113,7 +113,7 @@ class EnvironmentClient:
             raise EnvironmentFailed(str(error)) from error
 
     async def step(self, session_id: str, turn: int, reply: Reply) -> SessionStep:
-        """Answer a message of the model. Raises EnvironmentFailed."""
+        """Send a message of the model, and return the environment's answer. Raises EnvironmentFailed."""
         request = pb.StepRequest(
             session_id=session_id,
             turn=turn,
@@ -157,11 +157,11 @@ class EnvironmentClient:
 
 
 _TOLD = (Aborted, DeadlineExceeded)
-"""Errors of a host whose messages need no addition."""
+"""Errors of a host whose messages are shown without addition."""
 
 
 def _messages(text: str, what: str) -> tuple[list[Message], tuple[MediaItem, ...]]:
-    """Return messages that an environment sent, without their media, and these."""
+    """Return an environment's messages without their media, and the media."""
     read = read_observation(_list("messages_json", text), what, sent=True)
     return [message for message, _ in read], tuple(item for _, items in read for item in items)
 
@@ -180,7 +180,8 @@ def _list(name: str, text: str) -> list[Any]:
 async def hosted(name: str, settings: Mapping[str, Any], python: str = "") -> AsyncIterator[grpc.aio.Channel]:
     """Host an environment's class in a child process, and yield its channel.
 
-    Raises BadEnvironmentError: it can't be used; ChildError: the process can't be started, or dies at its start.
+    Raises BadEnvironmentError if the environment can't be used, ChildError if the process can't be started or ends at
+    its start.
     """
     child = await start_host(name, settings, python)
     try:
@@ -199,9 +200,7 @@ async def start_host(
 ) -> Child:
     """Start a process that hosts an environment's class, or a function, and wait until it serves.
 
-    Raises as `hosted` does.
-
-    It doesn't inherit relaxd's own environment variables, which have secrets.
+    Raises the errors of `hosted`. The process doesn't inherit relaxd's environment variables, which have secrets.
     """
     kept = inherited_variables()
     words = [name, json.dumps(dict(settings)), "function" if is_function else "environment", str(memory_bytes)]

@@ -1,4 +1,4 @@
-"""The contract of environments: the arguments of a Python class's methods, and their valid results."""
+"""The interface of environments: the methods of a Python class, their arguments and valid results."""
 
 import json
 import math
@@ -16,16 +16,16 @@ from relaxd.media.sources import MediaError
 
 @dataclass(frozen=True)
 class ToolCall:
-    """A tool call, or text in its place that isn't one."""
+    """A tool call of a message, or text in its place that isn't a valid call."""
 
     name: str = ""
     """The tool's name."""
     arguments: dict[str, Any] = field(default_factory=dict)
     """Arguments of the call."""
     problem: str = ""
-    """Reason why it isn't a valid call; "" if it is."""
+    """Reason why the call isn't valid; "" if it is."""
     id: str = ""
-    """Id of the call in the conversation, by which a tool's answer refers to it; "" if none was given."""
+    """Id of the call in the conversation, for the tool's answer; "" if it has none."""
 
 
 def calls_in(text: str) -> list[ToolCall]:
@@ -34,7 +34,7 @@ def calls_in(text: str) -> list[ToolCall]:
 
 
 def call_of(value: Any) -> ToolCall:
-    """Return the call that a value of JSON is, such as {"name": ..., "arguments": {...}}."""
+    """Convert a JSON value such as {"name": ..., "arguments": {...}} to a call."""
     inner = value.get("function", value) if isinstance(value, dict) else value
     if not isinstance(inner, dict):
         return ToolCall(problem='a tool call is {"name": ..., "arguments": {...}} in JSON')
@@ -59,9 +59,9 @@ def json_of(text: str) -> Any:
 __all__ = ["BadEnvironmentError", "Environment", "Observation", "Reply", "Sample", "Step", "ToolCall"]
 
 Observation = str | Message | Sequence[Message] | None
-"""Words of the environment: a text, a message, messages, or nothing. A text answers the tool calls of the model's
-message if it has any, and is the user's otherwise. The content of a message is a text, or a list of texts and media
-(docs/agents.md)."""
+"""What the environment says: a text, a message, several messages, or nothing. A text answers the tool calls of the
+model's message; without calls it becomes a user message. The content of a message is a text, or a list of texts and
+media (docs/agents.md)."""
 MAX_BYTES = 1 << 20
 """Maximum number of bytes of an observation without its media, and of the tools' schemas, as JSON in UTF-8."""
 STEP = "return Step(observation, reward, done, info), or a tuple of the first two, three or four of these"
@@ -96,9 +96,9 @@ class Reply:
     tool_calls: Sequence[ToolCall] = ()
     """Tool calls of the message that could be parsed."""
     problem: str = ""
-    """Reason why text in a call's place can't be parsed; "" if all calls can."""
+    """Reason why a call can't be parsed; "" if all calls can."""
     finish_reason: str = "stop"
-    """"length" if the message was cut off; then it is the last one."""
+    """"length" if the message was cut off; then it is the last message."""
 
 
 @dataclass(frozen=True)
@@ -106,7 +106,7 @@ class Step:
     """The environment's answer to a message of the model."""
 
     observation: Observation = None
-    """The environment's answer to the model; without one the conversation ends."""
+    """The environment's answer to the model; None ends the conversation."""
     reward: float = 0.0
     """Reward of this step for the player who spoke. A conversation's rewards are added up."""
     done: bool = False
@@ -120,7 +120,7 @@ class Step:
 
 
 class Environment:
-    """An environment. An instance holds a single conversation, and is made with agent.settings.
+    """Base class of environments. An instance holds a single conversation and gets agent.settings as arguments.
 
     A class need not inherit from this class: it only needs a method `step`. Methods may be async.
     """
@@ -142,7 +142,8 @@ class Environment:
 
 
 def check_step(value: object, calls: Sequence[ToolCall] = ()) -> Step:
-    """Return the result of `step` for a message with `calls`, with messages as its observation and numbers as its info.
+    """Check the result of `step` for a message with `calls`. Returns it with messages as observation and numbers as
+    info.
 
     Raises BadEnvironmentError.
     """
@@ -210,8 +211,8 @@ def read_observation(
 ) -> list[tuple[Message, list[MediaItem]]]:
     """Return an observation as messages without their media, each with its media as data URIs.
 
-    It may answer a message with `calls`. One that was `sent` must have data URIs. Raises BadEnvironmentError, which
-    begins with `what`, such as "step() returned": it is no observation.
+    A text answers `calls`, if there are any. With `sent`, media must be data URIs already. Raises BadEnvironmentError,
+    which begins with `what`, such as "step() returned", for an invalid observation.
     """
     if observation is None:
         return []
@@ -252,7 +253,7 @@ def tool_message(call: ToolCall, content: str | Sequence[Any]) -> Message:
 
 
 def shorten(text: str, most: int) -> str:
-    """Return a text, shortened in its middle if it has more than `most` characters."""
+    """Return a text with at most `most` characters: a longer one loses its middle, which a note replaces."""
     if len(text) <= most:
         return text
     end = most // 2
@@ -294,7 +295,7 @@ def _too_large(what: str, size: int) -> BadEnvironmentError:
 
 
 def as_python(value: object) -> object:
-    """Return the value of a scalar of numpy or torch, such as np.bool_, which is no number of Python's."""
+    """Convert a scalar of numpy or torch, such as np.bool_, to Python's type; return other values unchanged."""
     item = getattr(value, "item", None)
     return item() if callable(item) and getattr(value, "ndim", None) == 0 else value
 

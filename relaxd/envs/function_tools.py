@@ -1,4 +1,4 @@
-"""Tools made from plain functions: schemas from their signatures and docstrings, by which arguments are checked."""
+"""Tools made from plain functions. Their signatures and docstrings give the schemas that check arguments."""
 
 import asyncio
 import inspect
@@ -18,7 +18,7 @@ class FunctionTool:
     """A function that the model may call."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
-        """Raises BadEnvironmentError if the function has no docstring, or a parameter without a possible schema."""
+        """Raises BadEnvironmentError if the function has no docstring, or a parameter can't have a schema."""
         self.name = function.__name__
         self._function = function
         self.awaits = inspect.iscoroutinefunction(function)
@@ -36,7 +36,7 @@ class FunctionTool:
     async def answer(self, call: ToolCall) -> str | list[Any]:
         """Return the function's result as a text, or as parts if it has media.
 
-        Bad arguments and exceptions are answered with "Error: ...". Raises BadEnvironmentError if the function does.
+        For bad arguments and exceptions the result is "Error: ...". Raises BadEnvironmentError if the function does.
         """
         try:
             checked = self._arguments.model_validate(call.arguments)
@@ -68,9 +68,10 @@ class Tool(Protocol):
 
 
 class ToolsEnvironment(Environment):
-    """Answers calls of tools. A message without a call ends the conversation; `score` says what it is worth.
+    """Answers calls of tools.
 
-    Numbers: `calls`, and `errors` of calls that came to nothing.
+    A message without a call ends the conversation; `score` returns its reward. Numbers: `calls`, and `errors` (failed
+    calls).
     """
 
     def __init__(self, tools: Sequence[Tool]) -> None:

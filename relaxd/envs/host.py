@@ -50,11 +50,11 @@ _log = logging.getLogger(__name__)
 
 
 class UserCalls:
-    """Calls users' methods, each with a limit of time."""
+    """Calls users' methods with a time limit."""
 
     def __init__(self, memory_bytes: int = 0) -> None:
         """With a memory limit, a method that runs out of memory ends this process and its sessions."""
-        # Encoded now: afterwards there may be no memory for it.
+        # Encoded now: later there may be no memory for it.
         reason = f"agent.memory_bytes = {memory_bytes} is used up: raise it, or free what conversations leave behind\n"
         self._last_words = reason.encode() if memory_bytes else b""
         self._threads = IdleThreads()
@@ -64,15 +64,16 @@ class UserCalls:
         self._loop_thread.start()
 
     async def call(self, what: str, method: Callable[..., Any], *arguments: Any, seconds: float) -> Any:
-        """Call a method, and await what it returns if it is async.
+        """Call a method, and await its result if it is awaitable.
 
         Args:
-            what: its name in errors, such as "step()".
-            method: a function of the user's.
+            what: the method's name in errors, such as "step()".
+            method: a function from the user's code.
             arguments: its arguments.
             seconds: limit of time.
 
-        Raises Aborted: it raised; DeadlineExceeded. A method that isn't async then still runs: see MAX_STUCK.
+        Raises Aborted if the method raised, DeadlineExceeded after `seconds`. A late method that isn't async still
+        runs: see MAX_STUCK.
         """
         in_thread: list[int] = []
         future: Future[Any] = Future()
@@ -139,7 +140,7 @@ def _place(thread: int) -> str:
 
 
 class Session:
-    """A conversation. It answers its turns in order and once, even if the client repeats them."""
+    """A conversation. It computes the answer to each turn once, in order, even if the client repeats a request."""
 
     def __init__(self, lease_seconds: float, call_seconds: float, on_over: Callable[[], Any]) -> None:
         """`on_over` is called when the lease has ended."""
@@ -155,10 +156,10 @@ class Session:
         self._watch_lease()
 
     async def answer(self, turn: int, make: Callable[[], Awaitable[Answer]]) -> Answer:
-        """Return the answer to a turn, which `make` makes unless it was made before.
+        """Return the answer to a turn; call `make` for it unless it was made before.
 
-        Turn 0 opens the session. Raises FailedPrecondition: it is neither the last turn nor the next one, or the
-        session has failed at an earlier one.
+        Turn 0 opens the session. Raises FailedPrecondition if `turn` is neither the last turn nor the next, or an
+        earlier turn failed.
         """
         self._called_at = time.monotonic()
         if self._answer is None or turn != self._turn:
@@ -169,10 +170,10 @@ class Session:
             if self._failed:
                 raise FailedPrecondition(f"turn is {turn}, but the session has failed: {self._failed}")
             self._turn, self._answer = turn, asyncio.create_task(self._made(make))
-        return await asyncio.shield(self._answer)  # a caller that leaves doesn't end it
+        return await asyncio.shield(self._answer)  # a caller that stops waiting doesn't cancel it
 
     async def finish(self) -> None:
-        """End the lease, and wait for an answer that is being made."""
+        """End the lease, and wait until the current answer is made."""
         if self._timer is not None:
             self._timer.cancel()
         if self._answer is not None:
@@ -198,7 +199,7 @@ class Session:
 
 
 REFUSED = 2
-"""Exit code if the environment can't be used."""
+"""Exit code of a host whose environment can't be used."""
 MAX_SESSIONS = 10_000
 """Maximum number of concurrent sessions."""
 Returned = TypeVar("Returned")
@@ -208,7 +209,8 @@ class EnvironmentHandlers(environment_pb2_grpc.EnvironmentServicer):
     """Answers relaxd.v1.Environment for one class. Lives in one event loop."""
 
     def __init__(self, make: Callable[[], Any], memory_bytes: int = 0) -> None:
-        """`make` makes an instance for each conversation; `memory_bytes` is the limit that this process has, if any."""
+        """`make` creates an instance for each conversation; `memory_bytes` is this process's memory limit, 0 for
+        none."""
         self._make = make
         self._calls = UserCalls(memory_bytes)
         self._sessions: dict[str, Session] = {}
@@ -320,9 +322,9 @@ def _checked(check: Callable[[], Returned]) -> Returned:
 
 
 def end_together() -> None:
-    """Fork a process that kills this one's process group once this one has ended, even if it is killed.
+    """Fork a watcher that kills this process's group when this process ends, even if it is killed.
 
-    Else the processes that an environment has started would stay.
+    Otherwise processes that an environment started would remain.
     """
     if not hasattr(os, "pidfd_open"):
         return
@@ -334,7 +336,7 @@ def end_together() -> None:
 
 
 def main(name: str, settings_json: str = "{}", kind: str = "environment", memory_bytes: str = "0") -> None:
-    """Serve an environment, or the kind "function", until the parent ends."""
+    """Serve an environment, or a function if `kind` is "function", until the parent ends."""
     end_together()
     if most := int(memory_bytes):
         lower_limit(resource.RLIMIT_DATA, most)

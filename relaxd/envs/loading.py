@@ -1,4 +1,4 @@
-"""Loading of environments by name, in every supported form."""
+"""Loads environments by name, in every supported form."""
 
 import inspect
 import json
@@ -31,20 +31,20 @@ BUNDLED: Mapping[str, str] = {
 
 
 def check_name(name: str, setting: str = "agent.environment") -> str:
-    """Return an environment's name without importing anything. Raises ValueError, which names the setting."""
+    """Check and return an environment's name, without importing it. Raises ValueError, which names the setting."""
     own = "An environment of your own"
     return check_known_or_own(setting, name, sorted(BUNDLED), "bundled are", own)
 
 
 def load_environment(name: str, settings: Mapping[str, Any]) -> Callable[[], Any]:
-    """Return a function that makes an instance for each conversation, having imported the environment.
+    """Import an environment, and return a function that creates an instance for a conversation.
 
     Args:
-        name: a bundled one, "package.module:Class" or "file.py:Class", whose class may also be one of gymnasium's
-            interface; or, in place of the class, build_env of Relax, a function, or a list of functions.
+        name: name of a bundled environment, or "package.module:NAME" or "file.py:NAME", where NAME is a class with this
+            interface or gymnasium's, Relax's build_env, a function, or a list of functions.
         settings: keyword arguments of the class.
 
-    Raises BadEnvironmentError: there is none, it has no method `step`, or doesn't take these settings.
+    Raises BadEnvironmentError if the environment doesn't exist, has no method `step`, or rejects the settings.
     """
     if ":" not in name and name not in BUNDLED:
         try:
@@ -67,7 +67,8 @@ def load_environment(name: str, settings: Mapping[str, Any]) -> Callable[[], Any
 
 
 def _maker(name: str, found: Any, settings: Mapping[str, Any]) -> tuple[Callable[..., Any], Callable[[], Any]]:
-    """Return the callable that takes the settings, and a maker of instances. Raises BadEnvironmentError."""
+    """Return a callable whose signature the settings must fit, and a function that creates instances. Raises
+    BadEnvironmentError."""
     if inspect.isclass(found):
         step = getattr(found, "step", None)
         if not callable(step) or step is Environment.step:
@@ -90,18 +91,18 @@ def _maker(name: str, found: Any, settings: Mapping[str, Any]) -> tuple[Callable
 
 
 def _any_settings(**settings: Any) -> None:
-    """Take what build_env of Relax gets as `args`."""
+    """Accept any settings: Relax's build_env gets them as `args`."""
 
 
 def _no_settings() -> None:
-    """Signature against which the settings of functions are checked: it accepts none."""
+    """Reject settings: environments that are functions take none."""
 
 
 class RelaxEnvironment(Environment):
-    """An environment of Relax: build_env(sample, args) makes one with reset, step and close.
+    """An environment of Relax: build_env(sample, args) returns an object with reset, step and close.
 
-    `sample` has prompt (messages), label (the answer), metadata and seed; `args` has the settings as attributes. What
-    reset returns isn't shown to the model, as in Relax. The number `reward` of step's info is the step's reward.
+    `sample` has prompt (messages), label (the answer), metadata and seed; `args` has the settings as attributes. As in
+    Relax, the model doesn't see the result of reset. The number `reward` of step's info is the step's reward.
     """
 
     def __init__(self, build: Callable[..., Any], settings: Mapping[str, Any]) -> None:
@@ -155,7 +156,7 @@ class RelaxEnvironment(Environment):
 class GymEnvironment(Environment):
     """An environment of gymnasium whose observations and actions are texts.
 
-    What reset returns follows the prompt. An action is the text of the model's message.
+    The observation of reset follows the prompt. An action is the text of the model's message.
     """
 
     def __init__(self, environment: Any) -> None:
@@ -187,7 +188,7 @@ class GymEnvironment(Environment):
 
 
 def _content(observation: Mapping[str, Any]) -> str | list[Any]:
-    """Return an observation of Relax as message content, its media before its text."""
+    """Convert an observation of Relax to message content, with media before the text."""
     text, media = observation.get("obs_str", ""), observation.get("multi_modal_data") or {}
     if other := [kind for kind in media if kind not in KINDS]:
         known = ", ".join(KINDS)
@@ -206,13 +207,13 @@ def _text(observation: Any, what: str) -> str:
 
 
 def _takes(function: Callable[..., Any], *names: str) -> bool:
-    """Return whether a function takes arguments of these names."""
+    """Return True if a function takes arguments with these names."""
     parameters = inspect.signature(function).parameters
     return any(one.kind is one.VAR_KEYWORD for one in parameters.values()) or all(name in parameters for name in names)
 
 
 def _then(result: Any, follow: Callable[[Any], Any]) -> Any:
-    """Return the value of `follow` for a result; for an awaitable result, an awaitable."""
+    """Return `follow(result)`; for an awaitable result, an awaitable of it."""
     if not inspect.isawaitable(result):
         return follow(result)
 

@@ -1,4 +1,4 @@
-"""Tools of an MCP server, which a command starts (stdio) or which is at an address (streamable HTTP)."""
+"""Tools of an MCP server, which is started by a command (stdio) or has an address (streamable HTTP)."""
 
 import asyncio
 import json
@@ -20,15 +20,15 @@ except ImportError as error:
 _BROKEN = (CONNECTION_CLOSED, REQUEST_TIMEOUT, INVALID_REQUEST)
 """Error codes after which a connection is unusable. INVALID_REQUEST: an HTTP server has forgotten the session."""
 CLOSE_SECONDS = 10.0
-"""Seconds for closing a connection. The SDK gives a server 4 s before it kills it."""
+"""Maximum seconds to close a connection. The SDK kills a server that doesn't end within 4 s."""
 _TIMEOUT = httpx2.Timeout(30.0, read=None)
-"""Time for connecting over HTTP. The time for a call is agent.call_seconds."""
+"""Time limit of connecting over HTTP, 30 s. agent.call_seconds limits calls."""
 
 
 class McpTools(ToolsEnvironment):
     """Answers calls by a server's tools. A message without a call ends the conversation with the reward 0.
 
-    Numbers: `calls`, and `errors` of calls that came to nothing.
+    Numbers: `calls`, and `errors` (failed calls).
     """
 
     def __init__(
@@ -43,19 +43,19 @@ class McpTools(ToolsEnvironment):
         shared: bool = False,
         max_chars: int = 16_384,
     ) -> None:
-        """Check the settings. Variables such as $TOKEN in `env` and `headers` are those of the agent service.
+        """Check the settings. The agent service's environment replaces variables such as $TOKEN in `env` and `headers`.
 
         Args:
             command: program of a server that speaks over its standard input and output.
-            args: its arguments.
-            env: its environment variables, besides PATH, HOME and the like.
+            args: arguments of the command.
+            env: environment variables of the command, besides PATH, HOME and the like.
             url: address of a server that speaks streamable HTTP, in place of a command.
-            headers: headers of requests to it.
-            tools: names of the tools that the model gets; none: all.
+            headers: headers of requests to `url`.
+            tools: names of the tools that the model gets; empty: all.
             shared: use one connection, and so one server process, for all conversations of this host.
-            max_chars: maximum length of a result, in characters; the middle of a longer one is left out.
+            max_chars: maximum length of a result, in characters; longer results lose their middle.
 
-        Raises ValueError: there is not exactly one of `command` and `url`, or settings of the other one.
+        Raises ValueError: not exactly one of `command` and `url` is set, or settings of the other are.
         """
         super().__init__([])
         if bool(command) == bool(url):
@@ -82,7 +82,7 @@ class McpTools(ToolsEnvironment):
         self.set_tools([_McpTool(name, found[name], client, connection, self._max_chars) for name in names])
 
     async def close(self) -> None:
-        """End the connection and a server that was started for it, unless they are shared."""
+        """End the connection, and the server if it was started for it, unless they are shared."""
         if self._connection is not None and not self._shared:
             await self._connection.close()
 
@@ -96,7 +96,7 @@ class McpTools(ToolsEnvironment):
 
 
 class _Connection:
-    """A connection to a server, held by one task because the task that opens a connection must close it."""
+    """A connection to a server, held by one task, because the task that opens a connection must also close it."""
 
     def __init__(self, server: Mapping[str, Any]) -> None:
         self.is_over = False
@@ -179,7 +179,7 @@ async def _tools_of(client: Any) -> dict[str, Any]:
 
 
 def _text(part: Any) -> str:
-    """Return a part of a result as text. Images and sound are only mentioned."""
+    """Return a part of a result as text; for images and sound, a note."""
     for source in (part, getattr(part, "resource", None)):
         if isinstance(text := getattr(source, "text", None), str):
             return text

@@ -1,4 +1,4 @@
-"""A game for two: Nim, against itself or a fixed opponent."""
+"""Nim, a game for two players: the model against itself or a fixed opponent."""
 
 import re
 from random import Random
@@ -11,11 +11,11 @@ _OPPONENTS = ("self", "random", "best")
 
 
 class Nim(Environment):
-    """Players take stones from a heap in turn; who takes the last one wins.
+    """Players take stones from a heap in turn; the player who takes the last stone wins.
 
-    A move is the last number of a message. The reward is 1 for the winner and 0 for the loser; who makes no move, or
-    one that isn't allowed, loses. The field `stones` of the prompt's metadata is the number of stones at the beginning,
-    or else it follows from the seed. Numbers: `moves`, of both players, and `bad_moves`.
+    A move is the last number of a message. The reward is 1 for the winner and 0 for the loser; a missing or forbidden
+    move loses. The field `stones` of the prompt's metadata sets the number of stones at the beginning; without it the
+    seed does. Numbers: `moves` of both players, and `bad_moves`.
     """
 
     def __init__(
@@ -26,10 +26,10 @@ class Nim(Environment):
         Args:
             max_stones: maximum number of stones at the beginning.
             max_take: maximum number of stones of a move.
-            opponent: "self": the model plays both players, for which agent.players must be 2. "random" takes any number
-                that is allowed; "best" wins wherever it can, and is random elsewhere.
+            opponent: "self": the model plays both players, and agent.players must be 2. "random" takes a random allowed
+                number; "best" makes winning moves if there are any, and random moves otherwise.
 
-        Raises ValueError: there is no such opponent, or no move.
+        Raises ValueError: there is no such opponent, or a number is below 1.
         """
         if opponent not in _OPPONENTS:
             raise ValueError(f"opponent is {opponent!r}: it must be one of {', '.join(_OPPONENTS)}")
@@ -50,7 +50,7 @@ class Nim(Environment):
         return self._told()
 
     def step(self, reply: Reply) -> Step:
-        """Make a move of the model, and the opponent's."""
+        """Make the model's move, then the opponent's."""
         found = _NUMBER.findall(reply.text)
         take = int(found[-1]) if found else 0
         self._moves += 1

@@ -9,7 +9,7 @@ _NUMBER = re.compile(r"(?<!\d)-?\d{1,18}(?!\d)")
 
 
 class NumberGuessing(Environment):
-    """Thinks of a number and says of each guess, the last number of a message, whether it is higher or lower.
+    """Chooses a number, and answers each guess with "higher" or "lower". A guess is the last number of a message.
 
     The reward is 1 if the model finds the number, else 0. Numbers: `guesses`.
     """
@@ -25,7 +25,7 @@ class NumberGuessing(Environment):
         self._guesses = 0
 
     def open(self, sample: Sample) -> str:
-        """Think of a number, which follows from the seed."""
+        """Choose a number by the sample's seed."""
         self._number = Random(sample.seed).randint(self._low, self._high)
         return f"I think of a number from {self._low} to {self._high}. You have {self._max_guesses} guesses."
 

@@ -2,7 +2,7 @@
 
 On the wire a message's content is a text or a list of parts, {"type": "text", "text": ...} and {"type": "image",
 "image": a data URI}, the same with "video", which may also be a list of its frames, and "audio". In Python an item may
-also be bytes, or a path, an image or a frame one of Pillow, and a sound its samples with their rate.
+also be bytes or a path; an image or frame may be a Pillow image, and a sound an array with its sampling rate.
 """
 
 import io
@@ -15,7 +15,7 @@ from relaxd.media.sounds import ARRAY, wav_of_array
 from relaxd.media.sources import MediaError, data_uri, read_source
 
 MAX_MEDIA_BYTES = 32 << 20
-"""Maximum number of bytes of the media of an observation."""
+"""Maximum total bytes of the media of an observation."""
 
 
 def is_picture(value: object) -> bool:
@@ -25,8 +25,8 @@ def is_picture(value: object) -> bool:
 
 
 def is_sent(source: object) -> bool:
-    """Return True for forms in which items can be sent, a data URI or a video's frames: paths are valid on one machine
-    only."""
+    """Return True for items that can be sent: data URIs, or lists of them for a video's frames. Paths can't, because
+    they are valid on one machine only."""
     if isinstance(source, list):
         return all(isinstance(one, str) and is_sent(one) for one in source)
     return isinstance(source, str) and source[:5].lower() == "data:"
@@ -44,12 +44,12 @@ def content_of_result(result: object) -> Any:
 
 
 def take_media(place: str, role: str, content: Sequence[Any], *, sent: bool) -> tuple[Content, list[MediaItem]]:
-    """Return a message's content without its media, and these as they are sent.
+    """Return a message's content without its media, and the media in their sent form.
 
     Args:
         place: name of the content in errors.
-        role: the message's.
-        content: its parts, each of which may also be a text.
+        role: role of the message.
+        content: parts of the message; a part may also be a text.
         sent: True for a message of the wire, whose media must be data URIs.
 
     Raises MediaError: a part is neither text nor an item, or an item can't be read.
@@ -70,7 +70,7 @@ def take_media(place: str, role: str, content: Sequence[Any], *, sent: bool) -> 
 
 
 def put_media(content: Content, sources: Sequence[Any]) -> Content:
-    """Return a message's content with each part for an item filled with one."""
+    """Return a message's content with the items of `sources` put into its media parts, in order."""
     rest = iter(sources)
     if not isinstance(content, list):
         return content

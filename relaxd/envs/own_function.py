@@ -1,4 +1,4 @@
-"""Functions that lead a conversation in place of an environment (agent.function), in their host process."""
+"""Functions that lead conversations instead of an environment (agent.function), in their host process."""
 
 import asyncio
 import http.client
@@ -19,18 +19,19 @@ from relaxd.importing import ImportProblem, describe_error, import_own
 __all__ = ["Answer", "ConversationOver", "Model"]
 
 MAX_STUCK = 200
-"""Maximum number of ended calls and functions that still run. Above it the process ends, and a new one is started."""
+"""Maximum number of late calls, and of functions of ended conversations, that still run. Above it the process ends, and
+a new process is started."""
 OVER = ("max_turns", "context_length_exceeded", "conversation_over", "no_session")
-"""Error codes after which no further request is answered."""
+"""Error codes of the endpoint after which it answers no further request."""
 _log = logging.getLogger(__name__)
 _left: set[int] = set()
-"""Number of ended conversations whose functions still run."""
+"""Ids of ended conversations whose functions still run."""
 
 
 class ConversationOver(Exception):
-    """A limit of the run is reached, or the conversation has ended: the model answers no more.
+    """A limit of the run is reached or the conversation has ended, so the model answers no more.
 
-    A function that lets it pass has ended in good order, with reward 0.
+    A function that doesn't catch it ends normally, with reward 0.
     """
 
 
@@ -68,13 +69,13 @@ class Model:
         """Have the model write the next message.
 
         Args:
-            messages: all messages so far. Their content may have media as an environment's.
-            tools: schemas of the tools that it may call, in OpenAI's form.
-            max_tokens: maximum length of the message, besides the run's limits.
-            stop: texts that end it, besides the run's.
+            messages: all messages so far. Their content may have media like an environment's messages.
+            tools: schemas of the tools that the model may call, in OpenAI's form.
+            max_tokens: maximum length of the message in tokens, besides the run's limits.
+            stop: texts that end the message, besides the run's stop texts.
 
         Raises:
-            ConversationOver: it answers no more.
+            ConversationOver: the model answers no more.
             ValueError: the request is refused; the message says what is wrong with it.
         """
         wanted = {"tools": list(tools), "max_tokens": max_tokens, "stop": list(stop)}
@@ -90,7 +91,7 @@ class Model:
         return Answer(message, message["content"] or "", calls, choice["finish_reason"])
 
     def _post(self, body: bytes) -> tuple[int, dict[str, Any]]:
-        """Return status and content of a response, however long the model takes."""
+        """Send a request, and return the response's status and content. Has no timeout."""
         place = urlsplit(self.base_url)
         connection = http.client.HTTPConnection(place.netloc)
         try:
@@ -118,7 +119,7 @@ def _calls(message: Mapping[str, Any]) -> list[tuple[Mapping[str, Any], ToolCall
 
 
 class FunctionConversation:
-    """A conversation that a function leads, in the form of an environment: its one step runs the function."""
+    """A conversation that a function leads, with the interface of an environment: its single step runs the function."""
 
     def __init__(self, function: Callable[..., Awaitable[Any]], settings: Mapping[str, Any]) -> None:
         self._function = function
@@ -130,14 +131,14 @@ class FunctionConversation:
         self._cancelled = False
 
     def connect(self, url: str, key: str) -> None:
-        """Take the model's address and key."""
+        """Set the model's address and key."""
         self._model = Model(url, key)
 
     def open(self, sample: Sample) -> None:
         self._sample = sample
 
     def step(self, reply: Reply) -> Step:
-        """Run the function in a separate event loop, so that a blocking function stops no other."""
+        """Run the function in a separate event loop, so that a blocking function doesn't block others."""
         try:
             return asyncio.run(self._lead())
         except asyncio.CancelledError as error:
@@ -176,9 +177,9 @@ class FunctionConversation:
 
 
 def load_function(name: str, settings: Mapping[str, Any]) -> Callable[[], FunctionConversation]:
-    """Return a maker of conversations, having imported the function.
+    """Import a function, and return a function that creates its conversations.
 
-    Raises BadEnvironmentError: there is none, it isn't async, or doesn't take these settings.
+    Raises BadEnvironmentError if it doesn't exist, isn't async, or rejects the settings.
     """
     try:
         function = import_own(name)

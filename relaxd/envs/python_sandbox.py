@@ -17,8 +17,8 @@ OUTPUT_BYTES = 1 << 20
 class PythonSandbox(ToolsEnvironment):
     """Answers calls of the tool `run_python`; the first message without a call is the answer.
 
-    Each call runs in a new confined process: nothing stays from one to the next. The reward is 1 if the last number of
-    the answer is that of the prompt, else 0. Numbers: `calls`, and `errors` of calls that can't be read.
+    Each call runs in a new confined process and keeps nothing. The reward is 1 if the last numbers of the model's and
+    the reference answer are equal, else 0. Numbers: `calls`, and `errors` (calls that can't be parsed).
     """
 
     def __init__(
@@ -27,10 +27,10 @@ class PythonSandbox(ToolsEnvironment):
         """Check the settings, and that this machine can confine code.
 
         Args:
-            seconds: computing time for each call.
-            memory_mb: address space.
-            max_chars: maximum length of what a call returns, in characters; the middle of a longer one is left out.
-            confine_files: hide all files but Python's own. False: for kernels without Landlock.
+            seconds: maximum processor seconds per call.
+            memory_mb: maximum address space of a program, in MiB.
+            max_chars: maximum length of a call's result, in characters; longer results lose their middle.
+            confine_files: hide all files except Python's own. False is for kernels without Landlock.
 
         Raises ValueError: a setting is wrong; ConfinementError: this machine can't confine code.
         """
@@ -62,12 +62,12 @@ class PythonSandbox(ToolsEnvironment):
         return text or "[it printed nothing]"
 
     def score(self, reply: Reply) -> float:
-        """Return 1 if the last number of the message is that of the prompt's answer, else 0."""
+        """Return 1 if the last numbers of the message and the reference answer are equal, else 0."""
         return float(same_last_number(reply.text, self._answer))
 
 
 class _Pool:
-    """Sandboxes shared by conversations: one per core, so that no program spends its time waiting for a core."""
+    """Sandboxes shared by conversations, one per core, so that running programs don't compete for cores."""
 
     def __init__(self, limits: Limits) -> None:
         self._free = [Sandbox(limits) for _ in range(os.cpu_count() or 1)]

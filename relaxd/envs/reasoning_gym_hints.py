@@ -1,4 +1,4 @@
-"""Tasks of reasoning-gym with several tries: the model gets its answer's score, and may answer again."""
+"""Tasks of reasoning-gym with several tries: after a wrong answer the model gets a hint, and may answer again."""
 
 from collections.abc import Mapping
 from typing import Any, Literal
@@ -12,7 +12,7 @@ HINTS = ("none", "score", "beginning")
 
 
 class ReasoningGymHints(Environment):
-    """Scores answers as the reward reasoning_gym does, for prompts of data.source = "reasoning_gym".
+    """Scores answers like the reward reasoning_gym, for prompts of data.source = "reasoning_gym".
 
     The reward is the score of the last answer, times `discount` for each answer before it. Numbers: `tries`, and
     `first_score`, the score of the first answer.
@@ -25,8 +25,8 @@ class ReasoningGymHints(Environment):
 
         Args:
             tries: maximum number of answers.
-            hint: content of what follows a wrong answer. none: only that it is wrong. score: its score. beginning: the
-                beginning of the reference answer, which is longer after each try.
+            hint: content of the message after a wrong answer. none: only that it is wrong. score: its score. beginning:
+                the beginning of the reference answer, longer after each try.
             discount: factor of the reward for each answer before the last one.
 
         Raises ValueError: a setting is wrong.

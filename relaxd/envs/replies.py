@@ -1,4 +1,4 @@
-"""Replies of a model, divided into thinking, text and tool calls."""
+"""Parses replies of a model into thinking, text and tool calls."""
 
 import ast
 import json
@@ -28,7 +28,7 @@ class ParsedReply:
     thinking: str = ""
     """The thinking before the reply's text."""
     calls: tuple[ToolCall, ...] = ()
-    """The calls that can be read, with ids."""
+    """The calls that can be parsed, with ids."""
     problem: str = ""
     """Reason why text in a call's place can't be parsed as a call; "" if all calls can."""
 
@@ -48,11 +48,11 @@ class ParsedReply:
 
 @dataclass(frozen=True)
 class ReplyFormat:
-    """A form of tool calls."""
+    """A format in which models write tool calls."""
 
     name: str
     read: Callable[[str, Tools], ParsedReply]
-    """Divides a reply without thinking, given the tools' schemas."""
+    """Parses a reply without its thinking, given the tools' schemas."""
 
 
 def _blocks(text: str, opening: str, closing: str) -> tuple[str, list[str], str]:
@@ -178,7 +178,7 @@ def _deepseek_token(words: str) -> str:
 
 
 def _deepseek(text: str, tools: Tools) -> ParsedReply:
-    """Calls between special tokens, before V3.1 with their arguments in a fence."""
+    """Calls between special tokens; before V3.1 their arguments are in a fence."""
     outside, calls_begin, body = text.partition(_deepseek_token("tool calls begin"))
     _, blocks, problem = _blocks(body, _deepseek_token("tool call begin"), _deepseek_token("tool call end"))
     calls = []
@@ -263,7 +263,7 @@ def _first_json(text: str) -> Any:
 
 
 def _typed(name: str, pairs: Sequence[tuple[str, str]], tools: Tools) -> ToolCall:
-    """Return a call whose values are unquoted."""
+    """Return a call from names and values without quotes; the tool's schema gives their types."""
     name = name.strip()
     if not name:
         return ToolCall(problem="a tool call has no name")
@@ -274,8 +274,8 @@ def _typed(name: str, pairs: Sequence[tuple[str, str]], tools: Tools) -> ToolCal
 
 
 def _value(text: str, schema: Mapping[str, Any]) -> Any:
-    """Return the value of an argument: a text if its schema says so or if it isn't JSON, without surrounding line
-    ends."""
+    """Return an argument's value: the text if the schema's type is string or it isn't JSON, else the JSON value.
+    Removes a line end on either side."""
     text = text.removeprefix("\n").removesuffix("\n")
     if schema.get("type") == "string":
         return text
@@ -304,7 +304,7 @@ REPLY_FORMATS = (
     ReplyFormat("tool-calls", partial(_json, "tool_calls")),
     ReplyFormat("llama3", _llama),
 )
-"""All formats, by the models for which they were made."""
+"""All formats, named after the models that write them."""
 
 
 THINKING_TAGS = (
@@ -315,7 +315,7 @@ THINKING_TAGS = (
     ("<seed:think>", "</seed:think>"),
     ("<mm:think>", "</mm:think>"),
 )
-"""Tags between which models think."""
+"""Opening and closing tags of models' thinking."""
 PROBE = ToolCall("add", {"a": 2, "b": "x"})
 PROBE_TOOLS = [
     {
@@ -334,13 +334,13 @@ PROBE_TOOLS = [
         },
     }
 ]
-"""A tool with a call that shows in which form a chat template writes calls."""
+"""Tool of PROBE, a call that shows in which format a chat template writes calls."""
 
 
 def reply_format(template: ChatTemplate) -> ReplyFormat | None:
-    """Return the format that finds a call as the template wrote it; None if there is no such format or call."""
+    """Return the format in which a chat template writes calls; None if it writes none, or in no known format."""
     asked: Message = {"role": "user", "content": "Zq-question-qZ"}
-    for tools, as_text in product((PROBE_TOOLS, []), (False, True)):  # some templates take no tools, or want text
+    for tools, as_text in product((PROBE_TOOLS, []), (False, True)):  # some templates take no tools, or text arguments
         arguments = json.dumps(PROBE.arguments) if as_text else PROBE.arguments
         function = {"name": PROBE.name, "arguments": arguments}
         called = ParsedReply(calls=(PROBE,)).message
@@ -380,15 +380,15 @@ def parse_reply(
 
     Args:
         text: the reply with special tokens, without the token that ended it.
-        form: the form of tool calls; None: all is text.
-        tools: the tools' schemas, by which values that are written without quotes get their types.
+        form: the format of tool calls; None: all is text.
+        tools: the tools' schemas, which give the types of values without quotes.
         in_thinking: True if the prompt ends with the tag that begins thinking.
         first_call: number of the first call in the conversation, for ids.
     """
     thinking, said = _split_thinking(text, in_thinking)
     reply = form.read(said, tools) if form else ParsedReply(said)
     calls = tuple(
-        replace(call, id=f"call{number:05d}")  # nine letters and digits, which Mistral's templates ask for
+        replace(call, id=f"call{number:05d}")  # Mistral's templates require nine letters and digits
         for number, call in enumerate((call for call in reply.calls if not call.problem), first_call)
     )
     problem = reply.problem or next((call.problem for call in reply.calls if call.problem), "")

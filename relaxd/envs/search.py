@@ -14,7 +14,7 @@ from relaxd.envs.environment import BadEnvironmentError
 from relaxd.envs.function_tools import FunctionTool, ToolsEnvironment
 
 MAX_DOCUMENTS = 200_000
-"""Maximum number of documents. Each host keeps them in memory and indexes about 10,000 a second."""
+"""Maximum number of documents. Each host keeps them in memory and indexes about 10,000 per second."""
 SATURATION, LENGTH_WEIGHT = 1.2, 0.75
 """k1 and b of BM25 (Robertson and Zaragoza, 2009, equation 3.15), as Lucene sets them."""
 _WORD = re.compile(r"\w+")
@@ -23,20 +23,20 @@ _WORD = re.compile(r"\w+")
 class Search(ToolsEnvironment):
     """Answers calls of the tool `search` by BM25. A message without a call ends the conversation with the reward 0.
 
-    Numbers: `calls`, and `errors` of calls that can't be read.
+    Numbers: `calls`, and `errors` (calls that can't be parsed).
     """
 
     def __init__(
         self, corpus: str, *, text_key: str = "text", title_key: str = "title", results: int = 3, max_chars: int = 2000
     ) -> None:
-        """Check the settings, and read the corpus, once in a process.
+        """Check the settings, and read the corpus, which happens once in a process.
 
         Args:
-            corpus: a file such as data.path may name (JSONL, Parquet and others), with one document a row.
+            corpus: a file in a format of data.path (JSONL, Parquet and others), with one document per row.
             text_key: column with a document's text.
-            title_key: column with its title; rows may lack it.
+            title_key: column with a document's title; rows may lack it.
             results: number of documents that a call returns.
-            max_chars: maximum length of each of them, in characters; the rest is cut off.
+            max_chars: maximum length of each document in a result, in characters; the rest is cut off.
 
         Raises ValueError: a setting is wrong; DataError: the corpus can't be read.
         """
@@ -82,7 +82,7 @@ class Bm25:
             self._postings[word] = (np.array(numbers, np.int32), score.astype(np.float32))
 
     def best(self, query: str, count: int) -> list[str]:
-        """Return the documents that match a query best: at most `count`, each with at least one word of it."""
+        """Return the documents that match a query best: at most `count`, each with at least one word of the query."""
         scores = np.zeros(len(self._documents), np.float32)
         for word in words(query):
             if word in self._postings:

@@ -1,16 +1,17 @@
 """Tokens of one conversation: replies exactly as the engine sampled them, and everything else from the chat template.
 
-A reply is never encoded again. The messages after it become tokens by one render of the whole conversation, in which a
-mark stands in the place of the reply: the text after the mark ends the model's turn, has the new messages and opens the
-next turn. How this text joins the reply depends on the token at which the model stopped:
+A reply is never encoded again. To tokenise the messages after it, the whole conversation is rendered with a mark in
+place of the reply: the text after the mark ends the model's turn, contains the new messages and opens the next turn.
+How this text joins the reply depends on the token at which the model stopped:
 
-- the template writes the same token there: the sampled one counts, and the text goes on after it;
-- the template writes other special tokens there, as gpt-oss has <|end|> where the model wrote <|return|>: they take the
-  place of the sampled one, without loss;
-- the template writes no special token there: the sampled one stays;
-- the model was cut off: the template's text ends its turn.
+- the template writes the same token there: the sampled token stays, and the text continues after it;
+- the template writes other special tokens there, as gpt-oss has <|end|> where the model wrote <|return|>: they replace
+  the sampled token and have loss_mask 0;
+- the template writes no special token there: the sampled token stays;
+- the model was cut off: the template's text ends the model's turn.
 
-Messages may have images, video and sound. The template writes one token for each item, which becomes the item's.
+Messages may have images, video and sound. The template writes one token per item, which is expanded to the item's
+tokens.
 """
 
 import json
@@ -41,16 +42,16 @@ class CannotContinue(ValueError):
 
 @dataclass(frozen=True)
 class _ControlTokens:
-    """The tokens of a tokenizer that mean something else than their text."""
+    """A tokenizer's control tokens, which mean more than their text."""
 
     special: Mapping[int, str]
     """Special tokens by id. The model stops at one of them."""
     texts: tuple[str, ...]
-    """Texts that become plain text in messages of an environment: special tokens, and tags of the chat template."""
+    """Texts of special tokens and of the chat template's tags; in an environment's messages they become plain text."""
     run: re.Pattern[str]
     """Consecutive special tokens, with white space around."""
     anchor: tuple[int, str] | None
-    """A special token without an effect on the text around it; None if there is none."""
+    """A special token, as id and text, that doesn't strip the text around it; None if there is none."""
 
 
 @lru_cache(maxsize=4)
@@ -73,7 +74,8 @@ COLUMNS = np.dtype([("tokens", np.int32), ("loss_mask", np.uint8), ("logprobs", 
 
 
 def _segment(tokens: Sequence[int], mask: int, logprobs: Sequence[float] | float, versions: Any) -> np.ndarray:
-    """Return the tokens of one reply, or of the messages between two; log-probs and versions may be one number."""
+    """Return the columns of one reply, or of the messages between two replies; log-probs and versions may be one number
+    for all."""
     segment = np.empty(len(tokens), COLUMNS)
     for name, values in zip(COLUMNS.fields or (), (tokens, mask, logprobs, versions), strict=True):
         segment[name] = values
@@ -98,16 +100,16 @@ class TokenHistory:
         Args:
             tokenizer: the model's tokenizer with its chat template.
             example: the prompt, as it is in the data.
-            tools: schemas of the tools that the model may call; None: those of the example.
-            opened: messages of the environment that follow the prompt's. Without them and with the example's tools, the
-                prompt's tokens are those that `PromptTokenizer.encode` makes of the example.
-            media: media of the example's and of these messages, in order.
-            tokens: the prompt's token ids, in place of all of these; then only `add_tokens` continues it.
+            tools: schemas of the tools that the model may call; None: the example's tools.
+            opened: messages of the environment after the prompt's. Without them and with the example's tools, the
+                prompt's tokens equal those of `PromptTokenizer.encode`.
+            media: media of the example's messages and of `opened`, in order.
+            tokens: the prompt's token ids, instead of rendering; then only `add_tokens` continues the history.
 
         Raises:
             DataError: the model has no chat template, or the template rejects the prompt.
-            CannotContinue: a message of the environment has something else than text and media, or the template
-                doesn't write one token for each item.
+            CannotContinue: a message of the environment has content other than text and media, or the template doesn't
+                write one token per item.
         """
         if tokenizer.template is None:
             raise DataError("model.chat_template", "is not set, and the model has none, which conversations need")
@@ -124,7 +126,7 @@ class TokenHistory:
         self.media: list[StoredMedia] = []
         """Media in the context, with their positions."""
         self.prompt_tokens: list[int] = list(tokens)
-        """Token ids of the first prompt of the engine."""
+        """Token ids of the engine's first prompt."""
         if tokens:
             self._note_end(tokens)
         else:
@@ -161,8 +163,8 @@ class TokenHistory:
 
     @property
     def columns(self) -> np.ndarray:
-        """Tokens after the prompt with COLUMNS as fields. The model wrote those with loss_mask 1; others have the
-        log-prob 0 and the version before them."""
+        """Tokens after the prompt with COLUMNS as fields. The model wrote those with loss_mask 1; others have log-prob
+        0 and the version of the token before them."""
         return _joined(self._segments)
 
     def to_last_reply(self) -> dict[str, np.ndarray]:
@@ -171,7 +173,8 @@ class TokenHistory:
         return {name: np.ascontiguousarray(joined[name]) for name in COLUMNS.fields or ()}
 
     def reply_lengths(self) -> list[int]:
-        """Return the numbers of tokens from the end of a reply, or of the prompt, to the end of the next reply."""
+        """Return for each reply the number of tokens from the end of the previous reply, or of the prompt, to its
+        end."""
         return [end - begin for begin, end in pairwise([0, *self._reply_ends])]
 
     def add_reply(
@@ -189,7 +192,7 @@ class TokenHistory:
             tokens: token ids, the end token included.
             logprobs: log-prob of each token.
             versions: version of the weights that wrote each token.
-            message: the reply as the chat template gets it, such as `ParsedReply.message`.
+            message: the reply in the form for chat templates, such as `ParsedReply.message`.
             stopped: True if the model ended the reply, False if it was cut off.
 
         Raises ValueError: the lengths differ, there are no tokens, or the last message is a reply already.
@@ -215,17 +218,17 @@ class TokenHistory:
         self._replied = True
 
     def add_messages(self, messages: Sequence[Message], media: Sequence[StoredMedia] = ()) -> int:
-        """Append the messages that follow a reply, and the beginning of the next one; return their number of tokens.
+        """Append the messages after a reply and the beginning of the next reply; return the number of tokens.
 
-        Texts of control tokens in the messages become plain text. If it fails, the history is as before.
+        Texts of control tokens in the messages become plain text. An error leaves the history unchanged.
 
         Args:
-            messages: at least one. An item of theirs is a part such as {"type": "image"}.
+            messages: at least one. A media item in them is a part such as {"type": "image"}.
             media: the messages' media, in order.
 
         Raises:
-            CannotContinue: the chat template rejects the conversation, does not show where the reply ends or doesn't
-                write one token for each item, or a message has something else than text and media.
+            CannotContinue: the chat template rejects the conversation, doesn't show where the reply ends or doesn't
+                write one token per item, or a message has content other than text and media.
             ValueError: there is no reply before, or no message.
         """
         if not self._replied or not messages:
@@ -248,9 +251,9 @@ class TokenHistory:
         return len(tokens)
 
     def kept_by(self, prompt: Sequence[int]) -> int:
-        """Return the number of this history's tokens with which a prompt begins; 0 if it doesn't continue it.
+        """Return the number of this history's tokens with which a prompt begins; 0 if the prompt doesn't continue it.
 
-        A prompt may have another token in place of the special one at which the last reply stopped.
+        The prompt may replace the special token that ended the last reply.
         """
         context = self.context
         kept = len(context)
@@ -276,7 +279,8 @@ class TokenHistory:
         self.opens_thinking = _opens_thinking(self._tokenizer.decode(tokens[-LONGEST_TAG:], special=True))
 
     def _join(self, tail: str) -> tuple[str, bool, tuple[int, str] | None]:
-        """Return the text to append, whether to keep the sampled stop token, and the special token before the text."""
+        """Return the text to append after a reply, whether to keep the sampled stop token, and a special token before
+        the text."""
         if self._stop is None:
             return tail, True, self._controls.anchor
         stop = self._controls.special[self._stop]
@@ -289,7 +293,7 @@ class TokenHistory:
         return tail, True, (self._stop, stop)
 
     def _tail(self, new: Sequence[Message]) -> str:
-        """Render the conversation; return the text behind the text of the last reply. Raises CannotContinue."""
+        """Render the conversation, and return the text after the last reply. Raises CannotContinue."""
         problem = ""
         for messages, as_text in self._marked():
             try:
@@ -310,8 +314,8 @@ class TokenHistory:
     def _marked(self) -> Iterator[tuple[list[Message], bool]]:
         """Yield the messages with a mark at the end of the last reply, and whether calls have their arguments as text.
 
-        The mark is in the last call's arguments. Templates that leave calls out, or take one call only, get it in the
-        content of a message without calls.
+        The mark is first in the last call's arguments, if there are calls; then, for templates that omit calls or
+        accept only one, in the content of the message without calls.
         """
         *before, reply = self._messages
         if calls := reply.get("tool_calls"):
@@ -325,9 +329,9 @@ class TokenHistory:
         yield [*without[:-1], {**without[-1], "content": self._mark}], self._text_arguments
 
     def _after_calls(self, tail: str, reply: Message) -> str:
-        """Cut the end of the last call off the tail, so that it begins with the end of the model's turn.
+        """Remove the rest of the last call from the tail, which then begins with the end of the model's turn.
 
-        A render that ends with the reply shows where the next messages begin.
+        A render without the next messages shows where they begin.
         """
         closed = self._template.render_closed([*self._asked, reply], self._tools, now=self._now)
         closed = closed.partition(self._mark)[2]
@@ -341,7 +345,7 @@ class TokenHistory:
         return tail[at if at >= 0 else len(end) :]
 
     def _rendered(self, messages: Sequence[Message]) -> str:
-        """Render the conversation with the tools, or without them if the tail would repeat them."""
+        """Render the conversation with the tools, or without tools if the template would write them after the reply."""
         text = self._template.render(messages, self._marked_tools(), now=self._now)
         if self._tools_mark in text.partition(self._mark)[2]:
             return self._template.render(messages, now=self._now)
@@ -356,10 +360,9 @@ class TokenHistory:
         return [{**self._tools[0], "function": described}, *self._tools[1:]]
 
     def _as_plain_text(self, message: Message) -> Message:
-        """Return a message of text and media with its control tokens broken up. Raises CannotContinue for other
-        content.
+        """Return a message of text and media with its control tokens broken up.
 
-        Raises CannotContinue: it has something else.
+        Raises CannotContinue for other content.
         """
         content, text = message.get("content"), message.get("content")
         if isinstance(content, list):
@@ -388,13 +391,14 @@ class TokenHistory:
         return self._broken(value) if isinstance(value, str) else value
 
     def _broken(self, text: str) -> str:
-        """Return a text with a break after the first character of each control token."""
+        """Return a text with a break mark after the first character of each control token."""
         if found := [re.escape(one) for one in self._controls.texts if one in text]:
             return re.sub(f"(?=(?:{'|'.join(found)}))(.)", rf"\1{self._break}", text, flags=re.DOTALL)
         return text
 
     def _expanded(self, short: list[int], media: Sequence[StoredMedia]) -> tuple[list[int], list[StoredMedia]]:
-        """Return ids with the tokens of their media, and the media with their places. Raises CannotContinue."""
+        """Expand each media token to the item's tokens. Returns the ids, and the media with their positions. Raises
+        CannotContinue."""
         if not media:
             return short, []
         if self._tokenizer.vision is None:
@@ -406,7 +410,8 @@ class TokenHistory:
             raise CannotContinue(f"a conversation {error}") from error
 
     def _encode(self, text: str, anchor: tuple[int, str] | None) -> list[int]:
-        """Tokenise a text after a special token or at the prompt's beginning, in pieces between breaks."""
+        """Tokenise a text that follows the special token `anchor` or, without it, begins the prompt. Break marks divide
+        it."""
         self.opens_thinking = _opens_thinking(text)
         tokens: list[int] = []
         for piece in filter(None, text.split(self._break)):
@@ -429,7 +434,7 @@ def _joined(segments: Sequence[np.ndarray]) -> np.ndarray:
 
 
 def _with_arguments(message: Message, as_text: bool) -> Message:
-    """Return a message whose calls have arguments as an object, or as JSON for templates that write text."""
+    """Return a message whose calls have their arguments as an object, or with `as_text` as JSON text."""
     if not message.get("tool_calls"):
         return message
     calls = []

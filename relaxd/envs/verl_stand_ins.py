@@ -1,4 +1,4 @@
-"""Stand-ins for the modules of verl that files of tools import, where verl isn't installed."""
+"""Stand-ins for the verl modules that tool files import, for use without verl."""
 
 import sys
 from collections.abc import Callable
@@ -51,11 +51,11 @@ class ToolResponse(BaseModel):
     video: list[Any] | None = None
 
     def is_empty(self) -> bool:
-        """Return whether the response is empty."""
+        """Return True if the response is empty."""
         return not (self.text or self.image or self.video)
 
     def is_text_only(self) -> bool:
-        """Return whether the response contains only text."""
+        """Return True if the response contains only text."""
         return bool(self.text) and not self.image and not self.video
 
 
@@ -91,7 +91,7 @@ class BaseTool:
 
 
 def rollout_trace_op(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Trace nothing."""
+    """Return the function without tracing."""
     return function
 
 
@@ -110,9 +110,9 @@ _MODULES: dict[str, tuple[Any, ...]] = {
 
 
 def tool_schema(schema: dict[str, Any]) -> Any:
-    """Return a tool's schema as an object of verl, or of the stand-in.
+    """Convert a tool's schema to verl's class, or to its stand-in.
 
-    Raises pydantic.ValidationError, and ImportError: verl is installed, but can't be imported.
+    Raises pydantic.ValidationError, and ImportError if verl is installed but can't be imported.
     """
     provide_verl()
     from verl.tools.schemas import OpenAIFunctionToolSchema as Schema

@@ -1,4 +1,4 @@
-"""verl's tools, made from a file, and the environment whose conversations use them."""
+"""Tools in verl's format, created from a file, and the environment whose conversations use them."""
 
 import asyncio
 import inspect
@@ -39,12 +39,12 @@ class VerlTools:
         """Prepare a conversation; `reset` begins it.
 
         Args:
-            tools: objects like verl's BaseTool, by name.
-            tools_kwargs: by a tool's name its create_kwargs, execute_kwargs, calc_reward_kwargs and release_kwargs.
-            call_seconds: time for each call of a tool's method that awaits something.
+            tools: tool objects like verl's BaseTool, by name.
+            tools_kwargs: create_kwargs, execute_kwargs, calc_reward_kwargs and release_kwargs, by name of the tool.
+            call_seconds: time limit, in seconds, of each call of a tool's method that awaits something.
             max_calls: maximum number of a reply's calls that are executed; 0: all.
 
-        Raises ValueError: tools_kwargs names another tool, or isn't as verl's.
+        Raises ValueError: tools_kwargs names an unknown tool, or hasn't verl's form.
         """
         self._tools = tools
         self._kwargs = {name: one for name, one in (tools_kwargs or {}).items() if one is not None}
@@ -67,13 +67,14 @@ class VerlTools:
             self._instances[name] = own if instance is None else instance
 
     async def execute(self, calls: Sequence[ToolCall]) -> tuple[list[str], dict[str, float]]:
-        """Execute calls, one after the other. The answer to a failed call, or one of an unknown tool, is "Error: ...".
+        """Execute calls, one after the other. The answer to a failed call, or to a call of an unknown tool, is "Error:
+        ...".
 
         Returns:
-            The tools' answers, and an info with reward (the sum of step rewards), calls (their number) and errors (how
-            many came to nothing).
+            The tools' answers, and an info with reward (the sum of step rewards), calls (their number) and errors (the
+            number of failed calls).
 
-        Raises BadToolResult: a tool returned what is no answer.
+        Raises BadToolResult: a tool returned an invalid result.
         """
         answers, reward, errors = [], 0.0, 0
         for call in calls[: self._max_calls or None]:
@@ -93,7 +94,7 @@ class VerlTools:
         return total
 
     async def close(self) -> None:
-        """Release every instance that was created. Then raises ToolFailure, the first that occurred."""
+        """Release every created instance, and then raise the first ToolFailure, if any."""
         problems = []
         while self._instances:
             name, instance = self._instances.popitem()
@@ -125,12 +126,12 @@ class VerlTools:
         return _text(result[0]), _number(result[1], f"the step reward of the tool {call.name}")
 
     def _given(self, name: str, method: str) -> dict[str, Any]:
-        """Return the arguments that the row has for a method."""
+        """Return the row's extra arguments for a tool's method."""
         given = self._kwargs.get(name, {}).get(f"{method}_kwargs") or {}
         return {key: value for key, value in given.items() if value is not None and key != "instance_id"}
 
     async def _must(self, name: str, method: str, *args: Any, **given: Any) -> Any:
-        """Call a tool's method whose failure leaves the conversation without a reward. Raises ToolFailure."""
+        """Call a tool's method, whose failure fails the conversation. Raises ToolFailure."""
         try:
             return await self._within(getattr(self._tools[name], method), *args, **given)
         except Exception as error:  # a user's tool may raise anything
@@ -169,18 +170,18 @@ def _number(value: Any, what: str) -> float:
 
 
 class VerlToolsEnvironment(Environment):
-    """A conversation with verl's tools of a file. A message without a call ends it; then the tools score it.
+    """A conversation with the verl tools of a file.
 
-    The reward is the sum of step rewards, and at the end of what the tools' calc_reward says. Numbers: `calls` and
-    `errors`.
+    A message without a call ends it; then the tools score it. The reward is the sum of all step rewards and of the
+    tools' calc_reward at the end. Numbers: `calls` and `errors`.
     """
 
     def __init__(self, config: str, call_seconds: float = CALL_SECONDS, max_calls: int = 0) -> None:
-        """Make the tools, once in a process.
+        """Create the tools, once in a process.
 
         Args:
             config: verl's file of tools (YAML).
-            call_seconds: time for each call of a tool that awaits something.
+            call_seconds: time limit, in seconds, of each call of a tool that awaits something.
             max_calls: maximum number of a message's calls that are executed; 0: all.
 
         Raises ToolsFileError.
@@ -217,7 +218,7 @@ class VerlToolsEnvironment(Environment):
 
 
 def tools_kwargs(metadata: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """Return a row's extra_info.tools_kwargs, or tools_kwargs. Raises ValueError."""
+    """Return a row's extra_info.tools_kwargs; without it, its tools_kwargs. Raises ValueError if it is no object."""
     extra = metadata.get("extra_info")
     found = extra.get("tools_kwargs") if isinstance(extra, Mapping) else None
     found = metadata.get("tools_kwargs") if found is None else found
@@ -240,7 +241,7 @@ METHODS = ("create", "execute", "calc_reward", "release")
 
 
 def load_tools(path: Path) -> dict[str, Any]:
-    """Return the tools of a file by name, made with their settings. Raises ToolsFileError."""
+    """Create the tools of a file, and return them by name. Raises ToolsFileError."""
     entries = read_tools(path)
     try:
         provide_verl()

@@ -9,23 +9,23 @@ from relaxd.media.placeholders import IMAGE
 from relaxd.media.sources import MediaError
 
 FULL = 1000
-"""Coordinate of a picture's right and lower edge."""
+"""Coordinate of a picture's right and lower edge; the left and upper edge have 0."""
 
 
 class Zoom(ToolsEnvironment):
     """Answers calls of the tool `zoom`; the first message without a call is the answer, which the run's reward scores.
 
-    Numbers: `calls`, and `errors` of calls that came to nothing.
+    Numbers: `calls`, and `errors` (failed calls).
     """
 
     def __init__(self, column: str = "original", min_side: int = 0) -> None:
-        """Make the tool.
+        """Create the tool.
 
         Args:
-            column: the key of the whole picture in the prompt's metadata: a path, bytes in base64 or a data URI. The
-                default is where data.original_key puts it. Prompts that lack it are shown the parts of their first
-                image, which has the size that the model sees.
-            min_side: minimum length of the longer side of what is shown, in pixels: smaller parts are enlarged.
+            column: the key of the whole picture in the prompt's metadata: a path, bytes in base64 or a data URI.
+                data.original_key puts it into the default. Without this key the tool uses the prompt's first image, in
+                the size that the model sees.
+            min_side: minimum length of the longer side of a shown part, in pixels: smaller parts are enlarged.
 
         Raises ValueError: min_side is negative.
         """

@@ -1,7 +1,7 @@
 """Media items at http(s) addresses, fetched from the hosts that data.media_hosts allows.
 
-Messages have only the host of an address: its user, password, path and query may be secret. Some of aiohttp's errors
-have the whole address, so no message quotes them and no MediaError is raised from them.
+Error messages have only the host of an address: its user, password, path and query may be secret. Some of aiohttp's
+errors contain the whole address, so no message quotes them and no MediaError is raised from them.
 """
 
 import asyncio
@@ -13,16 +13,16 @@ from relaxd.media.sources import MAX_BYTES, MediaError, MediaHostAway, RemoteIte
 from relaxd.waiting import Backoff, waiting
 
 ATTEMPT_SECONDS = 60.0
-"""Time limit of an attempt, its redirects and the whole body included, in seconds."""
+"""Time limit of an attempt in seconds, including redirects and the whole body."""
 ATTEMPTS = 3
-"""Maximum number of attempts after passing faults."""
+"""Maximum number of attempts in all; only temporary faults cause another attempt."""
 BACKOFF = Backoff(first_seconds=1.0)
 MAX_REDIRECTS = 5
 _REDIRECTS = (301, 302, 303, 307, 308)
 _PASSING = (408, 425, 429)
 """Status codes after which another attempt may succeed, besides 5xx."""
 _HEADERS = {"Accept-Encoding": "identity"}
-"""A compressed answer may be larger than its length says."""
+"""Headers that refuse compression: a compressed answer could be larger than its length says."""
 
 
 class _PassingFault(Exception):
@@ -32,11 +32,11 @@ class _PassingFault(Exception):
 def fetch(item: RemoteItem) -> bytes:
     """Return the content of an item, of at most MAX_BYTES. Blocks; call it in a thread without an event loop.
 
-    Passing faults (no answer in time, no connection, HTTP 408, 425, 429 and 5xx) are tried again.
+    Temporary faults (no answer in time, no connection, HTTP 408, 425, 429 and 5xx) cause another attempt.
 
     Raises:
-        MediaHostAway: passing faults ATTEMPTS times in a row.
-        MediaError: it can't be fetched, or its host or that of a redirect isn't allowed.
+        MediaHostAway: ATTEMPTS attempts failed with temporary faults.
+        MediaError: the item can't be fetched, or its host or that of a redirect isn't allowed.
     """
     return asyncio.run(_fetch(item))
 
@@ -65,7 +65,7 @@ async def _fetch(item: RemoteItem) -> bytes:
 
 
 async def _follow(address: URL, item: RemoteItem) -> bytes:
-    """Fetch an address, or what it redirects to. Raises MediaError, _PassingFault, and what aiohttp raises."""
+    """Fetch an address, following redirects. Raises MediaError, _PassingFault, and aiohttp's errors."""
     first, limit = _host(address), aiohttp.ClientTimeout(total=None)  # the caller has a limit
     jar = aiohttp.DummyCookieJar()
     async with aiohttp.ClientSession(timeout=limit, cookie_jar=jar, auto_decompress=False) as session:
@@ -100,7 +100,7 @@ async def _body(answer: aiohttp.ClientResponse) -> bytes:
 
 
 def _parsed(address: str) -> URL:
-    """Return an address as aiohttp takes it, so that the checked host is the requested host."""
+    """Parse an address as aiohttp does, so that the checked host is the requested host."""
     try:
         return URL(address)
     except ValueError:
@@ -108,5 +108,5 @@ def _parsed(address: str) -> URL:
 
 
 def _host(address: URL) -> str:
-    """Return the host of an address, with its port unless it is the scheme's own."""
+    """Return the host of an address, with its port unless it is the scheme's default."""
     return address.host_port_subcomponent or "?"

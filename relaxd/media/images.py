@@ -1,7 +1,7 @@
-"""Images in their normal form: upright RGB in the size that the model's own rule gives, stored as PNG.
+"""Images in their normal form: upright RGB in the size by the model's rule, stored as PNG.
 
-The same item with the same rule has the same pixels and the same hash everywhere, so engine and trainer, which fetch
-an image by its hash, see the same one. Needs Pillow (extra [media]), which is imported when the first image is read.
+The same item with the same rule has the same pixels and the same hash everywhere, so engine and trainer, which fetch an
+image by its hash, see the same image. Needs Pillow (extra [media]), which is imported when the first image is read.
 """
 
 import hashlib
@@ -23,15 +23,15 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 FORM = "image/1"
-"""Name of the normal form, part of every hash, because another form of the same pixels would be another payload."""
+"""Version of the normal form; part of every hash, because another form of the same pixels is another payload."""
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
-"""Formats to decode. Pillow supports more, some of which run other programs."""
+"""Names of the decoded formats. Pillow supports more, some of which run other programs."""
 MAX_PIXELS = 1 << 25
-"""Maximum number of pixels of an image before it is resized: 8K video has fewer."""
+"""Maximum number of pixels of an image before it is resized; a frame of 8K video has slightly fewer."""
 MIN_SIDE = 8
 """Minimum length of a side, in pixels. A smaller image is a mistake in the data."""
 MAX_RATIO = 200
-"""Maximum ratio of the sides, as in the rule of Qwen's models."""
+"""Maximum ratio of the longer to the shorter side, as in the rule of Qwen's models."""
 ORIENTATION = 0x0112
 """EXIF tag of the orientation. Values 5 to 8 mean that the image lies on its side."""
 
@@ -49,13 +49,14 @@ class ImageRule:
 
     @property
     def factor(self) -> int:
-        """Side of the square that a token stands for, in pixels."""
+        """Side of the square that one token covers, in pixels."""
         return self.patch * self.merge
 
     def resized(self, width: int, height: int, frames: int = 1, counted: int = 1) -> tuple[int, int]:
-        """Return the size that an image gets: `smart_resize` of Qwen2-VL, which Qwen2.5-VL and Qwen3-VL use, too.
+        """Return an image's width and height after resizing: `smart_resize` of Qwen2-VL, which Qwen2.5-VL and Qwen3-VL
+        use, too.
 
-        The limits of a video are for the pixels of all of its `frames`, of which `counted` are compared with them.
+        For a video the limits are for the pixels of all `frames`; `counted` frames are compared with them.
         """
         factor = self.factor
         wide, high = round(width / factor) * factor, round(height / factor) * factor
@@ -70,14 +71,14 @@ class ImageRule:
 
 @dataclass(frozen=True)
 class ImageSize:
-    """Sizes of an image, all of which follow from the first one."""
+    """Sizes of an image, all derived from the original size."""
 
     original: tuple[int, int]
     """Width and height in pixels, upright."""
     normal: tuple[int, int]
     """Width and height of the normal form."""
     grid: tuple[int, int, int]
-    """Patches of the normal form: 1, rows, columns; the model's image_grid_thw."""
+    """Numbers of patches of the normal form: 1, rows, columns; the model's image_grid_thw."""
     tokens: int
     """Number of the image's tokens in a prompt."""
     times: tuple[float, ...] = ()
@@ -106,15 +107,15 @@ class NormalImage:
     content: bytes
     """RGB pixels as PNG, without metadata."""
     sha256: str
-    """Hexadecimal digits of the hash of pixels and rule. Another version of Pillow may write other bytes of PNG for
-    the same pixels, which have the same hash."""
+    """Hexadecimal hash of pixels and rule. It doesn't depend on the PNG's bytes, which may differ between versions of
+    Pillow."""
     size: ImageSize
 
 
 def measure_image(source: Any, rule: ImageRule) -> ImageSize:
-    """Return an image's sizes; most formats need only the beginning of the file for it.
+    """Return an image's sizes; for most formats it reads only the file's beginning.
 
-    Raises MediaError as `normalise_image` does, but doesn't notice broken pixels.
+    Raises MediaError like `normalise_image`, except for broken pixels.
     """
     with _opened(source) as image:
         width, height = image.size
@@ -125,16 +126,16 @@ def measure_image(source: Any, rule: ImageRule) -> ImageSize:
 def normalise_image(source: Any, rule: ImageRule) -> NormalImage:
     """Return an image in its normal form.
 
-    It is turned upright (EXIF), laid on white where it is transparent, and resized by bicubic interpolation. Grey,
-    palette, CMYK and 16-bit pixels become 8-bit RGB; of an animation the first frame counts.
+    The image is turned upright (EXIF), put on a white background if it is transparent, and resized by bicubic
+    interpolation. Grey, palette, CMYK and 16-bit pixels become 8-bit RGB; an animation's first frame counts.
 
     Args:
         source: an item in one of the forms of `read_source`.
-        rule: the model's.
+        rule: the model's rule for images.
 
     Raises:
-        MediaError: it can't be read or decoded, or is too small, too large or too narrow. The message continues a
-            sentence that names the item.
+        MediaError: the image can't be read or decoded, or is too small, too large or too narrow. The message continues
+            a sentence that names the item.
     """
     from PIL import Image
 
@@ -154,7 +155,7 @@ def open_upright(source: Any) -> "Image":
 
 
 def sides(size: tuple[int, int]) -> str:
-    """Return a width and a height for people."""
+    """Format a width and a height, such as "640 x 480"."""
     return f"{size[0]} x {size[1]}"
 
 
@@ -171,8 +172,9 @@ def check_sides(width: int, height: int) -> None:
 def encode_png(pixels: np.ndarray) -> bytes:
     """Return RGB pixels, uint8 [height, width, 3], as a PNG without comments and profiles.
 
-    It compresses only runs of equal bytes, in a ninth of the time of Pillow's default, which is most of an image's
-    cost. Photographs become 5 % smaller, drawings up to 2.4 times as large, which is still little.
+    Compresses only runs of equal bytes, in a ninth of the time of Pillow's default, because compression is most of an
+    image's cost. Compared with the default, photographs are 5 % smaller, and drawings up to 2.4 times as large, but
+    still small.
     """
     from PIL import Image
 
@@ -227,7 +229,7 @@ def _rgb(image: "Image") -> "Image":
         white = Image.new("RGBA", image.size, "white")
         white.alpha_composite(image.convert("RGBA"))
         return white.convert("RGB")
-    if image.mode.startswith("I"):  # Pillow would cut off what is above 255
+    if image.mode.startswith("I"):  # Pillow would clip values above 255
         grey = np.asarray(image)
         if grey.min() < 0 or grey.max() > 0xFFFF:
             raise MediaError("has pixels of more than 16 bits: convert it to 8 or 16")

@@ -1,4 +1,4 @@
-"""The kinds of media, declared once: how to read, store, open and show items of each."""
+"""Table of the kinds of media: how to measure, normalise and open items; and caches of opened media."""
 
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
@@ -21,12 +21,12 @@ MediaSize = ImageSize | VideoSize | SoundSize
 
 @dataclass(frozen=True)
 class MediaKind:
-    """A kind of media."""
+    """Functions for one kind of media."""
 
     measure: Callable[[Any, Any], MediaSize]
     """Returns the sizes of an item from its source, by the model's rule for this kind. Raises MediaError."""
     normalise: Callable[[Any, Any], NormalMedia]
-    """Returns an item in its normal form, from the same. Raises MediaError."""
+    """Returns an item in its normal form, from its source and the model's rule. Raises MediaError."""
     open: Callable[[bytes], np.ndarray]
     """Returns the values of a stored item: RGB pixels, uint8 [height, width, 3], or samples, int16 [samples]."""
 
@@ -43,10 +43,10 @@ Item = TypeVar("Item")
 
 
 class RecentItems(Generic[Item]):
-    """Recently used items, by name. For one thread."""
+    """Cache of recently used items, by name. For one thread."""
 
     def __init__(self, max_bytes: int) -> None:
-        """Make it empty.
+        """Create an empty cache.
 
         Args:
             max_bytes: maximum size of the items that are kept, in bytes.
@@ -61,7 +61,7 @@ class RecentItems(Generic[Item]):
         return None if found is None else found[0]
 
     def keep(self, name: str, item: Item, size: int) -> None:
-        """Add an item of `size` bytes as the most recent one, and remove the oldest ones beyond the limit."""
+        """Add an item of `size` bytes as the most recent one, and remove the oldest items beyond the limit."""
         self._bytes += size - self._items.get(name, (item, 0))[1]
         self._items[name] = item, size
         self._items.move_to_end(name)
@@ -76,13 +76,13 @@ class RecentItems(Generic[Item]):
 
 
 class MediaCache:
-    """Recently used pixels and samples of media. For one thread."""
+    """Cache of recently used pixels and samples of media. For one thread."""
 
     def __init__(self, max_bytes: int) -> None:
         """Make an empty cache.
 
         Args:
-            max_bytes: maximum size of what is kept, in bytes. An item that is larger is still returned.
+            max_bytes: maximum size of the cache, in bytes. A larger item is returned but not kept.
         """
         self._kept: RecentItems[np.ndarray] = RecentItems(max_bytes)
 
@@ -93,9 +93,9 @@ class MediaCache:
 
         Args:
             kinds: the kind of each item by its hash.
-            fetch: returns the stored bytes of the items that aren't here, by their hashes; called once.
+            fetch: returns the stored bytes of missing items, by their hashes; called at most once.
 
-        Raises MediaError: an item isn't where it is fetched from; and what `fetch` raises.
+        Raises MediaError if `fetch` doesn't return an item, and the errors of `fetch`.
         """
         found = {name: values for name in kinds if (values := self._kept.get(name)) is not None}
         missing = [name for name in kinds if name not in found]

@@ -1,10 +1,10 @@
 """Token layout of prompts with media, the same in engine and trainer: expanded ids, modality and positions, in numpy.
 
-A chat template writes one token for each item. The model sees one token for each merged square of patches, with three
-positions (M-RoPE: time, row, column; Qwen2-VL, arXiv 2409.12191). Qwen2.5-VL, Qwen3-VL and Qwen3-Omni lay out images
-in the same way. Qwen3-VL (arXiv 2511.21631) lays out a video as a sequence of images, each after a text with its time.
-Qwen3-Omni (arXiv 2509.17765) lays out a video as one block, whose positions advance by 13 per second. Its sounds have
-13 tokens per second, with positions like text; a video's own sound is interleaved with the frames by time.
+A chat template writes one token per item. The model sees one token per merged square of patches, with three positions
+(M-RoPE: time, row, column; Qwen2-VL, arXiv 2409.12191). Qwen2.5-VL, Qwen3-VL and Qwen3-Omni lay out images in the same
+way. Qwen3-VL (arXiv 2511.21631) lays out a video as a sequence of images, each after a text with its time. Qwen3-Omni
+(arXiv 2509.17765) lays out a video as one block, whose positions advance by 13 per second. Its sounds have 13 tokens
+per second, with positions like text; a video's own sound is interleaved with the frames by time.
 """
 
 from collections.abc import Sequence
@@ -16,36 +16,36 @@ import numpy as np
 from relaxd.media.sources import MediaError
 
 TEXT, IMAGE, VIDEO, AUDIO = 0, 1, 2, 3
-"""Modalities of tokens."""
+"""Modalities of tokens, the values of `Layout.modality`."""
 NONE = -1
-"""Placeholder id of a token that the model lacks."""
+"""Id that stands for a token that the model lacks."""
 Grid = tuple[int, ...]
 """Size of an item at the input of the model's towers. Image or video: numbers of patches by time (1 for an image), rows
 and columns. Sound: number of spectrogram frames, 100 per second. Video with its own sound: the video's three numbers,
 then the sound's."""
 SECOND_FRAMES, SECOND_TOKENS = 100, 13
-"""Frames and tokens of a second of sound."""
+"""Numbers of spectrogram frames and of tokens per second of sound."""
 Labels = Sequence[Sequence[int]]
-"""Token ids of the texts that tell a video's times, one text for each time. Empty texts for Qwen3-Omni; no texts for an
-image or a sound."""
+"""Token ids of the texts with a video's times, one text per time. Empty texts for Qwen3-Omni; no texts for an image or
+a sound."""
 
 
 @dataclass(frozen=True)
 class Run:
-    """Consecutive tokens of an item, T of them: an image, a video or one of its times, or a sound."""
+    """T consecutive tokens of an item: an image, a video or one of its times, or a sound."""
 
     offsets: np.ndarray
-    """Positions, beyond that of the first token, float64 [3, T]."""
+    """Positions relative to that of the first token, float64 [3, T]."""
     advance: int
     """Distance from the first token's position to the position after the tokens."""
     heard: np.ndarray
     """True for tokens of sound, bool [T]."""
     rows: np.ndarray
-    """Row of each token in the towers' output for these tokens, int64 [T]: the frames' rows come first."""
+    """Row of each token in the towers' output for the run, int64 [T]; rows of frames come before rows of sound."""
 
     @classmethod
     def of(cls, offsets: np.ndarray, advance: int, *, heard: bool = False) -> Self:
-        """Return a run of frames or of sound."""
+        """Return a run of frames only, or with `heard` of sound only."""
         count = offsets.shape[1]
         return cls(offsets, advance, np.full(count, heard), np.arange(count))
 
@@ -65,7 +65,7 @@ class MediaTokens:
     video: int = NONE
     """Id of the video token."""
     start: int = NONE
-    """Id of the token before each time of a video; NONE: a video is a single block."""
+    """Id of the token before each time of a video; NONE if the model lays out a video as a single block."""
     end: int = NONE
     """Id of the token after each time of a video."""
     audio: int = NONE
@@ -75,7 +75,7 @@ class MediaTokens:
     sound_end: int = NONE
     """Id of the token after a video with sound."""
     second: int = 0
-    """Positions that a second of a single-block video takes."""
+    """Number of positions per second of a single-block video."""
 
     @property
     def modalities(self) -> dict[int, int]:
@@ -84,22 +84,22 @@ class MediaTokens:
         return {token: modality for token, modality in ids.items() if token != NONE}
 
     def count(self, grid: Grid) -> int:
-        """Return the number of tokens of media that an item becomes."""
+        """Return the number of an item's tokens of media."""
         if is_sound(grid):
             return sound_tokens(grid[0])
         own = sum(map(sound_tokens, grid[3:]))
         return grid[0] * grid[1] * grid[2] // self.merge**2 + own
 
     def runs(self, grid: Grid, times: Sequence[float] = ()) -> "list[Run]":
-        """Return the runs of an item's tokens, between which there may be text.
+        """Return the runs of an item's tokens. Between runs there may be text.
 
         Args:
             grid: the item's size.
-            times: of a video, in seconds; they count where a video is a single block.
+            times: a video's times in seconds; needed only for a single-block video.
 
         Raises:
-            MediaError: a video that is a single block has wrong times or other ones than its size says, or the model
-                doesn't hear its own sound.
+            MediaError: a single-block video has wrong times or a wrong number of times, or the model doesn't support a
+                video's own sound.
         """
         if is_sound(grid):
             count = self.count(grid)
@@ -131,7 +131,7 @@ class MediaTokens:
         return len(labels[0]) + 1 if labels and self.start != NONE else int(len(grid) > 3)
 
     def of_item(self, grid: Grid, labels: Labels, times: Sequence[float] = ()) -> np.ndarray:
-        """Return the ids of an item, int32 [T]. Raises MediaError as `runs`."""
+        """Return an item's token ids, int32 [T]. Raises MediaError like `runs`."""
         if len(grid) > 3:
             (run,) = self.runs(grid, times)
             marked = [self.sound_start, *np.where(run.heard, self.audio, self.video), self.sound_end]
@@ -148,14 +148,14 @@ def is_sound(grid: Grid) -> bool:
 
 
 def _line(count: int) -> np.ndarray:
-    """Return offsets of tokens with positions like text, float64 [3, count]."""
+    """Return the offsets of tokens whose positions advance like text, float64 [3, count]."""
     return np.tile(np.arange(count, dtype=np.float64), (3, 1))
 
 
 def _merged(seen: np.ndarray, heard: np.ndarray) -> Run:
-    """Return the merged run of a video and its own sound, ordered by time offset, at equal times the video first.
+    """Merge a video and its own sound into one run, ordered by time offset, the video first at equal times.
 
-    The next token's position follows the last tokens of one of the two kinds, as in transformers.
+    The position after the run follows its last tokens of one modality, as in transformers.
     """
     offsets = np.concatenate([seen, heard], axis=1)
     rows = np.argsort(offsets[0], kind="stable")
@@ -165,22 +165,22 @@ def _merged(seen: np.ndarray, heard: np.ndarray) -> Run:
 
 
 def sound_tokens(frames: int) -> int:
-    """Return the number of tokens of a sound: three convolutions halve the frames of each second, rounding up."""
+    """Return the number of tokens of a sound: three convolutions each halve the frames of each second, rounding up."""
     seconds, rest = divmod(frames, SECOND_FRAMES)
     return seconds * SECOND_TOKENS + -(-rest // 8)
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Tokens in the form that the model sees, T of them."""
+    """The T tokens that the model sees, with modalities and positions."""
 
     tokens: np.ndarray
     """Token ids, int32 [T]."""
     modality: np.ndarray
     """TEXT, IMAGE, VIDEO or AUDIO, uint8 [T]."""
     rows: np.ndarray
-    """Row of each of the M tokens of media in the towers' output for all items, one after the other: int64 [M]. They
-    are in order, except in a video with its own sound, whose frames' rows come before those of its sound."""
+    """Row of each of the M tokens of media in the towers' output for all items, int64 [M]. Rows ascend, except in a
+    video with its own sound, where the rows of frames come before those of the sound."""
     positions: np.ndarray
     """Positions by time, row and column, float32 [3, T]."""
     next_position: float
@@ -195,20 +195,20 @@ def expand(
     labels: Sequence[Labels] = (),
     times: Sequence[Sequence[float]] = (),
 ) -> np.ndarray:
-    """Put the tokens of each item into the place of its one token.
+    """Replace each item's single token by all of its tokens.
 
     Args:
-        short: ids with one token for each item.
+        short: ids with one token per item.
         grids: the items' patches, in the order of the prompt.
-        media: the model's.
-        labels: the items' labels, in the same order; empty: there are only images.
-        times: seconds of each item's times, in the same order; empty: no item is a video with its own sound.
+        media: the model's tokens for media.
+        labels: the items' labels, in the same order; empty if there are only images.
+        times: each item's times in seconds, in the same order; empty if no item is a video with its own sound.
 
     Returns:
         Token ids, int32 [T].
 
     Raises:
-        MediaError: there are more or fewer tokens than items, or those of another kind have another order.
+        MediaError: the numbers or the order of tokens and items differ.
     """
     ids, labels, times = np.asarray(short, np.int32), labels or [()] * len(grids), times or [()] * len(grids)
     places = np.flatnonzero(np.isin(ids, list(media.modalities)))
@@ -240,18 +240,18 @@ def lay_out(
     """Return modality and positions of expanded ids.
 
     An image of h rows and w columns of tokens that begins at p has the positions (p, p + row, p + column), and the next
-    token has the position p + max(h, w). Each time of a video is laid out like an image. If a video is a single block,
-    its patches at s seconds have p + 13 s in place of p, and the next token follows the largest position. Text and
+    token has the position p + max(h, w). Each time of a video is laid out like an image. In a single-block video,
+    patches at s seconds have the time position p + 13 s, and the next token follows the largest position. Text and
     sound have equal positions on all axes.
 
     Args:
         tokens: expanded ids, [T].
         grids: the items' patches, in the order of the prompt.
         media: the model's.
-        start: position of the first token, for a part that follows an answer.
-        begins: index of each item's first token of media, for ids that have answers in them; None: every token of
-            media is an item's. Each further time of a video begins with the next token of media.
-        times: seconds of each item's times, in the same order; empty: no item is a video that is a single block.
+        start: position of the first token, for tokens that follow an answer.
+        begins: index of each item's first token of media, for ids that contain answers; None if every token of media
+            belongs to an item. Each further time of a video begins with the next token of media.
+        times: each item's times in seconds, in the same order; empty if no item is a single-block video.
 
     Raises:
         MediaError: the tokens of media aren't those of these items.
@@ -279,7 +279,7 @@ def lay_out(
     else:
         begins = [place for item, begin in zip(items, begins, strict=True) for place in _begins(item, begin, places)]
     modality, end = np.zeros(len(tokens), np.uint8), 0
-    # By how much each token moves what follows it: an item's first token by all of the item.
+    # Distance from each token's position to the next; an item's first token advances by the whole item.
     advances = np.ones(len(tokens))
     for first, run in zip(begins, runs, strict=True):
         if first < end:
@@ -303,11 +303,11 @@ def lay_out(
 
 
 def _begins(item: Sequence[Run], begin: int, places: np.ndarray) -> list[int]:
-    """Return the indices of the first tokens of an item's runs. Raises MediaError: there is no token left for one.
+    """Return the index of the first token of each of an item's runs. Raises MediaError if a run has no token left.
 
     Args:
-        item: the runs.
-        begin: index of the first one's first token.
+        item: the item's runs.
+        begin: index of the first run's first token.
         places: indices of all tokens of media.
     """
     found = [begin]

@@ -1,4 +1,5 @@
-"""Messages of conversations, for rewards and as protos, and the text inside and outside of their tags."""
+"""Messages of conversations, in the form for rewards and as protos; and the text inside tags and outside of
+thinking."""
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -18,7 +19,7 @@ def text_message(role: str, text: str) -> Message:
 
 
 def to_proto(messages: Iterable[Mapping[str, Any]]) -> list[content_pb2.Message]:
-    """Convert messages, whose content may also be a plain text, as in chat data."""
+    """Convert messages to protos. Their content may also be a plain text, as in chat data."""
     return [
         content_pb2.Message(role=message["role"], content=map(_part_to_proto, _parts(message["content"])))
         for message in messages
@@ -26,19 +27,19 @@ def to_proto(messages: Iterable[Mapping[str, Any]]) -> list[content_pb2.Message]
 
 
 def from_proto(messages: Iterable[content_pb2.Message]) -> list[Message]:
-    """Convert messages, each of whose parts is set."""
+    """Convert protos to messages. Each part must be set."""
     return [{"role": message.role, "content": [_part(part) for part in message.content]} for message in messages]
 
 
 _OTHERS = ("user", "tool", "system")
-"""Roles of messages that no model has written."""
+"""Roles of messages that a model doesn't write."""
 
 
 def text_and_media(messages: Sequence[content_pb2.Message], role: str) -> tuple[str, tuple[Message, ...]]:
-    """Return the last message's text, and the messages unless they are no more than that text by `role`.
+    """Return the text of the last message that counts, and all messages, or () if they are only that text by `role`.
 
-    Of a prompt, whose role is "user", it is the last message that isn't the assistant's: one at the end is the
-    beginning of the answer. Of an answer it is the assistant's last message: others in it are an environment's.
+    For a prompt (role "user") the last message that isn't the assistant's counts, because a final assistant message
+    begins the answer. For an answer the assistant's last message counts; the others are an environment's.
     """
     if not messages:
         return "", ()
@@ -52,12 +53,12 @@ def text_and_media(messages: Sequence[content_pb2.Message], role: str) -> tuple[
 
 
 def with_parts(messages: Iterable[Mapping[str, Any]]) -> tuple[Message, ...]:
-    """Return messages with a list of parts as content, from messages whose content may be a plain text."""
+    """Convert messages, whose content may be a plain text, to messages with a list of parts."""
     return tuple({"role": message["role"], "content": list(_parts(message["content"]))} for message in messages)
 
 
 def _parts(content: str | Sequence[Mapping[str, Any]] | None) -> Sequence[Mapping[str, Any]]:
-    """Return a message's parts: none if its content is null, as beside tool calls."""
+    """Return the parts of a message's content; () for null, as in messages with tool calls."""
     return [{"type": "text", "text": content}] if isinstance(content, str) else content or ()
 
 
@@ -80,7 +81,7 @@ def _part(part: content_pb2.ContentPart) -> dict[str, str]:
 
 
 def tagged(text: str, tag: str = "answer") -> list[str]:
-    """Return the contents of a tag, in any case. Takes linear time for any text."""
+    """Return the contents of each pair of tags; case is ignored. Takes time linear in the text."""
     opening, closing = _patterns(tag)
     found, start = [], opening.search(text)
     while start is not None:
@@ -98,7 +99,7 @@ def _patterns(tag: str) -> tuple[re.Pattern[str], re.Pattern[str]]:
 
 
 THINKING = re.compile(r"<(/?)think(?:ing)?\s{0,9}>", re.IGNORECASE)
-"""A tag at the beginning or, with group 1, at the end of thinking."""
+"""Pattern of a thinking tag: opening, or closing if group 1 matches."""
 
 
 def without_thinking(response: str) -> str:

@@ -9,7 +9,7 @@ from relaxd.media.media_tokens import Grid
 from relaxd.media.sources import MediaError
 
 SCALE = 1 / 255
-"""Factor from pixels to normalised values in every supported image processor."""
+"""Factor from pixel values to 0 to 1, as in every supported image processor."""
 
 
 def cut_patches(pixels: np.ndarray, rule: ImageRule, grid: Grid) -> np.ndarray:
@@ -17,11 +17,11 @@ def cut_patches(pixels: np.ndarray, rule: ImageRule, grid: Grid) -> np.ndarray:
 
     Args:
         pixels: RGB of the normal form, uint8 [height, width, 3]; both sides are multiples of `rule.factor`.
-        rule: the model's. Patches that become one token are neighbours.
+        rule: the model's rule. Patches that form one token are adjacent in the result.
         grid: the item's patches.
 
     Raises:
-        MediaError: it isn't the grid of these pixels.
+        MediaError: the grid doesn't fit the pixels.
     """
     patch, merge = rule.patch, rule.merge
     times, rows, columns = grid
@@ -35,15 +35,15 @@ def cut_patches(pixels: np.ndarray, rule: ImageRule, grid: Grid) -> np.ndarray:
 def patches(
     pixels: np.ndarray, rule: ImageRule, grid: Grid, mean: Sequence[float], std: Sequence[float], times: int = 2
 ) -> np.ndarray:
-    """Return the patches of an item, bit for bit those of transformers' Qwen2VLImageProcessorPil for an image.
+    """Return the normalised patches of an item; for an image the same bits as transformers' Qwen2VLImageProcessorPil.
 
     Args:
         pixels: as for `cut_patches`.
         rule: the model's.
         grid: the item's patches.
-        mean: of each channel, of values from 0 to 1.
-        std: the same.
-        times: frames of a patch (temporal_patch_size), which an image repeats.
+        mean: mean of each channel, for values from 0 to 1.
+        std: standard deviation of each channel.
+        times: number of frames of a patch (temporal_patch_size); an image's frame is repeated.
 
     Returns:
         float32 [patches, 3 x times x patch x patch].

@@ -1,4 +1,4 @@
-"""Media items in their places: content parts of messages, and placeholders in texts with items from a column."""
+"""Takes media items out of prompts: from content parts of messages, and from columns for placeholders in texts."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -19,13 +19,13 @@ PARTS = {
     "audio_url": (AUDIO, "url"),
     "input_audio": (AUDIO, "data"),
 }
-"""Kind of a content part's item, by the part's type. The part's field of that name has the item, or else an object that
-has it in the field named here (OpenAI's forms)."""
+"""By type of a content part: the kind of its item, and the field of the item in an object ("" if the item isn't in an
+object). The part's field named like the type has the item or the object (OpenAI's forms)."""
 
 Message = dict[str, Any]
 Content = str | list[dict[str, Any]] | None
-"""A message's content: text, or parts {"type": "text", "text": ...} and of each item {"type": one of KINDS}, if it has
-items."""
+"""A message's content: a text; or, if it has items, parts {"type": "text", "text": ...} and, for each item, {"type":
+one of KINDS}."""
 
 
 @dataclass(frozen=True)
@@ -35,15 +35,15 @@ class MediaItem:
     kind: str
     """One of KINDS."""
     source: Any
-    """The item as the data have it, in one of the forms of `read_source`; of a video also a list of its frames, of a
-    sound also its samples."""
+    """The item as in the data, in one of the forms of `read_source`; a video may also be a list of frames, and a sound
+    an array of samples."""
     place: str
-    """Place in its row, for errors: '"images"[0]' or '"prompt"[0].content[1]'."""
+    """Place of the item in its row, for errors: '"images"[0]' or '"prompt"[0].content[1]'."""
 
 
 @dataclass
 class MediaColumn:
-    """Items of one kind in a row's column, to be taken by placeholders in order."""
+    """Items of one kind in a row's column. Placeholders take them in order."""
 
     kind: str
     column: str
@@ -52,7 +52,7 @@ class MediaColumn:
 
     @classmethod
     def of(cls, kind: str, column: str, value: Any) -> "MediaColumn":
-        """Return the items of a column, which may be a list, a single item or nothing."""
+        """Create it from a column's value: a list, a single item or None."""
         if value is None:
             value = []
         return cls(kind, column, value if isinstance(value, list | tuple) else [value])
@@ -69,7 +69,7 @@ class MediaColumn:
         return MediaItem(self.kind, self._unpacked(place, self.items[self.taken - 1]), place)
 
     def _unpacked(self, place: str, item: Any) -> Any:
-        """Return an item, also of an object like a content part, as verl's sets have them."""
+        """Return an item; if it is in an object like a content part, as in verl's data sets, unpack it."""
         if not isinstance(item, Mapping):
             return item
         fields = {name: one for name, one in item.items() if one is not None}
@@ -81,19 +81,20 @@ class MediaColumn:
 
 
 class MediaReader:
-    """Takes the items out of a prompt's messages, in their order."""
+    """Takes the items out of a prompt's messages, in order."""
 
     __slots__ = ("columns", "found")  # every row of a file has one
 
     def __init__(self, columns: Mapping[str, MediaColumn] | None = None) -> None:
-        """Read with these columns by kind. Only of these are `<image>` and the like placeholders, not text."""
+        """`columns` has the columns by kind. Only for its kinds are `<image>`, `<video>` and `<audio>` placeholders,
+        not text."""
         self.columns = columns or {}
         self.found: list[MediaItem] = []
 
     def content(self, place: str, role: str, content: str | list[Any]) -> Content:
-        """Return a message's content without its items, which are added to `found`; text if it has none.
+        """Return a message's content without its items, which are added to `found`; a text if there are none.
 
-        Raises MediaError: a part is of another kind, an item is missing, or the assistant's message has one.
+        Raises MediaError: a part has another type, an item is missing, or the assistant's message has an item.
         """
         if isinstance(content, str) and not self.columns:
             return content
@@ -109,7 +110,7 @@ class MediaReader:
         return parts
 
     def end(self) -> None:
-        """Check that every item has its place. Raises MediaError."""
+        """Check that placeholders have taken every item of the columns. Raises MediaError."""
         for one in self.columns.values():
             if one.taken < len(one.items):
                 raise MediaError(
@@ -139,7 +140,7 @@ class MediaReader:
             raise MediaError(f"{place} has no item: add it, or name its column with data.media_keys = {key}")
 
     def _split(self, place: str, text: str) -> list[dict[str, Any]]:
-        """Return the parts of a text around its placeholders."""
+        """Split a text into parts at its placeholders, which take items."""
         parts: list[dict[str, Any]] = []
         # With one group, the odd pieces are the kinds.
         for index, piece in enumerate(re.split(f"<({'|'.join(self.columns)})>", text) if self.columns else [text]):

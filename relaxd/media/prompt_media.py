@@ -1,6 +1,6 @@
-"""Media as they are stored with a group and as requests carry them: what they are, and their bytes.
+"""Media in a group's columns and in requests: records that describe them, and their bytes.
 
-Those of the prompt are in the columns prompt_media and media_contents, those of each sequence in sequence_media and
+A prompt's media are in the columns prompt_media and media_contents, those of sequences in sequence_media and
 sequence_contents.
 """
 
@@ -22,9 +22,9 @@ from relaxd.media.videos import count_frames, own_sound, png_frames
 from relaxd.v1 import agent_pb2, rollout_pb2
 
 MediaRecord = Mapping[str, Any]
-"""One of prompt_media: {"kind": "image", "video" or "audio", "sha256": ..., "grid": [times, rows, columns] or, of a
-sound, [frames], "bytes": ...}. The grid of a video with its own sound has the sound's frames, too. A video has "times",
-and those of a sequence have "begin", the index of the item's first token of media."""
+"""An entry of prompt_media: {"kind": "image", "video" or "audio", "sha256": ..., "grid": [times, rows, columns] or, for
+a sound, [frames], "bytes": ...}. The grid of a video with its own sound also has the sound's frames. A video also has
+"times", and an item of a sequence "begin", the index of its first token of media."""
 
 
 MAX_NAMES = 16
@@ -33,13 +33,13 @@ MAX_NAMES = 16
 
 @dataclass(frozen=True)
 class StoredMedia:
-    """An item in its normal form, given by its stored content."""
+    """An item in its normal form, with its stored content."""
 
     sha256: str
     """Hash of the item: its identity."""
     grid: Grid
     content: bytes
-    """PNG, or WAV of a sound. A video's own sound follows its PNG as WAV."""
+    """PNG of an image or video, or WAV of a sound. A video's own sound follows its PNG as WAV."""
     begin: int | None = None
     """Index of the item's first media token in a sequence; None if unknown."""
     kind: str = IMAGE
@@ -49,13 +49,13 @@ class StoredMedia:
 
     @classmethod
     def of(cls, item: NormalMedia) -> Self:
-        """Return an item in its normal form."""
+        """Create it from an item in its normal form."""
         size = item.size
         return cls(item.sha256, size.grid, item.content, None, item.kind, item.media_type, size.times)
 
     @property
     def uri(self) -> str:
-        """Return the normal form as a data URI, for environments and programs."""
+        """The content as a data URI, for environments and programs."""
         return data_uri(self.content, self.media_type.replace(" ", ""))
 
     def shifted(self, by: int) -> Self:
@@ -66,15 +66,15 @@ class StoredMedia:
 def expand_at(
     short: Sequence[int], media: Sequence[StoredMedia], tokens: MediaTokens, labels: Sequence[Labels]
 ) -> tuple[list[int], list[StoredMedia]]:
-    """Put the tokens of each item into the place of its one token. Returns the ids, and the items with their begins.
+    """Replace each item's single token by all of its tokens. Returns the ids, and the items with `begin` set.
 
     Args:
-        short: ids with one token for each item.
+        short: ids with one token per item.
         media: the items, in order.
         tokens: the model's tokens for media.
         labels: the items' labels.
 
-    Raises MediaError: as `expand`.
+    Raises MediaError like `expand`.
     """
     ids = expand(short, [item.grid for item in media], tokens, labels, [item.times for item in media])
     placed, before = [], 0
@@ -98,7 +98,7 @@ def to_sequence_columns(
     """Return the columns sequence_media and sequence_contents (uint8). An item of a group is stored once.
 
     Args:
-        sequences: media of each sequence with their begins, but those of a prompt that it shares.
+        sequences: media of each sequence with `begin` set, without those of a shared prompt.
         prompt: hashes of the prompt's media.
     """
     stored = dict.fromkeys(prompt, b"")
@@ -107,7 +107,7 @@ def to_sequence_columns(
 
 
 def _records(items: Sequence[StoredMedia], stored: dict[str, bytes]) -> list[dict[str, Any]]:
-    """Return the records of items, and add the bytes that aren't stored yet."""
+    """Return the records of items, and add bytes that `stored` lacks to it."""
     records = []
     for item in items:
         size = 0 if item.sha256 in stored else len(item.content)
@@ -127,7 +127,7 @@ def reference_part(item: NormalMedia | StoredMedia) -> dict[str, Any]:
 def with_references(
     messages: Sequence[Mapping[str, Any]], media: Sequence[NormalMedia | StoredMedia]
 ) -> list[dict[str, Any]]:
-    """Return messages with media given by hash, the form for rewards (relaxd/media/messages.py)."""
+    """Return messages with media parts that have hashes, the form for rewards (relaxd/media/messages.py)."""
     rest = iter(media)
 
     def part(one: Mapping[str, Any]) -> dict[str, Any]:
@@ -159,7 +159,7 @@ def without_missing(messages: Sequence[Mapping[str, Any]], known: Collection[str
 
 
 def grids_of(records: Sequence[MediaRecord]) -> list[Grid]:
-    """Return the sizes of media, for `lay_out`."""
+    """Return the grids of media, for `lay_out`."""
     return [tuple(map(int, record["grid"])) for record in records]
 
 
@@ -169,14 +169,14 @@ def times_of(records: Sequence[MediaRecord]) -> list[tuple[float, ...]]:
 
 
 def hashes_of(records: Sequence[MediaRecord]) -> tuple[str, ...]:
-    """Return the hashes of media, which with its tokens identify a prompt."""
+    """Return the hashes of media; together with its tokens they identify a prompt."""
     return tuple(record["sha256"] for record in records)
 
 
 def names_of(records: Sequence[MediaRecord]) -> list[str]:
-    """Return the first media that differ, as KIND:HASH:BYTES with 12 digits of the hash, for traces."""
+    """Return the first MAX_NAMES distinct media as KIND:HASH:BYTES, with 12 digits of the hash, for traces."""
     sizes: dict[tuple[str, str], int] = {}
-    for record in records:  # of an item that comes again, the size is that of its first record
+    for record in records:  # a repeated item's size is in its first record
         sizes.setdefault((record["kind"], record["sha256"][:12]), record["bytes"])
     return [f"{kind}:{digits}:{size}" for (kind, digits), size in list(sizes.items())[:MAX_NAMES]]
 
@@ -204,7 +204,7 @@ def begins_of(records: Sequence[MediaRecord]) -> list[int] | None:
 def contents_of(records: Sequence[MediaRecord], contents: np.ndarray, column: str = "prompt_media") -> dict[str, bytes]:
     """Return the bytes of media by their hashes.
 
-    Raises MediaError: the contents aren't as long as the records, which are those of `column`, say.
+    Raises MediaError if the length of the contents isn't that of the records. `column` names the records in errors.
     """
     if (said := sum(record["bytes"] for record in records)) != contents.size:
         raise MediaError(f"has {contents.size} bytes of media, but {column} says {said}")
@@ -217,7 +217,7 @@ def contents_of(records: Sequence[MediaRecord], contents: np.ndarray, column: st
 
 
 def with_own_sounds(records: Sequence[MediaRecord], contents: Mapping[str, bytes]) -> dict[str, bytes]:
-    """Return the bytes of media by their hashes, and those of each video's own sound by its hash (`parts_of`).
+    """Return the bytes of media by hash, with each video's own sound as a separate entry (`parts_of`).
 
     Raises MediaError: a video with its own sound is broken, or the contents lack it.
     """
@@ -231,9 +231,9 @@ def with_own_sounds(records: Sequence[MediaRecord], contents: Mapping[str, bytes
 
 
 def contents_of_group(columns: Mapping[str, Any]) -> dict[str, bytes]:
-    """Return the bytes of a group's media by their hashes: the prompt's, and those of its sequences.
+    """Return the bytes of the media of a group's prompt and sequences, by hash.
 
-    Raises MediaError: they aren't as long as the records say.
+    Raises MediaError if their length isn't that of the records.
     """
     found = PromptMedia.of_columns(columns).by_hash()
     if (of_sequences := columns.get("sequence_media")) is not None:
@@ -267,7 +267,7 @@ class PromptMedia:
 
     @classmethod
     def of_columns(cls, columns: Mapping[str, Any]) -> "PromptMedia":
-        """Create them from a group's columns, which lack them in runs without media."""
+        """Create them from a group's columns; empty if the columns have no media."""
         contents = columns.get("media_contents")
         return cls(tuple(columns.get("prompt_media") or ()), contents.tobytes() if contents is not None else b"")
 
@@ -286,7 +286,7 @@ class PromptMedia:
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any] | None) -> "PromptMedia":
-        """Read the media from the result of `to_json`. None means that there are no media."""
+        """Create them from the result of `to_json`; None means no media."""
         return cls(tuple(value["records"]), base64.b64decode(value["contents"])) if value else cls()
 
     def to_json(self) -> dict[str, Any] | None:
@@ -295,15 +295,15 @@ class PromptMedia:
         return {"records": list(self.records), "contents": contents} if self.records else None
 
     def to_proto(self) -> list[rollout_pb2.PromptMedia]:
-        """Return the messages of the records."""
+        """Convert the records to protos."""
         return [rollout_pb2.PromptMedia(**record) for record in self.records]
 
     def by_hash(self) -> dict[str, bytes]:
-        """Return the bytes of each by its hash. Raises MediaError."""
+        """Return the bytes of media by hash. Raises MediaError."""
         return contents_of(self.records, self.array)
 
     def items(self) -> list[StoredMedia]:
-        """Yield each item. Raises MediaError if the contents lack one or don't have the recorded lengths."""
+        """Return the items. Raises MediaError if the contents lack one or don't have the recorded lengths."""
         contents, found = self.by_hash(), []
         for record, grid in zip(self.records, grids_of(self.records), strict=True):
             name, kind = record["sha256"], record["kind"]
@@ -325,5 +325,5 @@ _MEDIA_TYPES: Mapping[str, Callable[[bytes, Grid], str]] = {
     VIDEO: lambda content, grid: png_frames(count_frames(content, grid)),
     AUDIO: lambda content, grid: NormalSound.media_type,
 }
-"""Return the MIME type of a stored item, by kind."""
+"""By kind: function that returns a stored item's MIME type."""
 NO_MEDIA = PromptMedia()

@@ -1,4 +1,4 @@
-"""Conversations and media for people: messages and their lines, thumbnails, excerpts of sounds."""
+"""Displays conversations and media: shortened messages, lines of text, thumbnails, excerpts of sounds."""
 
 import base64
 import io
@@ -18,7 +18,7 @@ from relaxd.media.sounds import decode_wav
 from relaxd.media.videos import count_frames, frames_of
 
 MAX_CHARACTERS = 10_000
-"""Maximum number of characters to show of a message: most from its beginning, the rest from its end."""
+"""Maximum number of characters of a displayed message: END_CHARACTERS from its end, the rest from its beginning."""
 END_CHARACTERS = 2_000
 """Number of characters to show from a message's end."""
 
@@ -29,13 +29,13 @@ SHOWN_FRAMES = 4
 THUMBNAIL_SIDE = 96
 """Maximum width and height of a thumbnail, or of a frame in it, in pixels."""
 THUMBNAIL_URI = "data:image/jpeg;base64,"
-"""Beginning of a thumbnail."""
+"""Beginning of a thumbnail's data URI."""
 EXCERPT_SECONDS = 3
-"""Maximum length of a sound's excerpt."""
+"""Maximum length of a sound's excerpt, in seconds."""
 EXCERPT_RATE = 8_000
 """Maximum rate of an excerpt, in one-byte samples per second: it keeps excerpts about as small as thumbnails."""
 EXCERPT_URI = "data:audio/wav;base64,"
-"""Beginning of an excerpt."""
+"""Beginning of an excerpt's data URI."""
 
 
 def shown_media(
@@ -45,7 +45,7 @@ def shown_media(
 
     Args:
         contents: media in their normal form by their hashes.
-        records: those to show.
+        records: records of the media to show.
         previews: whether images and videos have thumbnails, and sounds excerpts.
     """
     return {
@@ -81,7 +81,7 @@ _FACTS: Mapping[str, Callable[[bytes, MediaRecord, bool], dict[str, Any]]] = {
 
 
 def _thumbnail(frames: "Sequence[Image]") -> str:
-    """Return some frames side by side, evenly spread, as a data URI."""
+    """Return a data URI of up to SHOWN_FRAMES evenly spread frames, side by side."""
     from PIL import Image
 
     count = min(len(frames), SHOWN_FRAMES)
@@ -98,7 +98,7 @@ def _thumbnail(frames: "Sequence[Image]") -> str:
 
 def _excerpt(content: bytes, rate: int) -> str:
     """Return the first seconds of a sound, with 8-bit samples at a lower rate, as a data URI."""
-    together = -(-rate // EXCERPT_RATE)  # samples whose mean is one of the excerpt
+    together = -(-rate // EXCERPT_RATE)  # number of samples per sample of the excerpt
     first = decode_wav(content)[: EXCERPT_SECONDS * rate]
     means = first[: len(first) // together * together].reshape(-1, together).mean(1)
     file = io.BytesIO()
@@ -109,7 +109,7 @@ def _excerpt(content: bytes, rate: int) -> str:
 
 
 def media_line(item: Mapping[str, Any]) -> str:
-    """Return an item of a sample as text, such as "image 3f2a9c01, 640 x 480"."""
+    """Describe a media item in one line, such as "image 3f2a9c01, 640 x 480"."""
     name = str(item["sha256"])[:8]
     if seconds := item.get("seconds"):
         return f"sound {name}, {seconds:.2f} s"

@@ -1,7 +1,7 @@
 """Sounds in their normal form: one channel of 16-bit samples at the model's rate, stored as WAV.
 
-The hash covers the samples, so a different decoder or setting that changes the samples changes the hash, too. PyAV
-(extra [video]), which includes FFmpeg, decodes and resamples files. It is imported when the first sound is read.
+The hash covers the samples: a decoder or setting that changes the samples changes the hash. PyAV (extra [video]), which
+includes FFmpeg, decodes and resamples files. It is imported when the first sound is read.
 """
 
 import hashlib
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from av import AudioFrame
 
 FORM = "audio/1"
-"""Name of the normal form, part of every hash."""
+"""Version of the normal form; part of every hash."""
 FORMATS = {
     "wav": "WAV",
     "flac": "FLAC",
@@ -33,11 +33,11 @@ FORMATS = {
     "mp4": "MP4 or QuickTime",
     "matroska": "WebM or Matroska",
 }
-"""Formats to decode, by FFmpeg's names. FFmpeg supports others that open further files or addresses."""
+"""Names of the decoded formats, by FFmpeg's names. FFmpeg supports others that open further files or addresses."""
 MIN_RATE, MAX_RATE = 4_000, 384_000
-"""Range of the rates of sounds, in samples a second."""
+"""Minimum and maximum rate of sounds, in samples per second."""
 ARRAY, ARRAY_RATE = "array", "sampling_rate"
-"""Fields of a sound that is given as samples, as in the package datasets."""
+"""Fields of a sound given as an array of samples, as in the package datasets."""
 UNKNOWN_BYTES = 0xFFFFFFFF
 """Size in the header of a WAV file that was written before its size was known."""
 
@@ -47,15 +47,15 @@ class SoundRule:
     """A model's rule for sound."""
 
     max_seconds: float
-    """Maximum length. A longer sound is refused, not cut."""
+    """Maximum length of a sound in seconds. A longer sound is refused, not cut."""
     rate: int = 16_000
-    """Samples a second."""
+    """Rate of the normal form, in samples per second."""
     mels: int = 128
     """Number of bands in the tower's spectrogram."""
     window: int = 400
-    """Number of samples from which a frame of the spectrogram is computed."""
+    """Number of samples per frame of the spectrogram; frames overlap."""
     hop: int = 160
-    """Samples from frame to frame."""
+    """Number of samples between the starts of two frames."""
 
 
 @dataclass(frozen=True)
@@ -63,12 +63,12 @@ class SoundSize:
     """Sizes of a sound."""
 
     original: tuple[int, int]
-    """Samples a second and channels of the file."""
+    """Samples per second, and number of channels, of the file."""
     samples: int
     """Number of samples of the normal form."""
     seconds: float
     grid: tuple[int]
-    """Frames of its spectrogram."""
+    """Number of frames of its spectrogram."""
     tokens: int
     """Number of the sound's tokens in a prompt."""
     times: tuple[float, ...] = ()
@@ -76,7 +76,8 @@ class SoundSize:
 
     @classmethod
     def of(cls, rate: int, channels: int, samples: int, rule: SoundRule) -> Self:
-        """Return the sizes of a sound of normal samples. Raises MediaError if it is too short or too long."""
+        """Return the sizes of a sound with `samples` samples in normal form. Raises MediaError if it is too short or
+        too long."""
         if samples < rule.window:
             least = f"must have at least {rule.window} at {rule.rate:,} a second"
             raise MediaError(f"has {samples} samples: a sound {least}")
@@ -88,7 +89,7 @@ class SoundSize:
 
     @property
     def shown(self) -> tuple[str, str, str]:
-        """The file's rate and channels, its length, and the number of samples."""
+        """Texts for people: the file's rate and channels, the number of samples, and the length."""
         rate, channels = self.original
         original = f"{rate:,} Hz, {channels} channel{'s' * (channels != 1)}"
         return original, f"{self.samples:,} samples", f"{self.seconds:.2f} s"
@@ -103,14 +104,14 @@ class NormalSound:
     content: bytes
     """Samples as WAV, without metadata."""
     sha256: str
-    """Hexadecimal digits of the hash of samples, form and rate."""
+    """Hexadecimal hash of samples, form and rate."""
     size: SoundSize
 
 
 def measure_sound(source: Any, rule: SoundRule) -> SoundSize:
     """Return a sound's sizes. Raises MediaError, like `normalise_sound`.
 
-    It is decoded: headers of many formats don't tell the length.
+    Decodes the sound, because headers of many formats lack the length.
     """
     return normalise_sound(source, rule).size
 
@@ -120,19 +121,19 @@ def normalise_sound(source: Any, rule: SoundRule) -> NormalSound:
 
     Args:
         source: an item in one of the forms of `read_source`, or {"array": samples of one channel, from -1 to 1,
-            "sampling_rate": their number a second}.
-        rule: the model's.
+            "sampling_rate": samples per second}.
+        rule: the model's rule for sound.
 
     Raises:
-        MediaError: it can't be read or decoded, has a wrong rate, or is too short or too long. The message continues a
-            sentence that names the item.
+        MediaError: the sound can't be read or decoded, has a wrong rate, or is too short or too long. The message
+            continues a sentence that names the item.
     """
     given = isinstance(source, Mapping) and source.get(ARRAY) is not None
     return normalise_decoded(_of_array(source) if given else _of_file(read_source(source)), rule)
 
 
 def normalise_decoded(frames: "Iterator[AudioFrame]", rule: SoundRule) -> NormalSound:
-    """Return decoded frames of a sound in normal form. Raises MediaError, also for decoding errors."""
+    """Convert the decoded frames of a sound to the normal form. Raises MediaError, also for decoding errors."""
     try:
         import av
     except ImportError as error:
@@ -145,7 +146,7 @@ def normalise_decoded(frames: "Iterator[AudioFrame]", rule: SoundRule) -> Normal
             for one in resampler.resample(frame):
                 found.append(one.to_ndarray()[0])
                 left -= one.samples
-            if left < 0:  # before all of it is decoded
+            if left < 0:  # without decoding the rest
                 raise _too_long(rule)
         found += [one.to_ndarray()[0] for one in resampler.resample(None)]
     except MediaError:
@@ -184,7 +185,7 @@ def wav_of_array(source: Mapping[str, Any]) -> bytes:
     `normalise_sound`."""
     frames = [frame.to_ndarray()[0] for frame in _of_array(source)]
     samples = np.concatenate([np.zeros(0, np.float32), *frames])
-    # As FFmpeg converts them, so that no bit differs from the same array of data.
+    # Converted as FFmpeg does, so that the bits equal those of the same array in data.
     return encode_wav(np.clip((samples * 32768).round(), -32768, 32767).astype(np.int16), source[ARRAY_RATE])
 
 
@@ -221,7 +222,7 @@ def _of_array(source: Mapping[str, Any]) -> "Iterator[AudioFrame]":
 
 
 def _checked(frame: "AudioFrame") -> tuple[int, int]:
-    """Return the rate and the channels of a sound. Raises MediaError: its rate is out of range."""
+    """Return the rate and the number of channels of a sound. Raises MediaError if the rate is out of range."""
     _check_rate(frame.sample_rate)
     return frame.sample_rate, frame.layout.nb_channels
 

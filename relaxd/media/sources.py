@@ -1,4 +1,4 @@
-"""Media items as data have them: paths, bytes, base64, data URIs and allowed addresses, read into bytes."""
+"""Reads media items of data, which are paths, bytes, base64, data URIs or allowed addresses, into bytes."""
 
 import base64
 import binascii
@@ -23,18 +23,18 @@ BEGINNINGS = (
     *(b"\x89PNG", b"\xff\xd8\xff", b"RIFF", b"GIF8", b"BM", b"II*\0", b"MM\0*"),
     *(b"\x1aE\xdf\xa3", b"fLaC", b"OggS", b"ID3", *MP3_FRAMES, *AAC_FRAMES),
 )
-"""First bytes of supported file formats: base64 of anything else is taken for a path."""
+"""First bytes of supported file formats: base64 of anything else is treated as a path."""
 MP4_BOXES = (b"ftyp", b"moov", b"mdat", b"wide", b"free", b"skip")
 """First boxes of MP4 and QuickTime files. Their names follow their four-byte lengths."""
 _SHOWN = 100
 
 
 class MediaError(ValueError):
-    """A media item that can't be used. The message continues a sentence that names the item."""
+    """A media item can't be used. The message continues a sentence that names the item."""
 
 
 class MediaHostAway(MediaError):
-    """An item whose host doesn't answer now, but may later."""
+    """An item's host doesn't answer now, but may later."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,8 @@ class RemoteItem:
     address: str = field(repr=False)
     """The URL, which may have secrets."""
     hosts: Collection[str]
-    """Hosts that it may be fetched from, redirects included: names, with a port unless it is the scheme's own."""
+    """Names of the hosts from which it may be fetched, redirects included; with a port unless it is the scheme's
+    default."""
 
     @property
     def host(self) -> str:
@@ -56,7 +57,8 @@ class RemoteItem:
 
 
 def with_hosts(source: Any, hosts: Collection[str]) -> Any:
-    """Return an item, or a video's frames, that `read_source` may fetch from these hosts if it is at an address."""
+    """Convert an item or video frame at an http(s) address to a RemoteItem with these hosts; return others
+    unchanged."""
     if isinstance(source, list | tuple):
         return [with_hosts(one, hosts) for one in source]
     if isinstance(source, Mapping) and [name for name, one in source.items() if one is not None] == ["path"]:
@@ -69,11 +71,11 @@ def with_hosts(source: Any, hosts: Collection[str]) -> Any:
 def read_source(source: Any) -> bytes:
     """Return the content of an item in one of the forms of FORMS, or of a RemoteItem.
 
-    An object with bytes and a path, as the package datasets writes them, is its bytes. A relative path starts from the
-    folder in which the command is called, as all paths of data do. Only a RemoteItem is fetched from the network.
+    If an object has bytes and a path, as from the package datasets, its bytes count. A relative path starts from the
+    command's working folder, like all paths of data. Only a RemoteItem is fetched from the network.
 
     Raises:
-        MediaError: it has no such form, can't be read or fetched, or is larger than MAX_BYTES.
+        MediaError: the item has another form, can't be read or fetched, or is larger than MAX_BYTES.
     """
     if isinstance(source, RemoteItem):
         try:
@@ -96,7 +98,7 @@ def read_source(source: Any) -> bytes:
     if mark and kind == "data":
         return _from_data_uri(source)
     if mark and kind != "file" and rest.startswith("//"):
-        # The host alone: what is before and behind it may hold a secret.
+        # Only the host: the rest of the URL may have secrets.
         host = urlsplit(source).hostname or "?"
         raise MediaError(f"is a URL of {host}: relaxd fetches no media here, so download it and give its path")
     if mark and kind == "file" and rest.startswith("//"):
@@ -111,13 +113,13 @@ def data_uri(content: bytes, media_type: str = "") -> str:
 
 
 def without_bytes(source: Any) -> Any:
-    """Return an item with a data URI in place of bytes; `read_source` reads the same content from it."""
+    """Convert an item given as bytes to a data URI with the same content; return others unchanged."""
     content = source.get("bytes") if isinstance(source, Mapping) else source
     return data_uri(bytes(content)) if isinstance(content, bytes | bytearray | memoryview) else source
 
 
 def content_hash(source: Any) -> str:
-    """Return a hash of an item's content in any form; of an unreadable item, a hash of its description."""
+    """Return a hash of an item's content, whatever its form; for an unreadable item, its `repr`."""
     if isinstance(source, list | tuple):  # a video's frames
         return "/".join(map(content_hash, source))
     if isinstance(source, Mapping) and source.get("array") is not None:  # a sound's samples
@@ -125,12 +127,12 @@ def content_hash(source: Any) -> str:
         return hashlib.sha256(f"{source.get('sampling_rate')}\n".encode() + samples).hexdigest()
     try:
         return hashlib.sha256(read_source(source)).hexdigest()
-    except MediaError:  # it is refused when its turn comes
+    except MediaError:  # normalising the item reports the error
         return repr(source)
 
 
 def _from_text(text: str) -> bytes:
-    """Return the content of a file, or the decoded base64. Files come first: base64 of JPEG begins like a path."""
+    """Read a text as a path or, if there is no such file, as base64. Base64 of JPEG begins like a path."""
     path = Path(text).expanduser() if text.startswith("~") else Path(text)
     try:
         is_there = path.exists()
@@ -199,5 +201,5 @@ def _checked(content: bytes) -> bytes:
 
 
 def too_large() -> str:
-    """Return the end of the sentence that refuses an item of more than MAX_BYTES."""
+    """Return the error message's end for an item of more than MAX_BYTES."""
     return f"is larger than {MAX_BYTES >> 20} MiB, the maximum: make it smaller"

@@ -1,8 +1,8 @@
-"""Videos in their normal form: sampled frames, upright RGB in the size that the model's rule gives, in one PNG.
+"""Videos in their normal form: sampled frames, upright RGB in the size by the model's rule, in one PNG.
 
-The frames are stacked vertically, so readers of normal images can read them, too. The hash covers the pixels, so a
-video has another hash after another decoder or setting changed them. Files need PyAV (extra [video]), which includes
-FFmpeg and is imported when the first one is read.
+The frames are stacked vertically, so readers of normal images can read them, too. The hash covers the pixels: a decoder
+or setting that changes pixels changes the hash. Files need PyAV (extra [video]), which includes FFmpeg and is imported
+when the first file is read.
 """
 
 import hashlib
@@ -33,38 +33,38 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 FORM = "video/1"
-"""Name of the normal form, part of every hash."""
+"""Version of the normal form; part of every hash."""
 FORMATS = {"mp4": "MP4 or QuickTime", "matroska": "WebM or Matroska", "avi": "AVI", "gif": "GIF"}
-"""Formats to decode, by FFmpeg's names. FFmpeg supports others that open further files or addresses."""
+"""Names of the decoded formats, by FFmpeg's names. FFmpeg supports others that open further files or addresses."""
 MIN_FRAMES = 2
-"""Minimum number of frames; a single frame is an image."""
+"""Minimum number of frames of a video; a single frame is an image."""
 MAX_FRAMES = 1 << 17
-"""Maximum number of frames before sampling: more than an hour at 30 frames a second."""
+"""Maximum number of frames before sampling: over an hour at 30 frames per second."""
 
 
 @dataclass(frozen=True)
 class VideoRule(ImageRule):
-    """A model's rule for video. The limits of pixels are for all sampled frames together."""
+    """A model's rule for video. The pixel limits are for all sampled frames together."""
 
     times: int
-    """Number of frames per time: those of a patch."""
+    """Number of consecutive sampled frames per patch; together they are one time."""
     fps: float
-    """Frames a second that are sampled."""
+    """Number of sampled frames per second."""
     min_frames: int
     max_frames: int
     total_pixels: int = 0
     """Maximum pixels of all sampled frames together, set by data.max_video_tokens; 0: the model's limits alone."""
 
     def frame_limit(self, frames: int) -> int:
-        """Return the maximum number of a video's frames that are sampled."""
-        affordable = self.total_pixels // self.factor**2 or frames  # a token is the least that a frame has
+        """Return the maximum number of sampled frames of a video with `frames` frames."""
+        affordable = self.total_pixels // self.factor**2 or frames  # each frame has at least one token
         return min(self.max_frames, frames, affordable)
 
     def within_total(self, frames: int, width: int, height: int) -> tuple[int, int]:
-        """Return a size of sampled frames, made smaller if it exceeds their share of `total_pixels`.
+        """Return the size of sampled frames, reduced if it exceeds a frame's share of `total_pixels`.
 
-        Models' own rules could exceed it: they round enlarged sizes up, don't count an odd last frame, and keep narrow
-        frames at least one token wide.
+        Models' own rules can exceed the share: they round enlarged sizes up, don't count an odd last frame, and keep
+        narrow frames at least one token wide.
         """
         share = self.total_pixels // (-(-frames // self.times) * self.times)
         while self.total_pixels and width * height > share and max(width, height) > self.factor:
@@ -72,16 +72,16 @@ class VideoRule(ImageRule):
         return width, height
 
     def sampled(self, frames: int, rate: float) -> list[int]:
-        """Return which of a video's frames are sampled, as Qwen3-VL's processor in transformers does.
+        """Return the indices of the sampled frames, as Qwen3-VL's processor in transformers does.
 
-        They are evenly spread from the first to the last one: `fps` for each second, between the limits.
+        They are evenly spread from the first to the last frame: `fps` per second, within the limits.
         """
         wanted = min(max(int(frames / rate * self.fps), self.min_frames), self.frame_limit(frames))
         indices: list[int] = np.linspace(0, frames - 1, wanted).round().astype(int).tolist()
         return indices
 
     def resized_frames(self, frames: int, width: int, height: int) -> tuple[int, int]:
-        """Return the size that sampled frames get: `smart_resize` of Qwen3-VL's video processor."""
+        """Return the width and height of resized frames: `smart_resize` of Qwen3-VL's video processor."""
         if min(width, height) < self.factor:
             scale = max(self.factor / height, self.factor / width)
             width, height = int(width * scale), int(height * scale)
@@ -89,7 +89,7 @@ class VideoRule(ImageRule):
         return self.within_total(frames, *resized)
 
     def seconds(self, sampled: Sequence[int], rate: float) -> tuple[float, ...]:
-        """Return the times of sampled frames, in seconds: the mean of each time's first and last frame."""
+        """Return a video's times in seconds: each is the mean time of the first and last of its frames."""
         each = [index / rate for index in sampled]
         pairs = zip(each[:: self.times], each[self.times - 1 :: self.times], strict=True)
         return tuple((first + last) / 2 for first, last in pairs)
@@ -97,21 +97,22 @@ class VideoRule(ImageRule):
 
 @dataclass(frozen=True)
 class BlockRule(VideoRule):
-    """Qwen3-Omni's rule, which is Qwen2VLVideoProcessor's in transformers. The limits of pixels are for each frame."""
+    """Qwen3-Omni's rule, that of Qwen2VLVideoProcessor in transformers. The pixel limits are for each frame."""
 
     sound: SoundRule | None = None
     """Rule for a video's own sound; None: the sound is dropped."""
 
     def sampled(self, frames: int, rate: float) -> list[int]:
-        """Return the indices of the sampled frames, in whole times. The last frame is never sampled."""
+        """Return the indices of the sampled frames, a multiple of `times` of them. The last frame is never sampled."""
         most = self.frame_limit(frames) // self.times * self.times
         wanted = int(min(max(frames / rate * self.fps, self.min_frames), most) // self.times) * self.times or 1
-        # transformers has them in float32.
+        # transformers computes them in float32.
         indices: list[int] = (np.arange(wanted) * (frames / wanted)).astype(np.float32).astype(int).tolist()
         return indices
 
     def resized_frames(self, frames: int, width: int, height: int) -> tuple[int, int]:
-        """Return the size that sampled frames get: `smart_resize` of images, of each, within the total's share."""
+        """Return the width and height of resized frames: `smart_resize` of images, within a frame's share of
+        `total_pixels`."""
         if not self.total_pixels:
             return self.resized(width, height)
         share = self.total_pixels // (-(-frames // self.times) * self.times)
@@ -120,7 +121,8 @@ class BlockRule(VideoRule):
         return self.within_total(frames, *resized)
 
     def seconds(self, sampled: Sequence[int], rate: float) -> tuple[float, ...]:
-        """Return the times of sampled frames by transformers' rule: `fps` a second, even if limits changed the rate."""
+        """Return a video's times in seconds by transformers' rule: as if `fps` frames per second were sampled, even if
+        limits changed that."""
         return tuple(time * self.times / self.fps for time in range(len(sampled) // self.times))
 
 
@@ -136,11 +138,11 @@ class VideoSize:
     """Numbers of patches of the normal form: times, rows, columns, as in the model's video_grid_thw. With its own
     sound, also the number of the spectrogram's frames."""
     tokens: int
-    """Number of tokens of frames and sound in a prompt, without the texts that tell times."""
+    """Number of tokens of frames and sound in a prompt, without the texts of times."""
     times: tuple[float, ...]
     """Time in seconds of each group of frames that the model sees as one."""
     sampled: tuple[int, ...]
-    """Indices of the sampled frames. The last one is repeated to fill the last group."""
+    """Indices of the sampled frames. The last index is repeated to fill the last group."""
 
     @property
     def shown(self) -> tuple[str, str, str]:
@@ -154,7 +156,7 @@ class VideoSize:
     ) -> Self:
         """Return the sizes of a video and its sound.
 
-        Raises MediaError: its frames are too many, too few, or of a wrong size.
+        Raises MediaError: the video has too many or too few frames, or their size is wrong.
         """
         check_sides(width, height)
         if frames < MIN_FRAMES:
@@ -181,7 +183,7 @@ class NormalVideo:
     """RGB pixels of the frames, one below the other, as PNG without metadata. The video's own sound, if it is kept,
     follows as WAV, which PNG readers ignore."""
     sha256: str
-    """Hexadecimal digits of the hash of pixels and rule, and of its sound."""
+    """Hexadecimal hash of pixels, rule and the video's own sound."""
     size: VideoSize
 
     @property
@@ -193,7 +195,7 @@ class NormalVideo:
 def measure_video(source: Any, rule: VideoRule) -> VideoSize:
     """Return a video's sizes. Reads the whole file, but decodes only one frame, and the sound if it is kept.
 
-    Raises MediaError as `normalise_video` does, but doesn't notice damage after the first frame.
+    Raises MediaError like `normalise_video`, except for damage after the first frame.
     """
     with _opened(source, rule) as clip:
         sound = clip.sound(rule)
@@ -206,13 +208,13 @@ def normalise_video(source: Any, rule: VideoRule) -> NormalVideo:
     Its frames are sampled, turned upright and resized by bicubic interpolation.
 
     Args:
-        source: an item in one of the forms of `read_source`, or a list of frames in these forms, which are taken for
-            `rule.fps` frames a second.
-        rule: the model's.
+        source: an item in one of the forms of `read_source`, or a list of frames in these forms, with an assumed rate
+            of `rule.fps` frames per second.
+        rule: the model's rule for video.
 
     Raises:
-        MediaError: it can't be read or decoded, or its frames are too many, too few, too small, too large or too
-            narrow. The message continues a sentence that names the item.
+        MediaError: the video can't be read or decoded, or has too many, too few, too small, too large or too narrow
+            frames. The message continues a sentence that names the item.
     """
     from PIL import Image
 
@@ -237,7 +239,7 @@ def normalise_video(source: Any, rule: VideoRule) -> NormalVideo:
 
 def own_sound(content: bytes) -> bytes:
     """Return the WAV of a video's own sound from the normal form. Raises MediaError if it is broken."""
-    place = 8  # of the first chunk, behind PNG's signature
+    place = 8  # index of the first chunk, after PNG's signature
     while place + 8 <= len(content):
         length, name = struct.unpack(">I4s", content[place : place + 8])
         place += length + 12
@@ -252,7 +254,7 @@ def png_frames(count: int) -> str:
 
 
 def count_frames(content: bytes, grid: Sequence[int]) -> int:
-    """Return the number of frames of an image or a video in its normal form, from its PNG's header and its patches."""
+    """Return the number of frames of an image or video in normal form, from its PNG's header and its grid."""
     width, height = struct.unpack(">II", content[16:24])
     _, rows, columns = grid[:3]
     return int(height // (rows * width // columns))  # patches are squares
@@ -265,17 +267,17 @@ def frames_of(image: "Image", count: int) -> "list[Image]":
 
 
 class _Clip(Protocol):
-    """A video that is opened, or a list of frames."""
+    """An opened video file, or a list of frames."""
 
     frames: int
     """Number of frames."""
     rate: float
-    """Frames a second."""
+    """Number of frames per second."""
     size: tuple[int, int]
     """Width and height of a frame, upright."""
 
     def read(self, wanted: Collection[int]) -> "Iterator[tuple[int, Image]]":
-        """Yield some frames and their indices, upright, in RGB. May raise anything."""
+        """Yield the wanted frames, upright and in RGB, with their indices. May raise anything."""
 
     def sound(self, rule: VideoRule) -> NormalSound | None:
         """Return the video's own sound; None if it has no samples or the rule drops it. Raises MediaError."""
@@ -321,7 +323,7 @@ class _FrameList:
 
 
 class _File:
-    """A video in a file's content."""
+    """A video given as a file's content."""
 
     def __init__(self, content: bytes) -> None:
         self._content, self._format = content, _format_of(content)

@@ -1,4 +1,4 @@
-"""Floating-point operations that training a model needs, and how many a GPU can do."""
+"""Floating-point operations of training a model, and the peak rates of GPUs."""
 
 import re
 from collections.abc import Mapping
@@ -16,9 +16,10 @@ PEAK_FLOPS: Mapping[str, float] = {
 }
 """Dense bf16 FLOP/s of a GPU on an SXM board, by a word of its name; GPUs on other boards are slower."""
 SOUND_CHUNK = (50, 25, 13)
-"""Lengths of 100 frames of a spectrogram, a second, after each convolution of a tower for sound: 13 tokens."""
+"""Frames per second of sound after each convolution of an audio tower, which begins with 100; the last 13 are
+tokens."""
 SOUND_WINDOW = 104
-"""Tokens of a sound that attend to one another in the tower: those of 800 frames."""
+"""Number of tokens in an attention window of the audio tower: 800 frames of the spectrogram."""
 
 
 def peak_flops(device_name: str) -> float | None:
@@ -37,9 +38,9 @@ def training_flops(shape: ModelShape, tokens: float, trained: float, attended: f
 
     Args:
         shape: the model.
-        tokens: tokens, each prompt that sequences share counted once.
-        trained: tokens that are trained.
-        attended: pairs of tokens of which one attends to the other.
+        tokens: number of tokens; a prompt that sequences share counts once.
+        trained: number of trained tokens.
+        attended: number of pairs of tokens of which one attends to the other.
     """
     output = shape.vocabulary * shape.hidden
     of_layers = 6.0 * (used_parameters(shape) - output) * tokens
@@ -54,7 +55,8 @@ def state_flops(shape: ModelShape) -> float:
 
 
 def vision_flops(tower: VisionShape, tokens: float) -> float:
-    """Return the FLOPs of a vision tower's forward pass over an image, or a time of a video, with `tokens` tokens."""
+    """Return the FLOPs of a vision tower's forward pass over `tokens` tokens: those of an image, or of one temporal
+    patch of a video."""
     hidden, merged, patches = tower.hidden, tower.hidden * tower.merge**2, tokens * tower.merge**2
     of_patch = tower.patch_values * hidden + tower.layers * (4 * hidden**2 + 2 * hidden * tower.ffn)
     of_attention = 4.0 * tower.layers * hidden * patches**2

@@ -21,7 +21,7 @@ FETCHABLE = (
     "pitches-beginner",
     "zoom-beginner",
 )
-"""Model names of `relaxd model fetch`: those of `relaxd.tools.model_fetch.MODELS`."""
+"""Names of the models that `relaxd model fetch` gets, as in `relaxd.tools.model_fetch.MODELS`."""
 
 
 def models_folder() -> Path:
@@ -60,7 +60,7 @@ def resolve_model(path_or_name: str, *, weights: bool = True, setting: str = "mo
 
 
 def frozen_models(config: RunConfig, role: str, *, weights: bool = True) -> dict[str, Path]:
-    """Return the folders of the models that a role holds frozen, by their names; "" is the initial model.
+    """Return the folders of a role's frozen models, by model name; "" is the initial model.
 
     Raises DataError, see `resolve_model`.
     """
@@ -71,12 +71,12 @@ def frozen_models(config: RunConfig, role: str, *, weights: bool = True) -> dict
 
 
 def models_in_trainer(config: RunConfig) -> dict[str, dict[str, Path]]:
-    """Return `frozen_models` of the roles whose models are in the trainer's ranks."""
+    """Return the frozen models that the trainer's ranks hold: for each role the folders by model name."""
     return {role: frozen_models(config, role) for role in config.frozen_roles("trainer")}
 
 
 def routed_expert_bytes(folder: Path) -> int:
-    """Return the bytes of a token's routed experts ([layers, top k]); 0 for a model without experts."""
+    """Return the bytes of a token's expert ids ([layers, top k]); 0 for a model without experts."""
     try:
         model = parse_json((folder / "config.json").read_text())
         experts = max(int(model.get(name) or 0) for name in EXPERT_COUNTS)

@@ -17,8 +17,8 @@ def stage_layers(layers: int, stages: int, chosen: Sequence[int] = ()) -> list[r
     Args:
         layers: number of the model's layers.
         stages: number of stages.
-        chosen: `trainer.pipeline_layers`: the number of each stage's layers, which add up to the model's; none: all
-            stages have equally many.
+        chosen: `trainer.pipeline_layers`: the number of each stage's layers, which add up to the model's; empty:
+            divided evenly.
     """
     counts = chosen or [layers // stages] * stages
     ends = [sum(counts[: stage + 1]) for stage in range(stages)]
@@ -33,7 +33,7 @@ def chunk_layers(layers: int, stages: int, chosen: Sequence[int] = (), chunks: i
     Args:
         layers: number of the model's layers.
         stages: number of stages.
-        chosen: see `stage_layers`; with several chunks none.
+        chosen: see `stage_layers`; empty with several chunks.
         chunks: `trainer.pipeline_chunks`.
     """
     in_order = stage_layers(layers, stages * chunks, chosen)
@@ -45,7 +45,8 @@ class ContextDivision:
     """The division of attention among the context-parallel ranks of a tensor-parallel rank's heads."""
 
     exchanging: int
-    """Ranks that exchange tokens for heads, so that each has some query heads of all their tokens."""
+    """Number of ranks per group. They exchange tokens for heads, so each attends with some heads over all the group's
+    tokens."""
     gathering: int
     """Number of groups that gather: each attends from its own tokens, with keys and values from all groups."""
     copies: int
@@ -53,14 +54,14 @@ class ContextDivision:
 
 
 def context_division(ranks: int, heads: int, kv_heads: int) -> ContextDivision:
-    """Let as many ranks exchange heads as the heads allow.
+    """Divide attention so that the largest possible groups of ranks exchange heads.
 
-    Each then has either whole key-value heads, or an equal part of one's query heads.
+    Each rank then has either whole key-value heads, or an equal part of one's query heads.
 
     Args:
         ranks: context-parallel ranks.
         heads: query heads of a tensor-parallel rank.
-        kv_heads: its key-value heads, which divide `heads`.
+        kv_heads: key-value heads of a tensor-parallel rank, which divide `heads`.
     """
     exchanging = max(
         size
@@ -85,13 +86,13 @@ class Layout:
     _: KW_ONLY
     recompute: Recompute = "none"
     recompute_layers: int = 0
-    """Layers of each stage that recompute; 0: all."""
+    """Number of layers per stage that recompute activations; 0: all."""
     offload: bool = False
     """True if the optimizer's state is in the host's memory."""
     pipeline_layers: tuple[int, ...] = ()
     """Number of layers of each stage; empty: divided evenly."""
     pipeline_chunks: int = 1
-    """Chunks of each stage."""
+    """Number of chunks per stage."""
     activations_on_host: int = 0
     """Bytes of host memory for each rank's activations."""
     shard_gradients: bool = False
@@ -101,7 +102,7 @@ class Layout:
 
     @classmethod
     def of_trainer(cls, config: TrainerConfig) -> "Layout":
-        """Return the trainer's."""
+        """Return the trainer's layout."""
         return cls(
             config.ranks,
             config.tensor_parallel,
@@ -120,18 +121,19 @@ class Layout:
 
     @classmethod
     def of_replica(cls, config: ReplicaSizes) -> "Layout":
-        """Return that of a replica, of a frozen model or of the critic."""
+        """Return the layout of a replica that holds a frozen model or the critic."""
         sizes = config.tensor_parallel, config.pipeline_parallel, config.context_parallel, config.expert_parallel
         return cls(config.ranks, *sizes)
 
     @property
     def data(self) -> int:
-        """Ranks that work on different groups."""
+        """Number of data-parallel ranks, which work on different groups."""
         return self.ranks // (self.tensor * self.pipeline * self.context)
 
     @property
     def expert_tensor(self) -> int:
-        """Ranks that share each expert's matrices: ranks divide either whole experts or each expert.
+        """Number of ranks that share each expert's matrices; 1 under expert parallelism, where ranks hold whole
+        experts.
 
         Without expert parallelism, Megatron treats experts as ordinary parameters and wouldn't sum the gradients of
         experts that tensor-parallel ranks hold whole.
@@ -140,12 +142,12 @@ class Layout:
 
     @property
     def expert_data(self) -> int:
-        """Ranks that hold the same experts."""
+        """Number of ranks that hold the same experts."""
         return self.ranks // (self.pipeline * self.expert * self.expert_tensor)
 
     @property
     def slices(self) -> int:
-        """Ranks that share a micro-batch's tokens: under tensor parallelism by sequence parallelism."""
+        """Number of ranks that share a micro-batch's tokens; tensor-parallel ranks do so by sequence parallelism."""
         return self.tensor * self.context
 
     @property
@@ -182,7 +184,7 @@ class Layout:
         return context_division(self.context, shape.heads // self.tensor, shape.kv_heads // self.tensor)
 
     def stage_layers(self, shape: ModelShape, stage: int = 0) -> int:
-        """Return the layers of a pipeline stage."""
+        """Return the number of layers of a pipeline stage."""
         return len(self.layers_of_stage(shape, stage))
 
     def layers_of_stage(self, shape: ModelShape, stage: int) -> list[int]:
@@ -191,19 +193,19 @@ class Layout:
         return [layer for chunk in chunks for layer in chunk]
 
     def recomputed_layers(self, shape: ModelShape, stage: int = 0) -> int:
-        """Return the layers of a stage whose activations are recomputed."""
+        """Return the number of a stage's layers whose activations are recomputed."""
         if self.recompute == "none":
             return 0
         return min(self.recompute_layers or shape.layers, self.stage_layers(shape, stage))
 
 
 def problem(layout: Layout, shape: ModelShape, section: str = "trainer") -> str:
-    """Return the size in a layout that doesn't divide the model, and valid ones; "" if all divide it."""
+    """Describe the first size of a layout that doesn't divide the model, with valid sizes; "" if all divide it."""
     return next((f"{section}.{field} {wrong}" for field, wrong in problems(layout, shape)), "")
 
 
 def problems(layout: Layout, shape: ModelShape) -> list[tuple[str, str]]:
-    """Return each size of a layout that doesn't divide the model, with what would.
+    """Return each setting of a layout that doesn't divide the model, with a message that names valid values.
 
     Context parallelism needs no division: where heads don't divide, ranks attend from slices of the tokens.
     """
@@ -293,7 +295,7 @@ def possible_layouts(shape: ModelShape, ranks: int, groups: int, *, offload: boo
 
 @dataclass(frozen=True)
 class Parameters:
-    """Numbers of parameters that a rank holds."""
+    """A rank's number of parameters, by kind."""
 
     dense: int
     """Parameters that all data- and context-parallel ranks of the stage share."""
@@ -338,7 +340,8 @@ def stage_parameters(shape: ModelShape, layout: Layout, stage: int, *, critic: b
 
 
 def layer_parameters(shape: ModelShape, layout: Layout, layer: int) -> tuple[int, int]:
-    """Return a rank's parameters in a layer, numbered from 0: those of experts, and the others first."""
+    """Return a rank's numbers of parameters in a layer, numbered from 0: those outside experts, and those of
+    experts."""
     tensor, hidden, experts = layout.tensor, shape.hidden, shape.experts
     if shape.delta_net is not None and shape.has_delta_net(layer):
         dense = 2 * hidden + shape.delta_net.parameters(hidden, tensor)
@@ -357,14 +360,14 @@ def layer_parameters(shape: ModelShape, layout: Layout, layer: int) -> tuple[int
 
 
 def model_parameters(shape: ModelShape) -> int:
-    """Return the parameters of the whole model, tied ones once."""
+    """Return the number of the whole model's parameters; tied ones count once."""
     return stage_parameters(shape, Layout(1), 0).all
 
 
 def used_parameters(shape: ModelShape) -> int:
-    """Return the parameters that compute with a token of text.
+    """Return the number of parameters that compute with a token of text.
 
-    Without idle experts and a vision tower, and the embedding as output layer only.
+    Excludes idle experts, towers, and an embedding that isn't also the output layer.
     """
     used = stage_parameters(shape, Layout(1), 0).trained(vision=False).all - (
         0 if shape.tied else shape.vocabulary * shape.hidden

@@ -30,7 +30,7 @@ def config_contradiction(config: Mapping[str, Any]) -> str:
 def weights_contradiction(folder: Path, tied_embeddings: bool) -> str:
     """Describe a contradiction between a model's config.json and its weights, and how to resolve it; "" without one.
 
-    Weights that aren't there, as before a download, contradict nothing.
+    Missing weights, as before a download, are no contradiction.
 
     Args:
         folder: a Hugging Face model folder. Its files of weights are opened.
@@ -52,7 +52,7 @@ def _has_its_own_head(folder: Path) -> bool:
         embedding = next((place for name, place in found.items() if name.endswith(EMBEDDING)), None)
         return head is not None and embedding is not None and not _equal(head, embedding)
     except (OSError, ValueError, KeyError, TypeError):
-        return False  # whoever loads them says what is wrong
+        return False  # loading the model reports the problem
 
 
 def _tensors(folder: Path) -> dict[str, Tensor]:

@@ -1,4 +1,4 @@
-"""The sizes of a model that its memory depends on, read from config.json without torch."""
+"""A model's sizes and switches, read from config.json without torch."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -26,7 +26,7 @@ class ExpertShape:
     """The mixture of experts in each layer."""
 
     count: int
-    """Experts of a layer."""
+    """Number of experts per layer."""
     per_token: int
     """Number of experts per token."""
     ffn: int
@@ -37,7 +37,7 @@ class ExpertShape:
 
 @dataclass(frozen=True, kw_only=True)
 class VisionShape:
-    """The vision tower, which each rank of the first pipeline stage has whole."""
+    """The vision tower. Each rank of the first pipeline stage holds all of it."""
 
     layers: int
     hidden: int
@@ -66,15 +66,15 @@ class VisionShape:
 
 @dataclass(frozen=True, kw_only=True)
 class AudioShape:
-    """The tower for sound, which each rank of the first pipeline stage has whole."""
+    """The audio tower. Each rank of the first pipeline stage holds all of it."""
 
     layers: int
     hidden: int
     ffn: int
     bands: int
-    """Bands of a sound's spectrogram."""
+    """Number of bands of a sound's spectrogram."""
     channels: int
-    """Channels of the convolutions."""
+    """Number of channels of the convolutions."""
     output: int
     """Width of the tower's output for a token."""
 
@@ -127,7 +127,7 @@ class DeltaNetSizes:
 
 
 def read_delta_net(config: Mapping[str, Any]) -> DeltaNetSizes:
-    """Read a decoder's configuration.
+    """Read the sizes of gated delta nets from a decoder's configuration.
 
     Raises:
         ValueError: a field is wrong.
@@ -159,7 +159,7 @@ _FIELDS = {
     "value_size": ("linear_value_head_dim", 128),
     "convolution": ("linear_conv_kernel_dim", 4),
 }
-"""Fields of config.json, and their defaults in transformers."""
+"""By field of DeltaNetSizes: its field of config.json, and the default in transformers."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -189,7 +189,7 @@ class ModelShape:
     vision: VisionShape | None = None
     """Vision tower of a model for images."""
     audio: AudioShape | None = None
-    """Tower of a model for sound."""
+    """Audio tower of a model for sound."""
 
     @property
     def tower_parameters(self) -> int:
@@ -230,7 +230,7 @@ class _Family:
     """Differences of a `model_type` from Llama."""
 
     switches: Callable[[Config], dict[str, bool]] = lambda config: {}
-    """Fields of ModelShape that are true."""
+    """Returns values of ModelShape's boolean fields; the others are false."""
     kv_heads: int = 0
     """Default of num_key_value_heads; 0: equal to the query heads."""
     head_size: int = 0

@@ -11,16 +11,16 @@ from relaxd.models.folders import frozen_models, resolve_model
 from relaxd.models.shape import decoder_config
 
 SHOWN = 3
-"""Differences that an error names."""
+"""Maximum number of differences that an error names."""
 
 
 def check_vocabularies(config: RunConfig, role: str) -> None:
-    """Check that the models that a role holds frozen have the trained model's vocabulary.
+    """Check that a role's frozen models have the trained model's vocabulary.
 
-    Log-probs of the same token ids mean something only then. Reads the folders; downloads no weights.
+    Otherwise log-probs of the same token ids can't be compared. Reads the folders; downloads no weights.
 
     Raises:
-        DataError: one has another vocabulary, or one of the models isn't there.
+        DataError: a vocabulary differs, or a model is missing.
     """
     trained = resolve_model(config.model.path, weights=False)
     folders = frozen_models(config, role, weights=False)

@@ -1,9 +1,9 @@
 """The parent's side of a child process.
 
-A stuck collective must not block a health check, so a service that needs torch is a parent and its children. A child
-serves gRPC on a Unix socket (`relaxd.process.child_server`), and the parent calls it through ordinary stubs on
-`Child.channel`. The socket is in a folder that only this user can enter, the child accepts calls only with a token made
-for this launch, and the folder is removed as soon as the parent is connected.
+A stuck collective must not block a health check, so a service runs torch in child processes. A child serves gRPC on a
+Unix socket (`relaxd.process.child_server`), and the parent calls it through ordinary stubs on `Child.channel`. The
+socket is in a folder that only this user can enter, the child accepts calls only with a token made for this launch, and
+the folder is removed as soon as the parent is connected.
 """
 
 import asyncio
@@ -32,17 +32,17 @@ from relaxd.rpc.errors import Unavailable
 from relaxd.telemetry.logs import escape
 
 LIFELINE_VARIABLE = "RELAXD_CHILD_LIFELINE"
-"""Environment variable with the descriptor of a socket whose other end the parent holds, so that it closes with the
-parent."""
+"""Environment variable with the file descriptor of a socket. The parent holds its other end, so the socket closes when
+the parent ends."""
 SOCKET_VARIABLE = "RELAXD_CHILD_SOCKET"
-"""Environment variable with the path of the socket that the child has to serve."""
+"""Environment variable with the path of the Unix socket on which the child serves."""
 TOKEN_VARIABLE = "RELAXD_CHILD_TOKEN"
 """Environment variable with the token that the child requires of callers."""
 
 OUTPUT_LINES = 40
-"""Number of a child's last output lines to keep for error messages."""
+"""Maximum number of a child's last output lines that are kept for error messages."""
 KILL_SECONDS = 5.0
-"""Seconds for the kernel to end a killed process."""
+"""Maximum seconds to wait for a killed process to end."""
 
 logger = logging.getLogger(__name__)
 
@@ -52,7 +52,7 @@ class ChildError(Unavailable):
 
 
 class ChildExited(ChildError):
-    """The child has exited. Has its exit code (negative: the signal) and the last lines of its output."""
+    """The child has exited. Holds its exit code (negative: the signal that killed it) and last lines of output."""
 
     def __init__(self, name: str, exit_code: int, last_lines: Sequence[str]) -> None:
         self.name = name
@@ -64,7 +64,7 @@ class ChildExited(ChildError):
 
 @dataclass(frozen=True)
 class ChildExit:
-    """The end of a child."""
+    """How a child ended."""
 
     exit_code: int
     """Exit code; negative means the signal that killed it."""
@@ -86,7 +86,7 @@ def _failing_as_child_error(name: str) -> Iterator[None]:
 
 
 def _remove(folder: Path) -> None:
-    """Remove the folder of a socket. Works without free descriptors, which shutil.rmtree needs."""
+    """Remove a socket's folder. Needs no free file descriptor, unlike shutil.rmtree."""
     (folder / "socket").unlink(missing_ok=True)
     folder.rmdir()
 
@@ -94,7 +94,7 @@ def _remove(folder: Path) -> None:
 class Child:
     """A running child process, owned by the event loop that started it.
 
-    Start it from a thread that lives as long as the child should: Linux ends the child with that thread.
+    Start it from a thread that outlives the child: Linux ends the child when that thread ends.
     """
 
     def __init__(
@@ -134,20 +134,21 @@ class Child:
         gpu_lease: GpuLease | None = None,
         filter_output: Callable[[str], Iterable[str]] = lambda line: (line,),
     ) -> Self:
-        """Start `python -m module *args`. Calls wait until it serves.
+        """Start `python -m module *args`. Calls on `channel` wait until the child serves.
 
         Args:
             module: module to run.
-            args: its arguments.
-            env: environment, on top of this process's with `inherit`, else alone.
+            args: arguments of the module.
+            env: environment variables, added to this process's if `inherit` is set.
             inherit: whether the child inherits this process's environment.
             python: another interpreter, which must be able to import `module`.
             name: name in messages; by default `module`.
-            gpu_lease: lease on the GPUs that the child uses, if it uses any; the child is killed when it is over.
-            filter_output: returns what to pass on, to this process's stderr and in errors, of a line of its output.
+            gpu_lease: lease on the child's GPUs, if it uses any; the child is killed when the lease ends.
+            filter_output: maps a line of the child's output to the lines to show on this process's stderr and in
+                errors.
 
-        Raises ChildError when the lease is over already, or this machine starts no process: it lacks descriptors,
-        processes or memory, or the interpreter is gone.
+        Raises ChildError if the lease has ended, or no process can be started: descriptors, processes or memory are
+        exhausted, or the interpreter is missing.
         """
         name = name or module
         with _failing_as_child_error(name), contextlib.ExitStack() as undo:
@@ -159,7 +160,7 @@ class Child:
             undo.enter_context(ours)
             with theirs:
                 environment = {
-                    "GRPC_ENABLE_FORK_SUPPORT": "0",  # what a child forks calls nobody
+                    "GRPC_ENABLE_FORK_SUPPORT": "0",  # processes that a child forks make no gRPC calls
                     **(os.environ if inherit else {}),
                     **(env or {}),
                     LIFELINE_VARIABLE: str(theirs.fileno()),
@@ -213,7 +214,7 @@ class Child:
         self._raise_if_exited()
 
     async def wait_exited(self, seconds: float) -> None:
-        """Wait `seconds` for the child's end. Raises ChildExited if it ends."""
+        """Wait up to `seconds` for the child to exit. Raises ChildExited if it does."""
         await asyncio.wait({self.exited}, timeout=seconds)
         self._raise_if_exited()
 

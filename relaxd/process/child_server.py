@@ -36,9 +36,9 @@ logger = logging.getLogger(__name__)
 class ChildServer:
     """Answers the parent's calls.
 
-    A handler that is a plain function runs in a separate thread, so that none waits for another; coroutines and
-    asynchronous generators run in the server's event loop and must not block. Handlers fail by raising RpcError. See
-    `in_turn` for those that answer a stream.
+    Handlers that are plain functions run in separate threads, so none waits for another; coroutines and asynchronous
+    generators run in the server's event loop and must not block. Handlers fail by raising RpcError. For handlers that
+    answer a stream see `in_turn`.
     """
 
     def __init__(self, *services: tuple[Callable[[Any, Any], None], Any]) -> None:
@@ -89,7 +89,7 @@ async def serve_socket(
 
 
 class Outbox(Generic[T]):
-    """Messages from any thread to a stream that the parent reads. They are kept until it reads them."""
+    """Queue of messages from any thread for a stream that the parent reads."""
 
     def __init__(self) -> None:
         self._messages: deque[T] = deque()
@@ -128,14 +128,14 @@ def in_turn(handler: Handler) -> Handler:
 
 @dataclass(frozen=True)
 class AndThen:
-    """The answer of an `in_turn` handler, and a callback to run once it was sent, or nobody waits for it."""
+    """Answer of an `in_turn` handler, and a callback to run after it was sent or its caller has left."""
 
     answer: Any
     then: Callable[[], None]
 
 
 class _Threaded:
-    """A servicer whose plain functions have become coroutines, or asynchronous generators, that run them in threads."""
+    """Wraps a servicer: plain functions become coroutines or asynchronous generators that run them in threads."""
 
     def __init__(self, servicer: Any, threads: IdleThreads) -> None:
         self._servicer = servicer
@@ -165,7 +165,7 @@ class _Threaded:
         return call_in_turn if getattr(handler, "in_turn", False) else call
 
     def _follow(self, name: str, answered: "Future[Any]") -> None:
-        """Run the callback that follows an answer."""
+        """Run an answer's callback, if it has one."""
         if answered.exception() is None and isinstance(answered.result(0), AndThen):
             self._threads.run(name, partial(_do, answered.result(0).then, name))
 

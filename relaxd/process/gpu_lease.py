@@ -1,9 +1,9 @@
-"""The end of a replica's lease on GPUs, enforced in the replica and in its child processes.
+"""Lease on a replica's GPUs: the replica and its child processes enforce its end.
 
-The coordinator leases the GPUs of a replica whose heartbeats stopped to others, so by then none of its processes may
-use them, even if some hang. The replica kills its child processes that use GPUs (`GpuLease`), and each of those ends by
-itself (`end_with_lease`), in case the replica is stopped. They share one number in memory: the end of the lease by the
-monotonic clock, which is the same for all processes of a machine.
+When a replica's heartbeats stop, the coordinator leases its GPUs to other replicas. By then none of its processes may
+use them, even if some hang. The replica kills its child processes that use GPUs (`GpuLease`), and each child also ends
+by itself (`end_with_lease`), in case the replica is suspended. They share one number in memory: the end of the lease by
+the monotonic clock, which is the same for all processes of a machine.
 
 Imports nothing of gRPC, because child processes import this module.
 """
@@ -18,7 +18,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 LEASE_VARIABLE = "RELAXD_GPU_LEASE_FD"
-"""Environment variable with the descriptor of the shared memory."""
+"""Environment variable with the file descriptor of the shared memory that holds the end of the lease."""
 POLL_SECONDS = 0.25
 """Seconds between a child's reads of the end of the lease."""
 IDLE_SECONDS = 3600.0
@@ -40,7 +40,7 @@ class Killable(Protocol):
 class GpuLease:
     """One replica's lease on GPUs. Any thread may call its methods.
 
-    A lease that is over can't be renewed: its children have been killed, and a new one has to begin.
+    A lease that has ended can't be renewed: its children were killed, and `begin` starts a new lease.
     """
 
     def __init__(self, on_over: Callable[[], None]) -> None:
@@ -48,10 +48,10 @@ class GpuLease:
         self._on_over = on_over
         self._descriptor = -1
         self._shared = ctypes.c_double()
-        """End of the lease; in shared memory once a lease has begun."""
+        """End of the lease by the monotonic clock, or 0; in shared memory from the first lease on."""
         self._changed = threading.Condition()
         self._until: float | None = None
-        """End of the lease; None if nothing is leased."""
+        """End of the lease by the monotonic clock; None if nothing is leased."""
         self._children: set[Killable] = set()
         self._watcher: threading.Thread | None = None
 
@@ -74,13 +74,13 @@ class GpuLease:
             self._set(until)
 
     def renew(self, until: float) -> None:
-        """Move the end of the lease to `until`. Does nothing when there is none or it is over."""
+        """Move the end of the lease to `until`. Does nothing if no lease is in force."""
         with self._changed:
             if self._until is not None and not self._end_if_over():
                 self._set(until)
 
     def give_back(self) -> None:
-        """End the lease; no child uses GPUs any more."""
+        """End the lease. Call it when no child uses GPUs any more."""
         with self._changed:
             self._set(None)
 
@@ -108,7 +108,7 @@ class GpuLease:
         self._changed.notify()
 
     def _end_if_over(self) -> bool:
-        """Return whether the lease has ended, after killing its children. Needs the lock."""
+        """If the lease has ended, kill its children and return True. The caller holds the lock."""
         if self._until is None or time.monotonic() < self._until:
             return False
         for child in self._children:

@@ -5,7 +5,7 @@ import socket
 import psutil
 
 REACH_SECONDS = 1.5
-"""Maximum seconds to reach another machine; a lost packet is sent again after one."""
+"""Timeout of connecting to another machine, in seconds: long enough to resend a lost packet, after 1 s."""
 
 
 def address_towards(host: str, port: int) -> str:
@@ -28,8 +28,8 @@ def interface_towards(host: str, port: int) -> str:
 def check_reaches(interfaces: str, host: str, port: int) -> None:
     """Check that a connection from each of these interfaces, separated by commas, reaches `host`.
 
-    It may be refused: nothing has to listen on `port`. Raises OSError with the interface, or the address that isn't
-    reached.
+    The connection may be refused: nothing has to listen on `port`. Raises OSError with the missing interface, or the
+    address that isn't reached.
     """
     family, _, _, _, target = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     present = psutil.net_if_addrs()

@@ -1,7 +1,7 @@
 """Ports for processes of this machine: any free one, or one of a fixed range (weights.ports).
 
-A port that is chosen now and listened on later, by another process that first has to load its code, is reserved: else
-whoever asks for any free port meanwhile may be given it.
+A port is reserved if another process listens on it later, after loading its code: otherwise the system may assign it to
+any process that requests a free port meanwhile.
 """
 
 import errno
@@ -22,8 +22,8 @@ class ReservedPort:
     """A port on which a process of this machine will listen. A context manager.
 
     While a socket is bound to a port, Linux doesn't assign it to processes that request any free port, but lets a
-    server listen on it if both sockets have SO_REUSEADDR. On systems that refuse this, the port was merely free when it
-    was chosen. To keep two processes from reserving one port, each also binds an abstract Unix socket named after the
+    server listen on it if both sockets have SO_REUSEADDR. On systems that refuse this, the port isn't held: it was free
+    when chosen. To keep two processes from reserving one port, each also binds an abstract Unix socket named after the
     port, which disappears with the process.
     """
 
@@ -63,14 +63,15 @@ class ReservedPort:
 
 
 def listen(host: str, ports: Sequence[int] | None) -> socket.socket:
-    """Listen on a free port of a host: the first of `ports`, or without them any. Raises NoFreePort, OSError."""
+    """Listen on a free port of a host: the first free one of `ports`, or any if it is None. Raises NoFreePort,
+    OSError."""
     return _first(host, ports, lambda port: socket.create_server((host, port), family=_family(host)))
 
 
 def reserve_port(host: str, ports: range | None) -> ReservedPort:
     """Reserve a port on which a process of this machine will listen. Raises NoFreePort, OSError.
 
-    Of a range it is any free one, so that replicas that start at the same time hardly ever choose the same.
+    Ports of a range are tried in random order, so that replicas that start at the same time rarely try the same.
     """
     sample = None if ports is None else random.sample(ports, len(ports))
     return _first(host, sample, lambda port: ReservedPort(host, port))

@@ -18,7 +18,7 @@ class TraceRecorder:
     """Records this thread's work, and the GPU's for it, from creation to `write`."""
 
     def __init__(self, *, stacks: bool) -> None:
-        """Begin. `stacks` records the lines of Python that call each operation.
+        """Start recording. `stacks` also records the Python stack of each operation.
 
         Raises RuntimeError: this process is being recorded already.
         """
@@ -29,18 +29,18 @@ class TraceRecorder:
         self._profiler.start()
 
     def write(self, path: Path) -> None:
-        """End, and write the file whole, compressed by gzip. Raises OSError."""
+        """Stop recording, and write the whole file or none, compressed by gzip. Raises OSError."""
         if torch.cuda.is_available():
-            torch.cuda.synchronize()  # what the GPU still works on is of these steps, too
+            torch.cuda.synchronize()  # work still running on the GPU belongs to these steps, too
         self._profiler.stop()
-        partial = path.with_name(f"partial-{path.name}")  # torch compresses by the name's end
+        partial = path.with_name(f"partial-{path.name}")  # torch compresses if the name ends in .gz
         path.parent.mkdir(exist_ok=True)
         self._profiler.export_chrome_trace(str(partial))
         os.replace(partial, path)
 
 
 class StepRecording:
-    """The recording of a number of steps of a loop, by its thread."""
+    """Records a number of steps of a loop, in the loop's thread."""
 
     def __init__(self, path: Path, steps: int, *, stacks: bool) -> None:
         """Record the next `steps` steps, from the next `at_step` on."""

@@ -1,4 +1,4 @@
-"""Upkeep of a process that lives long: signals, idle threads, garbage collections."""
+"""Upkeep of long-lived processes: signals, idle threads, garbage collections."""
 
 import asyncio
 import gc
@@ -37,10 +37,10 @@ def stop_signals() -> asyncio.Event:
 
 
 def freeze_objects() -> None:
-    """Exempt all objects that exist now from garbage collections, after a last one.
+    """Collect garbage once more, then exempt all existing objects from further collections.
 
     Call it once imports, configuration, prompts and models are loaded: a full collection with these objects takes 0.1
-    to 0.25 s, which delays heartbeats and steps. Each call also collects what earlier ones exempted.
+    to 0.25 s, which delays heartbeats and steps. Each call also collects garbage among objects exempted earlier.
     """
     gc.unfreeze()
     gc.collect()
@@ -52,9 +52,9 @@ IDLE_THREADS = 8
 
 
 class IdleThreads:
-    """Threads of which each runs one call at a time. One that is idle takes the next call.
+    """A pool of threads, each of which runs one call at a time.
 
-    A call finds no thread idle if all have calls, and gets a new one: none waits for another.
+    An idle thread takes the next call; if none is idle, a new thread is started. So no call waits for another.
     """
 
     def __init__(self) -> None:
@@ -63,9 +63,9 @@ class IdleThreads:
         self._lock = threading.Lock()
 
     def run(self, name: str, do: Callable[[], Any]) -> "Future[Any]":
-        """Call `do` in a thread that is called `name` meanwhile."""
+        """Run `do` in a thread, named `name` meanwhile. Returns the future result."""
         answer: Future[Any] = Future()
-        answer.set_running_or_notify_cancel()  # a caller that leaves doesn't end it
+        answer.set_running_or_notify_cancel()  # a caller that stops waiting doesn't cancel it
         work = _Work(name, do, answer)
         try:
             self._idle.pop().put(work)  # the last one that became idle
@@ -82,14 +82,14 @@ class IdleThreads:
             threading.current_thread().name = work.name
 
     def _settle(self, work: "_Work", calls: "queue.SimpleQueue[_Work]") -> bool:
-        """Answer a call. Returns whether its thread, which takes further calls from `calls`, is then idle."""
+        """Run a call and set its result. Returns True if the thread stays, to take further calls from `calls`."""
         try:
             result = work.do()
         except BaseException as error:
             idle = self._idles(calls)
             work.answer.set_exception(error)
         else:
-            idle = self._idles(calls)  # before the answer, after which the caller may call again
+            idle = self._idles(calls)  # before the result is set: then the caller may call again
             work.answer.set_result(result)
         return idle
 
@@ -103,7 +103,7 @@ class IdleThreads:
 
 @dataclass(frozen=True)
 class _Work:
-    """A call."""
+    """A call for a thread of the pool."""
 
     name: str
     do: Callable[[], Any]

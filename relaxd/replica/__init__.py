@@ -4,4 +4,4 @@ A service implements `replica_service.ReplicaService`; `replica_life.run_replica
 """
 
 RESTART = 75
-"""The process ended because of Replica.Restart, not because of a failure (EX_TEMPFAIL in sysexits.h)."""
+"""Exit code of a process that Replica.Restart ended, which is no failure (EX_TEMPFAIL in sysexits.h)."""

@@ -1,4 +1,4 @@
-"""The assignment of a replica, and bringing the service to the assigned state."""
+"""Follows a replica's assignment: brings its service to the assigned state."""
 
 import asyncio
 import logging
@@ -17,7 +17,7 @@ from relaxd.v1.coordinator_pb2 import Assignment
 from relaxd.waiting import Backoff
 
 STOP_RUN_SECONDS = 60.0
-"""Maximum seconds of stop_run; then the replica continues without it."""
+"""Timeout of stop_run, in seconds; the replica continues after it."""
 BACKOFF = Backoff(first_seconds=1.0, max_seconds=30.0)
 _ENDED = (coordinator_pb2.RUN_STATE_STOPPED, coordinator_pb2.RUN_STATE_FAILED)
 
@@ -28,8 +28,8 @@ class AssignmentFollower:
     """Starts, pauses, resumes and stops the service's run, one at a time, in the task of `run`.
 
     `on_change` is called whenever `state` or `run_id` changes. Leases on GPUs are returned when a run has been stopped.
-    A drained replica that holds GPUs leaves the run, so that others can have them; one that lost its GPUs starts the
-    run again.
+    A drained replica that holds GPUs leaves the run, so that others can lease them; a replica that lost its GPUs starts
+    the run again.
     """
 
     def __init__(self, service: ReplicaService, on_change: Callable[[], None], gpus: GpuLeases) -> None:
@@ -81,7 +81,7 @@ class AssignmentFollower:
             return 0
         work = asyncio.create_task(self._service.drain(seconds), name="drain")
         done, _ = await asyncio.wait({work}, timeout=seconds)
-        if not done:  # whoever asked waits no longer, and may not ask again
+        if not done:  # the caller waits no longer, and may not call again
             self._late_drains.add(work)
             work.add_done_callback(self._after_late_drain)
             return self._service.status().held_groups
@@ -152,7 +152,7 @@ class AssignmentFollower:
         self._set_state(replica_pb2.REPLICA_STATE_IDLE)
 
     def _target(self) -> str:
-        """Return the run to be in: none while draining, except the run of groups that are still held."""
+        """Return the id of the run to work on, also while a drain finishes held groups; "" for no run."""
         wanted = self._wanted
         if wanted.state in _ENDED or (self.draining and self.state != replica_pb2.REPLICA_STATE_READY):
             return ""

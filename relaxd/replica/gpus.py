@@ -24,15 +24,15 @@ CALL_SECONDS = 5.0
 """Deadline of a LeaseGpus call."""
 RETRY_SECONDS = 1.0
 TRANSIENT = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
-"""Statuses that may pass: the coordinator is away, or the GPUs' holder has just ended."""
+"""Status codes that are retried: the coordinator is away, or the GPUs' holder has just ended."""
 LEASE_MARGIN = 1 / 6
-"""Share of a lease reserved for killing the children and freeing the GPUs' memory."""
+"""Fraction of a lease's duration that is reserved for killing the children and freeing the GPUs' memory."""
 SHARE_VARIABLE = "RELAXD_GPU_SHARE"
-"""Environment variable with the share of its GPUs' memory that a child may use; unset: the whole."""
+"""Environment variable with the share of its GPUs' memory that a child may use, above 0 to 1; unset: 1."""
 
 STEADY_SECONDS, STEADY_TICK_SECONDS, STEADY_LIMIT_SECONDS = 1.0, 0.2, 60.0
 STEADY_BYTES = 64 << 20
-"""Smaller changes of a GPU's memory are ignored."""
+"""Largest change of a GPU's memory in use, in bytes, that counts as steady."""
 
 logger = logging.getLogger(__name__)
 
@@ -142,7 +142,7 @@ async def wait_until_steady(
     for _ in range(int(STEADY_LIMIT_SECONDS / STEADY_TICK_SECONDS)):
         if not before or same >= STEADY_SECONDS:
             return
-        await sleep(STEADY_TICK_SECONDS)  # named: `on_wait` is told
+        await sleep(STEADY_TICK_SECONDS)  # named: `on_wait` reports it
         now = list(read())
         changed = [index for index, (a, b) in enumerate(zip(before, now, strict=True)) if abs(a - b) > STEADY_BYTES]
         same = 0.0 if changed else same + STEADY_TICK_SECONDS
@@ -229,7 +229,7 @@ class GpuLeases:
         self._share = 1.0
         """Share of the memory of each GPU in `held`."""
         self._until = 0.0
-        """End of the children's lease unless another heartbeat is answered, by the monotonic clock."""
+        """End of the children's lease, by the monotonic clock. Each answered heartbeat moves it."""
         self._replica_id = replica_id
         self._coordinator = coordinator
         self._settled = True
@@ -237,11 +237,11 @@ class GpuLeases:
         self._calling = asyncio.Lock()
 
     async def lease(self, count: int, share: float = 1.0) -> tuple[Gpu, ...]:
-        """Lease a share of `count` of the visible GPUs in the place of those held before, and return them.
+        """Lease a share of the memory of `count` visible GPUs, instead of those held before, and return them.
 
-        Returns () where no GPU is visible; children use the CPU then. Waits for GPUs whose holders have ended, and for
-        the coordinator; `waiting` has the reason. Raises ResourceExhausted when other replicas hold too many (the
-        message names them), LeaseOver when heartbeats are not answered, and grpc.aio.AioRpcError.
+        Returns () if no GPU is visible; children then use the CPU. Waits for GPUs whose holders have just ended, and
+        while the coordinator is away; `waiting` has the reason. Raises ResourceExhausted when other replicas hold too
+        many (the message names them), LeaseOver when heartbeats are not answered, and grpc.aio.AioRpcError.
         """
         if not self.visible:
             return ()
@@ -261,7 +261,7 @@ class GpuLeases:
     def on_contact(self, sent: float, lease_seconds: float) -> None:
         """Renew the children's lease: a registration or heartbeat that was sent at `sent` (monotonic) was answered.
 
-        The coordinator counts `lease_seconds` from its arrival. Counting from `sent` is earlier, so on the safe side.
+        The coordinator counts `lease_seconds` from its arrival. Counting from `sent`, which is earlier, is safe.
         """
         self._until = sent + lease_seconds * (1 - LEASE_MARGIN)
         self.child_lease.renew(self._until)

@@ -1,8 +1,8 @@
-"""relaxd.v1.Launcher, over a Host: local processes (relaxd.local.local_launcher), containers or pods
+"""Server of relaxd.v1.Launcher. Its Host starts local processes (relaxd.local.local_launcher), containers or pods
 (services.launcher).
 
-A coordinator that was replaced must not start or kill anything any more, so the launcher reads the newest term in Redis
-at every call and refuses calls of any other. It remembers no term itself: a single mistyped or malicious call with a
+A replaced coordinator must not start or kill anything any more, so the launcher reads the newest term from Redis at
+every call and refuses calls with another term. It remembers no term itself: a single mistyped or malicious call with a
 large term would lock the coordinator out, a restarted launcher would have forgotten it, and a term on disk would refuse
 the coordinators of a Redis that started empty.
 """
@@ -46,7 +46,7 @@ class Host(Protocol):
 
 LAUNCH_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 THREADS = 32
-"""Threads for the host's calls, which wait for processes to start and end."""
+"""Number of threads for the host's calls, which wait for processes to start and end."""
 MAX_GRACE_SECONDS = 600.0
 _NAME_RULE = "must be 1 to 100 letters, digits, dots, dashes and underscores, the first one a letter or digit"
 

@@ -19,8 +19,8 @@ CALL_SECONDS = 5.0
 RETRY_SECONDS = 0.5
 """Seconds between two attempts while the coordinator is away."""
 STARTING_SECONDS = 10.0
-"""Seconds for which an unresponsive coordinator may still be starting, beside this process, so that there is no
-warning."""
+"""Seconds after this process's start in which an unresponsive coordinator causes no warning: it may be starting,
+too."""
 TRANSIENT = (
     grpc.StatusCode.UNAVAILABLE,
     grpc.StatusCode.DEADLINE_EXCEEDED,
@@ -30,7 +30,7 @@ TRANSIENT = (
     grpc.StatusCode.INTERNAL,
     grpc.StatusCode.UNKNOWN,
 )
-"""Statuses that may pass, so that another attempt may succeed."""
+"""Status codes after which another attempt may succeed."""
 
 _log = logging.getLogger(__name__)
 
@@ -45,12 +45,12 @@ class Membership:
     Args:
         coordinator: stub of the coordinator.
         address: the coordinator's address, for messages.
-        registration: how to register.
+        registration: registration to send.
         status: returns the status to report in heartbeats.
-        on_answer: called with every answer; a registration's is turned into a heartbeat's.
+        on_answer: called with every answer; a registration's answer is converted to a heartbeat's.
         on_registered: called after each registration, before `on_answer`.
-        on_contact: called when a registration or a heartbeat was answered, with the time at which it was sent, by the
-            monotonic clock, and the seconds for which GPUs are leased from its arrival.
+        on_contact: called when a registration or heartbeat was answered, with the monotonic time at which it was sent
+            and the seconds for which it leases GPUs from its arrival.
         engine_ranks: returns the engine's ranks; when they change, the replica registers again.
         tls: TLS files of the stub's channel, for messages.
     """
@@ -81,7 +81,7 @@ class Membership:
         """Set to send the next heartbeat without waiting."""
         self._away = False
         self._warns_from = time.monotonic() + STARTING_SECONDS
-        """Monotonic time from which a coordinator that doesn't answer is worth a warning."""
+        """Monotonic time before which an unresponsive coordinator causes no warning."""
         self._heartbeat_seconds = 1.0
 
     @property
@@ -134,7 +134,7 @@ class Membership:
             _log.info("the last status did not reach the coordinator at %s: %s", self._address, explain(error))
 
     async def _heartbeat(self) -> bool:
-        """Send one heartbeat. Returns whether this replica is still registered, as far as it knows."""
+        """Send one heartbeat. Returns False if the replica has to register again."""
         if self._engine_ranks() != self._registration.engine_ranks:
             return False  # the coordinator counts an engine's ranks in weight groups by its registration
         self.send_now.clear()

@@ -26,10 +26,10 @@ from relaxd.waiting import Backoff
 AVOIDED_SECONDS = 5.0
 """Seconds for which a replica that did not answer isn't called; by then the coordinator knows if it has ended."""
 FIRST_SECONDS = 5.0
-"""Time in which the coordinator has to name the replicas for the first time."""
+"""Maximum seconds to wait for the coordinator's first list of replicas."""
 WATCH_SECONDS = 60.0
 WATCH_GRACE_SECONDS = 15.0
-"""Time beyond that for the end of a watch."""
+"""Seconds beyond WATCH_SECONDS until a watch's deadline."""
 CLOSE_SECONDS = 5.0
 PAUSE = Backoff(first_seconds=0.2, max_seconds=5.0)
 """Pauses between two watches while the coordinator is away."""
@@ -43,7 +43,7 @@ class NoReplicaError(Exception):
     """No replica can be called at the moment."""
 
     def __init__(self, message: str, *, starting: bool = False) -> None:
-        """`starting` is true if the replicas have not failed, but are not there yet."""
+        """`starting` is true if replicas have not failed, but are yet to start."""
         super().__init__(message)
         self.starting = starting
 
@@ -57,10 +57,10 @@ class Peer(Generic[Stub]):
         self.channel = to
         self.stub = stub
         self.open = 0
-        """Calls without a reply."""
+        """Number of unanswered calls."""
         self.avoided_until = 0.0
         self.avoided_why = ""
-        """Reason why the replica isn't called until then, such as "did not answer a moment ago"."""
+        """Reason why the replica isn't called until `avoided_until`, such as "did not answer a moment ago"."""
         self.ready = True
         """True if the coordinator last listed the replica as ready."""
         self.version: int | None = None
@@ -70,7 +70,7 @@ class Peer(Generic[Stub]):
 
     @contextmanager
     def called(self) -> Iterator[Stub]:
-        """Count a call as open while the block makes it."""
+        """Return the stub for a call in the block, during which the call counts as open."""
         self.open += 1
         try:
             yield self.stub
@@ -91,11 +91,11 @@ class PeerReplicas(Generic[Stub]):
         *,
         serving: bool = False,
     ) -> None:
-        """Begin to follow them.
+        """Start to follow the replicas.
 
         Args:
-            role: the role.
-            stub: makes the stub of a replica's channel.
+            role: role of the replicas.
+            stub: makes a stub from a replica's channel.
             coordinator: the coordinator.
             settings: of this process.
             run_id: the run.
@@ -127,9 +127,9 @@ class PeerReplicas(Generic[Stub]):
         return [f"{one.replica_id} {one.detail}".rstrip() for one in self._known.values() if not self._is_able(one)]
 
     async def choose(self, preferred: str = "", fits: Callable[[Peer[Stub]], bool] | None = None) -> Peer[Stub]:
-        """Return the replica to call: the preferred one if it is able, else one with the fewest open calls.
+        """Return the replica to call: the preferred one if it can be called, else one with the fewest open calls.
 
-        With `fits`, only replicas for which it returns True. Raises NoReplicaError.
+        `fits` restricts the choice to replicas for which it returns True. Raises NoReplicaError.
         """
         await self._wait_listed()
         now = time.monotonic()
@@ -146,7 +146,7 @@ class PeerReplicas(Generic[Stub]):
     def avoid(
         self, peer: Peer[Stub], seconds: float = AVOIDED_SECONDS, why: str = "did not answer a moment ago"
     ) -> None:
-        """Don't call a replica for this many seconds. `why` continues "those that"."""
+        """Don't call a replica for `seconds`. Error messages show `why` after the words "those that"."""
         peer.avoided_until, peer.avoided_why = time.monotonic() + seconds, why
 
     async def close(self) -> None:
@@ -204,7 +204,7 @@ class PeerReplicas(Generic[Stub]):
             able = self._is_able(replica)
             self._came |= able
             if able and (name not in self._peers or self._peers[name].address != replica.address):
-                if (gone_peer := self._peers.pop(name, None)) is not None:  # its process; another one has its name now
+                if (gone_peer := self._peers.pop(name, None)) is not None:  # the replica's earlier process
                     await gone_peer.channel.close(None)
                 own = self._settings
                 to = channel(replica.address, token=own.token, tls=own.tls, stack=own.stack)

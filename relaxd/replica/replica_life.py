@@ -9,9 +9,9 @@ run_replica runs a ReplicaService:
 - A start_run that fails puts the replica in FAILED with the reason in status.detail. It is tried again after 1 s, 2 s,
   4 s ... at most 30 s, as long as the assignment stays: the cause may be a Redis that is still starting. After an
   InvalidArgument status.start_refused says that no other start would help.
-- A drain, requested by call or by heartbeat, lasts until the replica is given another run, or until heartbeats
-  that requested it no longer do.
-- With settings.standby it registers only on Replica.Join, and until Replica.Leave.
+- A drain, requested by call or by heartbeat, lasts until the replica is given another run, or until heartbeats that
+  requested it no longer do.
+- With settings.standby it is registered only from Replica.Join to Replica.Leave.
 - After ReplicaContext.give_up the replica is FAILED, drains as on SIGTERM, and the process ends with code 1: its
   supervisor starts another one. The same happens when another replica got its GPUs while it was out of touch.
 - Replica.Restart ends the process within RESTART_SECONDS, even if something hangs: held groups are handed back, no
@@ -44,7 +44,7 @@ from relaxd.v1.coordinator_pb2 import HeartbeatResponse, Registration
 from relaxd.waiting import waits
 
 WAIT_SECONDS = 2.0
-"""A wait of this length is in the status."""
+"""Minimum length of a wait in the status, in seconds."""
 RESTART_SECONDS = 5.0
 """Maximum seconds from a request to restart until the process has ended."""
 
@@ -75,7 +75,7 @@ class _Life:
         self._drains: set[asyncio.Task[int]] = set()
 
     def status(self) -> replica_pb2.ReplicaStatus:
-        """Return the service's status, completed with what this replica itself knows."""
+        """Return the service's status, completed with the state of the replica: its run, drain, waits and GPUs."""
         follower = self.follower
         try:
             own = self.service.status()
@@ -316,7 +316,7 @@ async def _end(
 
 
 def _longest_wait() -> str:
-    """Return this process's longest wait, if it is a long one."""
+    """Describe this process's longest wait; "" if none lasts WAIT_SECONDS yet."""
     found = waits(min_seconds=WAIT_SECONDS)
     return f"waiting for {found[0]}" if found else ""
 

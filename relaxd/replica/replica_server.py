@@ -1,4 +1,4 @@
-"""relaxd.v1.Replica: the calls that every replica answers, and the order in which it takes weight synchronisations."""
+"""Server of relaxd.v1.Replica, which every replica has, and a check of the order of weight synchronisations."""
 
 from collections.abc import Awaitable, Callable
 from typing import Any, Protocol
@@ -28,10 +28,10 @@ class ReplicaServicer(replica_pb2_grpc.ReplicaServicer):
 
     Args:
         status: returns the status.
-        drain: drains within some seconds; returns the number of groups still held.
+        drain: drains within the given seconds; returns the number of groups still held.
         standby: handles Join and Leave; None refuses them.
         restart: handles Restart, given replica id and reason; None refuses it.
-        deadline_seconds: deadline of calls that bring none.
+        deadline_seconds: default deadline of calls.
     """
 
     def __init__(
@@ -83,11 +83,11 @@ class ReplicaServicer(replica_pb2_grpc.ReplicaServicer):
 
 
 MAX_SYNC_ID = 2**62
-"""Maximum id. No coordinator gets near it, and a larger one, by mistake, would block all real ones after it."""
+"""Maximum id. Real ids stay far below it; a larger id, sent by mistake, would block all later synchronisations."""
 
 
 class SyncIds:
-    """Refuses calls of a weight synchronisation once a call of a later one has come from the same coordinator.
+    """Refuses calls of a weight synchronisation after a call of a later one from the same coordinator.
 
     Ids ascend within a coordinator's term; a later one may begin with smaller ids, because its Redis may have lost the
     last one and its clock may have been set. Calls of earlier terms are refused before (`NewestTerm`). No id is
@@ -95,7 +95,7 @@ class SyncIds:
     """
 
     def __init__(self, coordinator: NewestTerm | None = None) -> None:
-        """`coordinator` has the term of the obeyed coordinator; None: there is only one coordinator."""
+        """`coordinator` holds the newest coordinator's term; None: there is only one coordinator."""
         self._coordinator = coordinator
         self._term = 0
         self._last = 0

@@ -1,5 +1,5 @@
-"""A replica's service: the interface that `relaxd.replica.replica_life.run_replica` runs, and what it gets of its
-process: settings, coordinator, leases and turns on the GPUs, and the end."""
+"""A replica's service: the interface that `relaxd.replica.replica_life.run_replica` runs, and its access to the
+process: settings, coordinator, leases and turns on the GPUs, and shutdown."""
 
 import asyncio
 import logging
@@ -110,7 +110,7 @@ class ReplicaService(ABC):
 
 
 async def wait_for_turn(coordinator: CoordinatorStub, replica_id: str, on_wait: Callable[[str], None]) -> None:
-    """Wait until the coordinator grants this replica the device. None of its children may use it now.
+    """Wait until the coordinator grants this replica the device. Call it while none of its children uses the device.
 
     `on_wait` is called with the reason before each further attempt. Waits without a deadline, also while the
     coordinator is away: cancel it when the run ends.
@@ -133,7 +133,8 @@ async def wait_for_turn(coordinator: CoordinatorStub, replica_id: str, on_wait: 
 
 
 class ReplicaContext:
-    """Everything a service needs of its process. Open one with `open_context`; lives in its event loop.
+    """The process of a service: settings, coordinator, GPUs and shutdown. Open one with `open_context`; lives in its
+    event loop.
 
     Args:
         settings: settings of this process.
@@ -150,7 +151,7 @@ class ReplicaContext:
         self.gpus = gpus
         self.stop = stop
         self.fence = NewestTerm()
-        """The term of the coordinator that is obeyed."""
+        """The newest coordinator's term; calls with earlier terms are refused."""
         self.failure = ""
         """Reason of the first `give_up`; empty before it."""
         self.failed = asyncio.Event()
@@ -160,14 +161,15 @@ class ReplicaContext:
         self._loop = asyncio.get_running_loop()
 
     async def take_turn(self, on_wait: Callable[[str], None]) -> None:
-        """Wait until this replica of a colocated run may start children. It must have none now.
+        """Wait until this replica of a colocated run may start children. Call it while it has none.
 
         `on_wait` is called with the reason for each wait.
         """
         await wait_for_turn(self.coordinator, self.settings.replica_id, on_wait)
 
     def give_up(self, reason: str) -> None:
-        """End this process with exit code 1, after handing back held groups: only a new process can repair it.
+        """End this process with exit code 1, after handing back held groups. For failures that only a new process
+        repairs.
 
         Its supervisor starts another one. Any thread may call this; only the first reason counts.
         """

@@ -13,7 +13,8 @@ from relaxd.v1.coordinator_pb2 import Assignment
 
 
 class StageReplica(ReplicaService):
-    """Takes a stage's groups from the board of the assigned run, and commits the results of `prepare`'s process."""
+    """Takes a stage's groups from the assigned run's board, processes them with the function from `prepare`, and
+    commits the results."""
 
     stage: ClassVar[str]
     """Name of the stage."""
@@ -29,7 +30,7 @@ class StageReplica(ReplicaService):
 
     @abstractmethod
     async def prepare(self, config: RunConfig) -> tuple[Process, int | Callable[[], int]]:
-        """Prepare for a run. Returns the function that processes its groups, and how many of them to work on at once.
+        """Prepare for a run. Returns the function that processes groups, and the number of groups to process at once.
 
         An exception is reported as the status's detail, and the start is tried again later.
         """

@@ -1,4 +1,4 @@
-"""Calling of rewards: coroutines among them, their place in the source, and the stack of a slow one."""
+"""Calls rewards, coroutines included, and finds their place in the source and the stack of a slow reward."""
 
 import asyncio
 import inspect
@@ -16,28 +16,28 @@ from relaxd.rewards.logged import Logged, collect_into, logged_parts
 MACHINERY = str(Path(__file__).parent)
 """Folder of the files that call and import rewards; bundled rewards are in its subfolders."""
 Outcome = RewardOutput | BaseException
-"""A sample's score, or the exception in its place."""
+"""A sample's score, or the exception that its reward raised."""
 DUMP = re.compile(r"Timeout \(\d+:\d\d:\d\d(\.\d+)?\)!")
 THREAD = re.compile(r"(Current thread|Thread) 0x[0-9a-f]+.* \(most recent call first\):")
 FRAME = re.compile(r'  File "(.*)", line (\d+) in (.*)')
 OTHER = ("", "  ...", "  <no Python frame>")
-"""Further lines of a dump. Dots stand for frames beyond the first hundred."""
+"""Other lines of a stack dump. Dots stand for frames beyond the first hundred."""
 
 
 def takes_group(reward: Callable[..., Any]) -> bool:
-    """Return whether a reward scores all samples of a group at once: its first parameter is `samples`."""
+    """Return True if a reward scores all samples of a group at once: its first parameter is `samples`."""
     return next(iter(parameters_of(reward)), "") == "samples"
 
 
 def awaits(reward: Callable[..., Any]) -> bool:
-    """Return whether a reward is a coroutine function, or a class with a coroutine as call."""
+    """Return True if a reward is a coroutine function, or an object whose `__call__` is one."""
     function = inspect.unwrap(getattr(reward, "func", reward))
     function = getattr(function, "reward", function)  # of `adapt`
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
 
 
 def parameters_of(function: Callable[..., Any]) -> dict[str, inspect.Parameter]:
-    """Return the parameters of a function or a class; none of a builtin without a signature."""
+    """Return the parameters of a function or class by name; {} for a builtin without a signature."""
     try:
         return dict(inspect.signature(function).parameters)
     except (TypeError, ValueError):  # some builtins have none
@@ -45,14 +45,15 @@ def parameters_of(function: Callable[..., Any]) -> dict[str, inspect.Parameter]:
 
 
 def call(reward: Reward, samples: Sequence[RewardInput], runner: asyncio.Runner, key: str = "") -> list[Outcome]:
-    """Call a reward for samples of a group. Coroutines run in `runner`, all at the same time.
+    """Call a reward for samples of a group.
 
-    `key` is the key of the reward in mappings, see `check_output`.
+    Coroutines run in `runner`, all at the same time.
 
-    What it logs (`log_metric`) becomes parts of the sample's score; for a group, of the first sample's.
+    `key` is the key of the reward in mappings, see `check_output`. Numbers that the reward logs (`log_metric`) become
+    parts of the sample's score; if it scores a group at once, of the first sample's.
 
-    Returns for each sample its score, or what was raised: whatever the reward raises, or BadRewardError if its value is
-    no reward, or no list of one for each sample; the message of the latter begins with its place.
+    Returns for each sample its score or an exception: the reward's own, or BadRewardError if its result is invalid or
+    not one for each sample. The message of a BadRewardError begins with the reward's place.
     """
     if takes_group(reward):
         calls = [_Call(cast(Callable[..., Any], reward), samples)]
@@ -67,7 +68,7 @@ def call(reward: Reward, samples: Sequence[RewardInput], runner: asyncio.Runner,
 
 @dataclass
 class _Call:
-    """A call of a function, and the numbers that it logs."""
+    """A call of a reward, and the numbers that it logs."""
 
     function: Callable[[Any], Any]
     scored: Any
@@ -75,7 +76,7 @@ class _Call:
     context: Context = field(default_factory=copy_context)
 
     def begin(self) -> Any:
-        """Call the function. Returns its value, which may be awaitable, or the exception."""
+        """Call the function. Returns its result, which may be awaitable, or its exception."""
         self.context.run(collect_into, self.logged)
         try:
             return self.context.run(self.function, self.scored)
@@ -84,7 +85,7 @@ class _Call:
 
 
 def _finish(calls: Sequence[_Call], runner: asyncio.Runner) -> list[Any]:
-    """Make calls, and await awaitable values concurrently. Returns values or exceptions."""
+    """Make the calls, and await awaitable results concurrently. Returns a result or exception for each call."""
     values = [call.begin() for call in calls]
     return runner.run(_await_all(calls, values)) if any(map(inspect.isawaitable, values)) else values
 
@@ -104,7 +105,7 @@ async def _await(value: Any) -> Any:
 
 
 def _of_group(values: Any, count: int) -> list[Any]:
-    """Return a group's values one by one, or the common error for each."""
+    """Return the values of a group's samples, or for each sample the group's error."""
     if isinstance(values, BaseException):
         return [values] * count
     if not isinstance(values, Sequence) and hasattr(values, "tolist"):
@@ -132,7 +133,7 @@ def _checked(reward: Reward, value: Any, key: str) -> Outcome:
 
 
 def place(reward: Callable[..., Any]) -> str:
-    """Return name and place of a reward, such as "score (reward.py:12)"; files in the current folder are relative."""
+    """Return a reward's name and place, such as "score (reward.py:12)"; paths in the current folder are relative."""
     function = getattr(reward, "func", reward)  # of functools.partial
     function = inspect.unwrap(getattr(function, "reward", function))
     code = getattr(function, "__code__", None)
@@ -148,7 +149,7 @@ def describe_error(error: BaseException) -> str:
 
 
 def user_traceback(error: BaseException) -> str:
-    """Return the traceback of an exception that a reward raised, from the reward on."""
+    """Return the traceback of a reward's exception, without frames outside the reward."""
     lines = ["Traceback:\n", *traceback.format_list(_frames(error)), *traceback.format_exception_only(error)]
     return "".join(lines).strip()
 
@@ -174,12 +175,13 @@ def shown_file(name: str) -> str:
 
 
 class RewardStacks:
-    """Filters a worker's output: of a stack dump it passes only the reward's own frames, and remembers their place."""
+    """Filters a worker's output: passes only the reward's frames of a stack dump, and remembers their place."""
 
     def __init__(self) -> None:
         self.place = ""
-        """Place of the reward in the newest dump: "reward.py:12, in score"; "" if it was in no stack, such as an async
-        reward that awaits something. It is the innermost line in the file of the reward, as in `describe_error`."""
+        """Place of the reward in the newest dump, such as "reward.py:12, in score": the innermost line in the reward's
+        file, as in `describe_error`. "" if the reward was in no stack, such as an async reward that awaits
+        something."""
         self._in_dump = False
         self._own: list[tuple[str, str, str]] | None = None
         """This thread's frames so far, innermost first; None once its stack has been passed or dropped."""
@@ -195,7 +197,7 @@ class RewardStacks:
             self._own = []
         elif frame := FRAME.fullmatch(line):
             return self._add(frame[1], frame[2], frame[3])
-        elif line == "  ..." and self._own:  # a recursion of the reward's: no thread of relaxd has that many frames
+        elif line == "  ..." and self._own:  # the reward's recursion: relaxd's threads have fewer frames
             return self._pass()
         elif line not in OTHER:
             self._in_dump = False

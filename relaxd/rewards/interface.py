@@ -1,4 +1,4 @@
-"""The interface of rewards: pure functions over one sample, with their references and the limit of their work."""
+"""The interface of rewards: their input and output, reference answers, and a time limit for checks."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class RewardInput:
-    """The sample that a reward gets. `messages` contains all of it; for pure text the other fields are enough."""
+    """The sample that a reward scores. `messages` is the whole conversation; for one text prompt and answer the other
+    fields suffice."""
 
     prompt: str
     """Text of the prompt's last message that isn't the assistant's."""
@@ -38,27 +39,25 @@ class RewardInput:
     metadata: Mapping[str, Any] = field(default_factory=dict)
     """Other fields of the prompt's line in the data."""
     finish_reason: str = ""
-    """End of the answer: "stop", "length" or "abort", or another of relaxd/finish_reasons.py; "" if unknown."""
+    """Reason why the answer ended: "stop", "length", "abort" or another of relaxd/finish_reasons.py; "" if unknown."""
     prompt_messages: Sequence[Message] = ()
-    """Messages of the prompt, unless there is only one, of the user, with the text `prompt`."""
+    """Messages of the prompt; empty if it is one user message with the text `prompt`."""
     response_messages: Sequence[Message] = ()
-    """Messages after the prompt, unless there is only one, of the model, with the text `response`."""
+    """Messages after the prompt; empty if it is one message of the model with the text `response`."""
     answer_messages: Sequence[Message] = ()
-    """Messages of the reference answer, unless there is only one, with the text `answer`."""
+    """Messages of the reference answer; empty if it is one message with the text `answer`."""
 
     tokens: int = 0
     """Number of tokens that the model wrote, end tokens included; 0 if unknown."""
     environment_reward: float | None = None
     """Sum of the rewards that the environment gave in the conversation; None without an environment."""
     environment_info: Mapping[str, float] = field(default_factory=dict)
-    """The environment's own numbers."""
+    """Numbers that the environment reported, by name (`Step.info`)."""
     media: Mapping[str, bytes] = field(default_factory=dict)
-    """The media of the messages by their hash, as PNG, or WAV of sounds; {} unless reward.media is set."""
+    """The messages' media by hash: images and videos as PNG, sounds as WAV; {} unless reward.media is set."""
 
     def images(self) -> list[Image]:
-        """Open the images of the prompt and of what followed with Pillow, in their order, as the model sees them.
-
-        They are RGB, and in its size.
+        """Open the conversation's images with Pillow, in order: RGB, in the size that the model sees.
 
         Raises:
             ValueError: reward.media isn't set, so that they aren't here.
@@ -66,7 +65,7 @@ class RewardInput:
         return [self._opened(part) for part in self._parts("image")]
 
     def videos(self) -> list[list[Image]]:
-        """Open the frames of the prompt's videos with Pillow, as the model sees them.
+        """Open the frames of the conversation's videos with Pillow, as the model sees them.
 
         Raises:
             ValueError: reward.media isn't set, so that they aren't here.
@@ -77,7 +76,7 @@ class RewardInput:
         ]
 
     def sounds(self) -> list[np.ndarray]:
-        """Return the samples of the prompt's sounds, as the model hears them: int16, one channel at its rate.
+        """Return the samples of the conversation's sounds: int16, one channel, at the model's rate.
 
         Raises:
             ValueError: reward.media isn't set, so that they aren't here.
@@ -111,15 +110,15 @@ class RewardOutput:
     reward: float
     """The reward to train on."""
     parts: dict[str, float] = field(default_factory=dict)
-    """Named components, for reporting only."""
+    """Named components of the reward, for reporting only."""
 
 
 Score = float | Mapping[str, Any]
-"""A number, or {"reward": number, "parts": {name: number}}; other numbers beside "reward" are parts, too, and what is
-not a number is left out. "score" stands for "reward", as in verl, and is paid if both are there."""
+"""A number, or {"reward": number, "parts": {name: number}}; other numbers beside "reward" are parts, too, and values
+that aren't numbers are left out. "score" may replace "reward", as in verl, and counts if both are present."""
 Reward = Callable[[RewardInput], Score | Awaitable[Score]] | Callable[[Sequence[RewardInput]], Any]
 """Scores a sample, or all samples of a group if its first parameter is called `samples`; it then returns a list. It may
-be async. If it raises, reward.on_failure says what becomes of the sample."""
+be async. If it raises, reward.on_failure decides what happens to the sample."""
 
 
 RIGHT = 'a number, or {"reward": number, "parts": {name: number}}'
@@ -133,12 +132,13 @@ def check_output(value: object, key: str = "") -> RewardOutput:
     """Convert a reward's return value to a `RewardOutput`.
 
     Args:
-        value: what it returned.
+        value: the return value.
         key: the reward's key in a mapping; by default "score", or else "reward". Other keys with numbers are parts;
             text and other values are left out. numpy's and torch's scalars are numbers, too.
 
     Raises:
-        BadRewardError: it is not a number, not finite, or a mapping without the key; the message says what is right.
+        BadRewardError: the value is no number, not finite, or a mapping without the key; the message says what is
+            valid.
     """
     if not isinstance(value, Mapping):
         return RewardOutput(_number("the reward", value))
@@ -185,11 +185,11 @@ class TooSlow(BaseException):
 
 @contextmanager
 def time_limit(seconds: float) -> Iterator[None]:
-    """Raise TooSlow in the body once the process has computed for `seconds`, so that a busy machine changes no reward.
+    """Raise TooSlow in the body after `seconds` of processor time, so that a busy machine changes no reward.
 
-    An answer that makes a checker run for ever is then a wrong answer, and doesn't cost its whole group. It uses
-    SIGVTALRM, so it does nothing outside the main thread, and doesn't nest; workers score in their main thread. C code
-    that doesn't look for signals, such as a power of huge numbers, isn't interrupted: the sample's deadline ends it.
+    An answer that makes a checker run for ever is then wrong, and doesn't cost its whole group. Uses SIGVTALRM, so it
+    does nothing outside the main thread, and doesn't nest; workers score in their main thread. C code that doesn't
+    check for signals, such as a power of huge numbers, isn't interrupted; the sample's deadline ends it.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -209,7 +209,7 @@ def time_limit(seconds: float) -> Iterator[None]:
 
 
 def references(answer: str) -> list[str]:
-    """Return the references in an answer: the texts of a JSON list, in data with lists, or the answer itself."""
+    """Return the references in an answer: the texts of a JSON list, or the answer itself."""
     if answer.startswith("[") and answer.endswith("]"):
         try:
             found = json.loads(answer)
@@ -227,7 +227,7 @@ def ground_truth(sample: RewardInput) -> Any:
 
 
 def best_of_references(reward: Callable[[RewardInput], Any]) -> Callable[[RewardInput], Any]:
-    """Return a reward that gives the maximum over the references."""
+    """Return a reward that scores with each reference and returns the best score."""
 
     @wraps(reward)
     def best(sample: RewardInput) -> Any:

@@ -1,4 +1,4 @@
-"""Loading of rewards by name, in every supported form."""
+"""Loads rewards by name, in every supported form."""
 
 import difflib
 import importlib
@@ -15,11 +15,11 @@ from relaxd.rewards.mathematics.boxed import last_boxed
 from relaxd.rewards.table import BOXED, PACKAGES, REWARDS, UnknownRewardError, check_name
 
 VERL = frozenset({"data_source", "solution_str", "ground_truth", "extra_info"})
-"""Names of the arguments that verl passes to `compute_score`."""
+"""Names of the arguments that verl passes to `compute_score` for one sample."""
 VERL_BATCH = frozenset(f"{name}s" for name in VERL)
-"""Names of the parameters that verl passes to the batch form."""
+"""Names of the arguments that verl passes to `compute_score` for a batch."""
 NOT_SETTINGS = VERL | VERL_BATCH | {"sample", "samples"}
-"""Parameters of functions that receive what is scored, not settings."""
+"""Parameters that receive samples or their fields, not settings."""
 SIGNATURE = (
     "def {name}(sample), with sample.prompt, .response, .answer and .metadata; or def {name}(samples), which returns a "
     "list for a group"
@@ -37,18 +37,18 @@ FORMS = (
     ("verl", {"solution_str"}, f"verl passes only {', '.join(sorted(VERL))}; other parameters are settings"),
     ("verl", {"solution_strs"}, f"verl passes only {', '.join(sorted(VERL_BATCH))}; other parameters are settings"),
 )
-"""Other frameworks, the parameters of their rewards that receive what is scored, and relaxd's equivalents."""
+"""Other frameworks, parameters by which their rewards are recognised, and relaxd's equivalents."""
 
 
 def resolve(name: str, settings: Mapping[str, Any] | None = None) -> Reward:
-    """Return a reward by its name (see `check_name`) with its settings, importing what it needs.
+    """Import and return a reward by its name (see `check_name`), with its settings.
 
-    A class is made with the settings; a function gets them as keyword arguments of every call. Also imports the package
-    that a bundled reward needs, which may take longer than the deadline of a sample.
+    A class is created with the settings; a function gets them as keyword arguments of every call. The package that a
+    bundled reward needs is imported now, because that may take longer than a sample's deadline.
 
     Raises:
-        UnknownRewardError: unknown name, or the module or package can't be imported.
-        BadRewardError: it can't be called with a sample, or doesn't take these settings.
+        UnknownRewardError: the name is unknown, or the module or package can't be imported.
+        BadRewardError: the reward can't be called with a sample, or rejects the settings.
     """
     check_name(name)
     settings = dict(settings or {})
@@ -107,7 +107,7 @@ def check_signature(reward: Callable[..., Any]) -> None:
     """Check that a reward can be called with a sample.
 
     Raises:
-        BadRewardError: it takes something else; the message says what, where, and what would be right.
+        BadRewardError: the signature is wrong; the message has its place and a valid signature.
     """
     try:
         signature = inspect.signature(reward)
@@ -129,10 +129,10 @@ def check_signature(reward: Callable[..., Any]) -> None:
 
 
 def check_settings(name: str, reward: Callable[..., Any], settings: Mapping[str, Any]) -> None:
-    """Check that a function or class takes these settings as keyword arguments.
+    """Check that a function or class accepts these settings as keyword arguments.
 
     Raises:
-        BadRewardError: it doesn't know one of them, or a class lacks one; the message says which, and which it takes.
+        BadRewardError: a setting is unknown, or a class needs another; the message names it and the known settings.
     """
     try:
         parameters = inspect.signature(reward).parameters
@@ -152,7 +152,7 @@ def check_settings(name: str, reward: Callable[..., Any], settings: Mapping[str,
 
 
 def boxed(reward: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a reward of the content of the reply's last box, or of "" if there is none."""
+    """Return a reward that scores the content of the reply's last box, or "" without a box."""
 
     @wraps(reward)
     def of_box(sample: RewardInput) -> Any:
@@ -162,10 +162,10 @@ def boxed(reward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def adapt(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return verl's `compute_score`, of one sample or of a batch, as a reward; anything else as it is.
+    """Convert verl's `compute_score`, for one sample or a batch, to a reward; return other functions unchanged.
 
-    verl passes data_source, solution_str, ground_truth and extra_info by name, so that a function may take some of them
-    and **kwargs, or **kwargs alone. Its other parameters are settings.
+    verl passes data_source, solution_str, ground_truth and extra_info by name, so a function may accept only some of
+    them, or **kwargs. Its other parameters are settings.
     """
     parameters = parameters_of(function)
     only_names = bool(parameters) and all(one.kind is one.VAR_KEYWORD for one in parameters.values())
@@ -187,21 +187,21 @@ def adapt(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _is_given(parameters: Mapping[str, inspect.Parameter], names: frozenset[str]) -> bool:
-    """Return whether a function has parameters of these names for what it scores, and needs no others."""
+    """Return True if the parameters that receive samples are among `names`."""
     scored = _scored_parameters(parameters)
     by_name = all(parameters[name].kind is not inspect.Parameter.POSITIONAL_ONLY for name in scored)
     return bool(scored) and scored <= names and by_name
 
 
 def _scored_parameters(parameters: Mapping[str, inspect.Parameter]) -> set[str]:
-    """Return the names of the parameters that receive what is scored: those without a default, else the first one."""
+    """Return the names of the parameters that receive samples: those without a default, or else the first parameter."""
     named = [one for one in parameters.values() if one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD)]
     return {one.name for one in named if one.default is one.empty} or {one.name for one in named[:1]}
 
 
 def _verl_arguments(sample: RewardInput) -> dict[str, Any]:
-    """Return the arguments of verl's `compute_score` for a sample, by name. Its extra_info is that of the metadata, or
-    all of them."""
+    """Return the arguments of verl's `compute_score` for a sample, by name. extra_info is the metadata's extra_info, or
+    all metadata."""
     extra = sample.metadata.get("extra_info")
     return {
         "data_source": sample.metadata.get("data_source", ""),

@@ -1,6 +1,6 @@
-"""Users' own numbers: `log_metric` within a reward, and their way to the record of a step.
+"""Users' own numbers: `log_metric` logs them within a reward.
 
-They travel as parts of the reward, named `log/<how>/<name>`, and the step has them as `user/<name>`.
+They are sent as parts of the reward, named `log/<how>/<name>`, and appear in the step's record as `user/<name>`.
 """
 
 import math
@@ -20,7 +20,7 @@ AGGREGATES: dict[str, Callable[[Sequence[float]], float]] = {
     "max": max,
     "last": lambda values: values[-1],
 }
-"""Functions that reduce several numbers to one, for a sample and then for a step."""
+"""Functions that reduce several numbers to one: first per sample, then per step."""
 NAME = re.compile(r"[A-Za-z][A-Za-z0-9_.\-/]{0,63}")
 MAX_NAMES = 64
 """Maximum number of names that one call of a reward may log."""
@@ -29,24 +29,24 @@ MAX_STEP_NAMES = 256
 PART = re.compile(r"log/([a-z]+)/(.+)")
 
 Logged = dict[str, tuple[How, list[float]]]
-"""For each name: how to reduce its values to one, and the values."""
+"""By name: how to reduce the values to one (a key of AGGREGATES), and the values."""
 _collecting: ContextVar[Logged | None] = ContextVar("relaxd_logged", default=None)
 
 
 def log_metric(name: str, value: float, how: How = "mean") -> None:
     """Add a number of your own to the record of the step that trains this sample, as `user/<name>`.
 
-    Call it within a reward: in its function, what that calls, its coroutines, and `asyncio.to_thread`. Elsewhere, as
-    in a test of the reward, the arguments are checked and the number is forgotten.
+    Call it within a reward: in its function, functions called by it, its coroutines, and `asyncio.to_thread`.
+    Elsewhere, as in a test of the reward, it only checks the arguments.
 
     Args:
         name: letters, digits and _.-/, a letter first, at most 64 characters. At most 64 names in a call of a reward,
             and 256 in a step.
         value: a finite number.
-        how: how the values of a step become one: their mean over samples, sum, min, max, or the last of them.
+        how: how to reduce a step's values to one: their mean over samples, sum, min, max, or the last value.
 
     Raises:
-        ValueError: one of them is something else, or the name was logged otherwise before; it fails the sample.
+        ValueError: an argument is invalid, or `how` differs from an earlier call with this name. It fails the sample.
     """
     if not isinstance(name, str) or not NAME.fullmatch(name):
         raise ValueError(
@@ -86,8 +86,8 @@ def is_logged(part: str) -> bool:
 def part_metrics(parts: Mapping[str, Sequence[float]], prefix: str = "") -> dict[str, float]:
     """Return the metrics of a reward's parts, given the values of all samples that have them.
 
-    A part is its mean, as `<prefix><part>`. A user's own number is `user/<name>`; `user_names_left_out` counts those
-    beyond the limit.
+    A part's metric is its mean, named `<prefix><part>`. A user's own number is named `user/<name>`;
+    `user_names_left_out` counts names beyond MAX_STEP_NAMES.
     """
     metrics: dict[str, float] = {}
     own: dict[str, float] = {}

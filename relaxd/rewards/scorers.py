@@ -1,4 +1,4 @@
-"""The reward of a run: one function, a sum of several, or one chosen for each sample."""
+"""The scorer of a run: a single reward, a weighted sum, or a reward chosen for each group."""
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
@@ -19,14 +19,14 @@ class Scorer(Protocol):
     takes_group: bool
     """True if the scorer needs all samples of a group at once."""
     awaits: bool
-    """True if the scorer awaits something, so that it is faster with many samples at once."""
+    """True if the scorer is async, and so faster with many samples at once."""
 
     def score(self, samples: Sequence[RewardInput], runner: asyncio.Runner) -> list[Outcome]:
-        """Score samples of a group. Coroutines run in `runner`. Returns the score or the exception of each."""
+        """Score samples of a group. Coroutines run in `runner`. Returns each sample's score or exception."""
 
 
 class Single:
-    """One reward."""
+    """Scores with one reward."""
 
     def __init__(self, name: str, settings: Mapping[str, Any] | None = None, key: str = "") -> None:
         """Load the reward. Raises UnknownRewardError and BadRewardError."""
@@ -40,7 +40,8 @@ class Single:
 
 
 class Sum:
-    """The weighted sum of terms. Its parts are the terms' values by label, and their parts as label_part."""
+    """Scores with the weighted sum of terms. Its parts are each term's value, named by the term's label, and the term's
+    parts, named label_part."""
 
     def __init__(self, terms: Sequence[RewardTerm]) -> None:
         """Load the terms. Raises UnknownRewardError and BadRewardError."""
@@ -64,9 +65,10 @@ class Sum:
 
 
 def parts_of_term(term: RewardTerm, output: RewardOutput) -> dict[str, float]:
-    """Return the parts of a sum that a term adds: its value, clipped, by its label, and its parts as label_part.
+    """Return the parts that a term adds to a sum: its clipped value, named by its label, and its parts, named
+    label_part.
 
-    What the term has logged keeps its name.
+    Numbers that the term logged keep their names.
     """
     value = output.reward
     if term.minimum is not None:
@@ -78,7 +80,7 @@ def parts_of_term(term: RewardTerm, output: RewardOutput) -> dict[str, float]:
 
 
 def total(terms: Sequence[RewardTerm], values: Mapping[str, float]) -> float:
-    """Return the weighted sum of the terms' values by label, without terms whose `only_if` fails."""
+    """Return the weighted sum of the terms' values, given by label. Terms whose `only_if` fails are left out."""
     return sum(term.weight * values[term.shown] for term in terms if not term.only_if or values[term.only_if] > 0)
 
 
@@ -97,7 +99,7 @@ class Choice:
         self.awaits = any(scorer.awaits for scorer in scorers)
 
     def score(self, samples: Sequence[RewardInput], runner: asyncio.Runner) -> list[Outcome]:
-        """Score a group with the reward of its first sample: all samples share the prompt, and so the reward."""
+        """Score a group with the reward that its first sample names: all samples share the prompt's metadata."""
         return self._of(samples[0]).score(samples, runner)
 
     def _of(self, sample: RewardInput) -> Scorer:
@@ -125,7 +127,7 @@ class Choice:
 def scorer_of(config: RewardConfig) -> Scorer:
     """Load the reward of a run.
 
-    Raises UnknownRewardError and BadRewardError, whose message names what is wrong.
+    Raises UnknownRewardError and BadRewardError.
     """
     scorer: Scorer | None = Sum(config.terms) if config.terms else None
     if config.name:

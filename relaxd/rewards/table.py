@@ -38,7 +38,7 @@ REWARDS: Mapping[str, Reward | type[Code] | type[VerlToolsReward]] = {
         math, multiple_choice, openr1mm, overlong, random, reasoning_gym, regex, search_r1,
     )
 } | {"code": Code, "verl_tools": VerlToolsReward}  # fmt: skip
-"""The bundled rewards by name: functions, and classes that are made with their settings."""
+"""The bundled rewards by name: functions, and classes that take the settings."""
 PACKAGES = {
     "deepscaler": ("sympy", "relaxd[reward]"),
     "geo3k": ("sympy", "relaxd[reward]"),
@@ -50,26 +50,26 @@ PACKAGES = {
     "reasoning_gym": ("reasoning_gym", "relaxd[reasoning]"),
     "verl_tools": ("yaml", "relaxd[reward]"),
 }
-"""Packages that bundled rewards import on first use, and their requirements."""
+"""By bundled reward: the package that it imports on first use, and the requirement to install."""
 BOXED = "boxed_"
-"""Prefix of a bundled reward's name: it then scores the content of the reply's last box instead of the reply."""
+"""Prefix of a bundled reward's name; with it the reward scores the content of the reply's last box, not the reply."""
 NEVER_BOXED = frozenset(
     {"code", "dapo", "deepscaler", "environment", "geo3k", "gsm8k", "judge_pairs", "math", "overlong", "verl_tools"}
 )
-"""Rewards that look for other marks than a box, or don't read the reply."""
+"""Rewards that can't have the prefix: they find a box or another mark themselves, or don't read the reply."""
 
 
 class UnknownRewardError(ValueError):
-    """There is no reward of that name."""
+    """There is no reward with that name, or it can't be imported."""
 
 
 def check_name(name: str) -> None:
     """Check a reward's name without importing anything.
 
-    It is a bundled one, one with "boxed_" before it, "package.module:function" or "file.py:function".
+    It is the name of a bundled reward, optionally after "boxed_", or "package.module:function" or "file.py:function".
 
     Raises:
-        UnknownRewardError: the message has the nearest names.
+        UnknownRewardError: the name is unknown; the message has the nearest names.
     """
     bare = name.removeprefix(BOXED)
     if bare in REWARDS:
@@ -85,7 +85,7 @@ def check_name(name: str) -> None:
 
 
 def is_bundled(name: str) -> bool:
-    """Return whether a name is a bundled reward's, whose code any caller may run."""
+    """Return True for the name of a bundled reward, whose code any caller may run."""
     return name.removeprefix(BOXED) in REWARDS
 
 
@@ -109,7 +109,7 @@ _DATA_SOURCES: Mapping[str, Sequence[str]] = {
         *("searchR1_musique", "searchR1_bamboogle"),
     ),
 }
-"""verl's data sources by the closest bundled reward."""
+"""Names of verl's data sources, by the bundled reward closest to verl's."""
 
 
 def reward_of_data_source(name: str) -> str | None:

@@ -1,7 +1,7 @@
 """`python -I -S bound_program.py PARENT COMMAND...`: becomes a program that Linux kills when its parent ends.
 
-PARENT is the parent's process id. The exit code 127 means that there is no such program. It is executed by its path and
-with the standard library alone, so that it starts in some milliseconds.
+PARENT is the parent's process id. Exit code 127: COMMAND can't be executed. This file is run by its path and with the
+standard library alone, so that it starts in milliseconds.
 """
 
 import os
@@ -10,7 +10,7 @@ from pathlib import Path
 
 
 def main(parent: str, *command: str) -> None:
-    """Become the program."""
+    """Replace this process with the program."""
     sys.path.insert(0, str(Path(__file__).parents[2]))
     from relaxd.sandbox.privileges import die_with_parent
 

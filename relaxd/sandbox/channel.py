@@ -21,12 +21,12 @@ class Channel:
     """One end of a stream socket."""
 
     def __init__(self, end: socket.socket, longest: int = (1 << 32) - 1) -> None:
-        """`longest` is the most bytes of a message that is received."""
+        """`longest` is the maximum number of bytes of a received message."""
         self.socket = end
         self._longest = longest
 
     def send(self, message: Any, left: Callable[[], float] | None = None) -> None:
-        """Send a message. `left` returns the seconds that are left, and raises when there are none.
+        """Send a message. `left` returns the seconds until the deadline, and raises when it has passed.
 
         Raises ChannelClosed.
         """
@@ -80,10 +80,11 @@ class NotPlain(TypeError):
 
 
 def encode(value: Any, name_of: Callable[[Any], str | None] = lambda value: None) -> Any:
-    """Return a value as JSON, for `decode`. Raises NotPlain, RecursionError.
+    """Convert a value to JSON types, for `decode`.
 
-    Numbers, text, bytes, None, and lists, tuples, sets and dicts of them. Arrays and numbers of numpy become lists and
-    numbers. `name_of` returns the name of a function that the other process knows, or else None.
+    Raises NotPlain, RecursionError. Supports numbers, text, bytes, None, and lists, tuples, sets and dicts of them.
+    Arrays and numbers of numpy become lists and numbers. `name_of` returns the name of a value that the other process
+    knows, such as a function, or None.
     """
     if value is None or isinstance(value, bool | int | float | str):
         return value
@@ -108,7 +109,7 @@ def encode(value: Any, name_of: Callable[[Any], str | None] = lambda value: None
 
 
 def decode(given: Any, named: Callable[[str], Any] | None = None) -> Any:
-    """Return the value of what `encode` made. `named` returns what has a name.
+    """Return the value that `encode` converted. `named` maps a name to its value.
 
     Raises ValueError for anything else, which a process that isn't trusted may send; RecursionError.
     """

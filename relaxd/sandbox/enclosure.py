@@ -1,7 +1,8 @@
-"""The enclosure of a program that is trusted more than an answer, such as a reward: it uses files and starts programs.
+"""Encloses a program that is trusted more than a model's answer, such as a reward function: it may read files and start
+programs.
 
-It gets what the kernel allows: no network, no files to write but its own and no secrets to read, bounded memory and
-processes, and another user than the service's. Each measure stands by itself and says whether it holds.
+As far as the kernel allows, it has no network, writes only its own files, reads no secrets, has bounded memory and
+processes, and runs as another user than the service. The measures are independent; each reports whether it is enforced.
 """
 
 import json
@@ -16,14 +17,14 @@ from relaxd.sandbox import landlock, privileges, seccomp
 OPEN_FILES = 4096
 """Maximum number of open files of a process."""
 PROCESSES = 2048
-"""Maximum number of processes and threads of a program in all."""
+"""Maximum total number of a program's processes and threads."""
 USERS = range(61_184, 65_520)
-"""User ids that nobody else has, from systemd's table."""
+"""User ids that are otherwise unused: the range that systemd reserves for dynamic users."""
 DEVICES = (
     *("null", "zero", "full", "random", "urandom", "tty", "ptmx", "pts", "kfd", "dri", "nvidiactl", "nvidia-uvm"),
     *("nvidia-uvm-tools", "nvidia-caps", "nvidia-modeset", *(f"nvidia{number}" for number in range(16))),
 )
-"""Devices in /dev that may be used."""
+"""Devices in /dev that an enclosed program may use."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,19 +32,20 @@ class Plan:
     """Rights of an enclosed program."""
 
     network: bool = False
-    """Reach the network."""
+    """True if the program may use the network."""
     memory_bytes: int = 4 << 30
     """Maximum memory of each process (RLIMIT_DATA: without shared memory and mapped files); 0: no limit."""
     writable: tuple[str, ...] = ()
     """Writable paths besides `own`."""
     own: tuple[str, ...] = ()
-    """Writable folders that are handed over to the other user as well."""
+    """Writable folders whose owner becomes the program's user."""
     temporary: str = ""
-    """Folder of `own` for temporary files, and the home if another user can't enter the real one; "" for neither."""
+    """Folder in `own` for temporary files, and the home if the program's user can't enter the real one; "": no
+    change."""
     hidden: tuple[str, ...] = ()
-    """Files and folders that it can't open; all others are readable."""
+    """Files and folders that the program can't open; all others are readable."""
     needed: tuple[str, ...] = ()
-    """Paths that must be readable; if another user couldn't read them, the user isn't changed."""
+    """Paths that the program must read; the user isn't changed if another user couldn't read them."""
 
     def to_json(self) -> str:
         """Return JSON for `from_json`."""
@@ -51,7 +53,7 @@ class Plan:
 
     @classmethod
     def from_json(cls, text: str) -> "Plan":
-        """Read what `to_json` wrote."""
+        """Parse the JSON of `to_json`."""
 
         def value(given: Any) -> Any:
             return tuple(given) if isinstance(given, list) else given
@@ -64,7 +66,7 @@ class Measure:
     """A part of the enclosure."""
 
     name: str
-    """network, files, memory, processes, kernel, user."""
+    """One of network, files, memory, processes, kernel, user."""
     by: str = ""
     """Mechanism that enforces the measure; empty if none does."""
     missing: str = ""
@@ -88,7 +90,7 @@ def enclose(plan: Plan) -> list[Measure]:
 
 
 def _change_user(plan: Plan) -> Measure:
-    """Become an unused user, unless that user couldn't follow the plan."""
+    """Become an unused user, unless the plan's files would then be inaccessible or owned by that user."""
     if os.geteuid() != 0:
         return Measure("user", missing="only root can change it")
     if plan.writable:
@@ -117,9 +119,9 @@ def _is_readable(path: str) -> bool:
 
 
 def _limit_processes(changed: bool) -> Measure:
-    """Limit processes where Linux counts only this program's: under another user, or in a namespace of users.
+    """Limit processes if Linux can count this program's alone: under another user, or in a user namespace.
 
-    `changed`: True if it has become another user.
+    `changed` is True if the program has become another user.
     """
     if not changed and os.geteuid() == 0:
         return Measure("processes", missing="Linux doesn't limit root's")

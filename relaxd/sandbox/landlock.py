@@ -20,7 +20,7 @@ READ = _EXECUTE | _READ_FILE | _READ_DIR
 USE = READ | _WRITE_FILE | _TRUNCATE | _DEVICES
 """The rights to use devices."""
 _FILE_RIGHTS = {1: 13, 2: 14, 3: 15, 5: 16}
-"""Number of rights by the first version with that number."""
+"""Number of file rights, by the first Landlock version that has this number."""
 _TCP_VERSION, _SCOPE_VERSION = 4, 6
 
 
@@ -39,13 +39,14 @@ def version() -> int:
 
 
 def make_rules(allowed: Mapping[str, int], network: bool) -> int:
-    """Return the descriptor of a set of rules. Raises OSError.
+    """Create a set of rules, and return its file descriptor. Raises OSError.
 
     Args:
-        allowed: rights by path, as a mask; also for what is below a folder. Paths that don't exist are left out.
-        network: don't touch connections by TCP.
+        allowed: rights by path, as a bit mask; a folder's rights also hold for everything in it. Missing paths are
+            skipped.
+        network: True to leave TCP connections unrestricted.
 
-    Abstract sockets and signals to processes outside are denied as well where the kernel can.
+    If the kernel supports it, abstract sockets and signals to outside processes are denied as well.
     """
     known, every = version(), every_right()
     rules = _Ruleset(every, 0 if network else 3, 3)
@@ -74,9 +75,9 @@ def every_right() -> int:
 
 
 def all_but(hidden: Iterable[str]) -> list[str]:
-    """Return paths below which everything is but what is hidden, which are absolute paths without links.
+    """Return paths that together contain all files except `hidden`, which are absolute paths without links.
 
-    Links are left out: a rule for one would be a rule for what it leads to.
+    Leaves out symbolic links: a rule for a link would apply to its target.
     """
     covered = set(hidden)
     above = {str(folder) for path in covered for folder in PurePath(path).parents}
@@ -87,7 +88,7 @@ def all_but(hidden: Iterable[str]) -> list[str]:
         try:
             with os.scandir(folder) as entries:
                 found += [one.path for one in entries if one.path not in covered | above and not one.is_symlink()]
-        except OSError:  # who can't list a folder is given nothing in it
+        except OSError:  # a folder that can't be listed is left out
             continue
     return sorted(found)
 

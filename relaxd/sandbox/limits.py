@@ -1,4 +1,4 @@
-"""Confinement of a process and its limits: memory, output, files, and system calls."""
+"""Confines a process with limits of memory, output, files and system calls."""
 
 import math
 import os
@@ -15,14 +15,14 @@ class Limits:
     """Limits of each confined process."""
 
     seconds: float = 3.0
-    """Processor seconds for one question."""
+    """Maximum processor seconds per call or job."""
     memory_bytes: int = 512 << 20
-    """Address space."""
+    """Maximum address space."""
     output_bytes: int = 1 << 20
     """Maximum bytes that the process may print or return."""
     confine_files: bool = True
-    """Hide all files except Python's own, which needs Landlock. False: all readable files stay readable, but none is
-    writable."""
+    """True to hide all files except Python's own, which needs Landlock. False: readable files stay readable. No file is
+    writable in either case."""
 
 
 CPU_SECONDS = 600
@@ -50,7 +50,7 @@ def check(limits: Limits) -> None:
 
 
 def make_rules(limits: Limits) -> int | None:
-    """Return the set of rules for files, which `confine` needs in each process. Raises OSError."""
+    """Create the set of file rules that `confine` needs in each process; None without confine_files. Raises OSError."""
     if not limits.confine_files:
         return None
     prefixes = {sys.prefix, sys.base_prefix}
@@ -60,9 +60,10 @@ def make_rules(limits: Limits) -> int | None:
 
 
 def confine(limits: Limits, rules: int | None) -> None:
-    """Confine this process for good, which must have a single thread. Raises OSError.
+    """Confine this process permanently. It must have a single thread. Raises OSError.
 
-    It can read Python's own files, write none, reach no network, start no process, and signal only itself.
+    Then it can read only Python's own files, can't write files, use the network or start processes, and can signal only
+    itself.
     """
     die_with_parent()
     for what, most in (

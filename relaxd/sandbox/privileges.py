@@ -1,4 +1,5 @@
-"""Privileges that a process gives up for good: capabilities, set-user-id programs, the rights of its user."""
+"""Functions by which a process permanently gives up privileges: capabilities, set-user-id programs, its user's
+rights."""
 
 import ctypes
 import errno
@@ -11,7 +12,7 @@ _SET_PARENT_DEATH_SIGNAL, _SET_DUMPABLE, _SET_NO_NEW_PRIVILEGES = 1, 4, 38
 
 
 def no_new_privileges() -> None:
-    """Give up privileges that a program may bring (set-user-id), which unprivileged restrictions ask for.
+    """Permanently refuse privileges from set-user-id programs, as Linux requires before unprivileged restrictions.
 
     Raises OSError.
     """
@@ -19,7 +20,7 @@ def no_new_privileges() -> None:
 
 
 def die_with_parent() -> None:
-    """Have Linux kill this process when the thread that started it ends. A change of user revokes it. Raises
+    """Have Linux kill this process when the thread that started it ends. A change of user cancels this. Raises
     OSError."""
     _prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGKILL, "PR_SET_PDEATHSIG")
 
@@ -33,19 +34,19 @@ def drop_capabilities() -> None:
 
 
 def become(user: int) -> None:
-    """Become another user, with a group of the same number only. Raises OSError."""
+    """Become another user, whose only group has the same number. Raises OSError."""
     os.setgroups([])
     os.setresgid(user, user, user)
     os.setresuid(user, user, user)
-    _prctl(_SET_DUMPABLE, 1, "PR_SET_DUMPABLE")  # or else its own files in /proc are root's
+    _prctl(_SET_DUMPABLE, 1, "PR_SET_DUMPABLE")  # otherwise root owns this process's files in /proc
 
 
 def enter_user_namespace() -> None:
-    """Enter a namespace of users in which there is only this one, whose processes Linux counts apart from others.
+    """Enter a user namespace with this user only, whose processes Linux counts separately.
 
     The process must have a single thread. Raises OSError: many containers, and some systems, forbid it.
     """
-    if (child := os.fork()) == 0:  # some systems forbid only the last step, after which this process would be nobody
+    if (child := os.fork()) == 0:  # in a child first: a failed last step leaves a process as user nobody
         code = errno.EPERM
         try:
             _enter_user_namespace()

@@ -1,4 +1,4 @@
-"""Confined processes, seen from their watcher."""
+"""Starts and watches confined processes."""
 
 import json
 import os
@@ -17,18 +17,18 @@ from relaxd.sandbox.limits import ConfinementError, Limits, check
 from relaxd.sandbox.running_time import LOOK_SECONDS, RunningClock
 
 ZYGOTE_SECONDS = 30.0
-"""Deadline of the zygote's answers. It answers within milliseconds, and starts within a tenth of a second."""
+"""Deadline of the zygote's answers. Normally it answers within milliseconds and starts within 0.1 s."""
 IDLE_FACTOR = 3.0
-"""Factor on a process's seconds after which it is stopped even if it waits instead of computing."""
+"""Multiple of Limits.seconds after which a process without an answer is stopped, even if it only waits."""
 MESSAGE_ROOM = 1 << 16
-"""Bytes of a message in addition to a process's result."""
+"""Maximum bytes of a message beyond the process's result."""
 ZYGOTE = ("-m", "relaxd.sandbox.zygote")
-"""Arguments of Python that start the zygote."""
+"""Arguments of the Python interpreter that start the zygote."""
 _ROOT = str(Path(__file__).parents[2])
 
 
 class Stopped(Exception):
-    """A confined process ended before it answered, or was stopped. The message says why."""
+    """A confined process was stopped or ended before it answered. The message says why."""
 
 
 class Sandbox:
@@ -39,7 +39,7 @@ class Sandbox:
         check(limits)
         self.limits = limits
         self.clock = RunningClock()
-        """The clock of deadlines."""
+        """Clock for deadlines."""
         self._zygote: subprocess.Popen[bytes] | None = None
         self._control: socket.socket | None = None
 
@@ -55,12 +55,12 @@ class Sandbox:
         """Start a process with a job, see `relaxd.sandbox.program`.
 
         Args:
-            job: what it has to do.
-            deadline: time (of `clock`) at which it is stopped, whatever it does.
-            stdin: descriptor of its standard input; by default empty.
-            stdout: descriptor of its standard output; by default what it prints is lost.
+            job: the process's job.
+            deadline: time by `clock` at which the process is stopped.
+            stdin: file descriptor of the process's standard input; by default empty.
+            stdout: file descriptor of the process's standard output; by default output is discarded.
 
-        Raises ConfinementError: the machine can't confine it; Stopped.
+        Raises ConfinementError if the machine can't confine the process, and Stopped.
         """
         ours, theirs = socket.socketpair()
         with theirs:
@@ -111,7 +111,7 @@ class Sandbox:
         self._zygote = self._control = None
 
     def _ask(self, order: bytes, files: Sequence[int] = ()) -> bytes:
-        """Send a request to the zygote, which is started when first needed and after it died. Raises
+        """Send a request to the zygote, and return its answer. Starts the zygote if it isn't running. Raises
         ConfinementError."""
         self.clock.plan(LOOK_SECONDS)  # a zygote that takes longer is not the answer's fault, either
         try:
@@ -161,7 +161,7 @@ class Confined:
     def __init__(self, sandbox: Sandbox, pid: int, channel: Channel, deadline: float) -> None:
         self._sandbox = sandbox
         self._pid: int | None = pid
-        self._clock = (~pid << 3) | 2  # the process's computing time, as pthread_getcpuclockid has it
+        self._clock = (~pid << 3) | 2  # the process's CPU-time clock, as from pthread_getcpuclockid
         self._channel = channel
         self._deadline = deadline
 
@@ -175,14 +175,15 @@ class Confined:
         self._within_limits(lambda left: self._channel.send(message, left))
 
     def receive(self) -> Any:
-        """Return the process's next message. The process ends, with Stopped, if it computes or waits for too long."""
+        """Return the process's next message. Kills the process and raises Stopped if it computes or waits for too
+        long."""
         found = self._within_limits(self._channel.receive)
         if not isinstance(found, dict):
             self._stop("sent something else than a message")
         return found
 
     def end(self) -> int:
-        """Kill the process, and return its wait status: its exit code is os.waitstatus_to_exitcode."""
+        """Kill the process, and return its wait status, for os.waitstatus_to_exitcode."""
         if self._pid is None:
             return 0
         pid, self._pid = self._pid, None
@@ -225,7 +226,7 @@ class Confined:
 
 
 class Ended(Stopped):
-    """A confined process ended by itself."""
+    """A confined process ended by itself before it answered."""
 
     def __init__(self, exit_code: int) -> None:
         super().__init__(f"it ended with {describe_exit(exit_code)}")

@@ -1,8 +1,8 @@
-"""The program of a confined process: runs a script or a tool's program, answers calls of functions, or runs tests.
+"""Main program of confined processes: runs a script or a tool's program, answers function calls, or runs tests.
 
-Tests run in a process that the tested program never enters: its functions are called over the channel. Only names that
-the tests use and nothing else defines are the program's. Builtins, standard modules, and what the tests or the
-beginning of the program (the prompt's) define never are, or else a program could define `abs` to suit the tests.
+Tests run in a process that the tested program never enters: its functions are called over the channel. Tests take a
+name from the program only if nothing else defines it. They never take builtins, standard modules, or names that the
+tests or the prompt's beginning of the program define; otherwise a program could redefine `abs` to pass.
 """
 
 import ast
@@ -26,13 +26,13 @@ CONTEST = (
 )
 """Modules whose names programs for contests can use without importing, in verl's order: later ones win."""
 PROGRAM = "<answer>"
-"""Name of a program in tracebacks."""
+"""File name of a program in tracebacks."""
 RECURSION_LIMIT = 600_000
 """Recursion limit of programs for contests, as in verl."""
 
 
 def contest_names() -> dict[str, Any]:
-    """Return the names that a program for a contest finds imported, with their values."""
+    """Return the names that programs for contests can use without importing, with their values."""
     space: dict[str, Any] = {}
     for one in CONTEST:
         found = vars(import_module(one))
@@ -42,7 +42,8 @@ def contest_names() -> dict[str, Any]:
 
 
 def load(job: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """Run the first of a job's programs that compiles, as a module. Returns its contents."""
+    """Run the first of a job's programs that compiles, as a module. Returns the names that it defines, with their
+    values."""
     module = ModuleType(name)
     sys.modules[name] = module
     space = vars(module)
@@ -74,7 +75,8 @@ class AmbiguousError(ValueError):
 
 
 def run_tests(channel: Channel, job: Mapping[str, Any]) -> None:
-    """Run requested tests. The functions are in another process, or with job["programs"] in this one."""
+    """Run the tests that messages request. The tested functions are in another process, or in this one with
+    job["programs"]."""
     texts = [job["setup"], *job["tests"]]
     try:
         codes = [compile(text, f"<test {number}>", "exec") for number, text in enumerate(job["tests"])]
@@ -112,12 +114,13 @@ def run_tests(channel: Channel, job: Mapping[str, Any]) -> None:
 
 
 def sort_names(texts: Sequence[str], entry_point: str, defined: Names) -> tuple[set[str], dict[str, Any]]:
-    """Return the names that tests take from the program, and standard modules and functions that they use unimported.
+    """Return the names that tests take from the program, and the standard modules and functions that they use without
+    import.
 
     Args:
         texts: the tests' sources, which share their names.
-        entry_point: the tested function, as an expression; "" if it isn't known.
-        defined: names that are defined besides.
+        entry_point: the tested function, as an expression; "" if unknown.
+        defined: names that are defined elsewhere.
 
     Raises AmbiguousError, SyntaxError, ValueError.
     """
@@ -163,7 +166,7 @@ def _collect(table: symtable.SymbolTable, used: set[str], bound: set[str]) -> No
 
 
 def _used_alone(tree: ast.AST) -> set[str]:
-    """Return names that are used otherwise than as NAME.ATTRIBUTE."""
+    """Return the names with a use other than NAME.ATTRIBUTE."""
     bases = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
     return {node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and id(node) not in bases}
 
@@ -171,7 +174,7 @@ def _used_alone(tree: ast.AST) -> set[str]:
 def _beginning(prefix: str) -> dict[str, Any]:
     """Return the names that the beginning of a program defines; {} if it can't run.
 
-    It may end in a function without a body. Functions of which it has no more than a docstring are left out.
+    The beginning may end in a function without a body. Functions with no more than a docstring are left out.
     """
     for text in (prefix, f"{prefix}\n    pass\n"):
         space: dict[str, Any] = {"__name__": "tests"}
@@ -190,14 +193,14 @@ def _does_nothing(node: ast.stmt) -> bool:
 
 
 class _Proxies:
-    """Functions of a program in another process."""
+    """Stand-ins for the functions and values of a program in another process."""
 
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
         self._names: dict[int, str] = {}
 
     def of(self, names: Mapping[str, Any], wanted: Names) -> dict[str, Any]:
-        """Return stand-ins for the requested names of a program, as described by `relaxd.sandbox.program`."""
+        """Return stand-ins for the `wanted` names of a program that `_names` described."""
         found: dict[str, Any] = {name: self._function(name) for name in names["functions"] if name in wanted}
         return found | {name: decode(value) for name, value in names["values"].items() if name in wanted}
 
@@ -232,9 +235,9 @@ def describe(error: BaseException) -> dict[str, Any]:
 
 
 def _rebuilt(answer: Mapping[str, Any]) -> BaseException:
-    """Return an exception of the other process: a built-in one of its name, or else a RuntimeError.
+    """Return the other process's exception: the built-in exception with its name, or a RuntimeError.
 
-    Those that end an iteration are no exceptions to the tests: `for` over the function's values would just end.
+    StopIteration also becomes a RuntimeError, because it would only end a test's `for` loop.
     """
     if answer.get("unplain"):
         return NotPlain(str(answer.get("text")))
@@ -272,13 +275,13 @@ def _run_script(channel: Channel, job: Mapping[str, Any]) -> None:
 def _run_program(channel: Channel, job: Mapping[str, Any]) -> None:
     """Run a program whose errors are part of its output, and report its end."""
     assert isinstance(sys.stdout, io.TextIOWrapper)
-    sys.stdout.reconfigure(line_buffering=True)  # what was printed before a stop is seen
+    sys.stdout.reconfigure(line_buffering=True)  # output before a stop must be seen
     sys.stderr = sys.stdout
     try:
         load(job, "__main__")
     except SystemExit:
         pass
-    except BaseException as error:  # whatever the program raises, it gets as a traceback
+    except BaseException as error:  # every error of the program becomes a traceback in its output
         place = error.__traceback__
         while place is not None and place.tb_frame.f_code.co_filename != PROGRAM:
             place = place.tb_next

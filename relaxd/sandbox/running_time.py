@@ -1,4 +1,4 @@
-"""Running time of this process, without the time in which it was stopped or its machine was suspended."""
+"""Measures this process's running time, without times in which it was stopped or its machine was suspended."""
 
 import time
 from collections.abc import Callable
@@ -6,27 +6,27 @@ from collections.abc import Callable
 LOOK_SECONDS = 0.5
 """Maximum seconds between two checks of the clock during a wait."""
 LATE_SECONDS = 1.0
-"""Delay of a check, in seconds, above which the process must have stood still."""
+"""Delay of a check, in seconds, above which the process counts as having been stopped."""
 
 
 def ran(planned: float, passed: float) -> float:
-    """Estimate how long this process ran in `passed` seconds, after which it looked instead of after `planned`.
+    """Estimate for how many of `passed` seconds this process ran, when it planned to check the clock after `planned`.
 
-    A process that stood still looks late. It stopped somewhere in the planned time, so half of that counts: what was
-    computed meanwhile can still be read, and a deadline ends all the same.
+    A check that is far too late means that the process was stopped at some time before the planned check, so half of
+    `planned` counts: results can still be read, and deadlines still end.
     """
     return passed if passed <= planned + LATE_SECONDS else planned / 2
 
 
 class RunningClock:
-    """A clock that stands still while this process does, as far as the waits planned with it can show."""
+    """A clock that stops while this process is stopped, as far as late checks of its planned waits show."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._stood = 0.0
-        """Seconds in which the process stood still."""
+        """Seconds for which the process was stopped."""
         self._wait: tuple[float, float] | None = None
-        """Beginning and planned length of the current wait."""
+        """Start time and planned seconds of the current wait."""
 
     def now(self) -> float:
         """Return the time, in seconds, and end the wait in progress."""

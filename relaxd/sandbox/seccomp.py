@@ -1,4 +1,4 @@
-"""A filter of system calls (seccomp), and the table of denied ones. A process can't remove it."""
+"""A filter of system calls (seccomp), and the tables of denied calls. A process can't remove the filter."""
 
 import ctypes
 import errno
@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 _Numbers = tuple[int, int | None]
 """Numbers of a system call on x86-64 and arm64; None if arm64 lacks it."""
 DENIED: dict[str, _Numbers] = {
-    # Connections. Socket pairs are in ARGUMENTS: asyncio needs one. Nobody can see the addresses of sendmsg.
+    # Connections. Socket pairs are in ARGUMENTS: asyncio needs one. A filter can't see the addresses of sendmsg.
     "socket": (41, 198),
     "connect": (42, 203),
     "bind": (49, 200),
@@ -149,8 +149,8 @@ WRITING: dict[str, _Numbers] = {
     "mkdirat": (258, 34),
     "openat2": (437, 437),
 }
-"""Denied calls that write; Landlock forbids these, too. `openat2` isn't used by Python, and a filter can't see its
-flags."""
+"""Denied calls that change files; Landlock forbids these, too. `openat2` is denied because a filter can't see its
+flags; Python doesn't use it."""
 ARGUMENTS: dict[str, _Numbers] = {
     "clone": (56, 220),
     "clone3": (435, 435),
@@ -165,7 +165,7 @@ ARGUMENTS: dict[str, _Numbers] = {
     "fcntl": (72, 25),
     "ioctl": (16, 29),
 }
-"""Calls that are allowed with some arguments; `relaxd.sandbox.seccomp` describes which."""
+"""Calls that are allowed only with some arguments; see `filter_calls`."""
 ADMINISTRATION = (
     *("unshare", "setns", "mount", "umount2", "pivot_root", "chroot", "move_mount", "open_tree", "fsopen", "fsconfig"),
     *("fsmount", "fspick", "mount_setattr", "open_by_handle_at", "fanotify_init", "bpf", "perf_event_open"),
@@ -183,18 +183,18 @@ _ALLOW, _ERROR, _KILL = 0x7FFF0000, 0x00050000, 0x80000000
 _NUMBER, _ARCHITECTURE, _FIRST_ARGUMENT = 0, 4, 16
 """Offsets in the kernel's struct seccomp_data."""
 _X32 = 0x40000000
-"""Numbers of x86-64's second set of calls begin here."""
+"""First number of x86-64's second set of calls (x32)."""
 _ARCHITECTURES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}
 """By machine: the column of the call table, and the kernel's name (AUDIT_ARCH)."""
 _SET_SECCOMP, _MODE_FILTER = 22, 2
 _CLONE_THREAD = 0x00010000
 _CLONE_NAMESPACES = 0x7E020000
-"""Flags of clone for every namespace but that of time, which clone can't make."""
+"""Flags of clone for all namespaces except the time namespace, which clone can't create."""
 _SET_PARENT_DEATH_SIGNAL = 1
 _SOCKET_TYPE = 0xF
 """Bits of socketpair's second argument for the type; the others are flags."""
 _FCNTL = (fcntl.F_DUPFD, fcntl.F_DUPFD_CLOEXEC, fcntl.F_GETFD, fcntl.F_SETFD, fcntl.F_GETFL, fcntl.F_SETFL)
-"""Commands of fcntl for answers: none makes the kernel send signals, or locks or leases a file."""
+"""Commands of fcntl that an answer may use: none that makes the kernel send signals, or locks or leases a file."""
 _IOCTL = (*(termios.TCGETS, termios.TIOCGWINSZ, termios.FIONREAD, termios.FIONBIO, termios.FIOCLEX, termios.FIONCLEX),)
 """Commands of ioctl that an answer may use: none that makes the kernel send signals, or changes a file's attributes."""
 _WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
@@ -205,15 +205,15 @@ class _Program(ctypes.Structure):
 
 
 def supported() -> bool:
-    """Return whether the filter supports this machine's system calls."""
+    """Return True if the filter supports this machine's system calls."""
     return platform.machine() in _ARCHITECTURES
 
 
 def filter_calls(pid: int) -> None:
-    """Deny this process, whose id is `pid`, what the tables of calls say. Raises OSError.
+    """Deny this process, whose id is `pid`, the calls in the tables. Raises OSError.
 
-    It may signal only itself, start threads but no processes, open files only for reading, and send only to the other
-    end of a pair of stream sockets.
+    The process may signal only itself, start threads but no processes, open files only for reading, and send only to
+    the other end of a pair of stream sockets.
     """
     rules = {
         "clone": _unless(_step(_ANY_BIT, _CLONE_THREAD, 1, 0)),
@@ -240,10 +240,10 @@ def filter_calls(pid: int) -> None:
 
 
 def filter_programs(network: bool) -> None:
-    """Deny calls that only administrators need to this process and the programs that it starts, which are trusted more.
+    """Deny administrators' calls to this process and the programs that it starts, which are trusted more than answers.
 
-    It may make no namespaces, mounts or tracers, and no sockets but local ones unless `network` says so: those fail as
-    if there were no network. Raises OSError, also where the filter doesn't know this machine's system calls.
+    It can't create namespaces or mounts, or trace processes. Without `network` it can open local sockets only; others
+    fail as if there were no network. Raises OSError, also if the filter doesn't support this machine's system calls.
     """
     if not supported():
         raise OSError(errno.ENOSYS, "the filter of system calls (seccomp) needs x86-64 or arm64")
@@ -258,9 +258,9 @@ def filter_programs(network: bool) -> None:
 
 
 def _install(denied: Iterable[_Numbers], rules: Iterable[tuple[_Numbers, list[bytes]]], foreign: int) -> None:
-    """Install the filter: it refuses the `denied` calls, has a rule for others, and allows the rest.
+    """Install the filter: it denies the `denied` calls, applies `rules` to theirs, and allows all others.
 
-    `foreign` is the answer to calls of another architecture. Raises OSError.
+    `foreign` is the filter's result for calls of another architecture. Raises OSError.
     """
     column, architecture = _ARCHITECTURES[platform.machine()]
     code = [_step(_LOAD, _ARCHITECTURE), _step(_EQUAL, architecture, 1, 0), _step(_RETURN, foreign)]
@@ -286,7 +286,7 @@ def _deny(number: int) -> bytes:
 
 
 def _load(argument: int, half: int = 0) -> bytes:
-    """Return the step that loads half of an argument: the lower one, or the upper one (`half` = 4)."""
+    """Return the step that loads half of an argument: the lower half, or the upper half (`half` = 4)."""
     return _step(_LOAD, _FIRST_ARGUMENT + 8 * argument + half)
 
 

@@ -1,10 +1,10 @@
-"""The process that confined processes are forked from: `python -m relaxd.sandbox.zygote DESCRIPTOR LIMITS`.
+"""The parent process from which confined processes are forked: `python -m relaxd.sandbox.zygote DESCRIPTOR LIMITS`.
 
-Starting Python takes longer than most answers. The zygote has started it and has imported what they use most. It never
-sees what they run: it gets a socket for each, and its child speaks over that. On the zygote's own socket, DESCRIPTOR, a
-message is "start" with the child's socket, and with its standard input and output if it has them; the answer is the
-child's process id. Or it is "end PID"; the answer is the child's wait status after killing it. The zygote ends with the
-process that started it.
+Starting Python takes longer than running most answers, so the zygote starts it once and imports the modules that
+answers use most. It never sees the code that its children run: each child gets its job over a separate socket. The
+zygote takes two messages on its socket, DESCRIPTOR. "start" comes with the child's socket, and optionally its standard
+input and output; the answer is the child's process id. "end PID" kills a child; the answer is its wait status. The
+zygote ends with the process that started it.
 """
 
 import gc
@@ -21,7 +21,7 @@ from relaxd.sandbox.limits import Limits, confine, make_rules
 from relaxd.sandbox.program import CONTEST
 
 CHANNEL = 3
-"""Descriptor of a child's socket."""
+"""File descriptor of the socket in a child."""
 MESSAGE_BYTES = 64
 IMPORTED = (*CONTEST, "dataclasses", "decimal", "fractions", "queue")
 """Modules that answers use, imported before forking so that children have them at once."""
@@ -29,7 +29,7 @@ IMPORTED = (*CONTEST, "dataclasses", "decimal", "fractions", "queue")
 
 def main() -> None:
     """Fork on request until the socket's other end closes."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # from a terminal: the other side decides
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles interrupts from a terminal
     limits = Limits(**json.loads(sys.argv[2]))
     rules = make_rules(limits)
     root = os.environ.pop("PYTHONPATH")
@@ -39,7 +39,7 @@ def main() -> None:
     for name in IMPORTED:
         import_module(name)
     gc.collect()
-    gc.freeze()  # what children share isn't copied by their collections
+    gc.freeze()  # garbage collection in children would copy shared memory
     control.send(b"ready")
     while True:
         message, given, _, _ = socket.recv_fds(control, MESSAGE_BYTES, 3)
@@ -54,17 +54,17 @@ def main() -> None:
                 os.close(one)
             control.send(str(pid).encode())
         else:
-            os.kill(int(rest), signal.SIGKILL)  # nobody else waits for it, so its id is still its own
+            os.kill(int(rest), signal.SIGKILL)  # only this process waits for the child, so its id can't be reused yet
             control.send(str(os.waitpid(int(rest), 0)[1]).encode())
 
 
 def _become(given: list[int], limits: Limits, rules: int | None) -> None:
-    """Run as a confined process until it ends."""
+    """Turn a forked child into a confined process, and run its job."""
     status = 1
     try:
         null = os.open(os.devnull, os.O_RDWR)
         end, stdin, stdout = (*given, *[null] * (3 - len(given)))
-        # Out of the way of what is set below.
+        # Move the descriptors above the numbers that are set below.
         end, stdin, stdout, null = (_above(one) for one in (end, stdin, stdout, null))
         if rules is not None:
             rules = _above(rules)

@@ -1,7 +1,6 @@
-"""Weight transfer from trainer to engines: groups, buckets, checksums, receipts; and NCCL's environment in every
-process of a weight group; and the reason why a trainer doesn't send weights any more.
+"""Weight transfer from trainer to engines: groups, buckets, checksums and receipts.
 
-Imports no torch, for the parents that start these processes.
+This file imports no torch, because parents that start the processes of weight groups import it.
 """
 
 NCCL_ENVIRONMENT = {
@@ -11,6 +10,7 @@ NCCL_ENVIRONMENT = {
     # NVLink multicast needs CUMEM, and is not available on hosts whose switch is shared among tenants.
     "NCCL_NVLS_ENABLE": "0",
 }
-"""Environment variables of NCCL and their values, the same in all members."""
+"""Environment variables of NCCL and their values, for every process of a weight group."""
 WEIGHTS_CHANGED = "WEIGHTS_CHANGED"
-"""Reason of FAILED_PRECONDITION: the trainer has, or is making, newer weights than the requested ones."""
+"""Reason of FAILED_PRECONDITION: the trainer can't send the requested weights, because it has or is computing newer
+ones."""

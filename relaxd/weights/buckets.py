@@ -1,5 +1,5 @@
-"""The content of a broadcast: tensors in flat byte buffers (buckets), their layout on the wire, and the checksum that
-both sides compare."""
+"""Contents of broadcasts: tensors in flat byte buffers (buckets), their layout on the wire, and a checksum to compare
+at both ends."""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -67,8 +67,8 @@ def plan_buckets(
 ) -> list[TensorBucket]:
     """Fill buckets of at most `bucket_bytes` in the given order; a larger tensor gets its own bucket.
 
-    So does the first tensor with `first_alone`, for NCCL: it sends a bucket once it has enqueued all of it, and nothing
-    is sent before the first.
+    With `first_alone` the first tensor also gets its own bucket: NCCL sends nothing before it has enqueued a whole
+    bucket, so a small first bucket starts sooner.
     """
     buckets: list[TensorBucket] = []
     current: list[TensorSpec] = []
@@ -156,7 +156,7 @@ Layout = Literal["flat", "direct"]
 direct: one broadcast per tensor, grouped by bucket, so that both ends can use the models' own memory."""
 
 ALIGNMENT = 256
-"""Alignment in bytes of pieces of a buffer for direct broadcasts, for speed on GPUs."""
+"""Alignment of the tensors in a buffer for direct broadcasts, in bytes, for speed on GPUs."""
 
 
 def broadcast_layout(transport: Transport, engine: str) -> Layout:
@@ -169,7 +169,7 @@ def broadcast_layout(transport: Transport, engine: str) -> Layout:
 
 
 def piece_bytes(bucket: TensorBucket) -> int:
-    """Return the size of a buffer for `pieces`."""
+    """Return the bytes of a buffer for `pieces`."""
     return sum(-(-spec.nbytes // ALIGNMENT) * ALIGNMENT for spec in bucket.tensors)
 
 
@@ -194,16 +194,16 @@ def as_sent(bucket: TensorBucket, tensors: Mapping[str, torch.Tensor]) -> list[t
 
 
 _WIDTH, _MAX_ROWS = 4096, 1 << 22
-"""Width, and max height, of the matrix in which words are added up: tensors of at most 128 GiB. No checksum depends on
-them."""
+"""Width and maximum height of the matrix of 8-byte words that a checksum adds up, enough for 128 GiB. The checksum
+doesn't depend on them."""
 
 
 def checksum(tensor: torch.Tensor) -> int:
     """Return an unsigned 64-bit checksum of a tensor's bits.
 
-    It is the sum, modulo 2^64, of every 8 bytes (as a signed integer, the last ones filled up with zeros) times the odd
-    number 2 i + 1 at position i. It detects changed and swapped values, and does not depend on the order of summation,
-    so it is the same on any device.
+    It is the sum, modulo 2^64, of all 8-byte words (signed integers, the last padded with zeros), each times 2 i + 1
+    for its position i. It detects changed and swapped values, and does not depend on the order of summation, so it is
+    the same on any device.
     """
     return int(_total(tensor)) % (1 << 64)
 
@@ -214,7 +214,8 @@ def checksums(tensors: Mapping[str, torch.Tensor]) -> dict[str, int]:
 
 
 def begin_checksums(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Enqueue the checksums of tensors. Returns them for `read_checksums`: int64 [] each, on the tensors' device."""
+    """Enqueue the computation of tensors' checksums. Returns int64 scalars on the tensors' device, for
+    `read_checksums`."""
     return {name: _total(tensor) for name, tensor in tensors.items()}
 
 
@@ -225,9 +226,9 @@ def read_checksums(begun: Mapping[str, torch.Tensor]) -> dict[str, int]:
 
 
 def _total(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the sum as int64 [], whose overflow is the modulo 2^64.
+    """Return the sum as an int64 scalar, which wraps around modulo 2^64.
 
-    The words are a matrix, of which sums of rows and columns are enough: 2 i + 1 = 2 width row + (2 column + 1).
+    Arranges the words as a matrix, whose row and column sums suffice: 2 i + 1 = 2 width row + (2 column + 1).
     """
     data = tensor.detach().contiguous().view(-1).view(torch.uint8)
     if data.numel() % 8 or data.data_ptr() % 8 or data.storage_offset() % 8:

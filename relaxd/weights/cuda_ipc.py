@@ -1,8 +1,8 @@
 """Broadcasts between processes on one machine through CUDA IPC, for members that share a GPU, which NCCL refuses.
 
 The source copies a bucket into one of its two slots and announces it in the group's store. Every other member copies it
-out and acknowledges it, which frees the slot, so a bucket is copied in while the previous one is copied out. A GPU
-copies within itself at terabytes a second, so the cost is the messages: two per bucket and member.
+out and acknowledges it, which frees the slot, so a bucket is copied in while the previous one is copied out. Copies
+within a GPU run at terabytes per second, so the cost is the messages: two per bucket and member.
 
 Memory comes from cudaMalloc, not from torch's cache: CUDA shares whole allocations, and torch's may contain other
 tensors. Handles are CUDA's 64 bytes; nothing is pickled.
@@ -24,15 +24,15 @@ import torch.distributed as dist
 SLOTS = 2
 _POLL_SECONDS = 0.0001
 _CLOSE_SECONDS = 2.0
-"""Maximum seconds to wait for the others to close this member's memory."""
+"""Maximum seconds to wait until the other members close this member's memory."""
 
 
 class IpcError(RuntimeError):
-    """A broadcast failed, and so did the connection."""
+    """A broadcast failed; its connection is unusable."""
 
 
 class DeviceEvent(Protocol):
-    """A point in a device's work."""
+    """A point in a device's queue of work."""
 
     def query(self) -> bool:
         """Return True if the point was reached."""
@@ -54,7 +54,7 @@ class SharedMemory(Protocol):
         """Close another member's memory."""
 
     def mark(self) -> Any:
-        """Return a marker that copies wait for."""
+        """Return a marker of the current work, for copies to wait for."""
 
     def copy(self, parts: Sequence[tuple[int, int, int]], after: Any) -> DeviceEvent:
         """Enqueue copies (target, source, bytes) after a marker."""
@@ -67,7 +67,7 @@ class IpcBroadcast:
     tensors: list[torch.Tensor]
     source: int
     number: int
-    """Sequence number per source."""
+    """Sequence number among the source's broadcasts."""
     after: Any
     deadline: float
     ended: threading.Event = field(default_factory=threading.Event)
@@ -91,18 +91,18 @@ class _Area:
     """Memory of a source: SLOTS slots of `slot_bytes` each."""
 
     generation: int
-    """Number of the source's area. An area that is too small is replaced."""
+    """Number of the source's areas before this one, which were too small and replaced."""
     address: int
     slot_bytes: int
 
 
 class IpcConnection:
-    """A member's connection. One thread copies, in the order in which broadcasts were started."""
+    """A member's connection. One thread copies the broadcasts in the order in which they were started."""
 
     def __init__(
         self, store: dist.Store, rank: int, world_size: int, memory: SharedMemory, cancelled: threading.Event
     ) -> None:
-        """`store` is the group's own. Set `cancelled` before `abort` to end copying at once."""
+        """`store` belongs to this group alone. Set `cancelled` before `abort` to end copying at once."""
         self._store = store
         self._rank = rank
         self._readers = world_size - 1
@@ -113,7 +113,7 @@ class IpcConnection:
         self._own: _Area | None = None
         self._replaced: list[_Area] = []
         self._seen: dict[int, _Area] = {}
-        """The others' areas, by source."""
+        """Areas of other members, by source rank."""
         self._queue: queue.SimpleQueue[IpcBroadcast | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._work, name="copy weights", daemon=True)
         self._thread.start()
@@ -137,7 +137,7 @@ class IpcConnection:
         own = [area for area in (self._own, *self._replaced) if area is not None]
         self._own = None
         self._replaced.clear()
-        # Memory must not be freed while others have it open. Dead members don't.
+        # Memory must not be freed while other members have it open.
         with contextlib.suppress(RuntimeError):
             self._store.add("closed", 1)
             deadline = time.monotonic() + _CLOSE_SECONDS
@@ -209,9 +209,10 @@ class IpcConnection:
         return area
 
     def _wait(self, reached: Any, broadcast: IpcBroadcast, what: str, *, uncancellable: bool = False) -> None:
-        """Poll until `reached()`. Raises IpcError at the broadcast's deadline, or when the broadcast is aborted.
+        """Wait until `reached()` returns True.
 
-        With `uncancellable` an abort doesn't end the wait: for copies that are under way, which are short.
+        Raises IpcError at the broadcast's deadline or on an abort. With `uncancellable` an abort doesn't end the wait;
+        this is for running copies, which are short.
         """
         while not reached():
             if uncancellable:
@@ -225,7 +226,7 @@ class IpcConnection:
 _SUCCESS = 0
 _LAZY_PEER_ACCESS = 1
 _COPY_DEFAULT = 4
-"""cudaMemcpyDefault: the direction follows from the addresses, one of which may be another GPU's."""
+"""cudaMemcpyDefault: CUDA derives the direction from the addresses, one of which may be on another GPU."""
 
 
 class CudaError(RuntimeError):
@@ -283,7 +284,7 @@ class CudaMemory:
         return event
 
     def copy(self, parts: Sequence[tuple[int, int, int]], after: torch.cuda.Event) -> torch.cuda.Event:
-        """Enqueue copies (target, source, bytes) after a `mark`. Returns the event of their end. Raises CudaError."""
+        """Enqueue copies (target, source, bytes) after a `mark`. Returns an event at their end. Raises CudaError."""
         with torch.cuda.device(self._device):
             self._stream.wait_event(after)
             stream = ctypes.c_void_p(self._stream.cuda_stream)
@@ -302,7 +303,7 @@ class CudaMemory:
 
 @cache
 def _library() -> ctypes.CDLL:
-    """Load the runtime that torch has loaded; a second copy would be a second client of the driver."""
+    """Load the CUDA runtime that torch has loaded; a second copy would be another client of the driver."""
     major = str(torch.version.cuda).partition(".")[0]
     runtime = ctypes.CDLL(f"libcudart.so.{major}")
     pointer, size = ctypes.c_void_p, ctypes.c_size_t

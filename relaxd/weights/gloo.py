@@ -1,4 +1,4 @@
-"""Broadcasts between CPUs, through gloo: from the source to each member, or along a chain of them."""
+"""Broadcasts between CPUs, through gloo: from the source to each member, or along a chain of members."""
 
 import contextlib
 import threading
@@ -29,7 +29,7 @@ class GlooBroadcast:
             work.wait()  # brief: the process group's timeout
 
     def precede_current_stream(self) -> None:
-        """Wait: there are no streams."""
+        """Wait for the broadcasts: CPUs have no streams."""
         self.finish()
 
 
@@ -66,7 +66,7 @@ class GlooConnection:
         return GlooBroadcast(works)
 
     def abort(self) -> None:
-        """Keep the group until its last operation ends, because its destructor would wait while holding the GIL."""
+        """Wait for the group's last operation, then close it: its destructor would wait while holding the GIL."""
         while True:
             with self._lock:
                 if all(work.is_completed() for work in self._pending):
@@ -77,12 +77,12 @@ class GlooConnection:
 
 
 PIECE_BYTES = 1 << 20
-"""Maximum bytes to pass on at once."""
+"""Maximum bytes of a message along the chain."""
 MAX_TAG = 1 << 31
 
 
 class ChainBroadcast:
-    """A batch of tensors on their way along the chain."""
+    """A batch of tensors that the chain passes on."""
 
     def __init__(self, result: "Future[None]") -> None:
         self._result = result
@@ -96,12 +96,12 @@ class ChainBroadcast:
         self._result.result()
 
     def precede_current_stream(self) -> None:
-        """Wait: there are no streams."""
+        """Wait for the broadcasts: CPUs have no streams."""
         self.finish()
 
 
 class GlooChain:
-    """A gloo process group that passes tensors on, from the source upwards and from the last rank to rank 0."""
+    """A gloo process group in which each rank passes tensors on to the next higher rank, and the last to rank 0."""
 
     def __init__(self, store: dist.Store, rank: int, world_size: int, address: str, timeout: float) -> None:
         """Connect to the other members from `address` of this machine. Raises RuntimeError."""
@@ -167,5 +167,5 @@ class _Batch:
         self._deadline = deadline
 
     def left(self) -> timedelta:
-        """Return the seconds to the deadline, at least a millisecond, because 0 means no limit to gloo."""
+        """Return the time to the deadline, at least a millisecond, because 0 means no limit in gloo."""
         return timedelta(seconds=max(self._deadline - time.monotonic(), 0.001))

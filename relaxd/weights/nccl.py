@@ -1,9 +1,9 @@
 """Broadcasts between GPUs, through NCCL directly, with communicators that can be aborted at any time.
 
-torch's ProcessGroupNCCL has a watchdog and a monitor that end the process when a collective fails, with settings for
-all groups of the process, and cannot abort a group that is still connecting. A weight group must survive failures of
-its members next to other groups in the process. So this calls the library that torch has loaded: communicators are
-nonblocking, every call returns at once and is polled, and abort is ncclCommAbort.
+A weight group must survive its members' failures without ending the process or its other groups. torch's
+ProcessGroupNCCL can't do this: its watchdog and monitor, which have the same settings for all groups, end the process
+when a collective fails, and it can't abort a group that is still connecting. So this module calls the NCCL library that
+torch has loaded: communicators are nonblocking, every call returns at once and is polled, and abort is ncclCommAbort.
 """
 
 import ctypes
@@ -54,10 +54,10 @@ class _Config(ctypes.Structure):
 
 
 class NcclBroadcast:
-    """A batch of broadcasts enqueued together, by a thread of NCCL's."""
+    """A batch of broadcasts that a thread of NCCL enqueues together."""
 
     def __init__(self, connection: "NcclConnection", deadline: float) -> None:
-        """`deadline` limits the enqueueing."""
+        """`deadline` is the monotonic time until which the batch must be enqueued."""
         self.deadline = deadline
         self.event: torch.cuda.Event | None = None
         """Event that is recorded after the broadcasts, once they are enqueued."""
@@ -108,7 +108,7 @@ class NcclConnection:
         self._lock = threading.Lock()
         """Lock held while the communicator is in use, so that it isn't freed."""
         self._enqueueing: NcclBroadcast | None = None
-        """The batch that NCCL may still be enqueueing, before whose end the communicator allows no other call."""
+        """The batch that NCCL may still be enqueueing. Until it is done, the communicator allows no other call."""
         deadline = time.monotonic() + timeout
         with torch.cuda.device(device):
             self.stream = torch.cuda.Stream(device, priority=-1)
@@ -221,7 +221,7 @@ class NcclConnection:
         return unique_id
 
     def _settle(self, what: str, code: int, deadline: float) -> None:
-        """Wait until a call of the nonblocking communicator has ended; before that it allows no other call."""
+        """Wait until a call of the nonblocking communicator has ended; until then it allows no other call."""
         if code not in (_SUCCESS, _IN_PROGRESS):
             raise self._error(what, code)
         polls = 0

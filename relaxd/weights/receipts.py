@@ -12,17 +12,17 @@ from typing import NamedTuple
 from relaxd.v1.sample_pb2 import WeightReceipt
 
 DIGITS = 16
-"""Hexadecimal digits of a digest."""
+"""Number of hexadecimal digits of a digest."""
 
 
 class Receipt(NamedTuple):
-    """The statement of an engine about weights that wrote tokens of a sample."""
+    """An engine's statement about weights that generated tokens of a sample."""
 
     version: int
     digest: str
     """Digest of the memory that held this version in the engine; "": unknown."""
     engine: str
-    """Id of its replica."""
+    """Id of the engine's replica."""
 
     @classmethod
     def from_proto(cls, message: WeightReceipt) -> "Receipt":
@@ -30,7 +30,7 @@ class Receipt(NamedTuple):
         return cls(message.version, message.digest, message.engine)
 
     def to_proto(self) -> WeightReceipt:
-        """Return the message that `from_proto` converts to this."""
+        """Convert to a message."""
         return WeightReceipt(version=self.version, digest=self.digest, engine=self.engine)
 
 

@@ -1,8 +1,8 @@
 """The trainer's side of a weight group with stock SGLang servers.
 
 The servers join through `init_custom_process_group` (sglang/srt/utils), a variant of torch's `init_process_group` for
-an additional group. This module uses the store keys that torch then expects. Such members don't take part in the
-rendezvous and abort of WeightGroup: a missing or dead one shows only when a deadline passes.
+an additional group. This module uses the store keys that torch then expects. Stock servers don't take part in the
+rendezvous and abort of WeightGroup: a missing or dead server is noticed only when a deadline passes.
 """
 
 import threading
@@ -66,7 +66,7 @@ class _StockNcclConnection(NcclConnection):
 
     def _share_id(self, store: dist.Store, rank: int, deadline: float) -> UniqueId:
         unique_id = self._new_id()
-        # Raw bytes under the communicator's number, which is the group's first. (The type stub only has text.)
+        # Raw bytes; the key is the communicator's number in the group, from 0. (The type stub only has text.)
         store.set("0", bytes(unique_id))  # type: ignore[arg-type]
         return unique_id
 

@@ -35,7 +35,7 @@ Transport = Literal["gloo", "gloo_chain", "nccl", "cuda_ipc"]
 
 _EVERYWHERE = ("", "0.0.0.0", "::")
 _POLL_SECONDS, _POLL_SHARE = 0.00005, 0.002
-"""Minimum seconds between two polls of a transfer, and the pause as a share of the time waited so far."""
+"""Pause between two polls of a transfer: at least _POLL_SECONDS, and _POLL_SHARE of the time waited so far."""
 _RENDEZVOUS_POLL_SECONDS = 0.01
 _ABORT_POLL_SECONDS = 0.1
 _STORE_SECONDS = 60.0
@@ -53,12 +53,12 @@ class Rendezvous:
     store_host: str = "127.0.0.1"
     store_port: int
     name: str
-    """New to the store."""
+    """Name of the group, which the store has never had before."""
     world_size: int
 
     @property
     def on_cpu(self) -> bool:
-        """True if the members exchange tensors in the memory of their hosts."""
+        """True if the tensors are in host memory, not on GPUs."""
         return self.transport in CPU_TRANSPORTS
 
     @classmethod
@@ -83,8 +83,9 @@ def host_store(
     """Host the rendezvous store, for the life of a trainer's first rank; `.port` has its port.
 
     The store has no authentication, so it listens on `host` only, unlike a plain TCPStore ("", "0.0.0.0" and "::"
-    listen on all addresses). It takes `port`, or 0 any free one: the first of `ports`, if they are given. `seconds`
-    limits each wait for a key. Raises OSError if the address is not available, NoFreePort if no port is.
+    listen on all addresses). It listens on `port`; 0 means the first free port of `ports`, or any free port without
+    them. `seconds` limits each wait for a key. Raises OSError if the address is not available, NoFreePort if no port
+    is.
     """
     timeout = timedelta(seconds=seconds)
     if host in _EVERYWHERE and (port or ports is None):
@@ -150,8 +151,8 @@ class Transfer:
     def precede_current_stream(self) -> None:
         """Make later work on the current stream wait for the broadcasts.
 
-        On a GPU this doesn't wait for them, so that it reports only that they could not begin: still `wait` for the
-        last transfer. On a CPU it is `wait`. Raises WeightGroupError.
+        With NCCL this doesn't block and reports only broadcasts that could not begin, so `wait` for the last transfer.
+        With other transports it is `wait`. Raises WeightGroupError.
         """
         if self._group.transport == "nccl":
             with self._explaining():
@@ -161,7 +162,7 @@ class Transfer:
 
     @contextlib.contextmanager
     def _explaining(self) -> Iterator[None]:
-        """Translate errors of the connection, and abort the group that had one."""
+        """Convert the connection's errors to WeightGroupError, and abort the group on an error."""
         try:
             yield
         except RuntimeError as error:
@@ -243,7 +244,8 @@ class WeightGroup:
         self.start_broadcast(tensor, source_rank, timeout).wait()
 
     def abort(self) -> None:
-        """Leave the group, which ends it for every member. Unblocks waiting calls, here at once and elsewhere soon.
+        """Leave the group, which ends it for every member. Unblocks waiting calls: at once in this process, soon in
+        others.
 
         Thread-safe and repeatable. Afterwards no tensor is written, except with gloo: a gloo receive cannot be
         cancelled and may write into its tensor until its deadline, so receive into memory that is discarded with the
@@ -253,7 +255,7 @@ class WeightGroup:
         self._close()
 
     def _route(self) -> str:
-        """Return the words for the transport and what it binds: gloo an address, NCCL the interfaces that it may."""
+        """Describe the transport for logs, with gloo's address or the interfaces that NCCL may use."""
         if self._on_cpu:
             return f"{self.transport} from {address_towards(*self._store_address)}"
         if self.transport == "nccl" and (interfaces := os.environ.get("NCCL_SOCKET_IFNAME")):
@@ -305,7 +307,7 @@ class WeightGroup:
                 logger.error("weight group %s is still not aborted after %g s", self.name, _ABORT_SECONDS)
 
     def _watch(self, store: dist.Store) -> None:
-        """Follow another member's abort, which gloo reports only to members that exchange data with it."""
+        """Abort when another member has aborted: gloo reports this only to members that exchange data with it."""
         while not self.aborted.wait(_ABORT_POLL_SECONDS):  # idle: watches for an abort
             try:
                 if store.check([_ABORTED]):

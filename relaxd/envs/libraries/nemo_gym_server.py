@@ -11,21 +11,21 @@ import aiohttp
 from relaxd.envs.environment import BadEnvironmentError, Environment, Reply, Sample, Step, ToolCall, tool_message
 
 PARAMETERS = "responses_create_params"
-"""Field of a row with the request of OpenAI's responses: input and tools."""
+"""Field of a row with a request of OpenAI's responses API: input and tools."""
 
 
 class NemoGymServer(Environment):
-    """A session of a resources server, led as by NeMo Gym's simple_agent.
+    """A session of a resources server, which runs like NeMo Gym's simple_agent.
 
     Calls of tools go to the server; the first message without a call is verified. Numbers: those of the verification.
     """
 
     def __init__(self, url: str, *, max_steps: int = 0) -> None:
-        """Name the server.
+        """Set the server.
 
         Args:
-            url: its address, such as "http://host:8000".
-            max_steps: number of messages after which the conversation is verified all the same; 0: no limit.
+            url: the server's address, such as "http://host:8000".
+            max_steps: number of messages after which the conversation is verified in any case; 0: no limit.
 
         Raises ValueError: max_steps is negative.
         """
@@ -101,9 +101,9 @@ class NemoGymServer(Environment):
         }
 
     async def _called(self, call: ToolCall) -> str:
-        """Return the server's answer to a call, errors included, in the form for the model."""
+        """Return the server's answer to a call as text for the model, errors included."""
         names = [one["function"]["name"] for one in self.tools]
-        if call.name not in names:  # other addresses of the server are not for the model
+        if call.name not in names:  # the model may not call the server's other addresses
             return f"Error: there is no tool {call.name!r}; there are {', '.join(names)}"
         return (await self._post(call.name, call.arguments))[1]
 

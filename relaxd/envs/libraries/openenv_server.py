@@ -1,4 +1,4 @@
-"""Environments that an OpenEnv server has."""
+"""Environments of an OpenEnv server."""
 
 import json
 from collections.abc import Mapping
@@ -25,11 +25,11 @@ class OpenEnvServer(Environment):
         action: Mapping[str, Any] | None = None,
         reset: Mapping[str, Any] | None = None,
     ) -> None:
-        """Name the server.
+        """Set the server.
 
         Args:
-            url: its address, such as "http://host:8000".
-            action_key: field of an action that gets the text.
+            url: the server's address, such as "http://host:8000".
+            action_key: field of an action for the text of the model's message.
             observation_key: field of an observation that the model sees; empty: all of it, as JSON.
             action: other fields of each action.
             reset: arguments of reset besides the seed.

@@ -16,7 +16,7 @@ except ImportError as error:
 class TextArenaGame(Environment):
     """A game of textarena.make(env_id). A move is the text of the model's message.
 
-    The reward is the model's at the end of the game. Numbers: `moves`, and `invalid_move`, 1 if the model made one.
+    The reward is the game's final reward for the model. Numbers: `moves`, and `invalid_move`, 1 if the model made one.
     """
 
     def __init__(self, env_id: str, *, players: int = 1, player: int = 0, opponent: str = "", **settings: Any) -> None:
@@ -25,12 +25,12 @@ class TextArenaGame(Environment):
         Args:
             env_id: name of the game, such as "GuessTheNumber-v0".
             players: number of players.
-            player: number of the model, from 0 on.
-            opponent: function that moves for the others, "file.py:function": it gets a player's observation as text,
-                and returns the move.
-            settings: those of textarena.make.
+            player: the model's player number, from 0.
+            opponent: function that moves for the other players, "file.py:function": takes a player's observation as
+                text, and returns the move.
+            settings: arguments of textarena.make.
 
-        Raises ValueError: there is no such game or player, or nobody moves for the others.
+        Raises ValueError: there is no such game or player, or other players have no opponent function.
         """
         if not 0 <= player < players:
             raise ValueError(f"player is {player}: it must be 0 to {players - 1}, as players is {players}")

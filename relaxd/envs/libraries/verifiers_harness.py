@@ -1,7 +1,7 @@
-"""Tasks of verifiers' tasksets (version 0.4), led by a harness of verifiers: a function for agent.function.
+"""Tasks of verifiers' tasksets (version 0.4), run by a harness of verifiers; `solve` is for agent.function.
 
-The harness is an agent program, such as verifiers' bash loop, which verifiers starts for each conversation. It asks
-verifiers, which asks the endpoint of the conversation.
+The harness is an agent program, such as verifiers' bash loop, which verifiers starts for each conversation. It sends
+model requests to verifiers, which forwards them to the conversation's endpoint.
 """
 
 import asyncio
@@ -38,13 +38,13 @@ async def solve(
     """Have a harness solve the sample's task; return the task's reward, and its metrics and rewards by name.
 
     Args:
-        sample: the sample, whose metadata may choose the task with `idx`; else its seed does.
+        sample: the sample; `idx` in its metadata chooses the task, or else its seed.
         model: the run's model.
-        taskset: name of an installed one, or "file.py:Class" or "package.module:Class".
+        taskset: name of an installed taskset, or "file.py:Class" or "package.module:Class".
         config: settings of the taskset.
         agent_config: fields of verifiers' AgentConfig, such as harness, runtime and max_turns. By default the harness
-            is "bash", which is a loop with a shell, and programs run as processes of this machine.
-        max_tasks: maximum number of tasks, the first ones; a taskset may have infinitely many.
+            is "bash", a loop with a shell, and programs run as processes of this machine.
+        max_tasks: maximum number of tasks: only the first ones are used, because a taskset may be infinite.
 
     Raises BadEnvironmentError: there is no such task, or verifiers reports an error.
     """
@@ -93,8 +93,8 @@ async def _shared_tools(taskset: Any, is_local: bool) -> Mapping[str, Any]:
 
 @cache
 def _loop() -> asyncio.AbstractEventLoop:
-    """Return the event loop of all tasks. verifiers' locks are shared among tasks, but each function has a separate
-    loop."""
+    """Return the event loop of all tasks. Tasks share verifiers' locks, so they can't use the separate loop of each
+    function."""
     loop = asyncio.new_event_loop()
     threading.Thread(target=loop.run_forever, name="verifiers", daemon=True).start()
     return loop

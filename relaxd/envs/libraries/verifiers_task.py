@@ -24,17 +24,18 @@ _loading = threading.Lock()
 
 
 class VerifiersTask(Environment):
-    """A task's prompt, and the score of the model's message. Numbers: metrics and rewards of the task, by name."""
+    """Shows a task's prompt, and scores the model's message. Numbers: metrics and rewards of the task, by name."""
 
     def __init__(self, taskset: str, *, config: Mapping[str, Any] | None = None, max_tasks: int = 10_000) -> None:
         """Load the taskset, once in a process.
 
         Args:
-            taskset: name of an installed one, or "file.py:Class" or "package.module:Class".
+            taskset: name of an installed taskset, or "file.py:Class" or "package.module:Class".
             config: settings of the taskset.
-            max_tasks: maximum number of tasks, the first ones; a taskset may have infinitely many.
+            max_tasks: maximum number of tasks: only the first ones are used, because a taskset may be infinite.
 
-        Raises BadEnvironmentError: it has no task, or has tools, which only a harness of verifiers can offer.
+        Raises BadEnvironmentError if the taskset has no task, or needs tools or a container, which only a harness
+        offers.
         """
         found, self._tasks = load_tasks(taskset, config, max_tasks)
         if found.toolsets(found.config) or any(one.NEEDS_CONTAINER or one.toolsets(one.config) for one in self._tasks):

@@ -5,7 +5,7 @@ from decimal import Decimal
 
 from relaxd.rewards.interface import RewardInput
 
-# A minus (also that of typography) is a sign unless it may be an operator, as in "5-3". Commas may separate thousands.
+# A minus (ASCII or U+2212) is a sign unless it may be an operator, as in "5-3". Commas may separate thousands.
 _NUMBER = re.compile(r"(?<![0-9])[-\u2212]?(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?")
 _ANSWER = re.compile(rf"(?:[0-9][0-9 +]*=\s*)?{_NUMBER.pattern}\s*[.!]?")
 
@@ -13,8 +13,8 @@ _ANSWER = re.compile(rf"(?:[0-9][0-9 +]*=\s*)?{_NUMBER.pattern}\s*[.!]?")
 def addition(sample: RewardInput) -> dict[str, float]:
     """1 if the last number in the reply equals the answer, else 0.
 
-    Parts: accuracy (the same), and format: 1 if the reply is only an answer, right or wrong: a number, alone or as the
-    right side of the sum ("21 + 90 = 111"), optionally with punctuation.
+    Parts: accuracy (equal to the reward), and format: 1 if the reply is only an answer, right or wrong: a number, alone
+    or as the right side of the sum ("21 + 90 = 111"), optionally with punctuation.
 
     Raises:
         ValueError: the answer isn't a number.

@@ -1,6 +1,7 @@
-"""The reward of programs: the answer's Python code is run against tests.
+"""The reward for programs: runs the answer's Python code against tests.
 
-Each program runs in a confined process that never sees what is expected of it; its output or value is compared here.
+Each program runs in a confined process that never sees the expected result; its output or return value is compared
+here.
 """
 
 import math
@@ -42,13 +43,14 @@ class Code:
 
         Args:
             credit: "all" gives 1 or 0, and stops at the first test that fails; "share" gives the share of tests passed.
-            seconds: computing time for each test.
-            total_seconds: time for all tests of an answer; later ones fail. Less than reward.timeout_seconds.
-            memory_mb: address space.
-            output_kb: most of what a program may print, or a function return.
-            separate: run tests in Python in another process than the answer. False: in the same, for tests that use its
-                classes or pass functions to it; an answer can then cheat them.
-            confine_files: hide all files but Python's own. False: for kernels without Landlock.
+            seconds: maximum processor seconds per test.
+            total_seconds: maximum seconds for all tests of an answer; later tests fail. Less than
+                reward.timeout_seconds.
+            memory_mb: maximum address space of a process, in MiB.
+            output_kb: maximum output of a program, or size of a function's result, in KiB.
+            separate: run tests in Python in another process than the answer. False is for tests that use the answer's
+                classes or pass functions to it; the answer can then cheat.
+            confine_files: hide all files except Python's own. False is for kernels without Landlock.
 
         Raises ValueError: a setting is wrong; ConfinementError: this machine can't confine code.
         """
@@ -67,7 +69,7 @@ class Code:
     def __call__(self, sample: RewardInput) -> dict[str, float]:
         """Score a sample.
 
-        Raises ValueError: the prompt has no tests, or wrong ones; ConfinementError.
+        Raises ValueError if the prompt has no tests or wrong tests, and ConfinementError.
         """
         cases = cases_of(sample)
         code, fenced = code_in(sample.response)
@@ -90,23 +92,24 @@ class Code:
 _NUMBER = re.compile(r"[-+]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][-+]?[0-9]+)?")
 _WHOLE = re.compile(r"[-+]?[0-9]+")
 RELATIVE, ABSOLUTE = 1e-5, 1e-8
-"""Tolerances of numbers, equal to numpy.allclose's."""
+"""Relative and absolute tolerance of numbers, equal to numpy.allclose's."""
 
 
 def same_output(printed: str, expected: str) -> bool:
-    """Return whether a program printed what is expected.
+    """Return True if a program printed the expected text.
 
-    Empty lines and white space at the ends of lines don't count. Lines are the same, or have the same words, where a
-    number that is expected with a decimal point or an exponent need only be close.
+    Empty lines and white space at the ends of lines don't count. Lines must have the same words; numbers with a decimal
+    point or exponent in the expected text only need to be close.
     """
     ours, theirs = _lines(printed), _lines(expected)
     return len(ours) == len(theirs) and all(map(_same_line, ours, theirs))
 
 
 def same_value(returned: Any, expected: Any) -> bool:
-    """Return whether a function returned what is expected, which comes from JSON.
+    """Return True if a function returned the expected JSON value.
 
-    Tuples count as lists, keys of a mapping as text. A list of one value may stand for the value, as in TACO's data.
+    Tuples count as lists, and keys of a mapping as text. An expected list of one value also matches the value, as in
+    TACO's data.
     """
     ours = _as_json(returned)
     if ours == expected:
@@ -138,7 +141,8 @@ def _same_word(ours: str, theirs: str) -> bool:
 
 
 def _is_whole_value(ours: str, theirs: str) -> bool:
-    """Return whether a number is the same whole number, digit by digit, also if written as "4.0" or "+4"."""
+    """Return True if `ours` is the whole number `theirs`, compared digit by digit; it may be written like "4.0" or
+    "+4"."""
     whole, _, rest = ours.partition(".")
     return not rest.strip("0") and _unsigned_zero(whole) == _unsigned_zero(theirs)
 
@@ -173,14 +177,15 @@ class BrokenTestError(ValueError):
 
 
 def judge(sandbox: Sandbox, code: str, cases: Cases, deadline: float, separate: bool) -> Iterator[Verdict]:
-    """Yield the verdict on each test. After `deadline` (of the sandbox's clock) all fail.
+    """Yield the verdict on each test.
 
-    `separate` runs tests in Python in another process than the answer's.
+    After `deadline`, by the sandbox's clock, all tests fail.
 
-    Raises BrokenTestError, and ConfinementError: this machine can't confine a process.
+    `separate` runs tests in Python in another process than the answer. Raises BrokenTestError, and ConfinementError if
+    this machine can't confine a process.
     """
     if isinstance(cases, Asserts):
-        # A reply may repeat the beginning that it completes.
+        # A reply may repeat the prompt's beginning of the program.
         programs = [f"{cases.prefix}\n{code}", f"{cases.prefix}{code}", code] if cases.prefix else [code]
         yield from _run_asserts(sandbox, programs, cases, deadline, separate)
         return
@@ -198,7 +203,7 @@ def judge(sandbox: Sandbox, code: str, cases: Cases, deadline: float, separate: 
 def _run_script(sandbox: Sandbox, code: str, case: Script, deadline: float) -> bool:
     job = {"kind": "script", "programs": [code], "contest": True}
     printed, problem = sandbox.run(job, deadline, case.stdin)
-    ended = problem is None or (isinstance(problem, Ended) and problem.exit_code == 0)  # os._exit is an end, too
+    ended = problem is None or (isinstance(problem, Ended) and problem.exit_code == 0)  # the program may call os._exit
     return ended and same_output(printed, case.stdout)
 
 
@@ -216,7 +221,7 @@ def _run_call(functions: "_Functions", case: Call) -> Verdict:
 
 
 class _Functions:
-    """The answer's functions in a confined process, which is restarted if it ended."""
+    """Calls the answer's functions in a confined process, which is restarted if it ended."""
 
     def __init__(self, sandbox: Sandbox, program: dict[str, Any], deadline: float) -> None:
         self._sandbox = sandbox
@@ -264,7 +269,7 @@ def _run_asserts(
                 tester.send({"test": number})
                 yield _watch(tester, functions)
             except Stopped:
-                # The tests wait for an answer that doesn't come any more.
+                # The tests still wait for a call that ended with the answer's process.
                 if tester is not None:
                     tester.end()
                 yield FAILED
@@ -275,9 +280,9 @@ def _run_asserts(
 
 
 def _start_tester(sandbox: Sandbox, cases: Asserts, deadline: float, given: Any) -> Confined | None:
-    """Start the process that runs the tests, with the names of the answer's functions, or the answer's program.
+    """Start the process that runs the tests, with the names of the answer's functions or the answer's program.
 
-    Returns None if the answer can't be loaded, or lacks what the tests begin with. Raises Stopped, BrokenTestError.
+    Returns None if the answer can't be loaded, or the tests' setup fails. Raises Stopped, BrokenTestError.
     """
     if given is None:
         return None
@@ -300,7 +305,7 @@ def _start_tester(sandbox: Sandbox, cases: Asserts, deadline: float, given: Any)
 
 
 def _watch(tester: Confined, functions: _Functions) -> Verdict:
-    """Pass a test's calls to the answer's functions until the test has ended. Raises Stopped."""
+    """Forward a test's calls to the answer's functions until the test ends. Raises Stopped."""
     while "call" in (found := tester.receive()):
         tester.send(functions.call(found))
     return Verdict("passed" in found, bool(found.get("unplain")))

@@ -1,4 +1,4 @@
-"""Code in a reply, and a prompt's tests in the forms of data sets."""
+"""Extracts the code of a reply, and reads a prompt's tests in the formats of data sets."""
 
 import json
 import re
@@ -10,14 +10,14 @@ from relaxd.media.messages import THINKING
 from relaxd.rewards.interface import RewardInput, ground_truth
 
 _MARKERS = re.compile(r"[ \t]*+(?:(?:[-*+]|[0-9]{1,9}[.)])[ \t]++|>[ \t]*+)*+")
-"""Marks of lists and quotes at the beginning of a line."""
+"""Pattern of list and quote marks at the beginning of a line."""
 _TILDES = re.compile(r"(~{3,}+)(.*)")
 _BACKTICKS = re.compile(r"(?<!`)(`{3,}+)([^`]*)\Z")
 _PYTHON = re.compile(r"\{?\s*\.?(?:language-|lang-)?i?py(?:thon)?-?[0-9.]*(?![\w-])", re.IGNORECASE)
 _LANGUAGE = re.compile(r"[\w{.]")
-"""Beginning of a language's name, behind a fence."""
+"""Pattern of the beginning of a language's name after a fence."""
 _ROOM = 3
-"""Maximum additional blanks before the closing fence compared with the opening one, as in CommonMark."""
+"""Maximum number of blanks by which a closing fence is indented more than its opening fence, as in CommonMark."""
 
 
 @dataclass
@@ -27,16 +27,16 @@ class _Block:
     fence: str
     """Opening fence, such as "```"."""
     info: str
-    """Text behind the opening fence, which names the language."""
+    """Text after the opening fence, which names the language."""
     indent: int
-    """Number of characters before the opening fence: those of enclosing lists."""
+    """Number of characters before the opening fence: indentation and list marks."""
     quotes: int
-    """Marks of quotes before the opening fence, which all lines of the block have."""
+    """Number of quote marks before the opening fence; all lines of the block have them."""
     lines: list[str] = field(default_factory=list)
     closed: bool = False
 
     def unquoted(self, line: str) -> str:
-        """Return a line without the marks of the quotes that the block is in."""
+        """Return a line without the block's quote marks."""
         return re.sub(rf"\A(?:[ \t]*+> ?){{1,{self.quotes}}}", "", line) if self.quotes else line
 
     def behind_fence(self, line: str) -> str | None:
@@ -47,12 +47,12 @@ class _Block:
         return said.lstrip(self.fence[0]).strip()
 
     def ends_in(self, line: str) -> bool:
-        """Return whether a line of code ends with the closing fence instead of preceding it."""
+        """Return True if a line of code ends with the closing fence, which should be on the next line."""
         said = line.strip()
         return said.endswith(self.fence) and said.strip(self.fence[0]) != "" and said.count(self.fence) % 2 == 1
 
     def code(self) -> str:
-        """Return the code, without the indentation of the fence."""
+        """Return the block's code, without the fence's indentation."""
         text = "".join(self.lines)
         if not self.closed:
             text = text.partition(self.fence)[0]
@@ -64,13 +64,13 @@ class _Block:
 def code_in(reply: str) -> tuple[str, bool]:
     """Return a reply's code, and whether it is in a fenced block.
 
-    It is the last fenced block after the thinking: of those that say that they are Python, else of those that don't say
-    what they are, else of all. A block that was cut off ends with the reply. A reply without a block is all code.
-    Thinking that was cut off doesn't count.
+    The code is the last fenced block after the thinking that is marked as Python; without such blocks, the last without
+    a language, or else the last of all. A block that was cut off ends with the reply. A reply without a block is all
+    code. Thinking that was cut off doesn't count.
 
-    Fences begin their lines, except for marks of lists and quotes, and have the indentation of their code. One of ```
-    may also follow text that ends in ":", "*" or a tag, or be followed by "python" alone; one of ~~~ that doesn't say
-    that it is Python must be closed.
+    Fences begin their lines, after list and quote marks, and are indented like their code. A fence of ``` may also
+    follow text that ends in ":", "*" or a tag, or any text if only "python" comes after it. A block of ~~~ that isn't
+    marked as Python must be closed.
     """
     ends = [tag.end() for tag in THINKING.finditer(reply) if tag[1]]
     said, blocks = _read(reply[ends[-1] :] if ends else reply)
@@ -81,7 +81,7 @@ def code_in(reply: str) -> tuple[str, bool]:
 
 
 def _read(text: str) -> tuple[str, list[_Block]]:
-    """Return a text up to a thinking that doesn't end, and its fenced blocks."""
+    """Return a text up to thinking that was cut off, and the text's fenced blocks."""
     lines = re.findall(r"[^\n]*\n|[^\n]+", text)
     closable = _closable(lines)
     blocks: list[_Block] = []
@@ -95,7 +95,7 @@ def _read(text: str) -> tuple[str, list[_Block]]:
                 continue
             if behind is None:
                 block.lines.append(inside.rstrip().removesuffix(block.fence))
-            # A fence that names a language begins the next block: the closing one is missing.
+            # A fence that names a language begins the next block: the closing fence is missing.
             opens = _LANGUAGE.match(behind or "") is not None
             block.closed = not opens
             block = _opened(line, False) if opens else None
@@ -109,7 +109,7 @@ def _read(text: str) -> tuple[str, list[_Block]]:
 
 
 def _closable(lines: Sequence[str]) -> set[int]:
-    """Return the numbers of lines that begin with ~~~ and have a closing fence below."""
+    """Return the indices of lines that begin with ~~~ and have a closing fence below."""
     longest, found = 0, set()
     for number in reversed(range(len(lines))):
         said = lines[number].strip(" \t\r\n>")
@@ -122,7 +122,7 @@ def _closable(lines: Sequence[str]) -> set[int]:
 
 
 def _opened(line: str, closable: bool) -> _Block | None:
-    """Return the block that a line opens. A fence of ~~~ must be `closable`, or be marked as Python."""
+    """Return the block that a line opens, or None. A fence of ~~~ must be `closable` or marked as Python."""
     marks = _MARKERS.match(line)
     assert marks is not None  # it also matches nothing
     said = line[marks.end() :].rstrip()
@@ -154,7 +154,7 @@ class Script:
 
 @dataclass(frozen=True)
 class Call:
-    """Arguments of a function, and its expected result, as JSON."""
+    """Name and arguments of a function, and its expected result, as JSON values."""
 
     name: str
     arguments: Sequence[Any]
@@ -169,7 +169,7 @@ class Asserts:
     """Code to run before the tests."""
     tests: tuple[str, ...]
     prefix: str = ""
-    """Code before the answer's, which continues it."""
+    """Code of the prompt that the answer continues."""
     entry_point: str = ""
     """Name of the tested function, if the data give it."""
 
@@ -212,7 +212,7 @@ def _pairs(where: str, pairs: Mapping[str, Any]) -> tuple[Script, ...] | tuple[C
 
 
 def _arguments(where: str, given: Any) -> Sequence[Any]:
-    """Return arguments from a list, or from verl's form: a line of JSON for each."""
+    """Return arguments from a list, or from verl's format: one line of JSON per argument."""
     if isinstance(given, list):
         return given
     return [_value(where, line) for line in str(given).split("\n")]

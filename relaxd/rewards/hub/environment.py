@@ -1,4 +1,4 @@
-"""Reward of conversations: the environment's rewards."""
+"""Reward for conversations: the sum of the environment's rewards."""
 
 from relaxd.rewards.interface import RewardInput
 

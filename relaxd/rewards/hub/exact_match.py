@@ -7,7 +7,7 @@ def exact_match(sample: RewardInput) -> float:
     """1 if the reply equals the answer, or one of its references, ignoring surrounding white space, else 0.
 
     Raises:
-        ValueError: the answer is empty, with which an empty reply would be right.
+        ValueError: the answer is empty, so that an empty reply would be right.
     """
     answer = sample.answer.strip()
     if not answer:

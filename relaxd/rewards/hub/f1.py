@@ -14,8 +14,8 @@ _ARTICLES = re.compile(r"\b(a|an|the)\b")
 def f1(sample: RewardInput) -> dict[str, float]:
     """Harmonic mean of precision and recall over words, ignoring case, punctuation and articles.
 
-    Parts: precision, recall. If reply or answer is "yes", "no" or "noanswer", only equality counts. Of several
-    references the best one counts.
+    Parts: precision, recall. If reply or answer is "yes", "no" or "noanswer", only equality counts. With several
+    references the best result counts.
 
     Raises:
         ValueError: the answer has no words.

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from relaxd.media.messages import without_thinking
 from relaxd.rewards.interface import RewardInput
 
-# Possessive quantifiers (*+) never give back what they took: a reply of blanks takes time linear in its length.
+# Possessive quantifiers (*+) never backtrack: a reply of blanks takes time linear in its length.
 _LETTER = r"[\s*_(\[{\"'$]*+(?:\\(?:boxed|text|mathrm)\{\s*+)*+[(]?+([A-Z])(?![^\W_])"
 _STATED = (
     re.compile(rf"(?i:\b(?:answer|option|choice)\b)\s*(?i:is\s*+:?+|:|=)(?:\s*+(?i:option|choice)\b)?+{_LETTER}"),
@@ -21,13 +21,12 @@ _FREE = re.compile(r"(?<![^\W_])(?<!['\u2019])([A-Z])(?![^\W_]|['\u2019])")
 def gpqa(sample: RewardInput) -> dict[str, float]:
     """1 if the reply chooses the right letter, else 0.
 
-    The reply's letter, without its thinking, is that of the last "answer is X" (or option, choice), else of "X is
-    correct", of "final answer ... X", of a box, else its last free-standing capital. Valid are the letters of
-    metadata.valid_letters, else as many as metadata.choices has, else A to H. The right one is metadata.correct_letter,
-    else the answer as a letter, as an index into the choices from 0 on, or as the text of a choice. Parts: accuracy
-    (the same), and format: 1 if a letter was found.
-
-    An answer that is no letter, without choices, is right where it occurs in the reply.
+    The reply's letter, after its thinking, is the X of the last "answer is X" (or option, choice); or else of "X is
+    correct", of "final answer ... X", of a box, or the last capital letter that stands alone. Valid letters are
+    metadata.valid_letters, or one for each of metadata.choices, or A to H. The right letter is metadata.correct_letter;
+    or else the answer is a letter, an index into the choices from 0, or the text of a choice. Parts: accuracy (equal to
+    the reward), and format: 1 if a letter was found. Without choices, an answer that is no letter is searched for in
+    the reply as text.
 
     Raises:
         ValueError: there is neither an answer nor metadata.correct_letter, or the answer is none of the choices.

@@ -9,15 +9,15 @@ from relaxd.rewards.interface import RewardInput
 _LAST = 300
 _MARKED = re.compile(r"####\s*+\$?+\s*+([-\u2212]?[0-9.,]*[0-9])")
 _GOES_ON = re.compile(r"[ \t]*+[-\u2212+*/^\u00d7\u00f7][ \t]*+[0-9(]|[eE][-+]?[0-9]")
-"""Characters after a number that continue a formula, such as "1/2", whose value isn't 1."""
+"""Pattern of text after a number that continues a formula, such as "/2" in "1/2"."""
 
 
 def gsm8k(sample: RewardInput) -> dict[str, float]:
     """1 if the number after the reply's last "####" is the answer, else 0.
 
-    Only the last 300 letters are searched. The answer is a number, or a solution that ends in "#### number". Thousands'
-    commas and a dollar are ignored. A formula, such as "1/2", is no number. Parts: accuracy (the same), and format: 1
-    if there is a number after "####".
+    Only the reply's last 300 characters are searched. The answer is a number, or a solution that ends in "#### number".
+    Thousands' commas and a dollar are ignored. A formula, such as "1/2", is no number. Parts: accuracy (equal to the
+    reward), and format: 1 if there is a number after "####".
 
     Raises:
         ValueError: the answer isn't a number.

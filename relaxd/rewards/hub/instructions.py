@@ -1,8 +1,8 @@
 """Rewards of verifiable instructions, checked by if-verifiable.
 
-IFEval: Zhou et al. 2023, arXiv 2311.07911. IFBench: Pyatkin et al. 2025, arXiv 2507.02833. Four checkers in which
-if-verifiable 0.1.2 differs from IFBench are replaced here by ones that behave like IFBench's own
-(github.com/allenai/IFBench, by its tests).
+IFEval: Zhou et al. 2023, arXiv 2311.07911. IFBench: Pyatkin et al. 2025, arXiv 2507.02833. Four checkers of
+if-verifiable 0.1.2 differ from IFBench (github.com/allenai/IFBench). They are replaced here by checkers that behave
+like IFBench's in its tests.
 """
 
 import csv
@@ -14,22 +14,22 @@ from typing import Any
 from relaxd.rewards.interface import RewardInput, TooSlow, time_limit
 
 CHECK_SECONDS = 3.0
-"""Maximum seconds for checking one reply, which then fails."""
+"""Maximum seconds to check one reply; a slower check counts as failed."""
 _BY_REPLY = (IndexError, csv.Error, RecursionError)
-"""Errors that checkers raise at odd replies, such as one of digits only. Such a reply follows nothing. nltk's
-LookupError, for data that isn't installed, is none of these."""
+"""Errors that checkers raise for odd replies, such as digits only. Such a reply follows no instruction. nltk's
+LookupError, for data that isn't installed, isn't among them."""
 
 
 def ifeval(sample: RewardInput) -> dict[str, float]:
     """1 if the reply follows all of its prompt's instructions, to the letter, else 0.
 
     Metadata: instruction_id_list, and kwargs: an object for each instruction, whose null values are left out. Parts:
-    accuracy (the same), followed: share of instructions followed, and loose: 1 if all hold for the reply without its
-    first or last line, or without asterisks. Needs the package if-verifiable. Counts of sentences and of words in
-    capitals also need nltk's data (nltk.download("punkt"), "punkt_tab").
+    accuracy (equal to the reward), followed: share of instructions followed, and loose: 1 if all hold for the reply
+    without its first or last line, or without asterisks. Needs the package if-verifiable. Counts of sentences and of
+    words in capitals also need nltk's data (nltk.download("punkt"), "punkt_tab").
 
     Raises:
-        ValueError: the metadata lack instructions, or have some that IFEval doesn't know.
+        ValueError: the metadata lack instructions, or have an instruction that IFEval doesn't know.
     """
     from if_verifiable.ifeval import INSTRUCTION_DICT
     from langdetect import DetectorFactory, detector_factory
@@ -45,7 +45,7 @@ def ifbench(sample: RewardInput) -> dict[str, float]:
     Metadata, parts and package as `ifeval`; nltk's data are also "stopwords" and "averaged_perceptron_tagger_eng".
 
     Raises:
-        ValueError: the metadata lack instructions, or have some that IFBench doesn't know.
+        ValueError: the metadata lack instructions, or have an instruction that IFBench doesn't know.
         LookupError: an instruction needs data of nltk that isn't installed.
     """
     return _followed(sample, "ifbench", ifbench_checkers())
@@ -103,14 +103,15 @@ def ifbench_checkers() -> dict[str, Any]:
 
 
 def _words_position(self: Any, value: str) -> bool:
-    """Return True if the second word and the last but one are the keyword, in any case. A final sign is no word."""
+    """Return True if the second and the second last word are the keyword, in any case. A final punctuation mark is no
+    word."""
     words = [word.lower() for word in _tokens(value)]
     last = -3 if words and words[-1] in string.punctuation else -2
     return len(words) >= -last and words[1] == words[last] == self._keyword.lower()
 
 
 def _keyword_position(self: Any, value: str) -> bool:
-    """Return True if word m of sentence n is the keyword, in any case. Signs are no words."""
+    """Return True if word m of sentence n is the keyword, in any case. Punctuation marks are no words."""
     from if_verifiable.ifbench import instructions_util
 
     sentences = instructions_util.split_into_sentences(value)
@@ -121,7 +122,7 @@ def _keyword_position(self: Any, value: str) -> bool:
 
 
 def _title_case(self: Any, value: str) -> bool:
-    """Return True if no word begins with a small letter. Signs, numbers and words like "iPhone" are ignored."""
+    """Return True if no word begins with a small letter. Punctuation, numbers and words like "iPhone" are ignored."""
     words = (word for word in _tokens(value) if word[0].isalpha())
     return not any(word[0].islower() and (word[1:].islower() or word[1:].isupper() or not word[1:]) for word in words)
 

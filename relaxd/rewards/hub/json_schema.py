@@ -10,19 +10,19 @@ from relaxd.media.messages import THINKING
 from relaxd.rewards.interface import RewardInput, TooSlow, time_limit
 
 CHECK_SECONDS = 1.0
-"""Maximum seconds for checking a reply, which then doesn't fit the schema."""
+"""Maximum seconds to check a reply; a slower reply counts as not fitting the schema."""
 _FENCED = re.compile(r"```(?:json)?[ \t]*\n(.*?)```", re.DOTALL | re.IGNORECASE)
 
 
 def json_schema(sample: RewardInput, schema: Mapping[str, Any] | None = None) -> dict[str, float]:
     """1 if the reply is JSON that fits a JSON schema, else 0.
 
-    The JSON is the reply's last fenced block, or the whole reply without its thinking. Settings: schema; by default
-    metadata.json_schema, or else the answer, as an object or as text. Schemas elsewhere ("$ref" to a URL) aren't
+    The JSON is the last fenced block after the reply's thinking, or all text after it. Settings: schema; by default
+    metadata.json_schema, or else the answer, as an object or as text. External schemas ("$ref" to a URL) aren't
     fetched. Part: format: 1 if the reply is JSON. Needs the package jsonschema.
 
     Raises:
-        ValueError: there is no schema, or it is none.
+        ValueError: the schema is missing or invalid.
     """
     given: Any = schema if schema is not None else sample.metadata.get("json_schema", sample.answer)
     checker = _checker(given if isinstance(given, str) else json.dumps(given))
@@ -62,7 +62,7 @@ def _checker(text: str) -> Any:
         kind.check_schema(schema)
     except (ValueError, TypeError, jsonschema.SchemaError) as error:
         raise ValueError(f"the schema {text[:80]!r} is no JSON schema: {getattr(error, 'message', error)}") from error
-    # An own registry, because the default one fetches what "$ref" names.
+    # A separate registry, because the default registry fetches URLs in "$ref".
     return kind(schema, registry=referencing.Registry())
 
 

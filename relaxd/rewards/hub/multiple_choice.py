@@ -18,18 +18,18 @@ _NO_WORD = re.compile(
 _OR = re.compile(
     r"[*_)\]}\"'\u2019\u201d$]*+\s*+(?:(?:or\b|/|&)|and\b(?!\W++\w\s++\w))[\s*_(\[\"'\u2018\u201c$]*+(?:[A-Z]\b|[a-z]\))"
 )
-"""Pattern of the text after the first letter of an answer that names two."""
+"""Pattern of the text after a stated letter if the answer names a second letter."""
 _SURE = frozenset("BCDEFGHJKLMNOPQRSTUVWXYZ")
-"""Letters that are no words."""
+"""Capital letters that aren't also words, unlike A and I."""
 
 
 def multiple_choice(sample: RewardInput) -> dict[str, float]:
     """1 if the reply's letter is the answer's, else 0.
 
-    The reply's letter, without its thinking, is that in its last <answer>...</answer>; else in the last "answer is X"
-    or "Answer: X"; else the whole reply, if it is a letter such as "B", "(B)" or "B.". A stated small letter, A or I
-    must be marked off as in "(b)" or end its line or sentence, because "The answer is a matter of ..." names none. A
-    reply without a letter, or that states two ("A or B"), is wrong. Parts: accuracy (the same), and format: 1 if a
+    After the thinking, the reply's letter is in its last <answer>...</answer>; or else in the last "answer is X" or
+    "Answer: X"; or else the whole reply is a letter such as "B", "(B)" or "B.". A stated small letter, A or I must be
+    set apart as in "(b)" or end its line or sentence, because "The answer is a matter of ..." names no letter. A reply
+    without a letter, or that states two ("A or B"), is wrong. Parts: accuracy (equal to the reward), and format: 1 if a
     letter was found.
 
     Raises:

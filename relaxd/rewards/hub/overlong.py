@@ -6,8 +6,8 @@ from relaxd.rewards.interface import RewardInput
 def overlong(sample: RewardInput, max_tokens: int = 0, buffer_tokens: int = 0, penalty: float = 1.0) -> float:
     """0 for a short answer, falling to -penalty over the last buffer_tokens before max_tokens tokens.
 
-    A term to add to another reward. Settings: max_tokens: usually rollout.max_new_tokens; buffer_tokens: length of the
-    fall; penalty, 1 by default.
+    A term to add to another reward. Settings: max_tokens: usually rollout.max_new_tokens; buffer_tokens: number of
+    tokens over which the reward falls; penalty, 1 by default.
 
     Raises:
         ValueError: a setting is missing or wrong, or the number of the answer's tokens is unknown.

@@ -1,4 +1,4 @@
-"""A random reward, as a baseline: progress with it has other causes."""
+"""A random reward, as a baseline: progress with it doesn't come from the reward."""
 
 import random as chance
 

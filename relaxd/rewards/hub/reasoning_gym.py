@@ -13,26 +13,25 @@ from relaxd.rewards.interface import RewardInput, TooSlow, time_limit
 from relaxd.rewards.mathematics.formulas import Unreadable, parse
 
 _FORMULAS = frozenset({"countdown", "puzzle24", "simple_integration", "intermediate_integration"})
-"""Tasks that read an answer with sympy's parser, which calls eval."""
+"""Tasks that parse an answer with sympy's parser, which calls eval."""
 _LISTS = frozenset({"binary_matrix", "n_queens", "spiral_matrix", "string_insertion"})
 """Tasks that call eval for an answer that may be a list."""
 _FRACTIONS = frozenset({"coin_flip"})
-"""Tasks that read fractions, where 1e999999999 would take all memory."""
+"""Tasks that parse fractions, where 1e999999999 would take all memory."""
 _WORD = re.compile(r"[^\W\d_]+")
 _FUNCTIONS = frozenset(
     "sqrt sin cos tan sec csc cot asin acos atan sinh cosh tanh exp log ln pi abs Abs".split()  # noqa: SIM905
 )
 _LARGE_EXPONENT = re.compile(r"[eE][-+]?[0-9_]{4}")
 UNREADABLE = "("
-"""An answer that no task can read, in place of an unsafe one."""
+"""An answer that no task can parse; it replaces unsafe answers."""
 
 
 def readable(answer: str, task: str) -> str:
-    """Return an answer as a task may read it: the same, or `UNREADABLE`.
+    """Return an answer if it is safe for a task, or else `UNREADABLE`.
 
-    A task that reads formulas gets only numbers, letters, operators, brackets and well-known functions, without powers
-    whose value would fill the memory. An unsolved "Integral(...)" is no formula here, though sympy would take it for
-    right.
+    Tasks that parse formulas get only numbers, letters, operators, brackets and well-known functions, without powers
+    whose value would fill the memory. An unsolved "Integral(...)" is refused, because sympy would accept it as right.
     """
     if task in _FORMULAS and not _is_formula(answer):
         return UNREADABLE
@@ -42,7 +41,7 @@ def readable(answer: str, task: str) -> str:
 
 
 def make_safe(task: object, name: str) -> None:
-    """Have a task read a list with `ast.literal_eval` where it calls eval."""
+    """Replace eval by `ast.literal_eval` in the module of a task that evaluates lists."""
     if name in _LISTS:
         module: Any = sys.modules[type(task).__module__]
         module.eval = ast.literal_eval
@@ -59,17 +58,17 @@ def _is_formula(answer: str) -> bool:
 
 
 CHECK_SECONDS = 3.0
-"""Maximum seconds for a task to score an answer, which then scores 0."""
+"""Maximum seconds for a task to score an answer; slower answers score 0."""
 _REFUSED = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, SyntaxError, RecursionError)
-"""Exceptions of tasks for unreadable answers, such as letters instead of prime factors. These answers score 0."""
+"""Exceptions that tasks raise for invalid answers, such as letters instead of prime factors. These answers score 0."""
 
 
 def reasoning_gym(sample: RewardInput) -> dict[str, float]:
     """The score of the prompt's reasoning-gym task, from 0 to 1.
 
     Scores the text in the reply's last <answer>...</answer>, or else the whole reply. No answer is evaluated as Python
-    code: tasks that would do so get formulas and lists only. Parts: accuracy: 1 if the score
-    is 1, and format: 1 if the answer is in the tag or the reply is a single line.
+    code: tasks that would do so get formulas and lists only. Parts: accuracy: 1 if the score is 1, and format: 1 if the
+    answer is in the tag or the reply is a single line.
 
     Raises:
         ValueError: the prompt is not from data.source = "reasoning_gym", or the task generates a different item.

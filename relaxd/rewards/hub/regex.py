@@ -6,18 +6,18 @@ from functools import lru_cache
 from relaxd.rewards.interface import RewardInput, TooSlow, time_limit
 
 MATCH_SECONDS = 1.0
-"""Maximum seconds for matching a reply, which then doesn't match."""
+"""Maximum seconds to match a reply; a slower reply counts as no match."""
 
 
 def regex(sample: RewardInput, pattern: str = "", full: bool = False) -> dict[str, float]:
     """1 if a regular expression is found in the reply, else 0.
 
-    Settings: pattern: a regular expression of Python, by default the prompt's answer; full = true: it must match all of
-    the reply without surrounding white space. Part: too_slow: 1 if matching took longer than a second, which counts as
-    no match.
+    Settings: pattern: a Python regular expression, by default the prompt's answer; full = true: the pattern must match
+    all of the reply, without surrounding white space. Part: too_slow: 1 if matching took longer than a second, which
+    counts as no match.
 
     Raises:
-        ValueError: there is no pattern, or it is no regular expression.
+        ValueError: the pattern is missing or no regular expression.
     """
     compiled = _compile(pattern or sample.answer)
     try:

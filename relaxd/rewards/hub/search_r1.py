@@ -8,19 +8,18 @@ from relaxd.rewards.hub.f1 import words
 from relaxd.rewards.interface import RewardInput, ground_truth, references
 
 _MOST_TAGS = 10
-"""Number of <answer> or </answer> tags above which a right reply gets a quarter, because it tries many answers."""
+"""Maximum number of <answer> or </answer> tags; a right reply with more gets 0.25, because it tries many answers."""
 
 
 def search_r1(sample: RewardInput) -> dict[str, float]:
     """1 if the text in the reply's last <answer>...</answer> is among the right answers, else 0.
 
-    They are compared as f1 compares words: without case, punctuation and articles. Right are those of
-    metadata.reward_model.ground_truth.target, a text or a list, as in verl's data, or else the answer's
-    references. With more than
-    ten tags a right reply gets 0.25. Parts: accuracy: 1 or 0, and format: 1 if there is such a tag.
+    Words are compared as by f1: without case, punctuation and articles. The right answers are
+    metadata.reward_model.ground_truth.target, a text or a list, as in verl's data, or else the answer's references.
+    With more than ten tags a right reply gets 0.25. Parts: accuracy: 1 or 0, and format: 1 if there is such a tag.
 
     Raises:
-        ValueError: there is no right answer with words.
+        ValueError: no right answer has words.
     """
     truth = ground_truth(sample)
     right = [found for one in _targets(truth) if (found := words(str(one)))]

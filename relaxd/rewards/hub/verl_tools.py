@@ -1,4 +1,4 @@
-"""The reward of single-turn function calling with verl's tools: it executes an answer's calls, and scores the tools'
+"""The reward for single-turn function calling with verl's tools: executes an answer's calls, and scores the tools'
 results."""
 
 from contextlib import suppress
@@ -12,12 +12,12 @@ from relaxd.rewards.interface import BadRewardError, RewardInput
 class VerlToolsReward:
     """Reward of verl's tools for the calls in a single-turn reply: the model doesn't see the tools' answers.
 
-    The sum of the calls' step rewards and of the tools' final calc_reward. Parts: calls: their number, and errors:
-    number of calls of unknown tools, with bad JSON, or during which a tool failed. Needs the package PyYAML.
+    The reward is the sum of the calls' step rewards and of the tools' final calc_reward. Parts: calls: number of calls,
+    and errors: number of calls of unknown tools, with bad JSON, or with a failing tool. Needs the package PyYAML.
     """
 
     def __init__(self, config: str, max_calls: int = 0, call_seconds: float = CALL_SECONDS) -> None:
-        """Make the tools.
+        """Create the tools.
 
         Args:
             config: verl's file of tools (YAML).
@@ -25,7 +25,7 @@ class VerlToolsReward:
             call_seconds: time limit of each call, effective for tools that await something. Should be less than
                 reward.timeout_seconds, which ends the process even if a tool blocks.
 
-        Raises ValueError: a setting is wrong, or the file, or a tool can't be made.
+        Raises ValueError: a setting or the file is wrong, or a tool can't be created.
         """
         if max_calls < 0 or not call_seconds > 0:
             raise ValueError(f"max_calls is {max_calls} and call_seconds {call_seconds}: they must be >= 0 and > 0")
@@ -34,7 +34,7 @@ class VerlToolsReward:
         self._call_seconds = call_seconds
 
     async def __call__(self, sample: RewardInput) -> dict[str, float]:
-        """Score a sample. Raises ValueError for wrong tools_kwargs; ToolFailure and BadRewardError."""
+        """Score a sample. Raises ValueError for wrong tools_kwargs, ToolFailure and BadRewardError."""
         conversation = VerlTools(self._tools, tools_kwargs(sample.metadata), self._call_seconds, self._max_calls)
         try:
             await conversation.reset()

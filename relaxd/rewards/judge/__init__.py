@@ -1,6 +1,6 @@
 """Judges: `await judge.ask(...)` for rewards of your own, and the bundled rewards that use it.
 
-The service, which has the judge's address and credentials, passes the questions on.
+The service, which has the judge's address and credentials, forwards the questions.
 """
 
 import hashlib
@@ -16,20 +16,20 @@ __all__ = ["JudgeError", "NoJudgeError", "UnreadableReplyError", "ask"]
 
 T = TypeVar("T")
 Messages = str | Sequence[Mapping[str, Any]]
-"""The user's message, or chat messages: {"role": ..., "content": text}, or with a list of parts as content, where the
-judge is at an address: {"type": "text", "text": ...} and {"type": "image", "uri": data URI}, or OpenAI's form
-{"type": "image_url", "image_url": {"url": data URI}}."""
+"""The user's message, or chat messages {"role": ..., "content": text}. If the judge is at an address, the content may
+also be a list of parts: {"type": "text", "text": ...} and {"type": "image", "uri": data URI}, or OpenAI's form {"type":
+"image_url", "image_url": {"url": data URI}}."""
 FORMS = (
     '{"type": "text", "text": ...}, {"type": "image", "uri": a data URI} or '
     '{"type": "image_url", "image_url": {"url": ...}}'
 )
 """The forms of parts, for errors."""
 SHOWN = 200
-"""Characters of an unreadable reply in errors."""
+"""Maximum number of characters of an unreadable reply that errors show."""
 
 
 class JudgeError(Exception):
-    """The judge gave no reply that can be used."""
+    """The judge gave no usable reply."""
 
 
 class NoJudgeError(JudgeError):
@@ -41,10 +41,10 @@ class UnreadableReplyError(JudgeError):
 
 
 class Line(Protocol):
-    """The way to the judge."""
+    """A connection to the judge."""
 
     async def ask(self, question: AskRequest) -> AskResponse:
-        """Return the reply. Raises JudgeError."""
+        """Send a question, and return the reply. Raises JudgeError."""
 
     def count_unreadable(self) -> None:
         """Count a reply that could not be read."""
@@ -68,13 +68,13 @@ async def ask(messages: Messages, *, read: Callable[[str], Any] | None = None, r
 
     Args:
         messages: the user's message, or a conversation.
-        read: reads a reply, and raises ValueError for one that makes no sense. The judge is then asked again, with
-            another seed. Without it, the reply's text is returned.
+        read: parses a reply, and raises ValueError for an invalid reply; the judge is then asked again with another
+            seed. Without it, the reply's text is returned.
         retries: maximum number of further requests.
-        seed: a number for each of several votes on the same question.
+        seed: number of the vote, if the same question is asked several times.
 
     Returns the result of `read`. Raises NoJudgeError, UnreadableReplyError, or another JudgeError: the judge refuses
-    the question, takes too long, or was away for too long; or a message has a wrong form.
+    the question, takes too long or is away for too long, or a message has a wrong form.
     """
     if _line is None:
         raise NoJudgeError("there is no judge here: the reward service asks it, in a run with roles.judge.model")
@@ -95,7 +95,8 @@ async def ask(messages: Messages, *, read: Callable[[str], Any] | None = None, r
 
 
 def _with_uris(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Return messages with images by their URIs, also those of OpenAI's form. Raises JudgeError: a form is wrong."""
+    """Return messages with OpenAI's image parts converted to {"type": "image", "uri": ...}. Raises JudgeError for a
+    wrong form."""
     chat: list[Mapping[str, Any]] = []
     for number, message in enumerate(messages):
         content = message.get("content")
@@ -125,7 +126,8 @@ def _with_uri(part: Any, place: str) -> Mapping[str, Any]:
 
 
 def _seed(chat: Sequence[Mapping[str, Any]], seed: int, attempt: int) -> int:
-    """Return the seed of a question, which depends only on it, so that a repeated run asks the same."""
+    """Return the seed of a request: it depends only on the arguments, so that a repeated run sends the same
+    requests."""
     text = json.dumps([chat, seed, attempt], sort_keys=True)
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 33
 

@@ -1,4 +1,4 @@
-"""The reward that has the judge compare the answers of a group."""
+"""The reward for which the judge compares the answers of a group."""
 
 import asyncio
 from collections.abc import Sequence
@@ -25,16 +25,16 @@ async def judge_pairs(
 ) -> list[dict[str, float]]:
     """Share of the other replies to the prompt that the run's judge (roles.judge) finds worse; a tie counts half.
 
-    Each two replies are compared in both orders, because judges prefer a place; equal ones are a tie without a
+    Each pair of replies is compared in both orders, because judges prefer a position; equal replies tie without a
     question. Settings: template: the question, with {first} and {second}, and {prompt}, {answer} and {metadata.KEY} as
-    needed, to which the judge says A, B or tie; system: a system message before it; opponents: number of later
-    replies, in a circle, that each reply is compared with (0: all); retries: how often to ask again for a reply of the
-    judge that can't be read; thinking = true: the judge also sees what is before </think>. Part: consistent: share of a
-    reply's comparisons whose two orders agree. A reply without others gets 0.5.
+    needed, to which the judge says A, B or tie; system: a system message before it; opponents: number of next replies,
+    in a circle, with which each reply is compared (0: all); retries: maximum number of further requests if the judge's
+    reply can't be parsed; thinking = true: the judge also sees the thinking. Part: consistent: share of a reply's
+    comparisons whose two orders agree. A single reply gets 0.5.
 
     Raises:
         ValueError: a setting is wrong.
-        JudgeError: no usable reply of the judge.
+        JudgeError: the judge gave no usable reply.
     """
     count = len(samples)
     if opponents < 0 or retries < 0:
@@ -70,8 +70,8 @@ async def judge_pairs(
 
 
 def _pairs(count: int, opponents: int) -> list[tuple[int, int]]:
-    """Return the pairs to compare, each once: each sample with the next `opponents` in a circle, or with all others
-    (0)."""
+    """Return the pairs to compare, each once: each sample with the next `opponents` samples in a circle, or with all
+    others if it is 0."""
     reach = min(opponents or count, count - 1)
     found = {tuple(sorted((one, (one + step) % count))) for one in range(count) for step in range(1, reach + 1)}
     return sorted((one, other) for one, other in found)

@@ -1,6 +1,6 @@
-"""The reward that has the judge score each answer; templates of questions, and the reading of replies.
+"""The reward for which the judge scores each answer; question templates, and parsing of the judge's replies.
 
-A reply that is not understood is an error, never a guess.
+A reply that can't be parsed is an error, never a guess.
 """
 
 import asyncio
@@ -23,10 +23,10 @@ ANSWER = "\n<answer>\n{response}\n</answer>\n"
 
 
 def fill(template: str, sample: RewardInput, needed: tuple[str, ...], **texts: str) -> str:
-    """Fill a template in: {prompt}, {answer}, {metadata.KEY} and the texts; any other brace stays as it is.
+    """Fill in a template's placeholders {prompt}, {answer}, {metadata.KEY} and those of `texts`; other braces stay.
 
-    What is filled in isn't looked at for places. Raises ValueError when a place of `needed` is missing, or the metadata
-    lack a key.
+    Inserted texts aren't searched for placeholders. Raises ValueError if a placeholder of `needed` or a key of the
+    metadata is missing.
     """
     missing = [name for name in needed if f"{{{name}}}" not in template]
     if missing:
@@ -64,7 +64,7 @@ _SIDE = r"(?:A|B|tie)(?!\w)"
 _YES = frozenset({"yes", "true", "correct", "right", "1"})
 _FORMATTING = re.compile(r"[*_`#\[\]\"]")
 _MAX_OBJECTS = 64
-"""Maximum number of braces, from the reply's end, at which to look for a JSON object."""
+"""Maximum number of opening braces, from the reply's end, at which a JSON object is searched for."""
 
 
 def visible(text: str) -> str:
@@ -73,20 +73,21 @@ def visible(text: str) -> str:
 
 
 def read_number(reply: str, minimum: float, maximum: float) -> float:
-    """Return the number after the last mark such as "Score:", or on the last line alone. Raises ValueError."""
+    """Return the number after the last word such as "Score:", or the number that is the last line. Raises
+    ValueError."""
     return _in_range(float(_stated(reply, _NUMBER, "number", rest=r"\s*(?:/\s*\d+)?")), minimum, maximum)
 
 
 def read_yes_no(reply: str) -> float:
-    """Return 1 for yes and 0 for no, after the last mark such as "Judgement:", or as the last line.
+    """Return 1 for yes and 0 for no, after the last word such as "Judgement:", or as the last line.
 
-    Also takes true and false, correct and incorrect, right and wrong, 1 and 0. Raises ValueError.
+    Also accepts true and false, correct and incorrect, right and wrong, 1 and 0. Raises ValueError.
     """
     return float(_stated(reply, _WORD, "yes or no").lower() in _YES)
 
 
 def read_side(reply: str) -> str:
-    """Return "A", "B" or "TIE", after the last mark such as "Verdict:", or on the last line alone. Raises
+    """Return "A", "B" or "TIE", as stated after the last word such as "Verdict:", or as the last line. Raises
     ValueError."""
     return _stated(reply, _SIDE, "A, B or tie").upper()
 
@@ -114,7 +115,7 @@ def read_field(reply: str, field: str, minimum: float, maximum: float) -> float:
 
 
 def _stated(reply: str, pattern: str, what: str, rest: str = "") -> str:
-    """Return the match of a pattern after the last mark, or on the last line alone. Raises ValueError."""
+    """Return the match of a pattern after the last word of _MARK, or as the last line. Raises ValueError."""
     text = _FORMATTING.sub("", visible(reply)).strip()
     marked = re.findall(f"{_MARK}({pattern})", text, re.IGNORECASE)
     if marked:
@@ -168,14 +169,14 @@ async def judge(
     """Verdict of the run's judge (roles.judge) on the reply, from 0 to 1.
 
     Settings: template: the question, with {response}, and {prompt}, {answer} and {metadata.KEY} as needed; system: a
-    system message before it; reply: "number", from minimum to maximum after "Score:" or the like; "yes_no"; or "json",
-    an object with a number in `field`; votes: how often to ask; vote: "mean" or "majority" of them; retries: how often
-    to ask again for a vote that can't be read; thinking = true: the judge also sees what is before </think>. Part:
-    agreement: share of the votes that are the most frequent one, with several votes.
+    system message before it; reply: "number", from minimum to maximum after "Score:" or a similar word; "yes_no"; or
+    "json", an object with a number in `field`; votes: number of times to ask; vote: "mean" or "majority" of the votes;
+    retries: maximum number of further requests for a vote that can't be parsed; thinking = true: the judge also sees
+    the thinking. Part: agreement: share of the most frequent value among several votes.
 
     Raises:
         ValueError: a setting is wrong.
-        JudgeError: no usable reply.
+        JudgeError: the judge gave no usable reply.
     """
     read = _reader(reply, field, minimum, maximum)
     if votes < 1 or retries < 0 or vote not in ("mean", "majority"):
@@ -199,7 +200,7 @@ async def judge(
 
 
 def _reader(reply: str, field: str, minimum: float, maximum: float) -> Callable[[str], float]:
-    """Return the function that reads a reply as a number from 0 to 1. Raises ValueError."""
+    """Return a function that parses a reply into a number from 0 to 1. Raises ValueError."""
     if reply == "yes_no":
         return read_yes_no
     if minimum >= maximum:
@@ -214,7 +215,7 @@ def _reader(reply: str, field: str, minimum: float, maximum: float) -> Callable[
 
 
 def _majority(values: Sequence[float]) -> float:
-    """Return the most frequent value, or the mean of several equally frequent ones."""
+    """Return the most frequent value, or the mean of equally frequent values."""
     counts = Counter(values)
     most = max(counts.values())
     winners = [value for value, count in counts.items() if count == most]

@@ -1,25 +1,24 @@
-"""Boxes: the content of \\boxed{...} and \\fbox{...}."""
+"""Finds the content of the last \\boxed{...} or \\fbox{...}."""
 
 import re
 
 _BOX = re.compile(r"\\(?:boxed|fbox)")
 _TAIL = 1000
-"""Number of last characters in which to look for a box first: most answers are there, and `re` is slower than
-`rfind`."""
+"""Number of last characters in which `rfind` searches for a box first: most boxes are there, and `re` is slower."""
 _SPACES = 40
 _OTHERS = (r"\fbox", r"\{", r"\}")
 _BEHIND = ("\n", "\t", "{", "}", "$")
 """Characters after which a new box always begins, because the content of a box without braces contains none of them."""
-# Every alternative begins with a letter of its own, so that re skips other letters ten times as fast.
+# Every alternative begins with another literal character, so that re skips other text ten times as fast.
 _TOKEN = re.compile(r"\\(?:(?:boxed|fbox)(?:\s*\{| +(?P<bare>[^\s{}$]+))|(?<!\\\\)[{}])|\{|\}")
 
 
 def last_boxed(text: str) -> str | None:
     """Return the content of the last \\boxed{...} or \\fbox{...}, or None if there is none.
 
-    Last is the box that begins last: of "\\boxed{\\boxed{5}}" the content is "5". Its braces must be balanced, except
-    for escaped ones; a box that isn't closed, as in an answer that was cut off, is none. "\\boxed 5" counts, too. Takes
-    time linear in the text.
+    The last box is the box that begins last: for "\\boxed{\\boxed{5}}" the content is "5". Its braces must be balanced,
+    except escaped braces; an unclosed box, as in an answer that was cut off, doesn't count. "\\boxed 5" counts, too.
+    Takes time linear in the text.
     """
     found = _boxed_at_end(text)
     if found is not None:
@@ -27,7 +26,7 @@ def last_boxed(text: str) -> str | None:
     first = _BOX.search(text)
     if first is None:
         return None
-    opened: list[tuple[int, bool]] = []  # places behind open braces, and whether each is a box's
+    opened: list[tuple[int, bool]] = []  # indices after open braces, and whether each belongs to a box
     last = (-1, "")
     for token in _TOKEN.finditer(text, first.start()):  # braces before it close no box
         word = token.group()
@@ -43,7 +42,7 @@ def last_boxed(text: str) -> str | None:
 
 
 def _boxed_at_end(text: str) -> str | None:
-    """Return the content of the last box, sooner, if it is \\boxed{...} near the end; None if it may not be."""
+    """Fast path: return the content of a \\boxed{...} near the end if it surely is the last box, or else None."""
     start = text.rfind(r"\boxed", max(0, len(text) - _TAIL))
     if start < 0 or not text.startswith("{", start + 6):
         return None

@@ -9,7 +9,7 @@ from relaxd.rewards.mathematics.normal_forms import reference
 _LAST = 300
 _ANSWER = re.compile(r"(?i)Answer\s*:\s*([^\n]+)")
 _LAST_BOXED = 100
-"""Number of last characters in which a box counts, in a reply without "Answer: ..."."""
+"""Number of last characters in which a box counts if a reply has no "Answer: ..."."""
 _NUMBER = re.compile(r"-?[0-9][0-9,]*(?:\.0*)?")
 _SUBSTITUTIONS = (
     ("an ", ""), ("a ", ""), (".$", "$"), ("\\$", ""), ("\\ ", ""), (" ", ""), ("mbox", "text"), (",\\text{and}", ","),
@@ -26,10 +26,10 @@ _REMOVED = (
 def dapo(sample: RewardInput) -> dict[str, float]:
     """+1 if the last "Answer: ..." in the reply's last 300 letters is the answer, else -1.
 
-    Both sides are brought to Minerva's normal form (Lewkowycz et al. 2022, arXiv 2206.14858, appendix D.1) and compared
-    as texts; whole numbers as numbers. Without such a line, a box in the last 100 letters must have exactly the text of
-    the answer, whose own box is opened. This follows verl 0.9.1. Parts: accuracy: 1 or 0, and format: 1 if there is
-    such a line or box.
+    Both are converted to Minerva's normal form (Lewkowycz et al. 2022, arXiv 2206.14858, appendix D.1) and compared as
+    texts; whole numbers as numbers. Without such a line, a box in the last 100 characters must have exactly the text of
+    the answer, or of the answer's box. This follows verl 0.9.1. Parts: accuracy: 1 or 0, and format: 1 if there is such
+    a line or box.
 
     Raises:
         ValueError: the answer is empty, or only units.
@@ -61,7 +61,7 @@ def minerva(answer: str) -> str:
 
 
 def _opened(answer: str, command: str) -> str:
-    """Replace \\command{...} by what is in its braces, which may have braces inside."""
+    """Replace \\command{...} by the content of its braces, which may contain braces."""
     mark, place = f"\\{command}{{", 0
     while (start := answer.find(mark, place)) >= 0:
         place = start + len(mark)

@@ -10,8 +10,8 @@ def deepscaler(sample: RewardInput) -> dict[str, float]:
     """1 if the last box after the thinking equals the answer, else 0, as the reward math says.
 
     Only the text after the last "</think>" counts, or else after the first "###Response". A reply with neither gets 0,
-    however right it is: use math for a model that doesn't think. Parts: accuracy (the same), format: 1 if there is a
-    box after the thinking, and thought: 1 if "</think>" or "###Response" is there.
+    even if it is right: use math for a model that doesn't think. Parts: accuracy (equal to the reward), format: 1 if
+    there is a box after the thinking, and thought: 1 if the reply has "</think>" or "###Response".
 
     Raises:
         ValueError: the answer is empty.

@@ -11,11 +11,11 @@ from relaxd.rewards.mathematics.formulas import Unreadable, parse
 from relaxd.rewards.mathematics.normal_forms import normalize, numeral, plain, rational
 
 MAX_LETTERS = 2000
-"""Maximum length of an answer that is compared as more than text, in characters."""
+"""Maximum length of answers, in characters; longer answers are compared as plain texts."""
 MAX_UNKNOWNS = 2
 """Maximum number of unknown letters in expressions that sympy compares."""
 SYMPY_SECONDS = 2.0
-"""Maximum seconds for sympy to compare two expressions, which then count as different."""
+"""Maximum seconds for sympy to compare two expressions; slower ones count as different."""
 _FRACTION = re.compile(r"-?\(?-?[0-9]+/-?[0-9]+\)?")
 _NUMBER = re.compile(r"[-+]?(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)")
 _NAME = re.compile(r"\A[a-z]{1,2}=(?!=)")
@@ -24,17 +24,17 @@ _SCIENTIFIC = re.compile(
     r"(\A|[=(\[{,;&$<>]|\b(?:or|and)\b)(\s*[+-]?)([0-9]{1,12}(?:\.[0-9]{1,12})?[eE][+-]?[0-9]{1,2})"
     r"(?=\s*(?:[,;=<>)\]}&$%\\]|\Z)|\s+[A-Za-z])"
 )
-"""A number like 1e3 on its own: a whole answer, after "x =", an item, or before a unit."""
+"""Pattern of a number like 1e3 that stands alone: a whole answer, after "x =", an item, or before a unit."""
 _MATRIX = re.compile(
     r"(?:\\left *[(\[])?\s*\\begin *\{(?P<kind>[pbB]?(?:small)?matrix|array)\}(?: *\{[clr| ]*\})?"
     r"(?P<cells>.*?)\\end *\{(?P=kind)\}\s*(?:\\right *[)\]])?",
     re.DOTALL,
 )
-"""A matrix in round or square brackets, which are equivalent."""
+"""Pattern of a matrix; round and square brackets are equivalent."""
 _MATRIX_LAYOUT = re.compile(
     r"(\\\\)(?:\s*\[[^\[\]]*\])?|\\cr(?![a-z])|\\(?:displaystyle|hline)(?![a-z])|\\[!,;:()\[\] ]|\$"
 )
-"""Markup without an effect on a matrix, and ends of rows."""
+"""Pattern of markup without effect on a matrix, and of row ends."""
 _MATRIX_NAME = re.compile(
     r"\s*(?:\\(?:mathbf|mathrm|boldsymbol|bm|vec)\s*)?(?:\{[A-Za-z]\}|[A-Za-z])(?:_\{?\w\}?)?\s*=\s*"
 )
@@ -44,19 +44,19 @@ def are_equal(answer: str, expected: str) -> bool:
     """Return whether an answer equals the reference: as text in MATH's normal form, or as formulas for sympy.
 
     Tuples and intervals need the same brackets and are compared item by item. Two fractions of whole numbers must be
-    equal as texts, so an unreduced one is wrong; a whole number equals only what is written as one, 1e3 included.
-    Matrices are compared entry by entry. Ordinary numbers take a shorter way to the same result.
+    equal as texts, so an unreduced fraction is wrong. A whole number equals only a number written as such, 1e3
+    included. Matrices are compared entry by entry. A fast path compares ordinary numbers.
     """
     if len(answer) > MAX_LETTERS or len(expected) > MAX_LETTERS:
         return answer.strip() == expected.strip()
     if answer == expected and "=" not in answer and _DIGIT.search(answer):
-        return True  # of such a text the normal form leaves something, which then equals itself
+        return True  # the normal forms aren't empty, and equal
     matrices, expected_matrices = _matrices(answer), _matrices(expected)
     if matrices or expected_matrices:
         return _are_equal_matrices(matrices, expected_matrices) or normalize(answer) == normalize(expected)
     answer, expected = written_out(answer), written_out(expected)
     number, expected_number = numeral(answer), numeral(expected)
-    if number is not None and expected_number is not None:  # equal in the normal form is then equal as a formula
+    if number is not None and expected_number is not None:  # for numbers both comparisons agree
         return _is_equal_item(number, expected_number)
     normal = normalize(answer)
     return bool(normal) and (normal == normalize(expected) or _are_equal_formulas(plain(answer), plain(expected)))
@@ -84,7 +84,7 @@ def _matrices(answer: str) -> _Matrices:
 
 
 def _are_equal_matrices(found: _Matrices, expected: _Matrices) -> bool:
-    """Return whether matrices are equal entry by entry, and the texts between them equal in normal form."""
+    """Return True if matrices are equal entry by entry, and the texts between them are equal in normal form."""
     if len(found) != len(expected):
         return False
     for one, other in zip(found, expected, strict=True):
@@ -100,7 +100,7 @@ def _are_equal_matrices(found: _Matrices, expected: _Matrices) -> bool:
 
 
 def written_out(answer: str) -> str:
-    """Return an answer with all digits of its numbers like 1e3."""
+    """Return an answer with numbers like 1e3 written as 1000."""
     return _SCIENTIFIC.sub(lambda found: f"{found[1]}{found[2]}{Decimal(found[3]):f}", answer)
 
 
@@ -150,7 +150,7 @@ def _is_zero_difference(answer: str, expected: str) -> bool:
 
 
 def _whole(text: str) -> int | None:
-    """Return a whole number, also if written as "5.0"."""
+    """Return the value of a whole number, which may be written as "5.0"; None for other text."""
     if not _NUMBER.fullmatch(text):
         return None
     before, _, after = text.partition(".")

@@ -1,6 +1,7 @@
-"""A parser of plain formulas into sympy, which evaluates nothing as Python code and refuses what would explode.
+"""A safe parser of plain formulas into sympy: it runs no Python code and refuses formulas that would take too much
+memory.
 
-sympy's own parser calls eval on its text, and an answer is text that anybody may have written.
+sympy's own parser calls eval on its text, which is unsafe for a model's answer.
 """
 
 import re
@@ -26,7 +27,8 @@ def parse(text: str) -> Any:
 
     Understands numbers, letters, + - * / ^, brackets, implied products, sqrt, sin, cos, tan, log, ln, exp, abs and pi.
 
-    Raises Unreadable: it is something else, longer than 400 letters, has exponents above 99 or within exponents.
+    Raises Unreadable if the text is no such formula, is longer than 400 characters, or has exponents above 99 or nested
+    exponents.
     """
     if len(text) > MAX_LETTERS:
         raise Unreadable("too long")

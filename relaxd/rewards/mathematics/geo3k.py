@@ -7,7 +7,7 @@ from relaxd.rewards.mathematics.math import score_boxed
 def geo3k(sample: RewardInput) -> dict[str, float]:
     """0.9 if the last box equals the answer, as the reward math says, and 0.1 for the format.
 
-    Parts: accuracy, and format: 1 if the reply is <think>...</think>...\\boxed{...}, from its beginning on.
+    Parts: accuracy, and format: 1 if the reply begins with <think>, followed by </think> and then \\boxed{...}.
 
     Raises:
         ValueError: the answer is empty.
@@ -18,6 +18,6 @@ def geo3k(sample: RewardInput) -> dict[str, float]:
 
 
 def _is_well_formed(response: str) -> bool:
-    # From the end, where all three are: if any fit together, then the last ones do.
+    # Searches from the end: if any box and tag fit together, the last ones do.
     box = response.rfind(r"\boxed{", 0, response.rfind("}") + 1) if response.startswith("<think>") else -1
     return box >= 0 and response.rfind("</think>", 0, box) >= 0

@@ -9,8 +9,8 @@ from relaxd.rewards.mathematics.normal_forms import reference
 def math(sample: RewardInput) -> dict[str, float]:
     """1 if the reply's last \\boxed{...} or \\fbox{...} equals the answer, else 0.
 
-    Equal as text in MATH's normal form, or as formulas (see `are_equal`). A box in the answer is opened. Parts:
-    accuracy (the same), and format: 1 if there is a box.
+    They are equal as text in MATH's normal form, or as formulas (see `are_equal`). If the answer has a box, its content
+    counts. Parts: accuracy (equal to the reward), and format: 1 if there is a box.
 
     Raises:
         ValueError: the answer is empty.
@@ -19,7 +19,8 @@ def math(sample: RewardInput) -> dict[str, float]:
 
 
 def score_boxed(response: str, answer: str, reward: str) -> dict[str, float]:
-    """Return reward, accuracy and format of a response. Raises ValueError, naming the reward: the answer is empty."""
+    """Return reward, accuracy and format of a response. Raises ValueError, which names the reward, if the answer is
+    empty."""
     expected = reference(answer, reward)
     found = last_boxed(response)
     accuracy = float(found is not None and are_equal(found, expected))

@@ -12,11 +12,11 @@ from relaxd.rewards.mathematics.boxed import last_boxed
 
 
 _DEEPEST = 32
-"""Maximum nesting of fractions and roots; deeper ones are left unchanged."""
+"""Maximum nesting depth of fractions and roots; deeper ones are left unchanged."""
 _LARGE = {"million": 6, "billion": 9, "trillion": 12}
 _LARGE_NUMBER = re.compile(rf"([0-9]{{1,12}})(\.[0-9]{{1,12}})?\s*({'|'.join(_LARGE)})s?(?![a-z])", re.IGNORECASE)
 UNIT = r"(?:degree|cm|centimeter|meter|mile|second|minute|hour|day|week|month|year|foot|feet|inch|yard)(?:es|s)?"
-"""Names of units that are dropped, as a regular expression."""
+"""Pattern of unit names, which are dropped."""
 _UNITS = re.compile(rf"(?<![a-z\\]){UNIT}(?![a-z])\s*(?:\^\s*\{{?[0-9]+\}}?)?", re.IGNORECASE)
 _TEXT = re.compile(r"\\(?:text|mathrm|textbf|mathbf|mbox|operatorname)\s*\{([^{}]*)\}")
 _LAYOUT = re.compile(
@@ -66,7 +66,7 @@ def _digits(match: re.Match[str]) -> str:
 
 
 def _plain_fractions(text: str) -> str:
-    """Write fractions, roots and powers, from the innermost on, with brackets."""
+    """Write LaTeX fractions, roots and powers with brackets, from the innermost outwards."""
     text = _SHORT_FRAC.sub(r"(\1/\2)", text)
     text = _HALF_SHORT_FRAC.sub(lambda m: rf"\frac{{{m[1]}}}" if m[1] else rf"\frac{m[2]}{{{m[3]}}}", text)
     for _ in range(_DEEPEST):
@@ -119,9 +119,8 @@ _SLASH = re.compile(r"(-?)([0-9]+)/(-?[0-9]+)")
 def normalize(answer: str) -> str:
     """Return MATH's normal form of an answer in LaTeX.
 
-    It drops what doesn't change the value: layout, degrees, dollars, percent, units at the end, "x =" before it, and
-    blanks.
-    "0.5" and "a/b" of whole numbers become \\frac{}{}. Numbers keep their digits: "0.50" and "0.5" differ.
+    It drops text that doesn't change the value: layout, degrees, dollars, percent, units at the end, a leading "x =",
+    and blanks. "0.5" and "a/b" of whole numbers become \\frac{}{}. Numbers keep their digits: "0.50" and "0.5" differ.
     """
     answer = answer.strip()
     if whole := _WHOLE_TEXT.fullmatch(answer):
@@ -144,7 +143,7 @@ def normalize(answer: str) -> str:
 def reference(answer: str, reward: str) -> str:
     """Return a reference answer, or the content of its box if it has one.
 
-    Raises ValueError when it is empty, because every reward would then be 0 (or, compared with nothing, 1).
+    Raises ValueError if it is empty, because every reply would then get the same reward.
     """
     boxed = last_boxed(answer)
     found = answer.strip() if boxed is None else boxed
@@ -159,7 +158,7 @@ def _frac(match: re.Match[str]) -> str:
 
 
 MAX_LETTERS = 60
-"""Maximum length of a number, the same as the parser's."""
+"""Maximum length of a number in characters, equal to the parser's MAX_DIGITS."""
 _DECIMAL = r"(?:[0-9]+(?:\.[0-9]+)?|\.[0-9]+)"
 _WRITTEN = r"(?:[0-9]{1,3}(?:,[0-9]{3})+(?:\.[0-9]+)?|" + _DECIMAL + ")(?:/[0-9]+)?"
 _SUFFIX = rf" *\\?%|\^\\circ|\^\{{\\circ\}}|°|(?:\\,)? *(?:{UNIT}|\\(?:text|mathrm)\{{ *{UNIT} *\}})"
@@ -172,10 +171,10 @@ _RATIONAL = re.compile(rf"(-?)(\()?(?:({_DECIMAL})|\((-{_DECIMAL})\))(?:/({_DECI
 
 
 def numeral(answer: str) -> str | None:
-    """Return the normal form of an ordinary number, without the cost of `plain`; None for any other answer.
+    """Return the plain form of an ordinary number, faster than `plain`; None for any other answer.
 
-    Ordinary are whole numbers, decimals and fractions of whole numbers, also with \\frac, thousands' commas, dollars,
-    percent, degrees and units.
+    Ordinary numbers are whole numbers, decimals and fractions of whole numbers, also with \\frac, thousands' commas,
+    dollars, percent, degrees and units.
     """
     if len(answer) > MAX_LETTERS or not (match := _NUMERAL.fullmatch(answer.strip())):
         return None

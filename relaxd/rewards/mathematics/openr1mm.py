@@ -1,6 +1,6 @@
-"""Open-R1's reward for multimodal mathematics: math-verify, or the answer's exact text.
+"""Open-R1's reward for multimodal mathematics: compares with math-verify, or as exact text.
 
-math-verify gets the formula of a sentence, as LaTeX between dollars.
+If an answer is a sentence, math-verify gets only its formula, as LaTeX between dollars.
 """
 
 import logging
@@ -16,12 +16,12 @@ from relaxd.rewards.mathematics.equality import written_out
 from relaxd.rewards.mathematics.normal_forms import reference
 
 VERIFY_SECONDS = 3.0
-"""Maximum seconds for math-verify to read and compare two answers, which then count as different."""
+"""Maximum seconds for math-verify to parse and compare two answers; slower ones count as different."""
 MAX_LETTERS = 4000
-"""Letters of the reply that math-verify reads, from the end."""
+"""Maximum number of last characters of the reply that math-verify parses."""
 _MATH_VERIFY_LOG = logging.getLogger("math_verify")
 _CURRENCY = r"\$"
-"""Dollars that don't enclose a formula."""
+"""A dollar sign that doesn't enclose a formula."""
 _IN_DOLLARS = re.compile(r"\${1,2}[^$]+\${1,2}")
 _TAGS = ("</think>", "<answer>", "</answer>")
 
@@ -29,8 +29,8 @@ _TAGS = ("</think>", "<answer>", "</answer>")
 def openr1mm(sample: RewardInput) -> dict[str, float]:
     """1 if math-verify accepts the reply, or the text in its <answer> equals the expected one; else 0.
 
-    A reply with more than one </think>, <answer> or </answer> gets 0. Parts: accuracy (the same), and format: 1 if
-    there is exactly one of <answer> and </answer>. Needs the package math-verify.
+    A reply with more than one </think>, <answer> or </answer> gets 0. Parts: accuracy (equal to the reward), and
+    format: 1 if there is exactly one <answer> and one </answer>. Needs the package math-verify.
 
     Raises:
         ValueError: the answer is empty.
@@ -52,7 +52,7 @@ def _untagged(answer: str) -> str:
 def _is_verified(expected: str, response: str) -> bool:
     from math_verify import parse, verify
 
-    _MATH_VERIFY_LOG.setLevel(logging.ERROR)  # it warns that its own limits are off, as they are meant to be
+    _MATH_VERIFY_LOG.setLevel(logging.ERROR)  # it warns that its own time limits are off, which is intended
     expected = expected.replace(_CURRENCY, "")
     if len(_IN_DOLLARS.findall(expected)) > 1:
         expected = expected.replace("$", "")
@@ -86,12 +86,12 @@ _SMALL = frozenset({
     "then", "thus", "to", "two", "us", "was", "we", "yes", "you",
     "cm", "ft", "hr", "kg", "km", "lb", "lbs", "mg", "min", "ml", "mm", "mph", "oz",
 })  # fmt: skip
-"""Short words and units. Others of up to three letters may be products of variables."""
+"""Short words and units. Other words of up to three letters may be products of variables."""
 _WORD = re.compile(
     r"(?:\\(?:text|textrm|mathrm|mbox)\s*\{([^{}]*[A-Za-z]{2}[^{}]*)\}|(?<![\\A-Za-z_^{])([A-Za-z]{2,})(?![A-Za-z(]))"
     r"(?:\s*\^\s*\{?[0-9]\}?)?"
 )
-"""A word or a text within LaTeX, with the power of a unit."""
+"""Pattern of a word or a text within LaTeX, with the power of a unit."""
 _CONTENT = re.compile(rf"[0-9\\π√∞¼-¾|]|(?<![A-Za-z])(?:{'|'.join(_NAMES)})(?![A-Za-z])|[A-Za-z]\s*[-+*/^=<>(]")
 """Pattern that makes a piece of a sentence a formula."""
 _MARKS = re.compile(r"\$|\\boxed|(?<!\\)\\[(\[]")
@@ -104,27 +104,28 @@ _ROOT = re.compile(r"(?:(?<![\\A-Za-z])sqrt\s*|√\s*)\(")
 _SHORT_ROOT = re.compile(r"√\s*([0-9]+|[A-Za-z])")
 _MOST_ROOTS = 20
 _ROW_GAP = re.compile(r"(?<=\\\\)\s*\[[^\[\]]*\]")
-"""Distance of a matrix's rows, which math-verify doesn't read."""
+"""Pattern of the spacing after a matrix row, which math-verify can't parse."""
 _NAME = re.compile(rf"(?<![\\A-Za-z])({'|'.join(_NAMES)})(?![A-Za-z])")
 _POWER = re.compile(r"\^\s*(?:\(([^()]*)\)|(-?[0-9]{2,}|-[0-9a-z]))")
 _SIGNS = {
     "π": r"\pi ", "∞": r"\infty ", "−": "-", "×": r"\times ", "·": r"\cdot ", "÷": "/", "≤": r"\le ", "≥": r"\ge ",
     "<=": r"\le ", ">=": r"\ge ", "**": "^", r"\infinity": r"\infty", "*": r"\cdot ",
 }  # fmt: skip
-"""Signs that LaTeX writes as commands, in the order of replacement."""
+"""Signs and their LaTeX commands, in the order of replacement."""
 _SUPERSCRIPTS = re.compile(r"[⁰¹²³⁴⁵⁶⁷⁸⁹]+")
 
 
 def has_marks(text: str) -> bool:
-    """Return whether a text has formulas in dollars or boxes, or in brackets such as \\(...\\)."""
+    """Return True if a text has formulas in dollars or boxes, or in brackets such as \\(...\\)."""
     return _MARKS.search(text) is not None
 
 
 def formula_of(text: str) -> str | None:
-    """Return the formula of the sentence that states the answer, between dollars; None if it has none or several.
+    """Return the formula of the sentence that states the answer, between dollars; None if that sentence has no formula
+    or several.
 
-    The sentence with the last "answer is" states the answer, or else the last sentence. Formulas joined by "or" or
-    "and" count as one list.
+    The text after the last "answer is" states the answer, or else the last sentence. Formulas joined by "or" or "and"
+    count as one list.
     """
     said = _sentence(text)
     pieces, joints, place = [], [], 0
@@ -147,7 +148,7 @@ def formula_of(text: str) -> str | None:
 
 
 def with_improper_fractions(text: str) -> str:
-    """Write mixed numbers such as "2 1/2" as one fraction: math-verify would read a product, or the fraction alone."""
+    """Write mixed numbers such as "2 1/2" as one fraction: math-verify would parse a product, or the fraction alone."""
     return _MIXED.sub(_improper, text)
 
 
@@ -172,7 +173,7 @@ def _trimmed(piece: str) -> str:
 
 
 def _latex(formula: str) -> str:
-    """Return a formula, also one in Python's syntax or with Unicode's signs, as LaTeX."""
+    """Convert a formula, which may have Python's syntax or Unicode signs, to LaTeX."""
     text = _SUPERSCRIPTS.sub(lambda digits: f"^{{{unicodedata.normalize('NFKC', digits[0])}}}", formula)
     text = re.sub("[¼-¾⅐-⅞]", lambda found: f" {unicodedata.normalize('NFKC', found[0]).replace('⁄', '/')}", text)
     text = written_out(with_improper_fractions(text.strip()))
