@@ -1,4 +1,4 @@
-"""Credit of parts of conversations: advantages by player or by message (agent.credit)."""
+"""Credit assignment within conversations: advantages by player or by message (agent.credit)."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ from relaxd.board import COLUMNS, MESSAGE_RETURNS, PLAYER, SEQUENCE_REWARD, Colu
 
 @dataclass(frozen=True)
 class _Part:
-    """A part with a separate reward: a sequence, or its tokens from one message of the model to the next."""
+    """A part of a conversation with a separate reward: a sequence, or its tokens from one model message to the next."""
 
     sequence: int
     """Index of its sequence."""
@@ -28,8 +28,8 @@ class _Part:
 def advantages_by_part(algorithm: Algorithm, columns: Mapping[str, Column]) -> Advantages | Filtered:
     """Return a group's advantages. The algorithm treats each set of comparable parts like the samples of a group.
 
-    A player's sequences are compared with the same player's in the other samples, who began in the same state, and a
-    message of the model with the messages of the same number. Parts that the algorithm filters, or that have no
+    A player's sequences are compared with those of the same player in the other samples, which began in the same state;
+    a model message is compared with the messages of the same number. Parts that the algorithm filters, or that have no
     counterpart, get advantages of 0. A group is filtered if all of its parts are.
 
     Raises AlgorithmError.
@@ -72,7 +72,8 @@ def _parts(columns: Mapping[str, Column]) -> list[_Part]:
 
 
 def _chosen(name: str, columns: Mapping[str, Column], sequences: NDArray[Any], of_token: NDArray[np.bool_]) -> Any:
-    """Return a column's values for parts of sequences [S], at the tokens `of_token` [T]."""
+    """Return a column's values for the compared parts: by part from `sequences`, or by token from the mask
+    `of_token`."""
     if name == "sample_of_sequence":
         return np.arange(len(sequences), dtype=np.int32)
     column = columns[name]

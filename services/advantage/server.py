@@ -1,4 +1,4 @@
-"""relaxd.v1.Advantage: advantages of one group, by call."""
+"""The service relaxd.v1.Advantage, which computes the advantages of one group on request."""
 
 import math
 from typing import Any

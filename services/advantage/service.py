@@ -16,16 +16,16 @@ from relaxd.roles import ADVANTAGE
 from services.advantage.credit import advantages_by_part
 
 CONCURRENCY = 8
-"""Concurrent groups. The work takes microseconds, and several groups are committed in one round trip."""
+"""Maximum number of concurrent groups. Each takes microseconds, and several are committed in one round trip."""
 
 
 def column_problem(columns: Mapping[str, Column], names: Iterable[str], tokens: int) -> str:
-    """Return the fault of the token columns among `names`, which other services wrote; "" without one.
+    """Return the first fault of the token columns among `names`, which other services wrote; "" if there is none.
 
     Args:
-        columns: the group's.
-        names: columns to look at.
-        tokens: tokens of the group's sequences.
+        columns: the group's columns.
+        names: names of the columns to check.
+        tokens: number of tokens of the group's sequences.
     """
     of_tokens = [name for name in names if COLUMNS[name].shape == "T"]
     for name in of_tokens:

@@ -11,7 +11,7 @@ from relaxd.rpc.service_settings import ServiceSettings, parse_settings
 from services.console.server import ConsoleServer
 
 NICENESS = 5
-"""Priority below that of the run's services, which the page must not slow down."""
+"""Increase of this process's nice value, so that the console doesn't slow down the run's services."""
 
 logger = logging.getLogger(__name__)
 

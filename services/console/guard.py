@@ -1,7 +1,8 @@
 """Guard of the console: checks viewers' rights and requests, and sets the answers' headers.
 
-If the coordinator requires tokens, each viewer gives one, and the console makes the viewer's calls with it: a viewer
-may see and do what the coordinator allows for this token. The console's own token only follows runs, for all viewers.
+If the coordinator requires tokens, each viewer logs in with one, and the console makes the viewer's calls with it: a
+viewer may see and do what the coordinator allows for that token. The console uses its own token only to follow runs for
+all viewers.
 """
 
 import hmac
@@ -45,7 +46,7 @@ class Viewer:
         return CoordinatorStub(self.channel)
 
     async def may_act(self) -> bool:
-        """Return True if the viewer's token is for calls that change something. Raises AioRpcError."""
+        """Return True if the viewer's token permits calls that change something. Raises AioRpcError."""
         request = scaling_pb2.CancelScaleRequestsRequest(dry_run=True)  # the only one of them that changes nothing
         try:
             await self.stub.CancelScaleRequests(request, timeout=CALL_SECONDS)
@@ -193,7 +194,7 @@ def _check_host(request: web.Request, allowed: Collection[str]) -> None:
 
 
 def _check_viewer(request: web.Request, viewers: Viewers) -> None:
-    """Find the request's viewer, and refuse changes requested by another site's page."""
+    """Add the viewer to the request. Refuse requests without a required login, and changes by another site's page."""
     viewer = viewers.find(request)
     if viewer is not None:
         request[VIEWER] = viewer

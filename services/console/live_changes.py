@@ -1,6 +1,6 @@
 """The changes of runs, as events for pages: one WatchRun for all pages that show a run.
 
-A page that reads slowly gets the newest state of each topic and none between, so memory doesn't grow with events.
+A page that reads slowly gets only the newest state of each topic, so memory doesn't grow with events.
 """
 
 import asyncio
@@ -26,7 +26,7 @@ from relaxd.v1.replica_pb2 import ReplicaState
 
 WATCH_SECONDS = 60.0
 SILENCE_SECONDS = 10.0
-"""Seconds without a message of WatchRun, which sends one a second, after which the coordinator counts as away."""
+"""Seconds without a message of WatchRun after which the coordinator counts as away. WatchRun sends one every second."""
 AGAIN_SECONDS = 0.5
 """Seconds between two attempts to reach the coordinator."""
 ENDED_SECONDS = 5.0
@@ -107,7 +107,7 @@ class FollowedRun:
             self._changed.notify_all()
 
     async def _watch(self) -> None:
-        """Update the topics of the run, whatever happens to the coordinator."""
+        """Update the topics of the run forever; reconnect whenever the coordinator doesn't answer."""
         token, run = "", pb.Run()
         while True:
             request = pb.WatchRunRequest(
@@ -145,7 +145,7 @@ class FollowedRun:
         await self._set("connection", {"away_since": self._away_since, "reason": reason})
 
     async def _look_at_fleet(self) -> None:
-        """Keep the topics of replicas and weights."""
+        """Update the topics of replicas and weights every FLEET_SECONDS."""
         while True:
             try:
                 await self._set("fleet", fleet_form(await all_replicas(self._stub)))
@@ -198,7 +198,7 @@ class LiveChanges:
                 await run.close()
 
     async def close(self) -> None:
-        """Follow no run any more."""
+        """Stop following all runs."""
         runs, self._runs = list(self._runs.values()), {}
         await asyncio.gather(*(run.close() for run in runs))
 
@@ -209,7 +209,7 @@ def numbers(values: Mapping[str, float]) -> dict[str, float]:
 
 
 def fleet_form(replicas: Sequence[pb.RegisteredReplica]) -> dict[str, list[Any]]:
-    """Return a column for each fact about all replicas, compact enough for hundreds of replicas every few seconds."""
+    """Return all replicas as columns, one per field: compact enough to send hundreds of replicas every few seconds."""
     states = words(ReplicaState)
     return {
         "id": [one.registration.replica_id for one in replicas],

@@ -1,4 +1,4 @@
-"""Answers to the page's questions about runs, replicas and scaling, and what operators may do, as JSON."""
+"""The console's JSON API: runs, replicas, scaling, and operators' actions."""
 
 import asyncio
 import json
@@ -30,10 +30,10 @@ class Action:
     method: str
     request: type[Message]
     seconds: float = 30.0
-    """Deadline of the call."""
+    """Deadline of the call, in seconds."""
 
     async def take(self, stub: CoordinatorStub, fields: dict[str, Any]) -> dict[str, Any]:
-        """Make the call with the request's fields in JSON's form. Raises Refusal, AioRpcError."""
+        """Make the call; `fields`: the request's fields as JSON values. Raises Refusal, AioRpcError."""
         try:
             request = ParseDict(fields, self.request())
         except ParseError as error:
@@ -57,7 +57,7 @@ ACTIONS = {
 
 
 CALL_SECONDS = 30.0
-"""Deadline of the calls behind a question."""
+"""Deadline, in seconds, of the calls that one answer needs."""
 MAX_RUNS = 500
 MAX_SAMPLES = 500
 SHOWN_GROUPS = 200
@@ -140,7 +140,7 @@ class Pages:
         """Return all charts of a run, with at most 500 points in a line."""
         run = await _run(request)
         shown = (run.step, len(run.metrics))
-        async with self._drawing:  # those who ask at the same time get one reading
+        async with self._drawing:  # concurrent requests share one read
             known = self._charts.get(run.run_id)
             if known is None or known[0] != shown:
                 answer = await _stub(request).GetMetrics(pb.GetMetricsRequest(run_id=run.run_id), timeout=CALL_SECONDS)
@@ -200,7 +200,7 @@ class Pages:
         return _compressed(web.json_response(plain(await _stub(request).GetLogs(asked, timeout=CALL_SECONDS))))
 
     async def replicas(self, request: web.Request) -> web.Response:
-        """List the replicas with everything known of them."""
+        """List the replicas with all their fields."""
         found = await all_replicas(_stub(request))
         return _compressed(web.json_response({"replicas": [plain(one) for one in found]}))
 

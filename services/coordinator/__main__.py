@@ -19,10 +19,10 @@ from services.coordinator.state.store import AsyncStore, Store, StoreUnavailable
 logger = logging.getLogger(__name__)
 
 SWITCH_SECONDS = 1e-3
-"""Limit of the time for which a thread that publishes groups keeps the interpreter from the event loop, and so from
-heartbeats. Python's default is five times as long."""
+"""Maximum seconds for which a thread holds the interpreter lock while the event loop, which answers heartbeats, waits
+for it. Python's default is five times as long."""
 REDIS_WAIT_SECONDS = 30.0
-"""Limit of the wait for Redis at start."""
+"""Maximum seconds to wait for Redis at start."""
 
 
 class CannotStart(Exception):
@@ -30,7 +30,7 @@ class CannotStart(Exception):
 
 
 def connect(redis_url: str) -> Store:
-    """Wait for Redis and start a new term. Raises CannotStart."""
+    """Wait for Redis, start a new term and return the store. Raises CannotStart."""
     store = Store(redis_url)
     deadline = time.monotonic() + REDIS_WAIT_SECONDS
     warned = False

@@ -48,7 +48,7 @@ async def record_board(board: AsyncBoard) -> None:
 HEARTBEATS_PER_LEASE = 6
 HOUSEKEEPING_SECONDS = 1.0
 THREADS = 16
-"""Threads for files, tokenisation and long ledgers. Calls to Redis are awaited in the event loop."""
+"""Number of threads for files, tokenisation and long ledgers. Calls to Redis are awaited in the event loop."""
 RETENTION_SECONDS = 60.0
 """Seconds between two deletions of expired runs."""
 
@@ -184,7 +184,7 @@ class CoordinatorProcess:
         )
 
     def _drain(self, seconds: float) -> "asyncio.Future[int]":
-        """Complete at once, because all state is in Redis."""
+        """Return a completed drain: all state is in Redis, so nothing has to be finished."""
         drained: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         drained.set_result(0)
         return drained

@@ -41,7 +41,8 @@ def container_config(template: Mapping[str, Any], request: pb.LaunchRequest, num
     Args:
         template: the engine's `inspect` of a container that Compose started for the role's service. Image, command,
             user, mounts, secrets, limits and networks are copied from it.
-        request: launch id, role, GPUs and SGLang server of the replica; the last two are the template's where empty.
+        request: launch id, role, GPUs and SGLang server of the replica; without GPUs or server, the template's are
+            used.
         number: number among the role's launched containers, from 1 on.
     """
     original = template["Config"]
@@ -89,7 +90,7 @@ class DockerHost:
         """
         self._launching = threading.Lock()
         self._numbers: dict[str, int] = {}
-        """The highest number of a container of each role."""
+        """Highest container number of each role."""
         with _translate_errors():
             self._engine = docker.from_env(timeout=ENGINE_SECONDS).api
             self.project = project or self._own_project()

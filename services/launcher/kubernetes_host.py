@@ -63,7 +63,7 @@ class KubernetesApi:
         return self._call("GET", self._pods(name), none_for="NotFound")
 
     def pods(self, selector: str) -> list[Object]:
-        """Return the pods with some labels."""
+        """Return the pods that match a label selector."""
         listed = self._call("GET", self._pods(), parameters={"labelSelector": selector})
         assert listed is not None
         found: list[Object] = listed.get("items") or []
@@ -137,7 +137,7 @@ MAX_RESTARTS = 5
 KILL_SECONDS = 1
 """Grace period of a killed pod, in seconds. With 0, Kubernetes would forget it while its processes may still run."""
 ENDING_SECONDS = 30.0
-"""Seconds after its grace period by which a pod must be gone."""
+"""Maximum seconds from the end of its grace period until a pod is gone."""
 POLL_SECONDS = 0.25
 
 
@@ -155,9 +155,9 @@ def pod_manifest(deployment: Object, request: pb.LaunchRequest, name: str) -> Ob
     """Return the manifest of a launched pod.
 
     Args:
-        deployment: the role's, whose pods it is like.
-        request: launch id, role and SGLang server of the replica; the last one is the Deployment's where empty.
-        name: the pod's.
+        deployment: the role's Deployment; the new pod is a copy of its pods.
+        request: launch id, role and SGLang server of the replica; without a server, the Deployment's is used.
+        name: name of the new pod.
 
     Raises FailedPrecondition if the Deployment's pods have no container of the role's name.
     """
@@ -180,7 +180,7 @@ def pod_manifest(deployment: Object, request: pb.LaunchRequest, name: str) -> Ob
             "name": name,
             "labels": labels | {SCALED: request.role},
             "annotations": (template["metadata"].get("annotations") or {}) | annotations,
-            # It goes with the Deployment, and so with the release.
+            # Deleting the Deployment, and so the release, deletes the pod.
             "ownerReferences": [
                 {"apiVersion": "apps/v1", "kind": "Deployment", "name": metadata["name"], "uid": metadata["uid"]}
             ],

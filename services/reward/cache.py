@@ -1,4 +1,4 @@
-"""Scores by content: for rewards that give the same sample the same score."""
+"""Cache of scores by sample content, for deterministic rewards."""
 
 import hashlib
 import json

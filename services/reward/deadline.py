@@ -27,12 +27,12 @@ class Deadline:
 
     @property
     def seconds(self) -> float:
-        """Time that has passed, without pauses."""
+        """Seconds that have passed, without pauses."""
         running = 0.0 if self._pauses else ran(self._planned, self._loop.time() - self._since)
         return self._seconds - self._left + running
 
     def pause(self) -> None:
-        """Stop the clock until `resume` has been called as many times."""
+        """Stop the clock. Pauses nest: each needs its `resume`."""
         self._pauses += 1
         if self._pauses == 1:
             self._count()

@@ -1,4 +1,4 @@
-"""Calls of a service that speaks relaxd.v1.RemoteReward."""
+"""Client of an external reward service that speaks relaxd.v1.RemoteReward."""
 
 import json
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ from services.reward.patience import MismatchError, UnreachableError, authorizat
 from services.reward.worker_pool import Failure
 
 PROBE_SECONDS = 5.0
-"""Deadline of a probe."""
+"""Deadline of a probe, in seconds."""
 VERSION = "is it made from another version of protos/relaxd/v1/remote_reward.proto?"
 _OPTIONS = [
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
@@ -67,7 +67,7 @@ class GrpcClient:
     async def score(self, samples: Sequence[RewardInput], seconds: float) -> list[RewardOutput | Failure]:
         """Score samples of one prompt. Raises UnreachableError, MismatchError."""
         request = self._request(samples)
-        clock = Deadline(2 * seconds)  # gRPC's own, of absolute time, comes before, unless this process is very busy
+        clock = Deadline(2 * seconds)  # gRPC's own deadline passes earlier, unless this process is very busy
         late = f"scoring {len(samples)} answers took longer than {seconds:g} s"
         try:
             async with clock:

@@ -1,4 +1,5 @@
-"""Untrusted services over HTTP: a reward in the form of slime's remote_rm, and a judge that speaks chat completions.
+"""Clients of untrusted HTTP services: a reward with the protocol of slime's remote_rm, and a judge with chat
+completions.
 
 The reward is at reward.address, the judge at roles.judge.address.
 """
@@ -27,11 +28,11 @@ from services.reward.patience import MismatchError, UnreachableError, authorizat
 from services.reward.worker_pool import Failure
 
 MAX_SCORE_BYTES = 1 << 20
-"""Maximum bytes of a reward's answer, above any real one."""
+"""Maximum bytes of a reward's answer; real answers are shorter."""
 MAX_REPLY_BYTES = 16 << 20
-"""Maximum bytes of a judge's reply, above any real one."""
+"""Maximum bytes of a judge's reply; real replies are shorter."""
 SHOWN = 200
-"""Characters of an answer that a message shows."""
+"""Maximum characters of an answer that an error message quotes."""
 _REFUSED = (HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN)
 _BUSY_JUDGE = (HTTPStatus.REQUEST_TIMEOUT, HTTPStatus.TOO_MANY_REQUESTS)
 _BUSY_REWARD = (
@@ -134,7 +135,7 @@ class HttpReward(_HttpService):
 
 
 class ChatCompletions(_HttpService):
-    """Sends questions to a judge."""
+    """Sends questions to a judge that speaks chat completions."""
 
     probe_seconds = 10.0
 
@@ -211,7 +212,7 @@ class ChatCompletions(_HttpService):
         return parts
 
     def _raise_for(self, answer: aiohttp.ClientResponse, body: bytes) -> None:
-        """Raise MismatchError or UnreachableError for an invalid answer to this question."""
+        """Raise MismatchError if the judge refuses the key, UnreachableError if it is busy or has failed."""
         status = answer.status
         if status in _REFUSED:
             how = f"it refuses the key in {JUDGE_KEY}" if self._headers else f"it wants a key: set {JUDGE_KEY}"

@@ -1,4 +1,4 @@
-"""The judge as rewards see it: its replicas, listed by the coordinator, the client, and workers' questions to it."""
+"""Access to the judge for rewards: the judge's replicas, the client that asks it, and the questions of workers."""
 
 import asyncio
 import time
@@ -61,10 +61,10 @@ class JudgeReplicas:
 
 
 class Judges(Protocol):
-    """Location of the judge."""
+    """Connection to the judge: to its replicas, or to a server at an address."""
 
     who: str
-    """The judge, for people."""
+    """Name of the judge, for people."""
     on: str
     """Address of the judge, or the role of its replicas."""
 
@@ -134,10 +134,10 @@ async def no_judge(question: AskRequest) -> AskResponse:
 
 
 class Questions:
-    """Forwards the questions of one worker to the judge, and the replies back, while the clock of the call stands
-    still.
+    """Forwards one worker's questions to the judge, and returns the replies. The reward call's deadline is paused
+    meanwhile.
 
-    Only questions within a call are put to the judge; they are dropped with it.
+    Questions outside a reward call are ignored; those of a call are cancelled at its end.
     """
 
     def __init__(self, ask: Ask) -> None:

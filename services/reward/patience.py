@@ -1,4 +1,4 @@
-"""Calls of a service that may be away: when each may start, and when to repeat it."""
+"""Calls of a service that may be unavailable: decides when each may start, and when to repeat it."""
 
 import asyncio
 import logging
@@ -15,12 +15,12 @@ from services.reward.worker_enclosure import MissingVariableError
 
 
 class UnreachableError(Exception):
-    """The service doesn't answer, or is too busy to: the call may be repeated."""
+    """The service doesn't answer or is too busy; the call may be repeated."""
 
     def __init__(self, message: str, *, retry_after: float = 0.0, starting: bool = False) -> None:
         """`retry_after`: seconds until the service wants the next call; 0 if it doesn't say.
 
-        `starting` is true of a service that has not failed, but is not there yet.
+        `starting`: True if the service has not failed, but is still starting.
         """
         super().__init__(message)
         self.retry_after = retry_after
@@ -72,7 +72,7 @@ class Pace:
 
 
 FAILURES_TO_HOLD_BACK = 3
-"""Calls in a row that don't reach the service, after which others wait until a probe does."""
+"""Number of consecutive calls that don't reach the service, after which further calls wait for a successful probe."""
 PROBE_PAUSE = Backoff(first_seconds=0.5, max_seconds=10.0)
 """Pauses before probes. They are shorter than any health limit, because each probe counts as progress of the
 replica."""
@@ -80,12 +80,12 @@ START_NOTICE_SECONDS = 300.0
 """Seconds after which a starting service is late and its wait is logged as a warning."""
 
 ATTEMPTS = 10
-"""Maximum attempts of the same call, which may be what crashes the service."""
+"""Maximum attempts of one call: the call itself may crash the service."""
 PAUSE = Backoff(first_seconds=0.5, max_seconds=30.0)
 """Pauses between attempts."""
 LOOK_SECONDS = 5.0
-"""Seconds between two checks of a call that waits for its turn. They are fewer than any health limit, because each
-check counts as progress of the replica."""
+"""Seconds between two checks of a call that waits for its turn. Less than any health limit, because each check counts
+as progress of the replica."""
 T = TypeVar("T")
 _log = logging.getLogger(__name__)
 
@@ -125,17 +125,18 @@ class PatientCaller:
         self._looks = 0
         """Number of probes, and of checks of calls that wait for their turn."""
         self._open_calls: list[float] = []
-        """Monotonic times at which they began."""
+        """Monotonic times at which the calls in progress began."""
         self._failures = 0
-        """Calls in a row that did not reach the service."""
+        """Number of consecutive calls that did not reach the service."""
         self._error = ""
         self._starting = False
-        """True if the service is not there yet, by the last call or probe."""
+        """True if the service was still starting at the last call or probe."""
         self._warned = False
         self._began = 0.0
-        """Start of the time in which calls are held back."""
+        """Monotonic time since which calls are held back."""
         self._since: float | None = None
-        """`_began`, moved on by the time in which the service was starting; None while calls go through."""
+        """Monotonic time from which `outage_seconds` counts: later than `_began` if the service was starting. None
+        while calls go through."""
         self._answers = asyncio.Event()
         """Set while calls go through."""
         self._answers.set()
@@ -157,14 +158,15 @@ class PatientCaller:
         return f"{self._who} has {len(self._open_calls)} open calls, one for {duration(seconds)}"
 
     async def start(self) -> None:
-        """Start with a service that may be away for now. Raises MismatchError if it has another protocol."""
+        """Probe the service, and hold calls back if it doesn't answer. Raises MismatchError if it speaks another
+        protocol."""
         try:
             await self.probe()
         except UnreachableError as error:
             self._hold_back(error)
 
     def forgive(self) -> None:
-        """Count `outage_seconds` of a service that is away from now on."""
+        """Restart the count of `outage_seconds` if the service is away."""
         if self._since is not None:
             self._since = time.monotonic()
 
@@ -176,7 +178,7 @@ class PatientCaller:
     async def call(self, call: Callable[[], Awaitable[T]]) -> T:
         """Return the result of a call, which is repeated as long as it raises UnreachableError.
 
-        Raises UnreachableError: ATTEMPTS calls in a row, or the service was away for too long; and what `call` raises.
+        Raises UnreachableError if all ATTEMPTS failed or the service was away for too long, and other errors of `call`.
         """
         for attempt in range(1, ATTEMPTS + 1):
             await self._wait_for_answers()
@@ -249,7 +251,7 @@ class PatientCaller:
 
     @contextmanager
     def _waiting(self, what: str) -> Iterator[Callable[[], None]]:
-        """Name a wait for the service to do something. Yields a function that brings its text up to date."""
+        """Name a wait for the service to do something. Yields a function that updates the wait's text."""
         with waiting("", on=self._on) as wait:
 
             def describe() -> None:

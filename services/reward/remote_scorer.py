@@ -14,7 +14,7 @@ from services.reward.worker_pool import REWARD_OF_RUN, Failure, WorkerPool
 
 
 class Client(Protocol):
-    """Speaks to a service."""
+    """Client of one reward service."""
 
     calls_per_sample: bool
     """True if `score` takes one sample instead of several of one prompt."""
@@ -114,7 +114,7 @@ class RemoteTerms:
             await remote.probe()
 
     async def start(self) -> None:
-        """Raises MismatchError."""
+        """Start the callers of all services. Raises MismatchError."""
         for remote in self._remote.values():
             await remote.start()
 
@@ -128,7 +128,7 @@ class RemoteTerms:
             await remote.close()
 
     async def score(self, samples: Sequence[RewardInput]) -> list[RewardOutput | Failure]:
-        """Score samples of one prompt; one that a term can't score fails. Raises PoolClosedError."""
+        """Score samples of one prompt; a sample fails if any term can't score it. Raises PoolClosedError."""
         tasks = {label: asyncio.create_task(remote.score(samples)) for label, remote in self._remote.items()}
         if self._uses_pool:
             tasks[REWARD_OF_RUN] = asyncio.create_task(self._pool.score(REWARD_OF_RUN, samples, self._timeout_seconds))

@@ -1,4 +1,4 @@
-"""Samples in the form for rewards: from a group's columns, from and to Score requests; and the columns of rewards."""
+"""Converts samples for rewards: from a group's columns, from and to Score requests; and converts scores to columns."""
 
 import json
 from collections.abc import Sequence
@@ -65,7 +65,7 @@ def request_of_samples(reward: str, samples: Sequence[RewardInput]) -> ScoreRequ
 
 
 def samples_of_columns(columns: dict[str, Column]) -> list[RewardInput]:
-    """Return the samples of a group from the columns of the stage.
+    """Return the samples of a group from its columns.
 
     The response of a sample with several sequences is the text of the last one; its messages have all of them. The
     messages of a conversation include the environment's.

@@ -1,4 +1,4 @@
-"""relaxd.v1.Reward: scores by call."""
+"""The service relaxd.v1.Reward, which scores samples on request."""
 
 import json
 import math

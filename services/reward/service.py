@@ -1,4 +1,4 @@
-"""The reward stage of a run, and the pool of workers that the Score call uses, too."""
+"""The reward stage of a run, and its pool of workers, which Score calls also use."""
 
 import asyncio
 import logging
@@ -33,11 +33,11 @@ from services.reward.worker_pool import REWARD_OF_RUN, Failure, WorkerPool, Work
 RETRY_PAUSE = Backoff(first_seconds=0.5, max_seconds=30.0)
 """Pauses before failed samples are scored again (reward.on_failure = "retry")."""
 LOG = "RELAXD_LOG"
-"""Variable with the path of this process's log, if its supervisor writes one."""
+"""Environment variable with the path of this process's log, if its supervisor writes one."""
 DEFAULT_WORKERS = 2
-"""Worker processes before the first run; later reward.workers."""
+"""Number of worker processes before the first run; later reward.workers applies."""
 DEFAULT_TIMEOUT_SECONDS = 10.0
-"""Deadline of a sample before the first run; later reward.timeout_seconds."""
+"""Deadline of a sample, in seconds, before the first run; later reward.timeout_seconds applies."""
 
 _log = logging.getLogger(__name__)
 
@@ -53,19 +53,19 @@ class RewardService(StageReplica):
         self.pool = WorkerPool(DEFAULT_WORKERS, secret_files=context.settings.secret_files)
         """Pool of worker processes. Each run replaces it with its own."""
         self.timeout_seconds = DEFAULT_TIMEOUT_SECONDS
-        """Deadline of a sample."""
+        """Deadline of a sample, in seconds."""
         self.reward_of_run = ""
         """Name of the run's reward; empty without a run."""
         self._remotes: dict[str, RemoteScorer | RemoteTerms] = {}
-        """Rewards of the run and its evaluation sets that are services at an address, or have such a term."""
+        """Clients of rewards that use services at an address, by name of the reward."""
         self._judge: JudgeClient | None = None
         """Judge of the run, if it has one."""
         self._run_id = ""
         self._cache = ScoreCache(0)
         self._last_frames = ""
-        """Place of the last logged traceback, which isn't logged again for each group that fails there."""
+        """Frames of the last logged traceback: a traceback with the same frames isn't logged again."""
         self.sets: frozenset[str] = frozenset()
-        """Names of the run's evaluation sets with their own reward."""
+        """Names of the run's evaluation sets that have a separate reward."""
 
     async def start_run(self, config: RunConfig, assignment: Assignment) -> None:
         self._run_id = assignment.run_id
@@ -128,7 +128,7 @@ class RewardService(StageReplica):
             return None if reward in self._remotes else await self.pool.load(reward)
 
     async def score(self, reward: str, samples: Sequence[RewardInput]) -> list[RewardOutput | Failure]:
-        """Score samples of one prompt with a reward by its name, the run's, or `reward_of_set`.
+        """Score samples of one prompt. `reward`: name of a reward, "" for the run's, or a result of `reward_of_set`.
 
         Raises WorkerStartError, PoolClosedError.
         """
@@ -139,7 +139,7 @@ class RewardService(StageReplica):
 
     @contextmanager
     def _giving_up(self) -> Iterator[None]:
-        """Give up this process if the block can't start workers, as only a new process may be able to."""
+        """Give this process up if the block can't start workers: only a new process may be able to."""
         try:
             yield
         except WorkerStartError as error:
@@ -183,7 +183,7 @@ class RewardService(StageReplica):
         return self.pool.scored + sum(client.pieces for client in self._clients)
 
     def status(self) -> ServiceStatus:
-        """Return the state, with the name of a slow sample."""
+        """Return the status; its detail describes an outage of a service, or a slow sample."""
         status = super().status()
         for client in self._clients:
             if detail := client.detail:
@@ -266,7 +266,7 @@ class RewardService(StageReplica):
 
 
 def reward_of_set(name: str) -> str:
-    """Return the service's name for the reward of an evaluation set that has its own."""
+    """Return the service's name for an evaluation set's separate reward."""
     return f"the evaluation set {name}"  # no name of a reward: those have a colon, or are bundled
 
 
@@ -275,7 +275,7 @@ def _count(config: RewardConfig, outcome: str, samples: int) -> None:
 
 
 def _or_zero(outcome: RewardOutput | Failure) -> RewardOutput:
-    """Return an outcome with the part `failed`."""
+    """Return an outcome with the part `failed`, 1 or 0; a failure gets reward 0."""
     if isinstance(outcome, Failure):
         return RewardOutput(0.0, {"failed": 1.0})
     return RewardOutput(outcome.reward, {**outcome.parts, "failed": 0.0})

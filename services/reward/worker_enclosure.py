@@ -1,5 +1,5 @@
-"""The enclosure of reward workers: rights and environment, from the run's configuration and this service's own
-settings. They run users' code, so they get no secrets of the service.
+"""The enclosure of reward workers: rights and environment, from the run's configuration and this service's settings.
+Workers run users' code, so they get no secrets of the service.
 """
 
 import os
@@ -13,7 +13,7 @@ from relaxd.rpc.service_settings import SECRET_FILES
 from relaxd.sandbox.enclosure import Measure, Plan
 
 NEEDED = ("network", "files", "memory", "processes")
-"""Parts of the enclosure that reward.sandbox = "required" demands, without those that the run's settings waive."""
+"""Measures that reward.sandbox = "required" demands, unless the run's settings waive them."""
 
 
 class MissingPathError(Exception):
@@ -28,8 +28,8 @@ def plan_of(
 ) -> Plan:
     """Return the plan for workers with this environment.
 
-    `config` decides what they may do; `others` are further rewards that they load. `secret_files` are this service's
-    files with secrets, besides those that its own environment names.
+    `config` decides what workers may do; `others` are further rewards that they load. `secret_files` are this service's
+    files with secrets, besides those named in its environment.
 
     Raises MissingPathError.
     """
@@ -82,7 +82,7 @@ def _texts(value: Any) -> Iterator[str]:
 
 
 def _with_their_folder(file: str, used: Sequence[str]) -> str:
-    """Return a secret's folder if only its owner may enter it and nothing else in it is in use, or else the file."""
+    """Return a secret file's folder if only its owner may enter it and no path in `used` is inside; else the file."""
     folder = os.path.dirname(file)
     try:
         status = os.stat(folder)

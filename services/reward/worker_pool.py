@@ -28,7 +28,7 @@ REWARD_OF_RUN = ""
 START_SECONDS = 60.0
 """Deadline, in seconds, of starting a worker."""
 LOAD_SECONDS = 60.0
-"""Deadline of loading a reward: importing its module."""
+"""Deadline, in seconds, of loading a reward, which imports its module."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Failure:
     late: bool = False
     """True if the scoring exceeded its deadline."""
     no_judge: bool = False
-    """True if the reward asked the judge, and there is none here."""
+    """True if the reward asked the judge, but no judge is available here."""
     traceback: str = ""
     """Traceback of the exception that the reward raised."""
 
@@ -69,7 +69,7 @@ class Running:
     slow_after: float
     """Seconds after which the samples are slow."""
     stacks: RewardStacks
-    """Stacks that its process has written."""
+    """Stack traces that the worker process has written."""
     deadline: Deadline
 
     def __post_init__(self) -> None:
@@ -82,7 +82,7 @@ class Running:
 
     @property
     def seconds(self) -> float:
-        """Seconds so far, except those in which it waited for the judge or this process was stopped."""
+        """Seconds so far, without waits for the judge and times in which this process was stopped."""
         return self.deadline.seconds
 
     @property
@@ -96,13 +96,13 @@ class Running:
 
 @dataclass
 class _Worker:
-    """A slot for a process. Empty until it is needed, and after the process has died."""
+    """A slot for a worker process; empty until first needed, and after its process has died."""
 
     child: Child | None = None
     stacks: RewardStacks = field(default_factory=RewardStacks)
-    """Stacks that the process has written."""
+    """Stack traces that the process has written."""
     questions: Questions | None = None
-    """Judge questions of the process."""
+    """Forwards the process's questions to the judge."""
     carrying: asyncio.Task[None] | None = None
     """Task that forwards the questions until the process ends."""
     temporary: str = ""
@@ -124,7 +124,7 @@ class _Worker:
 
 
 def _remove(folder: str) -> None:
-    """Remove the folder of a killed worker. Most are empty; others may take a while."""
+    """Remove the folder of a killed worker, in a thread unless it is empty."""
     try:
         os.rmdir(folder)
     except OSError:
@@ -207,11 +207,11 @@ class WorkerPool:
                 worker, loading the reward, or time in which this process stood still. A worker that takes longer is
                 killed, with every process that it started.
 
-        The samples of a reward that awaits something go to one worker, at the same time; those of others to any, one
-        by one. An exception, a value that is not finite, a hang or a crash is a Failure of that sample alone, or of all
-        samples of a reward that scores groups. What died with its worker is retried once, because the worker may have
-        been killed from outside or for lack of memory. Cancelling this coroutine cancels the work. Raises
-        PoolClosedError when the pool is closed meanwhile, and WorkerStartError when a worker can't be started.
+        An asynchronous reward gets all samples at once in one worker; others get them one by one, in any workers. An
+        exception, a value that is not finite, a hang or a crash is a Failure of that sample alone, or of all samples of
+        a reward that scores groups. If a worker dies, its samples are retried once, because it may have been killed
+        from outside or for lack of memory. Cancelling this coroutine cancels the work. Raises PoolClosedError when the
+        pool is closed meanwhile, and WorkerStartError when a worker can't be started.
         """
         if reward not in self._forms and (failure := await self.load(reward)):
             return [failure] * len(samples)

@@ -1,6 +1,4 @@
-"""The rewards of a worker, its answers to the pool, its questions to the judge, and hints at settings that lift a
-limit.
-"""
+"""The server of a reward worker: loads and runs rewards, asks the judge, and explains which setting lifts a limit."""
 
 import asyncio
 import errno
@@ -156,7 +154,8 @@ Answer = pb.LoadRewardResponse | pb.ScoreSamplesResponse
 
 
 class Rewards(reward_worker_pb2_grpc.RewardWorkerServicer):
-    """Loads and runs rewards in the main thread, as signals require, which some rewards use to limit their time."""
+    """Loads and runs rewards in the main thread, because some rewards limit their time with signals, which require
+    it."""
 
     def __init__(self, plan: Plan | None, measures: Sequence[Measure]) -> None:
         self._plan, self._measures = plan, measures
@@ -239,8 +238,8 @@ def serve(plan: Plan | None, measures: Sequence[Measure]) -> None:
     """Serve the pool until its process ends.
 
     Args:
-        plan: what this process was allowed; None: everything.
-        measures: how it is enclosed.
+        plan: plan of this process's enclosure; None: it is not enclosed.
+        measures: measures of the enclosure, and which of them hold.
     """
     rewards = Rewards(plan, measures)
     server = ChildServer((reward_worker_pb2_grpc.add_RewardWorkerServicer_to_server, rewards))

@@ -1,4 +1,4 @@
-"""KEDA's calls for the number of rollout replicas (external_scaler.proto)."""
+"""gRPC server that tells KEDA the desired number of rollout replicas (external_scaler.proto)."""
 
 from typing import Any
 
@@ -13,23 +13,23 @@ METRIC = "relaxd-rollout-replicas"
 
 
 class KedaServicer(external_scaler_pb2_grpc.ExternalScalerServicer):
-    """externalscaler.ExternalScaler over the autoscaler of the active run."""
+    """Implements externalscaler.ExternalScaler with the active run's autoscaler."""
 
     def __init__(self, autoscaler: Autoscaler) -> None:
         self._autoscaler = autoscaler
 
     async def IsActive(self, request: pb.ScaledObjectRef, context: Any) -> pb.IsActiveResponse:
-        """Answer yes: a run has rollout replicas at all times."""
+        """Return True always: rollout replicas are never scaled to zero."""
         return pb.IsActiveResponse(result=True)
 
     async def GetMetricSpec(self, request: pb.ScaledObjectRef, context: Any) -> pb.GetMetricSpecResponse:
-        """Return the metric, with 1 for each replica, so that its value is the number of replicas."""
+        """Return the metric with a target of 1 per replica, so that its value equals the number of replicas."""
         return pb.GetMetricSpecResponse(
             metricSpecs=[pb.MetricSpec(metricName=METRIC, targetSize=1, targetSizeFloat=1.0)]
         )
 
     async def GetMetrics(self, request: pb.GetMetricsRequest, context: Any) -> pb.GetMetricsResponse:
-        """Return the number of rollout replicas that there should be."""
+        """Return the desired number of rollout replicas."""
         wanted = self._autoscaler.target()
         value = pb.MetricValue(metricName=METRIC, metricValue=wanted, metricValueFloat=wanted)
         return pb.GetMetricsResponse(metricValues=[value])

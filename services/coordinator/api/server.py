@@ -52,11 +52,11 @@ MAX_PAGE = 1000
 SAMPLE = re.compile(r"[^/\n]+/[0-9]{1,18}-[0-9]{1,18}", re.ASCII)
 """Name of a sample: the run's id, a slash and the sample's key on the board."""
 DRAIN_SECONDS = 25.0
-"""Deadline of a drain, in seconds, if the caller's is later or missing."""
+"""Maximum deadline of a drain, in seconds; also the default."""
 
 
 class CoordinatorService(CoordinatorServicer):
-    """relaxd.v1.Coordinator over the runs, the replicas and the scale requests."""
+    """Implements relaxd.v1.Coordinator: runs, replicas and scale requests."""
 
     def __init__(
         self,
@@ -142,7 +142,7 @@ class CoordinatorService(CoordinatorServicer):
         page = Page[pb.TrainedSample](request, listed, default=16, maximum=MAX_PAGE, violations=violations)
         violations.check(not page.after or SAMPLE.fullmatch(page.after), "page_token", "is damaged")
         violations.raise_if_any()
-        # Where a page begins with the newest run, the next ones stay with it.
+        # If the first page is of the newest run, the following pages are of the same run.
         run_id, _, after = page.after.rpartition("/")
         record = await self._manager.record(run_id or request.run_id)
         board, full = self._manager.board(record), False
@@ -162,7 +162,7 @@ class CoordinatorService(CoordinatorServicer):
         return await asyncio.to_thread(find_groups, Path(record.folder), tests, request.max_groups)
 
     async def GetLogs(self, request: pb.GetLogsRequest, context: Any) -> pb.GetLogsResponse:
-        """Return the newest lines of the services' logs, from files of the run's folder or of this stack."""
+        """Return the newest log lines of the services, from the run's folder or else from this stack's logs."""
         check_logs_request(request)
         record = await self._manager.record(request.run_id)
         return await asyncio.to_thread(read_logs, record, self._logs, request)
@@ -170,7 +170,7 @@ class CoordinatorService(CoordinatorServicer):
     # --- checkpoints ----------------------------------------------------------------------------------------------
 
     async def SaveCheckpoint(self, request: pb.SaveCheckpointRequest, context: Any) -> pb.SaveCheckpointResponse:
-        """Have the trainer of the active run save a checkpoint, and a critic service one of the same step."""
+        """Have the active run's trainer, and its critic service if any, save a checkpoint of the same step."""
         active = self._manager.require_active(checked_run_id(request.run_id))
         with active.trainer_awake():
             saved = await save_checkpoint(active.context, rotate=request.rotate)
@@ -182,7 +182,7 @@ class CoordinatorService(CoordinatorServicer):
         return pb.SaveCheckpointResponse(path=saved.path, weights=saved.weights)
 
     async def RestoreRun(self, request: pb.RestoreRunRequest, context: Any) -> pb.RestoreRunResponse:
-        """Restore a run that Redis lost from its folder, or extend one that has ended, and resume it."""
+        """From its folder, restore a run that Redis lost or extend an ended run; then resume it."""
         violations = Violations()
         violations.check(request.steps >= 0, "steps", "must not be negative; 0 leaves the run's steps as they are")
         violations.raise_if_any()
@@ -265,7 +265,7 @@ class CoordinatorService(CoordinatorServicer):
             yield message
 
     async def DrainReplica(self, request: pb.DrainReplicaRequest, context: Any) -> pb.DrainReplicaResponse:
-        """Ask a replica to take no more groups and to finish those that it holds."""
+        """Ask a replica to finish its groups and take no more."""
         replica = self._require_replica(request.replica_id)
         await self._registry.drain(replica)
         try:
@@ -420,7 +420,7 @@ class CoordinatorService(CoordinatorServicer):
         return scaling_pb2.SetAutoscalerResponse(autoscaler=self._autoscaler.describe(active))
 
     def _own_replica(self, replica_id: str, deed: str, hint: str) -> Replica:
-        """Return a replica that the caller may speak for; `deed`: the caller's intended action."""
+        """Return a replica after checking that the caller may act for it; `deed`: the intended action, for errors."""
         replica = self._require_replica(replica_id, hint)
         speak_for(replica.registration.role, f"{deed} {replica_id}")
         return replica

@@ -1,4 +1,4 @@
-"""Checks of requests that have more than a field or two. All raise InvalidArgument and name every bad field."""
+"""Validation of requests with several fields. Every check raises InvalidArgument, which names all bad fields."""
 
 import re
 from collections.abc import Sequence
@@ -220,7 +220,7 @@ def _check_common(request_id: str, role: str, replicas: int, violations: Violati
 
 
 def _check_one_of(request: Message, fields: Sequence[str], violations: Violations) -> None:
-    """Check that one of these fields is given; the first is a number, the others are lists."""
+    """Check that exactly one of these fields is given; the first is a number, the others are lists."""
     given = [name for name in fields if getattr(request, name)]
     violations.check(given, fields[0], f"must be at least 1, or {' or '.join(fields[1:])} must be given")
     for name in given[1:]:

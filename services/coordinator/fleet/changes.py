@@ -1,4 +1,4 @@
-"""Notification of changes."""
+"""Signals that wake waiting tasks after a change."""
 
 import asyncio
 import contextlib
@@ -7,14 +7,14 @@ from collections.abc import Callable
 from weakref import WeakSet
 
 GAP_SECONDS = 0.02
-"""Default seconds after a wake-up during which further changes are collected for the waiters' next wake-up."""
+"""Minimum seconds between two wake-ups of waiters; signals in between share the next wake-up."""
 
 
 class Signal:
     """A broadcast without content: it wakes all waiters, which then check their conditions. Lives in the event loop."""
 
     def __init__(self, gap: Callable[[], float] = lambda: GAP_SECONDS) -> None:
-        """`gap` returns the seconds between two wake-ups, which are at least GAP_SECONDS."""
+        """`gap` returns the minimum seconds between two wake-ups; values below GAP_SECONDS count as GAP_SECONDS."""
         self._gap = gap
         self._event = asyncio.Event()
         self._followers: WeakSet[SignalFollower] = WeakSet()
@@ -39,7 +39,7 @@ class Signal:
         event.set()
 
     def follow(self) -> "SignalFollower":
-        """Return a follower that is woken before the waiters, as long as somebody holds it."""
+        """Return a follower, which is woken before the waiters while a reference to it exists."""
         follower = SignalFollower()
         self._followers.add(follower)
         return follower

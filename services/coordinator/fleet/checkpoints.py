@@ -1,4 +1,4 @@
-"""Requests for checkpoints, also of a critic."""
+"""Requests checkpoints from the trainer and waits for those of a critic."""
 
 import asyncio
 import logging
@@ -28,7 +28,7 @@ class NoCriticCheckpoint(Exception):
 
 
 class CriticPatience:
-    """Decides how long a critic is waited for, which may die, restart and repeat steps meanwhile."""
+    """Decides how long to wait for a critic, which may die, restart and repeat steps meanwhile."""
 
     def __init__(
         self,
@@ -57,7 +57,7 @@ class CriticPatience:
         self._last: tuple[object, ...] = ()
 
     def exhausted(self, critic: Replica | None) -> str:
-        """Return the reason to wait no longer, or "". Poll it, with pauses shorter than a lease.
+        """Return the reason to stop waiting, or "" to go on. Poll it more often than once per lease.
 
         `critic`: the run's newest critic, if any.
         """
@@ -67,7 +67,8 @@ class CriticPatience:
             return f"no critic has been there for {duration(now - self._seen)}" if now - self._seen > away else ""
         self._seen, status = now, critic.status
         self._ids.add(critic.replica_id)
-        # An idle critic's progress counts its passes, too, but an idle critic has no detail.
+        # Progress also grows while a critic is idle, so it counts only together with a detail, which an idle critic
+        # lacks.
         doing = (critic.replica_id, status.state, status.detail, status.progress if status.detail else 0)
         if doing != self._last:
             self._last, self._moved = doing, now
@@ -87,14 +88,14 @@ class CriticPatience:
 async def await_critic(context: RunContext, run_folder: Path, step: int, *, kept: bool = False) -> None:
     """Wait until the critic has saved the checkpoint of a step that the trainer requested.
 
-    Return at once in a run without a critic service. A later checkpoint will do, too: a critic that still writes
-    an earlier one takes the next one once that is done. A critic that restarts is waited for.
+    Return at once in a run without a critic service. Accept a checkpoint of a later step, too: a critic that is still
+    writing an earlier checkpoint saves the next one afterwards. Keep waiting while the critic restarts.
 
     Args:
         context: the run.
         run_folder: the run's folder.
         step: the step.
-        kept: True if it must never be removed.
+        kept: True to accept only checkpoints that are never removed.
 
     Raises:
         NoCriticCheckpoint: the critic has been away, has failed or has stood still for too long.
@@ -121,7 +122,7 @@ async def await_critic(context: RunContext, run_folder: Path, step: int, *, kept
 
 
 def _has_checkpoint(run_folder: Path, step: int, kept: bool) -> bool:
-    """Return whether the critic has a checkpoint of a step or a later one. A checkpoint is complete once it has its
+    """Return True if the critic has a checkpoint of this step or a later one. Only complete checkpoints have their
     final name."""
     folder = critic_folder(run_folder)
     found = (number for number in checkpoint_steps(folder) if number >= step)
@@ -129,8 +130,8 @@ def _has_checkpoint(run_folder: Path, step: int, kept: bool) -> bool:
 
 
 async def save_candidate(context: RunContext, version: int) -> None:
-    """Have the trainer save a checkpoint of the version under evaluation, whose weights it has until its next step
-    ends, so that it can become the best."""
+    """Have the trainer save a checkpoint of the version under evaluation, as a candidate for the best one. The trainer
+    has these weights only until its next step ends."""
     try:
         saved = await save_checkpoint(context, rotate=True)
     except RpcError as error:
@@ -144,10 +145,10 @@ async def save_candidate(context: RunContext, version: int) -> None:
 
 
 async def save_checkpoint(context: RunContext, *, rotate: bool) -> TrainerSaveCheckpointResponse:
-    """Have the run's trainer save a checkpoint, however long that takes. Unless `rotate`, it is kept for ever.
+    """Have the run's trainer save a checkpoint, without a time limit. Without `rotate` it is never removed.
 
-    Raises Unavailable: no trainer is ready, or it is lost meanwhile; FailedPrecondition: the trainer refuses;
-    ResourceExhausted: its disk does.
+    Raises Unavailable: no trainer is ready, or the trainer is lost meanwhile; FailedPrecondition: the trainer refuses;
+    ResourceExhausted: the trainer's disk is full.
     """
     trainer = context.fleet.trainer()
     if trainer is None:

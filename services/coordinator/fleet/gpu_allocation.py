@@ -8,13 +8,12 @@ from relaxd.rpc.errors import ResourceExhausted
 OWN = "/own"
 """Suffix of a GPU's UUID in the holder records of a replica that never takes turns."""
 SHARED = "/shared"
-"""Suffix of a GPU's UUID in the holder records if an engine of a colocated run holds it: the run's trainer may then be
-a second holder."""
+"""Suffix of a GPU's UUID in the holder record of a colocated run's engine: the run's trainer may hold the GPU, too."""
 PART = "@"
-"""Begins the suffix if a replica holds a share of the GPU: "@judge:0.3" has its role and the share, so that each holder
-of a share has a separate record. No UUID has this sign. In a colocated run it comes after SHARED."""
+"""First character of the suffix for a share of a GPU: "@judge:0.3" contains the holder's role and share, so that each
+holder of a share has a separate record. No UUID contains this character. In a colocated run it follows SHARED."""
 ROUNDING = 1e-9
-"""Maximum excess of the sum of shares over 1 by rounding, as with 0.33, 0.56 and 0.11."""
+"""Maximum rounding error of the sum of a GPU's shares: 0.33 + 0.56 + 0.11 is above 1."""
 
 
 def uuid_of(record: str) -> str:
@@ -23,12 +22,12 @@ def uuid_of(record: str) -> str:
 
 
 def share_of(record: str) -> float:
-    """Return the share of the GPU that the holder of a record has: 1 is the whole."""
+    """Return the GPU share in a holder record's key; 1 is the whole GPU."""
     return float(record.rpartition(":")[2]) if PART in record else 1.0
 
 
 def suffix_for(role: str, *, shared: bool, share: float = 1.0) -> str:
-    """Return the suffix of the GPUs that a replica of this role leases."""
+    """Return the suffix for the holder records of GPUs that a replica of this role leases."""
     if share < 1:
         return f"{SHARED if shared else ''}{PART}{role}:{share!r}"
     if not ROLES[role].takes_turns:
@@ -39,18 +38,19 @@ def suffix_for(role: str, *, shared: bool, share: float = 1.0) -> str:
 def seen_by(
     replica_id: str, role: str, holders: Mapping[str, str], *, shared: bool, share: float = 1.0
 ) -> tuple[dict[str, str], set[str]]:
-    """Return the holders by UUID that exclude a replica, and the GPUs that it should prefer to share.
+    """Return the holders that exclude a replica from a GPU, by UUID, and the GPUs that the replica should prefer.
 
-    Replicas that don't take turns exclude all others. In a colocated run, otherwise only engines exclude an engine, and
-    only non-engines exclude the trainer. A replica with a share of a GPU excludes other replicas of its role, those
-    that want the whole GPU (except the trainer of a colocated run), and shares with which the sum would exceed 1.
+    A replica that doesn't take turns excludes all others. Among the other replicas of a colocated run, only engines
+    exclude an engine, and only non-engines exclude the trainer. A replica with a share of a GPU excludes replicas of
+    its role, replicas that want the whole GPU (except a colocated run's trainer), and shares that would raise the sum
+    above 1.
 
     Args:
-        replica_id: the replica, which is the holder itself of GPUs that it holds if nobody excludes it there.
+        replica_id: the replica; it counts as the holder of its own GPUs unless another holder excludes it.
         role: its role.
         holders: replica ids by record.
         shared: True if the run is colocated.
-        share: the share of each GPU that it wants.
+        share: wanted share of each GPU.
     """
     held = {uuid_of(record): replica_id for record, holder in holders.items() if holder == replica_id}
     others = {record: holder for record, holder in holders.items() if holder != replica_id}
@@ -62,7 +62,7 @@ def seen_by(
         preferred = {uuid_of(record) for record in (*parts, *beside)}
     else:
         excluding, preferred = _seen_whole(role, whole, shared=shared)
-    if shared and role == TRAINER:  # which is beside the engines and judges of its run
+    if shared and role == TRAINER:  # the trainer may share GPUs with the engines and judges of its run
         beside = {record for record in parts if SHARED + PART in record}
         parts = {record: holder for record, holder in parts.items() if record not in beside}
         preferred |= set(map(uuid_of, beside))
@@ -71,9 +71,9 @@ def seen_by(
 
 
 def _excluding_parts(role: str, parts: Mapping[str, str], share: float) -> dict[str, str]:
-    """Return, by UUID, the holders of shares that exclude a replica of a role that wants a share of this size.
+    """Return the holders of shares, by UUID, that exclude a replica of this role and wanted share.
 
-    Several holders of one GPU are joined into one text that fits the message of `choose`.
+    Several holders of one GPU become one text for the error message of `choose`.
     """
     by_gpu: dict[str, list[str]] = {}
     for record in parts:
@@ -88,9 +88,10 @@ def _excluding_parts(role: str, parts: Mapping[str, str], share: float) -> dict[
 
 
 def _seen_whole(role: str, holders: Mapping[str, str], *, shared: bool) -> tuple[dict[str, str], set[str]]:
-    """Return the holders by UUID that exclude a replica of a role that wants whole GPUs, and the GPUs to prefer.
+    """For a replica that wants whole GPUs, return the whole-GPU holders that exclude it, by UUID, and the GPUs to
+    prefer.
 
-    `holders`: the replicas that hold whole GPUs, by record; `_excluding_parts` looks at those that hold shares.
+    `holders`: the replicas that hold whole GPUs, by record; `_excluding_parts` handles shares.
     """
     own = {uuid_of(record): holder for record, holder in holders.items() if record.endswith(OWN)}
     engines = {uuid_of(record): holder for record, holder in holders.items() if record.endswith(SHARED)}
@@ -110,7 +111,8 @@ def choose(
     preferred: Collection[str] = (),
     share: float = 1.0,
 ) -> list[str]:
-    """Choose `count` candidates for a replica: first GPUs that it holds, then free ones, of which `preferred` first.
+    """Choose `count` candidates for a replica: first GPUs that it holds, then free `preferred` GPUs, then other free
+    GPUs.
 
     Returns them in the order of the candidates. `holders`: replica ids by GPU UUID. Raises ResourceExhausted, naming
     the holders.
@@ -163,8 +165,8 @@ class GpuHolders:
         return {record: self._holders[record] for uuid in uuids for record in self._of_gpu.get(uuid, ())}
 
     def hold(self, replica_id: str, records: Sequence[str]) -> list[str]:
-        """Make a replica the holder of exactly these records, which nobody else holds. Returns the records that it
-        lost."""
+        """Make a replica the holder of exactly these records; no other replica may hold them. Returns the records that
+        the replica lost."""
         freed = [record for record in self.of(replica_id) if record not in records]
         self.free(freed)
         for record in records:

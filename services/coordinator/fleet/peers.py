@@ -20,8 +20,8 @@ from relaxd.v1.trainer_pb2_grpc import TrainerStub
 from services.coordinator.fleet.registry import Registry, Replica
 
 KEPT_SECONDS = 900.0
-"""Lifetime of a channel to a lost replica: longer than any wait for one, because closing a channel cancels its calls,
-and a cancelled call looks like a cancelled caller."""
+"""Seconds for which a channel to a lost replica stays open. Longer than any wait for a lost replica: closing a channel
+cancels its calls, and callers would mistake that for their own cancellation."""
 
 JOIN_WEIGHT_GROUP = "/relaxd.v1.Rollout/JoinWeightGroup"
 Stub = TypeVar("Stub")
@@ -31,15 +31,16 @@ class Peers:
     """One channel per address, opened on first use."""
 
     def __init__(self, token: str | None, tls: TlsFiles, term: int, stack: str | None = None) -> None:
-        """`token`: the bearer token of every call, if any; `tls`: trusted CAs and the client certificate; `term`: the
-        coordinator's term, and `stack` its identity, which every call carries (by default that of the environment)."""
+        """`token`: bearer token of every call, if any; `tls`: trusted CAs and the client certificate; `term`: the
+        coordinator's term; `stack`: the stack's identity (default: from the environment). Every call carries term and
+        stack."""
         self._token, self._tls, self._term = token, tls, term
         self._stack = stack
         self._channels: dict[str, grpc.aio.Channel] = {}
         self._stubs: dict[str, dict[Any, Any]] = {}
         """Stubs by address and kind."""
         self._needed: dict[str, float] = {}
-        """Monotonic time at which an address was last that of a replica."""
+        """Monotonic time at which each address was last in use, by address."""
 
     def trainer(self, address: str) -> TrainerStub:
         """Return a stub for the trainer at an address."""
@@ -70,7 +71,7 @@ class Peers:
         return self._stub(LauncherStub, address)
 
     def join_weight_group(self, address: str, request: bytes, timeout: float) -> Awaitable[JoinWeightGroupResponse]:
-        """Call Rollout.JoinWeightGroup with a request that is encoded already."""
+        """Call Rollout.JoinWeightGroup with an already encoded request."""
         call = self._channel(address).unary_unary(
             JOIN_WEIGHT_GROUP, request_serializer=None, response_deserializer=JoinWeightGroupResponse.FromString
         )
@@ -110,7 +111,7 @@ class Peers:
 Result = TypeVar("Result")
 
 LONG_CALL_SECONDS = 7 * 86400.0
-"""Deadline, in seconds, of calls of unknown length: `answer` cancels one without progress long before."""
+"""Deadline, in seconds, of calls of unknown length; `answer` cancels a call without progress much earlier."""
 POLL_SECONDS = 0.5
 
 

@@ -33,8 +33,8 @@ logger = logging.getLogger(__name__)
 Version = tuple[int, int]
 """(term, version)."""
 GAP_SECONDS_PER_REPLICA = 4e-4
-"""Seconds between two wake-ups of waiters, for each replica. Each waiter reads the whole fleet, so a fixed pause would
-leave no time for anything else in a large fleet."""
+"""Minimum seconds between two wake-ups of waiters, per replica of the fleet. Each waiter reads the whole fleet, so a
+fixed minimum would leave a large fleet's coordinator no time for anything else."""
 
 
 @dataclass
@@ -50,10 +50,10 @@ class Replica:
     draining: bool = False
     """True after a request to drain."""
     drain_until: float | None = None
-    """Unix time until which the replica may drain; None: for its own grace period."""
+    """Unix time until which the replica may drain; None: the replica's grace period applies."""
     unheard: bool = False
-    """True if it was inherited from an earlier coordinator without a heartbeat since: its run and version are
-    unknown."""
+    """True if the replica registered with an earlier coordinator and has sent no heartbeat since: its run and version
+    are unknown."""
     synced: Version | None = None
     """Version of the last synchronisation, until a heartbeat reports it."""
     synced_at: float = 0.0
@@ -66,7 +66,8 @@ class Replica:
     asleep: bool = False
     """True if the replica was put to sleep and has not resumed."""
     member: Member = field(init=False)
-    """The replica as a member of a weight group: one object, because every change of the fleet compares all members."""
+    """The replica as a member of a weight group. Created once, because every change of the fleet compares all
+    members."""
 
     def __post_init__(self) -> None:
         self.member = Member(
@@ -83,7 +84,7 @@ class Replica:
 
     @property
     def launch_id(self) -> str:
-        """Launch id under which the replica was scaled out; empty if it was not."""
+        """Launch id of a scaled-out replica; empty for others."""
         return self.registration.launch_id
 
     @property
@@ -123,7 +124,7 @@ class Replica:
         self.asleep = not serving
 
     def end_turns(self) -> None:
-        """Forget the records of a colocated run, because the replica's next run may not be one."""
+        """Clear the state of a colocated run, because the replica's next run may not be colocated."""
         self.asleep, self.gpu_requested_at = False, 0.0
 
 
@@ -170,7 +171,7 @@ class Registry:
         return self._store.term
 
     def load(self, records: dict[str, ReplicaRecord], gpu_holders: dict[str, str]) -> None:
-        """Load the replicas of an earlier coordinator; all leases, also those on GPUs, start from now.
+        """Load the replicas of an earlier coordinator; all leases, including GPU leases, start now.
 
         The earlier coordinator may have received heartbeats until just now.
         """
@@ -262,12 +263,12 @@ class Registry:
     async def lease_gpus(
         self, replica_id: str, candidates: Sequence[str], count: int, *, shared: bool = False, share: float = 1.0
     ) -> list[str]:
-        """Lease `count` of the candidates, and no other GPU, to a replica; returns their UUIDs.
+        """Make `count` of the candidates the only GPUs that a replica holds, and return their UUIDs.
 
         With `shared` (a colocated run) the trainer and one engine may hold the same GPU. With a `share` below 1,
-        replicas of other roles may hold what it leaves of each GPU. Raises NotFound: it isn't registered;
-        ResourceExhausted: others hold too many of them; Unavailable: the leases of lost replicas on them have not
-        ended.
+        replicas of other roles may hold the rest of each GPU. Raises NotFound: the replica isn't registered;
+        ResourceExhausted: others hold too many candidates; Unavailable: the leases of lost replicas on candidates have
+        not ended.
         """
         async with self._writing:
             if replica_id not in self._replicas:
@@ -299,7 +300,7 @@ class Registry:
         return [uuid_of(record) for record in self._gpu_holders.of(replica_id)]
 
     def gpu_share_of(self, replica_id: str) -> float:
-        """Return a replica's share of each of its GPUs; 1 for whole GPUs, or none."""
+        """Return a replica's share of each of its GPUs; 1 if it holds whole GPUs or none."""
         return min(map(share_of, self._gpu_holders.of(replica_id)), default=1.0)
 
     def get(self, replica_id: str) -> Replica | None:
@@ -307,12 +308,12 @@ class Registry:
         return self._replicas.get(replica_id)
 
     def holds(self, member: Member) -> bool:
-        """Return whether this registration, not only its id, is current."""
+        """Return True if this registration, not only its replica id, is current."""
         replica = self._replicas.get(member.replica_id)
         return replica is not None and replica.registered_at == member.registered_at
 
     def of_launch(self, launch_id: str) -> list[Replica]:
-        """Return the replicas of a launch id, oldest first: several while the lease of a dead process holds."""
+        """Return the replicas of a launch id, oldest first; several while a dead process's lease has not expired."""
         return list(self._by_launch.get(launch_id, {}).values())
 
     def of_role(self, role: str, run_id: str | None = None) -> list[Replica]:
@@ -331,7 +332,7 @@ class Registry:
             await self.expire()
 
     async def expire(self) -> None:
-        """Remove replicas whose lease has expired, and free GPUs whose lease has expired."""
+        """Remove replicas with an expired lease, and free GPUs with an expired lease."""
         now, last = self._clock(), self._expired_at
         self._expired_at = now
         if now - last > self.lease_seconds / 2:  # this process was suspended and received no heartbeats
@@ -397,7 +398,7 @@ class Registry:
             del self._by_launch[replica.launch_id]
 
     def _lists(self, replica: Replica) -> list[dict[str, Replica]]:
-        """Return the dictionaries that a replica is in while its lease holds."""
+        """Return the dictionaries that contain a replica while it is registered."""
         lists = [self._replicas, self._by_role.setdefault(replica.registration.role, {})]
         if replica.launch_id:
             lists.append(self._by_launch.setdefault(replica.launch_id, {}))
@@ -405,5 +406,5 @@ class Registry:
 
 
 def _shown(replica: Replica) -> tuple[int, str, Version | None, bool]:
-    """Return the part of a replica's state that others wait for."""
+    """Return the fields whose changes wake waiters: state, run, version and `unheard`."""
     return replica.status.state, replica.status.run_id, replica.version, replica.unheard

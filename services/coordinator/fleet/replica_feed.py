@@ -10,26 +10,28 @@ from services.coordinator.fleet.changes import Signal
 from services.coordinator.fleet.registry import Registry, Replica
 
 LOOK_SECONDS = 1.0
-"""Maximum seconds between two checks of the registry, whose signal doesn't report every change, such as a detail's."""
+"""Maximum seconds between two checks of the registry, whose signal omits some changes, such as of a replica's
+detail."""
 MAX_GONE = 1000
 """Maximum number of a role's removed replicas to remember."""
 
 
 class RoleChanges:
-    """The replicas of a role at the last look, each with the number of its last change.
+    """The replicas of a role at the last check, each with the number of its last change.
 
-    A look compares all replicas once, however many watch them. Watchers with the same number get the same message.
+    One check serves all watchers. Watchers that have seen the same change number get the same message.
     """
 
     def __init__(self) -> None:
         self.changed = Signal()
         self.number = self._oldest = int(steady_time() * 1e6)
-        """Number of the last change. It starts at the time in microseconds, so an earlier coordinator's are lower."""
+        """Number of the last change. It starts at the Unix time in microseconds, above all numbers of earlier
+        coordinators."""
         self._replicas: dict[str, tuple[int, CallableReplica]] = {}
         self._gone: dict[str, int] = {}
         """Number of the change that removed each replica, in order."""
         self._messages: dict[int, WatchReplicasResponse] = {}
-        """Messages with the changes up to `number`, by the number after which they start."""
+        """Cached messages up to change `number`, by the change number after which they begin."""
 
     def look(self, replicas: Iterable[Replica]) -> None:
         """Compare the replicas with those of the last check."""
@@ -63,12 +65,12 @@ class RoleChanges:
 
 
 class ReplicaFeed:
-    """Messages of replicas for WatchReplicas. Lives in the event loop."""
+    """Produces the messages of WatchReplicas. Lives in the event loop."""
 
     def __init__(self, registry: Registry) -> None:
         self._registry = registry
         self._roles: dict[str, RoleChanges] = {}
-        """Changes of the roles that somebody has watched."""
+        """Changes by role, for every role watched so far."""
 
     async def look_forever(self) -> None:
         """Check the registry whenever it changes."""
@@ -79,7 +81,7 @@ class ReplicaFeed:
             await news.wait(LOOK_SECONDS)  # idle: nothing is new
 
     async def watch(self, role: str, after: int, seconds: float) -> AsyncIterator[WatchReplicasResponse]:
-        """Yield a message at once, and one at each change until the time ends; `after`: number of a change."""
+        """Yield the changes since change number `after` at once, then each further change for `seconds`."""
         end = time.monotonic() + seconds
         if role not in self._roles:
             self._roles[role] = RoleChanges()
@@ -96,7 +98,7 @@ class ReplicaFeed:
 
 
 def callable_replica(replica: Replica) -> CallableReplica:
-    """Return a replica in the form for its callers."""
+    """Return the message about a replica for its callers."""
     status = replica.status
     weights = status.weights if status.HasField("weights") else None
     return CallableReplica(

@@ -1,4 +1,4 @@
-"""The fleet of one run: its replicas, the versions on its engines, and the parts that its modules share."""
+"""The fleet of one run: its replicas, the versions on its engines, and the objects that the run's modules share."""
 
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -19,7 +19,7 @@ from services.coordinator.state.store import AsyncStore, RunBoard
 
 ABLE = (REPLICA_STATE_READY, REPLICA_STATE_QUARANTINED)
 FAILURE_LEASES = 2.5
-"""Number of leases for which a role must fail before the run fails: replicas retry by themselves."""
+"""Number of lease durations for which a role must keep failing before the run fails: replicas retry by themselves."""
 
 
 class Fleet:
@@ -74,21 +74,21 @@ class Fleet:
         return [r for r in self.candidates() if r.version is not None and r.version[0] == term]
 
     def serves(self, replica: Replica, term: int) -> bool:
-        """Return whether `serving` has a replica."""
+        """Return True if `serving` contains this replica."""
         works = replica.registration.role == ROLLOUT and replica.status.run_id == self.run_id
         able = replica.status.state in ABLE and not replica.draining and replica.replica_id not in self._excluded
         return works and able and replica.version is not None and replica.version[0] == term
 
     def give_up(self, instances: Iterable[str]) -> None:
-        """Let these instances take part only if no other one can (see `idle_reason`); replaces the earlier list."""
+        """Let these instances take part only if their role lacks others (see `idle_reason`); replaces the earlier
+        list."""
         self.given_up = frozenset(instances)
 
     def idle_reason(self, replica_id: str) -> str:
-        """Return the reason why a replica stands by: its role has as many replicas as the run takes. "" if it takes
-        part.
+        """Return why a replica stands by: the run has the maximum number of replicas of its role. "" if it takes part.
 
-        Replicas take part in the order in which they registered, without those that drain or were given up. So the next
-        one takes over when one is lost.
+        Replicas take part in the order of registration; draining and given-up ones come last. So a standby takes over
+        when a replica is lost.
         """
         replica = self.registry.get(replica_id)
         role = replica.registration.role if replica is not None else ""
@@ -107,8 +107,8 @@ class Fleet:
     def oldest_version(self, term: int) -> int | None:
         """Return the oldest version on any engine that takes prompts.
 
-        None without such an engine, and while an engine of an earlier coordinator has sent no heartbeat: it may take
-        prompts at any version, and its samples would be too stale to train on.
+        None without such an engine, and while an engine of an earlier coordinator has sent no heartbeat: its version is
+        unknown, and its samples could be too stale to train on.
         """
         if any(replica.unheard for replica in self.registry.of_role(ROLLOUT)):
             return None
@@ -125,8 +125,8 @@ class Fleet:
     def failure(self) -> RoleFailure | None:
         """Return the failure of a role whose replicas keep failing; None while the run can continue.
 
-        Replicas retry by themselves, so a failure counts only once it has lasted, and not while a replica starts; at
-        once if all of them say that their start is refused. Call it several times per lease.
+        Replicas retry by themselves, so a failure counts only after FAILURE_LEASES, and not while a replica is
+        starting. It counts at once if all failed replicas report a refused start. Call it several times per lease.
         """
         now, patience = self._clock(), FAILURE_LEASES * self.registry.lease_seconds
         found = None

@@ -1,5 +1,5 @@
 """Health of a run's replicas and roles.
 
-`detection.py` finds what is wrong in heartbeats, `policy.py` decides on records only, and `health_manager.py`
-carries its decisions out.
+`detection.py` finds problems in heartbeats, `policy.py` decides what to do and changes only records, and
+`health_manager.py` executes the decisions.
 """

@@ -1,4 +1,4 @@
-"""Detection of unhealthy replicas from their heartbeats; nothing here acts."""
+"""Detects unhealthy replicas from their heartbeats; takes no action."""
 
 import time
 from collections.abc import Callable
@@ -11,14 +11,14 @@ from services.coordinator.fleet.registry import Replica
 from services.coordinator.weights.gpu_handoff import HandoffFailure
 
 SENDER_PATIENCE = 3
-"""Factor on max_sync_failures for the sender of weights, which is mostly not to blame."""
+"""Factor on max_sync_failures for the sender of weights (the trainer), which causes few of the failures."""
 
 
 HandoffFailureOf = Callable[[Replica], tuple[HandoffFailure, bool] | None]
 
 
 def no_handoff(replica: Replica) -> None:
-    """Return that a replica has no failed handoff, for runs without turns."""
+    """Return None: in a run without turns no replica has a failed handoff."""
 
 
 @dataclass(frozen=True)
@@ -39,9 +39,8 @@ class _Watch:
     registered_at: float
     progress: int
     state_and_detail: tuple[int, str]
-    """State and detail."""
     progressed_at: float
-    """Last time with progress, or without work."""
+    """Time of the last progress, or at which the replica last had no work."""
     changed_at: float
     """Last change of state, detail or progress."""
     failed_at: float | None = None
@@ -62,11 +61,12 @@ class HealthSignals:
         handoff_failure: HandoffFailureOf = no_handoff,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`sync_failures` returns the consecutive weight synchronisations that failed because of a replica,
-        `sync_refusal` why it refuses them, as its next process would, and `sync_error` the last one's error.
+        """`sync_failures` returns the number of consecutive weight synchronisations that failed because of a replica;
+        `sync_refusal` returns why a replica permanently refuses the weights, or ""; `sync_error` returns the last
+        synchronisation's error.
 
-        `handoff_failure` returns the failed action of a colocated replica when turns change, and whether it has
-        lasted long enough. `clock` is the registry's.
+        `handoff_failure` returns a colocated replica's failed GPU handoff, and True if it has lasted long enough to
+        restart the replica. `clock` is the registry's.
         """
         self._config = config
         self._clock = clock
@@ -82,7 +82,8 @@ class HealthSignals:
         self._watches.clear()
 
     def stuck_seconds(self, role: str) -> float:
-        """Return the seconds without progress that a replica with groups may take: longer than its own timeouts."""
+        """Return the maximum seconds without progress for a replica that holds groups; longer than the role's
+        timeouts."""
         return self._config.health.stuck_seconds + ROLES[role].timeout_seconds(self._config)
 
     def issue(self, replica: Replica) -> HealthIssue | None:
@@ -107,7 +108,7 @@ class HealthSignals:
         return next((one for one in issues if one.due), next(iter(issues), None))
 
     def _sync_issue(self, replica: Replica) -> HealthIssue | None:
-        """Return the problem that failed weight synchronisations show."""
+        """Return the problem of failed weight synchronisations, if any."""
         if refusal := self._sync_refusal(replica):
             return HealthIssue(f"it refuses the trainer's weights: {refusal}", due=True, final=True)
         failures = self._sync_failures(replica)
@@ -121,12 +122,12 @@ class HealthSignals:
         return HealthIssue(text, due=failures >= limit)
 
     def _handoff_issue(self, replica: Replica) -> HealthIssue | None:
-        """Return the problem that failed changes of turns show."""
+        """Return the problem of failed GPU handoffs, if any."""
         failure = self._handoff_failure(replica)
         return None if failure is None else HealthIssue(str(failure[0]), due=failure[1])
 
     def _progress_issue(self, replica: Replica, watch: _Watch, now: float) -> HealthIssue | None:
-        """Return the problem that missing progress shows."""
+        """Return the problem of missing progress, if any."""
         status = replica.status
         if status.state != REPLICA_STATE_READY:
             return None
@@ -151,11 +152,11 @@ class HealthSignals:
         watch.progress, watch.state_and_detail = status.progress, state_and_detail
         if status.state == REPLICA_STATE_FAILED:
             watch.failed_at = now if watch.failed_at is None else watch.failed_at
-        elif status.state != REPLICA_STATE_STARTING:  # which is another attempt, and may fail, too
+        elif status.state != REPLICA_STATE_STARTING:  # a starting replica may fail again
             watch.failed_at = None
         return watch
 
 
 def _after(seconds: float, limit: float, text: str) -> HealthIssue | None:
-    """Return an issue from half of the limit on, due from the limit on."""
+    """Return an issue once half of the limit has passed; it is due once the whole limit has passed."""
     return HealthIssue(text, due=seconds > limit) if seconds > limit / 2 else None

@@ -49,7 +49,7 @@ class Restarter:
         """Error of the last restart, by instance."""
 
     async def restart(self, order: RestartOrder) -> bool:
-        """Restart a replica. Returns False if the launcher doesn't know it, so that it will never come back."""
+        """Restart a replica. Returns False if the launcher doesn't know the replica, which then never comes back."""
         self.failures.pop(order.instance, None)
         if order.mode == RestartMode.REQUEST and await self._request(order):
             return True
@@ -86,7 +86,7 @@ class Restarter:
         return True
 
     async def _request(self, order: RestartOrder) -> bool:
-        """Ask the process to end. Returns whether it will, or was already replaced."""
+        """Ask the process to end. Returns True if it will end or was already replaced."""
         request = RestartRequest(replica_id=order.replica_id, reason=order.reason)
         try:
             await self._peers.replica(order.address).Restart(request, timeout=CALL_SECONDS)
@@ -142,7 +142,7 @@ class HealthManager:
         self._unknown: set[str] = set()
         """Instances that the launcher no longer knows, because they were removed."""
         self._paused_for: set[str] = set()
-        """Reasons of the pauses started here: a user may end them early."""
+        """Reasons of pauses that this manager started. If a user ends such a pause, it is not started again."""
         self._to_reclaim: list[str] = []
         """Ids of lost processes whose groups still have to be reclaimed."""
         self.record = HealthRecord()
@@ -186,7 +186,7 @@ class HealthManager:
             await asyncio.gather(*self._tasks, return_exceptions=True)
 
     def _reset_timers(self) -> None:
-        """Restart all waits: replicas are not to blame for an outage of this coordinator or of Redis."""
+        """Restart all timers: replicas are not to blame for an outage of this coordinator or of Redis."""
         self.record = self.record.with_reset_timers(steady_time())
         self._policy.reset_timers()
 

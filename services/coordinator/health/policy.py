@@ -36,7 +36,7 @@ DOWN = (Health.RESTARTING, Health.FAILED)
 
 
 class RestartMode(Enum):
-    """The way in which a replica is restarted."""
+    """How to restart a replica."""
 
     REQUEST = auto()
     """Ask the process to end; if it doesn't answer, the launcher kills it."""
@@ -145,7 +145,7 @@ def next_restart(restarts: Sequence[float], config: HealthConfig, now: float) ->
 logger = logging.getLogger(__name__)
 
 IGNORED_RESTART_SECONDS = 10.0
-"""Seconds after a request to end for which a process must keep working to count as healthy again."""
+"""Seconds after a restart request; a process that is still ready afterwards counts as healthy again."""
 
 
 @dataclass(frozen=True)
@@ -172,8 +172,8 @@ class HealthPolicy:
         idle_reason: Callable[[str], str],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`roles`: those that the run needs; `restart_failures`: error of each instance's last restart; `idle_reason`:
-        the fleet's; `clock`: that of `signs`."""
+        """`roles`: names of the roles that the run needs; `restart_failures`: error of each instance's last restart;
+        `idle_reason`: Fleet.idle_reason; `clock`: the clock of `signs`."""
         self._run_id = run_id
         self._config = config.health
         self._signs = signs
@@ -195,7 +195,7 @@ class HealthPolicy:
         self._roles.reset_timers()
 
     def update(self, draft: HealthUpdate, registered: Iterable[Replica], roles: RoleSigns | None) -> None:
-        """Add the decisions of this moment to the draft; `roles` is None until the run has started."""
+        """Add the decisions about replicas and roles to the draft; `roles` is None until the run has started."""
         needed = (one for one in registered if one.registration.role in self._needed)
         live = {one.instance: one for one in sorted(needed, key=lambda one: one.registered_at)}  # the newest of each
         self._update_replicas(draft, live)
@@ -269,7 +269,7 @@ class HealthPolicy:
         elif issue is not None and issue.due:
             self._restart(draft, one, issue)
         elif one.state in DOWN:
-            # One that failed may have been ready each time, until it ended: only work shows that it is well.
+            # A failed replica may have been ready before each crash: only finished groups show that it works.
             well = one.state != Health.FAILED or replica.status.done_groups > 0
             if well and replica.status.state in (REPLICA_STATE_READY, REPLICA_STATE_QUARANTINED):
                 self._record_recovery(draft, one, f"{one.replica_id} works after {draft.now - one.down_since:.1f} s")
@@ -342,21 +342,22 @@ class HealthPolicy:
                 draft.restart(one, why, RestartMode.FORCE)
 
     def _timeout(self, one: ReplicaHealth) -> float:
-        """Return the wait for its next process, doubled with each try for a slow start."""
+        """Return the seconds to wait for the replica's next process; they double with each try."""
         config = self._config
         doubled = Backoff(config.restart_timeout_seconds, config.role_timeout_seconds).pause(max(1, one.tries))
         return max(config.restart_timeout_seconds, doubled)
 
     def _may_retry(self, draft: HealthUpdate, one: ReplicaHealth) -> bool:
-        """Return whether the last failure was so long ago that another attempt is allowed."""
+        """Return True if the replica failed more than restart_window_seconds ago, so that another attempt is
+        allowed."""
         return one.state == Health.FAILED and draft.now - one.since > self._config.restart_window_seconds
 
     def _no_try_left(self, one: ReplicaHealth) -> bool:
-        """Return whether max_restarts of its processes ended without work in between."""
+        """Return True if max_restarts processes of the replica ended without doing any work."""
         return one.tries >= self._config.max_restarts and not one.seen_working
 
     def _fail(self, draft: HealthUpdate, one: ReplicaHealth, why: str, *, refused: bool = False) -> ReplicaHealth:
-        """Give a replica up, after its attempts or at once if its start was refused."""
+        """Give a replica up: after its last attempt, or at once if its start was refused."""
         if one.state == Health.FAILED:
             return draft.set_replica(one, reason=why, refused=True) if refused and not one.refused else one
         if one.failure not in why:
@@ -398,7 +399,7 @@ class RoleReconciler:
             and not (instance in draft.replicas and draft.replicas[instance].state == Health.FAILED)
             for instance, replica in live.items()
         )
-        if coming:  # without a limit: the first tier restarts a replica that hangs at its start
+        if coming:  # without a time limit: the checks of single replicas restart one that hangs at its start
             self._last_hope[role] = self._clock()
         absent = self._clock() - self._last_hope.setdefault(role, self._clock())
         exhausted = bool(places) and all(place.state == Health.FAILED for place in places)

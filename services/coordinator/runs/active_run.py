@@ -119,15 +119,15 @@ class ActiveRun:
         """Monotonic time at which training began, or continued after a pause, under this coordinator."""
         self._saving = asyncio.Lock()
         self._written: RunRecord | None = None
-        """The record that run.json has."""
+        """The record that was last written to run.json."""
         self._evaluation: asyncio.Task[None] | None = None
         """The last evaluation started beside training."""
         self._evaluated = 0
-        """Version of that evaluation."""
+        """Version of the last evaluation beside training."""
         self._candidate: asyncio.Task[None] | None = None
-        """The request for the last checkpoint that may become the best."""
+        """Task that requests the checkpoint of the last candidate for the best version."""
         self.assignable = False
-        """The board exists, so that replicas can start."""
+        """True once the board exists, so that replicas can start."""
         self.step = 0
         """The last step seen on the board."""
 
@@ -137,7 +137,7 @@ class ActiveRun:
         return self.fleet.oldest_version(announced.term) if announced else None
 
     def _describe(self) -> dict[str, Any]:
-        """Return the fields of a Snapshot that only the run knows."""
+        """Return the fields of a RunSnapshot that only the run knows."""
         record, handoff = self.record, self.handoff
         announced = self.sync.announced
         ending = self._stopping() or record.phase not in (Phase.PENDING, Phase.RUNNING)
@@ -252,7 +252,7 @@ class ActiveRun:
     async def _wait_for_fleet(self) -> None:
         """Wait for the replicas and the first weight synchronisation, then evaluate the initial model."""
         while not self._stopping():
-            # No replica has worked yet that could recover.
+            # A replica that fails at the run's start has never worked, so it won't recover.
             if (failure := self.fleet.failure() or self.sync.failure()) is not None:
                 raise RunFailed(failure)
             missing = self.fleet.missing()
@@ -356,7 +356,7 @@ class ActiveRun:
     # --- parts of phases ------------------------------------------------------------------------------------------
 
     def _wants_groups(self) -> bool:
-        """Return whether prompts may be published: not while the run can't record the outcome of groups."""
+        """Return True if prompts may be published. They may not while the run can't record the outcomes of groups."""
         going = self.record.phase == Phase.RUNNING and self.record.paused is None and not self._stopping()
         return going and self._recorder.knows_groups and not self._disk.waiting
 
@@ -414,7 +414,7 @@ class ActiveRun:
         evaluation = Evaluation(step=step, metrics=metrics)
         await self._save(evaluations=(*self.record.evaluations, evaluation), evaluating=0)
         telemetry.record_step(self.record.run_id, step, metrics)
-        # It asks Redis whether this coordinator was replaced, before it replaces the file.
+        # Before `add` replaces the file, it checks in Redis that no newer coordinator has taken over.
         await self._redis.call(self._disk.in_thread, self._files.metrics.add, evaluation)
 
     def _start_evaluation(self) -> None:
@@ -432,7 +432,7 @@ class ActiveRun:
 
     async def _evaluate_beside(self, version: Version) -> None:
         if self.config.trainer.checkpoint.keep_best and (self._candidate is None or self._candidate.done()):
-            await self._save(evaluating=version[1])  # first, so that the trainer keeps what it will save
+            await self._save(evaluating=version[1])  # saved first, so that the trainer keeps the checkpoint
             self._candidate = asyncio.create_task(save_candidate(self.context, version[1]))
         try:
             await self._evaluate_version(version, beside_training=True)
@@ -441,7 +441,7 @@ class ActiveRun:
             await self._add_note(f"the evaluation of version {version[1]} failed: {error}")
 
     async def _last_sync(self, version: int) -> bool:
-        """Wait until the engines serve the last version; otherwise adds a note and returns False."""
+        """Wait until the engines serve the last version. On failure add a note and return False."""
         with waiting(f"the engines to serve the last version, {version}"), self.sync.without_interval():
             failure = await await_last_version(self.context, self.sync, version)
         if failure:
@@ -449,7 +449,7 @@ class ActiveRun:
         return not failure
 
     async def _export(self) -> str:
-        """Have the trainer export the model. Returns its path, or adds a note and returns ""."""
+        """Have the trainer export the model and return its path. On failure add a note and return ""."""
         try:
             with self.trainer_awake(), waiting("the trainer to export the model", on=TRAINER):
                 return await export_model(self.context)
@@ -458,7 +458,7 @@ class ActiveRun:
             return ""
 
     async def _save_checkpoint(self, step: int) -> None:
-        """Have the trainer and a critic service save a checkpoint of the last step; adds a note for each failure."""
+        """Have the trainer and a critic service save a checkpoint of the last step; add a note for each failure."""
         try:
             with self.trainer_awake():
                 await save_last_checkpoint(self.context)
@@ -490,7 +490,8 @@ class ActiveRun:
         self._changed.fire()
 
     async def _try_write_record(self) -> None:
-        """Write run.json; on failure it is written later, because a command doesn't wait for the disk."""
+        """Write run.json. If that fails, only log it: commands don't wait for the disk, and the run writes the file
+        later."""
         try:
             await self._write_record()
         except OSError as error:
@@ -504,7 +505,7 @@ class ActiveRun:
                 self._written = self.record
 
     def _user_messages(self) -> list[str]:
-        """Return the messages of users' code of the last minutes."""
+        """Return the recent messages of users' code that replicas report."""
         statuses = [one.status for one in self.context.registry.all() if one.status.user_messages]
         return [text for one in statuses if one.run_id == self.context.run_id for text in one.user_messages]
 

@@ -1,4 +1,4 @@
-"""The alarms of the active run: things that a person should check while the run continues; and drops that pause it."""
+"""Alarms of the active run, for people to check while it continues, and the limits on dropped groups."""
 
 import asyncio
 import contextlib
@@ -29,13 +29,13 @@ TICK_SECONDS = 1.0
 DISK_SECONDS = 10.0
 """Seconds between two checks of the disk's free space."""
 REFUSED_SECONDS = 600.0
-"""Time for which a group that was dropped because of its weights is an alarm."""
+"""Seconds for which the alarm stays open after the last group that was dropped because of wrong weights."""
 SHOWN_REPLICAS = 5
 SHOWN_REASONS = 2
 SHOWN_MESSAGES = 20
 """Maximum number of messages of users' code that are alarms at once."""
 NO_ALARM = (pb.WAIT_KIND_PAUSED, pb.WAIT_KIND_STOPPING)
-"""Kinds of waits that are caused by people."""
+"""Kinds of waits that people cause; they raise no alarm."""
 Key = tuple["pb.AlarmKind.ValueType", str]
 """Kind and name of an alarm."""
 
@@ -75,14 +75,15 @@ def health_problems(health: HealthRecord) -> dict[Key, str]:
 
 
 def weight_problems(problems: Mapping[str, str]) -> dict[Key, str]:
-    """Return an alarm for each engine with wrong weights, and one ("") for groups that such an engine wrote."""
+    """Return an alarm for each engine with wrong weights, and one, named "", for groups generated with wrong
+    weights."""
     return {
         (pb.ALARM_KIND_WEIGHTS, engine): f"{engine}: {text}" if engine else text for engine, text in problems.items()
     }
 
 
 def user_problems(messages: Iterable[str]) -> dict[Key, str]:
-    """Return an alarm for each message of users' code to people, up to a limit."""
+    """Return an alarm for each message of users' code, up to SHOWN_MESSAGES."""
     texts = sorted(set(messages))
     found: dict[Key, str] = {
         (pb.ALARM_KIND_USER, text): f"the run's own code says: {text}" for text in texts[:SHOWN_MESSAGES]
@@ -93,16 +94,16 @@ def user_problems(messages: Iterable[str]) -> dict[Key, str]:
 
 
 class RefusedGroups:
-    """Groups that the trainer dropped because of the weights that wrote them, while the last one is recent."""
+    """Watches for groups that the trainer drops because they were generated with wrong weights."""
 
     def __init__(self) -> None:
         self._count = 0
         self._detail = ""
         self._time = -math.inf
-        """Monotonic time at which the last one was seen."""
+        """Monotonic time at which the last such group was seen."""
 
     async def look(self, counts: Counts, dropped: Callable[[], Awaitable[Sequence[DroppedGroup]]]) -> None:
-        """Check for new ones; `dropped` returns the records of dropped groups, newest first."""
+        """Check for newly dropped groups; `dropped` returns the records of dropped groups, newest first."""
         count = counts.dropped_by_reason.get(DropReason.WRONG_WEIGHTS, 0)
         if count > self._count:
             found = await dropped()
@@ -110,7 +111,8 @@ class RefusedGroups:
             self._count, self._time = count, monotonic()
 
     def problems(self) -> dict[str, str]:
-        """Return the problem of groups that were recently dropped because of their weights; {} if there is none."""
+        """Return the problem, named "", if groups were dropped because of wrong weights in the last REFUSED_SECONDS;
+        else {}."""
         if monotonic() - self._time > REFUSED_SECONDS:
             return {}
         return {"": f"groups are dropped because of the weights that wrote them, {self._count} so far: {self._detail}"}
@@ -135,7 +137,7 @@ def too_many_drops(config: RunConfig, *, failed: int, filtered: int) -> str:
 
 
 async def drops_to_pause_for(context: RunContext, record: RunRecord, redis: RedisRetry, counts: Counts) -> str:
-    """Return the reason to pause a run whose groups are dropped one after the other; "" if there is none."""
+    """Return the reason to pause a run after too many consecutive drops; "" if there is none."""
     problem = too_many_drops(
         context.config,
         failed=counts.consecutive_drops - record.forgiven_drops,
@@ -168,9 +170,9 @@ class RunAlarms:
         step: Callable[[], int],
         clock: Callable[[], float],
     ) -> None:
-        """`held_up` returns the run's wait, `wrong_weights` the faults of engines' weights (see `weight_problems`),
-        `user_messages` the messages of users' code, `record`, `health` and `step` the run's record, its health and its
-        last step, `clock` the Unix time."""
+        """The functions return current values. `record`: the run's record; `health`: its health record; `held_up`: the
+        wait that delays it; `wrong_weights`: argument of `weight_problems`; `user_messages`: messages of users' code;
+        `step`: the last step; `clock`: Unix time."""
         self._config = config
         self._folder = folder
         self._record = record
@@ -183,7 +185,7 @@ class RunAlarms:
         self._gap = GapWatch(config)
         self._rules = [RuleWatch(parse_rule(rule)) for rule in config.alerts.rules]
         self._states: dict[Key, pb.Alarm] = {}
-        """Alarms of the wait, the disk, the health, engines' weights and users' code."""
+        """Open alarms about waits, the disk, health, engines' weights and users' code."""
         self._logged: dict[Key, tuple[float, pb.Alarm]] = {}
         """Alarms whose beginning was logged, with the time."""
         self._disk: dict[Key, str] = {}
@@ -268,7 +270,7 @@ class RunAlarms:
             await asyncio.sleep(TICK_SECONDS)  # idle: looks again
 
     async def _watch_disk(self) -> None:
-        """Check the free space, which may take long on a network's disk."""
+        """Check the disk's free space in a thread, because network file systems may be slow."""
         while True:
             with contextlib.suppress(OSError):  # the run waits for the folder, and says so
                 free = (await asyncio.to_thread(shutil.disk_usage, self._folder)).free

@@ -30,7 +30,7 @@ POLL_SECONDS = 1.0
 WATCH_SECONDS = 0.3
 """Seconds between two checks of the board or the engines."""
 RELEASE_SECONDS = 30.0
-"""Time for the trainer to finish its step when a run is stopped early."""
+"""Maximum seconds for the trainer to finish its step when a run is stopped early."""
 DISK_SECONDS = 5.0
 """Seconds between two attempts to write to a full disk."""
 PASSING = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
@@ -44,9 +44,10 @@ class ExportFailed(Exception):
 
 
 def reason_to_stop_early(settings: StopEarlyConfig, evaluations: Sequence[Evaluation], since: int) -> str:
-    """Return why a run ends before its last step, or "". Later evaluations never change a reason that it has given.
+    """Return the reason to end a run before its last step, or "". Later evaluations never change a returned reason.
 
-    `since` is the step after which evaluations without an improvement count. The initial model's doesn't.
+    `since`: only evaluations after this step count as evaluations without an improvement. The initial model's
+    evaluation never counts.
     """
     if not settings.metric:
         return ""
@@ -92,9 +93,9 @@ async def await_last_version(context: RunContext, sync: WeightSync, version: int
 
 
 async def clear_board(context: RunContext, redis: RedisRetry) -> None:
-    """Drop the open groups, once the trainer has finished a step that it may be working on.
+    """Wait until the trainer has finished the step in progress, then drop the open groups.
 
-    A step is open to loss until it is complete: then the trainer starts it over without the dropped groups.
+    If groups of an incomplete step are dropped, the trainer starts the step over without them.
     """
     deadline = time.monotonic() + RELEASE_SECONDS
     per_step, begun = context.config.trainer.groups_per_step, None
@@ -137,9 +138,9 @@ async def save_last_checkpoint(context: RunContext) -> None:
 
 
 async def _ask_trainer(ask: Callable[[TrainerStub], Awaitable[Result]], context: RunContext) -> Result:
-    """Call the trainer, however long that takes, and wait for it if it restarts.
+    """Call the trainer without a time limit, and wait for it if it restarts.
 
-    While its disk has no room, wait for room and call again: a run's last files have no next time.
+    While the trainer's disk is full, wait and call again: a run's last files are not written at a later step.
 
     Raises ExportFailed: no trainer was registered for health.role_timeout_seconds, or it refuses.
     """
@@ -176,7 +177,7 @@ class Retention:
 
     runs: int
     bytes: int
-    """Total of all ended runs."""
+    """Maximum bytes of all ended runs together."""
     days: float
     """Maximum days since the end of the run."""
 

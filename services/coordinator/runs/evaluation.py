@@ -1,4 +1,4 @@
-"""Evaluation: answers to prompts that aren't trained on, scored by the run's reward or their set's."""
+"""Evaluation: engines answer held-out prompts; the reward of the run, or of the evaluation set, scores the answers."""
 
 import asyncio
 import json
@@ -59,7 +59,7 @@ class _Retry(Exception):
 
 
 class _TooLarge(Exception):
-    """A message with a prompt's media was refused. The text says between whom, and by what error."""
+    """A message with a prompt's media is above the size limit. The text names sender, receiver and error."""
 
 
 @dataclass
@@ -71,11 +71,11 @@ class _Question:
     """Index of the prompt in its set."""
     attempts: int = 0
     replica: str = ""
-    """Replica of the last attempt."""
+    """Id of the replica that made the last attempt."""
 
 
 Evaluated = dict[str, list[ScoredAnswer]]
-"""The answers to each set's prompts, in their order."""
+"""Scored answers by set name, in the order of the prompts."""
 
 
 class Evaluator:
@@ -86,19 +86,19 @@ class Evaluator:
         self._data = data.evaluation
         self._sets = [one for one in sets_of(context.config) if one.name in data.evaluation]
         self.in_progress = 0
-        """Evaluations in progress."""
+        """Number of evaluations in progress."""
 
     @property
     def wanted(self) -> bool:
-        """The run evaluates at all."""
+        """True if the run has evaluation sets."""
         return bool(self._sets)
 
     async def evaluate(self, version: Version, keep: KeepLines, *, beside_training: bool = False) -> Evaluated:
         """Evaluate a version on all sets.
 
-        With `beside_training` also on engines that serve a later one, with a share of their samples. Passes the texts
-        of the first eval.kept_prompts prompts of each set, and the numbers of all, to `keep`. Only numbers and the
-        texts of prompts in progress stay in memory. Raises EvaluationFailed.
+        With `beside_training`, use engines that serve a later version, too, but only a share of each engine's capacity.
+        `keep` gets the numbers of all answers, and the texts for the first eval.kept_prompts prompts of each set. Texts
+        stay in memory only while their prompt is in progress. Raises EvaluationFailed.
         """
         questions = [
             _Question(one, index)
@@ -133,10 +133,9 @@ class Evaluator:
 class _Evaluation:
     """One evaluation.
 
-    An engine gets at most rollout.max_running_samples answers at once, or a share of them beside training, but at least
-    one prompt. An answer may take any time while its engine makes progress: eval.stall_seconds limits only the time
-    without progress. In a run with an environment the answers are conversations, which agent replicas hold, each at
-    most agent.max_sessions at once.
+    An engine generates at most rollout.max_running_samples answers at once (beside training, a share of that), but
+    always at least those of one prompt. Only an engine's time without progress is limited, by eval.stall_seconds. In a
+    run with an environment the answers are conversations: agent replicas hold at most agent.max_sessions at once each.
     """
 
     def __init__(
@@ -158,13 +157,13 @@ class _Evaluation:
         most = config.agent.max_sessions if self._converses else config.rollout.max_running_samples
         self._max_running = most * share
         self._busy: Counter[str] = Counter()
-        """Answers in progress on an engine or agent, prompts in progress on a reward replica, by replica id."""
+        """Number of answers in progress on an engine or agent, or of prompts in progress on a reward replica, by
+        replica id."""
         self._tasks: dict[asyncio.Task[list[ScoredAnswer]], _Question] = {}
         self._reported: set[str] = set()
         self._media_hosts = MediaHostRetry(f"the evaluation of version {version[1]}", config.data)
         self._reading = asyncio.Semaphore(THREADS)
-        """Held while a prompt with media is read: as many at once as a data set reads, each in a thread of the
-        coordinator."""
+        """Allows at most THREADS concurrent reads of prompts with media; each read runs in a thread."""
 
     async def run(self, questions: Iterable[_Question], on_progress: Callable[[int], None]) -> Evaluated:
         """Evaluate all prompts; returns their answers in any order. Raises EvaluationFailed.
@@ -198,7 +197,8 @@ class _Evaluation:
                 task.cancel()
 
     async def _dispatch(self, waiting: deque[_Question]) -> None:
-        """Give prompts to the engines, or agents, up to their capacity; a failed prompt goes to another one, if any."""
+        """Give prompts to the engines, or agents, up to their capacity; a failed prompt goes to another replica if
+        possible."""
         answering = self._agents if self._converses else self._engines
         replicas = answering()
         given = 0
@@ -226,7 +226,7 @@ class _Evaluation:
         return self._context.fleet.ready(AGENT)
 
     def _engines(self) -> list[Replica]:
-        """Return the engines that serve the version: a version's weights are the same in every later term."""
+        """Return the engines that serve the version in this term or a later one, in which its weights are the same."""
         term, version = self._version
         return [
             engine
@@ -250,10 +250,10 @@ class _Evaluation:
             try:
                 try:
                     prompt = await self._prompt(question)
-                except DataError as error:  # a row of a large file that nobody looked at before
+                except DataError as error:  # rows of large files aren't checked before
                     raise EvaluationFailed(f"{asked.name}: {error}") from error
                 finals = await (self._converse if self._converses else self._generate)(asked, prompt, replica)
-                # The replica gets no other prompt before: slow rewards must not pile up answers here.
+                # The replica counts as busy until here: otherwise slow rewards would pile up answers.
                 whole = [final for final in finals if not final.failure]
                 scores = [one for some in _in_messages(whole) for one in await self._score(asked, prompt, some)]
             except _TooLarge as error:
@@ -412,7 +412,7 @@ class _Evaluation:
 
 
 def _said(final: ConverseResponse) -> dict[str, Any]:
-    """Return the texts of an answer for the evaluation's file: of a conversation also its messages."""
+    """Return an answer's texts for the evaluation's file; for a conversation also its messages."""
     if not final.turns:
         return {"response": final.text}
     said = [{"role": one.role, "content": "".join(part.text for part in one.content)} for one in final.messages]

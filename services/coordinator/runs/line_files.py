@@ -1,4 +1,4 @@
-"""Files of a run with one line per step, ledger.jsonl and metrics.jsonl, appended to by one coordinator at a time."""
+"""ledger.jsonl and metrics.jsonl: a run's files with one line per step, written by one coordinator at a time."""
 
 import contextlib
 import io
@@ -25,15 +25,15 @@ LEFTOVER_SECONDS = 3600.0
 """Seconds without a write after which a temporary file belongs to a dead coordinator."""
 
 Check = Callable[[], None]
-"""Raises Superseded if this coordinator was replaced."""
+"""Function that raises Superseded if a newer coordinator has taken over."""
 
 
 class AppendedFile:
-    """Appends to a file that stays open. A coordinator that takes the file over puts a copy in its place.
+    """Appends to a file that stays open.
 
-    Whoever takes the file over puts a copy in its place. A replaced coordinator that doesn't know it yet keeps
-    appending to its open file, which nobody reads any more. So no lock is needed, and a stopped coordinator blocks
-    nobody.
+    A coordinator that takes the file over puts a copy in its place. A replaced coordinator that has not noticed yet
+    keeps appending to its open file, which is no longer read. So no lock is needed, and a stopped coordinator blocks no
+    other.
     """
 
     def __init__(self, path: Path) -> None:
@@ -43,7 +43,7 @@ class AppendedFile:
     def replace(self, parts: Iterable[bytes], check: Check) -> None:
         """Replace the file by one with this content, and append to the new one. Raises what `check` raises.
 
-        After an error the old file is still there and still appended to, so that this can be repeated or left.
+        After an error the old file is still in place and open, so the call may be repeated or skipped.
         """
         self._path.parent.mkdir(parents=True, exist_ok=True)
         # In containers both coordinators may have the same process id.
@@ -89,7 +89,8 @@ PAGE = 256
 """Number of steps to read at once."""
 COPIED_BYTES = 1 << 20
 Identity = tuple[int, int, float]
-"""`LedgerEntry.identity`. Trainer terms begin at 1; 0: the commit is unknown."""
+"""`LedgerEntry.identity`: step, trainer term and time of the commit. Terms begin at 1; term 0: the commit is
+unknown."""
 
 
 class LedgerFile(AppendedFile):
@@ -104,7 +105,7 @@ class LedgerFile(AppendedFile):
         self._check: Check = lambda: None
         self._last: Identity = (0, 0, 0.0)
         self.rewound_to: int | None = None
-        """The step after which lines were replaced, until a reader who has seen it sets None."""
+        """Step after which lines were replaced; the reader resets it to None."""
 
     @property
     def last_step(self) -> int:
@@ -114,7 +115,7 @@ class LedgerFile(AppendedFile):
     def take_over(self, read: ReadLedger, check: Check) -> int:
         """Take the file over, and bring it up to date. `check` is called before the file is replaced, now and later.
 
-        Returns the last of the steps that were in it and are in the ledger, too.
+        Returns the last step that both the file and the ledger had before.
         """
         self._check = check
         self.remove_leftovers()
@@ -126,9 +127,9 @@ class LedgerFile(AppendedFile):
         return kept
 
     def follow(self, read: ReadLedger) -> list[LedgerEntry]:
-        """Append the next steps, at most PAGE, after replacing lines that the ledger doesn't have. Returns the steps.
+        """Remove lines that the ledger lacks, then append the next steps, at most PAGE. Returns the appended steps.
 
-        If `read` raises, it can be repeated.
+        If `read` raises, the call can be repeated.
         """
         before = 1 if self._last[1] else 0
         try:
@@ -183,13 +184,13 @@ def _lines_until(file: BinaryIO, end: int) -> Iterator[bytes]:
 
 
 Steps = Iterable[tuple[int, Mapping[str, Any]]]
-"""(step, its line), in order."""
+"""Pairs of a step and the values of its line, in order."""
 
 
 class MetricsFile:
-    """A line per step, and one for an evaluation of step 0.
+    """metrics.jsonl: one line per step, and one for an evaluation of the initial model (step 0).
 
-    Only this file has what the coordinator measures, so existing lines are kept.
+    Only this file has the coordinator's own measurements, so existing lines are kept.
     """
 
     def __init__(self, path: Path) -> None:
@@ -204,7 +205,7 @@ class MetricsFile:
     def take_over(
         self, read: ReadLedger, check: Check, kept: int, last_step: int, evaluations: Iterable[Evaluation]
     ) -> None:
-        """Take the file over with its lines up to the step `kept`; the ledger gives those that it lacks.
+        """Take the file over with its lines up to step `kept`; missing lines come from the ledger.
 
         `check` is called before the file is replaced, now and later.
         """
@@ -214,19 +215,19 @@ class MetricsFile:
         self._rewrite(read, kept, last_step)
 
     def rewind(self, last_step: int) -> None:
-        """Remove the lines after a step that was committed again, or lost with Redis's newest writes."""
+        """Remove the lines after `last_step`: Redis lost these steps, or they are committed again."""
         if last_step < self.last_step:
             self._rewrite(lambda after, limit: [], last_step, last_step)
 
     def append(self, steps: Steps) -> None:
-        """Append steps, all or none. Raises OSError, after which it can be repeated."""
+        """Append steps, all or none. Raises OSError; the call can then be repeated."""
         with self._writing:
             steps = list(steps)
             self._file.append(self._line(step, metrics) for step, metrics in steps)
             self.last_step = max((step for step, _ in steps), default=self.last_step)
 
     def add(self, evaluation: Evaluation) -> None:
-        """Add an evaluation to its step's line, or to the line that the step is going to have."""
+        """Add an evaluation to its step's line, or to the step's future line if the step isn't in the file yet."""
         self._evaluations[evaluation.step] = evaluation.metrics
         if evaluation.step <= self.last_step:
             with self._writing:
@@ -242,7 +243,8 @@ class MetricsFile:
             self.last_step = last_step
 
     def _lines_with(self, step: int) -> Iterator[bytes]:
-        """Yield all lines unchanged except a step's, which gets its evaluation: encoding all would take seconds."""
+        """Yield all lines, with the evaluation added to this step's line. Only that line is decoded: all would take
+        seconds."""
         beginning = json_line({"step": step})[:-2]
         with self._path.open("rb") as file:
             lines = iter(file)
@@ -279,7 +281,7 @@ class MetricsFile:
         while after < until:
             try:
                 entries = read(after, min(PAGE, until - after))
-            except LedgerTrimmed as trimmed:  # nobody has the steps between: ledger.jsonl, too, goes on without them
+            except LedgerTrimmed as trimmed:  # the steps between are lost: ledger.jsonl lacks them, too
                 after = trimmed.first - 1
                 continue
             if not entries:
@@ -293,12 +295,13 @@ class MetricsFile:
 
 
 def _begins(line: bytes, beginning: bytes) -> bool:
-    """Return whether a line is a step's, given the line's beginning. Step 12's doesn't count as step 1's."""
+    """Return True if a line starts with `beginning`, which ends with the step: the line of step 12 doesn't match step
+    1."""
     return line.startswith(beginning) and line[len(beginning) :][:1] in (b",", b"}")
 
 
 def json_line(values: Mapping[str, Any]) -> bytes:
-    """Return a line of JSON, which has null for NaN and infinity."""
+    """Return values as a line of JSON, with null for NaN and infinity."""
     return json.dumps(finite(values)).encode() + b"\n"
 
 

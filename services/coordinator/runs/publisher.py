@@ -40,7 +40,7 @@ BATCH = 16
 IDLE_SECONDS = 0.1
 SOURCE_LETTERS = 100
 RELIEVE_SECONDS = 2.0
-"""Seconds of a full Redis before surplus groups are dropped, and between two such drops."""
+"""Seconds for which Redis must be full before surplus groups are dropped; also the minimum between two such drops."""
 
 
 def group_id_at(place: Place) -> str:
@@ -56,7 +56,7 @@ def place_of(group_id: str) -> Place:
 
 
 def _facts(visit: Visited) -> dict[str, JSON]:
-    """Return the fields of a prompt that the record of its fate has."""
+    """Return the fields of a prompt for the record of its group's outcome."""
     source = visit.prompt.metadata.get("data_source")
     facts: dict[str, JSON] = {"index": visit.prompt.index, "prompt_tokens": len(visit.prompt.tokens)}
     if visit.why:
@@ -80,8 +80,8 @@ class Publisher:
         oldest_version: Callable[[], int | None],
         wanted: Callable[[], bool],
     ) -> None:
-        """`visits` finds the prompts; `oldest_version`: of the engines that take prompts; `wanted`: whether the run
-        takes groups."""
+        """`visits` chooses the prompts; `oldest_version` returns the oldest version on engines that take prompts;
+        `wanted` returns True while the run takes groups."""
         self._context = context
         self._prompts = data.train
         self._visits = visits
@@ -160,10 +160,10 @@ class Publisher:
             except (BoardUnavailable, TooLate, Fenced, RunMissing):
                 raise
             except DataError as error:
-                if error.field == SAMPLER:  # which is read again once it is repaired
+                if error.field == SAMPLER:  # the sampler's file is read again once it is repaired
                     raise
-                raise PromptsFailed(str(error)) from error  # of a large file, whose rows aren't all checked before
-            except Exception as error:  # of data that no check has foreseen: it ends this run, not the coordinator
+                raise PromptsFailed(str(error)) from error  # rows of large files aren't all checked before
+            except Exception as error:  # an unforeseen error ends this run, not the coordinator
                 where = "" if start is None else f" from place {start.place} on"
                 logger.exception("the prompts%s can't be published", where)
                 problem = f"{type(error).__name__}: {error}"
@@ -171,7 +171,7 @@ class Publisher:
         return len(groups)
 
     def _next_visits(self, cursor: Cursor, number: int) -> list[Visited]:
-        """Return the next prompts from a place in their sequence on; none if the run takes no groups now."""
+        """Return the next `number` prompts from the cursor on; none if the run takes no groups now."""
         if not self._wanted():  # a pause, or the run's end, while media are awaited
             return []
         visits = []
@@ -198,7 +198,7 @@ class Publisher:
                 logger.warning("Redis is full: dropped %d surplus groups, which are retried later", dropped)
 
     def _new_group(self, spans: ExitStack, visit: Visited) -> NewGroup:
-        """Make a group of a visited prompt."""
+        """Return a new group for a chosen prompt."""
         prompt, group_id = visit.prompt, group_id_at(visit.cursor.place)
         columns: dict[str, Column] = {"prompt_tokens": prompt.tokens, "prompt": prompt.to_json()}
         tokens, media = len(prompt.tokens), len(prompt.media.contents)
@@ -218,7 +218,7 @@ class Publisher:
         )
 
     def _retry_group(self, spans: ExitStack, retry: PromptRetry) -> NewGroup:
-        """Make a retry of a prompt that is on the board."""
+        """Return a group that retries a prompt already on the board."""
         group_id = f"{retry.group_id.partition('~')[0]}~{retry.retries + 1}"
         return NewGroup(
             group_id=group_id,
@@ -237,9 +237,10 @@ class Publisher:
         )
 
     def _most_bytes(self) -> int:
-        """Return the maximum bytes of a group. Media count as the largest so far, or at first as much as tokens allow.
+        """Return the maximum bytes of a group. Media count with the largest size so far; at first, with the maximum
+        that the prompt token limit allows.
 
-        The board could refuse a larger group although `admission` allowed it.
+        The board could refuse a group above this maximum although `admission` allowed it.
         """
         config, media = self._context.config, self._largest_media
         if media is None:

@@ -38,7 +38,7 @@ from services.coordinator.runs.starting import NEW_DATA_AND_CURRICULUM, check_ru
 from services.coordinator.state.records import Outcome, Phase, RunRecord
 
 SKIPPED_TRAINER_TERMS = 16
-"""Number of terms to skip for trainers that left nothing in the folder, so that none of them can commit again."""
+"""Number of trainer terms to skip: later trainers may have left nothing in the folder and must not commit again."""
 
 
 @dataclass(frozen=True)
@@ -58,9 +58,9 @@ class Restored:
 def read_run(folder_name: str, steps: int = 0, *, new_data: bool = False) -> Restored:
     """Read a run's folder. Slow: call it from a thread.
 
-    A pause ends. `steps` is a new number of steps, with which an ended run continues; 0 keeps the number. A run that
-    failed because of its data continues without a new number. With `new_data` the prompts may differ from before: the
-    run continues with the first prompt of the next epoch.
+    The restored run is not paused. `steps`: new number of steps, with which an ended run continues; 0 keeps the number.
+    A run that failed because of its data continues without a new number. With `new_data` the prompts may differ from
+    before: the run continues with the first prompt of the next epoch.
 
     Raises InvalidArgument: it isn't a run's folder, or it has done `steps`; FailedPrecondition: the run has ended, or
     a file is damaged.
@@ -131,7 +131,7 @@ def read_run(folder_name: str, steps: int = 0, *, new_data: bool = False) -> Res
 
 
 def _continued(record: RunRecord, steps: int) -> RunRecord:
-    """Return the record of a run that continues after `steps`, without its pause, its end, and later events."""
+    """Return the record of a run that continues after `steps`, without its pause, its end and later evaluations."""
     changes: dict[str, Any] = {"begin_time": datetime.now(UTC), "paused": None, "evaluating": 0}
     changes["evaluations"] = tuple(one for one in record.evaluations if one.step <= steps)
     changes |= {"forgiven_drops": 0, "forgiven_filtered": 0}
@@ -170,7 +170,7 @@ def _cursor(prompts: PromptDataset, board: dict[str, Any], trained_since: Sequen
 
 
 def _next_epoch(board: dict[str, Any], ledger: Sequence[LedgerEntry]) -> Cursor:
-    """Return a position for other prompts: an epoch without published groups, because ids contain epoch and
+    """Return the first position for new prompts, in an epoch without published groups: group ids contain epoch and
     position."""
     trained = (place_of(group_id)[0] for entry in ledger for group_id in entry.plan["groups"])
     return Cursor(epoch=1 + max((Cursor.from_json(board.get("cursor")).epoch, *trained)))
@@ -179,8 +179,8 @@ def _next_epoch(board: dict[str, Any], ledger: Sequence[LedgerEntry]) -> Cursor:
 def read_ledger(folder: Path) -> list[LedgerEntry]:
     """Read ledger.jsonl, and the step files beyond it. An incomplete last line is skipped.
 
-    Of the steps before the last LEDGER_STEPS, which the board doesn't keep, plans have only their groups, and metrics
-    nothing: a whole plan may have hundreds of kilobytes.
+    Steps before the last LEDGER_STEPS, which the board doesn't keep, have no metrics and only the groups of their plan:
+    a whole plan may have hundreds of kilobytes.
     """
     entries: list[LedgerEntry] = []
 

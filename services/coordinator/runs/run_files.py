@@ -48,7 +48,7 @@ from services.coordinator.state.records import Evaluation, RunRecord
 
 GIT_SECONDS = 5.0
 LOCK_SECONDS = 0.4
-"""Seconds to get the lock on a run's folder: readers hold it for a moment, in which a new holder writes its name."""
+"""Maximum seconds to get the lock on a run's folder, which readers hold only for a moment."""
 LOCK_AGAIN_SECONDS = 0.5
 """Seconds between two attempts to lock the folder while a predecessor holds it."""
 
@@ -80,7 +80,8 @@ NO_REWARDS = ("eval_response_length", "eval_truncated_share", "eval_prompts", "e
 """Metrics of an evaluation other than the reward and its parts."""
 
 KeepLines = Callable[[str, Sequence[Mapping[str, Any]]], None]
-"""Keeps lines about the answers to a set's prompts. Called in threads, in the order in which prompts are done."""
+"""Function (set name, lines) that stores lines about answers. Called in threads, in the order in which prompts
+finish."""
 
 
 class RunFiles:
@@ -118,13 +119,13 @@ class RunFiles:
         replace_file(self.folder / CONFIG, config.model_dump_json(indent=2) + "\n")
 
     def remove_summary(self) -> None:
-        """Remove the results of an end after which the run continues. Raises OSError."""
+        """Remove summary.json, because the ended run continues. Raises OSError."""
         (self.folder / SUMMARY).unlink(missing_ok=True)
 
     def take_over_steps(self, read: ReadLedger, check: Check, evaluations: Iterable[Evaluation]) -> None:
         """Take ledger.jsonl and metrics.jsonl over from an earlier coordinator, and complete them from the ledger.
 
-        Raises what `read` and `check` raise; then it can be repeated.
+        Raises what `read` and `check` raise; the call can then be repeated.
         """
         self._check = check
         self._kept = min(self._kept, self.ledger.take_over(read, check))
@@ -132,9 +133,9 @@ class RunFiles:
         self.metrics.take_over(steps, check, self._kept, self.ledger.last_step, evaluations)
 
     def next_steps(self, read: ReadLedger) -> list[LedgerEntry]:
-        """Append the next steps to ledger.jsonl and return them; their metrics are to be appended, too.
+        """Append the next steps to ledger.jsonl and return them; the caller must append their metrics.
 
-        Steps that the ledger has lost, or has with other groups now, are replaced in both files.
+        Steps that the ledger lost or committed again with other groups are first removed from both files.
         """
         entries = self.ledger.follow(read)
         if self.ledger.rewound_to is not None:
@@ -159,9 +160,9 @@ class RunFiles:
         replace_file(self.folder / RECORD, record.model_dump_json(indent=2) + "\n")
 
     def append_groups(self, fates: Sequence[GroupOutcome]) -> int:
-        """Append what became of groups to groups.jsonl, all or none. Returns the byte at which they end.
+        """Append outcomes of groups to groups.jsonl, all or none. Returns the file's size afterwards, in bytes.
 
-        Raises OSError; then it can be repeated, as all that writes here.
+        Raises OSError; the call can then be repeated, like all writes here.
         """
         lines = [json.dumps(fate.line, separators=(",", ":")) + "\n" for fate in fates]
         return append_lines(self.folder / GROUPS, "".join(lines))
@@ -182,8 +183,8 @@ class RunFiles:
         """Remove the samples of later steps from samples.jsonl, because Redis lost them or the steps are committed
         again.
 
-        Returns the last step in the file. Raises OSError, and what the `check` of `take_over_steps` raises: a
-        coordinator that was replaced removes nothing.
+        Returns the last step in the file. Raises OSError, and what the `check` of `take_over_steps` raises: a replaced
+        coordinator removes nothing.
         """
         path = self.folder / SAMPLES
         kept_bytes, step, superseded = 0, 0, False
@@ -204,10 +205,10 @@ class RunFiles:
 
     @contextmanager
     def answers(self, step: int) -> Iterator[KeepLines]:
-        """Return a function that writes lines about a set's answers, for an evaluation of a step.
+        """Yield a function that writes lines about a set's answers, for an evaluation of a step.
 
-        Inside the block they are in temporary files; at its end without an error in evaluations/step-N.jsonl for the
-        held-out prompts, and in evaluations/SET/step-N.jsonl for other sets.
+        The lines go to temporary files. If the block ends without an error, these become evaluations/step-N.jsonl for
+        the held-out prompts and evaluations/SET/step-N.jsonl for other sets.
         """
         with ExitStack() as stack:
             files: dict[str, TextIO] = {}
@@ -236,7 +237,7 @@ class RunFiles:
 def summarise(
     record: RunRecord, counts: Counts, model: str, metrics: Sequence[Mapping[str, float]] = ()
 ) -> dict[str, Any]:
-    """Return the content of summary.json; the `metrics` of the steps only for a colocated run."""
+    """Return the content of summary.json. `metrics`: metrics of all steps, needed only for a colocated run."""
     before = next((e.metrics for e in record.evaluations if e.step == 0), {})
     after = next((e.metrics for e in reversed(record.evaluations) if e.step > 0), {})
     assert record.end_time is not None
@@ -265,7 +266,7 @@ def summarise(
 def _changes(before: Mapping[str, float], after: Mapping[str, float]) -> dict[str, float | None]:
     """Return reward_before, reward_after and the same values of each part of the reward, for held-out prompts.
 
-    A value that there isn't is None. Empty if the run was never evaluated.
+    A missing value is None. The result is empty if the run was never evaluated.
     """
     values = [name for name in (*before, *after) if name.startswith("eval_") and name not in NO_REWARDS]
     names = [name for name in (value.removeprefix("eval_") for value in values) if not is_estimate(name)]
@@ -285,17 +286,17 @@ class FolderHeld(Exception):
 
 @contextmanager
 def held_folder(folder: Path, stack: str, *, beside: Collection[str] = ()) -> Iterator[None]:
-    """Hold a run's folder for a stack: its file STACK has the stack's identity, and is locked inside the context.
+    """Hold a run's folder for a stack inside the context: lock its file STACK, which contains the stack's identity.
 
-    On file systems without locks it continues without one. Slow if another holds it: call it from a thread.
+    File systems without locks are used without one. Slow if another stack holds the folder: call it from a thread.
 
     Args:
         folder: the run's folder.
-        stack: the own stack's identity.
-        beside: identities of stacks whose coordinator may still hold the folder, such as a predecessor that lives; the
-            folder is locked once it has ended.
+        stack: identity of this stack.
+        beside: identities of stacks that may still hold the folder, such as that of a living predecessor; the folder is
+            locked once the holder has ended.
 
-    Raises FolderHeld, with nothing changed.
+    Raises FolderHeld; nothing is changed then.
     """
     with ExitStack() as held:
         try:
@@ -325,7 +326,7 @@ def _lock(file: IO[bytes], stack: str) -> bool:
 
 @contextmanager
 def _locking(file: IO[bytes], stack: str) -> Iterator[None]:
-    """Lock a file, like `_lock`, inside the context, as soon as its holder releases it."""
+    """Inside the context, try in a thread to lock a file with `_lock`, until its holder has released it."""
     over = threading.Event()
 
     def lock() -> None:

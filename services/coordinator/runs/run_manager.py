@@ -38,7 +38,7 @@ logger = logging.getLogger(__name__)
 Result = TypeVar("Result")
 
 MAX_ENDED_RUNS = 1000
-"""Ended runs that are cached."""
+"""Maximum number of ended runs to cache."""
 
 
 @dataclass(frozen=True)
@@ -76,12 +76,12 @@ class RunManager:
         self._ended_runs: dict[str, pb.Run] = {}
         """Messages of ended runs, which never change."""
         self._last_active = pb.Run()
-        """Last answer of the board about the active run, for the time in which Redis doesn't answer."""
+        """Last message about the active run, repeated while Redis doesn't answer."""
         self.active: ActiveRun | None = None
         self._assigned: tuple[RunRecord, pb.Assignment] | None = None
-        """The last assignment, which answers to heartbeats repeat, and its record."""
+        """The run's record and the assignment made from it, which answers to heartbeats repeat."""
         self._ended = ""
-        """End of the last active run, for late requests."""
+        """Sentence about the last active run's end, for the errors of late requests."""
 
     # --- start and end --------------------------------------------------------------------------------------------
 
@@ -89,7 +89,7 @@ class RunManager:
     async def start(self, run_id: str, config_toml: str, request_id: str = "") -> RunRecord:
         """Check the configuration and start a run, even if the caller disconnects meanwhile.
 
-        A request id that is known returns the run that it started. Raises InvalidArgument, AlreadyExists,
+        With a known request id, return the run that this request started. Raises InvalidArgument, AlreadyExists,
         FailedPrecondition.
         """
         async with self._starting:
@@ -124,9 +124,9 @@ class RunManager:
 
     @outlives_caller("the restoration of a run")
     async def restore(self, folder: str, steps: int = 0, *, new_data: bool = False) -> ActiveRun:
-        """Restore a run that Redis lost from its folder, and resume it; with `steps`, extend one that has ended.
+        """From its folder, restore and resume a run that Redis lost; with `steps`, extend an ended run.
 
-        It completes even if the caller disconnects. With `new_data` its prompts may differ from before.
+        The call completes even if the caller disconnects. With `new_data` the run's prompts may differ from before.
 
         Raises InvalidArgument, AlreadyExists, FailedPrecondition; ResourceExhausted: the folder is not writable, and
         the run stays as it is.
@@ -217,7 +217,7 @@ class RunManager:
         self._launch(active, held)
 
     async def _not_resumed(self, record: RunRecord, outcome: Outcome, reason: str) -> RunRecord:
-        """End a run in Redis that can't continue after a restart, and return its record."""
+        """Mark a run that can't continue after a restart as failed in Redis, and return its record."""
         end = {"phase": Phase.FAILED, "outcome": outcome, "reason": f"after a restart: {reason}"}
         failed = record.model_copy(update=end | {"end_time": datetime.now(UTC)})
         await self._store.save_run(failed)
@@ -228,7 +228,7 @@ class RunManager:
     async def delete(self, run_id: str) -> None:
         """Delete an ended run from Redis, even if the caller disconnects meanwhile; its folder stays.
 
-        Raises NotFound, FailedPrecondition; Unavailable: a Redis is away, and the rest is deleted later.
+        Raises NotFound, FailedPrecondition; Unavailable: a Redis server doesn't answer, and the rest is deleted later.
         """
         async with self._starting:
             record = await self._store.run(run_id)
@@ -268,9 +268,9 @@ class RunManager:
         await self._delete_board(record.run_id, board)
 
     async def _end_deletion(self, run_id: str) -> None:
-        """End a deletion of this id that could not be ended: later it would delete the next run of this id.
+        """Finish an interrupted deletion of this id, which would otherwise delete the next run of this id.
 
-        Raises Unavailable: a Redis is still away.
+        Raises Unavailable: a Redis server still doesn't answer.
         """
         if run_id in await self._store.deleting():
             await self._delete_board(run_id, RunBoard(self._settings.redis, run_id, (), BoardConfig()))
@@ -294,8 +294,9 @@ class RunManager:
     async def _create(self, record: RunRecord) -> None:
         """Record a run as the active one, as soon as Redis answers; nothing may fail between this and `_launch`.
 
-        An attempt whose answer was lost may have made the run active without a driver, so attempts are repeated. Raises
-        AlreadyExists, FailedPrecondition; Unavailable: Redis is full, or a newer coordinator has taken over.
+        An attempt whose answer was lost may have made the run active, with no task to drive it; so attempts are
+        repeated. Raises AlreadyExists, FailedPrecondition; Unavailable: Redis is full, or a newer coordinator has taken
+        over.
         """
         try:
             await RedisRetry(f"run {record.run_id}").call(self._store.create_run, record)
@@ -396,11 +397,12 @@ class RunManager:
         return RunDigest(run_state(record), record.reason_shown, active.step if active is not None else 0)
 
     def _active(self, record: RunRecord) -> ActiveRun | None:
-        """Return the active run if the record is its."""
+        """Return the active run if the record belongs to it."""
         return self.active if self.active is not None and self.active.record.run_id == record.run_id else None
 
     async def message(self, record: RunRecord) -> pb.Run:
-        """Return a run's current message; the active run's last one while Redis doesn't answer. Raises Unavailable."""
+        """Return the message about a run; while Redis doesn't answer, the active run's last message. Raises
+        Unavailable."""
         active = self._active(record)
         if active is None and record.run_id in self._ended_runs:  # the active run may be of the same id
             return self._ended_runs[record.run_id]
@@ -445,7 +447,7 @@ class RunManager:
         return (await self._store.health(record.run_id)).events
 
     def assignment(self, replica_id: str) -> pb.Assignment:
-        """Return the run that a replica works on."""
+        """Return a replica's assignment: the active run, the reason to stand by, or nothing."""
         if self.active is None or not self.active.assignable:
             return pb.Assignment()
         if reason := self.active.fleet.idle_reason(replica_id):
@@ -461,9 +463,9 @@ class RunManager:
 
 
 def _begin_again(restored: Restored, *, extended: bool) -> None:
-    """Remove the results of a run's end, and write its configuration if it is `extended`.
+    """Remove the summary of a run that continues; if it is `extended`, write its new configuration.
 
-    Raises ResourceExhausted: its disk is full, say.
+    Raises ResourceExhausted: the folder can't be written to, for example because its disk is full.
     """
     try:
         if extended:

@@ -140,17 +140,17 @@ def event_messages(events: Sequence[Event], after: int) -> list[health_pb2.RunEv
 MAX_GROUPS = 1000
 DEFAULT_GROUPS = 100
 MAX_READ_GROUPS = 1_000_000
-"""Maximum number of groups that one call reads, newest first: a thread reads them, for some seconds."""
+"""Maximum number of groups that one call reads, newest first; this takes some seconds, in a thread."""
 
 DEFAULT_LOG_LINES = 500
 MAX_LINE_LETTERS = 4000
 """Maximum characters of a line of a log in an answer."""
 MAX_LOG_BYTES, MIN_LOG_BYTES = 16 << 20, 64 << 10
-"""Maximum bytes of all logs that one call reads, and the minimum for each of several."""
+"""Maximum bytes that one call reads from all logs together, and minimum limit of each log, in bytes."""
 MAX_READ_LINES = 50_000
-"""Maximum number of lines that one call reads of a log."""
+"""Maximum number of lines that one call reads of each log."""
 LATE_LINES = timedelta(seconds=10)
-"""Seconds after a run's end in which services may still log about it."""
+"""Time after a run's end in which log lines still count as the run's."""
 
 logger = logging.getLogger(__name__)
 
@@ -192,9 +192,10 @@ def find_groups(folder: Path, tests: Sequence[Test], count: int) -> pb.GetGroups
 
 
 def read_logs(record: RunRecord, stack_logs: str, request: pb.GetLogsRequest) -> pb.GetLogsResponse:
-    """Return the newest lines of the logs in a run's folder, else of those in `stack_logs`, from the run's time.
+    """Return the newest log lines from a run's folder, or else those of the run's time from the folder `stack_logs`.
 
-    Reads files: call it in a thread. Raises FailedPrecondition: there are none; InvalidArgument: not of this service.
+    Reads files: call it in a thread. Raises FailedPrecondition: there are no logs; InvalidArgument: this service has
+    none.
     """
     first, last, paths = "", "", log_paths(Path(record.folder) / LOGS)
     if not paths and stack_logs:
@@ -228,12 +229,12 @@ def read_logs(record: RunRecord, stack_logs: str, request: pb.GetLogsRequest) ->
 
 
 def _log_time(time: datetime) -> str:
-    """Return a time in the form of logs."""
+    """Format a time like the timestamps in logs."""
     return time.astimezone(UTC).strftime("%Y-%m-%dT%H:%M:%S.000Z")
 
 
 def token_texts(record: RunRecord) -> Callable[[Sequence[int]], list[str]]:
-    """Return a function for the texts of a run's tokens; it returns none if the tokenizer can't be read.
+    """Return a function that converts token ids to texts; it returns [] if the run's tokenizer can't be read.
 
     Reads files: call it in a thread.
     """

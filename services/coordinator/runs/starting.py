@@ -34,7 +34,7 @@ class Prepared:
     data: RunData
     files: RunFiles
     held: contextlib.ExitStack
-    """The hold on the run's folder, until it is closed."""
+    """Context that holds the run's folder until closed."""
     warnings: tuple[str, ...] = ()
     """Problems that may delay the run later."""
 

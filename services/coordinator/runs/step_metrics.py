@@ -35,7 +35,7 @@ class StepUsage:
 
     @property
     def line(self) -> dict[str, float | dict[str, dict[str, float]]]:
-        """Entries for a step's line in metrics.jsonl: `replicas` apart if there are several, and not too many."""
+        """Entries for a step's line in metrics.jsonl; `replicas` is included only for 2 to MOST_IN_LINE replicas."""
         shown = {name: shares for name, shares in self.replicas.items() if 1 < len(shares) <= MOST_IN_LINE}
         return {**self.metrics, **({"replicas": shown} if shown else {})}
 
@@ -45,7 +45,7 @@ class _Counter:
     """A sampled counter that grows by at most one second per second."""
 
     counted: float
-    """The part that was attributed to steps."""
+    """Counter value up to which growth was attributed to steps."""
 
     def take(self, value: float, limit: float) -> float:
         """Return the growth since the last call, at most `limit`; the rest stays for the next call."""
@@ -61,13 +61,13 @@ class _ReplicaUsage:
     since: float
     """Clock time up to which usage was attributed to steps."""
     engine: tuple[_Counter, _Counter] | None
-    """Seconds in which the engine was busy and paused; None before its replica reports them."""
+    """Counters of the engine's busy and paused seconds; None before the replica reports them."""
     gpu_busy: float = 0.0
-    """Seconds since then in which a kernel ran."""
+    """Seconds after `since` in which a GPU kernel ran."""
     gpu_seconds: float = 0.0
     sampled_at: float = 0.0
     prompts: tuple[float, float] = (0.0, 0.0)
-    """Tokens of samples' prompts up to the last step, and those that the engine read."""
+    """Prompt tokens of all samples up to the last step, and the prompt tokens that the engine prefilled."""
 
 
 class Usage:
@@ -165,7 +165,7 @@ def _engine_seconds(replica: Replica, now: float) -> tuple[float, float] | None:
 
 
 def _prompt_tokens(replica: Replica) -> tuple[float, float]:
-    """Return tokens of samples' prompts so far, and those that the engine read; zeros if it doesn't count them."""
+    """Return the prompt tokens of all samples so far, and those that the engine prefilled; zeros if it reports none."""
     gauges = replica.status.gauges
     return gauges.get("engine_prompted_tokens", 0.0), gauges.get("engine_prefilled_tokens", 0.0)
 
@@ -175,7 +175,7 @@ def _counters(seconds: tuple[float, float] | None) -> tuple[_Counter, _Counter] 
 
 
 Result = tuple[int, int, bool]
-"""Number of a group's samples, number of right ones, and whether all rewards are equal."""
+"""A group's number of samples, number of right samples, and True if all rewards are equal."""
 
 
 class ClosedGroups:
@@ -183,7 +183,7 @@ class ClosedGroups:
 
     def __init__(self) -> None:
         self._since: Counter[Result] = Counter()
-        """Results since the last group that a step trained."""
+        """Results of the groups closed since the last trained group."""
         self._by_step: dict[int, Counter[Result]] = {}
 
     def load(self, folder: Path, last_step: int) -> None:

@@ -16,7 +16,7 @@ from services.coordinator.state.retries import FolderRetry, RedisRetry
 
 Result = TypeVar("Result")
 TRIM_STEPS = 64
-"""Steps between two trimmings of the board's ledger."""
+"""Number of steps between two trimmings of the board's ledger."""
 
 
 class StepRecorder:
@@ -33,7 +33,7 @@ class StepRecorder:
         sync_totals: Mapping[str, float],
         on_step: Callable[[int, Mapping[str, float]], None],
     ) -> None:
-        """`sync_totals` are WeightSync's; `on_step` is called with each new step and its metrics."""
+        """`sync_totals`: WeightSync.totals; `on_step` is called with each new step and its metrics."""
         self._context = context
         self._board = context.board
         self._files = files
@@ -47,11 +47,11 @@ class StepRecorder:
         self._sampled_step = 0
         """The last step whose samples are in the run's folder."""
         self._last_fate: str | None = None
-        """The last recorded entry of the board's group outcomes, "" without one; None before it was read."""
+        """Entry id of the last group outcome in the run's folder; "" if there is none, None before it was read."""
         self._trimmed_at = 0
         """The last step in the run's folder when the board's ledger was trimmed last."""
         self._reported_sync: dict[str, float] = {}
-        """The part of the synchronisations' totals that earlier steps' metrics contain."""
+        """Synchronisation totals that the metrics of earlier steps already contain."""
         self._reported_drops: Counter[str] | None = None
         """Drops by reason that earlier steps' metrics contain; None before the first metrics after a start."""
 
@@ -77,7 +77,7 @@ class StepRecorder:
         self._reported_sync = dict(self._sync_totals)
 
     def sample_usage(self) -> None:
-        """Note how much the GPUs do now."""
+        """Sample the utilisation of engines and GPUs."""
         self._usage.sample(self._context.fleet.devices())
 
     async def append_steps(self) -> None:
@@ -118,8 +118,8 @@ class StepRecorder:
     async def append_weights(self) -> None:
         """Move the digests of versions sent since the last call from the board to the folder.
 
-        The board keeps the digests of versions that a step may still train on, and the digest before them: by that the
-        trainer distinguishes an engine with old weights from an engine with weights that nobody sent.
+        The board keeps the digests of versions that a step may still train on, and the digest before them. With it the
+        trainer distinguishes an engine with old weights from an engine with weights that were never sent.
         """
         config = self._context.config
         if config.weights.has_receipts:

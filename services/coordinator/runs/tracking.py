@@ -27,16 +27,16 @@ logger = logging.getLogger(__name__)
 
 MODULE = "relaxd.trackers"
 FINISH_SECONDS = 30.0
-"""Seconds after a run's end for trackers to send the rest."""
+"""Maximum seconds after a run's end in which trackers send the rest."""
 STOP_SECONDS = 10.0
-"""Seconds for trackers to send the rest when the coordinator is stopped."""
+"""Maximum seconds in which trackers send the rest when the coordinator is stopped."""
 RESTARTS = Backoff(first_seconds=1.0, max_seconds=60.0)
-"""Pause before the process is restarted. A process that outlived the maximum ends the series of failures."""
+"""Pause before the process is restarted. A process that ran for longer than the maximum pause resets the back-off."""
 LINE_BYTES = 1 << 20
 KILL_SECONDS = 5.0
-"""Seconds for the kernel to end a killed process."""
+"""Maximum seconds for the kernel to end a killed process."""
 SECRETS = ("RELAXD_", "REDIS_URL")
-"""Prefixes of environment variables that are kept from trackers, because they configure services."""
+"""Prefixes of environment variables that trackers don't get, because they configure services."""
 PROCESS = (pb.ALARM_KIND_TRACKER, "their process")
 """Kind and name of a problem of the trackers' process itself."""
 MAX_UNREAD_BYTES = 1 << 20
@@ -50,7 +50,8 @@ sys.modules["relaxd"] = module = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(module)
 runpy.run_module({MODULE!r}, run_name="__main__")
 """
-"""Program for another interpreter. It gets relaxd only, because a path could add packages of this interpreter."""
+"""Program for another interpreter. It imports relaxd from its file: an import path could add this interpreter's
+packages."""
 
 
 class Tracking:
@@ -113,7 +114,7 @@ class Tracking:
         await asyncio.Event().wait()  # a helper of a run must not return
 
     async def finish(self) -> None:
-        """Report the run's end to the process, and allow it FINISH_SECONDS."""
+        """Report the run's end to the process, and wait at most FINISH_SECONDS for the process to end."""
         self._finishing = True
         if self._process is not None and self._process.stdin is not None:
             with contextlib.suppress(OSError):  # it has ended
@@ -190,7 +191,7 @@ class Tracking:
             self._problems.pop(PROCESS, None)
 
     def _set_problem(self, who: tuple[pb.AlarmKind.ValueType, str], problem: str) -> None:
-        """Store the problem of a tracker or notifier, or remove it if it is "". The first one is logged as a
+        """Store the problem of a tracker or notifier; "" removes it. The first problem of each is logged as a
         warning."""
         before = self._problems.pop(who, None)
         if problem:

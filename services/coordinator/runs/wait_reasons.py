@@ -1,7 +1,7 @@
 """Explain what a run waits for: one sentence, from one snapshot of the run. Pure: nothing here reads or acts.
 
-`REASONS` is the table: its functions are called in order, and the first reason that one returns is shown. Add a reason
-there, with a case in tests/unit/coordinator/runs/test_waiting_for.py.
+The functions in `REASONS` are called in order; the first reason returned is shown. Add a reason there, with a case in
+tests/unit/coordinator/runs/test_waiting_for.py.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -16,13 +16,13 @@ from relaxd.waiting import duration
 from services.coordinator.state.retries import MEDIA_HOST
 
 LATE_FACTOR = 2.0
-"""Factor on the recent steps' usual duration from which a step is late ..."""
+"""Multiple of the usual step duration after which a step is late."""
 LATE_SECONDS = 10.0
-"""... and minimum seconds of a late step."""
+"""Minimum seconds after which a step is late, however short the usual duration is."""
 FIRST_STEP_SECONDS = 30.0
 """Seconds after which the first step is late: its usual duration is unknown."""
 DISK = "the disk"
-"""Name of the disk as the reason of a wait for room in a run's folder."""
+"""Value of Reason.on when a run waits for room in its folder."""
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ class RunSnapshot:
     usual_seconds: float | None = None
     """Usual duration of the last steps; None before the first."""
     training: bool = True
-    """True once replicas, first weights and first evaluation are there."""
+    """True once training has begun, after the first weights and the first evaluation."""
     stopping: str = ""
     """Reason why the run ends; empty while it doesn't."""
     starting: str = ""
@@ -101,12 +101,12 @@ class RunSnapshot:
     """Reason for the shut gate, as a word (Admission.limit or "sampler") and a sentence; empty while it is
     open."""
     stage_roles: Mapping[str, str] = field(default_factory=dict)
-    """Roles of the stages with another name."""
+    """Role by stage, for stages whose role has another name."""
     missing: Sequence[str] = ()
     """Roles without a working replica."""
     peers: Sequence[Peer] = ()
     announced: int | None = None
-    """The newest weights that the trainer has."""
+    """Version of the newest weights that the trainer announced; None before the first."""
     sync_since: float | None = None
     """Time at which the current weight synchronisation began; None if there is none."""
     sync_failure: str = ""
@@ -116,7 +116,7 @@ class RunSnapshot:
     handoff: str = ""
     """Phase of a colocated run's GPU handoff, or its failure."""
     curriculum: Sequence[str] = ()
-    """Progress of the curriculum, in lines for people; empty if the run's doesn't choose."""
+    """Progress of the curriculum, in lines for people; empty if no curriculum chooses prompts."""
     waits: Sequence[Named] = ()
     """Waits of the coordinator itself, the longest first."""
 
@@ -139,7 +139,7 @@ class Reason:
     text: str
     """A sentence that names the awaited thing and the cause, without the time."""
     on: str = ""
-    """Replica that has to act, or another name."""
+    """Replica that has to act, or the name of another party."""
     since: float | None = None
     """Unix time of the wait's beginning; None if unknown. Then the time counts from the first snapshot that shows
     it."""
@@ -149,12 +149,12 @@ class Reason:
     """True if the wait delays the run even right after a step."""
 
     def sentence(self, now: float) -> str:
-        """Return the whole sentence."""
+        """Return the text with the duration of the wait."""
         return self.text if self.since is None else f"{self.text}, for {duration(max(0.0, now - self.since))}"
 
 
 def is_late(snapshot: RunSnapshot) -> bool:
-    """Return whether no step has ended for longer than usual."""
+    """Return True if the step in progress takes longer than usual."""
     usual = snapshot.usual_seconds
     limit = FIRST_STEP_SECONDS if usual is None else max(LATE_SECONDS, LATE_FACTOR * usual)
     return snapshot.training and snapshot.now - snapshot.step_ended > limit
@@ -243,7 +243,7 @@ def _role(run: RunSnapshot) -> Reason | None:
     """A role has no replica that works."""
     if not run.missing:
         return None
-    # Replicas that are there may start by themselves; those that aren't, a person has to start.
+    # Registered replicas may become ready by themselves; a person has to start missing ones.
     if absent := [role for role in run.missing if all(peer.role != role for peer in run.peers)]:
         starts = [(role, f"relaxd scale {role}=1" if role in SCALABLE_ROLES else "relaxd up") for role in absent]
         advice = tuple(f"{command} starts one, or: python -m {ROLES[role].module}" for role, command in starts)
@@ -364,7 +364,7 @@ def _held(run: RunSnapshot) -> Reason | None:
         )
     if group is not None and peer is not None and not queue.waiting:
         said = f": {peer.detail}" if peer.detail else ""
-        is_old = run.now - group.enqueued_at > LATE_SECONDS  # one that comes and goes is no reason for a replica
+        is_old = run.now - group.enqueued_at > LATE_SECONDS  # a short hold is no reason to add a replica
         return Reason(
             pb.WAIT_KIND_HELD_GROUP,
             f"{lacks}; {queue.stage} works on {queue.held} groups, of which {group.group_id} is the oldest, with "
@@ -420,7 +420,7 @@ def _before_training(run: RunSnapshot) -> int:
 
 
 def _slowest(run: RunSnapshot) -> QueueDepth | None:
-    """Return the stage before the trainer with the most groups; of several the last."""
+    """Return the longest queue before the trainer's stage, the last one of equals; None if all are empty."""
     queues = [queue for queue in run.queues[:-1] if queue.waiting + queue.held]
     return max(reversed(queues), key=lambda queue: queue.waiting + queue.held) if queues else None
 

@@ -20,12 +20,11 @@ logger = logging.getLogger(__name__)
 
 TICK_SECONDS = 1.0
 FIRST_LOG_SECONDS = 10.0
-"""Seconds after which a wait is logged: a run's start has many shorter ones."""
+"""Seconds after which a wait is logged: shorter waits are common at a run's start."""
 LOG_SECONDS = 60.0
 """Seconds between two log lines about the same wait."""
 CLOCKS_DIFFER_SECONDS = 600.0
-"""Seconds in the future from which a step's end proves that the clock was set back: Redis's clock is no further
-ahead."""
+"""Maximum seconds that Redis's clock may be ahead. If a step ended further in the future, the clock was set back."""
 USUAL_STEPS = 20
 """Number of recent steps whose durations give the usual duration of a step."""
 ESTIMATE_STEPS = 3
@@ -47,7 +46,7 @@ class WaitWatcher:
         """Kind of the reason that was logged last, and when."""
         self.snapshot: RunSnapshot | None = None
         self.reason: Reason | None = None
-        """The run's wait, even if it is a usual one."""
+        """The run's wait, even a usual one; None if it waits for nothing."""
 
     async def run_forever(self) -> None:
         """Check once a second."""
@@ -85,7 +84,7 @@ class WaitWatcher:
 
     @property
     def sentence(self) -> str:
-        """Reason for which the run is held up; empty while its steps end as usual."""
+        """Sentence about the wait that delays the run; empty while steps end as usual."""
         if self.reason is None or self.snapshot is None:
             return ""
         shown = self.reason.always or is_late(self.snapshot)

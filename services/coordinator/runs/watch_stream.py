@@ -23,7 +23,7 @@ from services.coordinator.state.store import read_in_thread
 TOKEN = re.compile(r"([0-9]{1,18})(?:-([0-9]{1,18}))?", re.ASCII)
 TICK_SECONDS = 0.25
 SILENCE_SECONDS = 1.0
-"""Limit of the time between two messages."""
+"""Maximum seconds between two messages."""
 STEPS_AT_ONCE = 200
 """Maximum number of steps in one message: a watcher may resume after a long time."""
 SELDOM_NEW: tuple[Literal["config_json", "health"], ...] = ("config_json", "health")
@@ -32,14 +32,14 @@ SELDOM_NEW: tuple[Literal["config_json", "health"], ...] = ("config_json", "heal
 
 @dataclass(frozen=True)
 class _Read:
-    """A reading of a run, in progress or done."""
+    """One read of a run's message, in progress or done."""
 
     glance: RunDigest
     began: float
     message: "asyncio.Task[pb.Run]"
 
     def serves(self, glance: RunDigest, now: float) -> bool:
-        """Return whether the message shows what a watcher has seen, and isn't old."""
+        """Return True if the read has this digest and is in progress or less than TICK_SECONDS old."""
         if self.glance != glance or not self.message.done():
             return self.glance == glance
         failed = self.message.cancelled() or self.message.exception() is not None
@@ -47,14 +47,14 @@ class _Read:
 
 
 class RunFeed:
-    """Messages of runs for WatchRun; all watchers of a run share one read of Redis."""
+    """Produces the messages of WatchRun; all watchers of a run share one read of Redis."""
 
     def __init__(self, manager: RunManager) -> None:
         self._manager = manager
         self._reads: dict[str, _Read] = {}
 
     async def message(self, record: RunRecord, glance: RunDigest) -> pb.Run:
-        """Return a message that is at most TICK_SECONDS old, and not older than the glance. Raises Unavailable."""
+        """Return a message that is at most TICK_SECONDS old and not older than the digest. Raises Unavailable."""
         now = time.monotonic()
         self._reads = {run_id: read for run_id, read in self._reads.items() if now - read.began < MAX_WATCH_SECONDS}
         read = self._reads.get(record.run_id)

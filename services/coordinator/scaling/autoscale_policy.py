@@ -12,11 +12,11 @@ from dataclasses import dataclass, field
 from relaxd.config.placement import AutoscaleConfig
 
 IDLE_OUT, IDLE_IN = 0.15, 0.05
-"""Idle shares of the trainer: above the first replicas are added; above the second, engines must be idle, too,
-before one is removed."""
+"""Idle shares of the trainer. Above IDLE_OUT, replicas may be added. Above IDLE_IN, a replica is removed only if the
+engines are also idle while the trainer waits."""
 BUSY_OUT, BUSY_IN, BUSY_AHEAD = 0.9, 0.6, 0.9
-"""Busy share of the engines above which replicas are added. One is removed if the others' would stay below BUSY_IN, or
-below BUSY_AHEAD where engines are so far ahead that the gate is shut."""
+"""Busy shares of the engines. Above BUSY_OUT, replicas may be added. A replica is removed if the busy share of the rest
+would stay below BUSY_IN, or below BUSY_AHEAD if the engines are so far ahead that the gate is shut."""
 MOST_AT_ONCE = 4
 """Maximum number of replicas to add at once."""
 WORTH = 0.5
@@ -32,20 +32,20 @@ FULL = ("memory", "full", "complete", "closed")
 
 @dataclass(frozen=True)
 class Sample:
-    """A run at one second."""
+    """State of a run at one moment; samples are taken about once a second."""
 
     at: float
     """Clock time in seconds."""
     replicas: int
     """Number of rollout replicas that aren't draining."""
     removable: int
-    """Number of these replicas that were scaled out."""
+    """Number of these replicas that the autoscaler may remove."""
     busy: float | None
     """Share of the last second in which an engine had samples; mean over engines, None if none has reported."""
     lacking: bool
     """True if the open step lacks groups, so that the trainer waits."""
     waiting: int
-    """Groups that wait for an engine."""
+    """Number of groups and samples that wait for an engine."""
     gate: str
     """Limit that closes the gate; empty while it is open."""
     tokens_per_second: float
@@ -86,12 +86,12 @@ class Verdict:
 
 @dataclass
 class _Trial:
-    """The last time that replicas were added."""
+    """The last addition of replicas."""
 
     replicas: int
-    """Number of replicas before."""
+    """Number of replicas before the addition."""
     tokens_per_second: float
-    """Speed before."""
+    """Tokens per second of all engines before the addition."""
 
 
 @dataclass
@@ -130,7 +130,7 @@ class AutoscalePolicy:
         return Verdict(chosen.wanted, chosen.reason, conditions)
 
     def acted(self, verdict: Verdict) -> None:
-        """Record that the last decision is being carried out, or would be: cooldowns begin, and the window restarts."""
+        """Start the cooldown and restart the window, because the verdict is executed (or would be, in a dry run)."""
         last = self._samples[-1] if self._samples else None
         if last is None:
             return

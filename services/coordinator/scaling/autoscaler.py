@@ -32,7 +32,7 @@ OFF = "off"
 
 @dataclass(frozen=True)
 class Decision:
-    """A change of the number of replicas that was decided."""
+    """A decision to change the number of replicas."""
 
     time: float
     """Unix time."""
@@ -40,7 +40,7 @@ class Decision:
     after: int
     reason: str
     request_id: str
-    """The scale request; empty with mode "dry_run", or if none was accepted."""
+    """Id of the scale request; empty with mode "dry_run", or if none was accepted."""
 
 
 class Autoscaler:
@@ -53,11 +53,11 @@ class Autoscaler:
         self._runs = runs
         self._by_keda = by_keda
         self._target: int | None = None
-        """Number of replicas last decided for KEDA."""
+        """Last decided number of replicas, for KEDA; None before a decision."""
         self._scaler = scaler
         self._clock = clock
         self._run: ActiveRun | None = None
-        """The run that the rest is of."""
+        """Run to which the attributes below belong."""
         self._policy: AutoscalePolicy | None = None
         self._usage = Usage(clock)
         self._verdict = Verdict(0, "it has not looked yet")
@@ -88,10 +88,10 @@ class Autoscaler:
             await self._act(run, self._policy, sample.replicas)
 
     def target(self) -> int:
-        """Return the number of rollout replicas for KEDA: that of the last decision.
+        """Return the number of rollout replicas that the last decision demands, for KEDA.
 
-        Those that there are would be no answer: one that starts, or starts again, must not be taken for surplus. Raises
-        FailedPrecondition while nothing is decided.
+        The current number of replicas would be wrong: while a replica restarts, it would lower the target. Raises
+        FailedPrecondition before the first decision.
         """
         run = self._runs.active
         if run is None or run.autoscale_mode != "on":

@@ -1,4 +1,4 @@
-"""Start, drain and removal of replicas: by the launcher, or by Join and Leave for those given by address."""
+"""Starts, drains and removes replicas: through the launcher, or with Join and Leave for replicas given by address."""
 
 import asyncio
 import re
@@ -33,10 +33,10 @@ DRAIN_MARGIN_SECONDS = 2.0
 ENDING_SECONDS = 5.0
 """Maximum time to remove a replica after its grace period, in seconds."""
 LISTED_SECONDS = 0.9
-"""Seconds for which a listing of the launcher's instances is used. They are fewer than those between a launch and its
-first check, so that a listing always begins after the launch."""
+"""Seconds for which a listing of the launcher's instances is reused. Less than the time between a launch and its first
+check, so that the check always uses a listing begun after the launch."""
 LISTED_TOGETHER = 1000
-"""Instances of a page."""
+"""Maximum number of instances per page of a listing."""
 CALLS_AT_ONCE = 16
 """Maximum number of concurrent starts and removals, so that no call spends its deadline behind hundreds of others."""
 NO_LAUNCHER = "this coordinator has no launcher: start it with --launcher / RELAXD_LAUNCHER"
@@ -60,7 +60,7 @@ class Launchers:
     """Calls to the launcher, if any, and to replicas given by address."""
 
     def __init__(self, peers: Peers, address: str) -> None:
-        """`address`: that of the launcher; empty: there is none."""
+        """`address`: the launcher's address; empty: there is none."""
         self._peers = peers
         self.address = address
         self._calls = asyncio.Semaphore(CALLS_AT_ONCE)
@@ -156,5 +156,5 @@ def external_address(replica: ScaledReplica) -> str:
 
 
 def sglang_launch_id(url: str) -> str:
-    """Return the launch id of an SGLang server's replica, because each server has only one replica."""
+    """Return the launch id of an SGLang server's replica, made from its URL: each server has only one replica."""
     return SGLANG + re.sub(r"[^A-Za-z0-9.]+", "-", urlsplit(url).netloc.strip("[]").lower())

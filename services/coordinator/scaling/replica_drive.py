@@ -1,4 +1,4 @@
-"""The drive of one replica of a scale request, from the state in its record to the end.
+"""Drives one replica of a scale request from the state in its record to the end.
 
 Every change is in Redis before it takes effect, and every call is idempotent: after a restart the drive continues from
 the recorded state.
@@ -31,7 +31,7 @@ REMOVE_GRACE_SECONDS = 15.0
 REMOVE_SECONDS = 60.0
 """Maximum seconds for all attempts to remove a replica after the first failure."""
 HAND_BACK_SECONDS = 10.0
-"""Seconds after the drain deadline to hand back unfinished groups."""
+"""Maximum seconds after the drain deadline for the replica to hand back unfinished groups."""
 
 
 class ScaleFailed(Exception):
@@ -137,7 +137,7 @@ class ReplicaDrive:
             raise ScaleFailed(f"not active within {self._record.spec.seconds:g} s: {reason}")
 
     def _progress(self, replica: Replica | None) -> tuple[ScaleState, str]:
-        """Return a replica's state and its wait."""
+        """Return a replica's scale state, and what it waits for."""
         if replica is None:
             return ScaleState.CREATING, self._scaled.detail or "it has not registered yet"
         status, active = replica.status, self._runs.active

@@ -98,7 +98,8 @@ class ScaleLog:
     async def add(self, record: ScaleRecord) -> None:
         """Add a request as soon as Redis is available, and drop the oldest ended ones beyond MAX_REQUESTS.
 
-        It is repeated because Redis may have a request although its answer was lost: a restart would carry it out.
+        The write is repeated until Redis answers: Redis may have the request although its answer was lost, and a
+        restart would then execute it.
         """
         surplus = max(0, len(self._records) + 1 - MAX_REQUESTS)
         forget = [old.request_id for old in self._records.values() if old.state.ended][:surplus]
@@ -117,8 +118,8 @@ class ScaleLog:
     async def cancel(self, request_id: str) -> ScaleRecord:
         """Cancel a request (without an id: the request in progress) and roll its replicas back, once Redis answers.
 
-        It is repeated, as `add` is: Redis may have the cancellation although its answer was lost. Raises NotFound;
-        FailedPrecondition: nothing can be rolled back, or several are in progress.
+        The write is repeated, as in `add`: Redis may have the cancellation although its answer was lost. Raises
+        NotFound; FailedPrecondition: nothing can be rolled back, or several are in progress.
         """
         async with self._saving:
             if not request_id:
@@ -152,7 +153,7 @@ class ScaleLog:
         return change.made
 
     async def _save_changes(self, request_id: str) -> None:
-        """Save all changes of a request that wait. Hold `_saving`."""
+        """Save all waiting changes of a request. The caller holds `_saving`."""
         together = self._changes.pop(request_id)
         try:
             record, replicas = self._records[request_id], dict(self._replicas[request_id])
@@ -172,7 +173,7 @@ class ScaleLog:
         self._changed.fire()
 
     async def _write(self, record: ScaleRecord, forget: Sequence[str] = ()) -> None:
-        """Save a record, in Redis first. Hold `_saving`. Raises StoreUnavailable."""
+        """Save a record, in Redis first. The caller holds `_saving`. Raises StoreUnavailable."""
         await self._store.save_scaling(record, forget)
         self._keep(record)
         for request_id in forget:

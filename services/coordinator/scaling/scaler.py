@@ -56,7 +56,7 @@ class Scaler:
 
     @outlives_caller("a scale request")
     async def accept(self, request_id: str, spec: ScaleSpec, *, dry_run: bool = False) -> ScaleRecord:
-        """Start a request, or return the existing one if this repeats it; with `dry_run`, only return it.
+        """Start a request, or return the existing one that this request repeats; with `dry_run`, start nothing.
 
         Raises AlreadyExists: the id belongs to a different request; FailedPrecondition: another request of the role is
         in progress, or this one is impossible; NotFound: no such replica.
@@ -95,7 +95,7 @@ class Scaler:
     async def cancel_all(self, chosen: ScaleFilter, *, dry_run: bool) -> tuple[list[ScaleRecord], list[ScaleRecord]]:
         """Cancel the requests in progress that a filter selects, newest first.
 
-        Returns those that are cancelled, and those that have nothing left to roll back. With `dry_run` nothing changes.
+        Returns the cancelled requests, and those with nothing left to roll back. With `dry_run` nothing changes.
         """
         cancelled, skipped = [], []
         for record in self.log.select(chosen):
@@ -142,7 +142,7 @@ class Scaler:
         )
 
     def _check_engine(self) -> None:
-        """Raise FailedPrecondition if the active run would not use a server that a request names."""
+        """Raise FailedPrecondition if the active run's engine can't use an external server."""
         active = self._runs.active
         if active is not None and not ENGINES[active.config.rollout.engine].takes_url:
             able = list_engines("rollout", lambda engine: engine.takes_url)

@@ -25,7 +25,7 @@ class Phase(StrEnum):
 
     @property
     def ended(self) -> bool:
-        """The phase is final."""
+        """True if the phase is final."""
         return self in (Phase.STOPPED, Phase.FAILED)
 
 
@@ -84,7 +84,7 @@ class RunRecord(Record):
     paused_at: datetime | None = None
     """Time of the last pause's beginning."""
     autoscale: str = ""
-    """Mode of the autoscaler that was set during the run; empty: that of its configuration."""
+    """Mode of the autoscaler that was set during the run; empty: the configuration's mode applies."""
     stop_reason: str = ""
     """Reason given to StopRun; empty if the run was not stopped."""
     request_id: str = ""
@@ -105,7 +105,7 @@ class RunRecord(Record):
     forgiven_filtered: int = 0
     """Consecutive filtered groups when the run was last resumed."""
     board_bytes: int = 0
-    """Size in Redis at its end."""
+    """Size of the run in Redis at its end, in bytes."""
     notes: tuple[str, ...] = ()
     """Problems that did not end the run."""
     prompts: int = 0
@@ -115,7 +115,7 @@ class RunRecord(Record):
 
     @property
     def reason_shown(self) -> str:
-        """Reason of the run's state: its pause's, or else its phase's."""
+        """Reason for the pause if the run is paused, else for the phase."""
         return self.reason if self.paused is None else self.paused
 
 
@@ -128,7 +128,7 @@ class ReplicaRecord(Record):
     """Unix time; distinguishes registrations with the same id."""
     draining: bool = False
     drain_until: float | None = None
-    """Unix time until which the replica may drain; None: for its own grace period."""
+    """Unix time until which the replica may drain; None: the replica's grace period applies."""
 
 
 class Announcement(Record):
@@ -136,7 +136,7 @@ class Announcement(Record):
 
     run_id: str
     replica_id: str
-    """The trainer."""
+    """Id of the trainer."""
     term: int
     version: int
 
@@ -207,13 +207,13 @@ class ReplicaHealth(Record):
     restarts: tuple[float, ...] = ()
     """Unix times of the last restarts, by this or an earlier coordinator."""
     tries: int = 0
-    """Consecutive losses and missed returns without work in between."""
+    """Number of consecutive times that a process was lost or did not come back, without work in between."""
     counted_id: str = ""
     """Id of the last process whose end is among `tries`."""
     failure: str = ""
-    """The last error that a process of the replica reported since one worked."""
+    """Last error that the replica's processes reported since one of them last worked."""
     seen_working: bool = False
-    """True if the newest process has made progress."""
+    """True if the newest process has finished a group."""
     refused: bool = False
     """True if the start was refused: the settings or the model are wrong."""
 
@@ -231,7 +231,7 @@ class RoleHealth(Record):
     rebuilt_at_step: int = 0
     """Last committed step at the start of the last rebuild."""
     pause: str = ""
-    """Reason of the run's pause for a rebuild, by which any coordinator recognises a pause that it may end."""
+    """Reason of the run's pause for a rebuild. A coordinator ends the pause only if the run's reason is the same."""
 
 
 class Event(Record):
@@ -309,12 +309,12 @@ class ScaleState(StrEnum):
 
     @property
     def ended(self) -> bool:
-        """True if the state changes no more."""
+        """True if the state is final."""
         return self not in UNDER_WAY
 
     @property
     def can_go_back(self) -> bool:
-        """A replica in this state is rolled back when its request is cancelled."""
+        """True if a cancelled request rolls back a replica in this state."""
         return self in UNDER_WAY and self != ScaleState.REMOVING
 
 
@@ -331,7 +331,7 @@ ROLLED_BACK = "rolled back, because another replica failed"
 
 
 class ScaleSpec(Record):
-    """The content of a request."""
+    """Content of a scale request."""
 
     direction: Direction
     role: str
@@ -344,7 +344,7 @@ class ScaleSpec(Record):
     seconds: float
     """Seconds until all replicas must be active (out) or drained (in)."""
     rollback_all: bool = False
-    """Out: remove all replicas if one of them fails."""
+    """Only for OUT: remove all replicas if one of them fails."""
 
 
 class ScaledReplica(Record):
@@ -353,7 +353,7 @@ class ScaledReplica(Record):
     launch_id: str
     state: ScaleState = ScaleState.PENDING
     outcome: ScaleState | None = None
-    """State of the request after REMOVING."""
+    """State of the replica after REMOVING."""
     replica_id: str = ""
     address: str = ""
     """Address of the replica; empty until known."""
@@ -393,11 +393,11 @@ class ScaleRecord(Record):
 
     @property
     def going_back(self) -> bool:
-        """True if replicas that aren't active yet are being removed."""
+        """True if the request was cancelled or rolled back."""
         return self.cancelled or self.rolled_back
 
     def after_failures(self) -> "ScaleRecord":
-        """Return the request with all its replicas rolled back, if it asks for that and one of them has failed."""
+        """Return the request, with all replicas rolled back if `rollback_all` is set and one of them has failed."""
         failed = any(ScaleState.FAILED in (replica.state, replica.outcome) for replica in self.scaled)
         if not (self.spec.rollback_all and failed) or self.going_back:
             return self

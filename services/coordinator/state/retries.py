@@ -22,7 +22,7 @@ Result = TypeVar("Result")
 Method = TypeVar("Method", bound=Callable[..., Coroutine[Any, Any, Any]])
 
 MEDIA_HOST = "a media host"
-"""Name of whom a wait for media is on."""
+"""Value of Wait.on while a run waits for media."""
 RETRY_SECONDS = 0.5
 WARN_EVERY = 20
 """Failed attempts between two warnings."""
@@ -47,9 +47,10 @@ class Retry:
         disk: bool = False,
         max_seconds: float = math.inf,
     ) -> None:
-        """`owner` appears in the log, such as "run demo"; `errors` say that what it `needs` isn't there.
+        """`owner`: name in the log, such as "run demo"; `needs`: name of the requirement; `errors`: exceptions of an
+        operation whose requirement is unavailable.
 
-        `on` and `disk` are those of its Wait. An error later than `max_seconds` after a call's first one is raised.
+        `on` and `disk`: fields of its Wait. An error more than `max_seconds` after a call's first error is raised.
         """
         self._owner = owner
         self._needs = needs
@@ -65,7 +66,8 @@ class Retry:
         return bool(self._waits)
 
     async def call(self, operation: Callable[..., Awaitable[Result]], *arguments: Any, **named: Any) -> Result:
-        """Await the operation until it raises none of the errors. Raises any other error, and these in the end."""
+        """Repeat the operation until it raises none of `errors`. Raises other errors at once, and `errors` after
+        `max_seconds`."""
         attempt, failed = 0, math.inf
         with ExitStack() as ends:
             wait = Wait(f"{self._needs}, for {self._owner}: no answer", self._on, disk=self._disk)
@@ -87,7 +89,7 @@ class Retry:
                     await asyncio.sleep(RETRY_SECONDS)  # named: above
 
     def _begin(self, wait: Wait, ends: ExitStack) -> None:
-        """Name a wait until `ends` are closed, unless one is already named."""
+        """Name the wait until `ends` closes, unless it is named already."""
         if wait not in self._waits:
             self._waits.add(wait)
             ends.callback(self._waits.discard, wait)
@@ -107,9 +109,9 @@ class RedisRetry(Retry):
 
 
 class FolderRetry(Retry):
-    """Repeats an operation until it can write to a run's folder, such as when its disk is full.
+    """Repeats an operation until it can write to a run's folder, for example while the disk is full.
 
-    What fails must leave nothing behind that a repetition would add to.
+    A failed operation must leave nothing behind that a repetition would duplicate.
     """
 
     hung_seconds = HUNG_SECONDS
@@ -120,7 +122,7 @@ class FolderRetry(Retry):
 
 
 class MediaHostRetry(Retry):
-    """Repeats the reading of prompts while a host of their media is away, for data.media_wait_seconds at most."""
+    """Repeats reading prompts while a host of their media doesn't answer, for at most data.media_wait_seconds."""
 
     def __init__(self, owner: str, data: DataConfig) -> None:
         """`owner` appears in the log."""

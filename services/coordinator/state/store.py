@@ -54,14 +54,14 @@ SCALING = PREFIX + "scaling"
 
 SETTINGS: dict[str, Any] = {"protocol": 2, "decode_responses": True, "health_check_interval": 15}
 MAX_BOARDS = 8
-"""Boards of ended runs that stay connected."""
+"""Maximum number of connected boards, besides the active run's."""
 READERS = ThreadPoolExecutor(8, thread_name_prefix="reader")
-"""Threads of calls that only read boards and files. While Redis is away each occupies one for seconds: calls that
-replicas depend on, such as Register, must not wait for them."""
+"""Threads for calls that only read boards and files. While Redis doesn't answer, each such call blocks a thread for
+seconds; calls that replicas depend on, such as Register, must not wait for a thread."""
 Result = TypeVar("Result")
 
 BACKOFF, RETRIES = ExponentialBackoff(cap=0.2, base=0.02), 2
-"""Retries of redis-py itself."""
+"""Back-off, in seconds, and number of the retries inside redis-py."""
 
 # Records are few, small and replaced often. A full Redis must accept them, because only a working coordinator frees
 # memory, step by step. A new run may be refused.
@@ -113,12 +113,12 @@ class AnotherRunActive(Exception):
 
 
 def run_key(run_id: str) -> str:
-    """Key of a run's record."""
+    """Return the key of a run's record."""
     return f"{PREFIX}run:{run_id}"
 
 
 def health_key(run_id: str) -> str:
-    """Key of a run's health record."""
+    """Return the key of a run's health record."""
     return f"{PREFIX}health:{run_id}"
 
 
@@ -131,7 +131,7 @@ class _Leadership:
 
 
 class StoreOperations:
-    """The operations of both stores."""
+    """Operations that Store and AsyncStore share."""
 
     _leadership: _Leadership
 
@@ -142,7 +142,7 @@ class StoreOperations:
 
     @property
     def superseded(self) -> bool:
-        """A newer coordinator has taken over this Redis."""
+        """True if a newer coordinator is known to have taken over this Redis."""
         return self._leadership.superseded
 
     @operation
@@ -254,7 +254,7 @@ class StoreOperations:
 
     @operation
     def gpu_holders(self) -> RedisOperation[dict[str, str]]:
-        """Return replica ids by the UUID of the GPU that they hold."""
+        """Return the ids of the replicas that hold GPUs, by holder record."""
         return dict((yield from ask("HGETALL", GPUS)))
 
     @operation
@@ -340,7 +340,7 @@ class Store(StoreOperations, Blocking):
 
 
 class AsyncStore(StoreOperations, Asynchronous):
-    """Store for one event loop, under the term of a store that has taken over, which is `in_threads`."""
+    """Store for one event loop. Shares the term of `in_threads`, a blocking store that has taken over."""
 
     def __init__(self, store: Store) -> None:
         self.in_threads = store
@@ -371,7 +371,7 @@ def _run(run_id: str) -> RedisOperation[RunRecord | None]:
 
 @contextmanager
 def _typed_errors() -> Iterator[None]:
-    """Turn errors of a Redis that is away into StoreUnavailable."""
+    """Turn errors of an unavailable Redis into StoreUnavailable."""
     try:
         yield
     except redis.RedisError as error:
@@ -381,19 +381,19 @@ def _typed_errors() -> Iterator[None]:
 
 
 class RunBoard(AsyncBoard):
-    """A run's board for the event loop, and `in_threads`, its board for threads, for instance for a run's files.
+    """A run's board for the event loop; `in_threads` is the same board for use in threads.
 
-    What may have megabytes to parse, such as the plans of many steps, is read in threads.
+    Reads that may parse megabytes, such as the plans of many steps, run in threads.
     """
 
     def __init__(self, *arguments: Any, **settings: Any) -> None:
-        """The arguments are a Board's."""
+        """Takes the arguments of Board."""
         super().__init__(*arguments, **settings)
         self.in_threads = Board(*arguments, **settings)
         """Board for threads, which connects when first used."""
 
     async def close(self) -> None:
-        """Close all connections to Redis. Whoever still reads connects again."""
+        """Close all connections to Redis. A later read connects again."""
         await super().close()
         self.in_threads.close()
 
@@ -425,7 +425,7 @@ class RunBoards:
         self._boards[board.run_id] = board
 
     def forget(self, run_id: str) -> None:
-        """Keep a run's board no longer; the caller closes it."""
+        """Remove a run's board, which the caller closes."""
         self._boards.pop(run_id, None)
 
     async def close(self) -> None:

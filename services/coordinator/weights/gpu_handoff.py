@@ -6,7 +6,8 @@ weights, the trainer sleeps, the engines allocate their key-value cache and gene
 
 A judge with a share of the engines' GPUs (roles.judge.gpu_share) sleeps and wakes up with them. The groups of a step
 are ready only with their rewards, so when the trainer's turn begins, the judge has answered all questions about them.
-One that can't wake up for long (`handoff_failures`) is restarted by its health, and until then no turn waits for it.
+If a judge can't wake up for too long (`HandoffFailures`), health management restarts it, and no turn waits for it
+meanwhile.
 
 No state is stored: replicas report whether they are awake, and the next move follows from that and from the board
 (`next_move`). So the death of an engine, a trainer or a coordinator needs no special rules. A replica
@@ -56,7 +57,7 @@ class HandoffMove(StrEnum):
     START_ENGINES = "start engines"
     """Put the trainer to sleep, so that replicas without engines can start them."""
     WAKE_JUDGES = "wake the judges"
-    """Wake up the judges, which are on the GPUs of engines that serve."""
+    """Wake up the judges on the GPUs of serving engines."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,8 +91,8 @@ class Situation:
 
 def next_move(now: Situation) -> HandoffMove:
     """Return the next move. No move takes a device from a replica that is starting on it."""
-    # First of all: without its judge the groups of engines that generate are never ready, so that no turn would end.
-    # Where they are ready all the same, other judges have answered, and the turn doesn't wait for one that sleeps on.
+    # Judges come first: without them no groups become ready, so the engines' turn would never end. If the groups are
+    # ready anyway, other judges have answered, and the turn doesn't wait for a sleeping judge.
     turn_ends = now.due and not now.generating
     trainer_holds = now.trainer_awake or now.trainer == "starting"
     if now.judges_asleep and now.engines_serving and not trainer_holds and not turn_ends:
@@ -111,7 +112,7 @@ def next_move(now: Situation) -> HandoffMove:
 
 
 PATIENCE = 3
-"""Factor on run.switch_timeout_seconds after which a failing process is given up."""
+"""Multiple of run.switch_timeout_seconds after which a failing process is given up."""
 
 
 @dataclass(frozen=True)
@@ -136,7 +137,7 @@ class HandoffFailure:
 
 
 class HandoffFailures:
-    """Counts the seconds for which processes have failed; a new process of an instance starts at zero."""
+    """Records for how long the calls to each process have failed; a new process of an instance starts at zero."""
 
     def __init__(self, switch_timeout_seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
         self._limit_seconds = PATIENCE * switch_timeout_seconds
@@ -171,7 +172,7 @@ logger = logging.getLogger(__name__)
 TICK_SECONDS = 0.05
 """Seconds between two checks of the board for the next step's groups."""
 MARGIN_SECONDS = 5.0
-"""Seconds added to the deadline that the callee enforces itself."""
+"""Seconds by which a call's deadline exceeds the deadline that the callee enforces."""
 WAITING_SECONDS = 2.0
 """Seconds for which a replica counts as waiting after its last request, which it repeats several times a second."""
 BACKOFF = Backoff(first_seconds=0.1, max_seconds=2.0)
@@ -185,7 +186,7 @@ WAKE_REQUESTS: dict[str, Callable[..., Any]] = {
     ROLLOUT: WakeRequest,
     JUDGE: JudgeWakeRequest,
 }
-"""Requests by role."""
+"""Types of wake-up requests, by role."""
 
 
 class HandoffFailed(Exception):
@@ -217,13 +218,14 @@ class GpuHandoff:
         self._resting = False
         """True once no further moves are made."""
         self._trainer_users = 0
-        """Callers inside `trainer_awake`."""
+        """Number of callers inside `trainer_awake`."""
         self._failures = HandoffFailures(context.config.run.switch_timeout_seconds)
         self.last_failure = ""
 
     @property
     def waiting_for(self) -> str:
-        """The handoff in progress, the reason of the last failure, and the sleeping judges; empty if there are none."""
+        """The handoff in progress, the last failure, and the judges that turns don't wait for; empty if there are
+        none."""
         moving = self._moving or ""
         failed = f"the last attempt failed: {self.last_failure}" if self.last_failure else ""
         return "; ".join(filter(None, (moving, failed, *map(self._lost, self._judges()))))
@@ -267,7 +269,7 @@ class GpuHandoff:
     async def rest(self) -> None:
         """Stop moving GPUs between replicas, and return once the current move has ended.
 
-        Replicas leave the run when they learn of its end, and one that leaves fails a move.
+        Call it before replicas learn of the run's end: a replica that leaves the run makes a move fail.
         """
         self._resting = True
         self._registry.changed.fire()
@@ -275,7 +277,7 @@ class GpuHandoff:
             await self._registry.changed.wait(TICK_SECONDS)  # idle: `waiting_for` says it
 
     async def run_forever(self) -> None:
-        """Make moves until cancelled at the end of the run, and then forget whose turn it is."""
+        """Make moves until cancelled at the end of the run; then clear the replicas' turn state."""
         try:
             await self._move_forever()
         finally:
@@ -309,7 +311,7 @@ class GpuHandoff:
         return self._registry.of_role(JUDGE) if self._context.config.roles.judge.shares_gpus else []
 
     def _engines(self) -> list[Replica]:
-        """Return all that hold the GPUs in the engines' turn."""
+        """Return the replicas that hold the GPUs in the engines' turn: engines and judges."""
         return [*self._registry.of_role(ROLLOUT), *self._judges()]
 
     async def _next_move(self) -> HandoffMove:
@@ -396,7 +398,7 @@ class GpuHandoff:
         for engine in awake:
             engine.set_serving(serving=False)  # closes the gate: no prompt is published for it
         answers = await self._sleep("switch_engine_sleep_seconds", awake)
-        # Judges are on the same GPUs, whose memory each engine reports with all that is in use there.
+        # Engines report all memory in use on their GPUs, which includes that of judges.
         self._record_memory("engine", [one for one in answers if not isinstance(one, JudgeSleepResponse)] or answers)
 
     def _sleeping_judges(self) -> list[Replica]:
@@ -450,7 +452,7 @@ class GpuHandoff:
         return stubs[replica.registration.role](replica.registration.address)
 
     def _record_memory(self, who: str, answers: Sequence[Any]) -> None:
-        """Record the device memory before and after, as reported in answers to Sleep, for the next step's metrics."""
+        """Record the device memory before and after Sleep, from the answers, for the next step's metrics."""
         self._metrics[f"{who}_awake_bytes"] = float(sum(answer.memory.before_bytes for answer in answers))
         self._metrics[f"{who}_asleep_bytes"] = float(sum(answer.memory.after_bytes for answer in answers))
 
@@ -463,7 +465,7 @@ class GpuHandoff:
         failed = []
         for replica, answer in zip(replicas, answers, strict=True):
             if isinstance(answer, grpc.aio.AioRpcError):
-                if replica.registration.role != TRAINER:  # whose service outlives its ranks, and starts them again
+                if replica.registration.role != TRAINER:  # the trainer's service outlives its ranks and restarts them
                     self._failures.failed(replica.replica_id, action, explain(answer), started)
                 failed.append(f"{replica.replica_id} did not {action}: {explain(answer)}")
             elif isinstance(answer, BaseException):

@@ -1,4 +1,5 @@
-"""Members of the next weight synchronisation: when it is due, which engines failures exclude, and which ones join."""
+"""Members of the next weight synchronisation: when it is due, which engines are excluded after failures, and which
+engines join."""
 
 import logging
 import time
@@ -12,9 +13,9 @@ from services.coordinator.state.records import GroupRecord, Member
 logger = logging.getLogger(__name__)
 
 QUIET_SHARE = 0.5
-"""Share of the time for connecting a group after which waiting engines join if no further one has come ..."""
+"""Pause without further arrivals after which waiting engines join, as a multiple of the time to connect a group."""
 MOST_SHARE = 4.0
-"""... or multiple of that time for which the first of them waits at most."""
+"""Maximum wait of an engine before it joins, as a multiple of the time to connect a group."""
 
 
 class JoinBatcher:
@@ -54,7 +55,7 @@ class JoinBatcher:
 
 
 EXCLUSION = Backoff(first_seconds=5.0, max_seconds=60.0)
-"""An engine's exclusion, by its failures."""
+"""Duration of an engine's exclusion, in seconds; it grows with the engine's consecutive failures."""
 
 
 class ExcludedEngines:
@@ -64,8 +65,8 @@ class ExcludedEngines:
         self._blame: dict[Member, tuple[int, float]] = {}
         """Consecutive failures of each engine, and the monotonic time until which it is excluded."""
         self.refusals: Counter[Member] = Counter()
-        """Failures since the last success in which the engine answered with an error, and no member was dead or late.
-        They exclude no engine."""
+        """Number of failures since the last success in which this engine answered with an error and no member was dead
+        or late. They don't exclude the engine."""
 
     def members(self) -> list[Member]:
         """Return the engines that are excluded now."""
@@ -73,7 +74,7 @@ class ExcludedEngines:
         return [member for member, (_, until) in self._blame.items() if until > now]
 
     def failures(self, member: Member) -> int:
-        """Return the consecutive synchronisations that failed, most likely because of this member."""
+        """Return the number of consecutive synchronisations that failed most likely because of this member."""
         return self._blame.get(member, (0, 0.0))[0] + self.refusals[member]
 
     def blame(self, members: Iterable[Member], known: Callable[[Member], bool]) -> None:
@@ -91,16 +92,16 @@ class ExcludedEngines:
 
 
 def is_due(announced: Version, served: Sequence[Version | None], *, interval: int, last: int) -> bool:
-    """Return whether the engines should get the announced weights now.
+    """Return True if the engines should get the announced weights now.
 
-    They should after every `interval` versions, counted like the gate from the oldest version that an engine serves;
-    and at once when an engine serves no version of this term, because it has joined, was quarantined, or another
-    trainer has taken over. The gate lets prompts in for max_staleness + 1 >= interval steps after that oldest version,
-    so that the steps up to the next synchronisation can always be filled.
+    Weights are due every `interval` versions after the oldest version that an engine serves. They are due at once if an
+    engine serves no version of this term: it has joined, was quarantined, or another trainer has taken over. The gate
+    admits prompts for max_staleness + 1 >= interval steps after that oldest version, so the steps until the next
+    synchronisation can always be filled.
 
     Args:
         announced: the trainer's newest weights.
-        served: what each engine serves; None for nothing.
+        served: version that each engine serves; None: it serves none.
         interval: weights.interval.
         last: version of the run's last step, which is always sent.
     """

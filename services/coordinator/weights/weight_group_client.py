@@ -37,11 +37,12 @@ PAUSE_MODES = {
 SHORT_SECONDS = 3.0
 """Deadline, in seconds, of calls that only change a flag: resume, leave."""
 SILENT_SECONDS = 0.5
-"""SHORT_SECONDS for a member that did not answer the last call: it may be frozen, and all members wait for it."""
+"""Deadline, in seconds, of the same calls to a member that did not answer the last call: it may be frozen, and all
+members wait for it."""
 MARGIN_SECONDS = 1.0
-"""Seconds added to the deadline that the callee enforces itself."""
+"""Seconds by which a call's deadline exceeds the deadline that the callee enforces."""
 ECHO_SECONDS = 0.2
-"""Seconds for the other calls to end after the first failure, so that the error names every culprit."""
+"""Seconds after the first failure in which other calls may still fail, so that the error names every failed member."""
 CALLS_TOGETHER = 16
 """Number of a broadcast's calls to start before the event loop gets a turn."""
 TO_BLAME = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
@@ -52,9 +53,9 @@ class SyncFailed(Exception):
     """A weight synchronisation failed.
 
     `blamed`: members that are dead, late, or hold other weights than were sent; `wrong`: the latter, with the
-    differences. `refused`: members that answered with an error, possibly caused by another member. `unfit`: the error
-    of each member that answered with INVALID_ARGUMENT, as its next process would. `silent`: members without an answer
-    in time. `changed`: the trainer has newer weights, or is making them.
+    differences. `refused`: members that answered with an error, possibly caused by another member. `unfit`: errors of
+    members that answered INVALID_ARGUMENT, which a restart would not cure. `silent`: members without an answer in time.
+    `changed`: the trainer has newer weights, or is making them.
     """
 
     def __init__(
@@ -79,17 +80,18 @@ class SyncFailed(Exception):
 
 @dataclass(frozen=True)
 class TransferTimes:
-    """The parts of a transfer, in seconds; of the slowest engine. The broadcast and the engines' parts overlap."""
+    """Durations of a transfer's parts, in seconds, each for the slowest engine. The broadcast overlaps with the
+    engines' parts."""
 
     pause: float
     """Seconds until generation stopped."""
     receive: float
     """Seconds from the beginning of the reception until the version is committed."""
     send: float
-    """The trainer's broadcast."""
+    """Seconds of the trainer's broadcast."""
     resume: float
-    """Calls that resume the engines, and the record of the digest before, where their weights were compared first; else
-    they resume by themselves."""
+    """Seconds to record the digest and resume the engines if their weights were compared first; otherwise engines
+    resume by themselves."""
     bytes_sent: float
     """Bytes that were sent, each counted once."""
 
@@ -103,7 +105,8 @@ class WeightGroupClient:
         self._config = config
 
     def _pause(self, sync_id: int) -> tuple[rollout_pb2.PauseGenerationRequest, float]:
-        """Return a pause request with the maximum time of a synchronisation as its lease, and its deadline."""
+        """Return a pause request and its call's deadline in seconds. The request's lease is a synchronisation's maximum
+        time."""
         config = self._config
         wait = config.timeout_seconds if config.pause == "drain" else config.connect_timeout_seconds
         request = rollout_pb2.PauseGenerationRequest(
@@ -138,7 +141,7 @@ class WeightGroupClient:
             timeout_seconds=seconds,
         )
 
-        # A manifest of thousands of tensors is encoded once for all engines: messages one after the other are merged.
+        # The manifest, of thousands of tensors, is encoded once for all engines: protobuf merges concatenated messages.
         common = rollout_pb2.JoinWeightGroupRequest(sync_id=sync_id, group=connect, manifest=manifest.manifest)
         encoded = common.SerializeToString()
 
@@ -162,8 +165,8 @@ class WeightGroupClient:
     ) -> TransferTimes:
         """Broadcast the weights, while each engine pauses, receives and resumes on its own.
 
-        If there are `unverified` engines, all engines resume only once the checksums of those match the trainer's, and
-        `sent` is done, which gets the digest of what the trainer sent. The broadcast starts once `recorded` is done.
+        With `unverified` engines, all engines resume only after `sent` has recorded the digest of the sent weights, and
+        the checksums of the unverified engines match the trainer's. The broadcast starts once `recorded` is done.
         """
         began = time.monotonic()
         pause, wait = self._pause(sync_id)
@@ -337,8 +340,8 @@ class WeightGroupClient:
 
 
 def _differences(sent: Mapping[str, int], received: Mapping[str, int]) -> str:
-    """Return the names of tensors whose checksums differ; "" if there are none, or the engine (an external server)
-    returns no checksums."""
+    """Describe the tensors whose checksums differ; "" if none differ, or if the engine (an external server) returned no
+    checksums."""
     if not received:
         return ""
     different = sorted(name for name in {*sent, *received} if sent.get(name) != received.get(name))

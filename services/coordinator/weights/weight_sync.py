@@ -2,8 +2,9 @@
 
 If the membership changed, the members leave the old weight group and connect a new one while the engines keep
 generating. Then the trainer broadcasts, while each engine pauses, receives and resumes. When a member dies or is late,
-all members leave the group, which aborts their collectives; the engines to blame are excluded for a while, and the
-next attempt runs without them. An engine that finds the trainer's tensors wrong is never asked again.
+all members leave the group, which aborts their collectives; the engines to blame are excluded for a while, and the next
+attempt runs without them. An engine that rejects the trainer's tensors as invalid gets no further attempt from this
+trainer.
 """
 
 import asyncio
@@ -34,7 +35,7 @@ before they start work."""
 IDLE_SECONDS = 0.5
 BACKOFF = Backoff(first_seconds=0.1, max_seconds=2.0)
 QUIET_FAILURES = 4
-"""Number of consecutive attempts that a faster trainer may have spoiled; from then on they count as failures."""
+"""Number of consecutive attempts that may fail without being counted because the trainer has newer weights."""
 
 
 class WeightSync:
@@ -53,9 +54,9 @@ class WeightSync:
         self._excluded = ExcludedEngines()
         self._joins = JoinBatcher()
         self._waiting_for_newest = 0
-        """Callers that wait until the engines have the newest version, whatever weights.interval is."""
+        """Number of callers inside `without_interval`; while there are any, weights.interval is ignored."""
         self._unfit: dict[tuple[Member, Member], str] = {}
-        """Answers INVALID_ARGUMENT, by trainer and engine: no further attempt has such a pair."""
+        """Errors of engines that answered INVALID_ARGUMENT, by trainer and engine; such a pair is not tried again."""
         self._verified: set[tuple[Member, Member]] = set()
         """Pairs of trainer and engine with equal checksums."""
         self._wrong: dict[Member, str] = {}
@@ -66,12 +67,12 @@ class WeightSync:
         self.waiting_for = ""
         """Reason why engines wait for weights that can't be sent now; empty while none does."""
         self.began: float | None = None
-        """Unix time at which the current synchronisation began, or the first of those that failed since the last
-        success; None if no synchronisation is needed."""
+        """Unix time at which the first attempt of the current synchronisation began; None if no synchronisation is
+        needed."""
         self._failures_in_a_row = 0
         """Number of consecutive failed attempts for which no engine was to blame."""
         self.totals: dict[str, float] = {}
-        """Seconds and bytes of all synchronisations so far, by metric; `sync_seconds` has those of failed ones, too."""
+        """Seconds and bytes of all synchronisations so far, by metric; `sync_seconds` includes failed ones."""
 
     @property
     def announced(self) -> Announcement | None:
@@ -116,24 +117,24 @@ class WeightSync:
         return is_due((announced.term, announced.version), served, interval=interval, last=config.run.steps)
 
     def failures(self, replica: Replica) -> int:
-        """Return the consecutive synchronisations that failed, most likely because of this replica."""
+        """Return the number of consecutive synchronisations that failed most likely because of this replica."""
         return self._excluded.failures(replica.member)
 
     def refusal(self, replica: Replica) -> str:
-        """Return the reason why an engine refuses this trainer's weights, as its next process would; "" if it
-        doesn't."""
+        """Return the reason why an engine permanently refuses this trainer's weights; "" if it doesn't."""
         trainer = self._fleet.trainer()
         return self._unfit.get((trainer.member, replica.member), "") if trainer is not None else ""
 
     def wrong_engines(self) -> dict[str, str]:
-        """Return the engines, by id, with weights that differ from the sent ones, and the differences."""
+        """Return the differences from the sent weights of each engine with wrong weights, by replica id."""
         self._wrong = {member: text for member, text in self._wrong.items() if self._registry.holds(member)}
         return {member.replica_id: text for member, text in self._wrong.items()}
 
     def failure(self) -> RoleFailure | None:
         """Return the failure of the rollout role; None if it hasn't failed.
 
-        It has failed if an engine refuses this trainer's weights and all others refuse them, too, or were given up.
+        The role has failed if an engine refuses this trainer's weights and all others refuse them, too, or were given
+        up.
         """
         engines = self._fleet.of_role(ROLLOUT)
         refusing = [one for one in engines if self.refusal(one)]
@@ -168,7 +169,7 @@ class WeightSync:
                 self.waiting_for = waits_for_updates(trainer, announced, engines)
             if not able or done or not engines or self.waiting_for:
                 self.began = (self.began or time.time()) if self.waiting_for else None
-                # Without a trainer nobody asks when newcomers are due: an old time would be no pause at all.
+                # Without a trainer `admit` isn't called, so `due_seconds` may be outdated.
                 pause = IDLE_SECONDS if trainer is None else min(IDLE_SECONDS, self._joins.due_seconds)
                 await self._news.wait(pause)  # named: Run.waiting_for has `waiting_for`
             else:
@@ -187,7 +188,8 @@ class WeightSync:
     async def synchronise(
         self, trainer: Member, engines: list[Member], announced: Announcement, then: Callable[[], Awaitable[None]]
     ) -> bool:
-        """Synchronise once, instead of `run_forever`, and leave the weight group; on failure returns False.
+        """Synchronise once, for callers that don't use `run_forever`, and leave the weight group. Returns False on
+        failure.
 
         `then` is awaited after the transfer, before the engines count as serving; its errors are passed on.
         """
@@ -216,7 +218,7 @@ class WeightSync:
         except SyncFailed as error:
             self.last_failure, blamed = str(error), error.blamed
             if error.changed and not blamed and not error.unfit and self._failures_in_a_row < QUIET_FAILURES:
-                # The trainer was faster than this attempt. What it announces or reports next tells what to do.
+                # The trainer already has newer weights. Its next announcement or report decides what to do.
                 logger.info("weight synchronisation %d is repeated: %s", self.record.last_sync_id, error)
                 self._failures_in_a_row += 1
                 return BACKOFF.pause(self._failures_in_a_row)
@@ -366,7 +368,7 @@ class WeightSync:
     def _record_attempt(self, sync_id: int) -> "asyncio.Future[None]":
         """Record that a synchronisation is in progress, unless the announcement has already recorded it.
 
-        Its id needn't be in Redis then: a successor's have a later term.
+        In that case the id isn't saved in Redis: a successor's ids have a later term anyway.
         """
         if not self._recorded_ahead or self._saving.locked():
             return asyncio.create_task(self._save(last_sync_id=sync_id, running=True))
@@ -376,10 +378,10 @@ class WeightSync:
         return done
 
     async def _save(self, *, ahead: bool = False, **changes: Any) -> None:
-        """Update the record, in Redis first; with `ahead` Redis also gets that a synchronisation is in progress.
+        """Update the record, in Redis first. With `ahead`, Redis already records a synchronisation as in progress.
 
-        It will be in a moment, and needn't wait for Redis then. A coordinator that dies before only makes its successor
-        connect a new group.
+        The synchronisation follows at once and then needn't wait for Redis. If the coordinator dies before it begins,
+        the successor only connects a new group.
         """
         async with self._saving:  # an announcement may arrive at any time
             record = self.record.model_copy(update=changes)
@@ -389,10 +391,10 @@ class WeightSync:
 
 
 def waits_for_updates(trainer: Replica, announced: Announcement, engines: Sequence[Replica]) -> str:
-    """Say which engines wait because the trainer is already changing the announced weights; "" if it isn't.
+    """Describe the engines that wait because the trainer is already changing the announced weights; "" if none does.
 
-    Attempts before the step's end would only be refused, and would pause the engines each time. In a step of several
-    updates the trainer has a copy of the announced weights, and sends that.
+    The trainer would refuse attempts before the step's end, and each would pause the engines. In a step of several
+    updates the trainer keeps a copy of the announced weights and sends the copy.
     """
     weights = trainer.status.weights
     newest = (weights.term, weights.version) == (announced.term, announced.version)
