@@ -34,7 +34,7 @@ SLOW_SECONDS = 2.0
 
 
 class AgentService(StageReplica):
-    """Holds the conversations of its groups."""
+    """Holds the conversations of the replica's groups, and of evaluations."""
 
     role = AGENT
     stage = ROLES[AGENT].stage
@@ -44,10 +44,9 @@ class AgentService(StageReplica):
         self._run_id = ""
         self._engines: RunEngines | None = None
         self._others: list[Environments | Programs | Endpoint] = []
-        """The run's environment, or program or function with its endpoint, followed by those of evaluation sets
-        only."""
+        """Environments, programs and endpoints to close: the run's, then those that only evaluation sets use."""
         self._conversations: list[Conversations] = []
-        """The conversations of each environment, program or function."""
+        """Conversations with the run's environment, program or function, then with those of evaluation sets."""
         self._groups: GroupConversations | None = None
         self.evaluations: EvaluationConversations | None = None
         """Conversations of evaluations; None in runs without any."""
@@ -60,7 +59,10 @@ class AgentService(StageReplica):
         await super().start_run(config, assignment)
 
     async def prepare(self, config: RunConfig) -> tuple[Process, Callable[[], int]]:
-        """Start the environments, or the endpoint, so that a wrong name fails the start instead of every group."""
+        """Start the environments, programs and endpoints, so that a wrong name fails the start, not every group.
+
+        Returns a function that processes groups, and one that returns the number of groups to hold.
+        """
         folder = await asyncio.to_thread(resolve_model, config.model.path)
         tokenizer = await asyncio.to_thread(PromptTokenizer.of_run, config, folder)
         if tokenizer.template is None:
@@ -125,9 +127,9 @@ class AgentService(StageReplica):
             await one.close()
 
     async def drain(self, seconds: float) -> int:
-        """Finish groups. Those not finished in time return to the board, so none is held afterwards.
+        """Finish groups, and hand those that are not finished in time back to the board.
 
-        Conversations of evaluations begin anew at other replicas.
+        Conversations of evaluations are cancelled; other replicas start them again.
         """
         self._cancel_evaluations()
         held = await super().drain(seconds)
@@ -140,7 +142,7 @@ class AgentService(StageReplica):
             self.evaluations.cancel()
 
     def status(self) -> ServiceStatus:
-        """Name the slowest call of an environment, for which a step may wait."""
+        """Return the state; the detail names the slowest open call of an environment, for which a step may wait."""
         status = super().status()
         calls = [(since, session) for one in self._conversations for session, since in one.open_calls.items()]
         since, session = min(calls, default=(0.0, ""))
@@ -149,8 +151,8 @@ class AgentService(StageReplica):
         return replace(status, detail=f"waiting for the environment of conversation {session}, for {duration(seconds)}")
 
     def pieces(self) -> int:
-        """Return a number that increases with engines' messages, and with calls and checks of environments and
-        programs."""
+        """Return the number of engines' messages and of calls and checks of environments and programs; shows
+        progress."""
         if self._engines is None:
             return 0
         return self._engines.pieces + sum(conversations.calls for conversations in self._conversations)

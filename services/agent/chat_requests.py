@@ -1,4 +1,7 @@
-"""Programs' requests for the model's next message, and the answers, in any protocol; messages stored for later ones."""
+"""Programs' requests for the model's next message, the answers, and messages stored for later requests.
+
+The types don't depend on the protocol.
+"""
 
 import json
 import time
@@ -12,7 +15,7 @@ from relaxd.envs.replies import ParsedReply
 
 
 class BadRequest(Exception):
-    """A request is refused. The message has the reason, for the program and its log."""
+    """The request is refused. The message has the reason, for the program and its log."""
 
     def __init__(self, message: str, param: str | None = None, *, code: str | None = None, status: int = 400) -> None:
         super().__init__(message)
@@ -26,23 +29,23 @@ class ChatRequest:
     """A request for the next message of the model."""
 
     messages: list[Message]
-    """All messages so far, in the form of chat templates; none if there are `tokens`."""
+    """All messages so far, in the form of chat templates; empty with `tokens`."""
     tools: list[dict[str, Any]]
     """Schemas of tools."""
     calls: bool
     """False if tool calls stay in the text (tool_choice is "none")."""
     most: int | None
-    """Maximum length of the answer in tokens, if the program sets one."""
+    """Maximum tokens of the answer, if the program sets a limit."""
     stop: tuple[str, ...]
-    """Texts that end the answer."""
+    """Strings that end the answer."""
     digest: bytes
-    """Equal in repetitions of a request."""
+    """Hash of the request; equal for repetitions of a request."""
     with_ids: bool = False
-    """True if the answer is to have its tokens."""
+    """True if the answer must contain its token ids."""
     kept: Sequence[Message] | None = None
     """Messages to store with the answer, for continuation by a later request; None: store nothing."""
     tokens: Sequence[int] = ()
-    """Ids of all tokens so far, in place of messages."""
+    """Ids of all tokens so far, instead of messages."""
     stop_tokens: Sequence[int] = ()
     """Token ids that end the answer, in addition to the run's."""
 
@@ -63,13 +66,13 @@ class ChatAnswer:
     """An answer: a message of the model."""
 
     message: Message
-    """The message in the form that was sent, with calls' arguments as objects."""
+    """The message as sent to the program, but with arguments of calls as objects."""
     thinking: str
     finish_reason: Literal["stop", "length", "tool_calls"]
     prompt_tokens: int
     completion_tokens: int
     id: str
-    """Name among all sessions' answers."""
+    """Id of the answer, unique over all sessions."""
     created: int = field(default_factory=lambda: int(time.time()))
     ids: AnswerIds | None = None
     """Token ids of the answer, if the request asks for them."""
@@ -82,7 +85,7 @@ class ChatAnswer:
 
 
 def answer_message(parsed: ParsedReply, text: str) -> Message:
-    """Return a reply in the form for the program: unreadable calls stay in the text, unless others are readable."""
+    """Return the message for the program. If no tool call is readable, unreadable calls stay in its text."""
     message = parsed.message
     message.pop("reasoning_content", None)
     if parsed.problem and not parsed.calls:
@@ -91,9 +94,9 @@ def answer_message(parsed: ParsedReply, text: str) -> Message:
 
 
 def new_messages(known: Sequence[Message], asked: Sequence[Message]) -> list[Message]:
-    """Return the messages that a request adds to the known ones, the last of which is the model's.
+    """Return the messages that a request adds to the known ones. The last known message is the model's.
 
-    Raises BadRequest, which says where the request isn't a continuation.
+    Raises BadRequest if the request doesn't continue the known messages; it names the first difference.
     """
     for index, (ours, theirs) in enumerate(zip(known, asked, strict=False)):
         if what := _difference(ours, theirs):
@@ -120,17 +123,17 @@ def new_messages(known: Sequence[Message], asked: Sequence[Message]) -> list[Mes
 
 
 def common_messages(known: Sequence[Message], asked: Sequence[Message]) -> int:
-    """Return the number of messages with which both begin."""
+    """Return the number of leading messages that both have."""
     same = (not _difference(ours, theirs) for ours, theirs in zip(known, asked, strict=False))
     return sum(1 for _ in takewhile(bool, same))
 
 
 def with_tool_names(messages: Sequence[Message], before: Sequence[Message] = ()) -> list[Message]:
-    """Return messages in which tools' answers have the tool's name, which some chat templates write.
+    """Return messages, with the tool's name added to each tool's answer, because some chat templates write it.
 
     Args:
         messages: the messages.
-        before: messages before them, which have calls, too.
+        before: earlier messages, which may contain the calls.
     """
     names = {
         call["id"]: call["function"]["name"]
@@ -144,9 +147,10 @@ def with_tool_names(messages: Sequence[Message], before: Sequence[Message] = ())
 
 
 def _difference(ours: Message, theirs: Message) -> str:
-    """Return the difference between a known message and a request's, in words; "" if there is none.
+    """Describe the difference between a known message and a request's; "" if they are equal.
 
-    In the assistant's messages, calls are compared by id and values, and texts without surrounding white space.
+    In the assistant's messages, calls are compared by id, name and arguments, and texts without surrounding white
+    space.
     """
     if ours["role"] != theirs["role"]:
         return f"its role is {theirs['role']}, and was {ours['role']}"
@@ -173,18 +177,18 @@ def _call_list(message: Message) -> list[list[Any]]:
 
 
 def shown(value: Any) -> str:
-    """Return a value for a message, shortened."""
+    """Return a value as JSON for an error message, at most 200 characters long."""
     text = json.dumps(value, ensure_ascii=False, default=str)
     return text if len(text) <= 200 else f"{text[:197]}..."
 
 
 @dataclass(frozen=True)
 class Stored:
-    """A conversation up to an answer, its last message."""
+    """A conversation up to and including an answer."""
 
     messages: Sequence[Message] = ()
     tools: Sequence[dict[str, Any]] = ()
-    """Schemas of the tools that the request had."""
+    """Schemas of the request's tools."""
 
 
 class StoredMessages:
@@ -194,7 +198,8 @@ class StoredMessages:
         self._stored: dict[str, Stored] = {}
 
     def keep(self, name: str, messages: Sequence[Message], tools: Sequence[dict[str, Any]]) -> None:
-        """Store the messages up to an answer. Messages shared with another answer are stored once."""
+        """Store the messages up to and including an answer. Messages shared with the last stored answer use no memory
+        again."""
         last = next(reversed(self._stored.values()), Stored())
         known = [
             old if old == new else new for old, new in zip(last.messages, messages, strict=False)
@@ -203,7 +208,7 @@ class StoredMessages:
         self._stored[name] = Stored([*known, *messages[len(known) :]], shared)
 
     def find(self, param: str, name: Any, prefix: str) -> Stored:
-        """Return the messages up to an answer, given its id with the protocol's prefix. Raises BadRequest."""
+        """Return the stored conversation of an answer, given its id with the protocol's prefix. Raises BadRequest."""
         found = self._stored.get(name.removeprefix(prefix)) if isinstance(name, str) else None
         if found is None:
             raise BadRequest(f'{param} = "{name}" isn\'t an answer that was stored in this session', param)

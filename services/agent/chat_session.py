@@ -1,4 +1,4 @@
-"""A conversation led by a program: its requests continue histories of tokens, or begin new ones."""
+"""A conversation led by a program, whose requests continue token histories or begin new ones."""
 
 import asyncio
 import hashlib
@@ -37,7 +37,7 @@ class PromptTokens:
         self._start = start
         self._media = media
         self._answered: dict[bytes, tuple[TokenHistory, int]] = {}
-        """Histories of answered requests, and how many of their tokens were the engine's prompt."""
+        """By digest of an answered request: its history, and the number of its tokens that were the engine's prompt."""
 
     @property
     def most(self) -> int:
@@ -49,13 +49,13 @@ class PromptTokens:
     def remember(
         self, messages: Sequence[Message], tools: Sequence[dict[str, Any]], history: TokenHistory, count: int
     ) -> None:
-        """Remember that these messages were the first `count` tokens of a history, which may continue."""
+        """Remember that these messages are the first `count` tokens of a history."""
         self._answered[_digest(messages, tools)] = history, count
 
     async def of(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]]) -> list[int]:
-        """Return the engine's prompt for messages; if they weren't answered, as if a conversation began with them.
+        """Return the engine's prompt for messages. Messages that weren't answered count as a new conversation.
 
-        Raises BadRequest: the chat template rejects them.
+        Raises BadRequest if the chat template rejects them.
         """
         if (answered := self._answered.get(_digest(messages, tools))) is not None:
             history, count = answered
@@ -78,7 +78,7 @@ class PromptTokens:
 def opening(example: Example, messages: Sequence[Message]) -> tuple[Example, Sequence[Message]]:
     """Split the messages of a first request into the sample's prompt and the messages after it.
 
-    If they don't begin with the sample's prompt, the returned prompt is empty and all messages follow it.
+    If they don't begin with the sample's prompt, return an empty prompt and all messages.
     """
     contents = (message.get("content") or "" for message in example.messages)
     prompt = [
@@ -96,42 +96,42 @@ def _digest(messages: Sequence[Message], tools: Sequence[dict[str, Any]]) -> byt
 
 @dataclass(eq=False)
 class _Branch:
-    """One history of the sample. The first consists of the program's first request and its continuations."""
+    """One history of the sample: a request and its continuations."""
 
     turns: ModelTurns
     known: list[Message] | None
-    """Messages so far, the model's included; None: its last request had token ids, which may be none of messages."""
+    """Messages so far, including the model's; None after a request of token ids, which may not encode messages."""
     tools: list[dict[str, Any]]
 
 
 class ChatSession:
-    """Answers a program's requests in order. Lives in one event loop."""
+    """Answers a program's requests in order. Use it in one event loop."""
 
     def __init__(self, model: PolicyModel, start: ConversationStart, result: Conversation) -> None:
         """`result` receives the model's and the program's messages."""
         self.id = secrets.token_urlsafe(12)
-        """Name in the endpoint's address."""
+        """Id of the session, a part of its address at the endpoint."""
         self.key = secrets.token_urlsafe(32)
-        """Key that its requests must have."""
+        """Key that the session's requests must have."""
         self.limit = ""
-        """Limit of the run for which a request was refused, by relaxd.finish_reasons; "": none was."""
+        """Limit of the run by which the last request was refused, by relaxd.finish_reasons; "" if it wasn't."""
         self.cut_by = ""
         """Limit that cut off the last message, by relaxd.finish_reasons; "" if none did."""
         self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        """Gets an exception, the reason, once the conversation can't continue."""
+        """Future whose exception is the reason why the conversation can't continue; pending until then."""
         self.media = SessionMedia(model.tokenizer.vision, start.media)
-        """Media of its prompt and of its requests."""
+        """Media of the session's prompt and requests."""
         self.prompts = PromptTokens(model, start, self.media)
-        """Tokens of its requests."""
+        """Counts the tokens of the session's requests."""
         self.stored = StoredMessages()
-        """Stored messages that requests can continue by an id."""
+        """Stored messages that requests can continue by an answer's id."""
         self.generating = False
         """True while the model writes a message, or waits for an engine."""
         self._model = model
         self._start = start
         self._result = result
         self._branches: list[_Branch] = []
-        """Histories with messages of the model, in the order of their beginning."""
+        """Histories with messages of the model, in the order of their first ones."""
         self._one_by_one = asyncio.Lock()
         self._answers: dict[bytes, asyncio.Task[ChatAnswer]] = {}
         """Answers, finished or not, by their requests' digests."""
@@ -154,7 +154,7 @@ class ChatSession:
         for task in self._answers.values():
             task.cancel()
         if not self.failed.cancel() and not self.failed.cancelled():
-            self.failed.exception()  # or else asyncio complains that nobody has asked for it
+            self.failed.exception()  # retrieves it; else asyncio logs an error
 
     async def _answer(self, request: ChatRequest) -> ChatAnswer:
         async with self._one_by_one:
@@ -162,7 +162,7 @@ class ChatSession:
                 return await self._next(request)
             except BadRequest:
                 raise
-            except Exception as error:  # whoever waits for the conversation handles it
+            except Exception as error:  # the waiter on `failed` handles it
                 if not self.failed.done():
                     self.failed.set_exception(error)
                 raise self._over(str(error)) from error
@@ -187,7 +187,7 @@ class ChatSession:
             self.prompts.remember(request.messages, request.tools, turns.history, message.prompt_tokens)
         self._result.messages += new
         self._result.add_reply(message, tool_names(request.tools))
-        self.limit = ""  # the program has gone on otherwise, such as with a compacted history
+        self.limit = ""  # after a refusal the program has continued, such as with a compacted history
         sent = answer_message(message.parsed, message.text)
         branch.known = None if request.tokens else [*request.messages, sent]
         if branch not in self._branches:
@@ -205,13 +205,15 @@ class ChatSession:
         )
 
     def _shown_ids(self, ids: MessageTokens) -> AnswerIds:
-        """Return an answer's token ids, with the prompt's in compact form, because answers are stored."""
+        """Return an answer's token ids; the prompt's are in a compact array, because answers are stored."""
         texts = [self._model.tokenizer.decode([token], special=True) for token in ids.tokens]
         return AnswerIds(array("i", ids.prompt), ids.tokens, ids.logprobs, texts)
 
     async def _with_messages(self, request: ChatRequest) -> tuple[_Branch, list[Message]]:
-        """Append a request's messages to the history that it continues, or begin a new one. Returns the history and the
-        new part."""
+        """Append a request's messages to the history that it continues, or begin a new history.
+
+        Returns the history and the new messages.
+        """
         branch, new = self._continued(request)
         if branch is None:
             return await self._begin(request)
@@ -220,7 +222,10 @@ class ChatSession:
         return branch, new
 
     async def _with_tokens(self, request: ChatRequest) -> tuple[_Branch, list[Message]]:
-        """`_with_messages` for a request's token ids. The new part counts as one message of the user."""
+        """Append a request's token ids to the history that they continue, or begin a new history.
+
+        Returns the history and the text of the new tokens, as one message of the user.
+        """
         tokens, tokenizer, example = request.tokens, self._model.tokenizer, self._start.example
         kept, branch = 0, None
         for one in self._branches:
@@ -256,9 +261,9 @@ class ChatSession:
             )
 
     def _continued(self, request: ChatRequest) -> tuple[_Branch | None, list[Message]]:
-        """Return the longest history that a request continues, None if it begins one, and the messages that it adds.
+        """Return the longest history that a request continues, or None, and the messages that the request adds.
 
-        Raises BadRequest: it begins another history, but the maximum number is reached.
+        Raises BadRequest if the request would begin a history, but the maximum number is reached.
         """
         why, most, longest, new = "messages continue no history of messages", 0, None, list[Message]()
         for branch in self._branches:
@@ -279,10 +284,9 @@ class ChatSession:
         return longest, new
 
     async def _begin(self, request: ChatRequest) -> tuple[_Branch, list[Message]]:
-        """Begin a history with a request's messages; return it, and those messages that no other history has.
+        """Begin a history with a request's messages; return it, and the messages after those shared with a history.
 
-        If it begins with the sample's messages, these are encoded as on the board. Control tokens in other messages are
-        plain text.
+        Leading messages of the sample are encoded as on the board. Control tokens in other messages are plain text.
         """
         messages = with_tool_names(request.messages)
         told = max((common_messages(branch.known or [], messages) for branch in self._branches), default=0)

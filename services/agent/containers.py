@@ -1,4 +1,4 @@
-"""Programs that lead conversations in containers: one container a sample (agent.container), in the Docker engine."""
+"""Programs that lead conversations from containers of the Docker engine, one per sample (agent.container)."""
 
 import asyncio
 import io
@@ -25,13 +25,13 @@ from services.agent.chat_session import ChatSession
 from services.agent.programs import TAIL_BYTES, Programs, RunningProgram, sample_folder
 
 CALL_SECONDS = 60.0
-"""Timeout of a call, except waiting for a container's end."""
+"""Deadline of a call to the Docker engine, in seconds, except the wait for a container's end."""
 MAX_ANSWER = 8 << 20
-"""Maximum bytes of an answer; a longer one is truncated."""
+"""Number of bytes after which reading an answer stops."""
 
 
 class EngineError(OSError):
-    """The engine doesn't answer, or refuses a call. The message says which."""
+    """The Docker engine doesn't answer, or refuses a call; `status` is its HTTP status, 0 without an answer."""
 
     def __init__(self, message: str, status: int = 0) -> None:
         super().__init__(message)
@@ -39,10 +39,10 @@ class EngineError(OSError):
 
 
 class DockerEngine:
-    """Calls the engine, with tar archives and JSON. Lives in one event loop."""
+    """Client of the Docker engine's HTTP API. Use it in one event loop."""
 
     def __init__(self) -> None:
-        """Take the engine at DOCKER_HOST. Raises InvalidArgument."""
+        """Use the engine at DOCKER_HOST. Raises InvalidArgument if that is no Unix socket."""
         self._address = os.environ.get("DOCKER_HOST") or "unix:///var/run/docker.sock"
         if not self._address.startswith("unix://"):
             raise InvalidArgument(
@@ -57,7 +57,7 @@ class DockerEngine:
         await self._session.close()
 
     async def json(self, method: str, path: str, body: Any = None, query: Mapping[str, str] | None = None) -> Any:
-        """Return a JSON answer; None if it is empty. Raises EngineError."""
+        """Send a call and return its JSON answer; None if it is empty. Raises EngineError."""
         found = await self.bytes(method, path, None if body is None else json.dumps(body).encode(), query)
         return json.loads(found) if found.strip() else None
 
@@ -71,15 +71,15 @@ class DockerEngine:
         kind: str = "application/json",
         seconds: float | None = CALL_SECONDS,
     ) -> bytes:
-        """Return the content of an answer. Raises EngineError.
+        """Send a call and return the content of its answer. Raises EngineError.
 
         Args:
             method: HTTP method.
             path: path of the call.
-            body: content of the request, of the type `kind`.
-            query: parameters.
-            kind: type of the content.
-            seconds: time for the answer; None: any.
+            body: content of the request.
+            query: query parameters.
+            kind: content type of `body`.
+            seconds: deadline in seconds; None for no deadline.
         """
         try:
             async with self._session.request(
@@ -107,18 +107,18 @@ class DockerEngine:
 
 
 NETWORK = "relaxd-agent"
-"""Network of the containers, without access to the outside or to each other."""
+"""Name of the containers' network, which connects them neither to the outside nor to each other."""
 OWNER = "relaxd.agent-owner"
-"""Label of containers with the process that started them."""
+"""Name of the container label that identifies the process that started the container."""
 FOLDER = "/relaxd"
-"""Folder of the sample and its result in a container."""
+"""Folder in a container for the sample and its result."""
 TAIL_LINES = 50
-"""Number of last lines of a program's output that are read."""
+"""Maximum number of last lines to read of a program's output."""
 TAR = "application/x-tar"
 FRAME = 8
-"""Number of bytes of the header of a piece of output."""
+"""Number of bytes of the header before each piece of output."""
 SIGNALLED = 128
-"""Exit codes above are this and the number of the signal that ended the program."""
+"""Offset of exit codes of programs that a signal ended: 128 + the signal's number."""
 
 _log = logging.getLogger(__name__)
 
@@ -141,11 +141,11 @@ class ContainerProgram:
         """Start the program in a new container.
 
         Args:
-            engine: the engine.
-            container: the body of its call that creates the container.
-            sample: the contents of RELAXD_SAMPLE.
-            result: the path for the program's result on this machine.
-            memory_gb: limit of memory, for messages.
+            engine: the Docker engine.
+            container: body of the call that creates the container.
+            sample: content of the file RELAXD_SAMPLE.
+            result: path on this machine for the program's result.
+            memory_gb: memory limit in GB, for messages.
 
         Raises EngineError.
         """
@@ -160,13 +160,13 @@ class ContainerProgram:
         return cls(engine, name, result, memory_gb)
 
     async def wait(self) -> int:
-        """Wait for its end; return its exit code; negative: the signal. Raises EngineError."""
+        """Wait for the program's end. Returns its exit code, or minus the signal that ended it. Raises EngineError."""
         return await asyncio.shield(self._waiting)
 
     async def end(self) -> str:
-        """Kill the program, fetch its result, remove the container, and return the end of its output; "" if it has.
+        """Kill the program, fetch its result and remove the container. Returns the end of the program's output.
 
-        Raises EngineError; EnvironmentFailed: its result can't be used.
+        A second call returns "". Raises EngineError, and EnvironmentFailed if the result can't be used.
         """
         if self._removed:
             return ""
@@ -195,14 +195,14 @@ class ContainerProgram:
         path = f"/containers/{self._id}/logs"
         data = await self._engine.bytes("GET", path, query={"stdout": "1", "stderr": "1", "tail": str(TAIL_LINES)})
         text = bytearray()
-        while len(data) >= FRAME:  # of stdout or stderr: kind, three zeros, length, and then its bytes
+        while len(data) >= FRAME:  # header: stdout or stderr, three zeros, length of the bytes that follow
             length = int.from_bytes(data[4:FRAME], "big")
             text += data[FRAME : FRAME + length]
             data = data[FRAME + length :]
         return escape(bytes(text[-TAIL_BYTES:]).decode(errors="replace").strip(), keep="\t\n")
 
     async def _fetch_result(self) -> None:
-        """Copy the program's result, if any."""
+        """Copy the program's result from the container, if it exists."""
         try:
             where = {"path": f"{FOLDER}/result.json"}
             archive = await self._engine.bytes("GET", f"/containers/{self._id}/archive", query=where)
@@ -222,19 +222,19 @@ class ContainerProgram:
 
 
 class ContainerPrograms(Programs):
-    """Starts a run's program in a container for each sample. Lives in one event loop."""
+    """Starts a run's program in a container for each sample. Use it in one event loop."""
 
     def __init__(self, config: AgentConfig) -> None:
         super().__init__(config)
         self._config = config
         self._engine: DockerEngine | None = None
         self._network = NETWORK
-        """Id of the network, once it is known."""
+        """Id of the network after `start`; its name before."""
 
     async def start(self) -> None:
         """Start the endpoint, and remove the containers of services that were killed.
 
-        Raises InvalidArgument: there is no such image; Unavailable: no engine answers.
+        Raises InvalidArgument if the image doesn't exist, Unavailable if the Docker engine fails.
         """
         self._engine = engine = DockerEngine()
         try:
@@ -252,7 +252,7 @@ class ContainerPrograms(Programs):
             raise Unavailable(f"agent.container: {error}") from error
 
     async def close(self) -> None:
-        """End the endpoint."""
+        """Stop the endpoint, and close the connections to the Docker engine."""
         await super().close()
         if self._engine is not None:
             await self._engine.close()
@@ -290,11 +290,11 @@ class ContainerPrograms(Programs):
                 await _remove(self._engine, one["Id"])
 
     def container_of(self, environment: Mapping[str, str]) -> dict[str, Any]:
-        """Return the body of the engine's call that creates a container."""
+        """Return the body of the call that creates a container."""
         config, memory = self._config, int(self._config.container_memory_gb * 1e9)
         return {
             "Image": config.container,
-            "Entrypoint": list(config.command),  # in place of the image's own
+            "Entrypoint": list(config.command),  # replaces the image's entry point
             "Env": [f"{name}={value}" for name, value in environment.items()],
             "Labels": {OWNER: _owner_of(os.getpid())},
             "HostConfig": {
@@ -311,7 +311,7 @@ class ContainerPrograms(Programs):
 
 
 def _owner_of(pid: int) -> str:
-    """Return the label of a process, which differs from that of a later one with the same id."""
+    """Return a process's label. It contains the start time, because a later process may have the same id."""
     try:
         return f"{pid}:{psutil.Process(pid).create_time():.2f}"
     except psutil.NoSuchProcess:
@@ -319,7 +319,7 @@ def _owner_of(pid: int) -> str:
 
 
 def _archive_of(sample: bytes) -> bytes:
-    """Return an archive with FOLDER, in which any user may write, and the sample."""
+    """Return a tar archive with FOLDER, writable by any user, and the sample in it."""
     packed = io.BytesIO()
     with tarfile.open(fileobj=packed, mode="w") as archive:
         folder, file = tarfile.TarInfo(FOLDER.strip("/")), tarfile.TarInfo(f"{FOLDER.strip('/')}/sample.json")
@@ -343,7 +343,7 @@ async def _network_of(engine: DockerEngine) -> dict[str, Any]:
     named = {"filters": json.dumps({"name": [f"^{NETWORK}$"]})}
     if not await engine.json("GET", "/networks", query=named):
         await engine.json("POST", "/networks/create", made)
-    # Names aren't unique: of two that were made at once, everybody takes the older one.
+    # Names aren't unique: if two were created at once, all services use the older network.
     found: list[dict[str, Any]] = await engine.json("GET", "/networks", query=named)
     return min(found, key=lambda network: (network["Created"], network["Id"]))
 
@@ -351,5 +351,5 @@ async def _network_of(engine: DockerEngine) -> dict[str, Any]:
 def _gateway(network: Mapping[str, Any]) -> str:
     """Return this machine's address in a network."""
     (addresses,) = network["IPAM"]["Config"]
-    # An engine that was never told a gateway takes the network's first address, and may not show it.
+    # Without a configured gateway, the engine uses the network's first address and may not report it.
     return addresses.get("Gateway") or str(next(ip_network(addresses["Subnet"]).hosts()))

@@ -1,4 +1,4 @@
-"""A conversation of the model with the environment: a sample of a group."""
+"""Conversations of the model with an environment. Each is a sample of a group."""
 
 import asyncio
 import time
@@ -41,7 +41,7 @@ from services.agent.model_turns import (
 )
 
 MAX_INFO = 64
-"""Maximum number of an environment's numbers that a conversation stores."""
+"""Maximum number of entries of an environment's `info` that a conversation stores."""
 
 
 @dataclass
@@ -54,15 +54,15 @@ class ConversationTokens:
     logprobs: NDArray[np.float32] = field(default_factory=lambda: np.empty(0, np.float32))
     versions: NDArray[np.int64] = field(default_factory=lambda: np.empty(0, np.int64))
     message_lengths: list[int] = field(default_factory=list)
-    """Numbers of tokens from the end of each message of the model, or from the beginning, to the end of the next."""
+    """For each message of the model: number of tokens since the end of its last message, or since the beginning."""
     media: list[StoredMedia] = field(default_factory=list)
     """Media in the tokens, with their positions."""
 
     @classmethod
     def of(cls, history: TokenHistory, published: Sequence[int], hashes: Sequence[str]) -> "ConversationTokens":
-        """Copy a history up to its last reply. If its prompt differs from the published one, the tokens begin with it.
+        """Copy a history up to its last reply. The tokens include its prompt only if it differs from the published one.
 
-        `hashes`: the published prompt's media, which are compared as well, because other media may have equal tokens.
+        `hashes`: of the published prompt's media. They are compared too, because different media may have equal tokens.
         """
         own, columns, media = list(history.prompt_tokens), history.to_last_reply(), history.media_to_last_reply
         versions = columns["versions"]
@@ -84,16 +84,16 @@ class ConversationTokens:
 
 @dataclass
 class Conversation:
-    """A conversation so far."""
+    """Course and result of a conversation."""
 
     sequences: dict[int, ConversationTokens] = field(default_factory=lambda: {0: ConversationTokens()})
-    """Tokens of each history up to the end of its last message of the model, once the conversation has ended."""
+    """After the conversation's end: tokens of each history up to the end of the model's last message."""
     histories: dict[int, TokenHistory] = field(default_factory=dict)
-    """Histories until then, by the player from whose view they are; a program's in the order of their beginning."""
+    """Until the conversation's end: the history in each player's view; for programs and functions, by number."""
     player_rewards: dict[int, float] = field(default_factory=dict)
-    """Sums of the environment's rewards by player."""
+    """Sum of the environment's rewards for each player."""
     steps: list[tuple[int, Mapping[int, float]]] = field(default_factory=list)
-    """Player of each of the model's messages that the environment answered, and its rewards by player."""
+    """For each message that the environment answered: the player who wrote it, and the rewards by player."""
     messages: list[Message] = field(default_factory=list)
     """Messages after the prompt."""
     text: str = ""
@@ -101,24 +101,24 @@ class Conversation:
     finish: str = ""
     """Reason of the end, by relaxd.finish_reasons."""
     failure: str = ""
-    """Reason why the environment failed, if it did."""
+    """Reason why the environment failed; empty if it didn't."""
     turns: int = 0
     reward: float = 0.0
     """Sum of the environment's rewards."""
     info: dict[str, float] = field(default_factory=dict)
-    """The environment's numbers; the last value of each name."""
+    """The environment's `info`; the last value of each name."""
     environment_seconds: float = 0.0
 
     receipts: Sequence[Receipt] = ()
-    """Receipts for the weights that wrote the model's messages, once the conversation has ended."""
+    """After the conversation's end: receipts for the weights that generated the model's messages."""
     outside_seconds: float = 0.0
-    """Time outside requests to engines."""
+    """Seconds outside requests to engines."""
     tool_calls: int = 0
     tool_errors: int = 0
-    """Calls that name no tool, and messages with a call that can't be read."""
+    """Number of calls of unknown tools, and of messages with an unreadable call."""
 
     def add_reply(self, message: ModelMessage, tools: Collection[str]) -> None:
-        """Add a message of the model, which may call the tools of these names."""
+        """Add a message of the model. `tools`: names of the tools that it may call."""
         self.count_calls(message.parsed, tools)
         self.text = message.text
         calls = {"tool_calls": message.parsed.message["tool_calls"]} if message.parsed.calls else {}
@@ -126,14 +126,14 @@ class Conversation:
         self.turns += 1
 
     def add_rewards(self, speaker: int, rewards: Mapping[int, float]) -> None:
-        """Add the rewards of players, by number, for a message of one of them."""
+        """Add the players' rewards for a message of player `speaker`."""
         self.steps.append((speaker, rewards))
         for player, reward in rewards.items():
             self.player_rewards[player] = self.player_rewards.get(player, 0.0) + reward
         self.reward += sum(rewards.values())
 
     def returns(self, player: int) -> list[float]:
-        """Return the sum of a player's rewards from each of its messages on."""
+        """Return, for each message of a player, the sum of the player's rewards from this message on."""
         after, returns = 0.0, []
         for speaker, rewards in reversed(self.steps):
             after += rewards.get(player, 0.0)
@@ -143,11 +143,11 @@ class Conversation:
 
     @property
     def model_tokens(self) -> int:
-        """Number of tokens that the model wrote, once the conversation has ended."""
+        """Number of tokens that the model wrote; valid after the conversation's end."""
         return sum(int(np.count_nonzero(one.loss_mask)) for one in self.sequences.values())
 
     def count_calls(self, reply: ParsedReply, tools: Collection[str]) -> None:
-        """Count the tool calls of a message. Without tools the environment parses calls itself, with any names."""
+        """Count the tool calls of a message. Without `tools` any name is valid: the environment parses calls itself."""
         self.tool_calls += len(reply.calls)
         unknown = [call for call in reply.calls if tools and call.name not in tools]
         self.tool_errors += len(unknown) + bool(reply.problem)
@@ -155,18 +155,18 @@ class Conversation:
 
 @dataclass(frozen=True)
 class ConversationStart:
-    """The beginning of a conversation."""
+    """Parameters with which a conversation begins."""
 
     engine: EngineSession
-    """The conversation's requests to engines; also has the engine's name."""
+    """The conversation's session with engines; contains the session's name."""
     example: Example
     """The prompt."""
     group_seed: int
-    """Seed of the environment or of the program."""
+    """Seed of the environment or the program."""
     sample_seed: int
     """Seed of the model's messages."""
     seconds: Callable[[], float]
-    """Function that returns the remaining seconds."""
+    """Function that returns the conversation's remaining seconds."""
     media: Sequence[StoredMedia] = ()
     """Media of the prompt."""
 
@@ -185,16 +185,16 @@ class ConversationStart:
 
         Args:
             model: the model.
-            example: the prompt, or what stands in its place.
+            example: the sample's prompt, or its replacement.
             tools: schemas of the tools that the model may call.
-            opened: messages that follow the prompt's.
-            branch: number of this history of the sample, from 0 on. Only the first one's prompt is limited to
-                data.max_prompt_tokens; what others have above takes `room`.
-            tokens: the prompt's token ids, in place of example, tools and messages.
+            opened: messages after the prompt's.
+            branch: number of this history of the sample, from 0 on. Only the prompt of history 0 is limited to
+                data.max_prompt_tokens; in others, tokens above this limit reduce `room`.
+            tokens: the prompt's token ids, instead of example, tools and messages.
             media: media of `opened`.
 
         Raises:
-            BadPrompt, CannotContinue, DataError: it can't begin.
+            BadPrompt, CannotContinue, DataError: the conversation can't begin.
         """
         if tools and model.form is None:
             raise BadPrompt(
@@ -216,7 +216,7 @@ class ConversationStart:
         return ModelTurns(model, self.engine, history, tools=tools, sampling=own, seed=seed, seconds=self.seconds)
 
     def media_of(self, example: Example) -> Sequence[StoredMedia]:
-        """Return the media of a prompt; none if the prompt stands in for the sample's."""
+        """Return the media of a prompt; none if it is not the sample's prompt."""
         return self.media if example is self.example else ()
 
     @property
@@ -228,14 +228,14 @@ class ConversationStart:
 
 
 class Conversations(ABC):
-    """Holds conversations of one run."""
+    """Holds conversations of one run with an environment, program or function."""
 
     def __init__(self, model: PolicyModel) -> None:
         self._model = model
         self.calls = 0
-        """A counter that shows that the replica isn't stuck."""
+        """Number of calls and checks so far; shows that the replica makes progress."""
         self.open_calls: dict[str, float] = {}
-        """Monotonic times at which the present calls of the environment began, by session."""
+        """Start times of the environment's running calls, by session, from time.monotonic()."""
 
     async def hold(
         self,
@@ -251,16 +251,16 @@ class Conversations(ABC):
         """Hold a conversation to its end.
 
         Args:
-            name: id of the session, unique among those of the run.
+            name: id of the session, unique in the run.
             example: the prompt.
             published: the prompt's token ids on the board.
-            group_seed: seed of the environment or of the program.
+            group_seed: seed of the environment or the program.
             sample_seed: seed of the model's messages.
-            wanted: weights that its engines must serve; None means any.
+            wanted: weights that engines must serve; None for any.
             media: the prompt's media.
 
         Raises:
-            BadPrompt: it can't begin or go on.
+            BadPrompt: the conversation can't begin or continue.
             RefusedPrompt, grpc.aio.AioRpcError: see `RunEngines.generate`.
         """
         result = Conversation()
@@ -289,7 +289,7 @@ class Conversations(ABC):
                 for key, history in result.histories.items()
             }
             result.histories = {}
-        # Media that the model didn't come to see aren't stored.
+        # Media that the model never saw aren't stored.
         seen = {item.sha256 for one in result.sequences.values() for item in one.media}
         result.messages = without_missing(result.messages, seen.union(hashes_of(media.records)))
         return result
@@ -300,7 +300,7 @@ class Conversations(ABC):
 
     @abstractmethod
     def _end(self, name: str) -> None:
-        """Release a conversation's resources; nobody waits for it."""
+        """Release a conversation's resources in the background."""
 
 
 class EnvironmentConversations(Conversations):
@@ -315,7 +315,7 @@ class EnvironmentConversations(Conversations):
 
     @contextmanager
     def _timed(self, result: Conversation, call: str, session: str) -> Iterator[Span]:
-        """Count a call of the environment and its time, and record its span."""
+        """Count a call of the environment and its time, and record a span."""
         begun = self.open_calls[session] = time.monotonic()
         try:
             with telemetry.part_span(f"environment {call}", span_attributes(session, result.turns)) as span:
@@ -373,7 +373,7 @@ class EnvironmentConversations(Conversations):
                 players[player] = await begun
 
     async def _normalised(self, items: Sequence[MediaItem], prompt: Sequence[StoredMedia]) -> list[StoredMedia]:
-        """Return the environment's media in the model's normal form; those of the prompt have it already.
+        """Return the environment's media in the model's normal form. Media of the prompt have this form already.
 
         Raises EnvironmentFailed.
         """
@@ -395,7 +395,7 @@ class EnvironmentConversations(Conversations):
         return await asyncio.to_thread(normalise_all)
 
     def _checked_player(self, player: int) -> int:
-        """Return a player's number. Raises EnvironmentFailed: there is no such player."""
+        """Return a player's number. Raises EnvironmentFailed if it is out of range."""
         if 0 <= player < (count := self._model.config.agent.players):
             return player
         raise EnvironmentFailed(f"player {player} is to speak next, but agent.players is {count}: set it to more")

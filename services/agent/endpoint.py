@@ -1,4 +1,4 @@
-"""HTTP server for programs' requests, with an address for each conversation."""
+"""HTTP server for programs' requests; each conversation has its own address."""
 
 import asyncio
 import secrets
@@ -24,17 +24,17 @@ PROTOCOLS: Mapping[str, Protocol] = {
     "/{session}/v1/messages": ANTHROPIC_MESSAGES,
     "/{session}/inference/v1/generate": TOKEN_GENERATION,
 }
-"""Protocols by their addresses."""
+"""Protocols by path."""
 MAX_BODY = 64 << 20
-"""Maximum number of bytes of a request, which has all media of its messages."""
+"""Maximum bytes of a request, including all media of its messages."""
 LONG_BODY = 1 << 20
-"""Size of a request, in bytes, above which it is parsed in a thread, so that others aren't delayed."""
+"""Size in bytes above which a request is parsed in a thread, so that it doesn't delay others."""
 CLOSE_SECONDS = 1.0
-"""Seconds for open requests when the server ends."""
+"""Maximum seconds to wait for open requests when the server stops."""
 
 
 class Endpoint:
-    """Serves the protocols on the loopback interface, or at another address. Lives in one event loop."""
+    """Serves the protocols on the loopback interface or at another address. Use it in one event loop."""
 
     def __init__(self) -> None:
         self._sessions: dict[str, ChatSession] = {}
@@ -42,7 +42,7 @@ class Endpoint:
         self._address = ""
 
     async def start(self, host: str = "127.0.0.1") -> None:
-        """Listen on a free port of an address of this machine."""
+        """Listen on a free port at `host`, an address of this machine."""
         app = web.Application(client_max_size=MAX_BODY, middlewares=[_errors])
         for address, protocol in PROTOCOLS.items():
             app.router.add_post(address, partial(self._answer, protocol))
@@ -58,17 +58,17 @@ class Endpoint:
         self._address = f"{host}:{self._runner.addresses[0][1]}"
 
     def open(self, session: ChatSession) -> str:
-        """Serve a session. Returns its address, in the form of ANTHROPIC_BASE_URL."""
+        """Start to serve a session. Returns its base URL, which fits ANTHROPIC_BASE_URL."""
         self._sessions[session.id] = session
         return f"http://{self._address}/{session.id}"
 
     def close_session(self, session: ChatSession) -> None:
-        """Serve a session no longer."""
+        """Stop serving a session, and close it."""
         self._sessions.pop(session.id, None)
         session.close()
 
     async def close(self) -> None:
-        """End the server."""
+        """Stop the server."""
         if self._runner is not None:
             await self._runner.cleanup()
 
@@ -102,7 +102,7 @@ class Endpoint:
         return response
 
     async def _count_tokens(self, request: web.Request) -> web.Response:
-        """Answer in Anthropic's form."""
+        """Count the tokens of messages, in the form of Anthropic's count_tokens."""
         session = self._session(request)
         _, asked = await _read(
             session, request, lambda body: ANTHROPIC_MESSAGES.read(body, session.stored, session.media)
@@ -110,7 +110,7 @@ class Endpoint:
         return web.json_response({"input_tokens": len(await session.prompts.of(asked.messages, asked.tools))})
 
     async def _tokenize(self, request: web.Request) -> web.Response:
-        """Answer in vLLM's form."""
+        """Tokenise messages or a text, in the form of vLLM's /tokenize."""
         session = self._session(request)
         _, asked = await _read(session, request, lambda body: read_tokenize_request(body, session.media))
         if isinstance(asked, str):
@@ -138,7 +138,7 @@ class Endpoint:
 async def _read(
     session: ChatSession, request: web.Request, read: Callable[[dict[str, Any]], Asked]
 ) -> tuple[dict[str, Any], Asked]:
-    """Return a request's body, and its parsed form, from a thread if it is long or may have media."""
+    """Return a request's body and its parsed form. Parse it in a thread if it is long or may have media."""
     body = await request.read()
 
     def parse() -> tuple[dict[str, Any], Asked]:

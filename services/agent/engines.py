@@ -1,4 +1,4 @@
-"""Replies of the run's engines, over Rollout.Generate."""
+"""Client of the run's engines: gets replies by Rollout.Generate."""
 
 import asyncio
 import time
@@ -19,15 +19,14 @@ from relaxd.waiting import waiting
 from relaxd.weights.receipts import Receipt
 
 WAIT_SECONDS = 0.2
-"""Seconds between two attempts while no engine is available, and after a reply that was cut off by a pause of the
-engine."""
+"""Seconds between two attempts while no engine is available, and after an engine's pause cut off a reply."""
 REPORT_TOKENS = 64
-"""Tokens of a reply that an engine sends in one message, and the maximum that its death loses."""
+"""Minimum tokens per message of an engine, and roughly the maximum lost if the engine dies."""
 _AWAY = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
 
 
 class RefusedPrompt(Exception):
-    """The engine refuses a prompt. The message has the reason."""
+    """The engine refused a prompt. The message has the reason."""
 
     @property
     def is_too_long(self) -> bool:
@@ -36,45 +35,45 @@ class RefusedPrompt(Exception):
 
 
 class RequestTooLarge(Exception):
-    """A request with its media is larger than a message may be. The message has the sizes."""
+    """A request with its media exceeds the maximum message size. The message has the sizes."""
 
 
 class OutOfTime(Exception):
-    """A reply isn't complete in time."""
+    """The conversation's time ended before the reply was complete."""
 
 
 @dataclass
 class EngineReply:
-    """A reply of an engine, so far."""
+    """A complete or unfinished reply; several engines may have generated parts of it."""
 
     tokens: list[int] = field(default_factory=list)
-    """Token ids, the end token included."""
+    """Token ids, including the end token."""
     logprobs: list[float] = field(default_factory=list)
     """Log-prob of each token."""
     versions: list[int] = field(default_factory=list)
-    """Version of the weights that wrote each token."""
+    """Version of the weights that generated each token."""
     text: str = ""
     """Text without the end token; empty until the reply has ended."""
     ended: bool = False
     """True if the reply is complete."""
     receipts: set[Receipt] = field(default_factory=set)
-    """Receipts for these weights."""
+    """Receipts for the weights that generated the tokens."""
     cut: bool = False
     """True if the reply was cut off at its maximum length."""
 
 
 @dataclass(frozen=True)
 class WantedWeights:
-    """The weights that an evaluation is of."""
+    """The weights that an evaluation tests."""
 
     term: int
-    """Oldest acceptable term of the trainer: a version's weights are the same in all later terms."""
+    """Oldest accepted term of the trainer: a version has the same weights in all later terms."""
     version: int
     or_later: bool
-    """True if a later version will do."""
+    """True if later versions are accepted too."""
 
     def served_by(self, engine: Peer[RolloutStub]) -> bool:
-        """Return True if an engine has these weights."""
+        """Return True if an engine serves accepted weights."""
         if engine.version is None or engine.term < self.term:
             return False
         return engine.version == self.version or (self.or_later and engine.version > self.version)
@@ -82,24 +81,24 @@ class WantedWeights:
 
 @dataclass
 class EngineSession:
-    """Requests of one conversation, which stay with an engine that has cached its tokens."""
+    """State of one conversation's requests, which stay with the engine that has cached its tokens."""
 
     name: str
     """Name in traces."""
     wanted: WantedWeights | None = None
-    """Weights that the engines must have; None means any."""
+    """Weights that engines must serve; None for any."""
     engine: str = ""
-    """Id of the replica of the last request."""
+    """Replica id of the engine that got the last request."""
     receipts: set[Receipt] = field(default_factory=set)
-    """Receipts for the weights that wrote its replies."""
+    """Receipts for the weights that generated the replies."""
     asked_seconds: float = 0.0
-    """Time of requests to engines."""
+    """Seconds in requests to engines, including waits for one."""
     waited_seconds: float = 0.0
-    """The part of it in which no engine was available, or all were full."""
+    """Part of `asked_seconds` in which no engine was available or all were full."""
 
 
 class RunEngines:
-    """The engines of a run. Lives in one event loop."""
+    """Client of a run's engines. Use it in one event loop."""
 
     def __init__(self, context: ReplicaContext, run_id: str) -> None:
         self._peers: PeerReplicas[RolloutStub] = PeerReplicas(
@@ -111,10 +110,10 @@ class RunEngines:
             serving=True,
         )
         self.pieces = 0
-        """A counter of messages and waits, which shows that the replica isn't stuck."""
+        """Number of messages and waits so far; shows that the replica makes progress."""
 
     async def oldest_version(self) -> int:
-        """Return the oldest version on an engine, as far as is known. Waits for an engine if there is none."""
+        """Return the oldest known version among the engines. Waits until an engine is available."""
         await self._serving(EngineSession(""))
         return min(peer.version for peer in self._peers.ready if peer.version is not None)
 
@@ -126,21 +125,21 @@ class RunEngines:
         seconds: Callable[[], float],
         media: PromptMedia = NO_MEDIA,
     ) -> EngineReply:
-        """Return a reply to a prompt.
+        """Return a complete reply to a prompt.
 
-        If its engine disappears or is paused in mode "abort", the reply continues from its tokens so far.
+        If the engine disappears or is paused in mode "abort", the reply continues after its tokens so far.
 
         Args:
-            session: the conversation.
+            session: the conversation's session.
             prompt: token ids.
-            sampling: how to sample.
-            seconds: returns the time that is left.
-            media: the prompt's media, and where they are.
+            sampling: sampling parameters.
+            seconds: returns the remaining seconds.
+            media: the prompt's media, with their positions.
 
         Raises:
-            RefusedPrompt: the engine can't answer it.
-            RequestTooLarge: its media are too large for a message.
-            OutOfTime: the time is over.
+            RefusedPrompt: the engine refused the prompt.
+            RequestTooLarge: the media are too large for a message.
+            OutOfTime: no time remains.
             grpc.aio.AioRpcError: the engine failed otherwise.
         """
         begun, reply = time.monotonic(), EngineReply()
@@ -170,7 +169,7 @@ class RunEngines:
                     full = error.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
                     if full and (pause := retry_seconds(error)) is not None:
                         self._peers.avoid(peer, pause, "are full")
-                    elif error.code() in _AWAY:  # one that sleeps says when to ask again
+                    elif error.code() in _AWAY:  # a sleeping engine says when to retry
                         self._peers.avoid(peer, retry_seconds(error) or AVOIDED_SECONDS)
                     elif is_too_large(error):
                         raise RequestTooLarge(
@@ -193,7 +192,7 @@ class RunEngines:
         await self._peers.close()
 
     async def _serving(self, session: EngineSession) -> Peer[RolloutStub]:
-        """Return an engine that serves, the session's if possible."""
+        """Return a serving engine, the session's last one if possible. Waits until one is available."""
         begun, wanted = time.monotonic(), session.wanted
         fits = wanted.served_by if wanted is not None else None
         try:
@@ -213,7 +212,7 @@ class RunEngines:
         return peer
 
     async def _ask(self, peer: Peer[RolloutStub], request: GenerateRequest, seconds: float, reply: EngineReply) -> None:
-        """Add an engine's tokens to a reply, until it has ended, a pause cuts it off, or the call fails."""
+        """Add an engine's tokens to a reply until the reply ends, a pause cuts it off, or the call fails."""
         with peer.called() as stub:
             async for message in stub.Generate(request, timeout=seconds):
                 self.pieces += 1

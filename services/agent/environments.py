@@ -1,4 +1,4 @@
-"""An environment of the run: a class that a child process hosts, or a service at an address."""
+"""Client of an environment: a class or function in a child process (its host), or a service at an address."""
 
 import asyncio
 import logging
@@ -28,19 +28,18 @@ from relaxd.waiting import waiting
 Answer = TypeVar("Answer")
 
 PROBE_SECONDS = 10.0
-"""Seconds for a late host to answer a call that runs none of the environment's code; otherwise the host hangs."""
+"""Maximum seconds for a host to answer a call that runs no user code; after that the host counts as hanging."""
 FUNCTION_SECONDS = 7 * 86400.0
-"""Maximum seconds of a function's call, longer than any conversation: the agent service ends it by the conversation's
-time."""
+"""Deadline of a function's call, in seconds, longer than any conversation: the conversation's own limit ends it."""
 
 _log = logging.getLogger(__name__)
 
 
 class Environments:
-    """Calls an environment. A host that has exited, or hangs, is restarted. Lives in one event loop."""
+    """Calls an environment. Restarts a host that has exited or hangs. Use it in one event loop."""
 
     def __init__(self, config: AgentConfig, setting: str = "agent.environment", told: Told = ignore) -> None:
-        """`setting`: name of the environment in errors; `told`: receives its messages to people."""
+        """`setting`: name of the environment in errors; `told`: receives the environment's messages to users."""
         self._config = config
         self._setting = setting
         self._told = told
@@ -48,14 +47,16 @@ class Environments:
         self._client: EnvironmentClient | None = None
         self._starting = asyncio.Lock()
         self._closing: set[asyncio.Task[None]] = set()
-        """Tasks that end sessions, and a host that hangs."""
+        """Background tasks: they close sessions, and probe the host."""
         self._probe: asyncio.Task[None] | None = None
-        """Task that checks whether the host hangs."""
+        """Task that probes a late host and kills it if it hangs."""
         self._service: grpc.aio.Channel | None = None
 
     async def start(self) -> None:
-        """Start the environment's host. Raises InvalidArgument if there is no such class, or it refuses the
-        settings."""
+        """Start the environment's host, or connect to its service.
+
+        Raises InvalidArgument if the class doesn't exist or refuses the settings.
+        """
         if self._config.is_service:
             # A plain channel: a user's service gets none of relaxd's tokens.
             limit = [("grpc.max_receive_message_length", MAX_MESSAGE_BYTES)]  # observations may have media
@@ -65,9 +66,9 @@ class Environments:
             await self._present_client()
 
     async def open(self, session_id: str, sample: Sample, access: ModelAccess | None = None) -> OpenedSession:
-        """Begin a conversation; a function has access to the model.
+        """Begin a conversation. `access`: the model's address, for a function.
 
-        Raises EnvironmentFailed, and what a new host's start raises.
+        Raises EnvironmentFailed, and the errors of `start` if the host must be restarted.
         """
         if self._probe is not None:
             with waiting("the environment's host, which is late"):
@@ -76,17 +77,17 @@ class Environments:
         return await self._watched(client.open(session_id, sample, access))
 
     async def step(self, session_id: str, turn: int, reply: Reply) -> SessionStep:
-        """Answer a message of the model. Raises EnvironmentFailed."""
+        """Return the environment's answer to a message of the model. Raises EnvironmentFailed."""
         if self._client is None:
             raise EnvironmentFailed("step: the environment has been closed")
         return await self._watched(self._client.step(session_id, turn, reply))
 
     def close_session(self, session_id: str) -> None:
-        """End a conversation; nobody waits for it."""
+        """End a conversation in the background."""
         self._begin(self._close_session(session_id), "close a session")
 
     async def close(self) -> None:
-        """End the environments' process, or close the connection to the environment service."""
+        """Stop the environment's host, or close the connection to its service."""
         for task in list(self._closing):
             task.cancel()
         child, self._child, self._client = self._child, None, None
@@ -102,7 +103,7 @@ class Environments:
         return task
 
     async def _watched(self, call: Awaitable[Answer]) -> Answer:
-        """Return a call's answer. If it is late, check whether the host hangs: otherwise only this method is late."""
+        """Return a call's answer. If it is late, start a probe that kills the host if the whole host hangs."""
         try:
             return await call
         except EnvironmentLate:
@@ -111,7 +112,7 @@ class Environments:
             raise
 
     async def _end_if_it_hangs(self, child: Child) -> None:
-        """Kill a host that doesn't answer even a call that none of the user's code has a part in."""
+        """Kill a host that doesn't even answer a call that runs no user code."""
         try:
             await EnvironmentClient(child.channel, PROBE_SECONDS, PROBE_SECONDS).close_session("")
         except EnvironmentLate:
@@ -147,6 +148,6 @@ class Environments:
             return self._client
 
     def _client_of(self, to: grpc.aio.Channel) -> EnvironmentClient:
-        # The one call of a function lasts as long as its conversation, whose limit doesn't count the wait for engines.
+        # A function's call lasts as long as its conversation, whose limit doesn't count waits for engines.
         call = FUNCTION_SECONDS if self._config.function else self._config.call_seconds
         return EnvironmentClient(to, call, self._config.conversation_seconds + 2 * call, self._told)

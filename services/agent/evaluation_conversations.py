@@ -1,4 +1,4 @@
-"""Conversations of evaluations, which the coordinator requests prompt by prompt."""
+"""Conversations of evaluations. The coordinator requests them, one prompt per call."""
 
 import asyncio
 import uuid
@@ -33,10 +33,9 @@ class EvaluationConversations:
         places: asyncio.Semaphore,
         opened: Collection[str] = (),
     ) -> None:
-        """`by_set`: conversations with the environment of each evaluation set; `places`: limit of concurrent
-        conversations.
+        """`by_set`: conversations by evaluation set; `places`: limits concurrent conversations.
 
-        `opened` are the sets whose rewards may open media.
+        `opened`: names of sets whose rewards may open media.
         """
         self._agent = agent
         self._opened = opened
@@ -66,10 +65,10 @@ class EvaluationConversations:
         """Yield conversations about a prompt, each once it has ended.
 
         Args:
-            name: the evaluation set.
+            name: name of the evaluation set.
             example: the prompt.
             count: number of conversations.
-            sampling: how the model's messages are sampled.
+            sampling: sampling parameters of the model's messages.
             wanted: weights that engines must serve.
             media: the prompt's media.
 
@@ -97,7 +96,7 @@ class EvaluationConversations:
             self._running.difference_update(tasks)
 
     def cancel(self) -> None:
-        """End all conversations; their callers may begin them again elsewhere."""
+        """Cancel all conversations. Their callers may repeat them at other replicas."""
         for task in self._running:
             task.cancel()
 

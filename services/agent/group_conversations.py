@@ -1,4 +1,4 @@
-"""The rollout stage of runs with an environment: the samples of a group are conversations."""
+"""The rollout stage of runs whose samples are conversations."""
 
 import asyncio
 import itertools
@@ -45,7 +45,7 @@ from services.agent.model_turns import BadPrompt, PromptTooLong
 
 Credit = Literal["sample", "sequence", "step"]
 RETRY_PAUSE = Backoff(first_seconds=0.5, max_seconds=10.0)
-"""Pauses before failed conversations are repeated (agent.on_failure = "retry")."""
+"""Seconds before a failed conversation is repeated (agent.on_failure = "retry")."""
 
 logger = logging.getLogger(__name__)
 
@@ -64,9 +64,9 @@ class GroupConversations:
     ) -> None:
         """Prepare for a run.
 
-        `begin(delivery, version)` reports to the board the oldest weight version that may write a group; it returns
+        `begin(delivery, version)` reports to the board the oldest weight version that may generate a group; it returns
         False if another replica has the group. `places` limits concurrent conversations of the replica, including those
-        of evaluations. `ended` is called after each conversation, when there may be room for another group.
+        of evaluations. `ended` is called after each conversation, because another group may fit then.
         """
         self._config = config
         self._begin = begin
@@ -76,14 +76,16 @@ class GroupConversations:
         self._places = places
         self._ended = ended
         self._unfinished: dict[str, int] = {}
-        """Conversations that haven't ended, by group."""
+        """Number of conversations that haven't ended, by group."""
         self._running: set[Future[Result]] = set()
 
     def room(self, held: int, others: int) -> int:
-        """Return the number of groups to hold. `held`: number held now; `others`: number of evaluations' samples.
+        """Return the maximum number of groups to hold.
 
-        agent.max_sessions counts samples. Another group is held as soon as there is room for one of its samples; the
-        others wait. If a group needed room for all of its samples, some of the room would always be unused.
+        agent.max_sessions limits samples. Another group may be held as soon as one of its samples fits; its others
+        wait. If all samples of a group had to fit, some of the limit would always be unused.
+
+        `held`: number of groups held now; `others`: number of evaluations' samples.
         """
         per_group = self._config.rollout.samples_per_prompt
         unfinished = list(self._unfinished.values())
@@ -91,14 +93,14 @@ class GroupConversations:
         return max(held + math.ceil((self._config.agent.max_sessions - samples) / per_group), 1)
 
     def process(self, delivery: Delivery, columns: dict[str, Column]) -> "Future[Result]":
-        """Process a group. Called in the stage worker's threads."""
+        """Start to process a group, and return its future result. Called in the stage worker's threads."""
         future = asyncio.run_coroutine_threadsafe(self._hold_group(delivery, columns), self._loop)
         self._running.add(future)
         future.add_done_callback(self._running.discard)
         return future
 
     def cancel(self) -> None:
-        """Cancel the running groups, which were handed back."""
+        """Cancel the running groups, after they were handed back."""
         for future in list(self._running):
             future.cancel()
 
@@ -137,7 +139,7 @@ class GroupConversations:
     async def _hold(
         self, delivery: Delivery, example: Example, published: Sequence[int], sample: int, media: PromptMedia
     ) -> Conversation:
-        """Hold a conversation. Raises _Failed if its environment failed, which ends its group."""
+        """Hold a conversation. Raises _Failed if it fails, unless agent.on_failure keeps failed conversations."""
         agent, seed = self._config.agent, seed_of(self._config.run.seed, delivery.group_id)
 
         def hold(name: str) -> Awaitable[Conversation]:
@@ -155,7 +157,7 @@ class GroupConversations:
         return conversation
 
     def _dropped(self, delivery: Delivery, error: Exception) -> Drop:
-        """Return the drop for a failure, or raise the failure."""
+        """Return the group's drop for a known failure; raise any other."""
         match error:
             case PromptTooLong() | RefusedPrompt(is_too_long=True):
                 reason = DropReason.PROMPT_TOO_LONG
@@ -176,13 +178,13 @@ class _Failed(Exception):
 async def hold_with_retries(
     agent: AgentConfig, places: asyncio.Semaphore, name: str, hold: Callable[[str], Awaitable[Conversation]]
 ) -> Conversation:
-    """Hold a conversation, and again while it fails if agent.on_failure = "retry".
+    """Hold a conversation. If agent.on_failure = "retry", repeat it while it fails, up to agent.max_retries times.
 
     Args:
-        agent: the run's settings.
-        places: limits the conversations at once.
-        name: id of its first session; later ones have another.
-        hold: holds it once, given the id.
+        agent: the run's [agent] table.
+        places: limits concurrent conversations.
+        name: id of the first attempt's session; ids of repetitions have a number appended.
+        hold: holds the conversation once, given the session's id.
     """
     retries = agent.max_retries if agent.on_failure == "retry" else 0
     for failures in itertools.count(1):
@@ -203,7 +205,7 @@ def _count(outcome: str) -> None:
 
 
 def example_of(prompt: Mapping[str, Any]) -> Example:
-    """Return the example that the column `prompt` has."""
+    """Return the example from the column `prompt`."""
     return Example(
         prompt.get("messages") or prompt["text"],
         prompt.get("answer", ""),
@@ -215,14 +217,14 @@ def example_of(prompt: Mapping[str, Any]) -> Example:
 
 
 def columns_of(conversations: Sequence[Conversation], *, masked: bool, credit: Credit = "sample") -> dict[str, Column]:
-    """Return the columns that the stage writes.
+    """Return the columns that the stage writes, except those of media and receipts.
 
     Args:
-        conversations: the group's, at least one.
-        masked: whether those that failed aren't trained on.
-        credit: the rewards that advantages follow from (agent.credit).
+        conversations: the group's conversations; at least one.
+        masked: True if failed conversations are not trained on.
+        credit: unit to which rewards are credited (agent.credit).
     """
-    # A sample's rewards and statistics take text and finish of its last sequence: all of them have these.
+    # Text and finish are equal in all sequences of a sample: rewards and statistics use those of the last one.
     places, samples, players = zip(
         *((place, one, player) for place, one in enumerate(conversations) for player in one.sequences), strict=True
     )
@@ -272,7 +274,7 @@ def columns_of(conversations: Sequence[Conversation], *, masked: bool, credit: C
 
 
 def media_columns_of(conversations: Sequence[Conversation], prompt: PromptMedia) -> dict[str, Column]:
-    """Return the columns of the media in a group's conversations; the prompt may have media as well."""
+    """Return the columns of the media in a group's conversations. `prompt`: media of the prompt, stored already."""
     sequences = [sequence.media for one in conversations for sequence in one.sequences.values()]
     records, contents = to_sequence_columns(sequences, hashes_of(prompt.records))
     return {SEQUENCE_MEDIA: records, SEQUENCE_CONTENTS: contents}

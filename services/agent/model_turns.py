@@ -1,4 +1,4 @@
-"""The model's messages in one conversation: its tokens so far, the remaining limits, and the next message."""
+"""The model's turns in one conversation: tokens so far, remaining limits, and generation of the next message."""
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
@@ -21,27 +21,27 @@ Encoded = TypeVar("Encoded")
 
 
 class BadPrompt(Exception):
-    """The chat template can't begin a conversation with the prompt, or continue it. The message has the reason."""
+    """The chat template can't begin or continue a conversation with the prompt. The message has the reason."""
 
 
 class PromptTooLong(BadPrompt):
-    """With the additions of the environment or the program, a prompt exceeds data.max_prompt_tokens."""
+    """The prompt, with additions of the environment or the program, exceeds data.max_prompt_tokens."""
 
 
 @dataclass(frozen=True)
 class PolicyModel:
-    """The model that a run's conversations talk to."""
+    """The model of a run's conversations."""
 
     config: RunConfig
     tokenizer: PromptTokenizer
     form: ReplyFormat | None
-    """Form of the chat template's tool calls."""
+    """Form of tool calls in the chat template; None if relaxd can't read it."""
     engines: RunEngines
 
 
 @dataclass(frozen=True)
 class MessageTokens:
-    """Tokens of a message of the model, and of everything before it."""
+    """Token ids of a message of the model, and of everything before it."""
 
     prompt: Sequence[int]
     tokens: Sequence[int]
@@ -53,21 +53,21 @@ class ModelMessage:
     """A message of the model."""
 
     text: str
-    """The whole text without the end token."""
+    """Whole text, without the end token."""
     parsed: ParsedReply
     """The text, divided into thinking, text and tool calls."""
     cut_by: str
-    """Limit that cut it off: "budget" (rollout.max_new_tokens), "length" (agent.turn_tokens) or "asked" (the caller's);
-    "": the model ended it."""
+    """Limit that cut the message off: "budget" (rollout.max_new_tokens), "length" (agent.turn_tokens) or "asked" (the
+    caller's); "" if the model ended it."""
     prompt_tokens: int
     """Number of tokens before the message."""
     tokens: int
-    """Number of its tokens."""
+    """Number of tokens of the message."""
     ids: MessageTokens
 
 
 class ModelTurns:
-    """Has the model write its messages in one conversation. Its own tokens are never encoded again."""
+    """Generates the model's messages in one conversation. Their tokens are never encoded again from text."""
 
     def __init__(
         self,
@@ -84,12 +84,12 @@ class ModelTurns:
 
         Args:
             model: the model.
-            session: the conversation's requests of engines.
+            session: the conversation's session with engines.
             history: the tokens so far.
             tools: schemas of the tools that the model may call.
-            sampling: parameters of the prompt's source, by name.
+            sampling: sampling parameters that the prompt's source overrides, by name.
             seed: seed of the model's messages.
-            seconds: returns the time that is left.
+            seconds: returns the remaining seconds.
         """
         self.history = history
         """Tokens so far."""
@@ -101,32 +101,32 @@ class ModelTurns:
         self._seed = seed
         self._seconds = seconds
         self._count = 0
-        """Number of the model's messages."""
+        """Number of the model's messages so far."""
         self._calls = 0
-        """Number of calls in the messages."""
+        """Number of tool calls in these messages."""
 
     @property
     def room(self) -> int:
-        """Number of tokens that the history may still have."""
+        """Remaining number of tokens that may be added to the history."""
         above = max(0, len(self.history.prompt_tokens) - self._model.config.data.max_prompt_tokens)
         return self._budget - above - self.history.length
 
     async def add_messages(self, messages: Sequence[Message], media: Sequence[StoredMedia] = ()) -> None:
-        """Append the messages after the model's, with their media. Raises CannotContinue."""
+        """Append messages of others and their media to the history. Raises CannotContinue."""
         await in_thread_if_long(messages, partial(self.history.add_messages, messages, media))
 
     async def write(
         self, most: int | None = None, stop: Sequence[str] = (), *, stop_tokens: Sequence[int] = (), calls: bool = True
     ) -> ModelMessage:
-        """Have the model write its next message, and append it to the history. There must be `room`.
+        """Generate the model's next message, and append it to the history. `room` must be positive.
 
         Args:
-            most: its maximum length in tokens, besides the run's limits.
-            stop: texts that end it, besides the run's.
-            stop_tokens: ids of tokens that do so.
-            calls: whether tool calls are read in it.
+            most: maximum tokens of the message, in addition to the run's limits.
+            stop: strings that end the message, in addition to the run's.
+            stop_tokens: ids of tokens that end the message, in addition to the run's.
+            calls: True to parse tool calls in the message.
 
-        Raises as `RunEngines.generate` does.
+        Raises the errors of `RunEngines.generate`.
         """
         config, history, room = self._model.config, self.history, self.room
         allowed = min(room, config.agent.turn_tokens or room)
@@ -165,7 +165,7 @@ def span_attributes(session: str, turn: int) -> dict[str, str | int]:
 
 
 async def in_thread_if_long(messages: Sequence[Message], encode: Callable[[], Encoded]) -> Encoded:
-    """Encode messages, in a thread if they are long, so that other conversations continue."""
+    """Call `encode`, in a thread if the messages are long, so that other conversations continue meanwhile."""
     if sum(len(str(message.get("content"))) for message in messages) < LONG_TEXT:
         return encode()
     return await asyncio.to_thread(encode)
@@ -175,10 +175,10 @@ def sampling_of(config: RunConfig, own: Mapping[str, Any], most: int, seed: int)
     """Return the sampling parameters of a message.
 
     Args:
-        config: the run.
-        own: parameters of the prompt's source, by name.
-        most: its maximum length in tokens.
-        seed: its seed.
+        config: the run's configuration.
+        own: parameters that the prompt's source overrides, by name.
+        most: maximum tokens of the message.
+        seed: seed of the message.
     """
     names = ("temperature", "top_p", "top_k", "stop", "stop_token_ids", "min_new_tokens")
     values = {name: own.get(name, getattr(config.rollout, name)) for name in names}

@@ -1,4 +1,4 @@
-"""Conversations that are led by programs, or by a user's function in its host process."""
+"""Conversations led by programs, or by a user's function in its host process."""
 
 import asyncio
 import os
@@ -25,14 +25,14 @@ from services.agent.programs import Programs
 
 T = TypeVar("T")
 LOOK_SECONDS = 1.0
-"""Seconds between two checks of a conversation's limits."""
+"""Seconds between two checks of a conversation's time limit."""
 
 
 class LedConversations(Conversations):
-    """Conversations whose leader sends requests to the endpoint."""
+    """Base of conversations led by a program or function, which sends requests to the endpoint."""
 
     async def _result_of(self, leader: Coroutine[Any, Any, T], session: ChatSession, start: ConversationStart) -> T:
-        """Return a leader's result. Raises OutOfTime, or the reason why the conversation can't continue."""
+        """Await the leader's result. Raises OutOfTime, or the error after which the conversation can't continue."""
         running = asyncio.create_task(leader, name="lead a conversation")
         try:
             while True:
@@ -43,7 +43,7 @@ class LedConversations(Conversations):
                     await session.failed
                 if running.done():
                     return await running
-                if not session.generating and start.seconds() <= 0:  # a request that runs has the limit itself
+                if not session.generating and start.seconds() <= 0:  # a running request applies the limit itself
                     raise OutOfTime
         finally:
             running.cancel()
@@ -83,7 +83,7 @@ class ProgramConversations(LedConversations):
 
 
 def _in_openai_form(message: Message) -> Message:
-    """Return a message of the prompt in the form that programs send."""
+    """Return a message of the prompt in OpenAI's form, which programs can send."""
     content = message.get("content")
     if not isinstance(content, list):
         return message
@@ -99,12 +99,11 @@ _OPENAI_PARTS: Mapping[str, Callable[[Mapping[str, Any]], dict[str, Any]]] = {
         "input_audio": {"data": part[AUDIO].partition(",")[2], "format": "wav"},
     },
 }
-"""Return a part in OpenAI's form, by its kind of media; that of video is vLLM's and SGLang's."""
+"""By kind of media: function that returns a part in OpenAI's form; for video in vLLM's and SGLang's form."""
 
 
 def _check_end(code: int, output: str, session: ChatSession, result: Conversation) -> None:
-    """Raise EnvironmentFailed if a program has failed. A program that was stopped by a limit of the run may end in any
-    way."""
+    """Raise EnvironmentFailed if a program failed. After a refusal by a limit of the run, any exit code is accepted."""
     told = f"; the end of its output:\n{output}" if output else ""
     if code and not session.limit:
         raise EnvironmentFailed(f"the program ended with {describe_exit(code)}{told}")
@@ -113,7 +112,7 @@ def _check_end(code: int, output: str, session: ChatSession, result: Conversatio
 
 
 def read_result(path: Path) -> tuple[float, dict[str, float]]:
-    """Read reward and numbers that a program wrote; without a file 0 and none. Raises EnvironmentFailed."""
+    """Read the reward and info that a program wrote; 0 and {} without a file. Raises EnvironmentFailed."""
     try:
         found = parse_json(_read(path) or "{}")
         if not isinstance(found, dict) or found.keys() - {"reward", "info"}:
@@ -130,8 +129,7 @@ def read_result(path: Path) -> tuple[float, dict[str, float]]:
 
 
 def _read(path: Path) -> bytes:
-    """Return a file's content; b"" without a file. Raises OSError, and ValueError if it is no plain file, or too
-    long."""
+    """Return a file's content; b"" if it doesn't exist. Raises OSError, and ValueError for a special or long file."""
     try:
         file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except FileNotFoundError:
@@ -167,7 +165,7 @@ class FunctionConversations(LedConversations):
                 raise EnvironmentFailed("the function ended, but never asked the model")
             result.reward, result.info = step.reward, dict(list(step.info.items())[:MAX_INFO])
         except EnvironmentFailed:
-            if not session.limit:  # a function that a limit of the run stopped may end as it likes
+            if not session.limit:  # after a refusal by a limit of the run, the function may fail
                 raise
         finally:
             self._endpoint.close_session(session)

@@ -24,16 +24,16 @@ from services.agent.chat_session import ChatSession
 from services.agent.endpoint import Endpoint
 
 TAIL_BYTES = 4000
-"""Number of last bytes of a program's output to keep."""
+"""Maximum number of last bytes to keep of a program's output."""
 OUTPUT_SECONDS = 1.0
-"""Seconds for the rest of the output after the end; processes that left the program's group may hold it open."""
+"""Maximum seconds to wait for output after a program's end; processes that left its group may keep it open."""
 
 
 class RunningProgram(Protocol):
     """A program that leads a conversation."""
 
     async def wait(self) -> int:
-        """Wait for the program's end. Returns its exit code; negative: the signal."""
+        """Wait for the program's end. Returns its exit code, or minus the signal that ended it."""
 
     async def end(self) -> str:
         """Kill the program's remaining processes. Returns the end of its output."""
@@ -49,8 +49,8 @@ class Program:
 
     @classmethod
     async def start(cls, command: Sequence[str], environment: Mapping[str, str]) -> Self:
-        """Start a program, which ends no later than this process. Raises OSError."""
-        ours, theirs = os.pipe()  # not a pipe of asyncio, which would wait until whatever the program started closes it
+        """Start a program that ends no later than this process. Raises OSError."""
+        ours, theirs = os.pipe()  # asyncio's own pipe would wait until all descendants of the program close it
         with open(theirs, "wb", buffering=0) as writing, contextlib.ExitStack() as undo:
             reading = undo.enter_context(open(ours, "rb", buffering=0))
             process = await asyncio.create_subprocess_exec(
@@ -66,11 +66,11 @@ class Program:
         return cls(process, output)
 
     async def wait(self) -> int:
-        """Wait for the program's end. Returns its exit code; negative: the signal."""
+        """Wait for the program's end. Returns its exit code, or minus the signal that ended it."""
         return await self._process.wait()
 
     async def end(self) -> str:
-        """Kill the remaining processes of its process group. Returns the end of its output."""
+        """Kill the remaining processes of the program's group. Returns the end of its output."""
         if not self._killed:
             self._killed = True
             with contextlib.suppress(ProcessLookupError):
@@ -104,15 +104,15 @@ class _Output(asyncio.Protocol):
 
 
 class Programs:
-    """Starts a run's program, with a session of the endpoint for each. Lives in one event loop."""
+    """Starts a run's program for each sample, and serves its requests at an endpoint. Use it in one event loop."""
 
     def __init__(self, config: AgentConfig) -> None:
         self._command = config.command
         self.endpoint = Endpoint()
-        """The server that programs call."""
+        """HTTP server for the programs' requests."""
 
     async def start(self) -> None:
-        """Start the endpoint. Raises InvalidArgument: there is no such program."""
+        """Start the endpoint. Raises InvalidArgument if the program doesn't exist."""
         if shutil.which(self._command[0]) is None:
             raise InvalidArgument(
                 f'agent.command begins with "{self._command[0]}", which is no program that this agent replica can '
@@ -121,16 +121,16 @@ class Programs:
         await self.endpoint.start()
 
     async def close(self) -> None:
-        """End the endpoint."""
+        """Stop the endpoint."""
         await self.endpoint.close()
 
     @asynccontextmanager
     async def run(self, session: ChatSession, sample: Mapping[str, Any]) -> AsyncIterator[tuple[RunningProgram, Path]]:
-        """Run the program while the context is open; yield it and the path for its result.
+        """Run the program during the block; yield it and the path of its result.
 
         Args:
-            session: its session.
-            sample: the contents of RELAXD_SAMPLE.
+            session: answers the program's requests.
+            sample: content of the file RELAXD_SAMPLE.
         """
         environment = inherited_variables()
         direct = ",".join(filter(None, (environment.get("no_proxy") or environment.get("NO_PROXY"), "127.0.0.1")))
@@ -152,7 +152,7 @@ class Programs:
             self.endpoint.close_session(session)
 
     def model_variables(self, session: ChatSession) -> dict[str, str]:
-        """Serve a session; return the variables by which clients find the model."""
+        """Start to serve a session. Returns the environment variables with the model's address and key."""
         address = self.endpoint.open(session)
         return {
             "OPENAI_BASE_URL": f"{address}/v1",
@@ -164,7 +164,7 @@ class Programs:
 
 @asynccontextmanager
 async def sample_folder(sample: Mapping[str, Any]) -> AsyncIterator[Path]:
-    """Create a folder with the sample, and remove it at the end of the block."""
+    """Create a folder with the file sample.json; remove it at the end of the block."""
 
     def make() -> Path:
         folder = Path(tempfile.mkdtemp(prefix="relaxd-"))

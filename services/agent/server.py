@@ -1,4 +1,4 @@
-"""relaxd.v1.Agent: conversations by call."""
+"""Server of relaxd.v1.Agent, which holds evaluations' conversations on request."""
 
 from collections.abc import AsyncIterator
 from contextlib import aclosing
@@ -23,7 +23,7 @@ class AgentServicer(agent_pb2_grpc.AgentServicer):
     async def Converse(
         self, request: agent_pb2.ConverseRequest, context: Any
     ) -> AsyncIterator[agent_pb2.ConverseResponse]:
-        """Hold conversations about a prompt."""
+        """Hold conversations about a prompt; stream each when it has ended."""
         evaluations = self._service.evaluations
         if evaluations is None:
             raise Unavailable("this replica works on no run whose samples are conversations")

@@ -15,17 +15,17 @@ from services.agent.chat_requests import BadRequest
 
 
 class SessionMedia:
-    """The media of a session, each decoded once. Threads may read media concurrently."""
+    """The media of a session, each decoded once. Several threads may call `read`."""
 
     def __init__(self, vision: VisionModel | None = None, prompt: Sequence[StoredMedia] = ()) -> None:
-        """`vision`: the model's rules for media, None in a run without media; `prompt`: the media of the prompt."""
+        """`vision`: the model's media rules, None in a run without media; `prompt`: media of the prompt."""
         self.vision = vision
         self._by_hash = {item.sha256: item for item in prompt}
         self._by_source = {_digest(item.kind, item.uri): item for item in prompt}
-        """Media by the digest of kind and data URI. The prompt's are in normal form already and used unchanged."""
+        """Media by digest of kind and data URI. The prompt's media are in normal form already and used unchanged."""
 
     def read(self, place: str, kind: str, source: Any) -> dict[str, Any]:
-        """Return the part that refers to an item. Raises BadRequest if the item is no data URI, or can't be read."""
+        """Decode a data URI and return a part that refers to it. Raises BadRequest if it isn't one or can't be read."""
         if not is_sent(source):
             raise BadRequest(
                 f'{place} has no {kind} in it: send its content, such as "data:image/png;base64,..."; relaxd fetches '
@@ -48,7 +48,7 @@ class SessionMedia:
 
 
 def joined(parts: Sequence[dict[str, Any]]) -> Content:
-    """Return parts as a content with consecutive texts joined: a text if there are no media."""
+    """Return parts as a message's content: consecutive texts joined, and a single text if it has no media."""
     found: list[dict[str, Any]] = []
     for part in parts:
         if part["type"] != "text" or not found or found[-1]["type"] != "text":

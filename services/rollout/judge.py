@@ -1,4 +1,4 @@
-"""`python -m services.rollout.judge`: the judge, an engine with a frozen model that answers rewards' questions."""
+"""`python -m services.rollout.judge`: the judge, an engine whose frozen model answers questions of rewards."""
 
 import asyncio
 import logging
@@ -27,7 +27,7 @@ from services.rollout.service.child_engine import ALL_MEMORY, ChildEngine
 from services.rollout.service.replica_engine import FrozenEngine
 
 IDLE_LOOK_SECONDS = 0.1
-"""Seconds between two checks, during a drain, whether questions are still open."""
+"""Seconds between two checks for open questions during a drain."""
 
 logger = logging.getLogger(__name__)
 
@@ -45,10 +45,10 @@ class JudgeService(ReplicaService):
         self._open = self._answered = 0
 
     async def ask(self, messages: list[Message], seed: int) -> tuple[int, Output]:
-        """Continue a conversation. Returns the number of its tokens, and the reply.
+        """Continue a conversation. Returns the conversation's number of tokens, and the reply.
 
-        Raises Unavailable without a model and while draining, InvalidArgument for a conversation that the chat template
-        or the model's context can't take, and what the engine raises.
+        Raises Unavailable without a model, while it sleeps or drains; InvalidArgument for a conversation that the chat
+        template or the model's context can't take; and the engine's errors.
         """
         engine, tokenizer, config = self._present_engine(), self._tokenizer, self._config
         assert tokenizer is not None  # read before the engine starts
@@ -81,9 +81,10 @@ class JudgeService(ReplicaService):
             self._open -= 1
 
     async def sleep(self, seconds: float) -> MemoryChange:
-        """Answer the open questions, refuse others, and free the GPUs' memory.
+        """Finish the open questions, refuse others, and free the GPUs' memory.
 
-        Raises FailedPrecondition: it takes no turns. Unavailable: there is no model. And what the engine raises.
+        Raises FailedPrecondition if the judge takes no turns with a trainer, Unavailable without a model, and the
+        engine's errors.
         """
         if not self._takes_turns:
             raise FailedPrecondition(
@@ -94,7 +95,7 @@ class JudgeService(ReplicaService):
         return memory
 
     async def wake(self, seconds: float) -> MemoryChange:
-        """Allocate the memory again and answer questions. Raises Unavailable, and the engine's errors."""
+        """Allocate the memory again, so that questions are answered. Raises Unavailable and the engine's errors."""
         memory = await self._present_engine().wake(ALL_MEMORY, seconds)
         logger.info("awake: %.2f GB are in use now, after %.2f", memory.after_bytes / 1e9, memory.before_bytes / 1e9)
         return memory
@@ -106,7 +107,7 @@ class JudgeService(ReplicaService):
         return engine
 
     async def start_run(self, config: RunConfig, assignment: Assignment) -> None:
-        """Start; return once the model is loaded."""
+        """Load the judge's model and tokenizer, if the run needs a judge."""
         self._draining = False
         if JUDGE not in roles_for(config):
             self._engine.detail = "this run needs no judge service"
@@ -128,7 +129,7 @@ class JudgeService(ReplicaService):
         """Do nothing: a paused judge keeps answering."""
 
     async def drain(self, seconds: float) -> int:
-        """Refuse new questions, which clients then send to other replicas, and finish the open ones.
+        """Refuse new questions, so that clients send them to other replicas, and finish the open ones.
 
         Returns the number of questions still open after `seconds`.
         """

@@ -1,9 +1,9 @@
-"""Answers of a model in this process, as a run's engines give them at the start, without the rollout service.
+"""Generates answers with a run's initial model in this process, without the rollout service.
 
 `python -m services.rollout.offline` reads one JSON object: config (a RunConfig), device (see `answer_requests`), and
-questions, each with prompt (token ids), media (PromptMedia.to_json, or null), n and sampling (fields of Sampling;
-without them the run's). It prints a JSON object in a line for each answer when it has ended: question and sample (their
-numbers), text, length (tokens) and finish_reason; or {"error": reason}, which is the last.
+questions, each with prompt (token ids), media (PromptMedia.to_json, or null), n and sampling (fields of Sampling; by
+default the run's). It prints a line of JSON for each ended answer: question and sample (their numbers), text, length
+(tokens) and finish_reason. After an error the last line is {"error": reason}.
 """
 
 import json
@@ -29,11 +29,11 @@ from services.rollout.engines.transformers.vision import load_model
 from services.rollout.service.answers import Answers
 
 SAMPLE_SECONDS = 600.0
-"""Limit of the time between two answers."""
+"""Maximum seconds between two answers."""
 
 
 class OfflineEngine:
-    """The transformers engine in this process. As a context manager it is stopped at the end of the block."""
+    """The transformers engine in this process. As a context manager it stops at the end of the block."""
 
     def __init__(
         self,
@@ -72,7 +72,7 @@ class OfflineEngine:
         self._reported.put((request_id, reason))
 
     def load(self, term: int, version: int, tensors: Iterable[tuple[str, torch.Tensor]] = ()) -> None:
-        """Pause between two tokens, copy weights, and continue. Without tensors the weights stay."""
+        """Pause between two tokens, copy weights into the model, and continue. Without tensors it keeps its weights."""
         self._engine.pause("in_place", lease_seconds=60, timeout=60)
         weights = Version(term, version)
         with self._engine.update(weights):
@@ -82,9 +82,9 @@ class OfflineEngine:
         self._engine.gate.resume()
 
     def answers(self, requests: Sequence[Request]) -> Iterator[tuple[str, Output]]:
-        """Yield (request id, answer) for each answer when it has ended, with its tokens and its text.
+        """Yield (request id, answer) for each answer when it has ended.
 
-        Raises RuntimeError: the model fails, or gives no answer for SAMPLE_SECONDS.
+        Raises RuntimeError if the model fails, or if no answer ends for SAMPLE_SECONDS.
         """
         for request in requests:
             self._engine.submit(request)
@@ -109,11 +109,11 @@ class OfflineEngine:
 
 
 def answer_requests(config: RunConfig, requests: Sequence[Request], device: str) -> Iterator[tuple[str, Output]]:
-    """Yield (request id, answer) for each answer of a run's model, as `OfflineEngine.answers`.
+    """Yield (request id, answer) for each answer of a run's model when it has ended.
 
-    The model is on `device`: "cpu", "cuda", or "auto": "cuda" if there is a GPU.
+    `device`: "cpu", "cuda", or "auto" for "cuda" if a GPU exists, else "cpu".
 
-    Raises DataError: the model can't be found; RuntimeError: also, there is no GPU.
+    Raises DataError if the model can't be found; RuntimeError as `OfflineEngine.answers`, and without the GPU.
     """
     has_gpu = torch.cuda.is_available()
     if device == "cuda" and not has_gpu:
@@ -144,7 +144,7 @@ def _request(config: RunConfig, number: int, question: Mapping[str, Any]) -> Req
 
 
 def main() -> None:
-    """Answer the questions on standard input, each as soon as possible."""
+    """Answer the questions on standard input. Print each answer as soon as it has ended."""
     asked = json.load(sys.stdin)
     config = RunConfig.model_validate(asked["config"])
     try:

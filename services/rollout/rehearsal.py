@@ -1,9 +1,9 @@
-"""`python -m services.rollout.rehearsal COUNT GPUS FILE`: many rollout replicas in one process, for `relaxd rehearse`,
-and the times of their calls.
+"""`python -m services.rollout.rehearsal COUNT GPUS FILE`: runs COUNT rollout replicas in one process, for `relaxd
+rehearse`, and measures their calls.
 
 Each replica has its own gRPC server, registration, heartbeats, connections to Redis and threads, as in a separate
-process, and GPUS simulated GPUs, which it leases like real ones. They share the interpreter and the event
-loop, so their engine must need no time: "scripted". FILE gets the times of their heartbeats and leases.
+process, and GPUS simulated GPUs, which it leases like real ones. The replicas share the interpreter and the event loop,
+so their engine must need no time: "scripted". The times of their heartbeats and leases are appended to FILE.
 """
 
 import asyncio
@@ -25,7 +25,7 @@ from services.rollout.service.server import run_rollout
 
 
 class TimedCoordinator:
-    """A coordinator's stub that writes a line for every answered heartbeat and GPU lease (capacity.py)."""
+    """A coordinator's stub that writes the duration of every answered heartbeat and GPU lease (capacity.py)."""
 
     def __init__(self, stub: CoordinatorStub, path: Path) -> None:
         self._stub = stub
@@ -50,7 +50,7 @@ class TimedCoordinator:
 
 
 THREADS = 64
-"""Threads for the replicas' short calls to Redis."""
+"""Number of threads for the replicas' short calls to Redis."""
 
 
 async def _replica(process: ReplicaContext, coordinator: CoordinatorStub, number: int, gpus: int) -> None:

@@ -1,7 +1,7 @@
 """`python -m services.rollout.teacher`: the teacher as an SGLang engine.
 
-A frozen model prefills answers and gives the log-probs of their tokens. Runs have it with roles.teacher.engine =
-"sglang"; `services.trainer.teacher` is the teacher in ranks of Megatron. Both write the same columns.
+A frozen model prefills answers and returns the log-probs of their tokens. Used in runs with roles.teacher.engine =
+"sglang"; `services.trainer.teacher` runs the teacher in Megatron ranks. Both write the same columns.
 """
 
 import asyncio
@@ -46,20 +46,20 @@ logger = logging.getLogger(__name__)
 
 
 class TokenBudget:
-    """Admits requests in order of arrival, as long as their tokens fit; a larger one goes alone."""
+    """Admits requests in order of arrival while their tokens fit. A request above the maximum runs alone."""
 
     def __init__(self, most: int) -> None:
-        """`most`: maximum number of tokens at a time."""
+        """`most`: maximum number of tokens of all admitted requests."""
         self._most = most
         self._turn = asyncio.Lock()
         self._freed = asyncio.Condition()
         self.used = 0
-        """Tokens of the requests that are admitted now."""
+        """Number of tokens of the admitted requests."""
 
     @asynccontextmanager
     async def hold(self, tokens: int) -> AsyncIterator[None]:
-        """Wait until there is room for `tokens` tokens, and take it for the block."""
-        async with self._turn, self._freed:  # in turns, or a large one would wait for ever
+        """Wait until `tokens` more tokens fit, and reserve them during the block."""
+        async with self._turn, self._freed:  # in turns, or a large request would wait for ever
             while self.used and self.used + tokens > self._most:
                 await self._freed.wait()  # brief: the deadlines of the requests that were admitted
             self.used += tokens
@@ -72,19 +72,22 @@ class TokenBudget:
 
 
 SHARED_PROMPT_TOKENS = 64
-"""Minimum length of a prompt whose other sequences wait until the first one has filled the engine's prefix cache."""
+"""Minimum tokens of a prompt for which a group's first sequence runs alone, to fill the engine's prefix cache."""
 REQUEST_SECONDS = 120.0
+"""Deadline of a request, in seconds, in addition to the time for the tokens in flight."""
 TOKENS_PER_SECOND = 100.0
-"""Minimum tokens of a sequence that an engine reads per second, besides REQUEST_SECONDS: fewer count as a failure."""
+"""Minimum speed at which an engine processes the tokens in flight; a slower one counts as failed."""
 LEAST_GROUPS = 2
+"""Minimum number of groups to hold."""
 MOST_GROUPS = 256
+"""Maximum number of groups to hold."""
 
 Compute = Callable[[NDArray[np.integer], int, int, float], Awaitable[GivenLogprobs]]
-"""`ChildEngine.compute_logprobs`."""
+"""Type of `ChildEngine.compute_logprobs`."""
 
 
 class _Refused(Exception):
-    """A group that is dropped, and why."""
+    """The group must be dropped, for `reason`."""
 
     def __init__(self, reason: DropReason, detail: str) -> None:
         super().__init__(detail)
@@ -92,7 +95,7 @@ class _Refused(Exception):
 
 
 class TeacherColumns:
-    """Sends groups to the engine. Use it in one event loop."""
+    """Computes the teacher's columns of groups with an engine. Use it in one event loop."""
 
     def __init__(
         self,
@@ -107,18 +110,18 @@ class TeacherColumns:
         max_tokens: int,
         on_late: Callable[[str], None] = lambda reason: None,
     ) -> None:
-        """Ask nothing yet.
+        """Send no request yet.
 
         Args:
-            compute: asks the engine about one sequence.
-            prompt: the column with the prompt that the teacher gets.
-            columns: the columns that are wanted of the teacher.
-            top_k: candidates in each token's place, if they are wanted.
-            vocabulary: number of tokens that the teacher has. A group with another is dropped.
-            ids_below: candidates are below this: tokens that the student has, too.
-            context: longest sequence that the engine takes. A group with a longer one is dropped.
-            max_tokens: most tokens that the engine has at a time.
-            on_late: called with the reason when the engine doesn't answer in time.
+            compute: computes the log-probs of one sequence with the engine.
+            prompt: name of the column with the teacher's prompt.
+            columns: names of the columns to compute.
+            top_k: number of candidates per token, if `columns` has candidates.
+            vocabulary: size of the teacher's vocabulary. Groups with other tokens are dropped.
+            ids_below: limit of candidates' ids: smaller ids exist in the student's vocabulary too.
+            context: maximum tokens of a sequence, 0 if unlimited. Groups with longer sequences are dropped.
+            max_tokens: maximum tokens in flight in the engine.
+            on_late: called with the reason if the engine doesn't answer in time.
         """
         self._compute = compute
         self._prompt = prompt
@@ -128,16 +131,16 @@ class TeacherColumns:
         self._max_tokens = max_tokens
         self._budget = TokenBudget(max_tokens)
         self._group_tokens = 0.0
-        """Moving average of the tokens of a group."""
+        """Moving average of the number of tokens of a group."""
         self._on_late = on_late
 
     @property
     def tokens_in_flight(self) -> int:
-        """Tokens that the engine has now."""
+        """Number of tokens that the engine is processing."""
         return self._budget.used
 
     def most_groups(self) -> int:
-        """Return the number of groups to hold: twice as many as the engine may have, so that others get the rest."""
+        """Return the maximum number of groups to hold: twice what fits into the engine. Other replicas get the rest."""
         if not self._group_tokens:
             return LEAST_GROUPS
         return min(MOST_GROUPS, max(LEAST_GROUPS, round(2 * self._max_tokens / self._group_tokens)))
@@ -145,7 +148,7 @@ class TeacherColumns:
     async def of_group(self, group_id: str, columns: Mapping[str, Column]) -> Result:
         """Return the teacher's columns of a group, or a drop with the reason. Raises the engine's errors.
 
-        Where loss_mask is 0, values are 0 and candidates -1.
+        For tokens with loss_mask 0, values are 0 and candidates -1.
         """
         try:
             try:
@@ -184,7 +187,7 @@ class TeacherColumns:
             )
 
     async def _ask(self, sequences: list[GroupSequence]) -> list[dict[str, NDArray[Any]]]:
-        """Send all sequences to the engine, concurrently once it knows their prompt."""
+        """Compute all sequences' columns, concurrently. After a long prompt, only once the first has cached it."""
         if len(sequences) > 1 and len(sequences[0].prompt) >= SHARED_PROMPT_TOKENS:
             return [await self._of_sequence(sequences[0]), *await self._side_by_side(sequences[1:])]
         return await self._side_by_side(sequences)
@@ -194,11 +197,11 @@ class TeacherColumns:
         try:
             return await asyncio.gather(*tasks)
         finally:
-            for task in tasks:  # of a group that is dropped for one of them
+            for task in tasks:  # after an error of one task
                 task.cancel()
 
     async def _of_sequence(self, one: GroupSequence) -> dict[str, NDArray[Any]]:
-        """Return the columns of a sequence's own tokens."""
+        """Return the columns of a sequence's tokens, without its prompt."""
         asked = np.flatnonzero(one.loss_mask)
         found: dict[str, NDArray[Any]] = {
             TEACHER_LOGPROBS: np.zeros(len(one.tokens), np.float32),
@@ -249,11 +252,11 @@ MODULE = "services.rollout.teacher"
 SETTINGS = {"rollout.dtype": "trainer.dtype", "rollout.sglang": "roles.teacher.sglang"} | {
     f"rollout.{name}": f"roles.teacher.{name}" for name in ("tensor_parallel", "memory_fraction")
 }
-"""The engine's names for the teacher's settings."""
+"""Names of engine settings, and the teacher's names that replace them in errors."""
 
 
 class TeacherService(StageReplica):
-    """Asks its engine about the groups of its stage."""
+    """Processes the groups of the teacher's stage with its engine."""
 
     role = TEACHER
     stage = ROLES[TEACHER].stage
@@ -267,7 +270,10 @@ class TeacherService(StageReplica):
         """Number of reports that the engine sent while it was idle; part of the replica's progress."""
 
     async def prepare(self, config: RunConfig) -> tuple[Process, int | Callable[[], int]]:
-        """Raises DataError, RpcError."""
+        """Load the engine. Returns a function that processes groups, and one that returns the number of groups to hold.
+
+        Raises DataError, RpcError.
+        """
         if wrong := ROLES[TEACHER].wrong_module(MODULE, config):
             raise FailedPrecondition(wrong)
         await asyncio.to_thread(check_vocabularies, config, TEACHER)
@@ -328,7 +334,7 @@ class TeacherService(StageReplica):
         )
 
     def _on_look(self, count: int, per_second: float) -> None:
-        """Count a report of an idle engine; a busy one's progress is what it has read."""
+        """Count an idle engine's report as progress. A busy engine's progress is its number of prefilled tokens."""
         if self._columns is not None and not self._columns.tokens_in_flight:
             self._turns += 1
 

@@ -1,1 +1,1 @@
-"""Protocols of programs' requests for messages, one file each."""
+"""HTTP protocols in which programs request the model's messages, one file each."""

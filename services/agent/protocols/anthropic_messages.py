@@ -1,4 +1,4 @@
-"""Messages in Anthropic's form."""
+"""Anthropic's Messages protocol."""
 
 import json
 from collections.abc import Iterator, Mapping
@@ -31,7 +31,7 @@ SUPPORTED: Supported = {
     "container": ((), "the model writes text"),
 }
 _ERRORS = {401: "authentication_error", 404: "not_found_error", 413: "request_too_large"}
-"""Types of errors by status."""
+"""Anthropic's error types by HTTP status."""
 _STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 
 
@@ -43,11 +43,11 @@ def _image(part: Mapping[str, Any]) -> Any:
 
 
 PARTS = Parts(("text",), {"image": (IMAGE, _image)})
-"""Blocks that are text or an image."""
+"""Supported content blocks: text and images."""
 
 
 def read_request(asked: dict[str, Any], stored: StoredMessages, media: SessionMedia) -> ChatRequest:
-    """Parse a request. Raises BadRequest naming what isn't supported."""
+    """Parse a request. Raises BadRequest, which names the unsupported parameter."""
     check_supported(asked, SUPPORTED)
     output = asked.get("output_config")
     if isinstance(output, dict) and output.get("format") is not None:
@@ -106,7 +106,7 @@ def _tools(tools: Any) -> list[dict[str, Any]]:
 
 
 def _messages(place: str, message: Any, media: SessionMedia) -> Iterator[Message]:
-    """Yield a message in the form of chat templates, and each result of a tool as another message."""
+    """Convert a message to the form of chat templates. Each tool result becomes a separate message."""
     role = message.get("role") if isinstance(message, dict) else None
     if role not in ROLES:
         raise BadRequest(f"{place} = {shown(message)} must be a message of one of the roles {', '.join(ROLES)}", place)
@@ -155,7 +155,7 @@ def _result(place: str, block: Mapping[str, Any], media: SessionMedia) -> Messag
 
 
 def _blocks(answer: ChatAnswer, asked: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return the content of an answer. Thinking is included only on request, because some programs can't handle it."""
+    """Return an answer's content blocks. Include thinking only on request, because some programs can't handle it."""
     calls = answer.message.get("tool_calls", [])
     wanted = asked.get("thinking")
     blocks: list[dict[str, Any]] = []
@@ -170,7 +170,7 @@ def _blocks(answer: ChatAnswer, asked: Mapping[str, Any]) -> list[dict[str, Any]
 
 
 def message(answer: ChatAnswer, asked: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a complete answer."""
+    """Return the whole answer as one message."""
     return {
         "id": f"msg_{answer.id}",
         "type": "message",
@@ -184,7 +184,7 @@ def message(answer: ChatAnswer, asked: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def events(answer: ChatAnswer, asked: Mapping[str, Any]) -> Iterator[str]:
-    """Yield an answer in pieces."""
+    """Yield an answer as server-sent events."""
     return named_events(_events(message(answer, asked)))
 
 

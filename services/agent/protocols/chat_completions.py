@@ -1,4 +1,4 @@
-"""Chat completions in OpenAI's form, and requests for the tokens of their messages in vLLM's."""
+"""OpenAI's Chat Completions protocol, and vLLM's requests to tokenise messages."""
 
 import json
 from collections.abc import Iterator, Mapping
@@ -30,7 +30,7 @@ ROLES: Mapping[str, str] = {
     "assistant": "assistant",
     "tool": "tool",
 }
-"""Roles of messages, with their names in chat templates."""
+"""Roles of messages, and their names in chat templates."""
 SUPPORTED: Supported = {
     "n": ((1,), "ask once for each answer"),
     "tool_choice": (("auto", "none"), 'use "auto" or "none"'),
@@ -64,11 +64,11 @@ def _source(part: Mapping[str, Any]) -> Any:
 
 
 PARTS = Parts(("text",), {name: (kind, _source) for name, (kind, _) in MEDIA_PARTS.items()})
-"""Types of content parts; an item may also have the form of environments."""
+"""Supported content parts: text and media. Media may also have the form that environments use."""
 
 
 def read_request(asked: dict[str, Any], stored: StoredMessages, media: SessionMedia) -> ChatRequest:
-    """Parse a request. Raises BadRequest naming what isn't supported."""
+    """Parse a request. Raises BadRequest, which names the unsupported parameter."""
     check_supported(asked, SUPPORTED)
     messages = [_message(f"messages[{index}]", one, media) for index, one in enumerate(read_list(asked, "messages"))]
     request = request_of(
@@ -83,7 +83,7 @@ def read_request(asked: dict[str, Any], stored: StoredMessages, media: SessionMe
 
 
 def read_tokenize_request(asked: dict[str, Any], media: SessionMedia) -> ChatRequest | str:
-    """Read a request for the tokens of messages and tools, or of a text, in vLLM's form. Raises BadRequest."""
+    """Parse vLLM's request to tokenise messages and tools, or a text. Raises BadRequest."""
     check_supported(asked, TOKENIZE_SUPPORTED)
     if "prompt" not in asked:
         return read_request(asked, StoredMessages(), media)
@@ -128,14 +128,14 @@ def _calls(place: str, calls: Any) -> list[dict[str, Any]]:
 
 
 def completion(answer: ChatAnswer, asked: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a complete answer."""
+    """Return the whole answer as one completion."""
     choice = {"index": 0, "message": _wire(answer), "finish_reason": answer.finish_reason, **_ids(answer, asked)}
     whole = {**_head("chat.completion", answer, asked), "choices": [choice], "usage": answer.usage}
     return whole | _prompt_ids(answer, asked)
 
 
 def events(answer: ChatAnswer, asked: Mapping[str, Any]) -> Iterator[str]:
-    """Yield an answer in pieces."""
+    """Yield an answer as server-sent events."""
     delta = _wire(answer)
     for index, call in enumerate(delta.get("tool_calls", [])):
         call["index"] = index
@@ -154,7 +154,7 @@ def _head(kind: str, answer: ChatAnswer, asked: Mapping[str, Any]) -> dict[str, 
 
 
 def _ids(answer: ChatAnswer, asked: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of a choice that describe the answer's tokens, in vLLM's form."""
+    """Return a choice's fields with log-probs and token ids, in vLLM's form."""
     fields: dict[str, Any] = {"logprobs": None}
     if answer.ids and asked.get("logprobs"):
         numbered = [f"token_id:{token}" for token in answer.ids.tokens]
@@ -174,7 +174,7 @@ def _prompt_ids(answer: ChatAnswer, asked: Mapping[str, Any]) -> dict[str, list[
 
 
 def _wire(answer: ChatAnswer) -> dict[str, Any]:
-    """Return the message in OpenAI's form."""
+    """Return the answer's message in OpenAI's form."""
     calls = answer.message.get("tool_calls")
     wire: dict[str, Any] = {"role": "assistant", "content": answer.message["content"] or (None if calls else "")}
     if answer.thinking:

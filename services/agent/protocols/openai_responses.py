@@ -1,4 +1,4 @@
-"""Responses in OpenAI's form."""
+"""OpenAI's Responses protocol."""
 
 import json
 from collections.abc import Iterator, Mapping
@@ -40,11 +40,11 @@ PARTS = Parts(
     ("input_text", "output_text", "text"),
     {"input_image": (IMAGE, lambda part: part.get("image_url")), "input_audio": (AUDIO, input_audio)},
 )
-"""Parts of contents."""
+"""Supported content parts: text, images and sounds."""
 
 
 def read_request(asked: dict[str, Any], stored: StoredMessages, media: SessionMedia) -> ChatRequest:
-    """Parse a request. Raises BadRequest naming what isn't supported."""
+    """Parse a request. Raises BadRequest, which names the unsupported parameter."""
     check_supported(asked, SUPPORTED)
     text = asked.get("text")
     if isinstance(text, dict) and text.get("format") not in (None, {"type": "text"}):
@@ -86,7 +86,7 @@ def _tools(tools: Any) -> list[dict[str, Any]]:
 
 
 def _items(asked: Mapping[str, Any], media: SessionMedia) -> list[Message]:
-    """Return the input as messages. A message of the assistant and the calls after it become one."""
+    """Convert the input to messages. An assistant's message and the calls after it become one message."""
     given = asked.get("input")
     if isinstance(given, str):
         return [{"role": "user", "content": given}]
@@ -133,7 +133,7 @@ def _result(place: str, item: Mapping[str, Any], media: SessionMedia) -> Message
 
 
 def response(answer: ChatAnswer, asked: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a complete answer."""
+    """Return the whole answer as one response."""
     cut = answer.finish_reason == "length"
     return {
         "id": f"resp_{answer.id}",
@@ -188,7 +188,7 @@ def _output(answer: ChatAnswer) -> list[dict[str, Any]]:
 
 
 def events(answer: ChatAnswer, asked: Mapping[str, Any]) -> Iterator[str]:
-    """Yield an answer in pieces."""
+    """Yield an answer as server-sent events."""
     whole = response(answer, asked)
     numbered = ({**event, "sequence_number": number} for number, event in enumerate(_events(whole)))
     return named_events(numbered)

@@ -1,4 +1,4 @@
-"""The base of the endpoint's protocols, with their common parsing."""
+"""Interface of the endpoint's protocols, and parsing functions that they share."""
 
 import hashlib
 import json
@@ -17,12 +17,12 @@ from services.agent.session_media import SessionMedia, joined
 MODEL = "policy"
 """The endpoint's name for the model; requests may use any name."""
 _UNIMPORTANT = ("stream", "stream_options")
-"""Parameters that change only the form of an answer."""
+"""Parameters that change only the form of an answer; ignored in digests."""
 _INSTEAD = "send video and sound through chat completions (video_url, input_audio)"
 """Advice for media in protocols without parts for them."""
 
 Supported = Mapping[str, tuple[tuple[Any, ...], str]]
-"""Parameters with only some supported values, and the alternative to the others. null is always supported."""
+"""By parameter: the supported values, and advice for other values. null is always supported."""
 
 
 def error_body(error: BadRequest) -> dict[str, Any]:
@@ -33,28 +33,28 @@ def error_body(error: BadRequest) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Parts:
-    """The parts of a protocol's contents."""
+    """The types of content parts that a protocol supports."""
 
     texts: Collection[str]
-    """Types of parts that are text."""
+    """Types of text parts."""
     media: Mapping[str, tuple[str, Callable[[Mapping[str, Any]], Any]]]
-    """The kind of media of a part, and a function that returns its data URI or anything else if it has none, by its
-    type. The function raises MediaError if a field of the part is missing."""
+    """By type of media part: kind of media, and a function that returns the part's data URI, or any other value if it
+    has none. The function may raise MediaError for a missing field."""
 
 
 @dataclass(frozen=True)
 class Protocol:
-    """A form of requests and answers."""
+    """Functions that parse a protocol's requests and make its answers."""
 
     read: Callable[[dict[str, Any], StoredMessages, SessionMedia], ChatRequest]
-    """Parses a request without nulls, which may continue stored messages, and its media. Raises BadRequest, which names
-    unsupported parts."""
+    """Parses a request's body without nulls, given the session's stored messages and media. Raises BadRequest, which
+    names the unsupported parameter."""
     whole: Callable[[ChatAnswer, dict[str, Any]], dict[str, Any]]
-    """Returns an answer to a request."""
+    """Returns the body of an answer to a request's body."""
     events: Callable[[ChatAnswer, dict[str, Any]], Iterable[str]]
-    """Returns the same as server-sent events."""
+    """Returns the same answer as server-sent events."""
     error: Callable[[BadRequest], dict[str, Any]] = error_body
-    """Returns the answer to a request that is refused."""
+    """Returns the body of the answer to a refused request."""
 
 
 def named_events(events: Iterable[dict[str, Any]]) -> Iterator[str]:
@@ -64,12 +64,12 @@ def named_events(events: Iterable[dict[str, Any]]) -> Iterator[str]:
 
 
 def model_of(asked: Mapping[str, Any]) -> str:
-    """Return the name that a request has for the model."""
+    """Return the request's name for the model; MODEL by default."""
     return str(asked.get("model") or MODEL)
 
 
 def read_object(body: bytes) -> dict[str, Any]:
-    """Read a request's body; null counts as empty. Raises BadRequest."""
+    """Parse a request's body and leave out parameters that are null. Raises BadRequest."""
     try:
         asked = parse_json(body)
     except ValueError as error:
@@ -80,7 +80,7 @@ def read_object(body: bytes) -> dict[str, Any]:
 
 
 def check_supported(asked: Mapping[str, Any], table: Supported) -> None:
-    """Check parameters. Raises BadRequest for an unsupported value."""
+    """Raise BadRequest if a parameter has an unsupported value."""
     for name, (supported, instead) in table.items():
         if name in asked and not any(type(one) is type(asked[name]) and one == asked[name] for one in supported):
             raise BadRequest(f"{name} = {shown(asked[name])} isn't supported: {instead}", name)
@@ -103,11 +103,11 @@ def request_of(
         asked: the request's body.
         messages: its messages.
         tools: schemas of its tools.
-        calls: False if tool calls are to be left in the text.
-        most: names of the parameter for the maximum length; the first one wins.
-        stop: name of the parameter for texts that end the answer; empty: none.
-        place: name of the parameter that has the messages.
-        kept: messages to be stored with the answer.
+        calls: False to leave tool calls in the text.
+        most: names of the parameter for the maximum length; the first one present is used.
+        stop: name of the parameter for strings that end the answer; "" if the protocol has none.
+        place: name of the parameter with the messages, for errors.
+        kept: messages to store with the answer.
 
     Raises BadRequest.
     """
@@ -127,20 +127,20 @@ def request_of(
 
 
 def digest_of(asked: Mapping[str, Any]) -> bytes:
-    """Return a digest of a request, which is that of its repetitions in another form."""
+    """Return a request's digest. Requests that differ only in the answer's form have the same digest."""
     digested = {name: value for name, value in asked.items() if name not in _UNIMPORTANT}
     return hashlib.sha256(json.dumps(digested, sort_keys=True).encode()).digest()
 
 
 def positive(name: str, value: Any) -> int:
-    """Return a number that must be positive. Raises BadRequest."""
+    """Return `value`. Raises BadRequest unless it is a positive integer."""
     if type(value) is not int or value < 1:
         raise BadRequest(f"{name} = {shown(value)} must be an integer >= 1", name)
     return value
 
 
 def texts(name: str, value: Any) -> tuple[str, ...]:
-    """Return texts, also from a single text. Raises BadRequest."""
+    """Return a text or a list of texts as a tuple. Raises BadRequest for other values and empty texts."""
     found = [value] if isinstance(value, str) else value
     if not isinstance(found, list) or not all(isinstance(text, str) and text for text in found):
         raise BadRequest(f"{name} = {shown(value)} must be a text, or a list of texts, that aren't empty", name)
@@ -148,7 +148,7 @@ def texts(name: str, value: Any) -> tuple[str, ...]:
 
 
 def read_list(asked: Mapping[str, Any], name: str) -> list[Any]:
-    """Return a parameter that is a list with at least one element. Raises BadRequest."""
+    """Return a parameter. Raises BadRequest unless it is a list with at least one element."""
     value = asked.get(name)
     if not isinstance(value, list) or not value:
         raise BadRequest(f"{name} must be a list with at least one message", name)
@@ -156,7 +156,10 @@ def read_list(asked: Mapping[str, Any], name: str) -> list[Any]:
 
 
 def read_content(place: str, content: Any, forms: Parts, media: SessionMedia | None = None) -> Content:
-    """Return a content: a text or a list of parts; without `media` it may contain none. Raises BadRequest."""
+    """Parse a message's content, a text or a list of parts. Without `media` it must contain no media.
+
+    Raises BadRequest.
+    """
     if isinstance(content, list):
         return joined([read_part(f"{place}[{index}]", part, forms, media) for index, part in enumerate(content)])
     if not isinstance(content, str | None):
@@ -165,7 +168,7 @@ def read_content(place: str, content: Any, forms: Parts, media: SessionMedia | N
 
 
 def read_part(place: str, part: Any, forms: Parts, media: SessionMedia | None = None) -> dict[str, Any]:
-    """Return a part of a content, an item by reference. Raises BadRequest."""
+    """Parse a content part; media become references. Raises BadRequest."""
     kind = part["type"] if isinstance(part, dict) and isinstance(part.get("type"), str) else ""
     if media is not None and kind in forms.media:
         of_media, source = forms.media[kind]
@@ -181,9 +184,9 @@ def read_part(place: str, part: Any, forms: Parts, media: SessionMedia | None = 
 
 
 def input_audio(part: Mapping[str, Any]) -> Any:
-    """Return the data URI of a part of OpenAI's type input_audio; anything else if it has none.
+    """Return the data URI of a part of OpenAI's type input_audio, or any other value if it has no input_audio object.
 
-    Raises MediaError: a field is missing.
+    Raises MediaError if a field is missing.
     """
     sound = part.get("input_audio")
     if not isinstance(sound, dict):
@@ -197,7 +200,7 @@ def input_audio(part: Mapping[str, Any]) -> Any:
 
 
 def read_functions(tools: Any) -> list[dict[str, Any]]:
-    """Return schemas of functions, in the form of chat completions. Raises BadRequest."""
+    """Check schemas of functions in the form of chat completions, and return them. Raises BadRequest."""
     try:
         found = check_tools(tools, "tools: the request has")
     except BadEnvironmentError as error:
@@ -211,8 +214,7 @@ def read_functions(tools: Any) -> list[dict[str, Any]]:
 
 
 def call_of(name: Any, arguments: Any, id_: Any) -> dict[str, Any]:
-    """Return a tool call in the form of chat templates; arguments may be JSON text. Raises ValueError if it isn't
-    one."""
+    """Return a tool call in the form of chat templates. `arguments` may be JSON text. Raises ValueError if invalid."""
     read = parse_json(arguments) if isinstance(arguments, str) else arguments
     if not isinstance(name, str) or not isinstance(read, dict) or not isinstance(id_, str):
         raise ValueError("a tool call has an id, a name, and arguments that are an object")

@@ -1,4 +1,4 @@
-"""Requests of token ids for the model's next tokens, in the form of vLLM's /inference/v1/generate."""
+"""vLLM's protocol /inference/v1/generate: requests contain token ids instead of messages."""
 
 import json
 from collections.abc import Iterator, Mapping
@@ -28,7 +28,7 @@ SUPPORTED_SAMPLING: Supported = {
 
 
 def read_request(asked: dict[str, Any], stored: StoredMessages, media: SessionMedia) -> ChatRequest:
-    """Parse a request. Raises BadRequest naming what isn't supported."""
+    """Parse a request. Raises BadRequest, which names the unsupported parameter."""
     check_supported(asked, SUPPORTED)
     sampling = asked.get(SAMPLING, {})
     if not isinstance(sampling, dict):
@@ -62,7 +62,7 @@ def _token_ids(name: str, value: Any) -> list[int]:
 
 
 def whole(answer: ChatAnswer, asked: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a complete answer."""
+    """Return the body of the whole answer."""
     assert answer.ids is not None  # requests ask for them
     pairs = zip(answer.ids.tokens, answer.ids.logprobs, strict=True)
     content: list[dict[str, Any]] = [
@@ -79,7 +79,7 @@ def whole(answer: ChatAnswer, asked: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def events(answer: ChatAnswer, asked: Mapping[str, Any]) -> Iterator[str]:
-    """Yield a complete answer as a stream."""
+    """Yield the whole answer as one server-sent event, then the end marker."""
     yield f"data: {json.dumps(whole(answer, asked))}\n\n"
     yield "data: [DONE]\n\n"
 

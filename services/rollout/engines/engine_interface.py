@@ -32,16 +32,16 @@ DIGESTS_KEPT = 4096
 
 @dataclass(frozen=True, kw_only=True)
 class EngineStart:
-    """A rollout replica's request for an engine, the argument of `start_engine` in the engine's module."""
+    """Arguments of `start_engine` in an engine's module."""
 
     config: RunConfig
     """The run's configuration."""
     folder: Path
-    """Folder of the model; meaningless for an engine without one."""
+    """Model folder; unused by an engine without a model."""
     settings: ServiceSettings
     """Settings of the replica's process."""
     environment: Mapping[str, str]
-    """Variables of a child process on top of the replica's: its GPUs, and settings of NCCL."""
+    """Environment variables added to the replica's for a child process: its GPUs, and NCCL settings."""
     gpu_lease: GpuLease | None
     """Lease on the engine's GPUs, if it has any."""
     set_detail: Callable[[str], None]
@@ -58,24 +58,24 @@ class RolloutEngine(ABC):
     name: str
     """Name of the engine in its receipts: its replica's id."""
     vocabulary: int
-    """Token ids are below this."""
+    """Vocabulary size; every token id is smaller."""
     context: int
     """Maximum tokens of prompt and answer together; 0 when unknown."""
     device: str
     """Device of the model: "cpu" or "cuda"."""
     weights: Version | None
-    """The engine's weights; None before the first commit."""
+    """Version of the engine's weights; None before the first commit."""
     quarantined: bool
-    """True if a failed update left the model between two versions, or its weights were given up."""
+    """True if a failed update left the model between two versions, or nobody confirmed its weights in time."""
     unconfirmed: bool
-    """True if the weights were received without a resume, and none has named them yet: they serve nothing."""
+    """True from a receive without resume until a resume names the weights; meanwhile they serve nothing."""
     takes_media: bool
     """True if the engine accepts prompts with media."""
     asleep: frozenset[MemoryPart]
-    """Parts of the engine's memory that are freed."""
+    """Parts of memory that the engine has freed."""
     gauges: dict[str, float]
-    """Last report of tokens_per_second, running_samples and waiting_samples; of a process also engine_rss_bytes, and
-    engine_prompted_tokens and engine_prefilled_tokens if it counts them."""
+    """Latest tokens_per_second, running_samples and waiting_samples. A child process adds engine_rss_bytes and, if it
+    counts them, engine_prompted_tokens and engine_prefilled_tokens."""
 
     def __init__(self) -> None:
         self.name = ""
@@ -91,7 +91,7 @@ class RolloutEngine(ABC):
     @property
     @abstractmethod
     def tokens(self) -> int:
-        """Tokens generated since the start, as far as is known."""
+        """Number of tokens known to be generated since the start."""
 
     @property
     @abstractmethod
@@ -100,7 +100,7 @@ class RolloutEngine(ABC):
 
     @property
     def serving(self) -> bool:
-        """True if the engine generates, or will at the end of its pause."""
+        """True if the engine generates now, or will after its pause."""
         return self.alive and self.weights is not None and not self.quarantined and not self.asleep
 
     def generate(
@@ -121,8 +121,8 @@ class RolloutEngine(ABC):
         See Request for `stream`, `report_every`, `begun`, `likeliest` and `media`. `request_id` is for `abort`, and
         must not be in use.
 
-        Raises EngineError: it takes no media; RequestFailed, ChildExited when the engine exits, or ServerGone when the
-        server is lost.
+        Raises EngineError if the prompt has media and the engine takes none; RequestFailed; ChildExited if the engine
+        exits; ServerGone if the server is lost.
         """
         if media and not self.takes_media:
             raise EngineError("the prompt has media, but the engine takes none")
@@ -137,14 +137,14 @@ class RolloutEngine(ABC):
                 yield output
 
     def _receipts(self, versions: Sequence[int]) -> list[Receipt]:
-        """Return a receipt for each of the versions that wrote some tokens."""
+        """Return a receipt for each distinct version in `versions`."""
         written = np.unique(np.asarray(versions, dtype=np.int64)).tolist()
         return [Receipt(version, self._digests.get(version, ""), self.name) for version in written]
 
     def take_up(self, weights: Version, checksums: Mapping[str, int], *, resume: bool) -> None:
-        """Switch to these weights; `checksums` are those of their tensors, {} if none were computed.
+        """Record `weights` as the engine's current weights. `checksums`: by tensor, {} if none were computed.
 
-        Without `resume` they serve nothing until a resume names them.
+        Without `resume` the weights serve nothing until a resume names them.
         """
         self.weights, self.quarantined, self.unconfirmed = weights, False, not resume
         self._digests.pop(weights.version, None)  # becomes the newest
@@ -154,7 +154,7 @@ class RolloutEngine(ABC):
 
     @abstractmethod
     def _generate(self, request: Request) -> AsyncIterator[Output]:
-        """`generate` for one request."""
+        """Yield the outputs of a request, without receipts."""
 
     @abstractmethod
     async def abort(self, request_id: str) -> None:
@@ -165,10 +165,10 @@ class RolloutEngine(ABC):
         """Pause generation. Returns the number of samples held in place."""
 
     async def resume(self, weights: Version | None = None, digest: str = "") -> None:
-        """End the pause; `weights` names what may be served from now on, with its digest on record, "" if unknown.
+        """End the pause. `weights`: the weights to serve from now on; `digest`: their recorded digest, "" if unknown.
 
-        Raises EngineError: the engine's weights were received without a resume, and `weights` doesn't name them; it
-        names others; or the engine has computed another digest.
+        Raises EngineError if the engine has other weights, if it has computed another digest, or if its weights are
+        unconfirmed and `weights` doesn't name them.
         """
         check_named(weights, self)
         own = self._digests.get(weights.version, "") if weights is not None else ""
@@ -179,7 +179,7 @@ class RolloutEngine(ABC):
 
     @abstractmethod
     async def _continue(self, weights: Version | None) -> None:
-        """End the pause, which `resume` has found to be right."""
+        """End the pause, after the checks of `resume`."""
 
     @abstractmethod
     async def join(self, request: rollout_pb2.JoinWeightGroupRequest) -> None:
@@ -193,7 +193,7 @@ class RolloutEngine(ABC):
     async def leave(self, group_name: str) -> bool:
         """Abort and forget a weight group, and quarantine the engine if its weights are unconfirmed.
 
-        Returns whether it is quarantined.
+        Returns True if the engine is quarantined.
         """
 
     @abstractmethod

@@ -36,10 +36,11 @@ from services.rollout.engines.request_types import (
 logger = logging.getLogger(__name__)
 
 FLUSH_SECONDS = 0.05
-"""Maximum seconds to hold back tokens of an unfinished sample, because a message for each would cost too much."""
+"""Maximum seconds to hold back tokens of an unfinished sample; one message per token would cost too much."""
 MESSAGE_BYTES = 8 << 20
+"""Maximum bytes of a message with several outputs."""
 MAX_OUTPUT_BYTES = 1 << 30
-"""protobuf's limit is 2 GiB."""
+"""Maximum bytes of one output; protobuf's own limit is 2 GiB."""
 
 
 class OutputStream:
@@ -60,7 +61,7 @@ class OutputStream:
         self._add(new, [], urgent=any(output.finish_reason is not None for _, output in new))
 
     def fail(self, request_id: str, reason: str, *, wrong_media: bool = False) -> None:
-        """Add a failure."""
+        """Report that a request failed."""
         failure = engine_pb2.EngineFailure(request_id=request_id, reason=reason, wrong_media=wrong_media)
         self._add([], [failure], urgent=True)
 
@@ -75,7 +76,7 @@ class OutputStream:
             await self._come.wait()  # idle: there is nothing to send
             if not self._hurry.is_set():
                 with suppress(TimeoutError):
-                    # Not wait_for, which in Python 3.11 may lose a cancellation: two readers would share what comes.
+                    # Not wait_for: in Python 3.11 it may lose a cancellation; then two readers would share the outputs.
                     async with asyncio.timeout(FLUSH_SECONDS):
                         await self._hurry.wait()  # brief: FLUSH_SECONDS
             with self._lock:
@@ -120,22 +121,22 @@ class LoadedEngine(Protocol):
         """End a request's samples with their tokens so far."""
 
     def pause(self, mode: PauseMode, lease_seconds: float, timeout: float) -> int:
-        """Pause. Returns the number of held samples."""
+        """Pause generation. Returns the number of held samples."""
 
     def sleep(self, timeout: float) -> None:
         """Wait for running samples, then free memory."""
 
     def wake(self, parts: Collection[MemoryPart]) -> None:
-        """Allocate memory again."""
+        """Allocate freed memory again."""
 
     def record(self, request: engine_pb2.RecordStepsRequest) -> list[Path]:
-        """Record the next steps with torch's profiler. Returns the files, which will be there afterwards.
+        """Record the next steps with torch's profiler. Returns the files that will hold the recordings.
 
         Raises EngineError: earlier steps are being recorded.
         """
 
     def stats(self) -> dict[str, int]:
-        """Return running_samples, waiting_samples, tokens_generated; tokens_prefilled and _prompted if known."""
+        """Return running_samples, waiting_samples, tokens_generated; if known, tokens_prefilled and tokens_prompted."""
 
 
 Engine = TypeVar("Engine", bound=LoadedEngine)
@@ -148,11 +149,11 @@ class EngineProcess(ABC, Generic[Engine], engine_pb2_grpc.EngineServicer, rollou
         self.outputs = OutputStream()
         self._engine: Engine | None = None
         self.frozen = False
-        """True if the engine keeps the weights that it loads, so that a sleep has to preserve them."""
+        """True if the loaded weights are never updated; a sleep must preserve them."""
         self.for_logprobs = False
         """True if the engine only computes log-probs of given tokens."""
         self._recording = threading.Lock()
-        """Lock held during a request to the engine to record steps."""
+        """Serializes requests to record steps."""
 
     def serve(self) -> None:
         """Answer calls until the service ends."""
@@ -219,7 +220,7 @@ class EngineProcess(ABC, Generic[Engine], engine_pb2_grpc.EngineServicer, rollou
         if not receive.resume:
             return answer
         gate.confirm(Version.from_proto(receive.weights))
-        return AndThen(answer, partial(gate.resume, gate.pauses))  # it wakes threads that would hold the answer up
+        return AndThen(answer, partial(gate.resume, gate.pauses))  # resuming first would delay the answer
 
     def LeaveWeightGroup(
         self, request: rollout_pb2.LeaveWeightGroupRequest, context: Any
@@ -248,7 +249,7 @@ class EngineProcess(ABC, Generic[Engine], engine_pb2_grpc.EngineServicer, rollou
 
     @abstractmethod
     def load(self, folder: str, config: RolloutConfig, colocate: bool) -> engine_pb2.LoadResponse:
-        """Load a model, which generates only after a weight update."""
+        """Load a model. It generates only after a weight update."""
 
     def _loaded(self) -> Engine:
         """Return the engine. Raises EngineError before a model is loaded."""
@@ -257,7 +258,7 @@ class EngineProcess(ABC, Generic[Engine], engine_pb2_grpc.EngineServicer, rollou
         return self._engine
 
     def _pause_first(self, request: rollout_pb2.ReceiveWeightsRequest) -> None:
-        """Begin the pause of `request`, unless `_receive_weights` does."""
+        """Begin the pause that `request` contains. Overridden by engines whose `_receive_weights` begins it."""
         pause = request.pause
         self._loaded().pause(PAUSE_MODES[pause.mode], pause.lease_seconds, request.pause_timeout_seconds)
 
@@ -267,7 +268,7 @@ class EngineProcess(ABC, Generic[Engine], engine_pb2_grpc.EngineServicer, rollou
 
     @abstractmethod
     def _leave_group(self, name: str) -> bool:
-        """Leave a weight group. Returns whether that left the model partly changed."""
+        """Leave a weight group. Returns True if the model is partly changed."""
 
     @abstractmethod
     def _leave_groups(self) -> None:
@@ -282,7 +283,7 @@ class EngineProcess(ABC, Generic[Engine], engine_pb2_grpc.EngineServicer, rollou
 
     @abstractmethod
     def _memory_in_use(self) -> int:
-        """Return the bytes in use: on its GPUs by all processes; on a CPU by the engine's processes."""
+        """Return the bytes in use: with GPUs, by all processes on them; else by the engine's processes."""
 
     async def _take(self, requests: AsyncIterator[engine_pb2.ExchangeRequest]) -> None:
         engine = self._loaded()

@@ -13,40 +13,41 @@ LEASE_OVER = {
     False: "the lease of the pause has ended: generation continues without a resume",
     True: "the lease of the pause has ended, and no resume named the received weights: they serve nothing",
 }
-"""Warning for an expired pause lease; True: weights were committed during the pause, but nobody has confirmed them."""
+"""Warning for an expired pause lease, by whether the committed weights are unconfirmed."""
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class UpdatePause:
-    """A pause for an update."""
+    """Parameters of a pause for a weight update."""
 
     mode: PauseMode
     lease_seconds: float
     deadline: float
-    """Monotonic time by which the generating thread has to stop."""
+    """Time by which the generating thread must rest, by time.monotonic()."""
 
 
 class GenerationGate:
-    """Decides when an engine may generate. Shared by the generating thread and those that pause and update it.
+    """Decides when an engine may generate. Shared by the generating thread and threads that pause and update it.
 
-    The generating thread rests between two tokens while the gate is closed: before the first commit, during a pause,
-    an update and sleep, and after an update that failed when it had touched the model (quarantine), until one succeeds.
-    Committed weights serve nothing until `confirm`; if the lease of their pause ends before, they are quarantined.
+    The gate is closed before the first commit; during a pause, an update and sleep; and in quarantine: from a failed
+    update that touched the model until an update succeeds. While it is closed, the generating thread rests between two
+    tokens. Committed weights serve nothing until `confirm`; if the lease of their pause ends first, they are
+    quarantined.
     """
 
     def __init__(self) -> None:
         self.lock = threading.RLock()
-        """Lock for all state of the gate."""
+        """Guards all state of the gate."""
         self.changed = threading.Condition(self.lock)
         """Condition on the lock, notified at every change."""
         self.mode: PauseMode | None = None
-        """Mode of the pause; None while there is none."""
+        """Mode of the current pause, or None."""
         self.weights: Version | None = None
-        """The weights that were committed last."""
+        """Weights committed last; None before the first commit and after `sleep`."""
         self.quarantined = False
-        """True if the model is neither the old nor the new version, or nobody confirmed the new one in time."""
+        """True if a failed update left the model between two versions, or nobody confirmed the new one in time."""
         self.unconfirmed = False
         """True from a commit until `confirm`."""
         self.asleep = False
@@ -63,7 +64,7 @@ class GenerationGate:
     def pause(self, mode: PauseMode, lease_seconds: float, timeout: float) -> None:
         """Close the gate and wait until the generating thread rests. The pause ends by itself after `lease_seconds`.
 
-        After `timeout` seconds it opens the gate again and raises EngineError.
+        Raises EngineError after `timeout` seconds, and opens the gate again.
         """
         deadline = time.monotonic() + timeout
         with self.changed:
@@ -75,7 +76,7 @@ class GenerationGate:
                 self.changed.wait(deadline - time.monotonic())  # brief: the pause's deadline
 
     def resume(self, pause: int | None = None) -> None:
-        """End the pause, or, with `pause`, the pause of this number. A quarantine stays.
+        """End the current pause; with `pause`, only if this is its number. A quarantine stays.
 
         Raises EngineError: an update is under way, or the weights are unconfirmed.
         """
@@ -145,7 +146,7 @@ class GenerationGate:
                 self.changed.notify_all()
 
     def wait_no_update(self, timeout: float) -> None:
-        """Wait for the end of an update that is under way, but not longer than `timeout` seconds."""
+        """Wait up to `timeout` seconds for the end of the current update."""
         with self.changed:
             self.changed.wait_for(lambda: not self._updating, timeout)
 
@@ -170,13 +171,13 @@ class GenerationGate:
             raise EngineError("another update is under way")
 
     def serve_loaded(self) -> None:
-        """Open the gate for the loaded weights, as version 0 of term 0: nobody will update them."""
+        """Open the gate for loaded weights that are never updated, as version 0 of term 0."""
         with self.changed:
             self.weights = Version(0, 0)
             self.changed.notify_all()
 
     def touch(self) -> None:
-        """Mark, inside `update`, that the model is changing: a failure from here on means quarantine."""
+        """Note that the model is changing: a failure from here on means quarantine. Call it inside `update`."""
         self._touched = True
 
     def quarantine(self) -> None:
@@ -186,7 +187,7 @@ class GenerationGate:
             self.changed.notify_all()
 
     def sleep(self) -> None:
-        """End a pause by closing the gate until `wake`. The commit is forgotten, because its memory will be freed.
+        """End a pause and close the gate until `wake`. Forgets the weights, because their memory will be freed.
 
         Raises EngineError unless the engine rests in a pause.
         """
@@ -197,7 +198,7 @@ class GenerationGate:
             self.changed.notify_all()
 
     def wake(self) -> None:
-        """End the sleep, so that the gate opens for weights committed since `sleep`.
+        """End the sleep. The gate then opens for weights committed since `sleep`.
 
         Call it once all memory is allocated again.
         """
@@ -206,36 +207,38 @@ class GenerationGate:
             self.changed.notify_all()
 
     def may_run(self) -> bool:
-        """Return whether running samples may continue."""
+        """Return True if running samples may continue."""
         return self._serves() and self.mode in (None, "drain")
 
     def may_admit(self) -> bool:
-        """Return whether new samples may start."""
+        """Return True if new samples may start."""
         return self._serves() and self.mode is None
 
     def take_abort(self) -> bool:
-        """Return whether to end all requests now: once per pause, because later requests wait for its end."""
+        """Return True if all requests must end now; only once per pause, because later requests wait for its end."""
         asked, self._abort_asked = self._abort_asked, False
         return asked
 
     def rest(self) -> None:
-        """Report that the generating thread rests, then `wait`. Needs `changed`."""
+        """Report that the generating thread rests, then `wait`. The caller holds `changed`."""
         self.at_rest = True
         self.changed.notify_all()
         self.wait()
 
     def wait(self) -> None:
-        """Wait for a change or the end of the lease. Needs `changed`."""
+        """Wait for a change or the end of the lease. The caller holds `changed`."""
         leased = self.mode is not None and not self._updating
         self.changed.wait(max(self._lease_end - time.monotonic(), 0.0) if leased else None)
 
     def leave_rest(self) -> None:
-        """Report that the generating thread continues. Needs `changed`."""
+        """Report that the generating thread continues. The caller holds `changed`."""
         self.at_rest = False
 
     def end_lease(self) -> None:
-        """End a pause whose lease has expired, but not during an update, which has its own deadline. Needs
-        `changed`."""
+        """End the pause if its lease has expired and no update is under way. The caller holds `changed`.
+
+        An update has its own deadline.
+        """
         if self.mode is not None and not self._updating and time.monotonic() >= self._lease_end:
             self.mode = None
             if self.unconfirmed:

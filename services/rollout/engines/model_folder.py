@@ -16,18 +16,18 @@ class ModelFolder:
     """A model's configuration and tokenizer."""
 
     vocabulary: int
-    """Token ids are below this."""
+    """Vocabulary size; every token id is smaller."""
     context: int
-    """Maximum tokens of prompt and answer together; 0 if the model has no limit in its files."""
+    """Maximum tokens of prompt and answer together; 0 if the model's files name no limit."""
     architectures: tuple[str, ...]
-    """Names of its classes in transformers."""
+    """Names of the model's classes in transformers."""
     end_ids: tuple[int, ...]
     """Tokens that end an answer."""
     tokenizer: Tokenizer
 
 
 def read_model_folder(folder: Path) -> ModelFolder:
-    """Read config.json, tokenizer.json, and if they exist generation_config.json and those with special tokens.
+    """Read config.json and tokenizer.json, and generation_config.json and the special-token files if they exist.
 
     Raises DataError when a file is missing or broken.
     """

@@ -1,5 +1,6 @@
-"""Requests, outputs and errors that all engines share, their messages between service and child, and the state of stop
-strings. Arrays are bytes in messages.
+"""Requests, outputs and errors shared by all engines, their protobuf messages, and the search for stop strings.
+
+Messages carry arrays as bytes.
 """
 
 import math
@@ -18,13 +19,13 @@ from relaxd.v1 import engine_pb2, replica_pb2, rollout_pb2, sample_pb2
 from relaxd.weights.receipts import Receipt
 
 FinishReason = Literal["stop", "length", "abort"]
-"""Names of the proto FinishReason; an unfinished sample's "" is None here."""
+"""Reason why a sample ended, named as in the proto FinishReason; unfinished samples have None."""
 PauseMode = Literal["in_place", "retract", "abort", "drain"]
 MemoryPart = Literal["weights", "kv_cache"]
-"""Memory that an engine frees part by part for sleep, and allocates again."""
+"""Part of an engine's memory that a sleep frees and a wake allocates again."""
 
 MARGIN_SECONDS = 5.0
-"""Seconds for an answer beyond a deadline that the engine enforces itself."""
+"""Seconds between a deadline that the engine enforces and the deadline of its call; leaves time for the answer."""
 
 PAUSE_MODES: dict[int, PauseMode] = {
     rollout_pb2.PAUSE_MODE_UNSPECIFIED: "in_place",
@@ -106,7 +107,7 @@ class Sampling:
 
 
 def run_sampling(config: RolloutConfig, seed: int, own: Mapping[str, Any] | None = None) -> Sampling:
-    """Return the sampling of a run's groups; `own`: parameters of a group's source, by name, as JSON values."""
+    """Return a group's sampling parameters; `own`: those that its source overrides, by name, as JSON values."""
     sampling = Sampling(
         max_new_tokens=config.max_new_tokens,
         temperature=config.temperature,
@@ -134,12 +135,12 @@ class Request:
     report_every: int = 1
     """With `stream`: minimum tokens in a report of a sample, except its last report."""
     begun: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
-    """Samples to continue, by index, and the tokens that each has. These count towards its length and its stop
-    conditions, and aren't reported. Other samples aren't generated. Empty: all n, from their beginning."""
+    """Earlier tokens of the samples to continue, by index. They count towards length and stop conditions and are not
+    reported again. Only these samples are generated; if empty, all n are, from their beginning."""
     likeliest: int = 0
-    """Number of likeliest tokens to report in each token's place; 0: none."""
+    """Number of likeliest tokens to report at each position; 0 for none."""
     media: PromptMedia = NO_MEDIA
-    """Media of the prompt, whose tokens include theirs."""
+    """Media of the prompt; `prompt_tokens` contains their tokens."""
 
     @property
     def samples(self) -> tuple[int, ...]:
@@ -147,15 +148,15 @@ class Request:
         return tuple(self.begun) or tuple(range(self.n))
 
     def tokens_of(self, sample: int) -> tuple[int, ...]:
-        """Return the tokens that a sample has already."""
+        """Return the earlier tokens of a sample."""
         return self.begun.get(sample, ())
 
 
 @dataclass
 class Output:
-    """New tokens of one sample; the whole sample where the request does not stream.
+    """New tokens of one sample, or the whole sample if the request does not stream.
 
-    Engines make lists; in the service's process they are arrays (int32, float32, int64, int32).
+    Engines fill lists. The service's process has arrays: versions int64, logprobs float32, others int32.
     """
 
     sample: int
@@ -167,22 +168,22 @@ class Output:
     finish_reason: FinishReason | None = None
     """Set with the sample's last output."""
     text: str = ""
-    """The whole text, of earlier requests' tokens as well; set with the last output."""
+    """Text of the whole sample, including tokens of earlier requests; set with the last output."""
     spans_weight_update: bool = False
-    """True if the sample has continued in place across a weight update, with the keys and values that it had."""
+    """True if the sample continued in place across a weight update, with its old keys and values."""
     routed_experts: "np.ndarray[Any, Any] | None" = None
-    """Experts of each token, uint8 or uint16 [prompt and answer tokens but the last, layers, top_k]; set with the last
-    output if the run returns them."""
+    """Experts of each token, uint8 or uint16 [prompt and answer tokens except the last, layers, top_k]; set with the
+    last output if the run returns them."""
     receipts: Sequence[Receipt] = ()
     """Receipts for the weights that produced the tokens."""
     likeliest: Sequence[Sequence[int]] = field(default_factory=list)
-    """With `Request.likeliest` the ids of the likeliest tokens in each token's place, the likeliest first, whatever the
-    sampling: [tokens, likeliest]."""
+    """Ids of the likeliest tokens at each position, likeliest first, regardless of sampling: [tokens,
+    Request.likeliest]."""
 
 
 @dataclass(frozen=True)
 class Version:
-    """Identity of weights: after step `version`, under the trainer's `term`."""
+    """Identity of weights: the training step that produced them (`version`) and the trainer's `term`."""
 
     term: int
     version: int
@@ -201,18 +202,18 @@ class Version:
 
 
 class HeldWeights(Protocol):
-    """The weights of an engine."""
+    """State of an engine's weights."""
 
     weights: Version | None
-    """The weights that were committed last; None before the first commit."""
+    """Version committed last; None before the first commit."""
     quarantined: bool
-    """True if the engine must not serve them."""
+    """True if the engine must not serve its weights."""
     unconfirmed: bool
-    """True if they were received without a resume, and none has named them yet."""
+    """True if the weights were received without a resume, and no resume has named them yet."""
 
 
 def check_named(named: Version | None, engine: HeldWeights) -> None:
-    """Raise EngineError if an engine can't resume with the weights that the request names; None: it names none."""
+    """Raise EngineError if an engine can't resume with weights `named`; None if the resume names no weights."""
     held = engine.weights
     if named is not None and (named != held or engine.quarantined):
         state = "is quarantined" if engine.quarantined else f"has {held or 'no weights'}"
@@ -233,7 +234,7 @@ class FailureHandler(Protocol):
 
 
 def cut_at_stop(text: str, stop: Sequence[str]) -> str:
-    """Return a text that ended at a stop string, up to the string."""
+    """Return `text` up to the last occurrence of a stop string; all of it without one."""
     return text[: max((found for each in stop if (found := text.rfind(each)) >= 0), default=len(text))]
 
 
@@ -245,21 +246,22 @@ def end_across(
     min_tokens: int,
     decode: Callable[[list[int]], str],
 ) -> tuple[int, str] | None:
-    """Return (tokens, stop string) of an answer that ends at a stop string begun before the request.
+    """Find a stop string that begins in an answer's earlier tokens and ends in those of the request.
 
-    None if there is no such string. SGLang looks for stop strings only in what a request generates.
+    SGLang searches only the tokens that a request generates. Returns the number of tokens up to the string's end, and
+    the string; None if there is no such string.
 
     Args:
         tokens: all tokens of the answer so far.
         begun: number of tokens from before the request; no stop string ended in them.
-        checked: number of tokens up to which the caller has looked already; at least `begun`.
+        checked: number of tokens that the caller has searched already; at least `begun`.
         stop: stop strings.
         min_tokens: minimum tokens of an answer.
-        decode: text of tokens.
+        decode: function that returns the text of tokens.
     """
     if not begun or not stop:
         return None
-    # Each token has a byte or more, so a string that began before the request ends within so many tokens of it.
+    # A token has at least one byte, so such a string spans at most `longest` tokens.
     longest = max(len(each.encode()) for each in stop)
     first = max(0, begun - longest)
     for count in range(max(checked + 1, min_tokens), min(len(tokens), begun + longest) + 1):
@@ -343,7 +345,7 @@ def pack_messages(
 ) -> list[engine_pb2.ExchangeResponse]:
     """Pack outputs, in order, into messages of at most `message_bytes`; a larger output gets its own message.
 
-    The request of an output above `max_bytes`, which no message can carry, fails.
+    An output above `max_bytes` becomes a failure of its request, because no message can carry it.
     """
     messages: list[engine_pb2.ExchangeResponse] = []
     room = 0

@@ -1,5 +1,6 @@
-"""The scripted engine of a rehearsal: no model, no child process; answers of drawn lengths after the time that they
-would take, as `[rehearsal]` states them.
+"""Scripted engine of a rehearsal, without model and child process.
+
+Its answers have random lengths and take the time that `[rehearsal]` states.
 """
 
 import asyncio
@@ -24,14 +25,14 @@ from services.rollout.engines.engine_interface import EngineStart, RolloutEngine
 from services.rollout.engines.request_types import PAUSE_MODES, Output, PauseMode, Request, Version
 
 ROUNDING_TOKENS = 1e-3
-"""Number of missing tokens below which a sample has ended."""
+"""Tolerance for rounding errors, in tokens: a sample this close to its length has ended."""
 
 
 class Decoder:
-    """Decodes samples that run at the same time, each as fast as the others. Lives in one event loop.
+    """Simulates the decoding of concurrent samples, all at the same speed. Use it in one event loop.
 
-    Its clock counts the tokens that each running sample has got so far, `position`: a sample of L tokens that starts at
-    position p ends at position p + L, whatever the speed is meanwhile.
+    `position` counts the tokens of a sample that never ends: a sample of L tokens that starts at position p ends at
+    position p + L, even if the speed changes.
     """
 
     def __init__(
@@ -40,7 +41,7 @@ class Decoder:
         sample_tokens_per_second: float,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`tokens_per_second`: of all samples together; `sample_tokens_per_second`: maximum of one sample."""
+        """`tokens_per_second`: maximum of all samples together; `sample_tokens_per_second`: maximum of one sample."""
         self._all, self._one = tokens_per_second, sample_tokens_per_second
         self._clock = clock
         self._last = clock()
@@ -50,11 +51,11 @@ class Decoder:
         self._numbers = itertools.count()
         self._timer: asyncio.TimerHandle | None = None
         self.tokens = 0.0
-        """Tokens decoded so far, of all samples."""
+        """Number of tokens decoded so far, over all samples."""
 
     @property
     def running(self) -> int:
-        """Samples in progress."""
+        """Number of samples in progress."""
         return len(self._ends)
 
     @property
@@ -81,7 +82,7 @@ class Decoder:
         self._plan()
 
     async def decode(self, length: int, begin: float | None = None) -> None:
-        """Return when a sample that started at position `begin` (now) has `length` tokens."""
+        """Wait until a sample that started at position `begin` (default: now) has `length` tokens."""
         end = asyncio.get_running_loop().create_future()
         self._advance()
         start = self._position if begin is None else begin
@@ -132,6 +133,7 @@ VOCABULARY = 1 << 31
 TEXT_BYTES = 4
 """Bytes of a token's text, on average."""
 _POOL = 1 << 20
+"""Number of tokens in the shared pool."""
 
 
 class _Pool:
@@ -144,7 +146,7 @@ class _Pool:
         self.text = bytes(random.integers(97, 123, _POOL, dtype=np.uint8)).decode()
 
     def array(self, name: str, length: int) -> Any:
-        """Return `length` values of one of its arrays."""
+        """Return the first `length` values of the array `name`, repeated if it is shorter."""
         values = getattr(self, name)
         return values[:length] if length <= _POOL else np.resize(values, length)
 
@@ -159,7 +161,7 @@ class _Sample:
     begin: float
     """Position of the decoder when the request began."""
     version: int
-    """Version of the weights then."""
+    """Version of the weights when the request began."""
     reported: int = 0
     """Number of tokens that were reported, or that the sample had before the request."""
 
@@ -173,7 +175,7 @@ class _Sample:
 
 
 _pool = cache(_Pool)
-"""The pool of this process, which may have many engines."""
+"""Returns the pool that all engines of this process share."""
 
 
 async def start_engine(start: EngineStart) -> "ScriptedEngine":
@@ -195,7 +197,7 @@ class ScriptedEngine(RolloutEngine):
         self._decoder = Decoder(rehearsal.tokens_per_second, rehearsal.sample_tokens_per_second)
         self._pool = _pool()
         self._changes: list[tuple[float, int]] = []
-        """Position of the decoder at which each version began."""
+        """Each weight update: decoder position and new version."""
         self._resume: asyncio.TimerHandle | None = None
         self._tasks: dict[str, set[asyncio.Task[None]]] = {}
         self._aborted: set[str] = set()
@@ -235,7 +237,7 @@ class ScriptedEngine(RolloutEngine):
             self._report()
 
     async def _sample(self, request: Request, index: int, length: int, outputs: "asyncio.Queue[Output | None]") -> None:
-        """Report a sample of `length` tokens, earlier ones included; None if it is cancelled."""
+        """Put the outputs of a sample into `outputs`; None if it is cancelled. `length` includes earlier tokens."""
         sample = _Sample(request, index, length, self._decoder.position, self.weights.version if self.weights else 0)
         every = request.report_every if request.stream else length
         try:
@@ -253,7 +255,7 @@ class ScriptedEngine(RolloutEngine):
             outputs.put_nowait(self._output(sample, max(end, sample.reported), aborted=True))
 
     def _output(self, sample: "_Sample", end: int, *, aborted: bool = False) -> Output:
-        """Return the tokens of a sample up to `end` that weren't reported."""
+        """Return the unreported tokens of a sample up to `end`."""
         start, sample.reported = sample.reported, end
         versions: Any = np.full(end - start, sample.version, dtype=np.int64)
         newer = self._changes[bisect_right(self._changes, sample.begin, key=itemgetter(0)) :]
@@ -274,7 +276,7 @@ class ScriptedEngine(RolloutEngine):
         return output
 
     def _experts(self, tokens: int) -> Any:
-        """Return experts [tokens, layers, top k], if the run stores them."""
+        """Return experts [tokens, layers, top k]; None if the run stores none."""
         if not self._rollout.return_routed_experts:
             return None
         layers, top_k = self._rehearsal.experts
@@ -286,7 +288,7 @@ class ScriptedEngine(RolloutEngine):
             task.cancel()
 
     async def pause(self, mode: PauseMode, lease_seconds: float, timeout: float) -> int:
-        """Decoding resumes when the lease expires, at the latest, unless the weights are unconfirmed then."""
+        """Pause decoding until a resume or the end of the lease; then unconfirmed weights stay paused."""
         self._end_lease()
         if mode == "abort":
             for request_id in list(self._tasks):
@@ -302,7 +304,7 @@ class ScriptedEngine(RolloutEngine):
         self._decoder.pause(False)
 
     async def join(self, request: rollout_pb2.JoinWeightGroupRequest) -> None:
-        """Join no group: nothing is sent."""
+        """Do nothing: a rehearsal sends no weights."""
 
     async def receive(self, request: rollout_pb2.ReceiveWeightsRequest) -> rollout_pb2.ReceiveWeightsResponse:
         """Switch to a version after the simulated time of a broadcast."""

@@ -1,4 +1,4 @@
-"""Media of prompts on their way into an engine's model: the common part of both engines with a model."""
+"""Preparation of prompts' media for the model; shared by the SGLang and transformers engines."""
 
 import hashlib
 from collections.abc import Sequence
@@ -27,9 +27,9 @@ from services.rollout.engines.request_types import EngineError, Request
 
 
 def read_model_vision(folder: Path, engine: str) -> VisionModel | None:
-    """Return a model's rules for media; None if it has none with this engine.
+    """Return a model's media rules; None if the engine takes no media for this model.
 
-    Raises DataError: they are missing or damaged.
+    Raises DataError if the rules are missing or damaged.
     """
     return (
         read_vision(folder) if read_object(folder / "config.json").get("model_type") in ENGINES[engine].media else None
@@ -38,28 +38,28 @@ def read_model_vision(folder: Path, engine: str) -> VisionModel | None:
 
 @dataclass(frozen=True)
 class SeenFrame:
-    """An image, or a time of a video: the unit that the tower processes alone."""
+    """An image, or one time step of a video: the vision tower's unit of input."""
 
     sha256: str
-    """Hash of the item: its identity."""
+    """Hash that identifies the frame."""
     grid: Grid
-    """Patches: 1, rows, columns."""
+    """Numbers of patches: 1, rows, columns."""
     spans: list[tuple[int, int]]
-    """First and last token of its tokens in the prompt, which are neighbours."""
+    """First and last index of each run of the frame's tokens in the prompt."""
     patches: np.ndarray
-    """uint8 [patches, 3, frames, side, side], to be normalised on the device."""
+    """Pixels: uint8 [patches, 3, frames, side, side], to be normalised on the device."""
 
 
 @dataclass(frozen=True)
 class HeardSound:
-    """A sound."""
+    """A sound in a prompt."""
 
     sha256: str
-    """Hash of the item: its identity."""
+    """Hash that identifies the sound."""
     spans: list[tuple[int, int]]
-    """First and last tokens of its token runs in the prompt. A video's own sound has several runs."""
+    """First and last index of each run of the sound's tokens in the prompt. A video's sound has several runs."""
     samples: np.ndarray
-    """int16 [samples]."""
+    """Audio: int16 [samples]."""
 
 
 @dataclass(frozen=True)
@@ -67,12 +67,12 @@ class SeenPrompt:
     """A prompt with media, ready for the model."""
 
     vision: VisionModel
-    """The model's rules."""
+    """The model's media rules."""
     layout: Layout
     hashes: tuple[str, ...]
-    """Hashes of the items, in order."""
+    """Hashes of the media, in prompt order."""
     grids: Sequence[Grid]
-    """Grids of the items, in order."""
+    """Grids of the media, in prompt order."""
     patches: dict[str, np.ndarray]
     """Patches of each image and video, by hash: uint8 [patches, 3, frames, side, side], to be normalised on the
     device."""
@@ -86,12 +86,12 @@ class SeenPrompt:
 
     @property
     def parts(self) -> list[tuple[str, Grid]]:
-        """Hashes and sizes of the towers' inputs, in order (`parts_of`)."""
+        """Hash and grid of each input of the towers, in prompt order (`parts_of`)."""
         return [part for name, grid in zip(self.hashes, self.grids, strict=True) for part in parts_of(name, grid)]
 
     @property
     def items(self) -> list[SeenFrame | HeardSound]:
-        """Images, times of videos and sounds, in order; a video's own sound follows the video."""
+        """Images, video time steps and sounds, in prompt order; a video's own sound follows the video."""
         count = self.vision.tokens.count
         counts = [[count(grid)] if is_sound(grid) else [count((1, *grid[1:]))] * grid[0] for _, grid in self.parts]
         ends = np.cumsum([one for item in counts for one in item])
@@ -108,26 +108,26 @@ class SeenPrompt:
         return found
 
     def positions(self, more: int) -> np.ndarray:
-        """Return positions of the prompt's tokens and of `more` tokens after them, int64 [3, T + more]."""
+        """Return positions of the prompt's T tokens and of `more` tokens after them, int64 [3, T + more]."""
         behind = np.tile(int(self.layout.next_position) + np.arange(more), (3, 1))
         return np.concatenate([self.layout.positions.astype(np.int64), behind], axis=1)
 
     @property
     def identity(self) -> str:
-        """Hash of all its items: prompts with the same tokens and identity are the same."""
+        """Hash of all media: prompts with the same tokens and identity are equal."""
         return hashlib.sha256("/".join(self.hashes).encode()).hexdigest()
 
 
 def _spans(places: np.ndarray) -> list[tuple[int, int]]:
-    """Return first and last of neighbouring places."""
+    """Return the first and last of each run of consecutive places."""
     runs = np.split(places, np.flatnonzero(np.diff(places) != 1) + 1)
     return [(int(run[0]), int(run[-1])) for run in runs]
 
 
 def see(request: Request, vision: VisionModel | None) -> SeenPrompt | None:
-    """Return a request's prompt with its media; None without any.
+    """Return a request's prompt with its media prepared; None without media.
 
-    Raises EngineError: the model takes no media, or these aren't the prompt's.
+    Raises EngineError if the model takes no media, or if the media are unusable or don't match the prompt.
     """
     media = request.media
     if not media:

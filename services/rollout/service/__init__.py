@@ -1,4 +1,4 @@
-"""The rollout service's parent process: gRPC calls, the stage, and the client of the engine's process.
+"""The rollout service's parent process: gRPC server, rollout stage, and client of the engine's process.
 
 Nothing here imports torch.
 """

@@ -1,6 +1,4 @@
-"""The answers of a group while they are generated, and their copies on the board for the replica that takes the group
-after this one.
-"""
+"""Unfinished answers of a group, and their copies on the board for the next replica that takes the group."""
 
 import asyncio
 import logging
@@ -33,18 +31,17 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class Answer:
-    """A sample so far: outputs of its engines, and its state between them."""
+    """One sample so far: outputs of one or more engines, and its state."""
 
     outputs: list[Output] = field(default_factory=list)
     saved: int = 0
-    """Number of the first `outputs` that are on the board."""
+    """Number of leading `outputs` that are saved on the board."""
     continued: int = 0
     """Number of times that the answer was cut off and continued."""
     off_policy_tokens: int = 0
-    """Number of its first tokens that aren't trained on."""
+    """Number of leading tokens that are not trained on."""
     cut: int = 0
-    """Number of tokens before the last cut, until the answer continues, if older weights' tokens won't be trained
-    on."""
+    """Length at the last continuation, in tokens, until the first new output; 0 without off-policy masking."""
 
     @property
     def ended(self) -> bool:
@@ -58,15 +55,15 @@ class Answer:
 
     @property
     def versions(self) -> "np.ndarray[Any, np.dtype[np.int64]]":
-        """Version of the weights that wrote each token."""
+        """Version of the weights that generated each token."""
         return _joined((output.versions for output in self.outputs), np.int64)
 
     def take(self, output: Output) -> None:
-        """Add an engine's output. An answer that is cut off can be continued."""
+        """Add an engine's output. An aborted output leaves the answer unfinished, so that it can be continued."""
         if output.finish_reason == "abort":
             output = replace(output, finish_reason=None, text="")
         if self.cut and len(output.tokens):
-            self._mask(int(output.versions[0]))  # newer than `go_on` was told, if the weights changed meanwhile
+            self._mask(int(output.versions[0]))  # may be newer than the version given to `go_on`
             self.cut = 0
         if len(output.tokens) or output.finish_reason is not None:
             self.outputs.append(output)
@@ -93,7 +90,7 @@ class Answers:
 
     @property
     def ended(self) -> bool:
-        """True if all are complete."""
+        """True if all answers are complete."""
         return all(answer.ended for answer in self._answers)
 
     @property
@@ -108,12 +105,12 @@ class Answers:
 
     @property
     def unsaved_tokens(self) -> int:
-        """Maximum over the answers of the number of tokens that aren't on the board."""
+        """Maximum number of unsaved tokens of one answer."""
         return max(sum(len(output.tokens) for output in answer.outputs[answer.saved :]) for answer in self._answers)
 
     @property
     def begun(self) -> dict[int, tuple[int, ...]]:
-        """The unfinished answers by index, with their tokens; empty if no answer has any."""
+        """Tokens of each unfinished answer, by index; {} if no answer has any output."""
         if not any(answer.outputs for answer in self._answers):
             return {}
         return {
@@ -127,21 +124,21 @@ class Answers:
         self._answers[output.sample].take(output)
 
     def go_on(self, version: int, *, mask_off_policy: bool) -> None:
-        """Record that the unfinished answers are continued under this version of the weights, or a newer one.
+        """Record that unfinished answers are continued with this version of the weights or a newer one.
 
-        With `mask_off_policy` the tokens that they have, up to the last one of older weights, will not be trained on.
+        With `mask_off_policy`, their tokens up to the last one of older weights will not be trained on.
         """
         for answer in self._answers:
             if answer.outputs and not answer.ended:
                 answer.go_on(version, mask_off_policy=mask_off_policy)
 
     def oldest_version(self) -> int | None:
-        """Return the oldest version of tokens that will be trained on; None if there are none yet."""
+        """Return the oldest version of all tokens to train on; None if there are no such tokens."""
         versions = [answer.versions[answer.off_policy_tokens :] for answer in self._answers]
         return min((int(each.min()) for each in versions if each.size), default=None)
 
     def unsaved(self) -> tuple[dict[str, Column], int, list[int]]:
-        """Return unsaved columns, the number of their tokens, and a mark for `mark_saved`."""
+        """Return columns of the unsaved outputs, their number of tokens, and a mark for `mark_saved`."""
         rows = [(answer, output) for answer in self._answers for output in _merged(answer.outputs[answer.saved :])]
         outputs = [output for _, output in rows]
         columns = _columns(rows) | {"sample": np.array([output.sample for output in outputs], dtype=np.int32)}
@@ -150,12 +147,12 @@ class Answers:
         return columns, len(columns["tokens"]), [len(answer.outputs) for answer in self._answers]
 
     def mark_saved(self, mark: Sequence[int]) -> None:
-        """Record that the tokens which `unsaved` returned with this mark are on the board."""
+        """Record that the outputs returned by `unsaved` with this mark are on the board."""
         for answer, count in zip(self._answers, mark, strict=True):
             answer.saved = count
 
     def take_saved(self, parts: Sequence[Mapping[str, Column]]) -> None:
-        """Add the parts that `unsaved` returned to this group's earlier holders, in order."""
+        """Add the parts that earlier holders of the group saved, in order."""
         for part in parts:
             columns = cast(Mapping[str, Any], part)
             ends, likeliest = np.cumsum(columns["lengths"]), columns.get(STUDENT_CANDIDATES)
@@ -181,9 +178,9 @@ class Answers:
                 answer.off_policy_tokens = int(columns[OFF_POLICY_TOKENS][row])
 
     def columns(self, names: Iterable[str]) -> dict[str, Column]:
-        """Return the columns that the stage writes, once all answers have ended.
+        """Return the columns `names`. All answers must have ended.
 
-        Raises ValueError when `names` has the experts of each token, or the likeliest in its place, and one has none.
+        Raises ValueError if `names` has routed experts or likeliest tokens, and an answer lacks them.
         """
         ended = [_merged(answer.outputs)[0] for answer in self._answers]
         columns = _columns(list(zip(self._answers, ended, strict=True)))
@@ -209,7 +206,7 @@ class Answers:
 
 
 def _columns(rows: Sequence[tuple[Answer, Output]]) -> dict[str, Any]:
-    """Return columns with a row, or its tokens, for each of the outputs."""
+    """Return columns with one row, or one run of tokens, per output."""
     outputs = [output for _, output in rows]
     return {
         "lengths": np.array([len(output.tokens) for output in outputs], dtype=np.int32),
@@ -242,12 +239,12 @@ def _merged(outputs: Sequence[Output]) -> list[Output]:
 
 
 def _joined(arrays: Iterable[Any], dtype: Any) -> Any:
-    """Return arrays concatenated, as one array of this dtype."""
+    """Concatenate arrays into one of this dtype."""
     return np.concatenate([np.empty(0, dtype), *(np.asarray(array, dtype=dtype) for array in arrays)])
 
 
 def _likeliest(outputs: Sequence[Output]) -> Any:
-    """Return the likeliest tokens in all places, int32 [tokens, k]; an empty array if none were requested."""
+    """Return the likeliest tokens at all positions, int32 [tokens, k]; an empty array if none were requested."""
     found = [np.asarray(output.likeliest, dtype=np.int32) for output in outputs if len(output.likeliest)]
     return np.concatenate(found) if found else np.empty((0, 0), np.int32)
 
@@ -259,15 +256,15 @@ def _trained(lengths: Any, masked: Any) -> Any:
 
 
 class KeptAnswers:
-    """The answers of one delivery of a group, and their parts on the board.
+    """Loads and saves the answers of one delivery of a group on the board.
 
-    Without rollout.partial.enabled nothing is kept, and answers that are cut off start again.
+    Without rollout.partial.enabled it saves nothing, and answers that are cut off start again.
     """
 
     def __init__(
         self, config: RunConfig, board: Board, delivery: Delivery, hold: Callable[[str], Delivery | None]
     ) -> None:
-        """`hold` returns the newest hold of a group."""
+        """`hold` returns this replica's newest hold of a group, or None."""
         self.answers = Answers(config.rollout.samples_per_prompt)
         partial = config.rollout.partial
         self._partial = partial
@@ -278,11 +275,11 @@ class KeptAnswers:
         self._pointers: str | None = ""
         """Pointers to the parts on the board; None once another holder changed them."""
         self._saved_tokens = 0
-        """Tokens that this delivery has saved."""
+        """Number of tokens saved by this delivery."""
         self._lock = asyncio.Lock()
 
     async def load(self) -> None:
-        """Load the answers that earlier holders of the group stored."""
+        """Load the answers that earlier holders of the group saved."""
         if not self._partial.enabled:
             return
         saved = await asyncio.to_thread(self._board.saved, self._delivery)
@@ -293,9 +290,9 @@ class KeptAnswers:
         self._count(self.answers.tokens, "continued")
 
     async def go_on(self, version: int) -> int:
-        """Prepare the answers for an engine that continues them under this version.
+        """Prepare the answers for an engine that continues them with this version of the weights.
 
-        Forgets them if they may not be continued. Returns the oldest version that tokens of the group will have.
+        Restarts them if they may not be continued. Returns the oldest version of the group's tokens to train on.
         """
         self.answers.go_on(version, mask_off_policy=self._partial.mask_off_policy)
         oldest = self.answers.oldest_version()
@@ -313,7 +310,7 @@ class KeptAnswers:
 
     @asynccontextmanager
     async def saving(self) -> AsyncIterator[None]:
-        """Save the answers regularly inside the block, and once more if it ends because they are cut off."""
+        """Save the answers regularly inside the block, and once more if it is cancelled or the engine fails."""
         if not self._partial.enabled:
             yield
             return
@@ -333,12 +330,12 @@ class KeptAnswers:
                 await asyncio.shield(self._save())
 
     async def _save(self) -> None:
-        """Save the tokens that aren't on the board, unless this delivery no longer holds the group."""
+        """Save the unsaved outputs, unless this delivery no longer holds the group."""
         async with self._lock:
             hold = self._hold(self._delivery.group_id)
             if hold is None or self._pointers is None:
                 return
-            answers = self.answers  # meanwhile they may be begun anew
+            answers = self.answers  # `go_on` may replace them meanwhile
             columns, tokens, mark = answers.unsaved()
             if not columns["finish"]:
                 return
@@ -356,7 +353,7 @@ class KeptAnswers:
                 self._count(tokens, "saved")
 
     async def _forget(self) -> None:
-        """Restart the answers."""
+        """Restart the answers, and remove their saved parts from the board."""
         async with self._lock:
             self.answers = Answers(len(self.answers))
             hold = self._hold(self._delivery.group_id)

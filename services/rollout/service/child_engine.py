@@ -38,12 +38,14 @@ from services.rollout.engines.request_types import (
 )
 
 GivenLogprobs = tuple[NDArray[np.float32], NDArray[np.int32], NDArray[np.float32]]
-"""Log-probs [n] of given tokens, ids of the likeliest in their places [n, k], and these ones' log-probs [n, k]."""
+"""For n given tokens: log-probs [n], ids of the k likeliest tokens at each position [n, k], their log-probs [n, k]."""
 ALL_MEMORY: frozenset[MemoryPart] = frozenset({"weights", "kv_cache"})
 CONTROL_SECONDS = 10.0
-"""Deadline, in seconds, of calls that only change a flag."""
+"""Deadline of calls that only change a flag, in seconds."""
 STATS_SECONDS = 1.0
+"""Seconds between two requests for the engine's statistics."""
 STATS_TIMEOUT_SECONDS = 60.0
+"""Deadline of a request for the engine's statistics, in seconds."""
 
 logger = logging.getLogger(__name__)
 
@@ -80,11 +82,11 @@ class ChildEngine(RolloutEngine):
         self._on_tokens = on_tokens
         self._child: Child
         self._engine: Any
-        """Stub of Engine."""
+        """Stub of the child's Engine service."""
         self._rollout: Any
-        """Stub of Rollout, for the calls that change the engine."""
+        """Stub of the child's Rollout service, for calls that change the engine."""
         self._versions: RequestStream
-        """Takes up versions of the weights."""
+        """Stream of requests to receive weights."""
         self._queues: dict[str, asyncio.Queue[Output | Exception]] = {}
         self._unsent = engine_pb2.ExchangeRequest()
         self._to_send = asyncio.Event()
@@ -95,7 +97,7 @@ class ChildEngine(RolloutEngine):
         self._measured = (time.monotonic(), 0)
         self.vocabulary, self.context, self.device = 0, 0, "cpu"
         self.prefilled_tokens = 0
-        """Tokens of prompts and given sequences that the model read, by its last report (SGLang)."""
+        """Number of prompt tokens and given tokens that the model has prefilled, by its last report."""
 
     @classmethod
     async def start(
@@ -118,19 +120,19 @@ class ChildEngine(RolloutEngine):
         """Start a process and load the model in `folder`. Raises ChildError.
 
         Args:
-            folder: the model.
+            folder: the model's folder.
             config: the run's [rollout] table.
-            environment: set on top of this process's; names the GPUs that the engine may use.
+            environment: variables added to this process's; they name the GPUs that the engine may use.
             name: id of the replica, for logs and traces.
             role: role of the replica, for traces.
             log_level: log level.
-            python: another interpreter than this process's.
-            on_exit: called when the process ends unexpectedly, before running requests fail.
-            on_tokens: called about every second with the number of tokens generated since, and tokens per second.
-            colocate: whether the engine has to sleep and wake up.
-            frozen: whether it serves the model as it is loaded, as version 0 of term 0.
-            for_logprobs: whether it only computes log-probs of given tokens, under the table's temperature (SGLang).
-            gpu_lease: lease on the engine's GPUs, if it uses any.
+            python: interpreter of the process; "" for this process's.
+            on_exit: called if the process ends unexpectedly, before running requests fail.
+            on_tokens: called about every second with the number of tokens since the last call, and tokens per second.
+            colocate: True if the engine must be able to sleep.
+            frozen: True if the engine serves the loaded weights, as version 0 of term 0.
+            for_logprobs: True if the engine only computes log-probs of given tokens, at `config.temperature` (SGLang).
+            gpu_lease: lease on the engine's GPUs; None without GPUs.
         """
         engine = cls(on_exit, on_tokens)
         threads = {"OMP_NUM_THREADS": str(config.threads)} if config.threads else {}
@@ -174,7 +176,7 @@ class ChildEngine(RolloutEngine):
 
     @property
     def tokens(self) -> int:
-        """Number of tokens, by its last report."""
+        """Number of tokens generated, by the engine's last report."""
         return self._measured[1]
 
     @property
@@ -204,22 +206,22 @@ class ChildEngine(RolloutEngine):
     async def compute_logprobs(
         self, tokens: NDArray[np.integer], start: int, top_k: int, timeout: float
     ) -> GivenLogprobs:
-        """Return log-probs of the tokens of a sequence from place `start` on, at least 1, of an engine `for_logprobs`.
+        """Return log-probs of a sequence's tokens from index `start` on. The engine must be started `for_logprobs`.
 
         Args:
             tokens: token ids [L].
-            start: place of the first token to score.
-            top_k: likeliest tokens to return in each place; 0: none.
-            timeout: seconds.
+            start: index of the first token to score; at least 1.
+            top_k: number of likeliest tokens to return at each position; 0 for none.
+            timeout: deadline in seconds.
 
         Returns:
-            Log-probs [n], ids of the likeliest tokens [n, top_k], the likeliest first, and their log-probs [n, top_k].
-            n is the number that the engine gave.
+            Log-probs [n], ids of the likeliest tokens [n, top_k], likeliest first, and their log-probs [n, top_k].
+            n is the engine's number of log-probs, which is not checked.
 
         Raises:
-            RequestFailed: the engine failed the request, or its answer has no such shape.
+            RequestFailed: the engine failed the request, or the shapes of its answer don't fit together.
             ChildExited: the engine exited.
-            DeadlineExceeded: it didn't answer in time.
+            DeadlineExceeded: the engine didn't answer in time.
         """
         request = engine_pb2.ComputeLogprobsRequest(
             tokens=np.asarray(tokens, dtype=np.int32).tobytes(), start=start, top_k=top_k
@@ -253,7 +255,7 @@ class ChildEngine(RolloutEngine):
         self._changes += 1
 
     async def record(self, profile: rollout_pb2.ProfileRequest, folder: Path, name: str) -> list[str]:
-        """Record the next steps with torch's profiler. Returns the files that will be there afterwards.
+        """Record the next steps with torch's profiler. Returns the files that will hold the recordings.
 
         Raises EngineError: earlier steps are being recorded.
         """
@@ -262,7 +264,7 @@ class ChildEngine(RolloutEngine):
         return list(answer.paths)
 
     async def sleep(self, timeout: float) -> weights_pb2.MemoryChange:
-        """Wait for running samples, then free memory."""
+        """Wait up to `timeout` seconds for running samples, then free memory."""
         served, self.weights = self.weights, None
         try:
             request = rollout_pb2.SleepRequest(timeout_seconds=timeout)
@@ -274,7 +276,7 @@ class ChildEngine(RolloutEngine):
         return answer.memory
 
     async def wake(self, parts: Collection[MemoryPart], timeout: float) -> weights_pb2.MemoryChange:
-        """Allocate memory again."""
+        """Allocate freed parts of memory again."""
         request = rollout_pb2.WakeRequest(parts=[_number(MEMORY_PARTS, part) for part in sorted(parts)])
         answer = await self._rollout.Wake(request, timeout=timeout)
         self.asleep -= frozenset(parts)
@@ -305,12 +307,12 @@ class ChildEngine(RolloutEngine):
         await asyncio.shield(self._child.exited)
 
     def _send(self, **fields: Any) -> None:
-        """Send a part of an ExchangeRequest, together with the parts that others send now."""
+        """Send fields of an ExchangeRequest, merged with those of other unsent requests."""
         self._unsent.MergeFrom(engine_pb2.ExchangeRequest(**fields))
         self._to_send.set()
 
     async def _next_request(self) -> engine_pb2.ExchangeRequest | None:
-        """Wait for something to send, and return it; None if the child has ended."""
+        """Wait for the next request to send, and return it; None if the child has ended."""
         if not self.alive:
             return None
         await self._to_send.wait()  # for as long as there is nothing to send
@@ -319,7 +321,7 @@ class ChildEngine(RolloutEngine):
         return request
 
     async def _exchange(self) -> None:
-        """Send requests and deliver outputs, until the process ends. It is killed if that fails."""
+        """Send requests and deliver outputs until the process ends. Kill the process on an error."""
         try:
             async for answer in self._engine.Exchange(Requests(self._next_request), timeout=None):
                 for output in answer.outputs:
@@ -389,14 +391,14 @@ class ChildEngine(RolloutEngine):
 
 
 def _number(words: Mapping[int, str], word: str) -> Any:
-    """Return the highest number of an enum name, because 0 may have the same name."""
+    """Return the enum number of `word`: the highest, because 0 may have the same word."""
     return max(number for number, each in words.items() if each == word)
 
 
 def loaded_mebibytes(parent: psutil.Process) -> int:
-    """Return a number, in MiB, that changes as long as a descendant of `parent` loads anything: bytes read plus memory.
+    """Return the bytes read plus resident memory of all descendants of `parent`, in MiB, as a measure of progress.
 
-    Memory counts because read calls don't show files that are mapped.
+    Memory counts because mapped files are loaded without read calls.
     """
     total = 0
     for process in parent.children(recursive=True):

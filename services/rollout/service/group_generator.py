@@ -29,9 +29,9 @@ GAUGES = ("engine_busy_seconds", "engine_paused_seconds", "engine_state")
 
 
 class Occupancy:
-    """Counts the seconds busy and paused since the process started. Lives in one event loop.
+    """Counts the seconds that the engine was busy or paused since the process started. Use it in one event loop.
 
-    An engine is busy while it has at least one request and is not paused, and idle for the rest of the time.
+    An engine is busy while it has at least one request and is not paused; otherwise it is paused or idle.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -54,7 +54,7 @@ class Occupancy:
             self.requests -= 1
 
     def pause(self, lease_seconds: float) -> None:
-        """Start a pause, which ends with `resume` or after `lease_seconds`."""
+        """Start a pause. It ends with `resume` or after `lease_seconds`."""
         self._count()
         self._paused_until = self._clock() + lease_seconds
 
@@ -65,7 +65,7 @@ class Occupancy:
 
     @property
     def is_paused(self) -> bool:
-        """True if there is a pause whose lease hasn't expired."""
+        """True during a pause whose lease hasn't expired."""
         self._count()
         return self._paused_until is not None
 
@@ -75,7 +75,7 @@ class Occupancy:
         return dict(zip(GAUGES, (self._busy, self._paused, state), strict=True))
 
     def _count(self) -> None:
-        """Add the time since the last change."""
+        """Add the time since the last call to the busy or paused seconds."""
         now = self._clock()
         if self._paused_until is not None:
             end = min(now, self._paused_until)
@@ -89,24 +89,24 @@ class Occupancy:
 
 
 CUT_SECONDS = 2.0
-"""Seconds for an engine to end requests that are cut off; then the reported tokens are kept."""
+"""Maximum seconds to wait for an engine to end aborted requests; then only the tokens reported so far are saved."""
 KEEP_SECONDS = 15.0
-"""Seconds for cut-off groups to reach the board, which may take an attempt as long as Board.retry_seconds."""
+"""Maximum seconds to save groups on the board; one attempt may take Board.retry_seconds."""
 PAUSE_POLL_SECONDS = 0.02
-"""Seconds between two checks of answers to be continued for the end of a pause."""
+"""Seconds between two checks for the end of a pause."""
 REPORTS_PER_SAVE = 8
-"""Reports of a sample's tokens between two saves that rollout.partial.save_tokens allows."""
+"""Number of reports of a sample's tokens per rollout.partial.save_tokens tokens."""
 
 
 @dataclass(frozen=True)
 class Asked:
-    """A group's prompt."""
+    """A group's prompt, and its source's sampling parameters."""
 
     prompt: tuple[int, ...]
     media: PromptMedia
     """Media of the prompt."""
     sampling: Mapping[str, Any] | None
-    """Sampling parameters of its source that differ from the run's."""
+    """Sampling parameters that the group's source overrides; None without any."""
 
 
 class GroupGenerator:
@@ -121,7 +121,7 @@ class GroupGenerator:
         occupancy: Occupancy,
         hold: Callable[[str], Delivery | None],
     ) -> None:
-        """`on_progress` is called in the event loop whenever a sample has ended, as another group may fit.
+        """`on_progress` is called in the event loop whenever a sample has ended, because another group may fit then.
 
         `hold` returns the worker's newest hold of a group.
         """
@@ -131,7 +131,7 @@ class GroupGenerator:
         self._writes = board.writes("rollout")
         candidates = create(config.algorithm).needs.candidates
         self._likeliest = candidates.top_k if candidates is not None and STUDENT_CANDIDATES in self._writes else 0
-        """Likeliest tokens in each token's place that the stage writes."""
+        """Number of likeliest tokens per position that the stage writes; 0 for none."""
         self._engine = engine
         self._on_progress = on_progress
         self._occupancy = occupancy
@@ -146,7 +146,7 @@ class GroupGenerator:
         self._cut_off = False
 
     def room(self, held: int) -> int:
-        """Return the number of groups to hold, given that `held` are held now. The engine's limit counts samples."""
+        """Return the maximum number of groups to hold, by the engine's free samples. `held`: number of groups held."""
         if self._cut_off:
             return held
         per_group = self._config.rollout.samples_per_prompt
@@ -156,7 +156,7 @@ class GroupGenerator:
         return max(held + free // per_group, 1)
 
     def process(self, delivery: Delivery, columns: dict[str, Column]) -> "Future[Result]":
-        """Process a group. Called in the stage worker's threads."""
+        """Start to generate a group, and return its future result. Called in the stage worker's threads."""
         prompt = columns["prompt_tokens"]
         assert isinstance(prompt, np.ndarray)
         tokens = tuple(map(int, prompt))
@@ -169,14 +169,14 @@ class GroupGenerator:
         return future
 
     def cancel(self) -> None:
-        """Cancel the running groups, which were handed back."""
+        """Cancel the running groups, after they were handed back."""
         for future in list(self._running):
             future.cancel()
 
     async def cut_off(self) -> None:
-        """End the running groups, keep their answers on the board, and take no more.
+        """End the running groups, save their answers on the board, and take no more groups.
 
-        The worker hands them back. Without rollout.partial.enabled this does nothing.
+        The worker hands the groups back. Does nothing without rollout.partial.enabled.
         """
         if not self._partial.enabled:
             return
@@ -196,7 +196,7 @@ class GroupGenerator:
                 await asyncio.wait(late, timeout=KEEP_SECONDS)
 
     async def _generate(self, delivery: Delivery, asked: Asked) -> Result:
-        """Generate a group, unless it is cut off, which raises CancelledError."""
+        """Generate a group. Raises CancelledError if it is cut off."""
         task = asyncio.current_task()
         assert task is not None
         self._tasks.add(task)
@@ -225,8 +225,8 @@ class GroupGenerator:
                 return Drop(DropReason.BAD_PROMPT)
             if engine.context and len(prompt) + sampling.max_new_tokens > engine.context:
                 return Drop(DropReason.PROMPT_TOO_LONG)
-            # The engine may start with later weights. The board then has too early a version, which only delays a
-            # step more than needed.
+            # The engine may start with later weights. Then the board has too old a version, which only delays a step
+            # more than necessary.
             oldest = await kept.go_on(weights.version)
             if not await asyncio.to_thread(self._board.begin, delivery, oldest):
                 raise asyncio.CancelledError  # another replica has it
@@ -241,7 +241,7 @@ class GroupGenerator:
         return kept.answers.columns(self._writes)
 
     async def _pause_over(self) -> None:
-        """Wait for the end of a pause, if any, because only then the weights that continue an answer are known."""
+        """Wait for the end of a pause, if any: the weights that will continue answers are unknown until then."""
         if not self._occupancy.is_paused:
             return
         with waiting("the engine's pause to end, because the weights after it continue unfinished answers"):

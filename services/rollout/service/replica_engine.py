@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 Engine = TypeVar("Engine", bound=RolloutEngine)
 StartEngine = Callable[[Mapping[str, str], GpuLease | None], Awaitable[Engine]]
-"""Function that starts an engine, given the environment variables of its process and the lease on its GPUs, if any."""
+"""Function that starts an engine, given its process's environment variables and the lease on its GPUs, if any."""
 
 
 class ReplicaEngine(Generic[Engine]):
@@ -42,12 +42,12 @@ class ReplicaEngine(Generic[Engine]):
 
     @property
     def loaded_mebibytes(self) -> int:
-        """Progress of loading; 0 before and after."""
+        """Progress of loading the model, in MiB; 0 before and after."""
         return loaded_mebibytes(self._process) if self.loading else 0
 
     @property
     def rss_bytes(self) -> float:
-        """Memory of this process."""
+        """Resident memory of this process, in bytes."""
         return float(self._process.memory_info().rss)
 
     async def lease(self, config: RunConfig) -> None:
@@ -57,7 +57,7 @@ class ReplicaEngine(Generic[Engine]):
         self._environment = gpu_environment(self.gpus, share)
 
     async def start(self, start_engine: StartEngine[Engine], *, takes_turns: bool) -> Engine:
-        """Start an engine on the leased GPUs; if it `takes_turns`, first wait for its turn on them.
+        """Start an engine on the leased GPUs; with `takes_turns`, first wait for the engine's turn on them.
 
         Raises RpcError, OSError.
         """
@@ -85,11 +85,11 @@ class ReplicaEngine(Generic[Engine]):
 class FrozenEngine(ReplicaEngine[ChildEngine]):
     """The engine of a judge or a teacher, whose model is never trained.
 
-    When it exits, so does the replica, and its supervisor starts another.
+    If the engine exits, the replica exits too, and its supervisor starts a new one.
     """
 
     def __init__(self, context: ReplicaContext, role: str, names: Mapping[str, str]) -> None:
-        """`names`: names of the engine's settings and of the role's settings that they stand for."""
+        """`names`: names of engine settings, and the role's names that replace them in errors."""
         super().__init__(context, role)
         self._names = names
 
@@ -103,17 +103,17 @@ class FrozenEngine(ReplicaEngine[ChildEngine]):
         takes_turns: bool = False,
         for_logprobs: bool = False,
     ) -> ChildEngine:
-        """Load the model in `folder`, on GPUs that are leased for it.
+        """Lease GPUs and load the model in `folder` on them.
 
         Args:
-            folder: the model.
+            folder: the model's folder.
             config: the run's configuration.
-            settings: those of the engine.
-            on_tokens, for_logprobs: those of ChildEngine.start.
-            takes_turns: whether it waits for its turn on GPUs that it shares with a trainer.
+            settings: the engine's settings.
+            on_tokens, for_logprobs: as in ChildEngine.start.
+            takes_turns: True if the engine shares its GPUs with a trainer and waits for its turn.
 
         Raises:
-            FailedPrecondition: the engine doesn't start; settings have the role's names.
+            FailedPrecondition: the engine doesn't start; the message has the role's names of settings.
         """
         own = self._context.settings
 

@@ -31,9 +31,10 @@ from services.rollout.service.group_generator import GroupGenerator, Occupancy
 from services.rollout.service.replica_engine import ReplicaEngine
 
 DRAIN_POLL_SECONDS = 0.05
+"""Seconds between two checks for agents' running requests during a drain."""
 QUEUE_FACTOR = 2
-"""Maximum samples of callers' requests that an engine accepts, as a multiple of its concurrent ones: the rest waits, so
-that the engine never idles."""
+"""Maximum samples of callers' requests that run or wait, as a multiple of rollout.max_running_samples. Waiting samples
+keep the engine busy."""
 RESTART_BACKOFF = Backoff(first_seconds=0.5, max_seconds=30.0)
 
 logger = logging.getLogger(__name__)
@@ -42,7 +43,7 @@ logger = logging.getLogger(__name__)
 class RolloutService(ReplicaService):
     """Owns the engine. Takes groups while the engine serves a committed version and the run is not paused.
 
-    In runs with an environment it takes none: agents ask the engine.
+    In runs with an environment it takes no groups: agents send requests to the engine.
     """
 
     role = ROLLOUT
@@ -58,7 +59,7 @@ class RolloutService(ReplicaService):
         self._engine: ReplicaEngine[RolloutEngine] = ReplicaEngine(context, ROLLOUT)
         self._restarting: asyncio.Task[None] | None = None
         self.occupancy = Occupancy()
-        """Time that the engine was busy and paused."""
+        """Counts the seconds that the engine was busy or paused."""
         self._run_id = ""
         self._run_folder = Path()
         self._run_paused = False
@@ -66,7 +67,7 @@ class RolloutService(ReplicaService):
 
     @property
     def engine(self) -> RolloutEngine | None:
-        """The run's engine, once its model is loaded; None while there is none."""
+        """The run's engine; None before its model is loaded and after it has ended."""
         engine = self._engine.engine
         return engine if engine is not None and engine.alive and self._config is not None else None
 
@@ -81,7 +82,7 @@ class RolloutService(ReplicaService):
         return QUEUE_FACTOR * self._config.rollout.max_running_samples if self._config is not None else 0
 
     async def record(self, engine: ChildEngine, profile: rollout_pb2.ProfileRequest) -> list[str]:
-        """Have the engine record its next steps in the run's folder. Returns the files. Raises FailedPrecondition."""
+        """Record the engine's next steps in the run's folder. Returns the files. Raises FailedPrecondition."""
         folder = self._run_folder / PROFILES
         try:
             await asyncio.to_thread(folder.mkdir, exist_ok=True)
@@ -101,7 +102,7 @@ class RolloutService(ReplicaService):
         await self._engine.lease(config)
         await self._start_engine(config)
         if not role.works_on(role.stage, config):
-            return  # agents ask the engine
+            return  # agents send requests to the engine
         self._board = Board(self._settings.redis, assignment.run_id, stages_for(config), config.board)
         self._generator = generator = GroupGenerator(
             config,
@@ -127,7 +128,7 @@ class RolloutService(ReplicaService):
     async def stop_run(self) -> None:
         if self._generator is not None:
             await self._generator.cut_off()
-        # Not before: an engine that ends meanwhile is replaced.
+        # Only now, because an engine that ends during `cut_off` is replaced.
         worker, board, restarting = self._worker, self._board, self._restarting
         self._worker = self._board = self._restarting = self._config = self._generator = None
         if restarting is not None:
@@ -149,10 +150,10 @@ class RolloutService(ReplicaService):
         self.update_intake()
 
     async def drain(self, seconds: float) -> int:
-        """Groups not finished in time return to the board, so none is held afterwards.
+        """Take no more groups, finish those held, and hand groups that are not finished in time back to the board.
 
-        With rollout.partial.enabled none is finished: others continue them at once. Where agents ask the engine, it
-        finishes their requests, and agents ask another one from now on.
+        With rollout.partial.enabled, hand all groups back at once: other replicas continue them. In runs with agents,
+        wait for agents' running requests; agents send new requests to other replicas.
         """
         worker, generator = self._worker, self._generator
         if worker is None or generator is None:
@@ -169,7 +170,7 @@ class RolloutService(ReplicaService):
         return worker.held
 
     async def _await_agents(self, seconds: float) -> int:
-        """Wait for agents' requests. Returns the number of those still running."""
+        """Wait up to `seconds` for the end of agents' requests. Returns the number still running."""
         deadline = time.monotonic() + seconds - min(1.0, seconds / 4)
         with waiting("agents' requests, to drain"):
             while self._held_requests and time.monotonic() < deadline:
@@ -226,7 +227,7 @@ class RolloutService(ReplicaService):
         folder = await asyncio.to_thread(resolve_model, config.model.path) if engine.has_model else Path()
 
         async def start(environment: Mapping[str, str], gpu_lease: GpuLease | None) -> RolloutEngine:
-            # Not beside a judge, which uses the same GPUs at any time: there SGLang measures its own process alone.
+            # Not beside a judge, which may use the same GPUs at any time: then SGLang measures only its own process.
             if config.run.colocate and len(gpus) > 1 and not config.roles.judge.shares_gpus:
                 await wait_until_steady(lambda: memory_used(gpus), set_detail)
             started: RolloutEngine = await import_module(engine.module).start_engine(
@@ -260,7 +261,7 @@ class RolloutService(ReplicaService):
         self._restarting = asyncio.create_task(self._restart(self._config), name="restart the engine")
 
     async def _restart(self, config: RunConfig) -> None:
-        """Start an engine, and retry until it loads. The coordinator notices that it has no weights."""
+        """Start an engine; retry until its model is loaded. The coordinator notices that it has no weights."""
         for failures in itertools.count(1):
             try:
                 await self._start_engine(config)

@@ -1,4 +1,4 @@
-"""relaxd.v1.Rollout: Generate, and the calls of weight synchronisation and sleep."""
+"""Server of relaxd.v1.Rollout: Generate, and the calls of weight synchronisation and sleep."""
 
 import asyncio
 import itertools
@@ -25,14 +25,14 @@ from services.rollout.service.child_engine import ChildEngine
 from services.rollout.service.rollout_service import RolloutService
 
 FULL_SECONDS = 0.5
-"""Seconds after which a caller may ask again if the engine was full."""
+"""Seconds after which a caller should retry if the engine was full."""
 MAX_PROFILED = 10_000
 """Maximum number of steps in one call of Profile."""
 REPLY_SECONDS = 0.3
 """Seconds before the caller's deadline at which a pause gives up, so that the caller still gets the reason."""
 
 TEMPERATURES = (1e-3, 1e3)
-"""Minimum and maximum temperature. Logits divided by less are infinite and would fail every request in the batch."""
+"""Minimum and maximum temperature, except 0. A lower one may give infinite logits, which fail the whole batch."""
 MAX_SAMPLES = 4096
 """Maximum samples of one request."""
 
@@ -40,7 +40,7 @@ MAX_SAMPLES = 4096
 class RolloutServicer(rollout_pb2_grpc.RolloutServicer):
     """Answers relaxd.v1.Rollout: checks requests and passes them on to the engine.
 
-    Calls of earlier weight synchronisations are refused.
+    It refuses calls of earlier weight synchronisations.
     """
 
     def __init__(self, service: RolloutService, sync_ids: SyncIds) -> None:
@@ -48,9 +48,9 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServicer):
         self._sync_ids = sync_ids
         self._numbers = itertools.count()
         self._running: dict[str, tuple[RolloutEngine, str]] = {}
-        """The engine, and its request id, of each running request with an id."""
+        """Running requests, by the caller's request id: the engine, and the request's id in the engine."""
         self._samples = 0
-        """Samples of running and waiting requests."""
+        """Number of samples of running and waiting requests."""
 
     async def Generate(
         self, request: rollout_pb2.GenerateRequest, context: Any
@@ -181,7 +181,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServicer):
         response.pause_seconds = max(0.0, time.monotonic() - began - response.seconds)
         if request.resume:
             self._service.occupancy.resume()
-        # After the answer, which the next optimizer step waits for: this wakes threads.
+        # Wakes threads, so do it after the answer, for which the next optimizer step waits.
         asyncio.get_running_loop().call_soon(self._service.update_intake)
         return response
 
@@ -341,7 +341,7 @@ def _mark_span(request: rollout_pb2.GenerateRequest) -> None:
 
 
 def _pause_timeout(request: rollout_pb2.PauseGenerationRequest, timeout: float) -> float:
-    """Return the seconds by which generation has to stop: a pause can't begin after its lease expired."""
+    """Return the seconds within which generation must stop: at most the lease, because it may not expire earlier."""
     return max(min(request.lease_seconds, timeout), 0.1)
 
 

@@ -33,7 +33,7 @@ from services.rollout.engines.sglang.schedulers import (
 
 
 class SchedulerUpdate:
-    """Installs new weights in all scheduler processes in one pause. The caller holds a lock."""
+    """Installs new weights in all scheduler processes in one pause. Call its methods with the gate's lock held."""
 
     def __init__(
         self,
@@ -45,9 +45,10 @@ class SchedulerUpdate:
         *,
         after_failure: bool,
     ) -> None:
-        """`number` is the update's, `ranks` that of scheduler processes, `key` the weights' in the prefix cache.
+        """`number`: of the update; `ranks`: number of scheduler processes; `key`: the weights' prefix-cache key.
 
-        `pause_deadline` is a time by time.monotonic(), `after_failure` true if an update has failed since the last one.
+        `pause_deadline`: latest start of the pause, by time.monotonic(); `after_failure`: True if an update has failed
+        since the last successful one.
         """
         self._number = number
         self._ranks = ranks
@@ -61,12 +62,12 @@ class SchedulerUpdate:
         self.asked = False
         """True once the update was sent to the scheduler processes."""
         self.change = 0
-        """Number of the pause that the message began; 0: they were already paused."""
+        """Number of the pause that the update's message began; 0 if the schedulers were already paused."""
         self.group_name = receive.group_name
         """Name of the group that sends the weights."""
 
     def ask(self, mode: PauseMode, change: int) -> PauseForUpdate:
-        """Return the message to the scheduler processes, to be sent once. `change` is as above."""
+        """Return the message for the scheduler processes, to be sent once, and set `change`."""
         self.asked, self.change = True, change
         paused = self._pause_deadline if change else time.monotonic()
         self._end = paused + self._receive.timeout_seconds + SCHEDULER_MARGIN_SECONDS
@@ -103,7 +104,7 @@ class SchedulerUpdate:
 
     @property
     def seconds(self) -> float:
-        """Remaining seconds of the update since its request."""
+        """Remaining seconds of the update, once it was sent."""
         return max(self._end - time.monotonic(), 0.0)
 
     def not_paused(self) -> EngineError:
@@ -119,13 +120,13 @@ class SchedulerUpdate:
 
 
 LEFT = "the weight group was left before the engine paused"
-"""Reason why an update did not begin."""
+"""Error of an update whose weight group was left before the update began."""
 
 
 class SchedulerControl:
-    """The state of an engine's scheduler processes, which a thread keeps as the gate wants it (see `supervise`).
+    """Pauses and resumes an engine's scheduler processes as the gate requires, in a thread that runs `supervise`.
 
-    The gate's lock is its lock.
+    It uses the gate's lock.
     """
 
     def __init__(
@@ -138,9 +139,9 @@ class SchedulerControl:
         drained: Callable[[], bool],
         end_all: Callable[[], None],
     ) -> None:
-        """`admit` sends waiting requests, and `drained` says whether none is running; they are called with the lock.
+        """`admit` sends waiting requests; `drained` returns True if no request is running. Both are called in the lock.
 
-        `end_all` ends all requests in a pause.
+        `end_all` ends all requests during a pause.
         """
         self._gate = gate
         self._channel = channel
@@ -153,28 +154,28 @@ class SchedulerControl:
         self._changes = 0
         """Number of pauses and resumptions sent to the schedulers."""
         self._made = [0] * schedulers.count
-        """The last that each has made."""
+        """Number of the last change that each scheduler has made, by rank."""
         self._changing = False
-        """True if they are being paused or resumed."""
+        """True while the schedulers pause or resume."""
         self._pausing: PauseMode | None = None
         """Mode of a pause for an update that `supervise` has to wait for."""
         self._update: SchedulerUpdate | None = None
         """The update under way."""
         self._commits = 0
         self._told = threading.Condition(gate.lock)
-        """Notified of the schedulers' reports."""
+        """Notified at each report of a scheduler."""
 
     @property
     def running(self) -> bool:
-        """True if the schedulers run. Needs the lock."""
+        """True if the schedulers run. The caller holds the lock."""
         return self._state is None
 
     def prefix_key(self, weights: Version) -> str:
         """Return the key of these weights in the schedulers' prefix caches."""
-        return f"{weights.term}:{weights.version}:{self._commits}"  # two commits of one version are two
+        return f"{weights.term}:{weights.version}:{self._commits}"  # two commits of one version have two keys
 
     def supervise(self) -> None:
-        """Pause and resume the schedulers for ever. Raises EngineError if they don't follow."""
+        """Pause and resume the schedulers as the gate requires, for ever. Raises EngineError if one is too late."""
         gate = self._gate
         while True:
             with gate.changed:
@@ -210,13 +211,13 @@ class SchedulerControl:
                 self._told.notify_all()
 
     def change_memory(self, message: ReleaseMemoryOccupationReqInput | ResumeMemoryOccupationReqInput) -> None:
-        """Have all schedulers free or allocate memory in the same iteration of their loops.
+        """Make all schedulers free or allocate memory in the same iteration of their loops.
 
-        They must be paused in mode retract. Raises EngineError if one doesn't answer.
+        The schedulers must be paused in mode retract. Raises EngineError if one doesn't answer.
         """
         self._channel.send(message)
         try:
-            self._set_state("retract")  # they are in it already: this waits for the answer
+            self._set_state("retract")  # changes nothing, but waits for the schedulers
         except RpcError as error:
             raise EngineError(f"the schedulers did not change their memory: {error}") from error
 
@@ -224,11 +225,11 @@ class SchedulerControl:
     def update(
         self, weights: Version, receive: rollout_pb2.ReceiveWeightsRequest, pause: UpdatePause | None
     ) -> Iterator[None]:
-        """Have every scheduler process install `weights` during the block.
+        """Make every scheduler process install `weights` during the block.
 
-        Without `pause` the engine must be paused or quarantined already, and the schedulers get the request in
-        `wait_update`. With `pause`, in mode in_place or retract, the engine is paused for the update; schedulers that
-        are running get a single message, which pauses them and contains the request.
+        Without `pause` the engine must be paused or quarantined already, and `wait_update` sends the request. With
+        `pause`, in mode in_place or retract, the engine is paused for the update; running schedulers get a single
+        message, which pauses them and contains the request.
         """
         gate = self._gate
         with ExitStack() as block:
@@ -251,10 +252,10 @@ class SchedulerControl:
             yield
 
     def wait_update(self) -> list[Updated | RpcError]:
-        """Return, inside `update`, each scheduler process's result; Late for those without one in time.
+        """Return each scheduler process's result; Late for a process without one in time. Call it inside `update`.
 
-        Raises EngineError if they don't pause in time, or if the group was left before the request. In the first
-        case they may have got it; they have to leave the group.
+        Raises EngineError if the schedulers don't pause in time, or if the group was left before the request was sent.
+        In the first case they may have received the request: make them leave the group.
         """
         gate = self._gate
         with gate.changed:
@@ -270,13 +271,16 @@ class SchedulerControl:
                 lambda: min(self._made) >= update.change or update.ended, update.pause_seconds
             )
             if not update.asked:
-                self._update = None  # nobody asks later
+                self._update = None  # so that the request is not sent later
             if not paused:
                 raise update.not_paused()
         return self.last_results(update.seconds)
 
     def last_results(self, timeout: float) -> list[Updated | RpcError]:
-        """Return, inside `update`, each scheduler process's result within `timeout` seconds, or Late."""
+        """Return each scheduler process's result, Late after `timeout` seconds; [] if the request was not sent.
+
+        Call it inside `update`.
+        """
         with self._gate.changed:
             update = self._update
             if update is None or not update.asked:
@@ -285,9 +289,9 @@ class SchedulerControl:
             return update.results()
 
     def end_update(self, group_name: str, timeout: float) -> None:
-        """Wait, but not for longer than `timeout` seconds, for the end of an update in a group that was left.
+        """Wait up to `timeout` seconds for the end of an update in a weight group that was left.
 
-        If the schedulers were not asked yet, they are not any more.
+        Cancels the update if its request was not sent yet.
         """
         gate = self._gate
         with gate.changed:
@@ -312,7 +316,7 @@ class SchedulerControl:
         return self._state or "in_place"
 
     def _set_state(self, state: PauseMode | None) -> None:
-        """Pause or resume the schedulers, and wait until they have, and the device has finished earlier work."""
+        """Pause or resume the schedulers. Wait until all have done so and their devices have finished earlier work."""
         message: Any
         with self._gate.changed:
             rid = str(self._next_change())

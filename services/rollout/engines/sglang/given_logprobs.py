@@ -1,7 +1,7 @@
 """Log-probs of given tokens: requests that SGLang only prefills, and its answers.
 
-The prompts of a group's answers are prefilled once: SGLang finds a prompt in its prefix cache, up to the first token
-with a requested log-prob, so that an answer from the cache has as many log-probs as any other.
+SGLang prefills the prompt of a group's answers once. It reads only tokens before the first requested log-prob from its
+prefix cache, so every answer has all its log-probs.
 """
 
 import itertools
@@ -31,10 +31,13 @@ class LogprobRequests:
         self._numbers = itertools.count()
         self._lock = threading.Lock()
         self._waiting: dict[str, tuple[Future[Answer], int]] = {}
-        """For each of SGLang's ids: the future answer, and the number of likeliest tokens in each place."""
+        """Future answer and number of likeliest tokens per position, by SGLang's request id."""
 
     def submit(self, request: engine_pb2.ComputeLogprobsRequest) -> "Future[Answer]":
-        """Send a request. Cancelling the future ends it in the scheduler as well; it fails with RequestFailed."""
+        """Send a request. The returned future fails with RequestFailed; cancelling it ends the scheduler's work.
+
+        Raises EngineError if `start` is outside the sequence.
+        """
         tokens = np.frombuffer(request.tokens, dtype=np.int32)
         if not 1 <= request.start < len(tokens):
             raise EngineError(f"start is {request.start}: it must be a place in the sequence of {len(tokens)} tokens")
@@ -105,7 +108,7 @@ def _fail(answer: "Future[Answer]", reason: str) -> None:
 
 
 def _answer(message: BatchTokenIDOutput, row: int, top_k: int) -> Answer:
-    """Return one row's answer. Its length is SGLang's. Raises TypeError, ValueError."""
+    """Return the answer in one row of a message. Raises TypeError or ValueError if the row can't be read."""
     found = Answer(logprobs=_after_first(message.input_token_logprobs_val[row], np.float32))
     if top_k:
         found.likeliest = _after_first(message.input_top_logprobs_idx[row], np.int32)
@@ -114,20 +117,20 @@ def _answer(message: BatchTokenIDOutput, row: int, top_k: int) -> Answer:
 
 
 def _after_first(values: Sequence[Any], dtype: type) -> bytes:
-    """Return the values of all places except the first, which is None in SGLang because nothing predicts that token."""
+    """Return all values except the first, which is None in SGLang because nothing predicts that token."""
     return np.array(values[1:], dtype=dtype).tobytes()
 
 
 TEMPERATURE_VARIABLE = "RELAXD_SGLANG_LOGPROB_TEMPERATURE"
-"""Environment variable with the temperature of such a model's log-probs; missing for a model that generates."""
+"""Environment variable with the temperature for log-probs of given tokens; unset for a model that generates."""
 ENVIRONMENT = {"SGLANG_ENABLE_LOGITS_PROCESSER_CHUNK": "true"}
-"""Has SGLang compute the logits of given tokens piece by piece: those of a whole step would need gigabytes."""
+"""Environment variables that make SGLang compute given tokens' logits in chunks; a whole step needs gigabytes."""
 
 
 def set_temperature(model: Any, temperature: float) -> None:
-    """Have a model's logits divided by a temperature. SGLang does so for tokens that it samples, not for given ones.
+    """Make a model divide its logits by a temperature. SGLang does so for sampled tokens, not for given ones.
 
-    Raises ValueError: the model computes its logits in a way that can't be changed.
+    Raises ValueError if the model has no LogitsProcessor to change.
     """
     if temperature == 1.0:
         return

@@ -1,4 +1,4 @@
-"""Memory of an engine with a share of its GPUs.
+"""Memory limits of an engine that has only a share of its GPUs.
 
 SGLang's cache takes the memory that is free once the model is loaded, except 1 - mem_fraction_static of the memory that
 was free before. On a GPU shared with other engines, the result would depend on the order in which they start and on
@@ -12,13 +12,13 @@ import torch
 from relaxd.rpc.errors import InvalidArgument
 
 memory_of_all = torch.cuda.mem_get_info
-"""torch's own function: free and total bytes of a GPU, whoever uses it. `show_share` doesn't change it."""
+"""torch's original function: free and total bytes of a GPU, counting all processes. `show_share` keeps it."""
 
 
 def show_share(share: float) -> None:
-    """Let torch.cuda.mem_get_info, by which SGLang measures memory, answer for this process and its share only.
+    """Make torch.cuda.mem_get_info, with which SGLang measures memory, report only this process and its share.
 
-    `share`: of the memory of every GPU, above 0; 1 changes nothing.
+    `share`: fraction of each GPU's memory, above 0; 1 changes nothing.
     """
     if share >= 1:
         return
@@ -32,7 +32,7 @@ def show_share(share: float) -> None:
 
 
 def fraction_of_share(whole: float, share: float) -> float:
-    """Return the mem_fraction_static of an engine with a share of a GPU; `whole` is SGLang's own for the whole GPU.
+    """Return the mem_fraction_static for a share of a GPU; `whole`: SGLang's value for the whole GPU.
 
     SGLang reserves 1 - `whole` of the GPU for activations and CUDA graphs, whose batch sizes depend on the GPU's size.
     An engine with a share needs the same number of bytes. Raises InvalidArgument: no memory would be left.

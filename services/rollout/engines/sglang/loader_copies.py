@@ -39,13 +39,13 @@ class Copy:
 
     @property
     def places(self) -> tuple[Any, ...]:
-        """Source and target, by which two copies of a tensor are compared."""
+        """Identity of target and source; equal copies have equal places."""
         return _place(self.target), self.stride, self.offset
 
 
 @dataclass
 class Destination:
-    """The place of one tensor in the model."""
+    """The place of one checkpoint tensor in the model."""
 
     spec: TensorSpec
     copies: list[Copy] = field(default_factory=list)
@@ -54,7 +54,7 @@ class Destination:
     """True if the model's loader must be called, because it does more than copy."""
 
     def whole(self) -> torch.Tensor | None:
-        """Return the model's memory that equals the whole tensor, so that it can be received in place; else None."""
+        """Return the model's memory into which the whole tensor can be received; None if it needs other copies."""
         if self.by_loader or len(self.copies) != 1:
             return None
         (copy,) = self.copies
@@ -73,7 +73,7 @@ class _Recorder(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.copies: list[tuple[int, Copy]] = []
-        """Storages of tensors without data, and the copies from them."""
+        """Each recorded copy, with the storage of its source."""
         self.filled: list[torch.Tensor] = []
         self.derived: dict[int, set[int]] = {}
         """For the storage of each tensor computed from tensors without data: the storages of its inputs."""
@@ -125,9 +125,9 @@ def find_destinations(
 ) -> list[Destination]:
     """Return the place of each tensor in an SGLang model, in the order of `specs`. Does not change the model.
 
-    `complete` means that this process holds the whole model, so every tensor must be used as a whole.
-    Raises ManifestMismatch for a tensor that the model doesn't have or has in another shape, and for a parameter that
-    would not be written exactly once.
+    `complete`: True if this process holds the whole model, so that it must use every tensor as a whole.
+    Raises ManifestMismatch for a tensor that the model lacks or has in another shape, and for a parameter that would
+    not be written exactly once.
     """
     empty = [torch.empty(spec.shape, dtype=spec.dtype, device="meta") for spec in specs]
     destinations = [Destination(spec) for spec in specs]
@@ -148,7 +148,7 @@ def find_destinations(
         except ManifestMismatch as error:
             raise ManifestMismatch(f"{specs[current].name}: {error}") from error
         except (AssertionError, IndexError, RuntimeError, ValueError, _NotJustCopies) as error:
-            # A loader that reads values fails on a tensor without data: it must be called with the real one.
+            # A loader that reads values fails on a tensor without data: call it with the received tensor later.
             if not isinstance(error, NotImplementedError | _NotJustCopies) and "meta" not in str(error):
                 raise ManifestMismatch(
                     f"{specs[current].name}: the model's loader refuses the shape {specs[current].shape}: {error}"
@@ -210,10 +210,10 @@ def _check_coverage(
 
 
 def _place(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """Return the memory of a view."""
+    """Return a view's identity: storage, offset, shape and strides."""
     return _storage(tensor), tensor.storage_offset(), tensor.shape, tensor.stride()
 
 
 def _storage(tensor: torch.Tensor) -> int:
-    """Return a unique id of the tensor's storage, which works without data, too."""
+    """Return a unique id of the tensor's storage; works for tensors without data too."""
     return tensor.untyped_storage()._cdata

@@ -1,8 +1,8 @@
 """SGLang's scheduler process with a control connection to the engine's process.
 
-The loop pauses and begins to receive weights. Other threads receive the rest and answer the engine's requests,
-so that a hanging broadcast can be aborted, while the loop goes on (in a pause it only waits for messages) and its
-watchdog stays quiet. Work that must happen between two steps is handed to the loop.
+The scheduler's loop pauses and begins to receive weights. Other threads receive the rest and answer the engine's
+requests. So a hanging broadcast can be aborted, and the loop continues (in a pause it only waits for messages), which
+keeps its watchdog quiet. Work that must run between two steps is queued for the loop.
 """
 
 import asyncio
@@ -68,7 +68,7 @@ class NewsSender:
     """Sends reports to the engine's process, in order, from any thread."""
 
     def __init__(self, address: str) -> None:
-        """`address`: the engine's (see `schedulers.news_address`)."""
+        """`address`: of the engine's process (`schedulers.news_address`)."""
         self._socket: Any = get_zmq_socket(zmq.Context(1), zmq.PUSH, address, False)
         self._lock = threading.Lock()
 
@@ -79,19 +79,19 @@ class NewsSender:
 
 
 class WeightUpdates:
-    """Installs weights in pauses of the loop, and reports to the engine's process."""
+    """Installs weights while the loop is paused, and reports to the engine's process."""
 
     def __init__(
         self, weights: SGLangWeights, rank: int, news: NewsSender, commit: Callable[[str], dict[str, HeldRequest]]
     ) -> None:
-        """`commit`: function that switches to received weights, given their key."""
+        """`commit`: function that switches to received weights, given their prefix-cache key."""
         self._weights = weights
         self._rank = rank
         self._news = news
         self._commit = commit
         self._threads = IdleThreads()
         self._receiving: list[str] = []
-        """Groups in which an update receives."""
+        """Names of weight groups whose update is under way."""
         self._ended = threading.Condition()
         """Lock of `_receiving`; notified at the end of an update."""
 
@@ -116,9 +116,9 @@ class WeightUpdates:
         return bool(self._receiving)
 
     def leave(self, name: str) -> bool:
-        """Leave a weight group, even during a reception, and report once nothing is received in it any more.
+        """Leave a weight group, even during a reception, and report when the reception has ended.
 
-        Returns whether the model is unusable, because a failed broadcast had touched it.
+        Returns True if the model is unusable because a failed broadcast touched it.
         """
         self._weights.leave(name)
         with self._ended:
@@ -148,7 +148,7 @@ class WeightUpdates:
 
 
 def _told(error: Exception) -> RpcError:
-    """Return an error in the form for the engine's process."""
+    """Convert an error to an RpcError for the engine's process."""
     if isinstance(error, RpcError):
         return error
     logger.error("an update failed", exc_info=error)
@@ -156,11 +156,11 @@ def _told(error: Exception) -> RpcError:
 
 
 PAUSED_SECONDS = 0.002
-"""Wait of a paused loop between two polls of its messages: spinning would slow down receiving weights."""
+"""Seconds that a paused loop waits between two polls for messages; spinning would slow down receiving weights."""
 
 
 def run_scheduler(*args: Any) -> None:
-    """Run a scheduler process, in the place of SGLang's run_scheduler_process."""
+    """Run a scheduler process; replaces SGLang's run_scheduler_process."""
     die_with_parent()
     parent = multiprocessing.parent_process()
     if parent is None or os.getppid() != parent.pid:
@@ -172,7 +172,7 @@ def run_scheduler(*args: Any) -> None:
 
 
 def count_begun_tokens() -> None:
-    """Count a retracted request's earlier tokens towards its minimum length: SGLang restarts at 0."""
+    """Make earlier tokens of a retracted request count towards its minimum length; SGLang restarts at 0."""
     prepare = BatchedMinNewTokensPenalizer._prepare
 
     def prepare_with_begun(penalizer: Any) -> None:
@@ -207,7 +207,7 @@ class ControlledScheduler(Scheduler):
             self.model_config.hf_eos_token_id = None  # each request has its end tokens
             if temperature := os.environ.get(TEMPERATURE_VARIABLE):
                 set_temperature(runner.model, float(temperature))
-                # SGLang keeps room for some tokens to generate, and takes only what is shorter than this.
+                # SGLang accepts only inputs shorter than this, and its default keeps room for generated tokens.
                 self.max_req_input_len = self.model_config.context_len + 1
             self.tokenizer = RequestTokenizer(self.server_args.tokenizer_path, self.model_config.vocab_size)
             if (vision := read_model_vision(Path(self.server_args.model_path), "sglang")) is not None:
@@ -245,7 +245,7 @@ class ControlledScheduler(Scheduler):
         self._tell_change(recv_req)
 
     def run_between_steps(self, job: Callable[[], Any], timeout: float) -> Any:
-        """Have the paused loop run `job`. Returns its result."""
+        """Run `job` in the paused loop. Returns its result; raises TimeoutError after `timeout` seconds."""
         done: Future[Any] = Future()
 
         def work() -> None:
@@ -258,10 +258,10 @@ class ControlledScheduler(Scheduler):
         return done.result(timeout)
 
     def commit(self, key: str) -> dict[str, HeldRequest]:
-        """Take up new weights, whose prefix cache key is `key`.
+        """Switch to new weights, whose prefix-cache key is `key`.
 
-        Returns the unfinished requests. Those without keys and values of the old weights get the new key. The others
-        keep the old key, which no new request uses.
+        Returns the unfinished requests. Waiting requests, which have no keys and values of the old weights, get the new
+        key. Running requests keep the old key, which no new request uses.
         """
         held: dict[str, HeldRequest] = {}
         for req in self.waiting_queue:
@@ -299,14 +299,15 @@ class ControlledScheduler(Scheduler):
 
 
 def produces_token(req: Req) -> bool:
-    """Return whether a step produces a token for this request: not if it has ended or its prefill continues."""
+    """Return True if a step produces a token for this request: it has not ended, and its prefill completes."""
     return not req.finished() and req.inflight_middle_chunks <= 0 and req.sampling_params.max_new_tokens > 0
 
 
 class RequestTokenizer:
     """Tokenizer interface that SGLang needs for requests with stop strings or min_new_tokens.
 
-    The request lists its end tokens, so this names none: SGLang ignores an id that is the size of the vocabulary.
+    Requests list their end tokens, so this tokenizer has none: its eos_token_id is the vocabulary size, which SGLang
+    ignores.
     """
 
     additional_stop_token_ids = None
@@ -362,7 +363,7 @@ class ControlHandlers(engine_pb2_grpc.SchedulerServicer, rollout_pb2_grpc.Rollou
     def JoinWeightGroup(
         self, request: rollout_pb2.JoinWeightGroupRequest, context: Any
     ) -> rollout_pb2.JoinWeightGroupResponse:
-        """The scheduler's rank in the group is `rank` + its tensor-parallel rank."""
+        """Join a weight group as rank `rank` + the scheduler's tensor-parallel rank."""
         group = request.group
         try:
             self._scheduler.weights.join(
@@ -378,6 +379,6 @@ class ControlHandlers(engine_pb2_grpc.SchedulerServicer, rollout_pb2_grpc.Rollou
     def LeaveWeightGroup(
         self, request: rollout_pb2.LeaveWeightGroupRequest, context: Any
     ) -> rollout_pb2.LeaveWeightGroupResponse:
-        """Answer, also whether a failed broadcast had touched the model."""
+        """Leave a weight group; the answer says whether a failed broadcast touched the model."""
         unusable = self._scheduler.updates.leave(request.group_name)
         return rollout_pb2.LeaveWeightGroupResponse(quarantined=unusable)

@@ -1,7 +1,7 @@
 """Start of SGLang's scheduler processes, and the channel for SGLang's own messages.
 
-sglang.Engine launches the processes. Its tokenizer manager and detokenizer process are left out: relaxd exchanges
-tokens, and their work for every token would cost more than all of relaxd's.
+sglang.Engine launches the processes, without its tokenizer manager and detokenizer process: relaxd exchanges tokens,
+and these two would cost more time per token than all of relaxd.
 """
 
 import os
@@ -22,10 +22,11 @@ from services.rollout.engines.sglang.scheduler import run_scheduler
 from services.rollout.engines.sglang.schedulers import Schedulers
 
 CONNECT_SECONDS = 30.0
+"""Maximum seconds to connect to a scheduler process."""
 
 
 class MessageChannel:
-    """SGLang's messages to and from the scheduler of rank 0."""
+    """Channel for SGLang's messages to and from the scheduler of rank 0."""
 
     def __init__(self, args: ServerArgs, ports: PortArgs) -> None:
         context = zmq.Context(2)
@@ -46,7 +47,7 @@ class MessageChannel:
 
 
 class _Launcher(Engine):
-    """sglang.Engine with relaxd's scheduler, and a MessageChannel in the place of its tokenizer manager."""
+    """sglang.Engine with relaxd's scheduler, and a MessageChannel instead of its tokenizer manager."""
 
     run_scheduler_process_func = staticmethod(run_scheduler)
     init_tokenizer_manager_func = staticmethod(lambda args, ports: (MessageChannel(args, ports), None))
@@ -59,8 +60,8 @@ class _Launcher(Engine):
 def launch(args: ServerArgs, schedulers: Schedulers) -> tuple[MessageChannel, dict[str, Any]]:
     """Start the scheduler processes and wait until they have loaded the model.
 
-    Call it from a thread that lives as long as they should, because Linux ends them with it. Returns the channel and
-    the scheduler's information about itself. Raises RpcError with SGLang's reason.
+    Call it from a thread that lives as long as the processes should: Linux ends them with the thread. Returns the
+    channel and rank 0's information about its scheduler. Raises RpcError with SGLang's reason.
     """
     os.environ.update(schedulers.environment)
     # Requests that don't stream are sent when they are complete.
@@ -69,13 +70,13 @@ def launch(args: ServerArgs, schedulers: Schedulers) -> tuple[MessageChannel, di
         _add_cuda_runtime_to_library_path()
     try:
         with reserve_port(LOOPBACK, None) as port:
-            # SGLang would choose a port that is free now, and its schedulers listen on it many seconds later.
+            # SGLang would choose a free port, but its schedulers listen on it only many seconds later.
             args.nccl_port = args.nccl_port or port.number
             launcher = _Launcher(server_args=args)
     except Exception as error:
         raise FailedPrecondition(schedulers.failure or f"{type(error).__name__}: {error}") from error
     schedulers.connect(args.tp_size, CONNECT_SECONDS)
-    # The file for readers of the scheduler's load, of which there are none: killed processes would leave it behind.
+    # Nobody reads the file with the scheduler's load, and killed processes would leave it behind.
     Path(shm_path_for(launcher.port_args.instance_id)).unlink(missing_ok=True)
     channel: MessageChannel = launcher.tokenizer_manager
     return channel, launcher._scheduler_init_result.scheduler_infos[0]

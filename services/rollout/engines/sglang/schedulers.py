@@ -1,10 +1,9 @@
-"""The connection between the engine's process and SGLang's scheduler processes: calls, and messages about pauses and
-new weights.
+"""Connection between the engine's process and SGLang's scheduler processes: calls, and messages about pauses and new
+weights.
 
 Each scheduler process (one per tensor-parallel rank) serves Scheduler and a part of Rollout on a Unix socket
 (`services.rollout.engines.sglang.scheduler`), as an engine's process does for its service. Messages about pauses and
-weights go over ZeroMQ, with SGLang's own or beside them, because a gRPC call between processes that idle takes a
-millisecond longer.
+weights use ZeroMQ, as SGLang's own messages do, because a gRPC call between idle processes takes a millisecond longer.
 """
 
 import os
@@ -28,7 +27,7 @@ from relaxd.v1 import engine_pb2, engine_pb2_grpc, rollout_pb2_grpc
 
 
 class PauseForUpdate(PauseGenerationReqInput, kw_only=True):  # type: ignore[call-arg]
-    """Pauses every scheduler, and has each install new weights in this pause."""
+    """Message that pauses every scheduler and makes each install new weights in this pause."""
 
     number: int
     """Number of the update."""
@@ -39,11 +38,11 @@ class PauseForUpdate(PauseGenerationReqInput, kw_only=True):  # type: ignore[cal
     checksum: bool
     """True to return checksums."""
     deadline: float
-    """Monotonic time, shared by processes of one host, by which the pause has to have begun."""
+    """Latest start of the pause, by time.monotonic(), which all processes of a host share."""
     timeout: float
-    """Seconds from the beginning of the reception to its end."""
+    """Maximum seconds of the reception."""
     after_failure: bool
-    """True if an update has failed since the last one, so that ranks may have received different versions."""
+    """True if an update has failed since the last successful one: ranks may have received different versions."""
 
 
 hook_custom_types(PauseForUpdate)
@@ -56,24 +55,24 @@ class HeldRequest:
     tokens: int
     """Number of tokens that the old weights produced."""
     continues: bool = False
-    """True if the request continues with its keys and values."""
+    """True if the request continues with its keys and values of the old weights."""
 
 
 @dataclass(frozen=True)
 class Updated:
-    """The weights are there."""
+    """Result of a successful update."""
 
     seconds: float
     """Duration of the reception."""
     checksums: dict[str, int] = field(default_factory=dict)
     """Checksums by tensor, if requested."""
     held: dict[str, HeldRequest] = field(default_factory=dict)
-    """The unfinished requests by SGLang's ids; of tensor-parallel rank 0 only."""
+    """Unfinished requests, by SGLang's id; only from tensor-parallel rank 0."""
 
 
 @dataclass(frozen=True)
 class ChangeMade:
-    """A scheduler has paused or resumed."""
+    """Report: a scheduler has paused or resumed."""
 
     number: int
     """Number of the change: the `rid` of the message that requested it."""
@@ -82,7 +81,7 @@ class ChangeMade:
 
 @dataclass(frozen=True)
 class UpdateEnded:
-    """A scheduler has installed new weights, or has failed."""
+    """Report: a scheduler has installed new weights, or has failed to."""
 
     number: int
     rank: int
@@ -91,9 +90,9 @@ class UpdateEnded:
 
 @dataclass(frozen=True)
 class GroupLeft:
-    """A scheduler has left a weight group and receives nothing more in it.
+    """Report: a scheduler has left a weight group and receives nothing more in it.
 
-    Its earlier reports on updates in this group were sent before this.
+    It follows the scheduler's reports on updates in this group.
     """
 
     group_name: str
@@ -101,15 +100,15 @@ class GroupLeft:
 
 
 def prefix_key(weights: str, media: str) -> str:
-    """Return a request's key in the prefix cache: what its tokens don't say.
+    """Return a request's key in the prefix cache, made of its weights' key and its media's identity.
 
-    SGLang itself tells items apart by 30 bits of their hashes.
+    SGLang itself distinguishes media by only 30 bits of their hashes.
     """
     return f"{weights}/{media}"
 
 
 def with_weights(key: str, weights: str) -> str:
-    """Return a prefix-cache key for other weights."""
+    """Return a prefix-cache key with the key of its weights replaced by `weights`."""
     return prefix_key(weights, key.partition("/")[2])
 
 
@@ -122,13 +121,13 @@ FOLDER_VARIABLE = "RELAXD_SGLANG_FOLDER"
 TOKEN_VARIABLE = "RELAXD_SGLANG_TOKEN"
 """Environment variable with the token that the processes require of callers."""
 STEP_SECONDS = 60.0
-"""Maximum seconds of a model step that a pause waits for. A longer one counts as a failure."""
+"""Maximum seconds to wait for a pause or resumption, which follows the current model step; later is a failure."""
 END_SECONDS = 1.0
-"""Seconds for an update to end after its group was left."""
+"""Maximum seconds to wait for an update's end after its group was left."""
 ANSWER_SECONDS = 10.0
 """Maximum seconds to wait for any other work of the scheduler's loop."""
 SCHEDULER_MARGIN_SECONDS = 3.0
-"""Time for an answer beyond a deadline that the scheduler processes enforce themselves."""
+"""Seconds to wait for an answer beyond a deadline that the scheduler processes enforce themselves."""
 
 
 class Late(Aborted):
@@ -139,7 +138,7 @@ class Schedulers:
     """The scheduler processes of an engine, by rank."""
 
     def __init__(self, on_gone: Callable[[int], None], environment: Mapping[str, str] | None = None) -> None:
-        """`on_gone` is called with the rank of a scheduler process that died. `environment` is added to theirs."""
+        """`on_gone` is called with the rank of a dead scheduler process. `environment`: variables for the processes."""
         self._on_gone = on_gone
         self._folder = Path(tempfile.mkdtemp(prefix="relaxd-sglang-"))
         token = secrets.token_urlsafe()
@@ -157,12 +156,12 @@ class Schedulers:
 
     @property
     def failure(self) -> str:
-        """Reason with which a scheduler process failed to start; empty if none did."""
+        """Reason why a scheduler process failed to start; empty if none failed."""
         reasons = sorted(self._folder.glob("failure-*"))
         return reasons[0].read_text() if reasons else ""
 
     def connect(self, count: int, timeout: float) -> None:
-        """Connect to the scheduler processes, which have loaded the model. Raises Unavailable."""
+        """Connect to the scheduler processes after they have loaded the model. Raises Unavailable."""
         for rank in range(count):
             channel = grpc.insecure_channel(f"unix:{socket_path(str(self._folder), rank)}", OPTIONS)
             self._channels.append(channel)
@@ -182,7 +181,7 @@ class Schedulers:
 
     @property
     def count(self) -> int:
-        """Number of scheduler processes that are connected."""
+        """Number of connected scheduler processes."""
         return len(self._stubs)
 
     def receive_news(self) -> News:
@@ -191,9 +190,9 @@ class Schedulers:
         return news
 
     def ask_all(self, method: str, request: Any, timeout: float, ranks: int | None = None) -> list[Any]:
-        """Return the answers by rank, with `ranks` of the first ones only.
+        """Call `method` of all scheduler processes, or of the first `ranks`. Returns the answers by rank.
 
-        Raises the first RpcError, once all have answered or are late.
+        Raises the first RpcError after all processes have answered or are late.
         """
         metadata = self._metadata(None)
         calls = [stub[method].future(request, timeout=timeout, metadata=metadata) for stub in self._stubs[:ranks]]
@@ -204,7 +203,7 @@ class Schedulers:
         return answers
 
     def ask_first(self, method: str, request: Any, timeout: float) -> Any:
-        """Return the answer of rank 0. Raises RpcError."""
+        """Call `method` of rank 0 and return its answer. Raises RpcError."""
         return self.ask_all(method, request, timeout, ranks=1)[0]
 
     def _answer(self, rank: int, call: Any, method: str, timeout: float) -> Any:

@@ -1,7 +1,7 @@
-"""The SGLang engine: requests to its scheduler processes, and what these generate.
+"""The SGLang engine: sends requests to its scheduler processes and reports their outputs.
 
-A request is sent to the scheduler only while the gate admits requests, and waits here otherwise, so that at an update
-everything in the scheduler was started under the weights before it.
+Requests wait here until the gate admits them. So at an update, all requests in the scheduler started with older
+weights.
 """
 
 import logging
@@ -43,13 +43,13 @@ from services.rollout.engines.sglang.schedulers import ANSWER_SECONDS, STEP_SECO
 from services.rollout.engines.sglang.sglang_samples import SGLangRequest, SGLangSample, aborted_outputs, add_output
 
 MEMORY_PARTS: tuple[MemoryPart, ...] = ("kv_cache", "weights")
-"""Memory freed by a sleep, in SGLang's names."""
+"""Parts of memory that a sleep frees, by SGLang's names."""
 ENDED_AT_ONCE = 16
-"""Maximum number of ended samples to decode before reporting them, so that new requests come while others are
+"""Maximum number of ended samples to decode before reporting them. New requests can then arrive before all are
 decoded."""
 
 SEEING_THREADS = 2
-"""Threads that decode the media of prompts."""
+"""Number of threads that decode the media of prompts."""
 
 logger = logging.getLogger(__name__)
 
@@ -73,11 +73,11 @@ class SGLangEngine:
     ) -> None:
         """`decode` turns token ids into text; `end_ids` are the model's end tokens.
 
-        `experts`: the experts of a layer if the run records routing, else 0. `vision`: the model's rules for media, if
-        it takes any.
+        `experts`: number of experts per layer if the run records routing, else 0. `vision`: the model's media rules;
+        None if it takes no media.
 
-        `on_output` is called with the new outputs by request; `on_broken` with the reason when the scheduler processes
-        don't respond. `on_gpus`: True if they run on GPUs.
+        `on_output` is called with the new outputs by request; `on_broken` with the reason if the scheduler processes
+        don't respond. `on_gpus`: True if the scheduler processes run on GPUs.
         """
         self.gate = GenerationGate()
         self._channel = channel
@@ -91,13 +91,13 @@ class SGLangEngine:
         self._on_failure = on_failure
         self._on_broken = on_broken
         self.logprobs = LogprobRequests(channel.send)
-        """Requests for log-probs of given tokens, which pass the gate: such an engine is never paused."""
+        """Requests for log-probs of given tokens. They bypass the gate: an engine for log-probs is never paused."""
         self._groups: dict[str, SGLangRequest] = {}
         self._held: deque[SGLangRequest] = deque()
         self._released: set[MemoryPart] = set()
-        """Memory that is freed."""
+        """Parts of memory that are freed now."""
         self._sent: dict[str, tuple[SGLangRequest, SGLangSample | None]] = {}
-        """Requests and samples by the scheduler's ids; None in place of a sample is the prompt's prefill."""
+        """Request and sample by the scheduler's id; the sample is None for the prefill of a prompt."""
         self.control = SchedulerControl(
             self.gate,
             channel,
@@ -139,7 +139,7 @@ class SGLangEngine:
             self._seeing.submit(self._see, group)
 
     def _see(self, group: SGLangRequest) -> None:
-        """Decode the media of a request's prompt, and queue the request. Called in a thread for that."""
+        """Decode the media of a request's prompt, then queue the request. Runs in a thread of `_seeing`."""
         request_id, failure, wrong = group.request.request_id, "", False
         try:
             group.take_media(see(group.request, self._vision))
@@ -160,13 +160,13 @@ class SGLangEngine:
             self._on_output({request_id: aborted_outputs(group)})
 
     def cancel(self, request_id: str) -> None:
-        """Drop a request; at most the tokens of the current step are still reported."""
+        """Drop a request; only tokens of the current step may still be reported."""
         with self.gate.changed:
             self._forget(request_id)
             self.gate.changed.notify_all()
 
     def abort(self, request_id: str) -> None:
-        """End a request's samples with their tokens so far: after the current step, or at once if they wait here."""
+        """End a request's samples with their tokens so far: after the current step, or at once before they start."""
         with self.gate.changed:
             group = self._groups.get(request_id)
             if group is None:
@@ -189,7 +189,7 @@ class SGLangEngine:
             return sum(group.unfinished for group in self._groups.values())
 
     def record(self, request: engine_pb2.RecordStepsRequest) -> list[Path]:
-        """Record with SGLang's own profiler, which a second request would stop without a file."""
+        """Record with SGLang's profiler. A second request would stop it without a file, so that one is refused."""
         stats = self._schedulers.ask_first("GetSchedulerStats", engine_pb2.GetSchedulerStatsRequest(), ANSWER_SECONDS)
         if stats.recording:
             raise EngineError("this engine is recording steps already: wait until their files are there")
@@ -199,7 +199,7 @@ class SGLangEngine:
             ProfileReq(
                 output_dir=request.folder,
                 profile_id=request.name,
-                num_steps=profile.steps + 1,  # SGLang ends before the last of them
+                num_steps=profile.steps + 1,  # SGLang ends before the last step
                 activities=self._activities,
                 with_stack=profile.stacks,
                 record_shapes=True,
@@ -226,7 +226,7 @@ class SGLangEngine:
         self.control.change_memory(ReleaseMemoryOccupationReqInput(tags=list(MEMORY_PARTS)))
 
     def wake(self, parts: Collection[MemoryPart]) -> None:
-        """Allocate memory again; the weights are undefined until an update. Raises EngineError."""
+        """Allocate freed memory again; the weights are undefined until an update. Raises EngineError."""
         missing = [part for part in MEMORY_PARTS if part in parts and part in self._released]
         if missing:
             self.control.change_memory(ResumeMemoryOccupationReqInput(tags=missing))
@@ -235,7 +235,7 @@ class SGLangEngine:
             self.gate.wake()
 
     def mark_update(self, weights: Version, held: Mapping[str, HeldRequest]) -> None:
-        """Note, inside `update`, which tokens of the unfinished requests older weights produced."""
+        """Note which tokens of the unfinished requests older weights produced. Call it inside `update`."""
         with self.gate.changed:
             for rid, (_, sample) in self._sent.items():
                 if sample is not None and rid in held:  # else it has ended; its last output is yet to come
@@ -272,10 +272,10 @@ class SGLangEngine:
         for rid in rids:
             del self._sent[rid]
         if rids:
-            self._channel.send(AbortReq(rid=f"{request_id}:"))  # SGLang takes it for a prefix of ids
+            self._channel.send(AbortReq(rid=f"{request_id}:"))  # SGLang matches prefixes of ids
 
     def _end_all(self) -> None:
-        """End all requests, in the paused scheduler and here."""
+        """End all requests: those in the paused scheduler and those that wait here."""
         self._schedulers.ask_all("EndAll", engine_pb2.EndAllRequest(), 2 * ANSWER_SECONDS)
         gate = self.gate
         with gate.changed:
@@ -324,7 +324,7 @@ class SGLangEngine:
                     failures[request_id] = failure
                     continue
                 if sample.finish_reason is not None and message.finished_reasons[row] is None:
-                    self._channel.send(AbortReq(rid=rid))  # it ended here, which the scheduler doesn't know
+                    self._channel.send(AbortReq(rid=rid))  # the scheduler doesn't know that the sample has ended
                 output = self._output(rid, group, sample)
                 if output.finish_reason is None:
                     outputs.setdefault(request_id, []).append(output)
@@ -347,7 +347,7 @@ class SGLangEngine:
         outputs: dict[str, list[Output]],
         failures: dict[str, str],
     ) -> None:
-        """Start the samples of a request after its prompt's prefill, or end the request if the prefill failed."""
+        """Start a request's samples after the prefill of its prompt, or end the request if the prefill failed."""
         del self._sent[rid]
         request_id = group.request.request_id
         if reason.get("type") != "abort" and not group.aborted:
@@ -361,7 +361,7 @@ class SGLangEngine:
             outputs[request_id] = aborted_outputs(group)
 
     def _take_abort(self, message: AbortReq) -> None:
-        """End a request that the scheduler ended before it started."""
+        """Process the end of a request that the scheduler aborted before its start."""
         outputs: dict[str, list[Output]] = {}
         failures: dict[str, str] = {}
         reason = message.finished_reason or {"type": "abort"}
@@ -394,7 +394,7 @@ class SGLangEngine:
         return output
 
     def _finish(self, outputs: dict[str, list[Output]], failures: dict[str, str]) -> None:
-        """Forget failed requests, and notify the gate in case something has ended."""
+        """Forget failed requests, and notify waiters that requests may have ended."""
         for request_id in failures:
             outputs.pop(request_id, None)
             self._forget(request_id)

@@ -1,9 +1,9 @@
-"""Images, videos and sounds of prompts in SGLang's form, and the change of its model that accepts them.
+"""Converts the images, videos and sounds of prompts to SGLang's form, and patches its model to accept them.
 
-Each time of a video is a separate image, as the tower sees it. For an image, items carry the pixels' bytes in patches,
-which are normalised on the device: float32 values for all frames would be eight times as large, in every message of a
-group's samples and in the scheduler's memory. For a sound, items carry the samples, from which the device's process
-computes the spectrogram.
+Each time step of a video is a separate image, as in the tower. Items of images contain patches of uint8 pixels, which
+are normalised on the device: float32 values of all frames would be eight times as large, in every message of a group's
+samples and in the scheduler's memory. Items of sounds contain audio samples; the scheduler's process computes the
+spectrogram.
 """
 
 import copy
@@ -20,9 +20,9 @@ from services.rollout.engines.seen_prompts import HeardSound, SeenFrame, SeenPro
 
 
 def to_sglang(prompt: SeenPrompt, more: int) -> MultimodalProcessorOutput:
-    """Return a prompt's media with the positions of its tokens and of `more` tokens behind it.
+    """Return a prompt's media, with the positions of its tokens and of `more` tokens after it.
 
-    SGLang computes nothing itself: hashes, places and positions are ours.
+    They contain relaxd's hashes, places and positions, so that SGLang computes none.
     """
     items = [
         MultimodalDataItem(hash=int(item.sha256, 16), offsets=item.spans, **_content(item)) for item in prompt.items
@@ -31,7 +31,7 @@ def to_sglang(prompt: SeenPrompt, more: int) -> MultimodalProcessorOutput:
         mm_items=items,
         im_token_id=prompt.vision.tokens.token,
         audio_token_id=prompt.vision.tokens.audio,
-        # A request that is retracted gets positions for its answer from the last one here.
+        # SGLang continues from the last position here for the answer of a retracted request.
         mrope_positions=torch.from_numpy(prompt.positions(more + 1)),
         mrope_position_delta=torch.tensor([[prompt.offset]]),
     )
@@ -45,7 +45,7 @@ def _content(item: SeenFrame | HeardSound) -> dict[str, Any]:
 
 
 def take_media(model: Any, vision: VisionModel, device: torch.device) -> None:
-    """Have a model's towers accept the items of `to_sglang`."""
+    """Patch a model so that its towers accept the items of `to_sglang`."""
     model = getattr(model, "thinker", model)  # Qwen3-Omni is a model within a model
     look = model.get_image_feature
 
@@ -57,8 +57,8 @@ def take_media(model: Any, vision: VisionModel, device: torch.device) -> None:
         return found
 
     def hear(items: Sequence[MultimodalDataItem]) -> torch.Tensor:
-        """Process each sound alone: beside a longer one the tower would process a sound of less than a second
-        differently."""
+        """Process each sound alone. In a batch with a longer sound, the tower's output for a sound of less than a
+        second would differ."""
         assert vision.sound is not None  # or the prompt would have been refused
         tower, rows = model.audio_tower, []
         for item in items:
@@ -72,9 +72,9 @@ def take_media(model: Any, vision: VisionModel, device: torch.device) -> None:
 
 
 def forget_features() -> None:
-    """Clear SGLang's cache of tower outputs, whose keys are the items' hashes without the weights.
+    """Clear SGLang's cache of tower outputs. Its keys are hashes of items and don't depend on the weights.
 
-    All ranks must do it after the same version: they run a tower together.
+    All ranks must clear it after the same version, because they run the towers together.
     """
     if mm_utils.embedding_cache is not None:
         mm_utils.embedding_cache.clear()

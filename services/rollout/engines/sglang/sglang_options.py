@@ -1,4 +1,4 @@
-"""SGLang's options from a run's configuration, checked before anything is loaded."""
+"""SGLang's options from a run's configuration, checked before the model is loaded."""
 
 import dataclasses
 import difflib
@@ -25,7 +25,7 @@ SET_BY_RELAXD = {
     "enable_memory_saver": "run.colocate",
     "enable_weights_cpu_backup": "run.colocate",
 }
-"""Options that relaxd sets, with the settings that determine them."""
+"""Options that relaxd sets, and the relaxd setting that determines each."""
 
 UNSUPPORTED = {
     "skip_tokenizer_init": "relaxd always exchanges tokens, not text",
@@ -44,7 +44,7 @@ UNSUPPORTED = {
     "lora_paths": "relaxd updates whole models",
     "is_embedding": "relaxd needs a model that generates",
 }
-"""Options that cannot be set, and the reason."""
+"""Options that users may not set, and the reasons."""
 
 
 class OptionError(InvalidArgument):
@@ -57,11 +57,11 @@ def server_args(
     """Return SGLang's ServerArgs for a model.
 
     Args:
-        folder: the model.
+        folder: the model's folder.
         config: a run's [rollout] table.
-        colocate: whether the engine has to sleep.
-        frozen: whether it has the same weights after that, of which the host's memory holds a copy.
-        share: its share of its GPUs, which its scheduler processes have to know, too (`show_share`).
+        colocate: True if the engine must be able to sleep.
+        frozen: True if a sleep must preserve the weights, as a copy in the host's memory.
+        share: the engine's share of each GPU, 0 to 1; its scheduler processes need it too (`show_share`).
 
     Raises OptionError, or SGLang's own exceptions for options that contradict each other.
     """

@@ -1,7 +1,7 @@
 """The SGLang engine's process: `python -m services.rollout.engines.sglang.sglang_process`.
 
-Its children are SGLang's scheduler processes, one per tensor-parallel rank. They end with it, and it ends when one of
-them does; the rollout service starts another.
+Its children are SGLang's scheduler processes, one per tensor-parallel rank. They end with it. It ends if a child ends;
+then the rollout service starts a new engine process.
 """
 
 import asyncio
@@ -42,8 +42,9 @@ from services.rollout.engines.sglang.sglang_engine import SGLangEngine
 from services.rollout.engines.sglang.sglang_options import OptionError, server_args
 
 ABORT_SECONDS = 8.0
+"""Maximum seconds for the schedulers to leave a weight group."""
 PAUSES_WITH_UPDATE = ("in_place", "retract")
-"""Pause modes without any work between a pause and the update after it."""
+"""Pause modes that need no work between a pause and its update, so that one message can request both."""
 
 logger = logging.getLogger(__name__)
 
@@ -57,9 +58,9 @@ class SGLangProcess(EngineProcess[SGLangEngine]):
         self._on_gpus = False
         self._group = ""
         self._left_touched = False
-        """True if leaving a group in the middle of a broadcast left the model partly changed."""
+        """True if leaving a group during a broadcast left the model partly changed."""
         self._process = psutil.Process()
-        # SGLang sends it when one of its processes fails.
+        # SGLang sends this signal when one of its processes fails.
         signal.signal(signal.SIGQUIT, lambda *_: self._scheduler_gone("a scheduler process of SGLang failed"))
 
     def load(self, folder: str, config: RolloutConfig, colocate: bool) -> engine_pb2.LoadResponse:
@@ -139,11 +140,11 @@ class SGLangProcess(EngineProcess[SGLangEngine]):
     def JoinWeightGroup(
         self, request: rollout_pb2.JoinWeightGroupRequest, context: Any
     ) -> rollout_pb2.JoinWeightGroupResponse:
-        """Tensor-parallel rank t has rank `rank` + t in the group."""
+        """Join a weight group: tensor-parallel rank t becomes rank `rank` + t of the group."""
         self._loaded()
         group = request.group
         if self._group and self._group != group.name:
-            self._end(self._group)  # an engine is in one group, even if it was not told to leave the last one
+            self._end(self._group)  # an engine is in only one group; nobody may have asked it to leave the last one
         self._group = group.name
         try:
             self._ask_all("JoinWeightGroup", request, group.timeout_seconds + SCHEDULER_MARGIN_SECONDS)
@@ -171,13 +172,13 @@ class SGLangProcess(EngineProcess[SGLangEngine]):
             engine.mark_update(version, results[0].held)
         own = results[0].checksums
         different = {name for result in results for name, value in own.items() if result.checksums.get(name) != value}
-        # Where ranks disagree, one of them has other weights: the sum is wrong then, too. (0 is that of zeros.)
+        # If ranks disagree, one has wrong weights: return a wrong checksum (not 0, the checksum of zeros).
         checksums = {name: value ^ (name in different) for name, value in own.items()}
         seconds = max(result.seconds for result in results)
         return rollout_pb2.ReceiveWeightsResponse(seconds=seconds, checksums=checksums)
 
     def _update_all(self, engine: SGLangEngine, group_name: str) -> list[Updated]:
-        """Update every rank. If one fails, mark the engine as touched if any rank's model may have changed."""
+        """Update every rank. If a rank fails and any rank's model may have changed, mark the engine as touched."""
         failure: RpcError
         try:
             if self._group != group_name:  # it was left before `end_update` could find this update
@@ -192,9 +193,9 @@ class SGLangProcess(EngineProcess[SGLangEngine]):
         try:
             self._leave(group_name)
         except RpcError:
-            engine.gate.touch()  # nobody says that no rank was
+            engine.gate.touch()  # a rank may be touched: their answers are missing
             raise
-        # Ranks that have left have told what they did.
+        # Ranks that have left the group reported their results before.
         last = engine.control.last_results(END_SECONDS)
         if self._left_touched or any(isinstance(result, Updated | Late) for result in last):
             engine.gate.touch()
@@ -205,7 +206,7 @@ class SGLangProcess(EngineProcess[SGLangEngine]):
         return self._left_touched
 
     def _end(self, name: str) -> None:
-        """Leave a group, and let its update end, so that the pause can be ended and another update begin."""
+        """Leave a group and wait for the end of its update, so that a resume or another update can follow."""
         if self._group == name:
             self._leave(name)
         self._loaded().control.end_update(name, END_SECONDS)
@@ -254,7 +255,7 @@ class SGLangProcess(EngineProcess[SGLangEngine]):
 
 
 def expert_count(config: Any) -> int:
-    """Return the number of experts in a model's layer, from its configuration; 0 if it is no mixture of experts."""
+    """Return the number of experts per layer from a model's configuration; 0 if it has none."""
     return max(int(getattr(config, name, None) or 0) for name in EXPERT_COUNTS)
 
 

@@ -17,14 +17,14 @@ from services.rollout.engines.sglang.schedulers import prefix_key
 from services.rollout.engines.sglang.sglang_media import to_sglang
 
 SHARED_PREFIX_TOKENS = 64
-"""Minimum length of a prompt that is prefilled once for all samples of a request, before they start."""
+"""Minimum tokens of a prompt that is prefilled once for all samples of a request, before they start."""
 PREFIX = "prefix"
-"""Stands for the sample's index in the id of the request that prefills the prompt."""
+"""Last part of the id of a message that prefills a prompt; messages of samples have the sample's index."""
 
 
 @dataclass(eq=False, kw_only=True)
 class SGLangSample:
-    """A sample that is being generated, or waits to be."""
+    """A running or waiting sample."""
 
     index: int
     begun: int = 0
@@ -34,20 +34,20 @@ class SGLangSample:
     logprobs: list[float] = field(default_factory=list)
     """Log-probs of the new tokens."""
     likeliest: list[list[int]] = field(default_factory=list)
-    """Likeliest tokens in the new tokens' places, if requested."""
+    """Ids of the likeliest tokens at each new token's position, if requested."""
     marks: list[tuple[int, int]] = field(default_factory=list)
-    """(number of tokens, version), in order: the version that produces the tokens from there on."""
+    """(number of tokens, version), in order: the version produces the tokens after this number."""
     spans_weight_update: bool = False
     finish_reason: FinishReason | None = None
     stopped_at: str = ""
-    """Stop string that ended the sample, if one did."""
+    """Stop string that ended the sample; empty if none did."""
     routed_experts: "np.ndarray[Any, np.dtype[np.unsignedinteger[Any]]] | None" = None
     reported: int = 0
-    """Number of tokens that were reported, or that the sample had before the request."""
+    """Number of reported tokens, including those from before the request."""
 
     @classmethod
     def of(cls, request: Request, index: int) -> "SGLangSample":
-        """Make a request's sample."""
+        """Create sample `index` of a request."""
         tokens = list(request.tokens_of(index))
         return cls(index=index, begun=len(tokens), tokens=tokens, reported=len(tokens))
 
@@ -58,7 +58,7 @@ class SGLangSample:
         return decode(self.tokens[:-1] if self.finish_reason == "stop" else self.tokens)
 
     def versions(self, start: int) -> list[int]:
-        """Return the version of each token from `start` on, which is new."""
+        """Return the version of each token from index `start` on; these must be new tokens."""
         versions: list[int] = []
         ends = [first for first, _ in self.marks[1:]] + [len(self.tokens)]
         for (first, version), end in zip(self.marks, ends, strict=True):
@@ -74,15 +74,15 @@ class SGLangRequest:
     samples: list[SGLangSample]
     end_ids: frozenset[int]
     shares_prefix: bool
-    """True if the prompt still has to be prefilled before the samples start."""
+    """True while the prompt must be prefilled before the samples start."""
     unfinished: int
     """Number of samples that have not ended."""
     aborted: bool = False
-    """True if the request has to end before its samples start."""
+    """True if the request must end before its samples start."""
     media: str = ""
     """Identity of the prompt's media; empty if it has none."""
     mm_inputs: Any = None
-    """The media in the form of SGLang's messages, pickled once for all samples; None if there are none."""
+    """The prompt's media in SGLang's form, pickled once for all samples; None without media."""
 
     @classmethod
     def of(cls, request: Request, end_ids: frozenset[int]) -> "SGLangRequest":
@@ -93,13 +93,13 @@ class SGLangRequest:
         return cls(request, samples, stop_ids, shares, len(samples))
 
     def take_media(self, prompt: SeenPrompt | None) -> None:
-        """Take the media of its prompt."""
+        """Set the media of the prompt; None if it has none."""
         if prompt is not None:
             self.media = prompt.identity
             self.mm_inputs = wrap_as_pickle(to_sglang(prompt, max(sample.begun for sample in self.samples)))
 
     def messages(self, key: str, *, routed_experts: bool) -> Iterator[tuple[str, TokenizedGenerateReqInput]]:
-        """Yield (id, message) to send to the scheduler now: the prompt alone, or all samples.
+        """Yield (id, message) to send to the scheduler next: for the prompt alone, or for all samples.
 
         `key` is the key of the weights in the prefix cache.
         """
@@ -122,7 +122,7 @@ class SGLangRequest:
                 stream_interval=self.request.report_every if self.request.stream else None,
             )
             tokens = sample.tokens[: sample.begun]
-            # Of equal length, because the scheduler's abort matches prefixes.
+            # Indices have equal lengths because the scheduler's abort matches prefixes of ids.
             yield self._message(
                 f"{sample.index:04d}", tokens, params, key, logprobs=True, routed_experts=routed_experts
             )
@@ -159,11 +159,11 @@ class SGLangRequest:
 
 
 class StopLengths:
-    """Replaces the tokenizer with which SGLang computes the length of stop strings in tokens."""
+    """Replacement for the tokenizer with which SGLang computes the lengths of stop strings in tokens."""
 
     @staticmethod
     def encode(text: str, *, add_special_tokens: bool) -> bytes:
-        """Return the bytes of a text as tokens, because it may be sampled as more tokens than usual."""
+        """Return the bytes of a text as tokens: sampled tokens may split it into more tokens than a tokenizer."""
         return text.encode()
 
 

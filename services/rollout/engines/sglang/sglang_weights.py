@@ -32,10 +32,10 @@ IN_FLIGHT = 2
 """Number of staging buffers: one receives while the other is copied."""
 
 _PLAIN_METHODS = ("UnquantizedLinearMethod", "UnquantizedEmbeddingMethod", "UnquantizedFusedMoEMethod")
-"""SGLang's classes for weights that are stored as in checkpoints."""
+"""Names of SGLang's weight-storage classes that keep weights as in checkpoints."""
 
 _OF_TOWER = re.compile(r"(^|\.)(visual|audio_tower)\.")
-"""Hugging Face's names of the tensors of towers."""
+"""Matches Hugging Face's names of tower tensors."""
 
 
 class UnsupportedModel(Exception):
@@ -47,22 +47,22 @@ class ReceiveResult:
     """Result of a broadcast on one rank."""
 
     seconds: float
-    """Seconds until the device has finished."""
+    """Duration of the reception, until the device has finished."""
     touched: bool
-    """True if the model was written to; always the case if it has any of the tensors."""
+    """True if the model was written to, which is certain if it holds any of the tensors."""
     checksums: dict[str, int] = field(default_factory=dict)
-    """Checksums by tensor, if requested. They cover the model's memory if the tensor was received there, else the
-    staged tensor, after comparing the model's memory with it."""
+    """Checksums by tensor, if requested: of the model's memory for tensors received in place; else of the staged
+    tensor, which was compared with the model's memory."""
     towers_changed: bool = True
-    """False if all tensors of the model's towers are those of the version that was received before. Equal on all ranks
-    that have received the same versions, because it is decided by whole tensors."""
+    """False if all tower tensors equal those of the previous version. Ranks that have received the same versions agree,
+    because they compare checksums of whole tensors."""
 
 
 class SGLangWeights:
-    """Receives versions of the weights into one rank's part of a model, as a member of weight groups.
+    """Receives weights into one rank's part of a model, as a member of weight groups.
 
-    Tensors are received directly into parameters that hold them whole, others into a buffer, from which this rank's
-    parts are copied.
+    Tensors that a parameter holds whole are received in place. Others are received into a buffer, from which this
+    rank's parts are copied.
     """
 
     def __init__(self, model: Any, device: torch.device, tensor_size: int) -> None:
@@ -76,13 +76,13 @@ class SGLangWeights:
         self._receiver: _Receiver | None = None
         self._dirty = False
         self._towers: dict[str, int] = {}
-        """Checksums of the towers' tensors in the last version."""
+        """Checksums of the tower tensors of the last version."""
         self._stream = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
 
     def join(self, rendezvous: Rendezvous, rank: int, manifest: weights_pb2.WeightManifest, timeout: float) -> None:
-        """Check that a weight group's manifest is exactly this model's, and connect to the group.
+        """Check that a weight group's manifest matches the model exactly, and connect to the group.
 
-        The model may generate meanwhile. Leaves the group that it was in.
+        The model may generate meanwhile. Leaves any earlier group.
 
         Raises:
             ManifestMismatch: the message names the tensor.
@@ -115,7 +115,7 @@ class SGLangWeights:
             raise
 
     def begin(self, name: str, timeout: float) -> "Reception":
-        """Begin to receive one version; `finish` does the rest. Nothing may use the model meanwhile.
+        """Begin to receive one version; `finish` receives the rest. Nothing may use the model until then.
 
         Raises:
             WeightGroupError: this rank isn't in the group, or the group broke.
@@ -132,10 +132,10 @@ class SGLangWeights:
         return Reception(name, receiver, first, started, started + timeout)
 
     def finish(self, begun: "Reception", *, checksum: bool, commit: Callable[[], None]) -> ReceiveResult:
-        """Receive the rest of a version, and `commit` while it comes. Returns when the device has finished.
+        """Receive the rest of a version; call `commit` during the last transfer. Returns when the device has finished.
 
-        If the model is spread over ranks, it counts as touched from `commit` on: after a failure, ranks that have
-        committed must not go on beside others that have not.
+        If the model is spread over ranks, it counts as touched from `commit` on: after a failure, only some ranks may
+        have committed, and these must not continue.
 
         Raises:
             WeightGroupError: a member died or was late, or the group was left meanwhile.
@@ -151,7 +151,7 @@ class SGLangWeights:
 
     @contextlib.contextmanager
     def _receiving(self, name: str) -> Iterator[None]:
-        """Work on the stream for weights; leave the group after an error."""
+        """Run the block on the stream for weights; leave the group after an error."""
         stream = contextlib.nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
         try:
             with torch.no_grad(), stream:
@@ -178,7 +178,7 @@ class SGLangWeights:
         self._dirty = True
 
     def leave(self, name: str) -> None:
-        """Abort and forget a group, also in the middle of `join` or `finish`, from any thread."""
+        """Abort and forget a group; callable from any thread, also during `join` or `finish`."""
         with self._lock:
             receiver = self._receiver
             if receiver is None or receiver.group.name != name:
@@ -196,18 +196,18 @@ class SGLangWeights:
 
 @dataclass(frozen=True)
 class Reception:
-    """A version of which the first bucket is on its way."""
+    """A version that is being received; its first transfer has started."""
 
     group_name: str
     receiver: "_Receiver"
     first: Transfer
     started: float
     deadline: float
-    """Monotonic time by which all buckets must have arrived."""
+    """Time by which all buckets must have arrived, by time.monotonic()."""
 
 
 class _Receiver:
-    """Receives the broadcasts of one group. Its buffers are not reused: an aborted broadcast may still write there."""
+    """Receives the broadcasts of one group. No other group reuses its buffers: an aborted broadcast may still write."""
 
     def __init__(
         self,
@@ -238,26 +238,26 @@ class _Receiver:
         ]
         size = max((shape.nbytes if self._flat else piece_bytes(shape) for shape in self._shapes), default=0)
         self._buffers = [torch.empty(size, dtype=torch.uint8, device=device) for _ in range(IN_FLIGHT)]
-        # These are made here because the engine is paused later.
+        # These are made now, because the engine is paused while it receives.
         self._wires = [self._wire(number) for number in range(len(buckets))]
-        """The tensors that each bucket is received into."""
+        """For each bucket: the tensors into which it is received."""
         self._received = {
             part.spec.name: whole
             for part, whole in zip(chain(*self._parts), chain(*self._wholes), strict=True)
             if whole is not None
         }
-        """The model's own tensors that are received into."""
+        """The model's own tensors that are received in place, by name."""
         self.towers = frozenset(part.spec.name for part in destinations if _OF_TOWER.search(part.spec.name))
-        """Names of the towers' tensors."""
+        """Names of the tower tensors."""
 
     def finish(
         self, first: Transfer, deadline: float, with_checksums: bool, commit: Callable[[], None]
     ) -> dict[str, int]:
-        """Receive the other buckets on the current stream, and wait until all are there and copied.
+        """Receive the other buckets on the current stream, and wait until all have arrived and are copied.
 
-        Bucket n + 1 is received while bucket n is copied; the host does not wait in between. `commit` is called once
-        the last bucket is on its way. Returns the checksums of all tensors or, without `with_checksums`, of those of
-        towers.
+        Bucket n + 1 is received while bucket n is copied; the host does not wait in between. `commit` is called after
+        the last transfer has started. Returns the checksums of all tensors; without `with_checksums`, only of tower
+        tensors.
         """
         found: dict[str, torch.Tensor] = {}
         transfers = [first]
@@ -271,7 +271,7 @@ class _Receiver:
         return read_checksums(found | self._begin_checksums(self._received, with_checksums))
 
     def start(self, number: int, deadline: float) -> Transfer:
-        """Start receiving the next bucket."""
+        """Start receiving bucket `number`."""
         left = deadline - time.monotonic()
         if left <= 0:
             raise WeightGroupError(f"the broadcast in weight group {self.group.name} did not end in time")
@@ -287,8 +287,10 @@ class _Receiver:
         return [next(staging) if whole is None else whole for whole in self._wholes[number]]
 
     def _copy(self, number: int, transfer: Transfer, with_checksums: bool) -> dict[str, torch.Tensor]:
-        """Copy the staged tensors once received, and begin their checksums. On a GPU this only enqueues, except for
-        the comparisons of `with_checksums`."""
+        """Copy the staged tensors after their reception, and begin their checksums.
+
+        On a GPU this only enqueues work, except for the comparisons of `with_checksums`.
+        """
         staged, buffer = self._staged[number], self._buffers[number % IN_FLIGHT]
         if not staged:
             return {}
@@ -310,12 +312,12 @@ class _Receiver:
         return self._begin_checksums(dict(zip(names, tensors, strict=True)), with_checksums)
 
     def _begin_checksums(self, tensors: dict[str, torch.Tensor], every: bool) -> dict[str, torch.Tensor]:
-        """Begin the checksums of every received tensor, or of those of towers."""
+        """Begin the checksums of all these tensors if `every`, else of the tower tensors."""
         return begin_checksums(tensors if every else {name: tensors[name] for name in self.towers & tensors.keys()})
 
 
 def check_model(model: torch.nn.Module) -> None:
-    """Raise UnsupportedModel if the model computes with more than the parameters that its loader fills."""
+    """Raise UnsupportedModel if the model computes with tensors that its loader doesn't fill."""
     if hasattr(model, "post_load_weights"):
         raise UnsupportedModel(
             f"{type(model).__name__} derives weights after loading (post_load_weights): they can't be replaced in place"

@@ -1,1 +1,1 @@
-"""A client of an SGLang server that runs outside of relaxd. Has no child process."""
+"""Client of an SGLang server that runs outside of relaxd; it has no child process."""

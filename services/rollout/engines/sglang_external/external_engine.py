@@ -1,7 +1,7 @@
-"""An engine that is an external SGLang server.
+"""Engine that uses an external SGLang server.
 
-It uses SGLang 0.5.15's native API over HTTP. It adds what the server lacks: leases of pauses, ending requests at once,
-the version of each token, deadlines.
+It calls SGLang 0.5.15's native API over HTTP, and adds features that the server lacks: leases of pauses, immediate ends
+of requests, the version of each token, and deadlines.
 """
 
 import asyncio
@@ -41,18 +41,19 @@ from services.rollout.engines.sglang_external.server_client import (
 CONTROL_SECONDS = 10.0
 """Deadline of calls that only change a flag, in seconds."""
 STOP_SECONDS = 5.0
-"""Deadline for leaving the server in order."""
+"""Maximum seconds of the calls that clean up the server when the engine stops."""
 PROBE_SECONDS = 2.0
 """Seconds between two probes."""
 SCHEDULER_SECONDS = 60.0
-"""Seconds without an answer to a probe, outside of an update, after which a server's scheduler counts as dead."""
+"""Seconds without an answer to a probe, outside of updates, after which the server's scheduler counts as dead."""
 STATS_SECONDS = 1.0
+"""Seconds between two reports of generated tokens."""
 
 logger = logging.getLogger(__name__)
 
 
 async def start_engine(start: EngineStart) -> "ExternalEngine":
-    """Connect a rollout replica with its server. Raises ChildError."""
+    """Connect a rollout replica to its server. Raises ChildError."""
     url = start.settings.sglang_url
     if not url:
         raise ChildError(
@@ -73,7 +74,7 @@ async def start_engine(start: EngineStart) -> "ExternalEngine":
 
 
 class ExternalEngine(RolloutEngine):
-    """An engine that is an external server. It never sleeps."""
+    """Engine that uses an external server. It never sleeps."""
 
     def __init__(
         self,
@@ -89,7 +90,7 @@ class ExternalEngine(RolloutEngine):
         self._on_tokens = on_tokens
         self._ended: str | None = None
         self._open = asyncio.Event()
-        """Set while requests may be sent: not during a pause, so that a request has the label of its weights."""
+        """Set while requests may be sent: not during a pause, so that each request gets its weights' label."""
         self._open.set()
         self._lease: asyncio.Task[None] | None = None
         self._requests = ExternalRequests(client, facts, model, self._wait_open, self._end)
@@ -117,10 +118,10 @@ class ExternalEngine(RolloutEngine):
     ) -> "ExternalEngine":
         """Connect to the server at `url`, which must have the model of `folder`, and resume it if it is paused.
 
-        `on_exit` is called with the reason when the server is lost, before running requests fail; `on_tokens` about
-        every second with the number of tokens generated since, and tokens per second.
+        `on_exit` is called with the reason if the server is lost, before running requests fail. `on_tokens` is called
+        about every second with the number of tokens since the last call, and tokens per second.
 
-        Raises RpcError when the server refuses or does not fit the run, DataError when the folder is broken.
+        Raises RpcError if the server refuses or does not fit the run, DataError if the folder is broken.
         """
         model = await asyncio.to_thread(read_model_folder, folder)
         client = SGLangClient(url, key)
@@ -148,10 +149,10 @@ class ExternalEngine(RolloutEngine):
         self._requests.end(request_id)
 
     async def pause(self, mode: PauseMode, lease_seconds: float, timeout: float) -> int:
-        """Pause generation, by the server's own modes where it has them: in_place and retract.
+        """Pause generation. The server itself has only the modes in_place and retract.
 
-        For abort the server pauses in place, while requests end here at
-        once with the tokens reported so far. For drain no request is sent until the running ones have ended.
+        Mode abort pauses the server in place and ends requests here at once, with the tokens reported so far. Mode
+        drain sends no more requests and waits until the running ones have ended, then pauses in place.
         """
         if self._updating:
             raise EngineError("weights are being received: the engine is paused already")
@@ -177,7 +178,7 @@ class ExternalEngine(RolloutEngine):
         return len(self._requests.running_ids)
 
     async def _continue(self, weights: Version | None) -> None:
-        """Raises EngineError during an update. A quarantined server stays paused."""
+        """End the pause; a quarantined server stays paused. Raises EngineError during an update."""
         if self._updating:
             raise EngineError("weights are being received: the pause cannot end now")
         self._replace_lease(None)
@@ -193,10 +194,10 @@ class ExternalEngine(RolloutEngine):
             await self._updates.join(request)
 
     async def receive(self, request: rollout_pb2.ReceiveWeightsRequest) -> rollout_pb2.ReceiveWeightsResponse:
-        """Have the server take new weights, paused meanwhile if the request says so.
+        """Make the server receive new weights, with the requested pause before and resume after it.
 
-        Returns no checksums, which a stock server does not have. Raises Aborted when it fails; the model may have two
-        versions then.
+        Returns no checksums, because a stock server has none. Raises Aborted on failure; then the model may be between
+        two versions.
         """
         if request.HasField("pause"):
             pause = request.pause
@@ -228,7 +229,7 @@ class ExternalEngine(RolloutEngine):
         return self.quarantined
 
     async def stop(self) -> None:
-        """Abort this engine's requests and end its pause. The server runs on."""
+        """Abort this engine's requests and end its pause. The server continues to run."""
         if self.alive:
             running_ids, paused = self._requests.running_ids, not self._open.is_set()
             self._mark_ended("the engine is stopped")
@@ -243,7 +244,7 @@ class ExternalEngine(RolloutEngine):
             await asyncio.shield(self._closing)
 
     async def _wait_open(self) -> Version:
-        """Wait for the end of a pause. Returns the weights that are served."""
+        """Wait for the end of a pause. Returns the served weights."""
         while not self._open.is_set():
             await self._open.wait()  # idle: until the pause is over
         self._raise_if_gone()
@@ -260,14 +261,14 @@ class ExternalEngine(RolloutEngine):
 
     async def _end_lease(self, seconds: float) -> None:
         await asyncio.sleep(seconds)
-        while self._updating:  # it has a deadline of its own
+        while self._updating:  # an update has its own deadline
             await asyncio.sleep(0.1)  # brief: see the deadline
         logger.warning("%s", LEASE_OVER[self.unconfirmed])
         self.quarantined = self.quarantined or self.unconfirmed
         await self._resume_with_retries()
 
     async def _resume_with_retries(self) -> None:
-        """End the pause, and retry until the server has answered or is lost."""
+        """End the pause; retry until the server answers or is lost."""
         while True:
             try:
                 return await self._resume()
@@ -277,13 +278,13 @@ class ExternalEngine(RolloutEngine):
                 return self._end(str(error))
 
     def _replace_lease(self, work: Coroutine[Any, Any, None] | None) -> None:
-        """Cancel the task that would end the pause, and start `work` in its place."""
+        """Cancel the task that ends the pause later, and start `work` instead."""
         if self._lease is not None:
             self._lease.cancel()
         self._lease = self._start(work, "end a pause") if work is not None else None
 
     async def _probe(self) -> None:
-        """Probe the server until it doesn't answer, or has weights other than those sent to it."""
+        """Probe the server regularly; end the engine if the server doesn't answer or serves unknown weights."""
         while True:
             await asyncio.sleep(PROBE_SECONDS)  # idle: looks again
             if self._updating:

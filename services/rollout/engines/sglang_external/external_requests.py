@@ -1,4 +1,4 @@
-"""Requests to an external SGLang server: its stream events as Outputs, with the weight version of every token."""
+"""Requests to an external SGLang server. Converts its stream events to Outputs, with each token's weight version."""
 
 import asyncio
 import logging
@@ -23,27 +23,27 @@ from services.rollout.engines.request_types import (
 from services.rollout.engines.sglang_external.server_client import ServerGone, ServerInfo, SGLangClient
 
 EVENT_TOKENS = 32
-"""Tokens per event of a request that does not stream. Fewer would slow the server down; more would leave the version of
-more tokens uncertain at an update (see ExternalSample)."""
+"""Maximum tokens per event. Fewer would slow the server down; more would leave the version of more tokens uncertain at
+an update (see ExternalSample)."""
 ONLY_AT_END = 1 << 30
-"""Tokens per event that give a sample a single event."""
+"""Tokens per event, above any sample's length: each sample has a single event at its end."""
 
 
 @dataclass(frozen=True)
 class EventStyle:
-    """The form of a server's events."""
+    """Format of a server's events."""
 
     incremental: bool
-    """True if an event has only the new tokens instead of all tokens of the sample so far."""
+    """True if an event contains only new tokens; False if it contains all tokens of the sample so far."""
     interval: int
     """Tokens per event. The first token always has a separate event."""
     late: int
-    """Number of tokens of older weights that are reported after an update: 1 if the server's scheduler overlaps a batch
-    with reporting the previous one."""
+    """Number of tokens per sample that older weights produced but the server reports after an update: 1 if its
+    scheduler runs a batch while it reports the previous one, else 0."""
 
 
 def label(weights: Version) -> str:
-    """Return the server's name of a version."""
+    """Return the label of a version for the server."""
     return f"{weights.term}:{weights.version}"
 
 
@@ -54,11 +54,11 @@ def parse_label(text: object) -> Version | None:
 
 
 class ExternalSample:
-    """One sample of a request, as reported so far.
+    """One sample of a request, with the tokens reported so far.
 
-    Every event has the label of the weights that were served when it was reported. When the label changes, tokens since
-    the last event may come from either version; they get the older one, so that no token counts as fresher than it is.
-    A streamed request has an event for each token, so at most `late` tokens are uncertain.
+    Every event has the label of the weights served at its report. If the label has changed, either version may have
+    produced the tokens since the last event. They get the older one, so that no token counts as fresher than it is. If
+    a request has an event for each token, at most `late` tokens are uncertain.
     """
 
     def __init__(
@@ -70,9 +70,9 @@ class ExternalSample:
         begun: Sequence[int] = (),
         sampling: Sampling | None = None,
     ) -> None:
-        """`weights` are those served when the request was sent, `begun` the tokens that the sample had before.
+        """`weights`: served when the request was sent; `begun`: the sample's tokens from before the request.
 
-        `sampling` says where stop strings end it that begin in those tokens.
+        `sampling`: contains the stop strings, to find those that begin in `begun`.
         """
         self.ended = False
         self.ended_here = False
@@ -89,7 +89,7 @@ class ExternalSample:
         self._older = weights
         self._uncertain_until = 0
         self._delivered = 0
-        """Number of new tokens that were delivered."""
+        """Number of new tokens delivered so far."""
 
     @property
     def index(self) -> int:
@@ -98,16 +98,16 @@ class ExternalSample:
 
     @property
     def tokens(self) -> int:
-        """Number of new tokens that were reported."""
+        """Number of new tokens that the server has reported."""
         return len(self._logprobs)
 
     @property
     def undelivered_tokens(self) -> int:
-        """Number of new tokens that were not delivered yet."""
+        """Number of new tokens not delivered yet."""
         return len(self._logprobs) - self._delivered
 
     def take(self, event: dict[str, Any]) -> None:
-        """Add an event. Raises ServerGone if the server lost its weights, RequestFailed if it failed the sample."""
+        """Add an event. Raises ServerGone if the server lost its weights, RequestFailed if the server failed it."""
         count, output, meta = len(self._logprobs), self._output, event["meta_info"]
         tokens: list[int] = event["output_ids"]
         logprobs: list[list[Any]] = meta.get("output_token_logprobs", [])
@@ -135,7 +135,10 @@ class ExternalSample:
             self.end(cast(FinishReason, finish["type"]), finish.get("matched"))
 
     def _ends_across(self, checked: int) -> bool:
-        """End the sample at a stop string that ends in the new tokens but began before them."""
+        """End the sample at a stop string that begins in earlier tokens. Returns True if there is one.
+
+        `checked`: number of tokens searched before.
+        """
         sampling = self._sampling
         if sampling is None:
             return False
@@ -175,9 +178,9 @@ class ExternalSample:
 
 
 ABORT_SECONDS = 10.0
+"""Deadline of a call that aborts a sample, in seconds."""
 SHARED_PROMPT_TOKENS = 64
-"""Minimum length of a prompt that is prefilled before its samples are sent, because SGLang would prefill it for
-each."""
+"""Minimum tokens of a prompt that is prefilled before its samples are sent; SGLang would prefill it for each sample."""
 
 logger = logging.getLogger(__name__)
 
@@ -187,7 +190,7 @@ class _RunningRequest:
 
     def __init__(self, request: Request) -> None:
         identity = uuid.uuid4().hex
-        # Of equal length, because the server's abort matches prefixes.
+        # Ids have equal lengths because the server's abort matches prefixes.
         self.sample_ids = [f"{identity}-{index:04d}" for index in request.samples]
         self.request = request
         self.samples: list[ExternalSample] = []
@@ -197,7 +200,7 @@ class _RunningRequest:
 
     @property
     def open_ids(self) -> list[str]:
-        """Ids of the samples that were sent and have not ended."""
+        """Ids of the sent samples that have not ended."""
         return [name for name, sample in zip(self.sample_ids, self.samples, strict=False) if not sample.ended]
 
 
@@ -213,9 +216,9 @@ class ExternalRequests:
         on_gone: Callable[[str], None],
     ) -> None:
         """`wait_open` waits until requests may be sent and returns the served weights; `on_gone` is called with the
-        reason when the server is lost."""
+        reason if the server is lost."""
         self.tokens = 0
-        """Tokens generated so far."""
+        """Number of tokens generated so far."""
         self.idle = asyncio.Event()
         """Set while the server has no request of this engine."""
         self.idle.set()
@@ -231,7 +234,7 @@ class ExternalRequests:
 
     @property
     def running_ids(self) -> list[str]:
-        """Ids of all samples that the server works on."""
+        """Ids of all samples that the server is generating."""
         return [sample_id for request in self._requests.values() for sample_id in request.open_ids]
 
     @property
@@ -290,7 +293,7 @@ class ExternalRequests:
             request.outputs.put_nowait(ServerGone(reason))
 
     async def abort(self, sample_ids: Sequence[str]) -> None:
-        """Have the server abort samples."""
+        """Make the server abort samples; failures are only logged."""
         calls = (self._client.call("/abort_request", {"rid": name}, timeout=ABORT_SECONDS) for name in sample_ids)
         for result in await asyncio.gather(*calls, return_exceptions=True):
             if isinstance(result, RpcError):
@@ -342,7 +345,7 @@ class ExternalRequests:
         )
 
     async def _prefill(self, prompt: tuple[int, ...], weights: Version) -> None:
-        """Have the server compute a prompt for its prefix cache."""
+        """Make the server prefill a prompt into its prefix cache."""
         body = {
             "input_ids": prompt,
             "extra_key": label(weights),

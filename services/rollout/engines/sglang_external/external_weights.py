@@ -1,8 +1,8 @@
-"""Weight updates of an external SGLang server, with the calls of a stock server.
+"""Weight updates of an external SGLang server, through a stock server's calls.
 
-The server's scheduler takes part in the broadcast and answers no call meanwhile. It can't be told to abort: it waits
-until its own process group's timeout, even when relaxd has left. Over gloo it notices at once that the trainer has
-left; over NCCL it must be restarted when the trainer died in a broadcast.
+The server's scheduler takes part in the broadcast and answers no call meanwhile. No call can abort the broadcast: the
+scheduler waits until the timeout of its process group, even after relaxd has left. Over gloo it notices at once that
+the trainer has left; over NCCL the server must be restarted if the trainer died during a broadcast.
 """
 
 import asyncio
@@ -19,6 +19,7 @@ from services.rollout.engines.request_types import BadManifest, EngineError
 from services.rollout.engines.sglang_external.server_client import ServerRefusal, SGLangClient
 
 LEAVE_SECONDS = 2.0
+"""Deadline of the call that leaves a weight group, in seconds."""
 _ITEM_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 
 Result = TypeVar("Result")
@@ -26,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 
 class ExternalWeights:
-    """The server as a member of weight groups, one at a time."""
+    """Makes the server a member of weight groups, one at a time."""
 
     def __init__(self, client: SGLangClient) -> None:
         self.touched = False
@@ -37,7 +38,7 @@ class ExternalWeights:
         self._waiting: asyncio.Future[Any] | None = None
 
     async def join(self, request: rollout_pb2.JoinWeightGroupRequest) -> None:
-        """Raises BadManifest, Aborted or DeadlineExceeded."""
+        """Connect the server to a weight group. Raises BadManifest, Aborted or DeadlineExceeded."""
         buckets, group = stock_buckets(request.manifest), request.group
         await self.leave_all()
         body = {
@@ -54,7 +55,10 @@ class ExternalWeights:
         self._buckets = buckets
 
     async def receive(self, group_name: str, label: str, timeout: float) -> None:
-        """Receive all buckets and label the server's weights. See RolloutEngine.receive."""
+        """Make the server receive all buckets and label its weights with `label`.
+
+        Raises EngineError, Aborted or DeadlineExceeded.
+        """
         self.touched = False
         if self._group != group_name:
             raise EngineError(f"this engine is not in weight group {group_name}")
@@ -78,7 +82,7 @@ class ExternalWeights:
                 ) from error
 
     async def leave(self, group_name: str) -> None:
-        """Cancel a running call of a group, and have the server leave it."""
+        """Cancel a group's running call, and make the server leave the group."""
         if group_name != self._group:
             return
         self._group = None
@@ -95,13 +99,13 @@ class ExternalWeights:
             await self.leave(self._group)
 
     async def _call_in_group(self, call: Awaitable[Result]) -> Result:
-        """Wait for a call, which `leave` cancels."""
+        """Await a call that `leave` can cancel. Raises Aborted if `leave` did or the server refused."""
         self._waiting = waiting = asyncio.ensure_future(call)
         group = self._group
         try:
             return await waiting
         except asyncio.CancelledError:
-            if self._group == group:  # not `leave`, but the caller cancelled it
+            if self._group == group:  # the caller cancelled it, not `leave`
                 raise
             raise Aborted(f"weight group {group} was left") from None
         except ServerRefusal as error:

@@ -1,6 +1,6 @@
 """Client of an external SGLang server: waits until it is up, checks that it fits the run, and calls it.
 
-Raises the errors of calls to a child process, because the server stands in for an engine's.
+Raises the same errors as calls to a child process, because the server replaces an engine's child process.
 """
 
 import asyncio
@@ -22,15 +22,17 @@ from services.rollout.engines.model_folder import ModelFolder
 logger = logging.getLogger(__name__)
 
 CONNECT_SECONDS = 5.0
+"""Maximum seconds to open a connection."""
 _MAX_REASON = 500
+"""Maximum characters of the server's reason in an error."""
 
 
 class ServerGone(ChildError):
-    """The server doesn't answer, or broke an answer off."""
+    """The server doesn't answer, or its answer broke off."""
 
 
 class ServerRefusal(FailedPrecondition):
-    """The server answered with an HTTP status that is not 200."""
+    """The server answered with an error: an HTTP status other than 200, or an error event."""
 
     def __init__(self, message: str, status: int) -> None:
         super().__init__(message)
@@ -38,21 +40,20 @@ class ServerRefusal(FailedPrecondition):
 
 
 class SGLangClient:
-    """Calls one server. Create and close it in a running event loop."""
+    """Client of one server. Create and close it in a running event loop."""
 
     def __init__(self, url: str, key: str | None) -> None:
         """`key`: the server's API key, if it requires one."""
         self.url = url.rstrip("/")
         self._session = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=0),  # a connection per request; the engine limits those
+            connector=aiohttp.TCPConnector(limit=0),  # a connection per request; the engine limits the requests
             headers={"Authorization": f"Bearer {key}"} if key else {},
         )
 
     async def call(self, path: str, body: Mapping[str, Any] | None = None, *, timeout: float) -> dict[str, Any]:
-        """POST `body` (GET without one) and return the answer; {} for an empty one.
+        """POST `body` (GET without a body) and return the answer; {} if it is empty.
 
-        Raises ServerGone, DeadlineExceeded after `timeout` seconds, and ServerRefusal with the server's reason when it
-        refuses.
+        Raises ServerGone, DeadlineExceeded after `timeout` seconds, and ServerRefusal with the server's reason.
         """
         deadline = aiohttp.ClientTimeout(total=timeout, sock_connect=min(CONNECT_SECONDS, timeout))
         method = "GET" if body is None else "POST"
@@ -70,8 +71,8 @@ class SGLangClient:
     async def stream(self, path: str, body: Mapping[str, Any]) -> AsyncIterator[dict[str, Any]]:
         """POST `body` and yield the events of the answer.
 
-        There is no deadline: the caller must watch the server meanwhile. Raises ServerGone, also when the answer breaks
-        off, and ServerRefusal when the server refuses, at once or in the middle.
+        It has no deadline: the caller must watch the server meanwhile. Raises ServerGone, also if the answer breaks
+        off, and ServerRefusal, also in the middle of an answer.
         """
         deadline = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_SECONDS)
         try:
@@ -110,7 +111,7 @@ class SGLangClient:
         return value
 
     def _refusal(self, path: str, status: int, text: str) -> ServerRefusal:
-        """Return an error with the server's message, whose place in the answer varies."""
+        """Return an error with the server's message, which may be at different places of the answer."""
         try:
             message = json.loads(text)
         except ValueError:
@@ -136,7 +137,9 @@ async def _lines(content: aiohttp.StreamReader) -> AsyncIterator[bytes]:
 
 
 CALL_SECONDS = 10.0
+"""Deadline of each call in `connect`, in seconds."""
 RETRY_SECONDS = 1.0
+"""Seconds between two attempts to reach the server."""
 KEEP_MEMORY = {"torch_empty_cache": False}
 """Body of /continue_generation. Emptying the allocator's cache would cost time, and fails on a CPU."""
 
@@ -150,13 +153,13 @@ class ServerInfo:
     """Configuration of a server."""
 
     context: int
-    """The server's --context-length; 0 if it is the model's own."""
+    """The server's --context-length, in tokens; 0 if not set: then the model's applies."""
     device: str
-    """cpu or cuda."""
+    """Device of the model: "cpu" or "cuda"."""
     incremental: bool
-    """--incremental-streaming-output: events have only new tokens."""
+    """True with --incremental-streaming-output: events contain only new tokens."""
     late_tokens: int
-    """1 if the server's scheduler overlaps, so that it reports a token after the next batch has started; else 0."""
+    """1 if the server's scheduler reports a token only after it has started the next batch; else 0."""
     prefix_cache: bool
     """True if the server caches prompts for later requests."""
     tokenizer: bool
@@ -164,10 +167,10 @@ class ServerInfo:
 
 
 async def connect(client: SGLangClient, model: ModelFolder, config: RolloutConfig) -> ServerInfo:
-    """Wait until the server is up, check that it fits, and end requests and a pause that an earlier user left.
+    """Wait until the server is up, check that it fits the run, and end any requests and pause of an earlier user.
 
     Waits without a deadline: the coordinator restarts a replica that waits longer than health.start_seconds. Raises
-    ServerMismatch, which names the right options, and ServerRefusal when the server refuses the call.
+    ServerMismatch, which names the right options, and ServerRefusal.
     """
     info = await _wait_until_up(client)
     described = await client.call("/model_info", timeout=CALL_SECONDS)
@@ -229,15 +232,15 @@ async def _wait_until_up(client: SGLangClient) -> dict[str, Any]:
 
 
 async def _take_over(client: SGLangClient) -> None:
-    """End the requests and the pause that an earlier user may have left."""
+    """End any requests and pause of an earlier user."""
     await client.call("/abort_request", {"abort_all": True}, timeout=CALL_SECONDS)
     await client.call("/continue_generation", KEEP_MEMORY, timeout=CALL_SECONDS)
 
 
 async def _vocabulary(client: SGLangClient) -> int | None:
-    """Return the size of the vocabulary; None if the server doesn't tell.
+    """Return the size of the vocabulary; None if the server doesn't report it.
 
-    No call returns it, but the refusal of a harmless bias for token -1 names the range of ids.
+    No call returns it, but the server's refusal of a logit bias for token -1 names the range of ids.
     """
     body = {"input_ids": [0], "sampling_params": {"max_new_tokens": 1, "logit_bias": {"-1": 0.0}}}
     try:

@@ -1,5 +1,6 @@
-"""Batches of samples that a model decodes together, and their cache of keys, values and states, whose rows are added
-and removed while it grows.
+"""Batches of samples that a model decodes together, and their growing cache of keys, values and states.
+
+Rows can be added and removed at any step.
 """
 
 from collections.abc import Sequence
@@ -72,12 +73,12 @@ class GrowingLayer(DynamicLayer):
 class StateLayer(LinearAttentionLayer):
     """One layer's states of a gated delta net and of its convolution, [rows, ...] each.
 
-    A state belongs to a sample's last token, and nothing of it can be cut off. Padding on the left doesn't reach it:
-    transformers feeds zeros there, which leave a state of zeros as it is.
+    A state has no positions that could be cut: it summarizes all tokens of a sample. Left padding doesn't change it:
+    transformers feeds zeros there, which keep a zero state.
     """
 
     def take_rows(self, rows: torch.Tensor, cut: int) -> None:
-        """Keep these rows. They have no positions, so that none are cut."""
+        """Keep these rows. `cut` has no effect, because states have no positions."""
         self.reorder_cache(rows)
 
     def append_rows(self, other: "StateLayer", length: int) -> None:
@@ -94,14 +95,14 @@ def empty_cache(config: PreTrainedConfig) -> Cache:
 
 
 def take_rows(cache: Cache, rows: Sequence[int], cut: int = 0) -> None:
-    """Keep these rows, in this order (a row may be taken several times), without their first `cut` positions."""
+    """Keep these rows, in this order, without their first `cut` positions. A row may occur several times."""
     index = torch.tensor(rows, dtype=torch.long, device=cache.layers[0].device)
     for layer in cache.layers:
         layer.take_rows(index, cut)
 
 
 def append_rows(cache: Cache, other: Cache) -> None:
-    """Append the rows of `other`. The shorter cache is padded on the left with zeros, which callers must mask."""
+    """Append the rows of `other`. Pads the shorter cache on the left with zeros, which callers must mask."""
     length = max(cache.get_seq_length(), other.get_seq_length())
     for layer, added in zip(cache.layers, other.layers, strict=True):
         layer.append_rows(added, length)
@@ -117,7 +118,7 @@ def _stack(above: torch.Tensor, below: torch.Tensor, length: int) -> torch.Tenso
 
 @dataclass(eq=False, kw_only=True)
 class RunningSample:
-    """A sample that is being generated, or waits to be."""
+    """A running or waiting sample."""
 
     request: Request
     index: int
@@ -132,7 +133,7 @@ class RunningSample:
     versions: list[int] = field(default_factory=list)
     """Versions of the new tokens."""
     likeliest: list[list[int]] = field(default_factory=list)
-    """Likeliest tokens in the new tokens' places, if requested."""
+    """Ids of the likeliest tokens at each new token's position, if requested."""
     finish_reason: FinishReason | None = None
     at_stop_string: bool = False
     """True if the sample ended at a stop string, not at an end token."""
@@ -140,11 +141,11 @@ class RunningSample:
     reported: int = 0
     """Number of new tokens that were reported."""
     seen: SeenPrompt | None = None
-    """Media of its prompt, set when its turn comes."""
+    """The prompt with its media, set when the sample starts; None without media."""
 
     @classmethod
     def of(cls, request: Request, index: int, end_ids: frozenset[int]) -> "RunningSample":
-        """Make a request's sample; `end_ids` are the model's end tokens."""
+        """Create sample `index` of a request; `end_ids`: the model's end tokens."""
         sampling, tokens = request.sampling, list(request.tokens_of(index))
         stop_ids = frozenset(sampling.stop_token_ids) or end_ids
         generator = sample_generator(sampling.seed, index, len(tokens))
@@ -159,7 +160,7 @@ class RunningSample:
 
     @property
     def prefix(self) -> tuple[int, ...]:
-        """Tokens to continue: the prompt, and those from before the request."""
+        """Tokens to prefill: the prompt, and the sample's tokens from before the request."""
         return (*self.request.prompt_tokens, *self.tokens[: self.begun])
 
     @property
@@ -169,7 +170,7 @@ class RunningSample:
 
     @property
     def forbidden(self) -> frozenset[int]:
-        """Tokens that aren't allowed next: end tokens before min_new_tokens."""
+        """Tokens that the next token must not be: end tokens before min_new_tokens."""
         return self.stop_ids if len(self.tokens) < self.request.sampling.min_new_tokens else frozenset()
 
     def append(self, token: int, logprob: float, likeliest: list[int], version: int) -> None:
@@ -188,7 +189,7 @@ class RunningSample:
 class Batch:
     """Samples as rows of one key-value cache, each padded on the left to the longest.
 
-    The cache lacks the last token of each sample: the next step feeds it.
+    The last token of each sample is not in the cache yet: the next step feeds it.
     """
 
     def __init__(self, samples: list[RunningSample], cache: Cache, paddings: list[int]) -> None:
@@ -254,8 +255,8 @@ def _forward(
 ) -> torch.Tensor:
     """Append `ids` [rows, new] to the cache and return the logits [rows, vocabulary] after the last one.
 
-    `offsets` are added to the positions of each row's tokens. When prompts are read, `seen` has the media of each row:
-    the tokens of a prompt with media have its layout's positions, and the embeddings that `towers` compute.
+    `offsets`: added to the positions of each row's tokens. `seen`: in a prefill, each row's prompt with media; its
+    tokens get the positions of its layout and the embeddings from `towers`.
     """
     start = cache.get_seq_length()
     columns = torch.arange(start + ids.shape[1])

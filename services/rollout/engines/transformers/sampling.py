@@ -8,14 +8,14 @@ import torch
 from services.rollout.engines.request_types import EngineError, Sampling
 
 _Choose = Callable[[torch.Tensor, list[Sampling], torch.Tensor], torch.Tensor]
-"""(log-probs [rows, vocabulary], the rows' sampling, uniform float64 [rows]) -> token ids [rows]."""
+"""Sampling method: (log-probs [rows, vocabulary], sampling of each row, uniform float64 [rows]) -> token ids [rows]."""
 
 
 def sample_generator(seed: int, sample: int, tokens: int = 0) -> torch.Generator:
     """Return the random generator of one sample; generators of different (seed, sample) are independent.
 
-    It is as it would be after choosing `tokens` tokens, so that a sample that is continued gets the numbers that it
-    would have got.
+    Its state is that after choosing `tokens` tokens, so a continued sample gets the same random numbers as without the
+    interruption.
     """
     digest = hashlib.blake2b(f"{seed}/{sample}".encode(), digest_size=8).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
@@ -33,8 +33,8 @@ def choose_tokens(
 
     Each row inverts its cumulative distribution at one uniform number from its own generator, so its token does not
     depend on the other rows. The log-probability is at the row's temperature (1 for greedy), before top-k and top-p.
-    `forbidden` has the token ids that each row may not choose; their log-probabilities count all the same.
-    Raises EngineError when a row has no finite distribution.
+    `forbidden`: token ids that each row may not choose; the returned log-probabilities still count their probability.
+    Raises EngineError if a row has no finite distribution.
     """
     logits = logits.float()
     temperatures = [each.temperature for each in sampling]
@@ -50,7 +50,7 @@ def choose_tokens(
     tokens = torch.empty(len(sampling), dtype=torch.long, device=logits.device)
     for rows, choose in _by_method(sampling):
         uniform = [float(torch.rand((), generator=generators[row], dtype=torch.float64)) for row in rows]
-        # Usually one method serves all rows: avoid a copy then.
+        # Usually one method applies to all rows; this avoids a copy then.
         of_rows = allowed if len(rows) == len(sampling) else allowed[rows]
         numbers = torch.tensor(uniform, dtype=torch.float64, device=logits.device)
         tokens[rows] = choose(of_rows, [sampling[row] for row in rows], numbers)
@@ -63,7 +63,7 @@ def choose_tokens(
 def likeliest_tokens(logits: torch.Tensor, counts: Sequence[int]) -> list[list[int]]:
     """Return the ids of the `counts[row]` likeliest tokens of each row of logits [rows, vocabulary], likeliest first.
 
-    No temperature changes their order, and what a row may not choose is among them all the same.
+    They don't depend on the temperature, and include tokens that a row may not choose.
     """
     most = max(counts, default=0)
     if not most:
@@ -94,7 +94,7 @@ def _plain(logprobs: torch.Tensor, sampling: list[Sampling], uniform: torch.Tens
 
 
 def _filtered(logprobs: torch.Tensor, sampling: list[Sampling], uniform: torch.Tensor) -> torch.Tensor:
-    """Apply top-k, then top-p to the rest: the smallest set of likeliest tokens that reaches top_p."""
+    """Apply top-k, then top-p to the remaining tokens: keep the smallest set of likeliest tokens that reaches top_p."""
     probabilities, order = logprobs.exp().sort(dim=-1, descending=True, stable=True)
     vocabulary = logprobs.shape[-1]
     top_k = torch.tensor([each.top_k or vocabulary for each in sampling], device=logprobs.device)

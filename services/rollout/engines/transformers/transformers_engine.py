@@ -42,9 +42,9 @@ logger = logging.getLogger(__name__)
 
 
 class ParameterMemory:
-    """The memory of a model's parameters. Tied parameters stay tied.
+    """Frees and reallocates the memory of a model's parameters. Tied parameters stay tied.
 
-    Those of towers are kept, because a trainer that doesn't train them never sends them.
+    Tower parameters keep their memory, because a trainer that doesn't train towers never sends them.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -69,23 +69,23 @@ class ParameterMemory:
         _trim()
 
     def restore(self) -> None:
-        """Allocate the memory again, with undefined values."""
+        """Allocate the parameters' memory again, with undefined values."""
         for parameter, shape in self._shapes:
             parameter.data = torch.empty(shape, dtype=parameter.dtype)
         self._shapes.clear()
 
 
 def _trim() -> None:
-    """Have the C library return free heap memory, of earlier small tensors, to the system."""
+    """Make the C library return free heap memory, left by small tensors, to the system."""
     trim = getattr(ctypes.CDLL(ctypes.util.find_library("c")), "malloc_trim", None)
     if trim is not None:
         trim(0)
 
 
 PREFILL_TOKENS = 1024
-"""Maximum prompt tokens, padding included, of one prefill, because a pause waits for it. A longer prompt runs alone."""
+"""Maximum tokens of one prefill, padding included, because a pause waits for it. A longer prompt is prefilled alone."""
 SLEEP_LEASE_SECONDS = 10.0
-"""Lease of the pause before a sleep, in seconds beyond the time to wait for running samples."""
+"""Lease of the pause before a sleep, in seconds added to the timeout for running samples."""
 
 
 class TransformersEngine:
@@ -104,10 +104,10 @@ class TransformersEngine:
         keep_weights: bool = False,
         vision: VisionModel | None = None,
     ) -> None:
-        """`decode` turns token ids into text; `end_ids` are the model's end tokens; `threads` 0 is torch's default;
-        `vision` are the model's rules for images, if it sees any.
+        """`decode` turns token ids into text; `end_ids` are the model's end tokens; `threads`: 0 for torch's default;
+        `vision`: the model's media rules, None if it takes no media.
 
-        With `keep_weights` a sleep frees no parameters, because nobody would send them again.
+        With `keep_weights` a sleep frees no parameters; for models whose weights nobody sends.
         """
         self.gate = GenerationGate()
         self.model = model
@@ -153,7 +153,7 @@ class TransformersEngine:
             self.gate.changed.notify_all()
 
     def cancel(self, request_id: str) -> None:
-        """Drop a request; at most one more token of each sample is reported."""
+        """Drop a request; at most one more token of each sample may be reported."""
         with self.gate.changed:
             self._cancelled.add(request_id)
             self.gate.changed.notify_all()
@@ -181,7 +181,7 @@ class TransformersEngine:
     def record(self, request: RecordStepsRequest) -> list[Path]:
         if self._recording is not None and not self._recording.ended:
             raise EngineError("this engine is recording steps already: wait until their file is there")
-        path = Path(request.folder) / f"{request.name}-TP-0.trace.json.gz"  # as SGLang's are called
+        path = Path(request.folder) / f"{request.name}-TP-0.trace.json.gz"  # SGLang's naming scheme
         self._recording = StepRecording(path, request.profile.steps, stacks=request.profile.stacks)
         return [path]
 
@@ -203,7 +203,7 @@ class TransformersEngine:
 
     @contextmanager
     def update(self, weights: Version) -> Iterator[None]:
-        """Allow changes of the model (after `touch`) inside the block, and commit `weights` at its end."""
+        """Allow changes of the model inside the block (after `touch`), and commit `weights` at its end."""
         with self.gate.update(weights):
             yield
             for sample in self._samples():
@@ -237,7 +237,7 @@ class TransformersEngine:
                 self._run_or_fail(self._batch.samples, self._step)
 
     def _wait_for_work(self) -> bool:
-        """Wait until there is something to generate and the gate is open. Returns False if the engine stops."""
+        """Wait until there are samples and the gate is open. Returns False if the engine stops."""
         gate = self.gate
         with gate.changed:
             while not self._stopping:
@@ -253,14 +253,14 @@ class TransformersEngine:
         return False
 
     def _take_waiting(self) -> list[list[RunningSample]]:
-        """Take from the queue the requests that fit beside the running samples, in order of arrival."""
+        """Remove and return the next queued requests that fit into the batch, in order of arrival."""
         groups: list[list[RunningSample]] = []
         longest = 0
         with self.gate.changed:
             free = self._max_running_samples - (len(self._batch.samples) if self._batch else 0)
             while self._waiting and self.gate.may_admit():
                 samples = self._waiting[0]
-                # A request larger than max_running_samples starts in parts, any other as a whole.
+                # A request larger than max_running_samples starts in parts; all others start as a whole.
                 wanted = min(len(samples), self._max_running_samples)
                 longest = max(longest, len(samples[0].request.prompt_tokens) + samples[0].begun)
                 if wanted > free or (groups and longest * (len(groups) + 1) > PREFILL_TOKENS):
@@ -288,7 +288,7 @@ class TransformersEngine:
             self._batch = self._batch or begun
 
     def _see(self, group: list[RunningSample]) -> bool:
-        """Make the images of a group's prompt ready. Returns False if its request failed, alone."""
+        """Prepare the media of a group's prompt. On an error, fail only this request and return False."""
         try:
             seen = see(group[0].request, self._vision)
         except EngineError as error:
@@ -305,7 +305,7 @@ class TransformersEngine:
         self._batch = self._advance(self._batch, self._batch.step(self.model))
 
     def _advance(self, batch: Batch, logits: torch.Tensor) -> Batch | None:
-        """Choose each sample's next token. Returns the batch without ended samples; None when all have ended."""
+        """Choose each sample's next token. Returns the batch without ended samples; None if all have ended."""
         weights = self.gate.weights
         assert weights is not None
         samples = batch.samples
@@ -355,7 +355,7 @@ class TransformersEngine:
         sampling = sample.request.sampling
         if not sampling.stop or len(sample.tokens) < sampling.min_new_tokens:
             return False
-        # Each token has a byte or more, so a string that is new with the last token began within these.
+        # A token has at least one byte, so these tokens contain any stop string that ends in the last token.
         tail = self._decode(sample.tokens[-max(len(each.encode()) for each in sampling.stop) :])
         return any(each in tail for each in sampling.stop)
 
@@ -386,7 +386,7 @@ class TransformersEngine:
         self._report(samples)
 
     def _run_or_fail(self, samples: list[RunningSample], work: Callable[[], None]) -> None:
-        """Run `work`; if it raises, fail the samples' requests, so that others continue."""
+        """Run `work`; if it raises, fail the samples' requests. Others continue."""
         try:
             work()
         except Exception as error:

@@ -22,7 +22,7 @@ from services.rollout.engines.transformers.transformers_weights import WeightRec
 from services.rollout.engines.transformers.vision import load_model
 
 STAGING_MEMORY = 1.5
-"""A whole broadcast is staged if the free memory is this many times its size."""
+"""Minimum ratio of free memory to a broadcast's size at which the whole broadcast is staged."""
 
 
 class TransformersProcess(EngineProcess[TransformersEngine]):
@@ -63,7 +63,7 @@ class TransformersProcess(EngineProcess[TransformersEngine]):
             raise BadManifest(str(error)) from error
         try:
             group = WeightGroup(Rendezvous.from_proto(asked), request.rank)
-            self._leave_groups()  # an engine is in one group, even if it was not told to leave the last one
+            self._leave_groups()  # an engine is in only one group; nobody may have asked it to leave the last one
             with self._lock:
                 self._groups[asked.name] = group
             size = sum(bucket.nbytes for bucket in buckets)

@@ -14,9 +14,9 @@ from services.rollout.engines.transformers.vision import TOWERS
 
 
 def named_parameters(model: PreTrainedModel) -> dict[str, torch.Tensor]:
-    """Return every tensor that a manifest may name, tied weights under each of their names.
+    """Return every tensor that a manifest may name; tied weights occur under each of their names.
 
-    What is written into them counts as a new version of the parameters.
+    The tensors share the parameters' memory and torch's version counters.
     """
     tensors: dict[str, torch.Tensor] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -32,7 +32,7 @@ _FILE_NAMES: Mapping[str, Mapping[str, str]] = {
         "lm_head.": "thinker.lm_head.",
     }
 }
-"""Prefixes of names in files by those in the model, by model type. transformers changes them on loading."""
+"""By model type: prefixes of tensor names in the model, and the prefixes in files that transformers replaces."""
 
 
 def _renamed(name: str, beginnings: Mapping[str, str]) -> str:
@@ -45,7 +45,7 @@ _STACKED = {"qwen3_vl_moe": True, "qwen3_5_moe": False, "qwen3_5_moe_text": Fals
 
 
 def _file_views(name: str, tensor: torch.Tensor, model_type: str) -> dict[str, torch.Tensor]:
-    """Return a parameter in the form of files: a layer's stacked experts as views under their names there."""
+    """Return views of a parameter, named and shaped like the tensors in files, such as one per expert."""
     prefix, _, leaf = name.rpartition(".")
     if leaf not in ("gate_up_proj", "down_proj") or tensor.dim() != 3:
         return {name: tensor}
@@ -88,9 +88,9 @@ def check_manifest(model: PreTrainedModel, buckets: Sequence[TensorBucket]) -> N
 class WeightReceiver:
     """Receives the broadcasts of one weight group into an engine's model.
 
-    With `stage_all` every bucket is received into its own buffer before the model is touched, so a failed broadcast
-    leaves the engine as it was. That takes the model's size in memory once more. Without it two buffers are enough, but
-    a failure after the first bucket means quarantine. Values are converted to the model's dtype when they are copied.
+    With `stage_all`, all buckets are received into separate buffers before the model is touched. A failed broadcast
+    then leaves the engine unchanged, but the buffers need as much memory as the model. Without it, two buffers suffice,
+    but a failure after the first bucket means quarantine. Values are converted to the model's dtype when copied.
     """
 
     def __init__(
@@ -111,9 +111,9 @@ class WeightReceiver:
         ]
 
     def receive(self, weights: Version, timeout: float, *, with_checksums: bool) -> dict[str, int]:
-        """Receive one broadcast and commit it. Returns the received tensors' checksums if asked for, else {}.
+        """Receive one broadcast and commit it. Returns the tensors' checksums with `with_checksums`, else {}.
 
-        Raises WeightGroupError when the broadcast fails, EngineError when the engine is not paused.
+        Raises WeightGroupError if the broadcast fails, EngineError if the engine is not paused.
         """
         deadline = time.monotonic() + timeout
         checksums: dict[str, int] = {}
@@ -144,8 +144,8 @@ class WeightReceiver:
     def _checksums(self, number: int) -> dict[str, int]:
         """Return the checksums of a bucket's tensors in the model's memory.
 
-        Where the model has another dtype, its values are compared with the received ones, whose checksum it is then, or
-        isn't.
+        If the model has another dtype, its values are compared with the received tensor: the result is the received
+        tensor's checksum if they are equal, else a different number.
         """
         found = {}
         for spec, tensor in self._received(number):
@@ -161,12 +161,12 @@ class WeightReceiver:
         self._engine.gate.touch()
         for spec, tensor in self._received(number):
             served = self._parameters[spec.name]
-            # What is received as it was isn't written, so that the outputs of towers that aren't trained stay valid.
+            # Unchanged tensors aren't written, so that cached outputs of untrained towers stay valid.
             if not _same_bits(served, tensor.to(served.dtype)):
                 served.copy_(tensor)
 
 
 def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Compare as integers, to which 0 and -0 are two values, and not a number is equal to itself."""
+    """Return True if all bits are equal: 0 and -0 differ, and NaN equals itself."""
     kind = {2: torch.int16, 4: torch.int32, 8: torch.int64}[one.element_size()]
     return torch.equal(one.view(kind), other.view(kind))

@@ -1,4 +1,4 @@
-"""Media of prompts on their way into a transformers model: embeddings with the rows of its towers."""
+"""Embeddings of prompts with media for a transformers model, from the outputs of its towers."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -21,15 +21,18 @@ from relaxd.media.media_tokens import IMAGE, TEXT, VIDEO, Grid
 from services.rollout.engines.seen_prompts import SeenPrompt, read_model_vision
 
 TOWERS = ("model.visual.", "model.audio_tower.")
-"""Beginnings of the names of towers' parameters."""
+"""Prefixes of the names of tower parameters."""
 KEPT_BYTES = 1 << 30
-"""Default maximum of cached outputs of towers, in bytes."""
+"""Maximum bytes of cached tower outputs."""
 THINKERS = {"qwen3_omni_moe": Qwen3OmniMoeThinkerForConditionalGeneration}
-"""Classes of the text-writing part of a model, for types with further parts, such as Qwen3-Omni's talker."""
+"""Class of the part that generates text, by type of models with other parts, such as Qwen3-Omni's talker."""
 
 
 def load_model(folder: Path, dtype: torch.dtype) -> tuple[PreTrainedModel, VisionModel | None]:
-    """Return a model, and its rules for media if it takes any. Raises DataError if the rules are missing or damaged."""
+    """Return a model and its media rules, None if it takes no media.
+
+    Raises DataError if the rules are missing or damaged.
+    """
     vision = read_model_vision(folder, "transformers")
     usual = AutoModelForCausalLM if vision is None else AutoModelForImageTextToText
     kind: Any = THINKERS.get(str(read_object(folder / "config.json").get("model_type")), usual)
@@ -39,10 +42,10 @@ def load_model(folder: Path, dtype: torch.dtype) -> tuple[PreTrainedModel, Visio
 def tower_rows(
     model: PreTrainedModel, outputs: TowerOutputs, prompts: Sequence[SeenPrompt]
 ) -> dict[str, list[torch.Tensor]]:
-    """Return the towers' output for the prompts' items, by hash (`parts_of`).
+    """Return the towers' outputs for the prompts' media, by hash (`parts_of`).
 
-    Each tensor is [rows, hidden], on the model's device. An item's first tensor is for its tokens; for images and
-    videos, those for DeepStack follow.
+    Each tensor is [rows, hidden], on the model's device. The first contains the embeddings of the media's tokens; for
+    images and videos, tensors for DeepStack follow.
     """
     runs = {
         name: partial(_hear, model, name, prompt) if name in prompt.sounds else partial(_see, model, name, grid, prompt)
@@ -73,10 +76,9 @@ def embed(
     prompts: Sequence[SeenPrompt | None],
     paddings: Sequence[int],
 ) -> dict[str, Any]:
-    """Return the language model's inputs for ids [rows, T]: embeddings, with those of media in their places.
+    """Return the language model's inputs for ids [rows, T]: embeddings of tokens, and tower outputs in media's places.
 
-    Items are placed by their places in the prompt, not by searching tokens of media, which a continued answer may also
-    have.
+    The places come from the prompt's layout: a search for media tokens might find others in a continued answer.
     """
     shown = [prompt for prompt in prompts if prompt is not None]
     rows = tower_rows(model, towers, shown)
